@@ -3,10 +3,8 @@ from __future__ import annotations
 import pickle
 import random
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -84,37 +82,28 @@ def test_nothing_but_the_picture_is_in_what_is_cut_out(
     assert set(cut.tobytes()) == {200}
 
 
+def others() -> tuple[object, str]:
+    return random.getstate(), str(np.random.get_state(legacy=False))
+
+
 @for_each("name", [*RANDOM, "flip"])
-def test_the_same_seed_gives_the_same_bits_and_others_give_others(name: str) -> None:
+def test_changes_are_drawn_from_pytorchs_generator_alone(name: str) -> None:
     change = RandomFlip() if name == "flip" else TO_A_SQUARE[name](16)
-    picture = noise((40, 30))
+    picture, before = noise((40, 30)), others()
 
     def drawn(seed: int) -> list[bytes]:
         torch.manual_seed(seed)
         return [change(picture).tobytes() for _ in range(8)]
 
-    assert drawn(1) == drawn(1)
-    assert drawn(1) != drawn(2)
+    assert drawn(1) == drawn(1) != drawn(2)
     assert len(set(drawn(1))) > 1
-
-
-@for_each("name", [*RANDOM, "flip"])
-def test_only_pytorchs_generator_is_drawn_from(name: str) -> None:
-    change = RandomFlip() if name == "flip" else TO_A_SQUARE[name](16)
-
-    def others() -> tuple[object, str]:
-        return random.getstate(), str(np.random.get_state(legacy=False))
-
-    before, drawn_before = others(), torch.get_rng_state()
-    change(noise((40, 30)))
     assert others() == before
-    assert not torch.equal(torch.get_rng_state(), drawn_before)
 
 
-@for_each("name", ["centre", "centre without margin"])
-def test_the_middle_is_cut_out_without_drawing(name: str) -> None:
+def test_the_middle_is_cut_out_without_drawing() -> None:
     before = torch.get_rng_state()
-    TO_A_SQUARE[name](16)(noise((40, 30)))
+    for name in ("centre", "centre without margin"):
+        TO_A_SQUARE[name](16)(noise((40, 30)))
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -136,14 +125,6 @@ def test_a_shift_is_an_eighth_at_the_most_and_black_comes_in(size: int) -> None:
     assert {abs(left) for _, left in shifts} == set(range(most + 1))
 
 
-def test_a_shift_of_a_coloured_picture_brings_black_in() -> None:
-    torch.manual_seed(1)
-    white = Image.new("RGB", (16, 16), "white")
-    drawn = [pixels_of(RandomShift(16)(white)) for _ in range(40)]
-    assert {int(value) for pixels in drawn for value in np.unique(pixels)} == {0, 255}
-    assert min(pixels.mean() for pixels in drawn) >= 255 * (14 / 16) ** 2
-
-
 def test_half_of_the_pictures_are_flipped() -> None:
     torch.manual_seed(0)
     picture = noise((5, 4))
@@ -153,23 +134,15 @@ def test_half_of_the_pictures_are_flipped() -> None:
     assert 440 < drawn.count(flipped) < 560
 
 
-@for_each("mode", ["L", "RGB"])
-def test_a_picture_of_the_right_size_is_not_changed(mode: str) -> None:
-    picture = noise((32, 32), mode)
-    assert CentreCrop(32, 1.0)(picture).tobytes() == picture.tobytes()
-
-
-@for_each("size", [(45, 32), (32, 45), (32, 33), (1000, 32)])
+@for_each("size", [(32, 32), (45, 32), (32, 45), (32, 33), (1000, 32)])
 def test_a_picture_with_a_right_side_is_only_cut(size: tuple[int, int]) -> None:
-    picture = noise(size)
-    left, top = (size[0] - 32) // 2, (size[1] - 32) // 2
-    expected = picture.crop((left, top, left + 32, top + 32))
-    assert CentreCrop(32, 1.0)(picture).tobytes() == expected.tobytes()
-
-
-def test_a_test_picture_is_256_for_224() -> None:
-    picture = noise((256, 256))
-    assert CentreCrop(224)(picture).tobytes() == picture.crop((16, 16, 240, 240)).tobytes()
+    for mode in ("L", "RGB"):
+        picture = noise(size, mode)
+        left, top = (size[0] - 32) // 2, (size[1] - 32) // 2
+        expected = picture.crop((left, top, left + 32, top + 32))
+        assert CentreCrop(32, 1.0)(picture).tobytes() == expected.tobytes()
+    test = noise((256, 256))  # 256 for 224
+    assert CentreCrop(224)(test).tobytes() == test.crop((16, 16, 240, 240)).tobytes()
 
 
 @for_each("size", [(70, 90), (200, 100), (301, 77), (20, 20), (9, 31)])
@@ -190,30 +163,28 @@ def test_the_middle_is_that_of_the_whole_picture_resized(size: tuple[int, int]) 
 
 @for_each("least_area", [0.05, 0.35, 0.9])
 def test_a_random_box_is_large_enough_and_within_the_picture(least_area: float) -> None:
+    """Columns and rows of a picture that grows evenly say which box was resized."""
     torch.manual_seed(0)
+    columns, rows = np.meshgrid(np.arange(200), np.arange(150))
+    picture = Image.fromarray(np.stack([columns, rows, rows], axis=2).astype(np.uint8))
     crop = RandomResizedCrop(8, least_area)
     for _ in range(100):
-        left, top, right, bottom = crop._box(200, 150)
-        assert 0 <= left < right <= 200
-        assert 0 <= top < bottom <= 150
-        assert (right - left) * (bottom - top) >= least_area * 200 * 150 * 0.97
-        assert 0.7 < (right - left) / (bottom - top) < 1.4
+        found = pixels_of(crop(picture))
+        width = (found[4, 7, 0] - found[4, 0, 0]) * 8 / 7
+        height = (found[7, 4, 1] - found[0, 4, 1]) * 8 / 7
+        assert 0 < width < 203
+        assert 0 < height < 153
+        assert width * height >= least_area * 200 * 150 * 0.9
+        assert 0.6 < width / height < 1.6
 
 
-@for_each(
-    ("size", "box"),
-    [
-        ((500, 3), (248, 0, 252, 3)),
-        ((3, 500), (0, 248, 3, 252)),
-        ((1, 1), (0, 0, 1, 1)),
-        ((11, 10), (0, 0, 11, 10)),
-    ],
-)
+@for_each(("size", "box"), [((500, 3), (248, 0, 252, 3)), ((3, 500), (0, 248, 3, 252))])
 def test_where_no_box_fits_the_middle_is_taken(
-    size: tuple[int, int], box: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    size: tuple[int, int], box: tuple[int, int, int, int]
 ) -> None:
-    monkeypatch.setattr("onefold.data.augment._TRIES", 0)
-    assert RandomResizedCrop(8, 0.9)._box(*size) == box
+    picture = noise(size)
+    expected = picture.resize((8, 8), Image.Resampling.BILINEAR, box=box, reducing_gap=2.0)
+    assert RandomResizedCrop(8, 0.9)(picture).tobytes() == expected.tobytes()
 
 
 def test_the_normalised_pixels_are_those_computed_by_hand() -> None:
@@ -221,50 +192,31 @@ def test_the_normalised_pixels_are_those_computed_by_hand() -> None:
     picture.putpixel((0, 0), (0, 255, 51))
     picture.putpixel((1, 0), (255, 0, 102))
     expected = torch.tensor([[[-1.0, 1.0]], [[3.0, -1.0]], [[0.0375, 0.1375]]])
-    torch.testing.assert_close(Normalise(MEAN, STD)(picture), expected)
-
-
-def test_a_grey_picture_is_normalised_to_one_channel() -> None:
-    expected = torch.tensor([[[-1.0, 1.0]]])
-    picture = Image.fromarray(np.array([[0, 255]], dtype=np.uint8))
-    torch.testing.assert_close(Normalise((0.5,), (0.5,))(picture), expected)
-
-
-def test_normalising_does_not_follow_the_default_type() -> None:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
+    grey = Image.fromarray(np.array([[0, 255]], dtype=np.uint8))
+    torch.set_default_dtype(torch.float64)  # which it does not follow
     try:
-        assert Normalise(MEAN, STD)(noise((2, 2))).dtype == torch.float32
+        found = Normalise(MEAN, STD)(picture), Normalise((0.5,), (0.5,))(grey)
     finally:
-        torch.set_default_dtype(before)
-
-
-def labelled(mode: Mode, changes: list[Any]) -> LabelledPictures:
-    pixels = torch.arange(5 * 12, dtype=torch.uint8).view(5, 3, 4)
-    return LabelledPictures(
-        ArrayPictures(pixels, "digit"), [3, 1, 4, 1, 5], mode, changes, normalise(mode)
-    )
+        torch.set_default_dtype(torch.float32)
+    torch.testing.assert_close(found[0], expected)
+    torch.testing.assert_close(found[1], expected[:1])
 
 
 @for_each(("mode", "channels"), [("L", 1), ("RGB", 3)])
-def test_a_sample_is_a_picture_of_the_mode_and_its_label(mode: Mode, channels: int) -> None:
-    data = labelled(mode, [CentreCrop(8, 1.0)])
-    samples = [data[i] for i in range(len(data))]
-    assert [label for _, label in samples] == [3, 1, 4, 1, 5]
-    assert {picture.shape for picture, _ in samples} == {(channels, 8, 8)}
+def test_samples_reach_other_processes_with_their_changes(mode: Mode, channels: int) -> None:
+    pixels = torch.arange(5 * 12, dtype=torch.uint8).view(5, 3, 4)
+    changes = [RandomResizedCrop(6, 0.3), RandomShift(6), RandomFlip()]
+    labels = [3, 1, 4, 1, 5]
+    data = LabelledPictures(ArrayPictures(pixels, "digit"), labels, mode, changes, normalise(mode))
 
+    def read(data: LabelledPictures) -> torch.Tensor:
+        torch.manual_seed(4)
+        samples = [data[i] for i in range(len(data))]
+        assert [label for _, label in samples] == labels
+        return torch.stack([picture for picture, _ in samples])
 
-def test_reading_a_sample_leaves_the_pictures_as_they_are() -> None:
-    data = labelled("L", [])
-    first = data[2][0].clone()
-    data[2][0].zero_()
-    assert torch.equal(data[2][0], first)
-
-
-def test_samples_reach_other_processes_with_their_changes() -> None:
-    data = labelled("RGB", [RandomResizedCrop(6, 0.3), RandomShift(6), RandomFlip()])
-    copy = pickle.loads(pickle.dumps(data))
-    torch.manual_seed(4)
-    expected = [data[i][0] for i in range(5)]
-    torch.manual_seed(4)
-    assert all(torch.equal(copy[i][0], expected[i]) for i in range(5))
+    first = read(data)
+    assert first.shape == (5, channels, 6, 6)
+    data[2][0].zero_()  # a sample is the caller's own
+    assert torch.equal(read(data), first)
+    assert torch.equal(read(pickle.loads(pickle.dumps(data))), first)

@@ -1,61 +1,72 @@
+"""What is said of files and lines that cannot be used, and of folders that may not be looked at."""
+
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from onefold.data.bad import BadFile, readable, refuse
+from onefold.data.bad import BadFile, readable, refuse, visible
+from onefold.data.pictures import picture_paths, visible_folders
 from onefold.errors import DataError
-from tests.tables import for_each
 
 
-def bad_files(count: int) -> list[BadFile]:
-    return [BadFile(Path(f"{number}.png"), f"reason {number}") for number in range(count)]
+def test_up_to_five_are_named_and_the_others_counted() -> None:
+    refuse([])
+    for count, more in ((1, []), (5, []), (6, ["  and 1 more"]), (1005, ["  and 1000 more"])):
+        bad = [BadFile(Path(f"{number}.png"), f"reason {number}") for number in range(count)]
+        words = f"^{count} of the files and lines cannot be used"
+        with pytest.raises(DataError, match=words) as caught:
+            refuse(bad)
+        _, *lines, advice = str(caught.value).splitlines()
+        named = [f"  {number}.png: reason {number}" for number in range(min(count, 5))]
+        assert lines == named + more
+        assert advice.endswith("--skip-bad")
+    assert pickle.loads(pickle.dumps(bad[0])) == bad[0]
 
 
-def test_nothing_bad_is_not_refused() -> None:
-    assert refuse([]) is None  # type: ignore[func-returns-value]
-
-
-@for_each("count", [1, 4, 5])
-def test_up_to_five_are_all_named(count: int) -> None:
-    with pytest.raises(
-        DataError, match=f"^{count} of the files and lines cannot be used"
-    ) as caught:
-        refuse(bad_files(count))
-    _, *told, advice = str(caught.value).splitlines()
-    assert told == [f"  {number}.png: reason {number}" for number in range(count)]
-    assert advice.endswith("--skip-bad")
-
-
-@for_each(("count", "more"), [(6, 1), (1005, 1000)])
-def test_of_many_five_are_named_and_the_others_counted(count: int, more: int) -> None:
-    with pytest.raises(
-        DataError, match=f"^{count} of the files and lines cannot be used"
-    ) as caught:
-        refuse(bad_files(count))
-    _, *told, rest, _ = str(caught.value).splitlines()
-    assert told == [f"  {number}.png: reason {number}" for number in range(5)]
-    assert rest == f"  and {more} more"
-
-
-def test_the_line_of_a_file_is_told() -> None:
+def test_any_name_can_be_shown() -> None:
     assert str(BadFile(Path("a/b.tsv"), "why", 7)) == "a/b.tsv, line 7: why"
+    assert str(BadFile(Path(os.fsdecode(b"caf\xe9.png")), "why")).encode() == b"caf\\xe9.png: why"
+    for name in ("猫/ñandú 1.png", "a b/'c'.png", "."):
+        assert readable(Path(name)) == name
+    assert visible("a\x1b[2J\n\x9bñ猫") == "a\\x1b[2J\\n\\x9bñ猫"  # no control of a screen
+    assert str(BadFile(Path("a\rb.png"), "why")) == "a\\rb.png: why"
 
 
-def test_a_name_that_is_not_utf_8_can_be_written() -> None:
-    path = Path(os.fsdecode(b"caf\xe9.png"))
-    assert readable(path) == "caf\\xe9.png"
-    assert str(BadFile(path, "why")).encode() == b"caf\\xe9.png: why"
+def test_what_may_not_be_looked_at_is_bad(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that may be read and not searched: its names can be seen, and nothing else."""
+    folder = tmp_path / "closed"
+    (folder / "a").mkdir(parents=True)
+    for name in ("closed/b.png", "closed/.hidden", "c.png"):
+        (tmp_path / name).touch()
+    real = Path.stat
+
+    # The tests may be run by root, whom no file system keeps out.
+    def refused(path: Path, **options: Any) -> Any:
+        if path.parent == folder:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real(path, **options)
+
+    monkeypatch.setattr(Path, "stat", refused)
+    bad: list[BadFile] = []
+    assert picture_paths(tmp_path, bad) == [tmp_path / "c.png"]
+    reason = "expected a file or folder, got Permission denied"
+    assert bad == [BadFile(folder / name, reason) for name in ("a", "b.png")]
+    words = "closed/[ab].*: expected a folder that can be looked through, got Permission denied"
+    with pytest.raises(DataError, match=words):
+        visible_folders(folder)
 
 
-@for_each("name", ["猫/ñandú 1.png", "a b/'c'.png", "."])
-def test_any_other_name_is_told_as_it_is(name: str) -> None:
-    assert readable(Path(name)) == name
-
-
-def test_what_is_bad_reaches_other_processes() -> None:
-    (bad,) = bad_files(1)
-    assert pickle.loads(pickle.dumps(bad)) == bad
+def test_links_that_lead_nowhere_are_no_folders(tmp_path: Path) -> None:
+    for name in ("folder", ".hidden"):
+        (tmp_path / name).mkdir()
+    for name, target in (("to folder", "folder"), ("to nothing", "nothing"), ("itself", "itself")):
+        (tmp_path / name).symlink_to(target)
+    (tmp_path / "file").touch()
+    (tmp_path / "into a file").symlink_to("file/within")
+    assert visible_folders(tmp_path) == [tmp_path / "folder", tmp_path / "to folder"]

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from onefold.data import fetch as fetching
 from onefold.data.fetch import SETS, RemoteSet, fetch_dataset
 from onefold.errors import DataError
 
@@ -39,7 +38,7 @@ def drip(handler: http.server.BaseHTTPRequestHandler) -> None:
     """Answer byte after byte, for longer than the test waits."""
     handler.send_response(200)
     handler.end_headers()
-    end = time.monotonic() + 3
+    end = time.monotonic() + 2
     while time.monotonic() < end:
         try:
             handler.wfile.write(b".")
@@ -50,7 +49,7 @@ def drip(handler: http.server.BaseHTTPRequestHandler) -> None:
 
 def drip_headers(handler: http.server.BaseHTTPRequestHandler) -> None:
     """Answer with headers, byte after byte, each of which ends the wait of a socket."""
-    end = time.monotonic() + 5
+    end = time.monotonic() + 2
     with suppress(OSError):  # nobody listens any more
         handler.wfile.write(b"HTTP/1.1 200 OK\r\nX-Slow: ")
         while time.monotonic() < end:
@@ -91,15 +90,15 @@ class Server:
             def log_message(self, format: str, *args: object) -> None:
                 pass
 
-        self._server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
-        self._thread.start()
-        self.address = f"http://127.0.0.1:{self._server.server_port}/"
+        self.http = http.server.HTTPServer(("127.0.0.1", 0), Handler)
+        self.thread = threading.Thread(target=self.http.serve_forever, args=(0.01,))
+        self.thread.start()
+        self.address = f"http://127.0.0.1:{self.http.server_port}/"
 
     def stop(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        self.http.shutdown()
+        self.http.server_close()
+        self.thread.join()
 
 
 @pytest.fixture(autouse=True)
@@ -145,18 +144,13 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_files_are_fetched_once(tmp_path: Path, server: Server) -> None:
-    folder = fetch(tmp_path / "made" / "cache", server.address)
-    assert folder == tmp_path / "made" / "cache" / "small"
+def test_what_is_missing_is_fetched(tmp_path: Path, server: Server) -> None:
+    cache = tmp_path / "made" / "cache"
+    folder = fetch(cache, server.address)
+    assert folder == cache / "small"
     assert contents(folder) == FILES
-    assert fetch(tmp_path / "made" / "cache", server.address) == folder
-    assert server.asked == ["/images.gz", "/labels.gz"]
-
-
-def test_only_what_is_missing_is_fetched(tmp_path: Path, server: Server) -> None:
-    folder = fetch(tmp_path, server.address)
     (folder / "labels.gz").unlink()
-    fetch(tmp_path, server.address)
+    assert fetch(cache, server.address) == fetch(cache, server.address) == folder
     assert server.asked == ["/images.gz", "/labels.gz", "/labels.gz"]
 
 
@@ -168,48 +162,30 @@ def test_files_put_there_by_hand_need_no_network(tmp_path: Path, nobody: str) ->
     assert fetch(tmp_path, nobody) == folder
 
 
-FAULTS = [
-    pytest.param(send(b"", status=404), "HTTP 404 Not Found", id="not there"),
-    pytest.param(send(b"busy", status=503), "HTTP 503 Service Unavailable", id="busy"),
-    pytest.param(
-        send(b"half", length_bytes=8),
-        "expected 8 bytes as announced, got 4|IncompleteRead",
-        id="cut short",
-    ),
-    pytest.param(
+FAULTS = {
+    "not there": (send(b"", status=404), "HTTP 404 Not Found"),
+    "busy": (send(b"busy", status=503), "HTTP 503 Service Unavailable"),
+    "cut short": (send(b"half", length_bytes=8), "expected 8 bytes as announced, got 4|Incomplete"),
+    "something else": (
         send(b"<html>log in</html>"),
         f"expected SHA-256 {SUMS['images.gz']}, got [0-9a-f]{{64}} of 19 bytes",
-        id="something else",
     ),
-    pytest.param(send(b""), "got [0-9a-f]{64} of 0 bytes", id="empty"),
-    pytest.param(hang_up, "closed connection|Connection reset", id="no answer"),
-    pytest.param(drip_headers, r"expected the whole file within 1 s, got 0 bytes", id="slow head"),
-    pytest.param(
-        lead_to("file:///etc/passwd"),
-        r"Redirection to url 'file:///etc/passwd' is not allowed",
-        id="to a file",
-    ),
-    pytest.param(lead_to("ftp://127.0.0.1/x"), r"led on by http, got 'ftp://", id="to ftp"),
-    pytest.param(drip, r"expected the whole file within 1 s, got \d+ bytes", id="too slow"),
-]
+    "no answer": (hang_up, "closed connection|Connection reset"),
+    "slow head": (drip_headers, r"expected the whole file within 0\.5 s, got 0 bytes"),
+    "too slow": (drip, r"expected the whole file within 0\.5 s, got \d+ bytes"),
+    "to a file": (lead_to("file:///etc/passwd"), "url 'file:///etc/passwd' is not allowed"),
+    "to ftp": (lead_to("ftp://127.0.0.1/x"), "led on by http, got 'ftp://"),
+}
 
 
-@pytest.mark.parametrize(("fault", "complaint"), FAULTS)
-def test_the_next_mirror_is_tried(
-    tmp_path: Path, server: Server, mirror: Server, fault: Answer, complaint: str
+@pytest.mark.parametrize("kind", FAULTS)
+def test_a_mirror_that_fails_is_named_and_the_next_one_tried(
+    tmp_path: Path, server: Server, mirror: Server, nobody: str, kind: str
 ) -> None:
-    server.answers["/images.gz"] = fault
-    assert contents(fetch(tmp_path, server.address, mirror.address, timeout_s=1)) == FILES
-    assert (server.asked, mirror.asked) == (["/images.gz", "/labels.gz"], ["/images.gz"])
-
-
-@pytest.mark.parametrize(("fault", "complaint"), FAULTS)
-def test_without_a_mirror_that_answers_it_is_told_why(
-    tmp_path: Path, server: Server, nobody: str, fault: Answer, complaint: str
-) -> None:
+    fault, complaint = FAULTS[kind]
     server.answers["/images.gz"] = fault
     with pytest.raises(DataError, match=complaint) as error:
-        fetch(tmp_path, nobody, server.address, timeout_s=1)
+        fetch(tmp_path, nobody, server.address, timeout_s=0.5)
     first, refused, failed, advice = str(error.value).splitlines()
     assert first == "images.gz could not be fetched:"
     assert re.fullmatch(rf"  {nobody}images\.gz: .*Connection refused", refused)
@@ -217,6 +193,9 @@ def test_without_a_mirror_that_answers_it_is_told_why(
     folder = tmp_path / "small"
     assert advice.endswith(f"put the files by hand in {folder}: images.gz, labels.gz")
     assert contents(folder) == {}
+    server.asked.clear()
+    assert contents(fetch(tmp_path, server.address, mirror.address, timeout_s=0.5)) == FILES
+    assert (server.asked, mirror.asked) == (["/images.gz", "/labels.gz"], ["/images.gz"])
 
 
 def test_a_server_that_says_nothing_is_not_waited_for(tmp_path: Path) -> None:
@@ -253,14 +232,6 @@ def test_an_address_of_a_file_is_none_to_fetch_from(tmp_path: Path) -> None:
         fetch(tmp_path / "cache", f"file://{tmp_path}/")
 
 
-def test_an_answer_without_end_is_not_taken(
-    tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fetching, "_LARGEST_BYTES", 5000)
-    with pytest.raises(DataError, match="expected at most 5000 bytes, got more"):
-        fetch(tmp_path, server.address)
-
-
 def test_a_pipe_in_the_cache_is_not_waited_for(tmp_path: Path, nobody: str) -> None:
     (tmp_path / "small").mkdir()
     os.mkfifo(tmp_path / "small" / "images.gz")
@@ -279,13 +250,6 @@ def test_another_file_that_is_there_is_refused_and_left(tmp_path: Path, server: 
     assert len(server.asked) == 2
 
 
-def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path, server: Server) -> None:
-    (tmp_path / "small").write_bytes(b"not a folder")
-    with pytest.raises(FileExistsError, match="small"):
-        fetch(tmp_path, server.address)
-    assert server.asked == []
-
-
 def test_a_set_of_another_name_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match="expected a data set of mnist, fashion-mnist, got 'mnits'"
@@ -299,7 +263,6 @@ def test_the_known_sets_are_the_four_files_of_mnist_each() -> None:
     names += [f"{part}-idx1-ubyte.gz" for part in ("train-labels", "t10k-labels")]
     for known in SETS.values():
         assert set(known.sums) == set(names)
-        assert all(re.fullmatch("[0-9a-f]{64}", each) for each in known.sums.values())
         assert all(re.fullmatch("https?://.*/", mirror) for mirror in known.mirrors)
-        assert len(known.mirrors) == 2
-    assert len({each for known in SETS.values() for each in known.sums.values()}) == 8
+    sums = {each for known in SETS.values() for each in known.sums.values()}
+    assert len([each for each in sums if re.fullmatch("[0-9a-f]{64}", each)]) == 8

@@ -20,11 +20,6 @@ LATIN_1 = (
 )
 
 
-@pytest.fixture
-def file(tmp_path: Path) -> Path:
-    return tmp_path / "train.tsv"
-
-
 @pytest.fixture(scope="module")
 def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One file that many examples of hypothesis write in turn."""
@@ -54,12 +49,11 @@ def test_what_was_written_is_read(
     assert bad == []
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("content", "reason"),
     [
         (b"no tab", "expected a text, a tab and a label, got no tab in 'no tab'"),
         (b"a\tb\t1", r"expected a text, a tab and a label, got 2 tabs in 'a\tb\t1'"),
-        (b"\t1", r"expected a text before the tab, got nothing in '\t1'"),
         (b"  \t1", r"expected a text before the tab, got nothing in '  \t1'"),
         (b"fine\t ", r"expected a label after the tab, got nothing in 'fine\t '"),
         (b"", "expected a text, a tab and a label, got no tab in ''"),
@@ -68,17 +62,19 @@ def test_what_was_written_is_read(
         (b"x" * 99, f"expected a text, a tab and a label, got no tab in '{'x' * 40}…'"),
     ],
 )
-@pytest.mark.parametrize("end", [b"\n", b"\r\n"])
-def test_a_bad_line_is_told_and_the_others_are_read(
-    file: Path, content: bytes, reason: str, end: bytes
+def test_a_bad_line_is_named_and_the_others_are_read(
+    tmp_path: Path, content: bytes, reason: str
 ) -> None:
-    file.write_bytes(end.join([b"good\t1", content, b"better\t 2 "]))
-    lines, bad = read_tsv(file)
-    assert lines == [Line("good", "1", 1), Line("better", "2", 3)]
-    assert bad == [BadFile(file, reason, 2)]
+    file = tmp_path / "train.tsv"
+    for end in (b"\n", b"\r\n"):
+        file.write_bytes(end.join([b"good\t1", content, b"better\t 2 "]))
+        lines, bad = read_tsv(file)
+        assert lines == [Line("good", "1", 1), Line("better", "2", 3)]
+        assert bad == [BadFile(file, reason, 2)]
 
 
-def test_a_header_is_not_a_sample(file: Path) -> None:
+def test_a_header_is_not_a_sample(tmp_path: Path) -> None:
+    file = tmp_path / "train.tsv"
     file.write_text("sentence\tLabel\ngood\t1\nof a bottle\tlabel\n")
     lines, bad = read_tsv(file)
     assert [line.label for line in lines] == ["1", "label"]
@@ -87,33 +83,27 @@ def test_a_header_is_not_a_sample(file: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("content", "complaint"),
     [
-        (b"", "got an empty file"),
-        (b"\xef\xbb\xbf\r\n \n", "got an empty file"),
-        (b"one\ntwo\n", "none; of 2 bad ones the first is line 1: .* no tab in 'one'"),
-        (b"caf\xe9\t1\n", "the first is line 1: expected UTF-8, got e9 as byte 4"),
+        (b"", "lines of .*got an empty file"),
+        (b"\xef\xbb\xbf\r\n \n", "lines of .*got an empty file"),
+        (b"one\ntwo\n", "lines of .*none; of 2 bad ones the first is line 1: .* no tab in 'one'"),
+        (b"caf\xe9\t1\n", "lines of .*first is line 1: expected UTF-8, got e9 as byte 4"),
+        ("fine\t1\n".encode("utf-16"), "text in UTF-8, this is UTF-16: convert it"),
     ],
 )
-def test_a_file_without_a_sound_line_is_refused(file: Path, content: bytes, complaint: str) -> None:
-    file.write_bytes(content)
-    with pytest.raises(DataError, match=rf"train\.tsv: expected lines of .*{complaint}"):
-        read_tsv(file)
-
-
-def test_a_missing_file_is_said_to_be_missing(tmp_path: Path) -> None:
+def test_a_file_without_a_sound_line_is_refused(
+    tmp_path: Path, content: bytes, complaint: str
+) -> None:
+    (tmp_path / "train.tsv").write_bytes(content)
+    with pytest.raises(DataError, match=rf"train\.tsv: expected {complaint}"):
+        read_tsv(tmp_path / "train.tsv")
     with pytest.raises(FileNotFoundError, match="nowhere"):
         read_tsv(tmp_path / "nowhere")
 
 
-def test_utf_16_is_told_as_such(file: Path) -> None:
-    file.write_bytes("fine\t1\n".encode("utf-16"))
-    with pytest.raises(DataError, match=r"expected text in UTF-8, this is UTF-16: convert it"):
-        read_tsv(file)
-
-
-def test_another_encoding_is_told_rather_than_a_want_of_classes(tmp_path: Path) -> None:
+def test_another_encoding_is_named_rather_than_a_want_of_classes(tmp_path: Path) -> None:
     train, dev = splits(tmp_path, "good\t1\nbetter\t1\n", "good\t1\n")
     train.write_bytes(train.read_bytes() + "mauvais café\t0\nétrange\t0\n".encode("latin-1"))
     with pytest.raises(DataError, match=r"2 others cannot, .*line 3: expected UTF-8, .* Latin-1"):
@@ -148,16 +138,10 @@ def test_bad_lines_of_both_files_are_told_in_order(tmp_path: Path) -> None:
     read = read_splits(train, dev)
     assert [line.text for line in read.train] == ["a", "b"]
     assert [line.text for line in read.dev] == ["a"]
-    assert [(each.path, each.line) for each in read.left_out] == [
-        (train, 3),
-        (dev, 2),
-        (dev, 3),
-        (dev, 4),
-    ]
+    found = [(each.path, each.line) for each in read.left_out]
+    assert found == [(train, 3), (dev, 2), (dev, 3), (dev, 4)]
     assert read.left_out[1].reason == "expected a label of the training set (0, 1), got '7'"
-
-
-def test_of_many_classes_some_are_named(tmp_path: Path) -> None:
+    # Of many classes some are named.
     content = "".join(f"text\t{label}\n" for label in range(12))
     bad = read_splits(*splits(tmp_path, content, content + "text\t12\n")).left_out
     assert "(0, 1, 2, 3, 4, 5, 6, 7, 8, 9 and 2 more), got '12'" in bad[0].reason

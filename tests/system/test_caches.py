@@ -14,6 +14,7 @@ import torch
 from onefold.system import caches, compilers
 from onefold.system.caches import check_cache, default_of_torch, other_caches, place_of_code
 from tests.somebody import NOBODY, needs_root
+from tests.tables import for_each
 
 INDUCTOR = caches.INDUCTOR
 
@@ -63,7 +64,7 @@ def through_a_folder_of_all(folder: Path) -> Path:
     return folder / "first"
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("make", "why"),
     [
         (opened, "others may write to .*home .mode 777."),
@@ -75,13 +76,15 @@ def through_a_folder_of_all(folder: Path) -> Path:
     ],
 )
 def test_a_folder_that_another_user_could_change(
-    home: Path, make: Callable[[Path], Path], why: str
+    tmp_path: Path, make: Callable[[Path], Path], why: str
 ) -> None:
-    folder = make(home)
+    tmp_path.chmod(0o1777)
+    (tmp_path / "home").mkdir()
+    folder = make(tmp_path / "home")
     with pytest.raises(ValueError, match=why):
         check_cache(folder, create=True)
     with pytest.raises(ValueError, match=f"TRITON_CACHE_DIR names {folder}.*{why}.*unset TRITON"):
-        other_caches({"TRITON_CACHE_DIR": str(folder)}, home)
+        other_caches({"TRITON_CACHE_DIR": str(folder)}, tmp_path / "home")
 
 
 @needs_root
@@ -139,20 +142,14 @@ def test_caches_elsewhere_stay_where_they_are_if_that_is_safe(home: Path) -> Non
     assert {Path(folder).parent for folder in moved.values()} == {place}
 
 
-def fresh_module(name: str) -> object:
-    """A module of PyTorch as it is before anybody has changed it."""
-    found = importlib.util.find_spec(name)
-    assert found is not None
-    assert found.loader is not None
-    module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
-    return module
-
-
 def test_the_default_of_pytorch_is_known() -> None:
     """Or what PyTorch has put into the environment would be taken for the user's choice."""
-    theirs = fresh_module("torch._inductor.runtime.cache_dir_utils")
-    assert theirs.default_cache_dir() == default_of_torch()  # type: ignore[attr-defined]
+    found = importlib.util.find_spec("torch._inductor.runtime.cache_dir_utils")
+    assert found is not None
+    assert found.loader is not None
+    module = importlib.util.module_from_spec(found)  # as it is before anybody has changed it
+    found.loader.exec_module(module)
+    assert module.default_cache_dir() == default_of_torch()
 
 
 def test_the_compiler_keeps_nothing_elsewhere(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,34 +169,29 @@ def test_the_compiler_keeps_nothing_elsewhere(home: Path, monkeypatch: pytest.Mo
         assert (module.default_cache_dir(), module.cache_dir()) == (str(home), str(home))
 
 
-LOOKED_AT = """
-    _dynamo/config.py default_debug_dir_root: inside Meta alone; else the current folder
-    _dynamo/convert_frame.py profile_wrapper: written, where TORCH_COMPILE_CPROFILE asks for it
-    _dynamo/debug_utils.py minifier_dir: never reached
-    _inductor/cache.py base_dir: of a class that nobody uses as it is
-    _inductor/codecache.py <module>: headers, which are moved
-    _inductor/codecache.py _load_library: an error message
-    _inductor/codecache.py build_standalone_runtime: its default is replaced
-    _inductor/compile_fx_ext.py _send_to_child: debugging
-    _inductor/debug.py save_args_for_compile_fx_inner: debugging
-    _inductor/exc.py _record_missing_op: written, where TORCHINDUCTOR_WRITE_MISSING_OPS asks for it
-    _inductor/runtime/cache_dir_utils.py cache_dir: its default is replaced
-    _inductor/runtime/cache_dir_utils.py default_cache_dir: is replaced
-    _inductor/runtime/caching/implementations.py _base_dir: its default is replaced
-    _inductor/wrapper_benchmark.py <module>: benchmarks
-    _inductor/wrapper_benchmark.py ncu_analyzer: benchmarks
-    _inductor/wrapper_benchmark.py collect_memory_snapshot: benchmarks
-    _vendor/quack/autotuner.py __init__: the home's; TORCH_VENDOR_QUACK_CACHE_DIR
-    _vendor/quack/cache/jit.py get_cache_path: QUACK_CACHE_DIR
-    _vendor/quack/_compile_payload.py load_epilogue_from_source: on Hopper, in a script's own
-        flex_gemm; docs/security.md says so
-"""
+LOOKED_AT = {
+    "_dynamo/config.py": "default_debug_dir_root",  # inside Meta alone; else the current folder
+    "_dynamo/convert_frame.py": "profile_wrapper",  # where TORCH_COMPILE_CPROFILE asks for it
+    "_dynamo/debug_utils.py": "minifier_dir",  # never reached
+    "_inductor/cache.py": "base_dir",  # of a class that nobody uses as it is
+    # Headers, which are moved; an error message; its default is replaced.
+    "_inductor/codecache.py": "<module> _load_library build_standalone_runtime",
+    "_inductor/compile_fx_ext.py": "_send_to_child",  # debugging
+    "_inductor/debug.py": "save_args_for_compile_fx_inner",  # debugging
+    "_inductor/exc.py": "_record_missing_op",  # where TORCHINDUCTOR_WRITE_MISSING_OPS asks for it
+    "_inductor/runtime/cache_dir_utils.py": "cache_dir default_cache_dir",  # are replaced
+    "_inductor/runtime/caching/implementations.py": "_base_dir",  # its default is replaced
+    # Benchmarks.
+    "_inductor/wrapper_benchmark.py": "<module> ncu_analyzer collect_memory_snapshot",
+    "_vendor/quack/autotuner.py": "__init__",  # the home's; TORCH_VENDOR_QUACK_CACHE_DIR
+    "_vendor/quack/cache/jit.py": "get_cache_path",  # QUACK_CACHE_DIR
+    # On Hopper, in a script's own flex_gemm: docs/security.md says so.
+    "_vendor/quack/_compile_payload.py": "load_epilogue_from_source",
+}
 """Functions of PyTorch's compiler that use a predictable name in the temporary directory."""
 
 
 def test_every_place_of_the_compiler_was_looked_at() -> None:
-    known = LOOKED_AT.replace("\n        ", " ").strip().splitlines()
-    known_places = {line.strip().split(": ")[0] for line in known}
     root = Path(torch.__file__).parent
     found = set()
     for room in ("_dynamo", "_inductor", "_functorch", "_vendor"):
@@ -207,9 +199,9 @@ def test_every_place_of_the_compiler_was_looked_at() -> None:
             text = path.read_text()
             if "gettempdir" in text or "default_cache_dir" in text:
                 module = path.relative_to(root).as_posix()
-                found |= {f"{module} {place}" for place in _places(ast.parse(text))}
+                found |= {(module, place) for place in _places(ast.parse(text))}
     assert found
-    assert found <= known_places
+    assert found <= {(module, each) for module in LOOKED_AT for each in LOOKED_AT[module].split()}
 
 
 def _places(tree: ast.AST, name: str = "<module>") -> set[str]:

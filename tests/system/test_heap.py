@@ -1,4 +1,4 @@
-"""Tensors that lie in a file without a name."""
+"""Tensors that lie in a file without a name, and memory that takes no room until it is provided."""
 
 from __future__ import annotations
 
@@ -6,16 +6,20 @@ import errno
 import gc
 import mmap
 import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from onefold.system.heap import ORDINARY, DiskHeap, Heap, new_disk_file
+from onefold.system import heap as heaps
+from onefold.system.heap import ORDINARY, BareMemory, DiskHeap, naming_limits, new_disk_file
 from tests.tables import for_each
 
 PAGE = mmap.PAGESIZE
-HEAPS = pytest.mark.parametrize("on_disk", [False, True], ids=["memory", "disk"])
+MIB = 1 << 20
 
 
 @pytest.fixture
@@ -23,73 +27,62 @@ def heap(tmp_path: Path) -> DiskHeap:
     return DiskHeap(tmp_path)
 
 
-def made(folder: Path, on_disk: bool) -> Heap:
-    return DiskHeap(folder) if on_disk else ORDINARY
-
-
-def used(heap: DiskHeap) -> int:
-    """What it takes of the disk."""
-    return os.fstat(heap._descriptor).st_blocks * 512
+def mapping_of(tensor: torch.Tensor) -> str:
+    """What the kernel says of the memory where a tensor begins."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        start, stop = (int(each, 16) for each in line.split(maxsplit=1)[0].split("-"))
+        if start <= tensor.data_ptr() < stop:
+            return line
+    raise AssertionError("no mapping has it")
 
 
 def in_a_file(tensor: torch.Tensor) -> bool:
-    """Whether the first byte of a tensor lies in a mapping of one of our files."""
-    address = tensor.data_ptr()
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        span, *_ = line.split(maxsplit=1)
-        start, stop = (int(each, 16) for each in span.split("-"))
-        if start <= address < stop:
-            return "(deleted)" in line and "memfd" not in line
-    raise AssertionError(f"no mapping has {address:x}")
+    line = mapping_of(tensor)
+    return "(deleted)" in line and "memfd" not in line
 
 
-@HEAPS
-@pytest.mark.parametrize("nbytes", [0, 1, PAGE - 1, PAGE, PAGE + 1, 3 * PAGE])
-def test_memory_has_the_size_that_was_asked_for(tmp_path: Path, on_disk: bool, nbytes: int) -> None:
-    heap = made(tmp_path, on_disk)
-    for memory in (heap.empty(nbytes), heap.zeros(nbytes)):
-        assert (memory.dtype, memory.shape) == (torch.uint8, (nbytes,))
-    assert not heap.zeros(nbytes).any()
+def counted() -> tuple[int, int]:
+    """Open files and mappings of this process."""
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return len(os.listdir("/proc/self/fd")), len(maps)
 
 
-@HEAPS
-@pytest.mark.parametrize(
+def full(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+ROWS = torch.arange(6000.0).reshape(60, 100)
+
+
+@for_each(
     "tensor",
     [
-        torch.arange(6000.0).reshape(60, 100),
-        torch.arange(6000.0).reshape(60, 100).t(),
+        ROWS,
+        ROWS.t(),
         torch.randn(4, 8, 16, 16).to(memory_format=torch.channels_last),
         torch.arange(6000, dtype=torch.int64),
         torch.randn(6000).to(torch.bfloat16),
-        torch.randn(60, 100)[:, ::2],
+        ROWS[:, ::2],
         torch.randn(1).expand(60, 100),
         torch.tensor(3.0),
         torch.zeros(0, 7),
     ],
-    ids=["rows", "columns", "channels last", "whole", "bf16", "gaps", "expanded", "number", "none"],
 )
 def test_a_copy_has_values_and_strides_as_pytorch_would_lay_them(
-    tmp_path: Path, on_disk: bool, tensor: torch.Tensor
+    tmp_path: Path, tensor: torch.Tensor
 ) -> None:
-    heap = made(tmp_path, on_disk)
-    copy, expected = heap.copy(tensor), torch.empty_like(tensor)
-    assert (copy.shape, copy.stride(), copy.dtype) == (
-        expected.shape,
-        expected.stride(),
-        expected.dtype,
-    )
-    assert torch.equal(copy, tensor)
-    wide = heap.like(tensor, torch.float64)
-    assert (wide.dtype, wide.shape, wide.stride()) == (
-        torch.float64,
-        expected.shape,
-        expected.stride(),
-    )
-
-
-def test_what_is_like_a_parameter_has_no_gradient(heap: DiskHeap) -> None:
-    for each in (heap, ORDINARY):
-        assert not each.like(torch.nn.Parameter(torch.ones(9000))).requires_grad
+    expected = torch.empty_like(tensor)
+    for heap in (DiskHeap(tmp_path), ORDINARY):
+        copy, wide = heap.copy(tensor), heap.like(torch.nn.Parameter(tensor, False), torch.float64)
+        assert torch.equal(copy, tensor)
+        assert (copy.stride(), copy.dtype) == (expected.stride(), expected.dtype)
+        assert (wide.shape, wide.stride(), wide.dtype) == (
+            *(expected.shape, expected.stride()),
+            torch.float64,
+        )
+        for nbytes in (0, 1, PAGE - 1, PAGE + 1):
+            assert heap.empty(nbytes).shape == (nbytes,)
+            assert heap.zeros(nbytes).tolist() == [0] * nbytes
 
 
 def test_large_tensors_lie_in_the_file_and_small_ones_do_not(heap: DiskHeap) -> None:
@@ -97,125 +90,95 @@ def test_large_tensors_lie_in_the_file_and_small_ones_do_not(heap: DiskHeap) -> 
     assert in_a_file(heap.like(torch.empty(PAGE // 4)))
     assert not in_a_file(heap.empty(PAGE - 1))
     assert not in_a_file(heap.like(torch.empty(PAGE // 4 - 1)))
-    assert heap.on_disk
-    assert not ORDINARY.on_disk
+    assert (heap.on_disk, ORDINARY.on_disk) == (True, False)
+    assert not list(heap.folder.iterdir())  # no name is left
 
 
 def test_a_tensor_is_copied_only_if_it_lies_elsewhere(heap: DiskHeap) -> None:
     outside, small = torch.randn(5000), torch.randn(3)
     inside = heap.kept(outside)
-    assert inside is not outside
     assert torch.equal(inside, outside)
     assert in_a_file(inside)
-    assert heap.kept(inside) is inside
     view = inside[8:].detach()
-    assert heap.kept(view) is view
-    assert heap.kept(small) is small
+    for each in (inside, view, small):
+        assert heap.kept(each) is each
     assert ORDINARY.kept(outside) is outside
 
 
 def test_a_place_is_used_again_once_no_tensor_refers_to_it(heap: DiskHeap) -> None:
-    one = heap.empty(5 * PAGE)
+    one = heap.empty(5 * PAGE).fill_(9)
     view = one.view(torch.float32)[7:]
     del one
-    gc.collect()
+    taken = view.untyped_storage().data_ptr()
     other = heap.empty(5 * PAGE)
-    assert other.untyped_storage().data_ptr() != view.untyped_storage().data_ptr()
-    taken, before = view.untyped_storage().data_ptr(), used(heap)
+    assert other.untyped_storage().data_ptr() != taken
     del view
     gc.collect()
-    assert heap.empty(5 * PAGE - 1).untyped_storage().data_ptr() == taken
-    assert used(heap) == before
-
-
-def test_values_stay_what_they_are_while_others_come_and_go(heap: DiskHeap) -> None:
+    again = heap.empty(5 * PAGE - 1)
+    assert again.untyped_storage().data_ptr() == taken
+    del again
+    gc.collect()
+    assert not heap.zeros(5 * PAGE).any()
     kept = {}
     for number in range(200):
         tensor = heap.empty((1 + number % 3) * PAGE).fill_(number)
         if number % 7 == 0:
             kept[number] = tensor[100:200]
-    del tensor
-    assert used(heap) < 100 * PAGE
     for number, view in kept.items():
         assert view.tolist() == [number] * 100
 
 
-def test_a_place_that_was_used_is_not_taken_for_zeros(heap: DiskHeap) -> None:
-    heap.empty(2 * PAGE).fill_(9)
-    gc.collect()
-    assert not heap.zeros(2 * PAGE).any()
-
-
 def test_a_tensor_outlives_its_heap(tmp_path: Path) -> None:
-    heap = DiskHeap(tmp_path)
-    tensor = heap.copy(torch.arange(4000.0))
-    descriptor = heap._descriptor
-    del heap
     gc.collect()
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(descriptor)
+    before = counted()[0]
+    tensor = DiskHeap(tmp_path).copy(torch.arange(4000.0))
+    gc.collect()
     assert torch.equal(tensor, torch.arange(4000.0))
-
-
-def test_no_name_is_left_in_the_folder(tmp_path: Path) -> None:
-    heap = DiskHeap(tmp_path)
-    heap.zeros(PAGE).fill_(1)
-    assert not list(tmp_path.iterdir())
-
-
-def test_it_is_where_temporary_files_are_if_no_folder_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    assert DiskHeap.at("").folder == tmp_path
-    assert DiskHeap.at(str(tmp_path / "..")).folder == tmp_path / ".."
+    del tensor
+    gc.collect()
+    assert counted()[0] <= before
 
 
 @for_each("kind", ["absent", "a file"])
-def test_a_folder_in_which_nothing_can_be_made_is_named(tmp_path: Path, kind: str) -> None:
+def test_a_folder_in_which_nothing_can_be_made_is_named(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "there"
     if kind == "a file":
         folder.write_text("")
     with pytest.raises(OSError, match=r"expected a folder in which files can be made.*--home"):
         DiskHeap(folder)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert DiskHeap.at("").folder == tmp_path
+    assert DiskHeap.at(str(tmp_path / "..")).folder == tmp_path / ".."
 
 
 def test_a_disk_that_is_full_is_named_and_nothing_is_lost(
     heap: DiskHeap, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept = heap.copy(torch.arange(4000.0))
-
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(OSError, match=r"8,192 more bytes of the model in .*: No space") as caught:
-        heap.empty(2 * PAGE)
-    assert caught.value.errno == errno.ENOSPC
-    with pytest.raises(OSError, match="No space"):
-        new_disk_file(heap.folder, PAGE)
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(OSError, match=r"8,192 more bytes of the model in .*: No sp") as caught:
+            heap.empty(2 * PAGE)
+        assert caught.value.errno == errno.ENOSPC
+        with pytest.raises(OSError, match="No space"):
+            new_disk_file(heap.folder, PAGE)
     assert torch.equal(kept, torch.arange(4000.0))
     assert heap.empty(2 * PAGE).numel() == 2 * PAGE
+    # Room is there before it is mapped: a page without would end the process when it is written.
+    descriptor = new_disk_file(heap.folder, 3 * PAGE)
+    found = os.fstat(descriptor)
+    os.close(descriptor)
+    assert found.st_blocks * 512 >= found.st_size == 3 * PAGE
 
 
-def test_room_is_there_before_it_is_mapped(tmp_path: Path) -> None:
-    """A page without room on the disk would end the process when it is written."""
-    descriptor = new_disk_file(tmp_path, 3 * PAGE)
-    try:
-        assert os.fstat(descriptor).st_size == 3 * PAGE
-        assert os.fstat(descriptor).st_blocks * 512 >= 3 * PAGE
-    finally:
-        os.close(descriptor)
-
-
-def test_a_folder_that_is_no_disk_is_said(
+def test_a_folder_that_is_no_disk_is_mentioned(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     listed = f"1 0 {os.major(tmp_path.stat().st_dev)}:{os.minor(tmp_path.stat().st_dev)} / {{}}\n"
     read_text = Path.read_text
-
-    for line, said in (
+    for line, mentioned in (
         ("/ rw shared:1 - tmpfs tmpfs rw", True),
         ("/ rw - ext4 /dev/it rw", False),
     ):
@@ -227,38 +190,140 @@ def test_a_folder_that_is_no_disk_is_said(
 
         monkeypatch.setattr(Path, "read_text", read)
         DiskHeap.at(str(tmp_path))
-        assert ("which is itself in memory (tmpfs)" in caplog.text) == said
-
-
-@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="this system has no /dev/shm")
-def test_memory_of_the_system_is_known(caplog: pytest.LogCaptureFixture) -> None:
-    DiskHeap.at("/dev/shm")
-    assert "in /dev/shm, which is itself in memory (tmpfs)" in caplog.text
+        assert ("which is itself in memory (tmpfs)" in caplog.text) == mentioned
 
 
 def test_many_tensors_take_few_descriptors_and_mappings(heap: DiskHeap) -> None:
     """A process may have 1,024 open files by default, and 65,530 mappings."""
-
-    def counted() -> tuple[int, int]:
-        maps = Path("/proc/self/maps").read_text().splitlines()
-        return len(os.listdir("/proc/self/fd")), len(maps)
-
     before = counted()
     kept = [heap.empty(PAGE).fill_(number % 251) for number in range(3000)]
-    kept += [heap.empty((1 << 20) + number) for number in range(200)]
+    kept += [heap.empty(MIB + number) for number in range(200)]
     after = counted()
     assert after[0] - before[0] <= 8
     assert after[1] - before[1] <= 16
     assert all(int(tensor[0]) == number % 251 for number, tensor in enumerate(kept[:3000]))
 
 
-def test_only_what_is_used_takes_room_on_the_disk(heap: DiskHeap) -> None:
-    kept = [heap.zeros(PAGE), heap.zeros(3 * PAGE)]
-    blocks = os.fstat(heap._descriptor).st_blocks * 512
-    assert sum(each.nbytes for each in kept) <= blocks < 1 << 20
+# Memory that takes no room until it is provided
 
 
-def test_memory_that_was_freed_is_given_back(heap: DiskHeap) -> None:
-    ORDINARY.trim()
-    heap.trim()
-    assert heap.copy(torch.ones(PAGE)).sum() == PAGE
+def resident_bytes() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return sum(1024 * int(each.split()[1]) for each in lines if each.startswith("RssAnon:"))
+
+
+def test_it_takes_no_memory_and_holds_values_once_it_is_provided(tmp_path: Path) -> None:
+    heap, before = BareMemory(tmp_path), resident_bytes()
+    files = counted()[0]
+    rooms = [heap.room(50 * MIB) for _ in range(3)]
+    for each in rooms:  # no numbers
+        assert bool((each[:: 1 << 16] == 255).all())
+    address = rooms[1].data_ptr()
+    heap.provide(rooms[1])
+    assert rooms[1].data_ptr() == address
+    assert not rooms[1].any()
+    rooms[1].fill_(7)
+    assert resident_bytes() < before + 10 * MIB, "its pages are a file's"
+    assert bool((rooms[0][:: 1 << 16] == 255).all())
+    assert (counted()[0], list(tmp_path.iterdir())) == (files, [])
+    # What is written too early is the writer's alone.
+    one, other = heap.room(100), heap.room(100)
+    one.zero_()
+    assert bool((other == 255).all())
+    assert bool((heap.room(100) == 255).all())
+    mappings = counted()[1]
+    for _ in range(20):
+        heap.provide(heap.room(9 * MIB))
+    assert counted()[1] <= mappings + 2
+
+
+def test_a_disk_without_room_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mentioned: list[Path] = []
+    monkeypatch.setattr(heaps, "warn_of_memory", mentioned.append)
+    heap = BareMemory(tmp_path)
+    room = heap.room(5000)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(OSError, match=r"room for 8,192 more bytes of the model .*--home"):
+            heap.provide(room)
+    assert bool((room == 255).all())
+    heap.provide(room)
+    heap.provide(heap.room(10))
+    assert not room.any()
+    assert mentioned == [tmp_path]
+
+
+# Limits of the system
+
+
+@for_each(
+    ("number", "words"),
+    [
+        (errno.ENOSPC, "--home or ONEFOLD_HOME; `onefold plan` shows how large"),
+        (errno.EDQUOT, "--home or ONEFOLD_HOME"),
+        (errno.EFBIG, r"\(ulimit -f\)$"),
+        (errno.ENOMEM, r"\(ulimit -v\)"),
+        (errno.EIO, "Input/output error$"),
+    ],
+)
+def test_each_limit_is_named(number: int, words: str) -> None:
+    text = rf"expected two pages, got: {os.strerror(number)}.*{words}"
+    text = text.replace(f"{os.strerror(number)}.*{os.strerror(number)}", os.strerror(number))
+    with pytest.raises(OSError, match=text) as caught, naming_limits("two pages"):
+        raise OSError(number, os.strerror(number))
+    assert caught.value.errno == number
+
+
+LIMITED = """
+import resource, sys
+from pathlib import Path
+from onefold.system.heap import BareMemory, DiskHeap
+folder = Path(sys.argv[1])
+heap = DiskHeap(folder)
+def limit(kind, nbytes):
+    resource.setrlimit(kind, (nbytes, resource.getrlimit(kind)[1]))
+def more(nbytes):
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    limit(resource.RLIMIT_AS, used + nbytes)
+"""
+
+
+def run(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    # Limits of a process cannot be raised again, so it is one of its own.
+    return subprocess.run(
+        [sys.executable, "-c", LIMITED + code, str(folder)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+    )
+
+
+@pytest.mark.full
+@for_each(
+    ("code", "words"),
+    [
+        ("limit(resource.RLIMIT_FSIZE, 1 << 20); heap.empty(2 << 20)", "2,097,152 more bytes"),
+        (
+            "kept = heap.empty(8192); limit(resource.RLIMIT_FSIZE, 65 << 20); heap.zeros(66 << 20)",
+            "69,206,016 more bytes of the model in .*, beside 67,108,864 that it has there",
+        ),
+        ("limit(resource.RLIMIT_FSIZE, 1 << 20); BareMemory(folder)", "4,194,304 bytes of mem"),
+        ("more(8 << 20); heap.empty(9 << 20)", "9,437,184 mor"),
+        (
+            "bare = BareMemory(folder); more(8 << 20); bare.room(9 << 20)",
+            "9,437,184 bytes for a tensor without values",
+        ),
+    ],
+)
+def test_what_a_process_may_not_have_is_one_error(tmp_path: Path, code: str, words: str) -> None:
+    last = run(code, tmp_path).stderr.strip().splitlines()[-1]
+    assert re.search(f"^OSError: .*expected .*{words}.* \\(ulimit -", last), last
+
+
+def test_a_limit_is_used_up_to_its_end(tmp_path: Path) -> None:
+    """Files grow by large parts where they may."""
+    code = "limit(resource.RLIMIT_FSIZE, 1 << 20); print(heap.empty(1 << 20).numel())"
+    assert run(code, tmp_path).stdout == f"{1 << 20}\n"

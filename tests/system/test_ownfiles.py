@@ -1,25 +1,168 @@
-"""Nothing is removed or written over that was not made here."""
+"""Files that anybody may have put there are read within limits; only what is ours is replaced."""
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from onefold.system.ownfiles import PrivateFolder, _boot, create_file, replace_file
+from onefold.system.ownfiles import (
+    RECORD_BYTES,
+    PrivateFolder,
+    create_file,
+    nested_too_deeply,
+    open_plain,
+    parse_json,
+    read_plain,
+    replace_file,
+    write_whole,
+)
+from tests.tables import for_each
+
+DEEPEST = 200
 
 
 @pytest.fixture(autouse=True)
-def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The temporary directory of these tests."""
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The temporary directory of these tests, which close what they open."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    return tmp_path
+    before = os.listdir("/proc/self/fd")
+    yield tmp_path
+    assert os.listdir("/proc/self/fd") == before
+
+
+# Reading
+
+
+def test_a_file_is_read_whole_up_to_a_limit(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    for content in (b"", b"text", bytes(range(256)) * 1000):
+        path.write_bytes(content)
+        assert read_plain(path) == content
+        (tmp_path / "link").unlink(missing_ok=True)
+        (tmp_path / "link").symlink_to("file")
+        with open_plain(tmp_path / "link", follow=True) as file:  # which the user has named
+            assert file.read() == content
+    assert len(read_plain(path, 256_000)) == 256_000
+    with pytest.raises(OSError, match="expected 255,999 bytes at most, got 256,000") as caught:
+        read_plain(path, 255_999)
+    assert caught.value.errno == errno.EFBIG
+    # A file of the kernel claims to be empty.
+    with pytest.raises(OSError, match="expected 10 bytes at most, got more: '/proc/"):
+        read_plain(Path("/proc/self/maps"), 10)
+    os.truncate(path, RECORD_BYTES + 1)
+    with pytest.raises(OSError, match="expected 67,108,864 bytes at most, got 67,108,865"):
+        read_plain(path)
+
+
+def make_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(os.path.relpath(path))
+
+
+@for_each(
+    ("make", "follow", "words"),
+    [
+        (lambda path: path.symlink_to("file"), [False], "expected a file, got a link"),
+        (lambda path: path.symlink_to("nothing"), [False], "expected a file, got a link"),
+        (Path.mkdir, [False, True], "expected a file, got a folder"),
+        (os.mkfifo, [False, True], "expected a file, got a FIFO or a device"),
+        (make_socket, [False, True], "No such device or address"),
+        (lambda path: None, [False, True], "No such file or directory"),
+    ],
+)
+def test_what_is_no_file_is_refused_without_waiting(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    make: Callable[[Path], None],
+    follow: list[bool],
+    words: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)  # the path of a socket must be short
+    (tmp_path / "file").write_text("text")
+    path = tmp_path / "other"
+    make(path)
+    for each in follow:
+        with pytest.raises(OSError, match=words) as caught:
+            open_plain(path, follow=each)
+        assert str(path) in str(caught.value)
+    with pytest.raises(OSError, match="expected a file, got a FIFO or a device"):
+        read_plain(Path("/dev/zero"))
+
+
+@for_each(
+    "text",
+    [
+        *("", "{a: 1}", '{"a": [1', b"\xff\xfe\xfa", "1" * 10_000),
+        *("[" * 100_000, "[" * 100_000 + "]" * 100_000),
+        *("[" * (DEEPEST + 1) + "]" * (DEEPEST + 1),),
+        '{"a":' * (DEEPEST + 1) + "0" + "}" * (DEEPEST + 1),
+    ],
+)
+def test_json_that_nobody_wrote_is_a_value_error(text: str | bytes) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        parse_json(text)
+    for sound in ('{"a": [1, 2.5, null, "é"]}', "[" * DEEPEST + "]" * DEEPEST, "0"):
+        assert not nested_too_deeply(parse_json(sound))
+        assert parse_json(sound) == parse_json(sound.encode())
+    assert not nested_too_deeply([[number] for number in range(10_000)])
+
+
+# Writing
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_a_file_is_written_whole_and_on_the_disk_before_it_takes_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync: bool
+) -> None:
+    path, calls = tmp_path / "file", list[str]()
+    for name in ("fsync", "replace"):
+        own = getattr(os, name)
+        monkeypatch.setattr(
+            os, name, lambda *words, own=own, name=name: calls.append(name) or own(*words)
+        )
+    for content in (b"older, and longer than what comes now", b"new"):
+        write_whole(path, content, sync=sync)
+        assert path.read_bytes() == content
+    assert calls == (["fsync", "replace"] if sync else ["replace"]) * 2
+    # A link is replaced, and not what it points to.
+    (tmp_path / "link").symlink_to("file")
+    write_whole(tmp_path / "link", b"other", sync=sync)
+    assert not (tmp_path / "link").is_symlink()
+    assert path.read_bytes() == b"new"
+    assert sorted(os.listdir(tmp_path)) == ["file", "link"]
+
+
+@pytest.mark.parametrize("fails", ["fsync", "replace"])
+def test_what_was_there_stays_where_writing_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    path = tmp_path / "file"
+    replace_file(path, "older")
+    with pytest.raises(UnicodeEncodeError):
+        replace_file(path, "two \udcff")
+    monkeypatch.setattr(os, fails, fail)
+    with pytest.raises(OSError, match="No space left on device"):
+        write_whole(path, b"new")
+    assert path.read_text() == "older"
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    with pytest.raises(FileExistsError):
+        create_file(tmp_path / "link")
+    assert sorted(os.listdir(tmp_path)) == ["file", "link"]
+
+
+# Private folders
 
 
 def test_only_the_owner_can_look_into_a_private_folder(temporary: Path) -> None:
@@ -28,10 +171,7 @@ def test_only_the_owner_can_look_into_a_private_folder(temporary: Path) -> None:
         assert folder.path.stat().st_mode & 0o777 == 0o700
         (folder.path / "file").touch()
     assert os.listdir(temporary) == []
-
-
-def test_a_private_folder_that_a_cleaner_has_removed_is_no_error(temporary: Path) -> None:
-    with PrivateFolder() as folder:
+    with PrivateFolder() as folder:  # which a cleaner removes
         shutil.rmtree(folder.path)
         assert not folder.is_there()
     assert os.listdir(temporary) == []
@@ -50,22 +190,6 @@ def test_what_somebody_put_in_its_place_is_not_removed(temporary: Path, kind: st
             folder.path.symlink_to(other)
     assert (folder.path / "file").exists()
     assert (other / "file").exists()
-
-
-def test_a_file_is_replaced_whole_or_not_at_all(temporary: Path) -> None:
-    path = temporary / "file"
-    replace_file(path, "one")
-    with pytest.raises(UnicodeEncodeError):
-        replace_file(path, "two \udcff")
-    assert path.read_text() == "one"
-    assert os.listdir(temporary) == ["file"]
-
-
-def test_a_file_is_not_made_where_there_is_a_link(temporary: Path) -> None:
-    (temporary / "link").symlink_to(temporary / "target")
-    with pytest.raises(FileExistsError):
-        create_file(temporary / "link")
-    assert not (temporary / "target").exists()
 
 
 LIVES = """
@@ -108,46 +232,45 @@ def test_folders_of_killed_processes_are_removed_by_the_next(temporary: Path) ->
     assert set(temporary.iterdir()) == {kept.path}
 
 
-def strange(mark: bytes | None, mode: int = 0o700) -> Callable[[Path], None]:
-    def make(path: Path) -> None:
-        path.mkdir()
-        path.chmod(mode)
-        if mark is not None:
-            (path / ".onefold-owner").write_bytes(mark)
-
-    return make
+def marked(path: Path, mark: bytes | None, mode: int = 0o700) -> None:
+    path.mkdir()
+    path.chmod(mode)
+    if mark is not None:
+        (path / ".onefold-owner").write_bytes(mark)
 
 
-def link_to_a_dead_one(path: Path) -> None:
-    strange(_boot())(path.with_name("elsewhere"))
+def link_to_a_dead_one(path: Path, mark: bytes) -> None:
+    marked(path.with_name("elsewhere"), mark)
     path.symlink_to(path.with_name("elsewhere"))
 
 
-def dead_by_a_link(path: Path) -> None:
-    strange(None)(path)
-    path.with_name("owner").write_bytes(_boot())
+def dead_by_a_link(path: Path, mark: bytes) -> None:
+    marked(path, None)
+    path.with_name("owner").write_bytes(mark)
     (path / ".onefold-owner").symlink_to(path.with_name("owner"))
 
 
-STRANGE: dict[str, Callable[[Path], None]] = {
-    "no mark": strange(None),
-    "of another host, or from before a restart": strange(b"another"),
-    "an empty mark": strange(b""),
-    "open to others": strange(_boot(), 0o755),
-    "a link to a folder": link_to_a_dead_one,
-    "a mark that is a link": dead_by_a_link,
-    "a file": lambda path: path.touch(),
-    "a FIFO": lambda path: os.mkfifo(path),
-}
-
-
-@pytest.mark.parametrize("kind", STRANGE)
-def test_what_is_not_surely_ours_and_dead_stays(kind: str, temporary: Path) -> None:
-    STRANGE[kind](temporary / "onefold-12345678")
-    before = sorted(temporary.rglob("*"))
+@for_each(
+    "make",
+    [
+        lambda path, mark: marked(path, None),
+        lambda path, mark: marked(path, b"another"),  # of a host, or from before a restart
+        lambda path, mark: marked(path, b""),
+        lambda path, mark: marked(path, mark, 0o755),
+        link_to_a_dead_one,
+        dead_by_a_link,
+        lambda path, mark: path.touch(),
+        lambda path, mark: os.mkfifo(path),
+    ],
+)
+def test_what_is_not_surely_ours_and_dead_stays(
+    make: Callable[[Path, bytes], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with PrivateFolder() as folder:
+        mark = (folder.path / ".onefold-owner").read_bytes()
+    make(tmp_path / "onefold-12345678", mark)
+    before = sorted(tmp_path.rglob("*"))
+    marked(tmp_path / "onefold-abcdefgh", mark)  # this goes
     PrivateFolder().remove()
-    assert sorted(temporary.rglob("*")) == before
-    # What is both goes.
-    strange(_boot())(temporary / "onefold-abcdefgh")
-    PrivateFolder().remove()
-    assert sorted(temporary.rglob("*")) == before
+    assert sorted(tmp_path.rglob("*")) == before

@@ -1,4 +1,4 @@
-"""What the kernel tells of processes."""
+"""What the kernel says of processes, children that end with their parent, and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from onefold.system import process
-from onefold.system.process import Stillness, die_with_parent
+from onefold.system.process import (
+    LOOK_S,
+    Stillness,
+    ctrl_c_as_before,
+    ctrl_c_later,
+    die_with_parent,
+)
 from tests.tables import for_each
 
 LIMIT_S = 20.0
-
-
-@pytest.fixture
-def sleeper() -> Iterator[subprocess.Popen[bytes]]:
-    with subprocess.Popen(["sleep", "60"]) as started:
-        yield started
-        started.kill()
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -38,44 +38,26 @@ def state_of(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
-# Stopped processes
-
-
-def test_a_process_that_runs_is_not_still(sleeper: subprocess.Popen[bytes]) -> None:
-    seen = Stillness(sleeper.pid)
-    assert not any(seen.look() for _ in range(20))
-    assert not seen.is_still
-
-
-def test_a_process_that_stays_stopped_is_told_after_some_looks(
-    sleeper: subprocess.Popen[bytes],
-) -> None:
-    """About four seconds: a debugger may hold a process for a moment."""
-    seen = Stillness(sleeper.pid)
-    sleeper.send_signal(signal.SIGSTOP)
-    until(lambda: state_of(sleeper.pid) == "T")
-    assert [seen.look() for _ in range(10)] == [False] * 7 + [True] * 3
-    assert 2 <= 8 * process.LOOK_S <= 10
-
-
-def test_a_process_that_goes_on_is_counted_anew(sleeper: subprocess.Popen[bytes]) -> None:
-    seen = Stillness(sleeper.pid)
-    for _ in range(2):
-        sleeper.send_signal(signal.SIGSTOP)
-        until(lambda: state_of(sleeper.pid) == "T")
-        assert not any(seen.look() for _ in range(7))
-        assert seen.is_still
-        sleeper.send_signal(signal.SIGCONT)
-        until(lambda: state_of(sleeper.pid) != "T")
-        assert not seen.look()
-        assert not seen.is_still
-
-
-def test_a_process_that_has_ended_is_not_still() -> None:
-    with subprocess.Popen(["true"]) as gone:
-        gone.wait()
-    seen = Stillness(gone.pid)
-    assert not any(seen.look() for _ in range(10))
+def test_a_process_that_stays_stopped_is_noticed_after_some_looks() -> None:
+    """After about four seconds: a debugger may hold a process for a moment."""
+    with subprocess.Popen(["sleep", "60"]) as process:
+        seen = Stillness(process.pid)
+        assert not any(seen.look() for _ in range(20))
+        for _ in range(2):
+            process.send_signal(signal.SIGSTOP)
+            until(lambda: state_of(process.pid) == "T")
+            assert not any(seen.look() for _ in range(7))
+            assert seen.is_still
+            process.send_signal(signal.SIGCONT)
+            until(lambda: state_of(process.pid) != "T")
+            assert not seen.look()
+            assert not seen.is_still
+        process.send_signal(signal.SIGSTOP)
+        until(lambda: state_of(process.pid) == "T")
+        assert [seen.look() for _ in range(10)] == [False] * 7 + [True] * 3
+        assert 2 <= 8 * LOOK_S <= 10
+        process.kill()
+    assert not any(Stillness(process.pid).look() for _ in range(10))
 
 
 @for_each("name", ["a) T b", "T (t"])
@@ -86,10 +68,8 @@ def test_the_name_of_a_process_is_not_its_state(name: str, tmp_path: Path) -> No
     script.chmod(0o700)
     with subprocess.Popen([script], stdin=subprocess.PIPE) as started:
         until(lambda: name in Path(f"/proc/{started.pid}/stat").read_text())
-        assert not process._is_stopped(started.pid)
+        assert not any(Stillness(started.pid).look() for _ in range(10))
 
-
-# Children that end with their parent
 
 PARENT = """
 import os, sys, time
@@ -113,11 +93,78 @@ def test_a_child_ends_with_its_parent_whatever_ends_that() -> None:
         ready, _, _ = select.select([end], [], [], LIMIT_S)
         os.close(end)
     assert ready, "the child lives on"
-
-
-def test_a_child_whose_parent_is_gone_already_ends_at_once() -> None:
     pid = os.fork()
     if pid == 0:
-        die_with_parent(os.getpid())  # which nobody is the child of
+        die_with_parent(os.getpid())  # which nobody is the child of: it is gone already
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
+
+
+# Ctrl-C
+
+
+@pytest.fixture
+def _ctrl_c() -> Iterator[None]:
+    """Ctrl-C raises, as it does in a program that is started by hand, and is given back."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_ctrl_c")
+@for_each(
+    ("put_off", "error", "expected"),
+    [
+        (0, None, ["Ctrl-C, after None"]),
+        (1, None, ["the end of the block", "Ctrl-C, after None"]),
+        (2, None, ["the end of the block", "Ctrl-C, after None"]),
+        (1, ValueError("an error"), ["the end of the block", "Ctrl-C, after an error"]),
+    ],
+)
+def test_ctrl_c_comes_when_the_block_is_left(
+    put_off: int, error: Exception | None, expected: list[str]
+) -> None:
+    reached: list[str] = []
+    try:
+        with ExitStack() as blocks:
+            for _ in range(put_off):
+                blocks.enter_context(ctrl_c_later())
+            signal.raise_signal(signal.SIGINT)
+            reached.append("the end of the block")
+            if error is not None:
+                raise error
+        reached.append("what comes after")
+    except KeyboardInterrupt as interrupt:
+        reached.append(f"Ctrl-C, after {interrupt.__context__}")
+    assert reached == expected
+
+
+@pytest.mark.usefixtures("_ctrl_c")
+def test_handlers_of_the_program_stay_its_own() -> None:
+    called: list[int] = []
+    signal.signal(signal.SIGINT, handler := lambda number, _: called.append(number))
+    with ctrl_c_later():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        assert called == []
+    assert called == [signal.SIGINT]
+    assert signal.signal(signal.SIGINT, signal.SIG_IGN) is handler
+    with ctrl_c_later():
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    assert signal.signal(signal.SIGINT, signal.default_int_handler) == signal.SIG_IGN
+
+    def look() -> None:
+        with ctrl_c_later():  # in another thread it puts nothing off
+            called.append(signal.getsignal(signal.SIGINT))  # type: ignore[arg-type]
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    assert called[1:] == [signal.default_int_handler]
+    with ctrl_c_later(), ctrl_c_later():
+        pid = os.fork()
+        if pid == 0:
+            ctrl_c_as_before()
+            os._exit(3 if signal.getsignal(signal.SIGINT) is signal.default_int_handler else 4)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3

@@ -12,31 +12,15 @@ from tests.tables import for_each
 
 
 def test_lines_are_added_one_by_one(tmp_path: Path) -> None:
-    lines = [{"step": 1, "loss": 0.1}, {"step": 2, "loss": None, "text": "zwei\nZeilen é"}]
+    assert read_record(tmp_path, "run") == []
+    numbers = [0.1, 1e-320, 1 / 3, -0.0, math.inf]
+    lines = [{"step": 1, "loss": numbers}, {"step": 2, "loss": None, "text": "zwei\nZeilen é"}]
     for line in lines:
         append_line(tmp_path / "run.jsonl", line)
-    assert read_record(tmp_path, "run") == lines
-    assert len((tmp_path / "run.jsonl").read_text().splitlines()) == 2
-
-
-@for_each("number", [0.1, 1e-320, 1 / 3, -0.0, math.inf])
-def test_numbers_keep_their_bits(tmp_path: Path, number: float) -> None:
-    append_line(tmp_path / "run.jsonl", {"loss": number})
-    (line,) = read_record(tmp_path, "run")
-    assert line["loss"].hex() == number.hex()
-
-
-def test_a_record_that_nobody_wrote_is_empty(tmp_path: Path) -> None:
-    append_line(tmp_path / "other.jsonl", {"step": 1})
-    assert read_record(tmp_path, "run") == []
-
-
-def test_other_programs_can_read_it(tmp_path: Path) -> None:
-    append_line(tmp_path / "run.jsonl", {"step": 1, "loss": 0.5})
-    assert json.loads((tmp_path / "run.jsonl").read_text()) == {"step": 1, "loss": 0.5}
-
-
-def test_a_folder_that_is_not_there_is_told(tmp_path: Path) -> None:
+    first, second = (tmp_path / "run.jsonl").read_text().splitlines()
+    assert [json.loads(first), json.loads(second)] == read_record(tmp_path, "run") == lines
+    found = read_record(tmp_path, "run")[0]["loss"]
+    assert [number.hex() for number in found] == [number.hex() for number in numbers]
     with pytest.raises(FileNotFoundError, match="nowhere"):
         append_line(tmp_path / "nowhere" / "run.jsonl", {})
 
@@ -49,6 +33,10 @@ def trace(path: Path, *steps: int) -> None:
 @for_each("rest", ["", "{", '{"step"', '{"step": 4, "lo'])
 def test_steps_after_the_last_are_dropped_and_what_was_cut_off(tmp_path: Path, rest: str) -> None:
     path = tmp_path / "trace"
+    check_trace(path)
+    assert os.listdir(tmp_path) == []
+    keep_steps(path, 0)
+    assert path.read_text() == ""
     trace(path, 1, 2, 3)
     path.chmod(0o640)
     with path.open("a") as file:
@@ -60,34 +48,21 @@ def test_steps_after_the_last_are_dropped_and_what_was_cut_off(tmp_path: Path, r
     assert os.listdir(tmp_path) == ["trace"]
 
 
-def test_a_trace_that_is_not_there_is_begun(tmp_path: Path) -> None:
-    check_trace(tmp_path / "trace")
-    assert os.listdir(tmp_path) == []
-    keep_steps(tmp_path / "trace", 0)
-    assert (tmp_path / "trace").read_text() == ""
-
-
-NO_TRACE = {
-    "notes": "Buy milk.\n",
-    "no end": "Buy milk.",
-    "numbers": "1\n2\n",
-    "other lines": '{"step": 1}\n',
-    "a trace and notes": '{"step": 1, "loss": 0.5}\nBuy milk.\n',
-    "deep": "[" * 20_000 + "\n",
-    "a long line": '{"step": 1, "loss": "' + "x" * 100_000 + '"}\n',
-    "no text": "\0\udcff",
-}
-
-
-@for_each("text", NO_TRACE.values(), ids=NO_TRACE)
+@for_each(
+    "text",
+    [
+        *("Buy milk.\n", "Buy milk.", "1\n2\n", '{"step": 1}\n', "[" * 20_000 + "\n", "\0\udcff"),
+        '{"step": 1, "loss": 0.5}\nBuy milk.\n',
+        '{"step": 1, "loss": "' + "x" * 100_000 + '"}\n',
+    ],
+)
 def test_a_file_that_is_no_trace_is_left_as_it_is(tmp_path: Path, text: str) -> None:
     path = tmp_path / "notes.txt"
     path.write_text(text, errors="surrogateescape")
     before = path.read_bytes()
-    with pytest.raises(ValueError, match="not a trace that onefold wrote"):
-        check_trace(path)
-    with pytest.raises(ValueError, match="not a trace that onefold wrote"):
-        keep_steps(path, 0)
+    for use in (check_trace, lambda path: keep_steps(path, 0)):
+        with pytest.raises(ValueError, match="not a trace that onefold wrote"):
+            use(path)
     assert path.read_bytes() == before
 
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from onefold.core.flat import same_bits, storage_order
@@ -33,32 +32,26 @@ def values(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     return numbers.abs().to(dtype) if not dtype.is_signed else numbers.to(dtype)
 
 
-@for_each("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
-def test_the_library_reads_every_type(tmp_path: Path, dtype: torch.dtype) -> None:
-    tensor = values(dtype, (3, 5))
-    write_tensors(tmp_path / "ours", [parts_of("t", tensor, [4, 7])])
-    (read,) = load_file(tmp_path / "ours").values()
-    assert read.dtype == dtype
-    assert same_bits(read, tensor)
-
-
-def test_the_bytes_are_those_of_the_library(tmp_path: Path) -> None:
+@for_each("dtype", DTYPES)
+def test_the_library_reads_every_type_and_would_write_as_many_bytes(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
     tensors = {
-        "b": values(torch.float32, (7, 3)),
+        "b": values(dtype, (3, 5)),
         "a": values(torch.bfloat16, (5,)),
         "c": values(torch.int64, ()),
         "d": values(torch.bool, (3,)),
         "e": torch.zeros(0, 4),
     }
-    write_tensors(tmp_path / "ours", [parts_of(name, t) for name, t in tensors.items()])
+    parts = [parts_of(name, t, [1, 2] if t.numel() > 2 else []) for name, t in tensors.items()]
+    write_tensors(tmp_path / "ours", parts)
+    read = load_file(tmp_path / "ours")
+    assert {name: t.dtype for name, t in read.items()} == {n: t.dtype for n, t in tensors.items()}
+    assert all(same_bits(read[name], tensor) for name, tensor in tensors.items())
     save_file(tensors, tmp_path / "theirs")
-    with (
-        safe_open(tmp_path / "ours", "pt") as ours,
-        safe_open(tmp_path / "theirs", "pt") as theirs,
-    ):
-        assert set(ours.keys()) == set(theirs.keys())
-        assert all(same_bits(ours.get_tensor(n), theirs.get_tensor(n)) for n in tensors)
     assert (tmp_path / "ours").stat().st_size == (tmp_path / "theirs").stat().st_size
+    write_tensors(tmp_path / "nothing", [])
+    assert load_file(tmp_path / "nothing") == {}
 
 
 @given(st.permutations([0, 1, 2, 3]), st.lists(st.integers(1, 4), min_size=4, max_size=4))
@@ -83,18 +76,10 @@ def test_the_seal_is_that_of_the_file(tmp_path: Path) -> None:
     assert digest_file(path, seal.size - 1).sha256 == "", "a larger file is not read"
 
 
-def test_a_file_that_is_there_is_not_written_over(tmp_path: Path) -> None:
+def test_no_file_and_no_tensor_is_written_over(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     with pytest.raises(FileExistsError, match="file could not be written"):
         write_tensors(tmp_path / "file", [])
     assert (tmp_path / "file").read_text() == "mine"
-
-
-def test_two_tensors_of_one_name_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="two tensors of a file are called t"):
         write_tensors(tmp_path / "f", [parts_of("t", torch.ones(1)), parts_of("t", torch.ones(2))])
-
-
-def test_a_file_of_nothing_can_be_read(tmp_path: Path) -> None:
-    write_tensors(tmp_path / "file", [])
-    assert load_file(tmp_path / "file") == {}

@@ -1,26 +1,12 @@
 from __future__ import annotations
 
 from onefold.system.words import counted, listed, message_of, words_of_failure
-from tests.tables import for_each
 
 
-@for_each(("number", "text"), [(1, "1 device"), (2, "2 devices"), (0, "0 devices")])
-def test_nouns_follow_their_number(number: int, text: str) -> None:
-    assert counted(number, "device") == text
-
-
-@for_each(
-    ("names", "text"),
-    [
-        ("", ""),
-        ("a", "a"),
-        ("abc", "a, b, c"),
-        ("abcd", "a, b, c and 1 more"),
-        ("abcdef", "a, b, c and 3 more"),
-    ],
-)
-def test_the_first_names_are_listed(names: str, text: str) -> None:
-    assert listed(iter(names), most=3) == text
+def test_numbers_and_names_are_counted() -> None:
+    assert [counted(n, "device") for n in (0, 1, 2)] == ["0 devices", "1 device", "2 devices"]
+    found = [listed(iter(names), most=3) for names in ("", "a", "abc", "abcdef")]
+    assert found == ["", "a", "a, b, c", "a, b, c and 3 more"]
 
 
 class Silent(Exception):

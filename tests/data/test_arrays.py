@@ -1,0 +1,264 @@
+"""Files of numbers in the format of MNIST, and data sets of pictures made of them."""
+
+from __future__ import annotations
+
+import doctest
+import gzip
+import pickle
+import re
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as numbers
+from torch.utils.data import TensorDataset
+
+from onefold.data import arrays, mnist, read_idx
+from onefold.data.arrays import read_digits, read_idx_folder, read_labelled
+from onefold.data.pictures import ArrayPictures
+from onefold.errors import DataError, LaunchError
+from tests.tables import for_each
+
+CODES = {"uint8": 8, "int8": 9, "int16": 11, "int32": 12, "float32": 13, "float64": 14}
+KINDS = ("images-idx3-ubyte", "labels-idx1-ubyte")
+
+
+def encode(array: np.ndarray) -> bytes:
+    """The IDX file of an array."""
+    header = bytes([0, 0, CODES[array.dtype.name], array.ndim])
+    shape = np.array(array.shape, ">u4").tobytes()
+    return header + shape + array.astype(array.dtype.newbyteorder(">")).tobytes()
+
+
+def counted(*shape: int) -> np.ndarray:
+    """Some numbers below 10."""
+    return np.arange(np.prod(shape), dtype=np.uint8).reshape(shape) % 10
+
+
+def write_four(folder: Path, train: list[int], test: list[int]) -> Path:
+    """MNIST's four files of these labels and random images, the training set compressed."""
+    generator = np.random.default_rng(0)
+    for prefix, labels in (("train", train), ("t10k", test)):
+        images = generator.integers(0, 256, (len(labels), 5, 4), dtype=np.uint8)
+        for kind, array in zip(KINDS, (images, np.array(labels, dtype=np.uint8)), strict=True):
+            if prefix == "train":
+                (folder / f"{prefix}-{kind}.gz").write_bytes(gzip.compress(encode(array)))
+            else:
+                (folder / f"{prefix}-{kind}").write_bytes(encode(array))
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A whole MNIST of ten images."""
+    write_four(tmp_path, list(range(6)), list(range(4)))
+    for prefix, count in (("train", 6), ("t10k", 4)):
+        (tmp_path / f"{prefix}-{KINDS[0]}").write_bytes(encode(counted(count, 28, 28)))
+    (tmp_path / f"train-{KINDS[0]}.gz").unlink()
+    return tmp_path
+
+
+# Files
+
+
+@given(data=st.data(), kind=st.sampled_from(sorted(CODES)), compressed=st.booleans())
+def test_what_was_written_is_read(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, kind: str, compressed: bool
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "numbers"
+    array = data.draw(
+        numbers.arrays(kind, numbers.array_shapes(max_dims=4, min_side=0, max_side=4))
+    )
+    path.write_bytes(gzip.compress(encode(array)) if compressed else encode(array))
+    tensor = read_idx(path)
+    assert tensor.dtype == getattr(torch, kind)
+    np.testing.assert_array_equal(tensor.numpy(), array)
+
+
+SIX = encode(counted(2, 3))
+
+
+@for_each(
+    ("content", "complaint"),
+    [
+        (b"", "an IDX header of 4 bytes, got 0"),
+        (b"\0\0\x08", "an IDX header of 4 bytes, got 3"),
+        (b"PNG rather than IDX", "begins with 00 00, got 50 4e"),
+        (b"\0\0\x0a\1\0\0\0\1\0", "type code of 08, 09, 0b, 0c, 0d, 0e, got 0a"),
+        (b"\0\0\x08\0\0", "one dimension or more, got 0"),
+        (b"\0\0\x08\3\0\0\0\1", "header of 16 bytes for 3 dimensions, got 8"),
+        (SIX[:-1], r"18 bytes for uint8 .* \(2, 3\), got 17"),
+        (SIX + b"\0", r"18 bytes for uint8 .* \(2, 3\), got more"),
+        (b"\0\0\x0c\1" + b"\xff" * 4, "17179869188 bytes for int32 numbers"),
+        (b"\0\0\x08\x64" + b"\0\0\0\1" * 100 + b"\0", "the shape of a tensor, .* 100 dimensions"),
+        (b"\0\0\x08\4" + b"\0" * 4 + b"\xff" * 12, "the shape of a tensor, .* 4 dimensions: .*big"),
+    ],
+)
+def test_a_file_that_is_not_sound_idx_is_refused(
+    tmp_path: Path, content: bytes, complaint: str
+) -> None:
+    path = tmp_path / "images.gz"
+    for written in (content, gzip.compress(content)):
+        path.write_bytes(written)
+        with pytest.raises(ValueError, match=rf"images\.gz: expected .*{complaint}"):
+            read_idx(path)
+
+
+def spoil_middle(content: bytes) -> bytes:
+    """The content with one byte changed."""
+    middle = len(content) // 2
+    return content[:middle] + bytes([content[middle] ^ 0xFF]) + content[middle + 1 :]
+
+
+@for_each(
+    "damage",
+    [
+        lambda content: content[:2],
+        lambda content: content[: len(content) // 2],
+        lambda content: content[:-4],
+        spoil_middle,
+        lambda content: content[:-8] + b"\0" * 8,  # a wrong checksum
+        lambda content: content + b"more",
+    ],
+)
+def test_a_damaged_gzip_file_is_refused(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
+    path = tmp_path / "labels.gz"
+    path.write_bytes(damage(gzip.compress(encode(counted(300)))))
+    with pytest.raises(ValueError, match=r"labels\.gz: expected a whole gzip file, got \d+ bytes"):
+        read_idx(path)
+    path.unlink()
+    with pytest.raises(FileNotFoundError, match="labels"):
+        read_idx(path)
+
+
+# MNIST
+
+
+@pytest.mark.parametrize(("prefix", "samples"), [("train", 6), ("t10k", 4)])
+def test_mnist_is_normalised_images_and_labels(folder: Path, prefix: str, samples: int) -> None:
+    dataset = mnist(folder, train=prefix == "train")
+    assert type(dataset) is TensorDataset
+    images, labels = dataset.tensors
+    assert (images.shape, images.dtype) == ((samples, 1, 28, 28), torch.float32)
+    assert (labels.tolist(), labels.dtype) == (list(range(samples)), torch.int64)
+    stored, same = read_labelled(folder, prefix)
+    assert (stored.dtype, same.tolist()) == (torch.uint8, labels.tolist())
+    np.testing.assert_array_equal(stored.numpy(), counted(samples, 28, 28))
+    torch.testing.assert_close(images[:, 0], (stored / 255 - 0.1307) / 0.3081)
+
+
+@for_each(
+    ("kind", "array", "words"),
+    [
+        (
+            KINDS[1],
+            None,
+            r"t10k-labels-idx1-ubyte\.gz or t10k-labels-idx1-ubyte in .*, found neith",
+        ),
+        (KINDS[1], counted(5), r"expected 4 labels, one for each image .*, got 5"),
+        (KINDS[0], counted(4, 28), "expected uint8 numbers of 3 dimensions"),
+        (KINDS[0], np.zeros((4, 28, 28), np.float32), "expected uint8 numbers of 3 dimensions"),
+        (KINDS[0], counted(4, 0, 4), r"one image of at least one pixel, got shape \(4, 0, 4\)"),
+        (KINDS[0], counted(4, 5, 0), r"one image of at least one pixel, got shape \(4, 5, 0\)"),
+    ],
+)
+def test_files_that_are_not_mnist_are_refused(
+    tmp_path: Path, kind: str, array: np.ndarray | None, words: str
+) -> None:
+    path = write_four(tmp_path, [1], list(range(4))) / f"t10k-{kind}"
+    path.unlink()
+    if array is not None:
+        path.write_bytes(encode(array))
+    with pytest.raises((FileNotFoundError, ValueError), match=words):
+        mnist(tmp_path, train=False)
+
+
+def test_the_real_mnist_reads(shared_data: Path) -> None:
+    for train, samples in ((True, 8000), (False, 2000)):
+        images, labels = mnist(shared_data / "mnist-small", train=train).tensors
+        assert len(images) == samples
+        assert abs(float(images.mean())) < 0.05
+        assert abs(float(images.std()) - 1) < 0.05
+        assert labels.bincount(minlength=10).min() > samples * 0.07
+
+
+def test_examples_in_docstrings_run() -> None:
+    result = doctest.testmod(arrays)
+    assert (result.attempted > 0, result.failed) == (True, 0)
+
+
+# Data sets of pictures
+
+
+def test_four_idx_files_are_a_data_set(tmp_path: Path) -> None:
+    read = read_idx_folder(write_four(tmp_path, [2, 0, 1, 2], [1, 0]))
+    data = pickle.loads(pickle.dumps(read))
+    assert (data.classes, data.mode, data.left_out) == (("0", "1", "2"), "L", [])
+    assert (data.train.labels, data.test.labels) == ([2, 0, 1, 2], [1, 0])
+    assert data.sizes == [data.train.pictures[0].size] * 4 == [(4, 5)] * 4
+    named = data.train.pictures.name(3), data.test.pictures.name(0)
+    assert named == ("training picture 3", "test picture 0")
+    assert data.test.pictures[0].tobytes() == read.test.pictures[0].tobytes()
+    pixels = np.stack([np.asarray(data.train.pictures[i]) for i in range(4)]) / 255
+    mean, std = data.sums.mean_and_std()
+    assert mean == pytest.approx([pixels.mean()], abs=1e-13)
+    assert std == pytest.approx([pixels.std()], abs=1e-13)
+    pets = ("ant", "cat", "dog")
+    assert read_idx_folder(tmp_path, pets).classes == pets
+
+
+@for_each(
+    ("train", "test", "names", "words"),
+    [
+        ([0, 1], [2], "ab", "t10k-labels.*expected labels of the training set, 0 to 1, got 2"),
+        ([0, 0], [0], "ab", "train-labels.*expected two classes or more, found only 0"),
+        ([0, 2], [0], "ab", "train-labels.*expected labels 0 to 1, got 2"),
+        (list(range(60)), [0], "", "got 60 different ones on 60 samples, all of them numbers"),
+    ],
+)
+def test_idx_labels_that_are_no_classes_are_refused(
+    tmp_path: Path, train: list[int], test: list[int], names: str, words: str
+) -> None:
+    write_four(tmp_path, train, test)
+    with pytest.raises(DataError, match=words):
+        read_idx_folder(tmp_path, tuple(names) or None)
+    if not names:
+        assert len(read_idx_folder(tmp_path, labels_as_is=True).classes) == 60
+
+
+def test_an_idx_test_set_of_training_pictures_is_refused(tmp_path: Path) -> None:
+    write_four(tmp_path, [0, 1, 1, 0], [])
+    for kind in KINDS:
+        (tmp_path / f"t10k-{kind}").unlink()
+        shutil.copy(tmp_path / f"train-{kind}.gz", tmp_path / f"t10k-{kind}.gz")
+    with pytest.raises(DataError, match="4 of 4 test samples are in the training set as well"):
+        read_idx_folder(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def _with_scikit_learn() -> None:
+    """Imported before a test begins, as importing it sets variables of the environment."""
+    pytest.importorskip("sklearn.datasets")
+
+
+@pytest.mark.usefixtures("_with_scikit_learn")
+def test_the_digits_are_split_by_class_and_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    data, same, other = (read_digits(holdout=0.2, seed=seed) for seed in (3, 3, 4))
+    assert (len(data.train) + len(data.test), len(data.classes)) == (1797, 10)
+    assert data.sizes[0] == data.train.pictures[0].size == (8, 8)
+    whole, held = Counter(data.train.labels + data.test.labels), Counter(data.test.labels)
+    assert [held[c] for c in range(10)] == [round(0.2 * whole[c]) for c in range(10)]
+    sources = [each.test.pictures for each in (data, same, other)]
+    pixels = [source.pixels for source in sources if isinstance(source, ArrayPictures)]
+    assert (int(pixels[0].min()), int(pixels[0].max())) == (0, 255)
+    assert torch.equal(pixels[0], pixels[1])
+    assert not torch.equal(pixels[0], pixels[2])
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(LaunchError, match=re.escape('pip install "onefold[demo]"')):
+        read_digits(holdout=0.1, seed=0)
