@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections import namedtuple
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset, TensorDataset
-
-__all__ = ["CLASSES", "FEATURES", "LENGTH", "WORDS", "Fields", "data_set", "read_fields", "wrapped"]
 
 FEATURES = 12
 LENGTH = 5
@@ -29,11 +26,11 @@ class Fields(NamedTuple):
     """(n,) int64, below CLASSES."""
     w: torch.Tensor
     """(n,) of the model's dtype: weights, some of them 0."""
-    index: torch.Tensor
-    """(n,) int64: which sample of the data it is."""
 
 
-Pair = namedtuple("Pair", ["left", "right"])
+class Pair(NamedTuple):
+    left: Any
+    right: Any
 
 
 def samples(number: int, dtype: torch.dtype, seed: int) -> Fields:
@@ -43,8 +40,7 @@ def samples(number: int, dtype: torch.dtype, seed: int) -> Fields:
     tokens = torch.randint(0, WORDS, (number, LENGTH), generator=generator)
     y = torch.randint(0, CLASSES, (number,), generator=generator)
     w = torch.rand(number, generator=generator, dtype=torch.float64)
-    w = torch.where(w < 0.3, torch.zeros_like(w), w).to(dtype)
-    return Fields(x, tokens, y, w, torch.arange(number))
+    return Fields(x, tokens, y, torch.where(w < 0.3, torch.zeros_like(w), w).to(dtype))
 
 
 def wrapped(fields: Fields, container: str) -> object:
@@ -56,8 +52,8 @@ def wrapped(fields: Fields, container: str) -> object:
     if container == "dict":
         return fields._asdict()
     if container == "nested":
-        return {"in": Pair(fields.x, fields.tokens), "out": [fields.y, (fields.w, fields.index)]}
-    if container == "numpy" and fields.x.dtype != torch.bfloat16:
+        return {"in": Pair(fields.x, fields.tokens), "out": [fields.y, (fields.w,)]}
+    if container == "numpy":
         return tuple(tensor.numpy() for tensor in fields)
     return fields
 
@@ -65,8 +61,8 @@ def wrapped(fields: Fields, container: str) -> object:
 def read_fields(batch: Any) -> Fields:
     """The fields again, from whatever a loss or a score was given."""
     if isinstance(batch, dict) and "in" in batch:
-        pair, (y, (w, index)) = batch["in"], batch["out"]
-        return Fields(pair.left, pair.right, y, w, index)
+        pair, (y, (w,)) = batch["in"], batch["out"]
+        return Fields(pair.left, pair.right, y, w)
     return Fields(**batch) if isinstance(batch, dict) else Fields(*batch)
 
 
@@ -86,7 +82,6 @@ class Noisy(Dataset[tuple[torch.Tensor, ...]]):
 
 
 def data_set(number: int, dtype: torch.dtype, seed: int, *, noisy: bool) -> Any:
-    """A data set for a loader."""
     fields = samples(number, dtype, seed)
     return Noisy(fields) if noisy else TensorDataset(*fields)
 

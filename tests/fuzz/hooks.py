@@ -1,4 +1,4 @@
-"""Hooks as scripts put them on parameters and modules."""
+"""Hooks as scripts put them on parameters, modules and optimizers."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 __all__ = ["HOOKS", "HookTraits"]
+
+Attach = Callable[[Any, torch.optim.Optimizer], object]
 
 
 @dataclass(frozen=True)
@@ -26,26 +28,16 @@ def _weights(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if p.requires_grad and p.numel()]
 
 
-def _scaled(model: nn.Module) -> None:
-    for parameter in _weights(model)[::2]:
-        parameter.register_hook(lambda g: g * 1.5)
+def _on_gradients(change: Callable[[torch.Tensor], torch.Tensor]) -> Attach:
+    return lambda model, _: [parameter.register_hook(change) for parameter in _weights(model)]
 
 
-def _clamped(model: nn.Module) -> None:
-    for parameter in _weights(model):
-        parameter.register_hook(lambda g: g.clamp(-0.02, 0.02))
-
-
-def _after(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[nn.Module], None]:
+def _after(change: Callable[[torch.Tensor], torch.Tensor]) -> Attach:
     def hook(parameter: torch.Tensor) -> None:
         if parameter.grad is not None:  # no other hook has taken it away
             parameter.grad = change(parameter.grad)
 
-    def attach(model: nn.Module) -> None:
-        for parameter in _weights(model):
-            parameter.register_post_accumulate_grad_hook(hook)
-
-    return attach
+    return lambda model, _: [p.register_post_accumulate_grad_hook(hook) for p in _weights(model)]
 
 
 def _turned(gradient: torch.Tensor) -> torch.Tensor:
@@ -62,7 +54,7 @@ def _part_of_more(gradient: torch.Tensor) -> torch.Tensor:
     return room[1]
 
 
-def _lent(model: nn.Module) -> None:
+def _lent(model: Any, _: torch.optim.Optimizer) -> None:
     """A gradient of one parameter is another's too, in the same memory."""
     first = model.head.bias
 
@@ -70,13 +62,13 @@ def _lent(model: nn.Module) -> None:
         if first.grad is not None:
             parameter.grad = first.grad
 
-    others = [p for p in _weights(model) if p.shape == first.shape and p is not first]
-    for parameter in others:
-        parameter.register_post_accumulate_grad_hook(hook)
+    for parameter in _weights(model):
+        if parameter.shape == first.shape and parameter is not first:
+            parameter.register_post_accumulate_grad_hook(hook)
 
 
-def _beside(model: nn.Module) -> None:
-    """Looks at the gradient of another parameter, which no optimizer may hold."""
+def _beside(model: Any, _: torch.optim.Optimizer) -> None:
+    """Looks at the gradient of another parameter."""
     bias = model.head.bias
 
     def hook(parameter: torch.Tensor) -> None:
@@ -87,46 +79,46 @@ def _beside(model: nn.Module) -> None:
         parameter.register_post_accumulate_grad_hook(hook)
 
 
-def _dropped(model: nn.Module) -> None:
+def _dropped(model: Any, _: torch.optim.Optimizer) -> None:
     """None where a gradient was."""
-
-    def hook(parameter: torch.Tensor) -> None:
-        parameter.grad = None
-
-    model.head.bias.register_post_accumulate_grad_hook(hook)
+    model.head.bias.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
 
 
-def _outputs(model: nn.Module) -> None:
+def _outputs(model: Any, _: torch.optim.Optimizer) -> None:
     model.head.register_forward_hook(lambda module, args, output: output * 1.1)
     model.blocks.register_forward_pre_hook(lambda module, args: (args[0] * 0.9,))
 
 
-def _backward(model: nn.Module) -> None:
+def _backward(model: Any, _: torch.optim.Optimizer) -> None:
     model.head.register_full_backward_hook(
         lambda m, inputs, outputs: tuple(None if g is None else g * 2.0 for g in inputs)
     )
 
 
-def _noting(model: nn.Module) -> None:
-    seen: list[Any] = []
-    model.stem.register_forward_hook(lambda module, args, output: seen.append(output.shape))
-    for parameter in _weights(model):
-        parameter.register_hook(lambda g: seen.append(float(g.abs().max())))
+def _at_step(when: str, change: Callable[[Any], object]) -> Attach:
+    """Goes through the parameters before or after the optimizer's step."""
+
+    @torch.no_grad()
+    def hook(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        for p in (p for group in optimizer.param_groups for p in group["params"]):
+            if p.grad is not None and p.numel():
+                change(p)
+
+    return lambda _, optimizer: getattr(optimizer, f"register_step_{when}_hook")(hook)
 
 
-HOOKS: dict[str, tuple[Callable[[nn.Module], None], HookTraits]] = {
-    "scaled": (_scaled, HookTraits()),
-    "clamped": (_clamped, HookTraits(exact=False)),
+HOOKS: dict[str, tuple[Attach, HookTraits]] = {
+    "scaled": (_on_gradients(lambda g: g * 1.5), HookTraits()),
+    "clamped": (_on_gradients(lambda g: g.clamp(-0.02, 0.02)), HookTraits(exact=False)),
     "after": (_after(lambda g: g * 0.5), HookTraits()),
     "after in place": (_after(lambda g: g.mul_(0.5)), HookTraits()),
-    "after clamped": (_after(lambda g: g.clamp(-0.02, 0.02)), HookTraits(exact=False)),
     "turned": (_after(_turned), HookTraits(laid_out=False)),
     "part of more": (_after(_part_of_more), HookTraits(laid_out=False)),
-    "expanded": (_after(lambda g: g.sum().expand_as(g)), HookTraits(laid_out=False)),
     "lent": (_lent, HookTraits(exact=False)),
     "beside": (_beside, HookTraits()),
     "dropped": (_dropped, HookTraits()),
     "outputs": (_outputs, HookTraits()),
     "backward": (_backward, HookTraits()),
-    "noting": (_noting, HookTraits()),
+    "normalised": (_at_step("pre", lambda p: p.grad.div_(p.grad.norm() + 1e-3)), HookTraits()),
+    "bounded": (_at_step("post", lambda p: p.clamp_(-0.9, 0.9)), HookTraits()),
 }

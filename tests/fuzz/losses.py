@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,10 +15,9 @@ import onefold
 from onefold.core.mean import Means
 from tests.fuzz.data import CLASSES, FEATURES, Fields, read_fields
 
-__all__ = ["LOSSES", "LossTraits", "of_pytorch", "score", "value_of"]
+__all__ = ["LOSSES", "OF_PYTORCH", "LossTraits", "score", "value_of"]
 
 Loss = Callable[[nn.Module, object], object]
-Inner = Callable[[nn.Module, Fields], object]
 
 
 @dataclass(frozen=True)
@@ -32,19 +31,12 @@ class LossTraits:
     gradient_of_inputs: bool = False
 
 
-def _of(inner: Inner) -> Callable[[nn.Module], Loss]:
-    def make(model: nn.Module) -> Loss:
-        return lambda m, batch: inner(m, read_fields(batch))
-
-    return make
+def _of(inner: Callable[[Any, Fields], object]) -> Callable[[nn.Module], Loss]:
+    return lambda _: lambda model, batch: inner(model, read_fields(batch))
 
 
 def _each(model: nn.Module, fields: Fields) -> torch.Tensor:
     return F.cross_entropy(model(fields), fields.y, reduction="none")
-
-
-def _column(model: nn.Module, fields: Fields) -> torch.Tensor:
-    return (model(fields)[:, :1] - fields.x[:, :1]).square()
 
 
 def _scalar(model: nn.Module, fields: Fields) -> torch.Tensor:
@@ -87,58 +79,18 @@ def _penalised(model: nn.Module, fields: Fields) -> object:
     return onefold.Mean(losses.sum(), len(losses)) + 0.01 * onefold.Mean(penalty, 1)
 
 
-class _Kit:
-    """Where losses come from."""
-
-    losses: Any = onefold.losses
-
-
-_kit = _Kit()
-
-
-@contextmanager
-def of_pytorch() -> Iterator[None]:
-    """Take losses from `torch.nn.functional`, as a plain loop does."""
-    _kit.losses = F
-    try:
-        yield
-    finally:
-        _kit.losses = onefold.losses
-
-
-def _ready(model: nn.Module, fields: Fields) -> object:
+def _ready(model: nn.Module, fields: Fields, losses: Any = onefold.losses) -> object:
     weight = torch.linspace(0.5, 1.5, CLASSES).to(fields.x)
-    return _kit.losses.cross_entropy(
+    return losses.cross_entropy(
         model(fields), fields.y, weight, ignore_index=1, label_smoothing=0.1
     )
-
-
-def _ready_sum(model: nn.Module, fields: Fields) -> object:
-    target = F.one_hot(fields.y, CLASSES).to(fields.x)
-    return _kit.losses.binary_cross_entropy_with_logits(model(fields), target, reduction="sum")
-
-
-def _ready_two(model: nn.Module, fields: Fields) -> object:
-    logits = model(fields)
-    target = F.one_hot(fields.y, CLASSES).to(fields.x)
-    return _kit.losses.mse_loss(logits, target) + 0.3 * _kit.losses.cross_entropy(
-        logits, fields.y, ignore_index=2
-    )
-
-
-def _wide(model: nn.Module, fields: Fields) -> torch.Tensor:
-    return _each(model, fields).double()
-
-
-def _autocast(model: nn.Module, fields: Fields) -> torch.Tensor:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        return F.cross_entropy(model(fields).float(), fields.y, reduction="none")
 
 
 def _attack(model: nn.Module, fields: Fields) -> torch.Tensor:
     """As tutorials have it: a backward of its own, and zero_grad."""
     x = fields.x.clone().requires_grad_(True)
     F.cross_entropy(model(fields._replace(x=x)), fields.y, reduction="sum").backward()
+    assert x.grad is not None
     attacked = (x + 0.1 * x.grad.sign()).detach()
     model.zero_grad()
     return _each(model, fields._replace(x=attacked))
@@ -164,12 +116,11 @@ def _mixed_up(model: nn.Module, fields: Fields) -> torch.Tensor:
 
 def _one_by_one(model: nn.Module, fields: Fields) -> torch.Tensor:
     """Calls the model without its own parameters, as functional code does."""
-    values = dict(model.named_parameters())
-    logits = torch.func.functional_call(model, values, (fields,))
+    logits = torch.func.functional_call(model, dict(model.named_parameters()), (fields,))
     return F.cross_entropy(logits, fields.y, reduction="none")
 
 
-def _two_models(model: nn.Module, fields: Fields) -> torch.Tensor:
+def _two_models(model: Any, fields: Fields) -> torch.Tensor:
     """Freezes a part for a while, and leaves it as it was."""
     wanted = [p.requires_grad for p in model.stem.parameters()]
     model.stem.requires_grad_(False)
@@ -190,39 +141,24 @@ def _scored_on_the_way(model: nn.Module, fields: Fields) -> torch.Tensor:
     return _each(model, fields) * (1 + sure.detach())
 
 
-def _closing_over(model: nn.Module) -> Loss:
-    """Has the model from elsewhere than its argument."""
+def _closing_over(model: Any) -> Loss:
+    """Has the model from elsewhere than its argument, and a teacher outside of it."""
+    with torch.random.fork_rng():
+        torch.manual_seed(11)
+        teacher = nn.Linear(FEATURES, CLASSES, dtype=torch.float32)
+    teacher.to(model.head.weight.dtype).eval().requires_grad_(False)
 
     def loss(_: nn.Module, batch: object) -> torch.Tensor:
         fields = read_fields(batch)
-        weight = model.head.weight
-        return _each(model, fields) + 0.01 * (fields.x[:, :8] @ weight.t()).square().mean(dim=1)
-
-    return loss
-
-
-def _taught(model: nn.Module) -> Loss:
-    """By a module outside of the model."""
-    with torch.random.fork_rng():
-        torch.manual_seed(11)
-        teacher = nn.Sequential(
-            nn.Linear(FEATURES, 6, dtype=torch.float32),
-            nn.BatchNorm1d(6, dtype=torch.float32),
-            nn.Linear(6, CLASSES, dtype=torch.float32),
-        )
-    teacher.to(model.head.weight.dtype).eval().requires_grad_(False)
-
-    def loss(m: nn.Module, batch: object) -> torch.Tensor:
-        fields = read_fields(batch)
         aim = teacher(fields.x).softmax(dim=1)
-        return -(aim * m(fields).log_softmax(dim=1)).sum(dim=1)
+        losses = -(aim * model(fields).log_softmax(dim=1)).sum(dim=1)
+        return losses + 0.01 * (fields.x[:, :8] @ model.head.weight.t()).square().mean(dim=1)
 
     return loss
 
 
 LOSSES: dict[str, tuple[Callable[[nn.Module], Loss], LossTraits]] = {
     "each": (_of(_each), LossTraits()),
-    "column": (_of(_column), LossTraits()),
     "scalar": (_of(_scalar), LossTraits()),
     "weighted": (_of(_weighted), LossTraits()),
     "positives": (_of(_positives), LossTraits()),
@@ -231,10 +167,7 @@ LOSSES: dict[str, tuple[Callable[[nn.Module], Loss], LossTraits]] = {
     "mean and sum": (_of(_mean_and_sum), LossTraits()),
     "penalised": (_of(_penalised), LossTraits()),
     "ready": (_of(_ready), LossTraits()),
-    "ready sum": (_of(_ready_sum), LossTraits()),
-    "ready two": (_of(_ready_two), LossTraits()),
-    "wide": (_of(_wide), LossTraits()),
-    "autocast": (_of(_autocast), LossTraits(exact=False)),
+    "wide": (_of(lambda model, fields: _each(model, fields).double()), LossTraits()),
     "attack": (_of(_attack), LossTraits(gradient_of_inputs=True)),
     "smooth": (_of(_smooth), LossTraits(twice=True, gradient_of_inputs=True)),
     "mixed up": (_of(_mixed_up), LossTraits(exact=False)),
@@ -242,8 +175,10 @@ LOSSES: dict[str, tuple[Callable[[nn.Module], Loss], LossTraits]] = {
     "two models": (_of(_two_models), LossTraits()),
     "scored on the way": (_of(_scored_on_the_way), LossTraits()),
     "closing over": (_closing_over, LossTraits()),
-    "taught": (_taught, LossTraits()),
 }
+
+OF_PYTORCH = {"ready": _of(partial(_ready, losses=F))}
+"""What a plain loop takes in place of losses of onefold; NaN where nothing counts."""
 
 
 def value_of(result: object) -> torch.Tensor | None:
@@ -251,9 +186,8 @@ def value_of(result: object) -> torch.Tensor | None:
     if isinstance(result, torch.Tensor):
         return result.mean() if result.dim() else result
     terms = result.terms if isinstance(result, Means) else (result,)
-    values = [_ratio(term) for term in terms]
-    counted = [value for value in values if value is not None]
-    return sum(counted[1:], counted[0]) if counted else None
+    values = [value for value in map(_ratio, terms) if value is not None]
+    return sum(values[1:], values[0]) if values else None
 
 
 def _ratio(term: object) -> torch.Tensor | None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-__all__ = ["OPTIMIZERS", "SCHEDULES", "make_optimizer"]
+__all__ = ["OPTIMIZERS", "SCHEDULES", "UNSTABLE", "make_optimizer"]
 
 Groups = list[dict[str, Any]]
 Optimizer = torch.optim.Optimizer
@@ -36,13 +36,22 @@ class Lion(Optimizer):
                     average.mul_(0.99).add_(p.grad, alpha=0.01)
 
 
+class OwnStep(torch.optim.SGD):
+    """Normalises each gradient before it is used."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for p in (p for group in self.param_groups for p in group["params"]):
+            if p.grad is not None and p.numel():
+                p.grad.div_(p.grad.norm() + 1e-3)
+        super().step()
+
+
 OPTIMIZERS: dict[str, Callable[[Groups], Optimizer]] = {
     "sgd": lambda g: torch.optim.SGD(g, lr=0.05),
     "sgd-momentum": lambda g: torch.optim.SGD(g, lr=0.05, momentum=0.9, weight_decay=1e-3),
     "sgd-nesterov": lambda g: torch.optim.SGD(g, lr=0.05, momentum=0.9, nesterov=True),
-    "sgd-fused": lambda g: torch.optim.SGD(g, lr=0.05, momentum=0.9, fused=True),
-    "sgd-foreach": lambda g: torch.optim.SGD(g, lr=0.05, momentum=0.9, foreach=True),
-    "sgd-maximize": lambda g: torch.optim.SGD(g, lr=0.001, dampening=0.1, momentum=0.5),
+    "sgd-own-step": lambda g: OwnStep(g, lr=0.05, momentum=0.9),
     "adam": lambda g: torch.optim.Adam(g, lr=1e-2),
     "adam-amsgrad": lambda g: torch.optim.Adam(g, lr=1e-2, amsgrad=True, weight_decay=0.01),
     "adam-tensor": lambda g: torch.optim.Adam(g, lr=torch.tensor(1e-2), foreach=False),
@@ -57,15 +66,15 @@ OPTIMIZERS: dict[str, Callable[[Groups], Optimizer]] = {
     "rmsprop": lambda g: torch.optim.RMSprop(g, lr=1e-3, momentum=0.9, centered=True),
     "adagrad": lambda g: torch.optim.Adagrad(g, lr=1e-2, initial_accumulator_value=0.1),
     "adagrad-fused": lambda g: torch.optim.Adagrad(g, lr=1e-2, fused=True),
-    "adafactor": lambda g: torch.optim.Adafactor(g, lr=1e-2, eps=(1e-7, 1e-3)),
     "muon": lambda g: torch.optim.Muon(g, lr=0.02),
     "lion": lambda g: Lion(g, lr=1e-3),
 }
+UNSTABLE = {"muon", "rprop", "lion"}
+"""What rounding is made large by: signs, and an iteration in bfloat16."""
 
 SCHEDULES: dict[str, Callable[[Optimizer], Any]] = {
     "step": lambda o: lr_scheduler.StepLR(o, 2, gamma=0.5),
     "cosine": lambda o: lr_scheduler.CosineAnnealingLR(o, 5),
-    "linear": lambda o: lr_scheduler.LinearLR(o, 0.1, total_iters=3),
     "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
     "sequential": lambda o: lr_scheduler.SequentialLR(
         o,
@@ -82,11 +91,10 @@ def make_optimizer(name: str, model: nn.Module, groups: int, seed: int) -> Optim
     dealt: list[list[nn.Parameter]] = [[] for _ in range(groups)]
     for parameter in parameters:
         rng.choice(dealt).append(parameter)
-    filled = [group for group in dealt if group]
-    settings: Groups = [{"params": group} for group in filled]
-    for number, group in enumerate(settings[1:], 1):
-        group["lr"] = 0.01 / number
-    if name == "adam-tensor":
-        for group in settings:
+    settings: Groups = [{"params": group} for group in dealt if group]
+    for number, group in enumerate(settings):
+        if name == "adam-tensor":
             group["lr"] = torch.tensor(1e-2)
+        elif number:
+            group["lr"] = 0.01 / number
     return OPTIMIZERS[name](settings)

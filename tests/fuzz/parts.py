@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,8 +19,10 @@ from tests.fuzz.data import CLASSES, FEATURES, WORDS, Fields
 __all__ = ["BLOCKS", "STEMS", "Net", "Traits"]
 
 WIDTH = 8
-_KINDS = ("float16", "bfloat16", "int16", "uint8", "bool", "float64", "int32")
-_ODD_KINDS = ("uint16", "uint32", "uint64", "complex64", "float8_e4m3fn", "float8_e5m2", "int8")
+_KINDS = (
+    *("float16", "bfloat16", "int16", "uint8", "bool", "float64", "int32", "uint16", "uint32"),
+    *("uint64", "complex64", "float8_e4m3fn", "float8_e5m2", "int8"),
+)
 
 
 @dataclass(frozen=True)
@@ -34,10 +37,6 @@ class Traits:
     """Each shard needs two samples."""
     twice: bool = True
     """Its gradient has a gradient."""
-    stateful: bool = False
-    """What it computes depends on buffers that change."""
-    dtypes: bool = False
-    """It has parameters of a dtype of its own."""
 
 
 class Step(nn.Module):
@@ -47,32 +46,23 @@ class Step(nn.Module):
         super().__init__()
         self.line = nn.Linear(WIDTH, WIDTH)
 
-    def inner(self, h: torch.Tensor) -> torch.Tensor:
+    def inner(self, h: torch.Tensor) -> Any:
         return self.line(h)
 
-    def forward(self, h: torch.Tensor) -> torch.Tensor:
+    def forward(self, h: torch.Tensor) -> Any:
         return self.inner(h).tanh()
 
 
 class Checkpointed(Step):
-    def __init__(self, *, reentrant: bool) -> None:
+    def __init__(self, *, reentrant: bool, dropout: float = 0.0) -> None:
         super().__init__()
-        self.reentrant = reentrant
+        self.reentrant, self.dropout = reentrant, dropout
 
-    def forward(self, h: torch.Tensor) -> torch.Tensor:
+    def inner(self, h: torch.Tensor) -> Any:
+        return F.dropout(self.line(h), self.dropout, self.training)
+
+    def forward(self, h: torch.Tensor) -> Any:
         return checkpoint(super().forward, h, use_reentrant=self.reentrant)
-
-
-class CheckpointedDropout(Checkpointed):
-    def inner(self, h: torch.Tensor) -> torch.Tensor:
-        return F.dropout(self.line(h), 0.2, self.training)
-
-
-class Wide(nn.Sequential):
-    """Large enough to be cut into pieces."""
-
-    def __init__(self) -> None:
-        super().__init__(nn.Linear(WIDTH, 2100), nn.Tanh(), nn.Linear(2100, WIDTH))
 
 
 class Experts(nn.Module):
@@ -126,52 +116,32 @@ class Tied(nn.Module):
         self.two.weight = self.one.weight
         self.again = self.one
 
-    def forward(self, h: torch.Tensor) -> torch.Tensor:
+    def forward(self, h: torch.Tensor) -> Any:
         return self.again(self.two(self.one(h).tanh())).tanh()
 
 
-class Counting(Step):
-    """Counts of several types, which nothing depends on."""
+class Odd(Step):
+    """Buffers of every type, strides of several kinds, and none, which nothing depends on."""
+
+    turned: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
         self.register_buffer("none", None)
-        self.register_buffer("largest", torch.zeros(WIDTH))
         self.register_buffer("hidden", torch.zeros(2), persistent=False)
         self.register_buffer("nothing", torch.zeros(0))
-        for name in _KINDS:
-            self.register_buffer(f"of_{name}", torch.zeros(3, dtype=getattr(torch, name)))
-
-    def forward(self, h: torch.Tensor) -> torch.Tensor:
-        value = h.detach().abs().mean().double()
-        self.calls += 1
-        self.largest = h.detach().amax(dim=0).to(self.largest)
-        self.hidden.data = torch.full_like(self.hidden, float(value))
-        self.of_int16 = self.of_int16 + len(h)
-        self.of_uint8.fill_(len(h) % 7)
-        self.of_bool[0] = bool(value > 0.3)
-        for name in ("float16", "bfloat16", "float64"):
-            getattr(self, f"of_{name}").mul_(0.5).add_(value)
-        return super().forward(h)
-
-
-class Odd(Step):
-    """Buffers of types for which PyTorch has few kernels, and of strides of several kinds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for name in _ODD_KINDS:
-            self.register_buffer(f"of_{name}", torch.zeros(3, 2).to(getattr(torch, name)))
         self.register_buffer("turned", torch.ones(3, 4).t())
+        for name in _KINDS:
+            self.register_buffer(f"of_{name}", torch.zeros(3, 2).to(getattr(torch, name)))
 
-    def _apply(self, *_: object, **__: object) -> Odd:
-        self.line._apply(*_, **__)
+    def _apply(self, *given: Any, **named: Any) -> Odd:
+        self.line._apply(*given, **named)
         return self
 
-    def forward(self, h: torch.Tensor) -> torch.Tensor:
+    def forward(self, h: torch.Tensor) -> Any:
         value = h.detach().abs().mean().float()
-        for name in _ODD_KINDS:
+        self.hidden.data = torch.full((2,), float(value))
+        for name in _KINDS:
             number = torch.full((3, 2), float(int(value * 10) % 5))
             setattr(self, f"of_{name}", number.to(getattr(torch, name)))
         with torch.no_grad():
@@ -185,38 +155,33 @@ class Averaging(Step):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("average", torch.zeros(WIDTH))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
 
-    def forward(self, h: torch.Tensor) -> torch.Tensor:
+    def forward(self, h: torch.Tensor) -> Any:
         result = super().forward(h - self.average)
         if self.training:
+            self.calls += 1
             with torch.no_grad():
                 self.average = 0.9 * self.average + 0.1 * h.detach().mean(dim=0).to(self.average)
         return result
 
 
 class Shapes(Step):
-    """An empty parameter, a single number, and strides of several kinds."""
+    """An empty parameter, a single number, one that is frozen, and strides of several kinds."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, sliced: bool = False) -> None:
         super().__init__()
         self.empty = nn.Parameter(torch.zeros(0, 3))
         self.factor = nn.Parameter(torch.tensor(0.7))
-        self.turned = nn.Parameter((torch.randn(WIDTH, 2 * WIDTH) * 0.3).t())
-        self.unused = nn.Parameter(torch.zeros(5))
+        self.unused, self.frozen = nn.Parameter(torch.zeros(5)), nn.Parameter(torch.ones(WIDTH))
+        self.frozen.requires_grad_(False)
+        turned = torch.randn(WIDTH, 2 * WIDTH) * 0.3
+        # Sliced, it does not fill its memory.
+        self.turned = nn.Parameter(turned[:, ::2] if sliced else turned.t())
 
-    def inner(self, h: torch.Tensor) -> torch.Tensor:
-        return self.line(h) * self.factor + h @ self.turned[:WIDTH] + self.empty.sum()
-
-
-class Sliced(Step):
-    """A parameter that does not fill its memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows = nn.Parameter((torch.randn(2 * WIDTH, WIDTH) * 0.3)[::2])
-
-    def inner(self, h: torch.Tensor) -> torch.Tensor:
-        return self.line(h) + h @ self.rows
+    def inner(self, h: torch.Tensor) -> Any:
+        more = h @ self.turned[:WIDTH] + self.empty.sum()
+        return self.line(h) * self.factor * self.frozen + more
 
 
 class OfDtype(nn.Module):
@@ -226,31 +191,11 @@ class OfDtype(nn.Module):
         super().__init__()
         self.line = nn.Linear(WIDTH, WIDTH, dtype=dtype)
 
-    def forward(self, h: torch.Tensor) -> torch.Tensor:
+    def forward(self, h: torch.Tensor) -> Any:
         return self.line(h.to(self.line.weight.dtype)).to(h).tanh()
 
-    def _apply(self, *_: object, **__: object) -> OfDtype:
+    def _apply(self, *given: Any, **named: Any) -> OfDtype:
         return self  # keeps its precision whatever the model is moved to
-
-
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.MultiheadAttention(2, 1, batch_first=True)
-
-    def forward(self, h: torch.Tensor) -> torch.Tensor:
-        parts = h.view(len(h), WIDTH // 2, 2)
-        return h + self.inner(parts, parts, parts, need_weights=False)[0].reshape(h.shape).tanh()
-
-
-class Frozen(Step):
-    def __init__(self) -> None:
-        super().__init__()
-        self.line.requires_grad_(False)
-        self.bias = nn.Parameter(torch.zeros(WIDTH))
-
-    def inner(self, h: torch.Tensor) -> torch.Tensor:
-        return super().inner(h) + self.bias
 
 
 class Sometimes(Step):
@@ -260,7 +205,7 @@ class Sometimes(Step):
         super().__init__()
         self.rare = nn.Linear(WIDTH, WIDTH)
 
-    def inner(self, h: torch.Tensor) -> torch.Tensor:
+    def inner(self, h: torch.Tensor) -> Any:
         asked = h.detach()[:, :1] > 0.6
         result = super().inner(h)
         return result + asked * self.rare(h) if bool(asked.any()) else result
@@ -269,7 +214,7 @@ class Sometimes(Step):
 class Skipping(Step):
     """Leaves itself out at random, by each of the generators in turn."""
 
-    def forward(self, h: torch.Tensor) -> torch.Tensor:
+    def forward(self, h: torch.Tensor) -> Any:
         if self.training and random.random() < 0.2:
             return h * float(np.random.uniform(0.5, 1.0))
         if self.training and bool(torch.rand(()) < 0.2):
@@ -277,60 +222,45 @@ class Skipping(Step):
         return super().forward(h)
 
 
-class Conv1d(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv1d(2, 2, 3, padding=1)
-
-    def forward(self, h: torch.Tensor) -> torch.Tensor:
-        return h + self.conv(h.view(len(h), 2, WIDTH // 2)).reshape(h.shape).tanh()
+def _wide() -> nn.Module:
+    """Large enough to be cut into pieces."""
+    return nn.Sequential(nn.Linear(WIDTH, 2100), nn.Tanh(), nn.Linear(2100, WIDTH))
 
 
 BLOCKS: dict[str, tuple[Callable[[], nn.Module], Traits]] = {
     "step": (Step, Traits()),
-    "wide": (Wide, Traits()),
-    "batchnorm": (
-        lambda: nn.BatchNorm1d(WIDTH),
-        Traits(exact=False, pairs=True, stateful=True),
-    ),
+    "wide": (_wide, Traits()),
+    "batchnorm": (lambda: nn.BatchNorm1d(WIDTH), Traits(exact=False, pairs=True)),
     "batchnorm-count": (
         lambda: nn.BatchNorm1d(WIDTH, momentum=None),
-        Traits(exact=False, pairs=True, stateful=True),
+        Traits(exact=False, pairs=True),
     ),
-    "groupnorm": (lambda: nn.GroupNorm(2, WIDTH), Traits()),
     "layernorm": (lambda: nn.LayerNorm(WIDTH), Traits()),
-    "rmsnorm": (lambda: nn.RMSNorm(WIDTH), Traits()),
     "dropout": (lambda: nn.Dropout(0.2), Traits(exact=False)),
-    "alphadropout": (lambda: nn.AlphaDropout(0.1), Traits(exact=False)),
     "rrelu": (nn.RReLU, Traits(exact=False)),
     "experts": (Experts, Traits()),
     "joined": (Joined, Traits()),
     "viewed": (Viewed, Traits()),
     "tied": (Tied, Traits()),
-    "counting": (Counting, Traits()),
     "odd": (Odd, Traits()),
-    "averaging": (Averaging, Traits(exact=False, stateful=True)),
+    "averaging": (Averaging, Traits(exact=False)),
     "shapes": (Shapes, Traits()),
-    "sliced": (Sliced, Traits(seeded=False)),
-    "half": (lambda: OfDtype(torch.bfloat16), Traits(exact=False, dtypes=True)),
-    "single": (lambda: OfDtype(torch.float32), Traits(exact=False, dtypes=True)),
-    "double": (lambda: OfDtype(torch.float64), Traits(dtypes=True)),
-    "attention": (Attention, Traits(twice=False)),
-    "frozen": (Frozen, Traits()),
+    "sliced": (lambda: Shapes(sliced=True), Traits(seeded=False)),
+    "single": (lambda: OfDtype(torch.float32), Traits(exact=False)),
+    "double": (lambda: OfDtype(torch.float64), Traits()),
     "sometimes": (Sometimes, Traits()),
     "skipping": (Skipping, Traits(exact=False)),
-    "conv1d": (Conv1d, Traits()),
-    "reentrant": (lambda: Checkpointed(reentrant=True), Traits(twice=False)),
-    "nonreentrant": (lambda: Checkpointed(reentrant=False), Traits()),
-    "reentrant-dropout": (
-        lambda: CheckpointedDropout(reentrant=True),
+    "reentrant": (
+        lambda: Checkpointed(reentrant=True, dropout=0.2),
         Traits(exact=False, twice=False),
     ),
-    "nonreentrant-dropout": (lambda: CheckpointedDropout(reentrant=False), Traits(exact=False)),
-    "weightnorm": (lambda: parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)), Traits()),
+    "nonreentrant": (
+        lambda: Checkpointed(reentrant=False, dropout=0.2),
+        Traits(exact=False),
+    ),
     "spectralnorm": (
         lambda: parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)),
-        Traits(exact=False, stateful=True),
+        Traits(exact=False),
     ),
 }
 
@@ -340,57 +270,42 @@ class LinearStem(nn.Module):
         super().__init__()
         self.line = nn.Linear(FEATURES, WIDTH)
 
-    def forward(self, fields: Fields) -> torch.Tensor:
+    def forward(self, fields: Fields) -> Any:
         return self.line(fields.x)
 
 
 class ConvStem(nn.Module):
-    def __init__(self, *, channels_last: bool = False, weights_last: bool = False) -> None:
+    def __init__(self, *, last: bool = False) -> None:
         super().__init__()
         self.conv = nn.Conv2d(2, 4, (2, 3), padding=1)
         self.line = nn.Linear(4 * 3 * 3, WIDTH)
-        self.channels_last = channels_last
-        if weights_last:
-            self.conv.to(memory_format=torch.channels_last)
+        self.order = torch.channels_last if last else torch.contiguous_format
+        self.conv.to(memory_format=self.order)
 
-    def forward(self, fields: Fields) -> torch.Tensor:
-        picture = fields.x.view(-1, 2, 2, 3)
-        if self.channels_last:
-            picture = picture.contiguous(memory_format=torch.channels_last)
+    def forward(self, fields: Fields) -> Any:
+        picture = fields.x.view(-1, 2, 2, 3).contiguous(memory_format=self.order)
         return self.line(self.conv(picture).tanh().flatten(1))
 
 
-class BagStem(nn.Module):
-    def __init__(self) -> None:
+class WordStem(nn.Module):
+    """The mean of the words, or what a recurrent layer makes of them."""
+
+    def __init__(self, *, recurrent: bool = False) -> None:
         super().__init__()
         self.words = nn.Embedding(WORDS, WIDTH, padding_idx=0)
+        self.rnn = nn.LSTM(WIDTH, WIDTH, batch_first=True) if recurrent else None
 
-    def forward(self, fields: Fields) -> torch.Tensor:
-        return self.words(fields.tokens).mean(dim=1)
-
-
-class RecurrentStem(nn.Module):
-    def __init__(self, kind: type[nn.RNNBase], **options: float) -> None:
-        super().__init__()
-        self.words = nn.Embedding(WORDS, 6)
-        self.rnn = kind(6, WIDTH, batch_first=True, **options)
-
-    def forward(self, fields: Fields) -> torch.Tensor:
-        return self.rnn(self.words(fields.tokens))[0][:, -1]
+    def forward(self, fields: Fields) -> Any:
+        words = self.words(fields.tokens)
+        return words.mean(dim=1) if self.rnn is None else self.rnn(words)[0][:, -1]
 
 
 STEMS: dict[str, tuple[Callable[[], nn.Module], Traits]] = {
     "linear": (LinearStem, Traits()),
     "conv": (ConvStem, Traits()),
-    "conv-last": (lambda: ConvStem(channels_last=True), Traits()),
-    "conv-weights-last": (lambda: ConvStem(channels_last=True, weights_last=True), Traits()),
-    "bag": (BagStem, Traits(twice=False)),
-    "gru": (lambda: RecurrentStem(nn.GRU), Traits(twice=False)),
-    "lstm": (lambda: RecurrentStem(nn.LSTM), Traits(twice=False)),
-    "lstm-dropout": (
-        lambda: RecurrentStem(nn.LSTM, num_layers=2, dropout=0.2),
-        Traits(exact=False, twice=False),
-    ),
+    "conv-last": (lambda: ConvStem(last=True), Traits()),
+    "bag": (WordStem, Traits(twice=False)),
+    "lstm": (lambda: WordStem(recurrent=True), Traits(twice=False)),
 }
 
 
@@ -404,5 +319,5 @@ class Net(nn.Module):
         self.head = nn.Linear(WIDTH, CLASSES)
         self.factor = 1.0
 
-    def forward(self, fields: Fields) -> torch.Tensor:
+    def forward(self, fields: Fields) -> Any:
         return self.head(self.blocks(self.stem(fields).tanh())) * self.factor

@@ -7,13 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.fuzz.campaign import settle, verdicts
-from tests.fuzz.case import BLOCK_OF_SEEDS, draw, exchange_of
-from tests.fuzz.plainloop import draw_plain, wrong_in
-
-_CHUNK = 55
-_IN_ONE_PROCESS = [seed for seed in range(BLOCK_OF_SEEDS) if exchange_of(seed) == "local"]
-
+from tests.fuzz.judge import verdicts
 
 FULL = pytest.mark.full
 
@@ -27,33 +21,16 @@ def _log_as_before() -> Iterator[None]:
     log.setLevel(before)
 
 
-def wrong(seeds: list[int]) -> dict[int, list[str]]:
-    """What is wrong with which case."""
-    found = verdicts([draw(seed) for seed in seeds])
-    return {verdict.case.seed: verdict.wrong for verdict in found if verdict.wrong}
-
-
 @pytest.mark.filterwarnings("ignore::UserWarning:torch")
 @pytest.mark.parametrize(
-    "first",
-    [_IN_ONE_PROCESS[0], *(pytest.param(n, marks=FULL) for n in _IN_ONE_PROCESS[_CHUNK::_CHUNK])],
+    ("plain", "first", "count"),
+    [
+        (False, 0, 40),
+        (True, 0, 40),
+        *(pytest.param(False, first, 50, marks=FULL) for first in range(40, 290, 50)),
+        *(pytest.param(True, first, 80, marks=FULL) for first in (40, 120)),
+    ],
 )
-def test_random_runs_in_one_process(first: int) -> None:
-    chosen = [seed for seed in _IN_ONE_PROCESS if first <= seed < first + _CHUNK]
-    assert wrong(chosen) == {}
-
-
-@pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=FULL) for n in (30, 60, 90))])
-def test_random_runs_beside_plain_loops(first: int) -> None:
-    settle()
-    said = {seed: wrong_in(draw_plain(seed)) for seed in range(first, first + 30)}
-    assert {seed: text for seed, text in said.items() if text} == {}
-
-
-@pytest.mark.full
-@pytest.mark.processes
-@pytest.mark.filterwarnings("ignore::UserWarning:torch")
-@pytest.mark.parametrize("exchange", ["shared", "collective"])
-def test_random_runs_in_several_processes(exchange: str) -> None:
-    chosen = [seed for seed in range(BLOCK_OF_SEEDS) if exchange_of(seed) == exchange]
-    assert wrong(chosen) == {}
+def test_random_runs(plain: bool, first: int, count: int) -> None:
+    found = verdicts(range(first, first + count), None, plain)
+    assert {each.case.seed: each.wrong for each in found if each.wrong} == {}

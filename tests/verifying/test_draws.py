@@ -11,9 +11,10 @@ from tests.tables import for_each
 
 N = 6
 ROWS = [1, 4, 5]
+Draw = Callable[[int], torch.Tensor]
 
 
-def replayed(draw: Callable[[int], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, set[str]]:
+def replayed(draw: Draw) -> tuple[torch.Tensor, torch.Tensor, set[str]]:
     draws = Draws()
     with draws.recording(N):
         whole = draw(N)
@@ -32,21 +33,17 @@ def replayed(draw: Callable[[int], torch.Tensor]) -> tuple[torch.Tensor, torch.T
         lambda n: torch.normal(torch.zeros(n), 1.0),
         lambda n: torch.multinomial(torch.ones(n, 5), 1),
         lambda n: torch.distributions.Beta(2.0, torch.ones(n)).sample(),
+        lambda n: torch.randn(n * 2, 3).view(n, 2, 3),  # several draws of each sample
     ],
 )
-def test_a_draw_of_each_sample_is_cut_like_the_samples(draw: Callable[[int], torch.Tensor]) -> None:
+def test_a_draw_of_each_sample_is_cut_like_the_samples(draw: Draw) -> None:
     whole, part, unmatched = replayed(draw)
     assert torch.equal(part, whole[ROWS])
     assert not unmatched
 
 
-def test_several_draws_of_each_sample_stay_together() -> None:
-    whole, part, _ = replayed(lambda n: torch.randn(n * 2, 3))
-    assert torch.equal(part.view(3, 2, 3), whole.view(N, 2, 3)[ROWS])
-
-
 @for_each("draw", [lambda n: torch.rand(()), lambda n: torch.randperm(5)])
-def test_a_draw_of_all_samples_is_the_same(draw: Callable[[int], torch.Tensor]) -> None:
+def test_a_draw_of_all_samples_is_the_same(draw: Draw) -> None:
     whole, part, unmatched = replayed(draw)
     assert torch.equal(part, whole)
     assert not unmatched
@@ -62,9 +59,7 @@ def test_a_draw_of_all_samples_is_the_same(draw: Callable[[int], torch.Tensor]) 
         (lambda n: torch.ones(1) if n == N else torch.randn(n), "randn"),
     ],
 )
-def test_a_draw_without_counterpart_is_named(
-    draw: Callable[[int], torch.Tensor], name: str
-) -> None:
+def test_a_draw_without_counterpart_is_named(draw: Draw, name: str) -> None:
     assert replayed(draw)[2] == {name}
 
 

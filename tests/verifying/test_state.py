@@ -47,12 +47,11 @@ class Keeping(nn.Linear):
 
     def __init__(self) -> None:
         super().__init__(1, 1)
-        self.count = 0
+        self.count, self.constant = 0, 3
         self.last: torch.Tensor | None = None
         self.seen: list[float] = []
         self.generators = {"torch": torch.Generator().manual_seed(0)}
         self.state = np.random.RandomState(0)
-        self.constant = 3
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.count += 1
@@ -64,15 +63,11 @@ class Keeping(nn.Linear):
 
 
 class Drawing(torch.utils.data.Dataset[Any]):
-    class Transform:
-        def __init__(self) -> None:
-            self.generator = torch.Generator().manual_seed(0)
-
     def __init__(self) -> None:
-        self.transform = self.Transform()
+        self.transform = Loss()
 
     def __getitem__(self, index: int) -> Any:
-        return torch.rand(1, generator=self.transform.generator)
+        return torch.full((1, 1), self.transform.generator.random())
 
 
 def changed_by(model: nn.Module, loss: Callable[..., Any], dataset: Any = None) -> StateWatch:
@@ -80,18 +75,15 @@ def changed_by(model: nn.Module, loss: Callable[..., Any], dataset: Any = None) 
     batch: Any = torch.ones(2, 1)
     if dataset is not None:
         watch.add(dataset)
-        batch = dataset[0].unsqueeze(0)
+        batch = dataset[0]
     with watch.step():
         loss(model, batch)
     return watch
 
 
-def test_nothing_is_found_where_nothing_is_kept() -> None:
+def test_attributes_of_modules_are_named_and_nothing_else() -> None:
     watch = changed_by(nn.Linear(1, 1), plain)
     assert (watch.attributes, watch.generators) == ([], [])
-
-
-def test_attributes_of_modules_are_named() -> None:
     watch = changed_by(nn.Sequential(nn.Linear(1, 1), Keeping()), plain)
     assert watch.attributes == [
         "attribute count of module 1 (Keeping)",
@@ -112,25 +104,21 @@ def test_attributes_of_modules_are_named() -> None:
         (Loss().method, "the Loss of the loss.generator"),
         (partial(lambda g, m, b: m(b) * g.random(), random.Random(0)), "argument 0 of the loss"),
     ],
-    ids=["global", "object", "method", "partial"],
 )
 def test_generators_that_a_loss_uses_are_named(loss: Callable[..., Any], words: str) -> None:
     (found,) = changed_by(nn.Linear(1, 1), loss).generators
     assert found.startswith(words)
 
 
-def test_what_a_loss_closes_over_is_named() -> None:
+def test_what_a_loss_closes_over_or_changes_is_named() -> None:
     generator = torch.Generator().manual_seed(0)
 
     def loss(model: nn.Module, batch: Any) -> Any:
         return model(batch) + torch.rand(1, generator=generator)
 
     (found,) = changed_by(nn.Linear(1, 1), loss).generators
-    assert found.startswith("generator, which test_what_a_loss_closes_over_is_named")
+    assert found.startswith("generator, which test_what_a_loss_closes_over_or_changes_is_named")
     assert "test_state.py:" in found
-
-
-def test_values_that_a_loss_changes_are_named() -> None:
     (found,) = changed_by(nn.Linear(1, 1), with_global).attributes
     assert found.startswith("the global HISTORY, which with_global (")
 

@@ -11,15 +11,46 @@ import pytest
 import torch
 from torch import nn
 
+import onefold
 from onefold.core.world import World
 from tests.small import line, points, square
 from tests.verifying.compared import Compared, compared
 
 __all__ = ["compared"]
 
+DATA = torch.utils.data.TensorDataset(*points(10))
 
-def in_a_plain_run(compared: Compared) -> None:
-    compared.world = World()
+
+class Counted:
+    """The loss, and how often it was computed."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, model: nn.Module, batch: Any) -> object:
+        self.calls += 1
+        return square(model, batch)
+
+    def computed(self, call: Callable[[], object]) -> bool:
+        """Whether a call computes losses."""
+        before = self.calls
+        call()
+        return self.calls > before
+
+
+def score(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
+    return {"error": square(model, batch)}
+
+
+def update(trainer: onefold.Trainer, batch: Any) -> None:
+    """As scripts do that update by themselves."""
+    with trainer.changing():
+        trainer.gradient(batch)
+        with torch.no_grad():
+            for parameter in trainer.model.parameters():
+                assert parameter.grad is not None
+                parameter -= 0.1 * parameter.grad
+                parameter.grad = None
 
 
 def test_checkpoints_are_written_aside(compared: Compared, tmp_path: Path) -> None:
@@ -36,11 +67,10 @@ def test_checkpoints_are_written_aside(compared: Compared, tmp_path: Path) -> No
 def test_what_a_real_run_left_is_read_where_it_is_needed(
     compared: Compared, tmp_path: Path
 ) -> None:
-    comparison = compared.world
-    in_a_plain_run(compared)
+    comparison, compared.world = compared.world, World()
     real = compared.trainer(line().double(), square)
     for _ in range(2):
-        real.step(tuple(each.double() for each in points(6)))
+        real.step(tuple(part.double() for part in points(6)))
     real.save(tmp_path / "left")
     compared.world = comparison
     trainer = compared.trainer(line(), square)
@@ -53,76 +83,52 @@ def test_what_a_real_run_left_is_read_where_it_is_needed(
     assert [path.name for path in (tmp_path / "left").iterdir()] == ["step-00000002"]
 
 
-def square_counted(calls: list[int]) -> Callable[[nn.Module, Any], object]:
-    def loss(model: nn.Module, batch: Any) -> object:
-        calls.append(1)
-        return square(model, batch)
-
-    return loss
-
-
-def computed(calls: list[int], call: Callable[[], object]) -> bool:
-    """Whether a call computes losses."""
-    before = len(calls)
-    call()
-    return len(calls) > before
-
-
 def test_past_the_steps_of_all_trainers_nothing_is_computed(compared: Compared) -> None:
-    calls: list[int] = []
-    loss = square_counted(calls)
+    loss = Counted()
     first, second = (compared.trainer(line(), loss) for _ in range(2))
     seen: list[int] = []
     first.on_step(lambda step: seen.append(step.number))
     for number in range(1, 9):
         # The second one begins late, and the first one goes on with it.
-        assert computed(calls, lambda: first.step(points(6))) is (number <= 5)
+        assert loss.computed(lambda: first.step(points(6))) is (number <= 5)
         if number > 2:
-            assert computed(calls, lambda: second.step(points(6))) is (number <= 5)
+            assert loss.computed(lambda: second.step(points(6))) is (number <= 5)
     assert (first.steps, second.steps, seen) == (8, 6, [*range(1, 9)])
     assert [len(compared.lines(trainer)) - 1 for trainer in (first, second)] == [3, 3]
     last = second.step(points(6))
     assert (last.number, float(last.loss)) == (7, float(second.step(points(6)).loss))
     third = compared.trainer(line(), loss)
-    assert [computed(calls, lambda: third.step(points(6))) for _ in range(5)] == [True] * 3 + [
-        False
-    ] * 2
+    made = [loss.computed(lambda: third.step(points(6))) for _ in range(5)]
+    assert made == [True] * 3 + [False] * 2
 
 
 def test_a_trainer_that_makes_no_step_is_not_waited_for(compared: Compared) -> None:
-    calls: list[int] = []
-    first, second = (compared.trainer(line(), square_counted(calls)) for _ in range(2))
-    made = [computed(calls, lambda: first.step(points(6))) for _ in range(40)]
+    loss = Counted()
+    first, second = (compared.trainer(line(), loss) for _ in range(2))
+    made = [loss.computed(lambda: first.step(points(6))) for _ in range(40)]
     assert made == [True] * 30 + [False] * 10
-    assert computed(calls, lambda: second.step(points(6)))
+    assert loss.computed(lambda: second.step(points(6)))
 
 
 def test_a_trainer_that_is_closed_is_not_waited_for(compared: Compared) -> None:
-    calls: list[int] = []
-    first = compared.trainer(line(), square_counted(calls))
+    loss = Counted()
+    first = compared.trainer(line(), loss)
     first.step(points(6))
     first.close()
-    second = compared.trainer(line(), square_counted(calls))
-    assert [computed(calls, lambda: second.step(points(6))) for _ in range(4)][2:] == [True, False]
+    second = compared.trainer(line(), loss)
+    made = [loss.computed(lambda: second.step(points(6))) for _ in range(4)]
+    assert made[2:] == [True, False]
 
 
-def test_gradients_are_not_computed_either(compared: Compared) -> None:
-    calls: list[int] = []
-    trainer = compared.trainer(line(), square_counted(calls))
-
-    def update() -> None:
-        batch = points(6)
-        with trainer.changing():
-            trainer.gradient(batch)
-            trainer.gradient(batch)
-            with torch.no_grad():
-                for parameter in trainer.model.parameters():
-                    assert parameter.grad is not None
-                    parameter -= 0.1 * parameter.grad
-                    parameter.grad = None
-
-    assert [computed(calls, update) for _ in range(5)] == [True] * 3 + [False] * 2
+def test_gradients_count_as_steps_and_are_not_computed_either(compared: Compared) -> None:
+    loss = Counted()
+    trainer = compared.trainer(line(), loss)
+    made = [loss.computed(lambda: update(trainer, points(6))) for _ in range(5)]
+    assert made == [True] * 3 + [False] * 2
     assert trainer.steps == 5
+    for batch in trainer.loader(DATA, batch_size=4):
+        update(trainer, batch)
+    assert trainer.steps == 8
 
 
 def test_loaders_and_evaluations_go_on_unread(compared: Compared) -> None:
@@ -135,9 +141,6 @@ def test_loaders_and_evaluations_go_on_unread(compared: Compared) -> None:
         def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
             read.append(index)
             return torch.ones(3), torch.ones(1)
-
-    def score(model: nn.Module, batch: Any) -> dict[str, object]:
-        return {"error": square(model, batch)}
 
     trainer = compared.trainer(line(), square)
     data = Reading()
@@ -167,55 +170,30 @@ def test_a_stream_goes_on(compared: Compared) -> None:
     assert trainer.steps == 50
 
 
-def test_gradients_of_a_loaders_batches_count(compared: Compared) -> None:
-    trainer = compared.trainer(line(), square)
-    data = torch.utils.data.TensorDataset(*points(10))
-    for _ in trainer.epochs(3):
-        for batch in trainer.loader(data, batch_size=4):
-            trainer.gradient(batch)
-            with trainer.changing(), torch.no_grad():
-                for parameter in trainer.model.parameters():
-                    assert parameter.grad is not None
-                    parameter -= 0.1 * parameter.grad
-    assert trainer.steps == 9
-
-
-def test_calls_of_one_function_are_told_apart(compared: Compared) -> None:
-    trainer = compared.trainer(line(), square)
-    for _ in range(4):
-        trainer.step(points(6))
-    data = torch.utils.data.TensorDataset(*points(10))
-
-    def values(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
-        return {"y": model(batch[0])[:, 0]}
-
-    score = trainer.evaluate(values, data, batch_size=4)["y"]
-    assert trainer.predict(values, data, batch_size=4)["y"].shape == (10,)
-    assert trainer.evaluate(values, data, batch_size=4)["y"] == score
-
-
-def test_averages_are_another_model_also_where_their_block_fails(compared: Compared) -> None:
+def test_results_are_kept_by_call_and_model(compared: Compared) -> None:
+    """Calls of one function are told apart, and averages are another model, also where their block
+    fails."""
     trainer = compared.trainer(line(), square)
     trainer.average(decay=0.5)
     for _ in range(4):
         trainer.step(points(6))
-    data = torch.utils.data.TensorDataset(*points(10))
 
-    def error() -> float:
-        return trainer.evaluate(score, data, batch_size=4)["error"]
+    def values(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
+        return {"y": model(batch[0])[:, 0]}
 
-    def score(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
-        return {"error": square(model, batch)}
+    def mean() -> float:
+        return trainer.evaluate(values, DATA, batch_size=4)["y"]
 
     def fail_in_averages() -> None:
         with trainer.averaged():
-            assert error() != trained
+            assert mean() != trained
             raise ArithmeticError
 
-    trained = error()
+    trained = mean()
+    assert trainer.predict(values, DATA, batch_size=4)["y"].shape == (10,)
     with pytest.raises(ArithmeticError):
         fail_in_averages()
-    assert error() == trained
+    assert mean() == trained
 
 
 def test_a_script_that_waits_for_a_result_is_ended_with_a_word(
@@ -232,21 +210,18 @@ def test_a_script_that_waits_for_a_result_is_ended_with_a_word(
 
 
 def test_so_many_trainers_are_compared(compared: Compared) -> None:
-    compared.world = replace(
-        compared.world, options=replace(compared.world.options, probe_trainers=2)
-    )
-    first = compared.trainer(line(), square)
-    for _ in range(5):
-        first.step(points(6))
-    second = compared.trainer(line(), square)
-    second.step(points(6))
-    second.step(points(6))
+    options = replace(compared.world.options, probe_trainers=2)
+    compared.world = replace(compared.world, options=options)
+    first, second = (compared.trainer(line(), square) for _ in range(2))
+    for trainer, steps in ((first, 5), (second, 2)):
+        for _ in range(steps):
+            trainer.step(points(6))
     with pytest.raises(SystemExit, match="0"):
         second.step(points(6))
 
 
 def test_a_plain_run_is_left_alone(compared: Compared, tmp_path: Path) -> None:
-    in_a_plain_run(compared)
+    compared.world = World()
     model = line()
     trainer = compared.trainer(model, square)
     for _ in range(5):
