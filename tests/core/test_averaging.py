@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -28,12 +27,6 @@ def test_a_mean_has_all_values_alike_and_not_the_first_one(values: list[float]) 
         kept = rule.kept(update)
         average = kept * average + (1 - kept) * value
     assert average == pytest.approx(sum(values) / len(values), abs=1e-9)
-
-
-@for_each("rule", [AverageRule(0.0), AverageRule(None, 7), AverageRule(0.999, 2)])
-def test_it_is_the_same_from_a_checkpoint(rule: AverageRule) -> None:
-    saved = json.loads(json.dumps(rule.to_json(12)))
-    assert (AverageRule.from_json(saved), saved["steps"]) == (rule, 12)
 
 
 @for_each(

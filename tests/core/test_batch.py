@@ -1,8 +1,11 @@
+"""Batches: containers of any kind, cut into shards, moved, and known by their digests."""
+
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import OrderedDict, UserDict, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,10 +16,12 @@ from hypothesis import strategies as st
 
 from onefold.core.batch import as_if_copied, batch_digest, cut_batch, move
 from onefold.core.shard import Plan
+from onefold.core.structure import parts_of, with_parts
 from tests.small import bits, make_trainer, points
 from tests.tables import for_each
 
 META = torch.device("meta")
+HALVES = Plan((2,))
 
 
 class Pair(NamedTuple):
@@ -28,6 +33,43 @@ class Pair(NamedTuple):
 class Fields:
     x: object
     y: object = None
+
+
+@dataclass
+class Open:
+    x: object
+    made: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self.made += 1
+
+
+class Encoding(UserDict[str, object]):
+    """As tokenizers return them: with more than its items."""
+
+    def __init__(self, data: dict[str, object], *, kept: str) -> None:
+        super().__init__(data)
+        self.kept = kept
+
+
+class Several(list[object]):
+    """A list of another kind."""
+
+
+class Odd(Mapping[str, object]):
+    """Made from something other than its items."""
+
+    def __init__(self, *, of: object) -> None:
+        self.of = of
+
+    def __getitem__(self, key: str) -> object:
+        return self.of
+
+    def __iter__(self) -> Iterator[str]:
+        return iter("ab")
+
+    def __len__(self) -> int:
+        return 2
 
 
 def nested(samples: int) -> st.SearchStrategy[Any]:
@@ -78,61 +120,86 @@ def test_the_shards_together_are_the_batch(samples: int, shards: int, data: st.D
     assert -(2**63) <= batch_digest(batch) < 2**63
 
 
-@given(samples=st.integers(1, 20), shards=st.integers(1, 25))
-def test_another_dimension_is_cut_like_the_first(samples: int, shards: int) -> None:
-    x = torch.arange(3 * samples * 2).view(3, samples, 2)
-    batch = {"x": x, "y": x.numpy()[..., 0]}
-    cut = cut_batch(batch, Plan((shards,)), range(shards), dim=1)
-    assert (cut.samples, cut.dim) == (samples, 1)
-    parts: list[Any] = [cut.shards[shard] for shard in sorted(cut.shards)]
-    assert torch.equal(torch.cat([part["x"] for part in parts], 1), x)
-    assert torch.equal(torch.cat([part["y"] for part in parts], 1), x[..., 0])
+NUMBERS = torch.arange(5)
+
+
+@for_each(
+    "container",
+    [
+        [NUMBERS, NUMBERS],
+        {"a": NUMBERS, "b": NUMBERS},
+        Pair(NUMBERS, NUMBERS.numpy()),
+        Fields(NUMBERS, NUMBERS),
+        OrderedDict(b=NUMBERS, a=NUMBERS),
+        defaultdict(list, a=NUMBERS, b=NUMBERS),
+        Encoding({"a": NUMBERS, "b": NUMBERS}, kept="more"),
+        MappingProxyType({"a": NUMBERS, "b": NUMBERS}),
+        Several([NUMBERS, NUMBERS]),
+    ],
+)
+def test_containers_of_any_kind_keep_their_type(container: Any) -> None:
+    before = [part is NUMBERS for _, part in parts_of(container) or ()]
+    part: Any = cut_batch([container], HALVES, [1]).shards[1][0]  # type: ignore[index]
+    moved = move(container, META)
+    assert type(part) is type(moved) is type(container)
+    assert [values.tolist() for _, values in parts_of(part) or ()] == [[3, 4]] * 2
+    assert [path for path, _ in parts_of(part) or ()] == [path for path, _ in parts_of(moved) or ()]
+    assert all(
+        values.device == META for _, values in parts_of(moved) or () if torch.is_tensor(values)
+    )
+    assert [part is NUMBERS for _, part in parts_of(container) or ()] == before
+
+
+def test_what_else_a_container_holds_goes_along() -> None:
+    assert with_parts(Encoding({"a": 1}, kept="more"), [2]).kept == "more"
+    assert with_parts(defaultdict(list, a=1), [2]).default_factory is list
+    made = with_parts(Open(1), [2, 3])
+    assert (made.x, made.made) == (2, 3)
+    assert [parts_of(value) for value in ("ab", 3, None, {1, 2}, Open)] == [None] * 5
+    batch = Fields(torch.ones(2), ["text", np.ones(3), Open])
+    moved: Any = move(batch, META)
+    assert (moved.x.device, batch.x.device.type) == (META, "cpu")  # type: ignore[attr-defined]
+    assert all(one is other for one, other in zip(moved.y, batch.y, strict=True))  # type: ignore[call-overload]
 
 
 def test_only_the_shards_asked_for_are_kept_and_nothing_is_copied() -> None:
     batch = torch.arange(7)
     cut = cut_batch(batch, Plan((1, 2)), [1, 2], epoch=4)
     assert {shard: list(part) for shard, part in cut.shards.items()} == {1: [3, 4], 2: [5, 6]}
-    assert (cut.samples, cut.epoch, cut.plan) == (7, 4, Plan((1, 2)))
+    assert (cut.samples, cut.epoch, cut.loader, cut.digest) == (7, 4, -1, 0)
     assert cut.shards[1].data_ptr() == batch[3:].data_ptr()  # type: ignore[attr-defined]
-    # It belongs to no loader.
-    assert (cut.loader, cut.pass_number, cut.data_digest, cut.digest) == (-1, -1, 0, 0)
 
 
-def test_containers_of_any_kind_keep_their_type() -> None:
-    batch = OrderedDict(a=Fields(torch.arange(5)), b=Pair(torch.arange(5), np.arange(5)))
-    part: Any = cut_batch(batch, Plan((2,)), [1]).shards[1]
-    assert type(part) is OrderedDict
-    assert isinstance(part["a"], Fields)
-    assert part["a"].x.tolist() == part["b"].left.tolist() == part["b"].right.tolist() == [3, 4]
-    assert part["a"].y is None
+ONES = torch.ones(2)
 
 
 @for_each(
-    ("batch", "error", "words"),
+    ("batch", "words"),
     [
-        ((torch.ones(3), torch.ones(2)), ValueError, r"batch\[0\] has 3, batch\[1\] has 2"),
+        ((torch.ones(3), ONES), r"batch\[0\] has 3, batch\[1\] has 2"),
         (
             {"x": [np.ones(3), torch.ones(3)], "y": torch.ones(4)},
-            ValueError,
             r"batch\['x'\]\[0\] has 3, batch\['x'\]\[1\] has 3, batch\['y'\] has 4",
         ),
-        (Pair(torch.ones(1), (torch.ones(2),)), ValueError, r"\[0\] has 1, batch\[1\]\[0\] has 2"),
-        (torch.tensor(1.0), ValueError, "batch is a scalar tensor: expected a first dimension of"),
-        ([np.ones(2), np.ones(())], ValueError, r"batch\[1\] is a scalar tensor"),
-        ({"x": ()}, ValueError, "holds no tensor"),
-        (np.float32(3), TypeError, "batch: expected a tensor or NumPy array.* got float32"),
-        ((torch.ones(3), 5), TypeError, r"batch\[1\]: expected a tensor .* got int"),
-        ({"a": Fields(torch.ones(2), "text")}, TypeError, r"batch\['a'\].y: expected .* got str"),
-        ([torch.ones(3), None], TypeError, r"batch\[1\]: .* got NoneType. Use trainer.loader"),
-        ({1, 2}, TypeError, "batch: .* got set"),
+        (torch.tensor(1.0), "batch is a scalar tensor: expected a first dimension of"),
+        ([np.ones(2), np.ones(())], r"batch\[1\] is a scalar tensor"),
+        ({"x": ()}, "holds no tensor"),
+        (np.float32(3), "batch: expected a tensor or NumPy array.* got float32"),
+        ((ONES, 5), r"batch\[1\]: expected a tensor .* got int"),
+        ({"a": Fields(ONES, "text")}, r"batch\['a'\].y: expected .* got str"),
+        ([ONES, None], r"batch\[1\]: .* got NoneType. Use trainer.loader"),
+        ({1, 2}, "batch: .* got set"),
+        (Odd(of=ONES), r"and Odd cannot .*Use a dict, a tuple or a dataclass"),
+        ([ONES, np.array(["a", "b"])], r"batch\[1\] is an array of <U1: expected numbers"),
+        ([np.array([{}, None])], r"batch\[0\] is an array of object: .* Use trainer.loader"),
+        ([np.zeros(2, [("a", "f4")])], r"is an array of \[\('a', '<f4'\)\]"),
+        ([np.zeros(2, np.longdouble)], "is an array of float128"),
+        ([np.ma.masked_equal([1, 2], 2)], r"batch\[0\] is a masked array"),
     ],
 )
-def test_a_batch_that_cannot_be_cut_is_explained(
-    batch: object, error: type[Exception], words: str
-) -> None:
-    with pytest.raises(error, match=words):
-        cut_batch(batch, Plan((2,)), range(2))
+def test_a_batch_that_cannot_be_cut_is_explained(batch: object, words: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=words):
+        cut_batch(batch, HALVES, range(2))
 
 
 # Arrays
@@ -153,7 +220,7 @@ def test_a_step_takes_arrays() -> None:
 @for_each("order", ["<", ">"])
 def test_arrays_of_every_dtype_that_tensors_have(dtype: str, order: str) -> None:
     array = np.arange(6).astype(dtype).astype(np.dtype(dtype).newbyteorder(order))
-    part = cut_batch(array, Plan((2,)), [1]).shards[1]
+    part = cut_batch(array, HALVES, [1]).shards[1]
     assert isinstance(part, torch.Tensor)
     assert part.numpy().dtype == np.dtype(dtype)
     assert part.tolist() == array[3:].tolist()
@@ -181,26 +248,10 @@ SQUARE = np.arange(24.0).reshape(6, 4)
     ],
 )
 def test_arrays_are_copied_only_where_pytorch_cannot_use_them(array: Any, copied: bool) -> None:
-    cut = cut_batch(array, Plan((2,)), range(2))
+    cut = cut_batch(array, HALVES, range(2))
     parts: list[Any] = [cut.shards[shard].numpy() for shard in range(2)]  # type: ignore[attr-defined]
     assert np.array_equal(np.concatenate(parts), array)
     assert [np.shares_memory(part, array) for part in parts] == [not copied] * 2
-
-
-@for_each(
-    ("array", "words"),
-    [
-        (np.array(["a", "b"]), r"batch\['x'\]\[1\] is an array of <U1: expected numbers"),
-        (np.array([{}, None]), r"batch\['x'\]\[1\] is an array of object: .* Use trainer.loader"),
-        (np.zeros(2, "M8[s]"), r"is an array of datetime64\[s\]"),
-        (np.zeros(2, [("a", "f4")]), r"is an array of \[\('a', '<f4'\)\]"),
-        (np.zeros(2, np.longdouble), "is an array of float128"),
-        (np.ma.masked_equal([1, 2], 2), r"batch\['x'\]\[1\] is a masked array"),
-    ],
-)
-def test_arrays_of_what_no_tensor_holds_are_refused(array: Any, words: str) -> None:
-    with pytest.raises(TypeError, match=words):
-        cut_batch({"x": (torch.ones(2), array)}, Plan((2,)), range(2))
 
 
 # Digests
@@ -221,28 +272,6 @@ def test_up_to_64_elements_count_the_first_and_last_among_them(n: int) -> None:
     assert (seen[0], seen[-1]) == (0, n - 1)
     assert min(n, 32) <= len(seen) <= 64
     assert n > 62 or len(seen) == n
-
-
-@for_each("width", [3, 28, 31, 62, 64, 224])
-def test_the_elements_that_count_lie_in_many_columns(width: int) -> None:
-    """A picture's margin is alike in most pictures."""
-    for rows in (62, 64, 93, 128):
-        batch = torch.zeros(rows, width)
-        changed = [batch.index_fill(1, torch.tensor([c]), 1.0) for c in range(width)]
-        assert len({batch_digest(each) for each in changed}) > min(width, 64) / 3
-
-
-@for_each(
-    "dtype",
-    [
-        *(torch.bool, torch.uint8, torch.uint16, torch.int64, torch.float8_e4m3fn),
-        *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64),
-    ],
-)
-def test_batches_of_every_dtype_have_digests(dtype: torch.dtype) -> None:
-    ones, zeros = torch.ones(4, 2).to(dtype), torch.zeros(4, 2).to(dtype)
-    assert batch_digest(ones) == batch_digest(ones.clone()) != batch_digest(zeros)
-    assert batch_digest(ones.t()) == batch_digest(ones.t().contiguous())
 
 
 X, Y = torch.ones(3), torch.zeros(3)
@@ -280,72 +309,6 @@ def test_a_digest_is_that_of_the_whole_batch_on_every_device_and_process() -> No
         assert cut_batch(batch, Plan((1, 1)), [own], digest=True).digest == batch_digest(batch)
     with pytest.raises(TypeError, match=r"batch\[1\]: expected a tensor .* got int"):
         batch_digest((X, 5))
-
-
-# Moving
-
-
-class Moved:
-    """Moves itself, in one of the ways in which libraries do."""
-
-    def __init__(self, *, way: str) -> None:
-        self.way, self.at = way, torch.ones(2)
-
-    def to(self, device: torch.device) -> Moved | None:
-        if self.way == "a new one":
-            new = Moved(way=self.way)
-            new.at = self.at.to(device)
-            return new
-        self.at = self.at.to(device)
-        return self if self.way == "itself" else None
-
-
-class Own(NamedTuple):
-    """A named tuple that knows what must stay on the host."""
-
-    values: torch.Tensor
-    lengths: torch.Tensor
-
-    def to(self, device: torch.device) -> Own:
-        return Own(self.values.to(device), self.lengths)
-
-
-@dataclass(frozen=True)
-class Edges:
-    """Of a graph: a field, and no method, is called ``to``."""
-
-    of: torch.Tensor
-    to: torch.Tensor | None = None
-
-
-def test_moving_takes_tensors_along_and_leaves_the_rest() -> None:
-    array = np.ones(3)
-    batch = OrderedDict(
-        a=Fields(torch.ones(2), "text"),
-        b=[{"c": torch.ones(1)}, array],
-        c=Pair(Edges(torch.ones(2), torch.ones(2)), Edges),
-    )
-    moved: Any = move(batch, META)
-    assert (type(moved), type(moved["c"])) == (OrderedDict, Pair)
-    edges = moved["c"].left
-    tensors = (moved["a"].x, moved["b"][0]["c"], edges.of, edges.to)
-    assert {tensor.device for tensor in tensors} == {META}
-    assert (moved["a"].y, moved["b"][1], moved["c"].right) == ("text", array, Edges)
-    assert batch["a"].x.device.type == "cpu"  # type: ignore[union-attr]
-
-
-@for_each("way", ["a new one", "itself", "nothing"])
-def test_an_object_is_moved_by_its_own_method(way: str) -> None:
-    moved: Any = move({"a": [Moved(way=way)]}, META)
-    assert isinstance(moved["a"][0], Moved)
-    assert moved["a"][0].at.device == META
-
-
-def test_a_tuple_with_a_method_of_its_own_is_moved_by_it() -> None:
-    moved: Any = move(Own(torch.ones(2), torch.ones(2)), META)
-    assert (moved.values.device.type, moved.lengths.device.type) == ("meta", "cpu")
-    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(3, 2), torch.ones(1, 2)])
-    assert type(move(packed, torch.device("cpu"))) is type(packed)
 
 
 def test_on_a_gpu_shards_begin_where_copies_do() -> None:

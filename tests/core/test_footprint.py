@@ -29,12 +29,6 @@ def test_a_file_is_large_enough() -> None:
     assert sizes.keeping_nothing(together=True) == 48
 
 
-def test_with_one_shard_there_is_nothing_to_add_up() -> None:
-    sizes = Footprint(parameters=10, other=3, gradients=10, state=20, stage=2, shards=1)
-    assert sizes.keeping_all(1, together=False) == 10 + 3 + 10 + 20
-    assert sizes.on_disk == 10 + 3 + 20 + 10
-
-
 def test_devices_apart_have_memory_of_their_own() -> None:
     """Their span of the parameters, or all, and two stages."""
 
@@ -45,9 +39,3 @@ def test_devices_apart_have_memory_of_their_own() -> None:
     assert apart(MEASURED.keeping_span, 4) == stages + other - other // 4
     assert apart(MEASURED.keeping_nothing) == stages + other
     assert apart(MEASURED.keeping_all, 4) == MEASURED.parameters * 3 // 4
-
-
-def test_more_devices_never_take_more_of_each() -> None:
-    for keeping in (MEASURED.keeping_all, MEASURED.keeping_span):
-        found = [keeping(devices, together=True) for devices in range(2, 9)]
-        assert found == sorted(found, reverse=True)

@@ -66,11 +66,3 @@ def test_who_is_asked() -> None:
     assert gather(tensor, rows=True) == (tensor, slice(0, 2))
     with gathering(None):
         assert gather(tensor) is tensor
-
-
-def test_only_a_loss_sees_the_batch_and_not_its_layers() -> None:
-    first, second = Refusing("", is_of_step=True), Refusing("", is_of_step=True)
-    for gatherer, call in ((first, join), (second, gather)):
-        with gathering(gatherer), pytest.raises(LossError):
-            call(torch.ones(1))
-    assert not first.sees_batch

@@ -38,16 +38,6 @@ def test_totals_are_added_in_float64() -> None:
         assert (part.total().item(), part.weight) == (2.0, 3.0)
 
 
-@for_each("kind", ["per sample", "column", "scalar"])
-def test_one_shard_has_the_bits_of_a_plain_mean(kind: str) -> None:
-    ours, theirs = (torch.linspace(-1, 1, 7).requires_grad_() for _ in range(2))
-    values = ours.sin() * 3
-    ways = {"per sample": values, "column": values.unsqueeze(1), "scalar": values.mean()}
-    weigh(ways[kind], 7, "the loss").backward(7.0)
-    (theirs.sin() * 3).mean().backward()
-    torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=0)
-
-
 @for_each(
     "weight",
     [3, 3.0, torch.tensor(3), torch.tensor([3.0]), np.int64(3), np.float32(3), np.uint8(3)],
@@ -120,12 +110,6 @@ def test_terms_are_added_subtracted_and_divided() -> None:
     assert (Mean(total, 1) / 49).total.item() == 1.0 != 49.0 * (1 / 49)
 
 
-def test_a_learned_factor_gets_its_gradient() -> None:
-    factor = torch.tensor(2.0, requires_grad=True)
-    weigh(factor * Mean(SIX, 3), 3, "the loss").backward(3.0)
-    assert factor.grad == 2.0
-
-
 @for_each("term", [Mean(SIX, 3), Sum(SIX), Mean(SIX, 3) + Sum(SIX)])
 def test_what_has_no_divisor_is_not_added_to_a_term(term: Mean) -> None:
     words = r"^expected onefold\.Mean or onefold\.Sum .* got {}, which .*onefold\.Mean\(pen"
@@ -144,42 +128,6 @@ def test_what_has_no_divisor_is_not_added_to_a_term(term: Mean) -> None:
             term * factor
         with pytest.raises(TypeError, match="unsupported operand"):
             term / factor
-
-
-@for_each("cut", [0, 3, 1])
-def test_terms_over_a_cut_batch_are_those_of_the_whole(cut: int) -> None:
-    """Every shard's gradient is added up, as the fold does, with the weights of all shards."""
-    ours, theirs = (torch.linspace(-2, 3, 8, dtype=torch.float64).requires_grad_() for _ in "ab")
-    marked = torch.tensor([1, 0, 0, 1, 1, 0, 1, 0], dtype=torch.bool)
-
-    def loss(values: torch.Tensor, marked: torch.Tensor) -> Means:
-        chosen = Mean((values.exp() * marked).sum(), marked.sum())
-        return Mean(values.square().sum(), len(values)) - 0.5 * chosen + Sum(values.sin().sum())
-
-    bounds = (cut,) if cut else ()
-    shards = zip(ours.tensor_split(bounds), marked.tensor_split(bounds), strict=True)
-    parts = [weigh(loss(x, m), len(x), "the loss") for x, m in shards]
-    assert {(part.kind, len(part.parts)) for part in parts} == {("means", 3)}
-    divisors = [sum(part.parts[k].weight for part in parts) for k in range(2)] + [1.0]
-    finished = [part.combine(divisors) for part in parts]
-    for part in finished:
-        assert (part.kind, part.weight) == ("sum", 1.0)
-        part.backward(1.0)
-    whole = theirs.square().mean() - 0.5 * theirs[marked].exp().mean() + theirs.sin().sum()
-    whole.backward()
-    value = sum(part.total() for part in finished)
-    torch.testing.assert_close(value, whole.detach(), rtol=1e-13, atol=0)
-    torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-13, atol=1e-15)
-
-
-def test_one_shard_of_several_terms_has_the_bits_of_the_plain_loop() -> None:
-    ours, theirs = (torch.linspace(-2, 3, 7).requires_grad_() for _ in range(2))
-    marked = ours.detach() > 0
-    terms = Mean(ours.exp().sum(), 7) + Mean((ours.sin() * marked).sum(), marked.sum())
-    part = weigh(terms, 7, "the loss")
-    part.combine([term.weight for term in part.parts]).backward(1.0)
-    (theirs.exp().sum() / 7 + (theirs.sin() * marked).sum() / marked.sum()).backward()
-    torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=0)
 
 
 @for_each("nothing", [0.0, math.nan, math.inf])

@@ -1,14 +1,21 @@
-"""What a launcher settles, checked before there is a run."""
+"""What a user or a launcher chooses, checked before any work begins."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
+import select
 from typing import Any
 
 import pytest
 
+import onefold
+from onefold.core.numbers import MOST_S, check_seconds
 from onefold.core.options import RunOptions
+from onefold.core.settings import Settings
 from tests.tables import for_each
+
+CHOSEN = Settings(shards=4, seed=0, clip_norm=None, deterministic=True, timeout_s=5.0, threads=None)
 
 
 @for_each(
@@ -16,39 +23,26 @@ from tests.tables import for_each
     [
         ({"every": 0}, "^expected every of at least 1, got 0"),
         ({"keep_last": 0}, "^expected keep_last of at least 1, got 0"),
-        (
-            {"keep": 3},
-            "^expected keep to be one of all, span, host, stages, got 3; .* is --keep-last",
-        ),
+        ({"keep": 3}, "^expected keep to be one of all, span, host, stages, got 3; .* --keep-last"),
         ({"keep": "most"}, "^expected keep to be one of all, span, host, stages, got 'most'"),
         ({"keep": "stages:1"}, "^expected keep .* lines of 2 devices or more"),
         ({"keep": "stages:"}, "^expected keep to be one of"),
         ({"restarts": -1, "checkpoint": "kept"}, "^expected restarts of at least 0, got -1"),
         ({"restarts": 1}, "^restarts go on from the last checkpoint: name a directory"),
         ({"exchange": "mpi"}, "^expected the exchange to be auto, shared or collective, got 'mpi'"),
-        ({"timeout_s": 0.0}, "^expected the timeout to be more than 0"),
-        ({"grace_s": float("inf")}, "^expected the grace to be finite"),
     ],
 )
-def test_what_makes_no_sense_is_refused_by_name(chosen: dict[str, Any], words: str) -> None:
+def test_options_that_make_no_sense_are_refused_by_name(chosen: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         RunOptions(**chosen)
-
-
-@for_each(
-    ("chosen", "may_stop"),
-    [({}, False), ({"saves": True}, True), ({"checkpoint": "kept"}, True), ({"trace": "t"}, False)],
-)
-def test_a_run_that_saves_itself_may_be_asked_to_stop(
-    chosen: dict[str, Any], may_stop: bool
-) -> None:
-    assert RunOptions(**chosen).may_stop is may_stop
-
-
-def test_what_was_checked_stays_checked_when_it_is_changed() -> None:
-    with pytest.raises(ValueError, match="every of at least 1"):
-        dataclasses.replace(RunOptions(), every=0)
+    with pytest.raises(ValueError, match=words):
+        dataclasses.replace(RunOptions(), **chosen)
     assert dataclasses.replace(RunOptions(), every=0, every_s=60).every == 0
+
+
+def test_a_run_that_saves_itself_may_be_asked_to_stop() -> None:
+    choices: list[dict[str, Any]] = [{}, {"trace": "t"}, {"saves": True}, {"checkpoint": "kept"}]
+    assert [RunOptions(**chosen).may_stop for chosen in choices] == [False, False, True, True]
 
 
 @for_each(
@@ -56,8 +50,64 @@ def test_what_was_checked_stays_checked_when_it_is_changed() -> None:
     [("all", 4, 1), ("span", 3, 1), ("stages", 3, 3), ("stages:2", 6, 2), ("stages:3", 3, 3)],
 )
 def test_how_many_devices_compute_a_shard(keep: str, devices: int, line: int) -> None:
-    assert RunOptions(keep=keep).line_of(devices) == line
-    assert RunOptions(keep=keep).keeps == keep.partition(":")[0]
+    options = RunOptions(keep=keep)
+    assert (options.line_of(devices), options.keeps) == (line, keep.partition(":")[0])
     for odd in (1, 3, 5):
         with pytest.raises(ValueError, match=f"multiple of 2 with --keep stages:2.* got {odd}"):
             RunOptions(keep="stages:2").line_of(odd)
+
+
+def test_limits_of_time_are_positive_and_what_the_system_can_wait() -> None:
+    for value in (1e12, math.inf, MOST_S + 1, 0, -1, math.nan, -math.inf):
+        words = "finite and at most" if value > 0 else "more than 0"
+        for refused in (
+            lambda value=value: check_seconds("it", value),
+            lambda value=value: RunOptions(timeout_s=value),
+            lambda value=value: RunOptions(grace_s=value),
+            lambda value=value: onefold.launch(len, devices="cpu:1", timeout_s=value),
+            lambda value=value: onefold.launch(len, devices="cpu:1", grace_s=value),
+        ):
+            with pytest.raises(ValueError, match=words):
+                refused()
+    for other in ("5", None, True):
+        with pytest.raises(TypeError, match="expected it to be a number"):
+            check_seconds("it", other)
+    poller = select.poll()
+    poller.register(0, select.POLLIN | select.POLLOUT)  # at its end, so that this returns at once
+    assert poller.poll(check_seconds("it", MOST_S) * 1000)
+
+
+@for_each(
+    "chosen",
+    [
+        {"shards": 2**31, "seed": -(2**63), "clip_norm": 5e-324},
+        {"shards": 1, "seed": 2**63 - 1, "threads": 1, "clip_norm": 3},
+    ],
+)
+def test_settings_within_bounds_are_kept(chosen: dict[str, Any]) -> None:
+    settings = dataclasses.replace(CHOSEN, **chosen)
+    assert all(getattr(settings, name) == value for name, value in chosen.items())
+
+
+@for_each(
+    ("name", "value", "words"),
+    [
+        ("shards", 0, "of at least 1, got 0"),
+        ("shards", 2**31 + 1, "of at most 2147483648"),
+        ("shards", 4.0, "to be a whole number, got 4.0"),
+        ("shards", True, "to be a whole number, got True"),
+        ("seed", 2**63, "of at most"),
+        ("seed", -(2**63) - 1, "of at least"),
+        ("seed", "7", "to be a whole number, got '7'"),
+        ("threads", 0, "of at least 1"),
+        ("threads", 1.5, "to be a whole number"),
+        ("clip_norm", 0.0, "to be more than 0"),
+        ("clip_norm", math.nan, "to be more than 0, got nan"),
+        ("clip_norm", math.inf, "to be finite"),
+        ("clip_norm", "1", "to be a number"),
+        ("clip_norm", True, "to be a number"),
+    ],
+)
+def test_settings_out_of_bounds_are_named(name: str, value: object, words: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"^expected {name} {words}"):
+        dataclasses.replace(CHOSEN, **{name: value})

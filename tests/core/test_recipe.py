@@ -39,21 +39,6 @@ def test_values_are_those_of_the_calls() -> None:
     assert torch.equal(found, torch.rand(3))
 
 
-def test_memory_may_begin_anywhere() -> None:
-    memory = torch.zeros(4 * NUMEL + 64, dtype=torch.uint8)
-    drawn(3).fill(memory[64:])
-    assert torch.equal(memory[64:].view(torch.float32).view(4, 6), plain(3))
-    assert not memory[:64].any()
-
-
-def test_a_recipe_is_never_changed() -> None:
-    first = drawn(3)
-    second = first.then(called(torch.Tensor.mul_, Reference(WHOLE), 2.0))
-    copied = Recipe(4 * NUMEL, (called(torch.clone, Reference(WHOLE, first), target=WHOLE),))
-    assert torch.equal(WHOLE.within(copied.made()), plain(3))
-    assert torch.equal(WHOLE.within(second.made()), 2 * plain(3))
-
-
 def test_what_a_call_depends_on_is_set_and_put_back() -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

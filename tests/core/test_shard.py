@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onefold.core.shard import Plan, Search, cut_bounds, pieces_of, rows_of, runs_of
+from onefold.core.shard import Plan, Search, cut_bounds, pieces_of, rows_of
 from tests.tables import for_each
 
 SIZES = st.integers(1, 300)
@@ -62,13 +61,6 @@ def test_rounds_hold_every_shard_once_and_each_device_at_most_once(
     order = [s for row in rows for s in row.values()]
     assert (order if in_rounds else sorted(order)) == list(range(plan.shards))
     assert plan.in_a_row() == Plan(counts)
-
-
-@given(numbers=st.sets(st.integers(0, 40)))
-def test_runs_are_rows_of_neighbours(numbers: set[int]) -> None:
-    runs = runs_of(tuple(sorted(numbers)))
-    assert [n for run in runs for n in range(run.start, run.stop)] == sorted(numbers)
-    assert all(a.stop < b.start for a, b in pairwise(runs))
 
 
 # Pieces of a shard

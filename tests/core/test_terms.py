@@ -136,30 +136,3 @@ def test_shards_whose_losses_are_of_other_kinds_are_refused(
 
     with pytest.raises(LossError, match=f"step 1 is of several kinds: {words}"):
         make_trainer(line(), loss, shards=2).step(points(8))
-
-
-def test_scores_may_have_several_terms() -> None:
-    data = torch.utils.data.TensorDataset(*points(SAMPLES))
-    model = line()
-    trainer = make_trainer(model, shards=4, devices=2)
-    scores = trainer.evaluate(
-        lambda m, b: {"both": mean_and_sum(m, b), "sum": summed(m, b)}, data, batch_size=5
-    )
-    assert scores["both"] == pytest.approx(mean_and_sum_plain(model, points(SAMPLES)).item())
-    assert scores["sum"] == pytest.approx(summed_plain(model, points(SAMPLES)).item())
-
-
-def test_terms_may_go_through_a_gradient_of_their_own() -> None:
-    def loss(model: nn.Module, batch: Batch) -> onefold.Means:
-        inputs = batch[0].clone().requires_grad_(True)
-        outputs = model(inputs)
-        (slope,) = torch.autograd.grad(outputs.sum(), inputs, create_graph=True)
-        penalty = onefold.Mean(slope.square().sum(), len(inputs))
-        return onefold.Mean((outputs - batch[1]).square().sum(), counted(batch).sum() + 1) + penalty
-
-    results = []
-    for count in (1, 2):
-        model = line()
-        make_trainer(model, loss, shards=3, devices=count).step(points(SAMPLES))
-        results.append(bits(model))
-    assert results[0] == results[1]

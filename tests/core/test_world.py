@@ -36,13 +36,13 @@ def test_only_what_nobody_else_knows_proves_that_a_process_belongs(
     assert "given" not in repr(World(**fields))
 
 
-@for_each("text", ["", "with spaces", 'a "quote"', "two\nlines", "naïve 文", "\\"])
-def test_any_text_comes_back(text: str) -> None:
-    options = RunOptions(changed=(text, "seed"), trace=text)
-    world = World(directory=text, devices=(text, "cuda:1"), secret=text, options=options)
-    back = World.from_json(world.to_json())
-    assert back == world
-    assert type(back.devices) is type(back.options.changed) is tuple
+def test_any_text_comes_back() -> None:
+    for text in ("", 'a "quote"', "two\nlines", "naïve 文", "\\"):
+        options = RunOptions(changed=(text, "seed"), trace=text)
+        world = World(directory=text, devices=(text, "cuda:1"), secret=text, options=options)
+        back = World.from_json(world.to_json())
+        assert back == world
+        assert type(back.devices) is type(back.options.changed) is tuple
 
 
 def other_than(value: object) -> object:
@@ -70,11 +70,9 @@ def test_every_field_travels(field: str) -> None:
 def test_every_option_travels(field: str) -> None:
     chosen = {field: other_than(getattr(RunOptions(), field)), "checkpoint": "kept"}
     options = RunOptions(**chosen)  # type: ignore[arg-type]
-    assert World.from_json(World(options=options).to_json()).options == options
-
-
-def test_options_are_checked_on_their_way_in() -> None:
-    fields = json.loads(World().to_json())
+    text = World(options=options).to_json()
+    assert World.from_json(text).options == options
+    fields = json.loads(text)
     fields["options"]["keep_last"] = 0
     with pytest.raises(ValueError, match="keep_last of at least 1"):
         World.from_json(json.dumps(fields))
