@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-import re
+import json
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,153 +17,151 @@ from torch.optim.swa_utils import AveragedModel, update_bn
 from torch.utils.data import TensorDataset
 
 import onefold
-from onefold.core.precision import PRECISIONS
-from onefold.errors import CheckpointError, LossError
-from tests import simulated
-from tests.averaged import (
-    Net,
-    all_of_it,
-    batch_of,
-    both,
-    data,
-    loss,
-    one_fails,
-    score,
-    shown,
-    train,
-    trainer_of,
-)
+from onefold.core.options import RunOptions
+from onefold.errors import CheckpointError, LossError, PeerFailed
+from onefold.run.world import current_world
+from onefold.testing import outcomes, simulate
+from tests.averaged import Net, batch_of, data, loss, trained, trainer_of
 from tests.checkpoint.folders import names_in
-from tests.inside import engine_in
-from tests.small import bits
+from tests.small import Batch, bits
 from tests.tables import for_each
 
-each_kind = for_each("kind", [{"decay": 0.9}, {"mean": True}])
+
+def train(trainer: Any, first: int, last: int) -> Any:
+    """The steps of these numbers."""
+    for step in range(first, last + 1):
+        trainer.step(batch_of(step))
+    return trainer
 
 
-def plain(kind: dict[str, Any], model: nn.Module, steps: range) -> AveragedModel:
+def averaging(devices: int | None = 1, last: int = 3, **options: Any) -> Any:
+    trainer = trainer_of(devices, **options)
+    trainer.average(decay=0.9)
+    return train(trainer, 1, last)
+
+
+def shown(trainer: onefold.Trainer, **options: Any) -> str:
+    """The fingerprint of the averages."""
+    with trainer.averaged(**options):
+        return trainer.fingerprint()
+
+
+def both(trainer: onefold.Trainer) -> tuple[str, str]:
+    """The fingerprints of what is trained, and of the averages."""
+    return trainer.fingerprint(), shown(trainer)
+
+
+def score(model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
+    return {"loss": loss(model, batch)}
+
+
+@pytest.fixture
+def without_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(F, "dropout", lambda values, p, training: values)
+
+
+def plain(decay: float | None, model: nn.Module) -> AveragedModel:
     """The same average in a plain loop, by PyTorch."""
-    decay = kind.get("decay")
 
     def warming_up(average: Any, value: Any, number: Any) -> Any:
-        kept = min(decay, (1 + number) / (10 + number))
+        kept = min(decay or 0.0, (1 + number) / (10 + number))
         return kept * average + (1 - kept) * value
 
     averaged = AveragedModel(model, avg_fn=warming_up if decay else None, use_buffers=True)
     if decay:  # whose first update takes the values as they are
         averaged.update_parameters(model)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    for step in steps:
+    optimizer = torch.optim.AdamW(trained(model), lr=1e-2)
+    for step in range(1, 21):
+        optimizer.zero_grad()
         loss(model, batch_of(step)).mean().backward()
         optimizer.step()
-        optimizer.zero_grad()
         averaged.update_parameters(model)
     return averaged
 
 
 def assert_near(ours: nn.Module, theirs: nn.Module) -> None:
-    pairs = zip(ours.state_dict().items(), theirs.state_dict().values(), strict=True)
-    for (name, mine), other in pairs:
+    for (name, mine), other in zip(
+        ours.state_dict().items(), theirs.state_dict().values(), strict=True
+    ):
         if mine.is_floating_point():
             torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5, msg=name)
 
 
-@each_kind
-@for_each("devices", [1, 3])
-def test_plain_pytorch_comes_to_the_same(kind: dict[str, Any], devices: int) -> None:
-    model = nn.Sequential(nn.Linear(20, 300), nn.Tanh(), nn.Linear(300, 4))
-    expected = plain(kind, copy.deepcopy(model), range(1, 21))
-    trainer = trainer_of(devices, model=model)
+def simple() -> nn.Module:
+    return nn.Sequential(nn.Linear(20, 300), nn.Tanh(), nn.Linear(300, 4))
+
+
+@pytest.mark.usefixtures("without_dropout")
+@for_each("kind", [{"decay": 0.9}, {"mean": True}])
+@for_each(("build", "devices", "shards"), [(simple, 1, 4), (simple, 3, 4), (Net, 1, 1)])
+def test_plain_pytorch_comes_to_the_same(
+    build: Callable[[], Any], devices: int, shards: int, kind: dict[str, Any]
+) -> None:
+    model = build()
+    expected = plain(kind.get("decay"), copy.deepcopy(model))
+    trainer = trainer_of(devices, model=model, shards=shards)
     trainer.average(**kind)
     train(trainer, 1, 20)
     with trainer.averaged():
         assert_near(model, expected.module)
+        if build is Net:
+            assert int(model.norm.num_batches_tracked) == 20
+            assert model.mask.tolist() == [0.0, -float("inf")]
 
 
-@each_kind
-def test_buffers_follow_by_the_same_rule(
-    kind: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(F, "dropout", lambda values, p, training: values)
-    torch.manual_seed(0)
-    expected = plain(kind, Net(), range(1, 11))
-    trainer = trainer_of(shards=1)
-    trainer.average(**kind)
-    train(trainer, 1, 10)
+def all_of_it(devices: int | None, folder: str, precision: str | None) -> tuple[Any, ...]:
+    """Averages that begin late, are evaluated, recomputed, saved in the block, and go on."""
+    trainer = train(trainer_of(devices, precision=precision), 1, 2)
+    trainer.average(decay=0.9)
+    train(trainer, 3, 5)
     with trainer.averaged():
-        assert_near(trainer.model, expected.module)
-        assert int(trainer.model.norm.num_batches_tracked) == 10  # type: ignore[union-attr,arg-type]
-        assert trainer.model.mask.tolist() == [0.0, -float("inf")]  # type: ignore[union-attr]
+        averaged = trainer.evaluate(score, data(), batch_size=9)["loss"]
+        trainer.save(folder)
+        trainer.barrier()
+    at_5 = both(trainer)
+    recomputed = shown(trainer, update_bn=data(), batch_size=10)
+    train(trainer, 6, 7)
+    at_7 = both(trainer)
+    assert trainer.load(folder).step == 5
+    assert both(trainer) == at_5
+    assert both(train(trainer, 6, 7)) == at_7
+    trainer.close()
+    return averaged, at_5, recomputed, at_7
 
 
-@for_each("precision", [None, *PRECISIONS])
-def test_the_bits_do_not_depend_on_the_devices(precision: str | None) -> None:
-    found = set()
-    for devices, plan in ((1, None), (2, None), (3, (0, 3, 1))):
-        trainer = trainer_of(devices, plan=plan, precision=precision)
-        trainer.average(decay=0.9, every=2)
-        found.add(both(train(trainer, 1, 5)))
-    assert len(found) == 1
-    without = train(trainer_of(precision=precision), 1, 5)
-    assert {trained for trained, _ in found} == {without.fingerprint()}
-
-
-@for_each("precision", [None, "bf16-params"])
-@for_each("inside", [False, True])
-def test_a_stopped_run_goes_on_with_the_same_bits(
-    precision: str | None, inside: bool, tmp_path: Path
-) -> None:
-    trainers = [trainer_of(devices, precision=precision) for devices in (1, 3, 2)]
-    for trainer in trainers[:2]:
-        trainer.average(decay=0.9)
-    whole = both(train(trainers[0], 1, 5))
-    train(trainers[1], 1, 3)
-    if inside:
-        with trainers[1].averaged():
-            trainers[1].save(tmp_path)
-    else:
-        trainers[1].save(tmp_path)
-    trainers[2].load(tmp_path)
-    assert both(trainers[2]) == both(trainers[1])
-    assert both(train(trainers[2], 4, 5)) == whole
-
-
-@for_each("exchange", ["shared", "collective"])
-@for_each("precision", [None, "bf16-params"])
-def test_every_process_has_the_same(exchange: str, precision: str | None, tmp_path: Path) -> None:
-    found = simulated.launch(
-        all_of_it,
-        devices="cpu:3",
-        args=(None, str(tmp_path / "launched"), precision),
-        exchange=exchange,
-    )
-    assert found == all_of_it(1, str(tmp_path / "alone"), precision)
-    assert found == all_of_it(2, str(tmp_path / "two"), precision)
-
-
-@pytest.mark.full
-@pytest.mark.processes
-@pytest.mark.parametrize("exchange", ["shared", "collective"])
-def test_what_is_trained_is_back_where_one_process_fails(exchange: str, tmp_path: Path) -> None:
-    onefold.launch(
-        one_fails, devices="cpu:3", args=(str(tmp_path),), exchange=exchange, timeout_s=300
-    )
-    said = [(tmp_path / f"said-{rank}").read_text() for rank in range(3)]
-    assert said == ["PeerFailed True", "PeerFailed True", "KeyError True"]
+@for_each(("exchange", "precision"), [("shared", None), ("collective", "bf16-params")])
+def test_every_device_has_the_same(exchange: Any, precision: Any, tmp_path: Path) -> None:
+    expected = all_of_it(1, str(tmp_path / "alone"), precision)
+    assert all_of_it(2, str(tmp_path / "two"), precision) == expected
+    args = (None, str(tmp_path / "launched"), precision)
+    assert set(simulate(all_of_it, 3, args=args, exchange=exchange)) == {expected}
 
 
 # The block
 
 
-def averaging(devices: int = 1, **options: Any) -> onefold.Trainer:
-    trainer = trainer_of(devices, **options)
-    trainer.average(decay=0.9)
-    return train(trainer, 1, 3)
+def one_fails(found: list[tuple[str, onefold.Trainer]]) -> None:
+    """The last device raises in the block, while the others evaluate."""
+    trainer = averaging(None)
+    found.append((trainer.fingerprint(), trainer))
+    with trainer.averaged():
+        if current_world().rank == 2:
+            raise KeyError("mine")
+        trainer.evaluate(score, data(), batch_size=9)
 
 
-def changing(trainer: onefold.Trainer) -> None:
+@for_each("exchange", ["shared", "collective"])
+def test_what_is_trained_is_back_where_one_process_fails(exchange: Any) -> None:
+    found: list[tuple[str, onefold.Trainer]] = []
+    ended = outcomes(one_fails, 3, args=(found,), options=RunOptions(exchange=exchange))
+    assert [type(each.error) for each in ended] == [PeerFailed, PeerFailed, KeyError]
+    # Each device puts back what is its own.
+    assert [trainer.fingerprint() == before for before, trainer in found] == [True] * 3
+
+
+def in_changing(trainer: onefold.Trainer) -> None:
     with trainer.changing():
-        pass
+        shown(trainer)
 
 
 INSIDE: dict[str, Callable[[onefold.Trainer], object]] = {
@@ -172,12 +169,11 @@ INSIDE: dict[str, Callable[[onefold.Trainer], object]] = {
     "trainer.load": lambda trainer: trainer.load("nowhere"),
     "trainer.average": lambda trainer: trainer.average(decay=0.9),
     "the beginning of trainer.averaged": shown,
-    "the beginning of trainer.changing": changing,
+    "the beginning of trainer.changing": in_changing,
 }
 
 
-@for_each("devices", [1, 2])
-@for_each("name", INSIDE)
+@for_each(("name", "devices"), [*((name, 1) for name in INSIDE), ("trainer.step", 2)])
 def test_calls_for_what_is_trained_are_refused_in_the_block(name: str, devices: int) -> None:
     trainer = averaging(devices)
     before = both(trainer)
@@ -186,18 +182,13 @@ def test_calls_for_what_is_trained_are_refused_in_the_block(name: str, devices: 
         trainer.averaged(),
     ):
         INSIDE[name](trainer)
+    with pytest.raises(RuntimeError, match=r"inside `with trainer.changing"):
+        in_changing(trainer)
     assert both(trainer) == before
-    assert train(trainer, 4, 4).fingerprint() == train(averaging(), 4, 4).fingerprint()
+    assert both(train(trainer, 4, 4)) == both(averaging(last=4))
 
 
-def test_the_block_cannot_be_opened_in_changing() -> None:
-    trainer = averaging()
-    with pytest.raises(RuntimeError, match=r"inside `with trainer.changing"), trainer.changing():
-        shown(trainer)
-
-
-@for_each("precision", [None, "fp16-params"])
-@for_each("devices", [1, 2])
+@for_each(("precision", "devices"), [(None, 2), ("fp16-params", 1)])
 def test_what_the_block_does_to_the_model_is_gone(precision: str | None, devices: int) -> None:
     trainer = averaging(devices, precision=precision)
     before, expected = bits(trainer.model), both(trainer)
@@ -205,101 +196,72 @@ def test_what_the_block_does_to_the_model_is_gone(precision: str | None, devices
     def spoil() -> None:
         assert bits(trainer.model) != before
         with torch.no_grad():
-            for parameter in trainer.model.parameters():
-                if parameter.requires_grad:
-                    parameter.mul_(2.0)
-        trainer.model.norm.running_mean = torch.ones(20)  # type: ignore[union-attr]
+            for parameter in trained(trainer.model):
+                parameter.mul_(2.0)
+        trainer.model.norm.running_mean = torch.ones(20)
         raise KeyError("mine")
 
     with pytest.raises(KeyError, match="mine"), trainer.averaged():
         spoil()
     assert bits(trainer.model) == before
     assert both(trainer) == expected
-    same = train(averaging(precision=precision), 4, 5)
-    assert both(train(trainer, 4, 5)) == both(same)
+    assert both(train(trainer, 4, 5)) == both(averaging(last=5, precision=precision))
 
 
 def test_what_is_evaluated_and_predicted_are_the_averages() -> None:
     trainer = averaging(2)
 
-    def values() -> tuple[float, torch.Tensor]:
+    def values() -> tuple[float, list[Any]]:
         scores = trainer.evaluate(score, data(), batch_size=9)
         found = trainer.predict(lambda m, b: {"out": m(b[0])}, data(), batch_size=9)
-        return scores["loss"], found["out"]
+        return scores["loss"], found["out"].tolist()
 
-    trained = values()
+    before = values()
     with trainer.averaged():
         averaged = values()
         model = copy.deepcopy(trainer.model).eval()
-    assert averaged[0] != trained[0]
     inputs, labels = data().tensors
-    torch.testing.assert_close(averaged[1], model(inputs).detach())
-    assert averaged[0] == pytest.approx(float(F.cross_entropy(model(inputs), labels).detach()))
-    again = values()
-    assert trained[0] == again[0]
-    assert torch.equal(trained[1], again[1])
+    expected = model(inputs).detach()
+    torch.testing.assert_close(torch.tensor(averaged[1]), expected)
+    assert averaged[0] == pytest.approx(float(F.cross_entropy(expected, labels)))
+    assert averaged[0] != before[0]
+    assert values() == before
 
 
-def test_what_one_device_changes_by_itself_stays() -> None:
+def test_what_a_script_changes_by_itself_stays() -> None:
     found = set()
     for look in (False, True):
         trainer = averaging(precision="bf16-params")
         with torch.no_grad():
-            trainer.model.get_parameter("out.bias").fill_(2.0)
+            trainer.model.out.bias.fill_(2.0)
         if look:
             shown(trainer)
         found.add(both(train(trainer, 4, 5)))
     assert len(found) == 1
 
 
-def test_without_an_average_there_is_nothing_to_show() -> None:
-    trainer = trainer_of()
-    with pytest.raises(ValueError, match=r"no average is kept: call trainer.average\("):
-        shown(trainer)
-    trainer.average(mean=True)
-    assert shown(trainer) == trainer.fingerprint()
-    with pytest.raises(ValueError, match=r"average\(decay=0.5, every=1\) .* of mean=True, every=1"):
-        trainer.average(decay=0.5)
-    with pytest.raises(ValueError, match="call it once"):
-        trainer.average(mean=True)
-
-
-def spoilt(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+def spoilt(model: nn.Module, batch: Batch) -> torch.Tensor:
     inputs, labels = batch
     losses = loss(model, (inputs, labels % 9))
     return losses * float("nan") if bool((labels > 8).any()) else losses
 
 
 def test_a_skipped_step_moves_no_average() -> None:
-    found = set()
-    for devices in (1, 2):
-        trainer = trainer_of(devices, function=spoilt, on_nonfinite="skip")
-        trainer.average(decay=0.9, every=2)
-        train(trainer, 1, 3)
-        before = both(trainer)
-        inputs, labels = batch_of(4)
-        labels[5] = 18
-        assert trainer.step((inputs, labels)).skipped
-        assert both(trainer) == before
-        found.add(both(train(trainer, 4, 6)))
-    assert len(found) == 1
-
-
-def test_averages_change_hands_with_their_pieces() -> None:
-    trainers = [averaging(devices) for devices in (1, 3)]
-    engine = engine_in(trainers[1])
-    pieces = engine.roster.pieces
-    for step, quarters in enumerate([(0, 1, 2, 4), (0, 0, 4, 4), (0, 3, 3, 4)], 4):
-        spans = [range(a, b) for a, b in pairwise(pieces * q // 4 for q in quarters)]
-        engine.bind(engine.roster.next(spans=spans))
-        assert both(train(trainers[1], step, step)) == both(train(trainers[0], step, step))
+    trainer = trainer_of(2, function=spoilt, on_nonfinite="skip")
+    trainer.average(decay=0.9, every=2)
+    train(trainer, 1, 3)
+    before = both(trainer)
+    inputs, labels = batch_of(4)
+    labels[5] = 18
+    assert trainer.step((inputs, labels)).skipped
+    assert both(trainer) == before
 
 
 # Statistics of batch norms
 
 
-def test_statistics_are_recomputed_as_pytorch_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(F, "dropout", lambda values, p, training: values)
+@pytest.mark.usefixtures("without_dropout")
+def test_statistics_are_recomputed_as_pytorch_does() -> None:
     trainer = averaging(shards=1)
     trainer.model.eval()  # all of it: not a batch norm that is kept so while the model trains
     with trainer.averaged():
@@ -310,85 +272,42 @@ def test_statistics_are_recomputed_as_pytorch_does(monkeypatch: pytest.MonkeyPat
     with trainer.averaged(update_bn=data(), batch_size=9):
         assert_near(trainer.model, expected)
         norm = trainer.model.norm
-        assert isinstance(norm, nn.BatchNorm1d)
         assert (norm.momentum, norm.training, int(norm.num_batches_tracked)) == (0.1, False, 4)
     assert trainer.fingerprint() == before
 
 
-def test_recomputed_statistics_do_not_depend_on_the_devices(tmp_path: Path) -> None:
-    found = set()
-    for devices, plan in ((1, None), (2, (3, 1)), (3, (0, 3, 1))):
-        trainer = averaging(devices, plan=plan, shards=4)
-        with trainer.averaged(update_bn=data(), batch_size=10):
-            now = trainer.fingerprint()
-            trainer.save(tmp_path / str(devices))
-            assert trainer.fingerprint() == now
-        assert now != shown(trainer)
-        folder = tmp_path / str(devices) / "step-00000003"
-        saved = load_file(folder / "model.safetensors")["norm.running_mean"]
-        found.add((now, tuple(saved.tolist()), both(trainer)))
-    assert len(found) == 1
-
-
-def test_layers_that_the_model_does_not_use_keep_their_statistics() -> None:
-    model = nn.Sequential(nn.BatchNorm1d(20), nn.Linear(20, 4))
-    model.add_module("2", nn.Identity())
-    model[2].register_module("idle", nn.BatchNorm1d(3))
-    trainer = trainer_of(model=model)
-    trainer.average(mean=True)
-    train(trainer, 1, 2)
-    with trainer.averaged(update_bn=data(), batch_size=30):
-        idle = model[2].get_submodule("idle")
-        assert isinstance(idle, nn.BatchNorm1d)
-        assert idle.running_var is not None
-        assert idle.running_var.tolist() == [1.0] * 3
-
-
-def test_a_batch_norm_that_is_kept_in_evaluation_mode_keeps_its_statistics() -> None:
-    model = nn.Sequential(nn.Linear(20, 4), nn.BatchNorm1d(4), nn.BatchNorm1d(4))
-    frozen = model[1]
-    frozen.eval()
+def test_norms_that_are_not_used_or_evaluate_keep_their_statistics() -> None:
+    model = nn.Sequential(nn.Linear(20, 4), nn.BatchNorm1d(4), nn.BatchNorm1d(4), nn.Identity())
+    frozen, last, unused = model[1].eval(), model[2], nn.BatchNorm1d(3)
     frozen.running_mean.fill_(7.0)
-    trainer = trainer_of(model=model)
-    trainer.average(mean=True)
-    train(trainer, 1, 2)
+    model[3].register_module("idle", unused)
+    trainer = averaging(model=model, last=2)
     with trainer.averaged(update_bn=data(), batch_size=30):
+        assert unused.running_var.tolist() == [1.0] * 3
         assert frozen.running_mean.tolist() == [7.0] * 4
         # The one behind it has seen what it lets through, and not what a batch would make of it.
-        assert float(model[2].running_mean.abs().max()) > 1.0
+        assert float(last.running_mean.abs().max()) > 1.0
     assert not frozen.training
-    assert model[2].training
+    assert last.training
 
 
-def test_statistics_over_the_whole_batch_are_not_recomputed_by_shard() -> None:
-    model = nn.Sequential(nn.Linear(20, 4), nn.BatchNorm1d(4))
-    trainer = trainer_of(model=onefold.SyncBatchNorm.convert(model))
-    trainer.average(mean=True)
-    train(trainer, 1, 2)
-    block = trainer.averaged(update_bn=data(), batch_size=30)
+def test_statistics_that_cannot_be_recomputed() -> None:
+    synced = onefold.SyncBatchNorm.convert(nn.Sequential(nn.Linear(20, 4), nn.BatchNorm1d(4)))
+    trainer = averaging(model=synced, last=2)
     with pytest.raises(ValueError, match=r"update_bn: the model has an onefold\.SyncBatchNorm"):
-        block.__enter__()
-
-
-def test_a_model_without_batch_norm_has_nothing_to_recompute() -> None:
-    trainer = trainer_of(model=nn.Sequential(nn.Linear(20, 4), nn.BatchNorm1d(4, affine=False)))
-    trainer.model[1].track_running_stats = False  # type: ignore[index,union-attr]
-    trainer = trainer_of(model=nn.Linear(20, 4))
-    trainer.average(mean=True)
-    train(trainer, 1, 2)
-    with trainer.averaged(update_bn=data(), batch_size=9):
-        now = trainer.fingerprint()
-    assert now == shown(trainer)
+        shown(trainer, update_bn=data(), batch_size=30)
+    trainer = averaging(model=nn.Linear(20, 4), last=2)
+    assert shown(trainer, update_bn=data(), batch_size=9) == shown(trainer)
     with pytest.raises(ValueError, match="update_bn and batch_size together"):
-        trainer.averaged(update_bn=data()).__enter__()
+        shown(trainer, update_bn=data())
 
 
 def test_a_failure_while_statistics_are_recomputed_puts_everything_back() -> None:
     trainer = averaging(2, function=spoilt)
     before = both(trainer)
     broken = TensorDataset(torch.randn(8, 20), torch.full((8,), 5))
-    with pytest.raises(IndexError), trainer.averaged(update_bn=broken, batch_size=8):
-        pass
+    with pytest.raises(IndexError):
+        shown(trainer, update_bn=broken, batch_size=8)
     assert both(trainer) == before
     with pytest.raises(LossError):
         trainer.step((torch.randn(8, 20), torch.tensor([0] * 7 + [9])))
@@ -399,29 +318,29 @@ def test_a_failure_while_statistics_are_recomputed_puts_everything_back() -> Non
 
 def test_a_checkpoint_that_is_saved_in_the_block_holds_both(tmp_path: Path) -> None:
     trainer = averaging(2)
-    with trainer.averaged():
+    with trainer.averaged(update_bn=data(), batch_size=10):
         folder = trainer.save(tmp_path / "in")
         averages = bits(trainer.model)
     assert "training.safetensors" in names_in(folder)
     other = Net()
     onefold.load_weights(other, folder)
     assert bits(other) == averages
-    assert load_file(folder / "training.safetensors")["mask"].tolist() == [0.0, -float("inf")]
-    plain_folder = trainer.save(tmp_path / "out")
-    trained = load_file(plain_folder / "model.safetensors")
     kept = load_file(folder / "training.safetensors")
-    assert all(torch.equal(trained[name], kept[name]) for name in trained)
-    fingerprints = [
-        re.findall('"fingerprint": "(.*)"', (f / "run.json").read_text())
-        for f in (folder, plain_folder)
-    ]
-    assert fingerprints[0] == fingerprints[1] == [trainer.fingerprint()]
+    assert kept["mask"].tolist() == [0.0, -float("inf")]
+    outside = trainer.save(tmp_path / "out")
+    assert all(
+        torch.equal(value, kept[name])
+        for name, value in load_file(outside / "model.safetensors").items()
+    )
+    for each in (folder, outside):
+        record = json.loads((each / "run.json").read_text())
+        assert record["fingerprint"] == trainer.fingerprint()
     # The next one outside takes its place, and nothing of it stays.
     trainer.save(tmp_path / "in")
     assert "training.safetensors" not in names_in(folder)
 
 
-def saved(folder: Path, **choice: Any) -> onefold.Trainer:
+def saved(folder: Path, **choice: Any) -> Any:
     trainer = trainer_of()
     if choice:
         trainer.average(**choice)
@@ -430,57 +349,48 @@ def saved(folder: Path, **choice: Any) -> onefold.Trainer:
 
 
 @for_each("order", ["before", "after", "never"])
-def test_the_line_may_stand_anywhere_on_resuming(order: str, tmp_path: Path) -> None:
-    first = saved(tmp_path, decay=0.9, every=2)
-    second = trainer_of(2)
+@for_each(("had", "asked"), [({"decay": 0.9, "every": 2},) * 2, ({}, {"decay": 0.9})])
+def test_the_line_may_stand_anywhere_on_resuming(
+    had: dict[str, Any], asked: dict[str, Any], order: str, tmp_path: Path
+) -> None:
+    first, second = saved(tmp_path, **had), trainer_of(2)
     if order == "before":
-        second.average(decay=0.9, every=2)
+        second.average(**asked)
     second.load(tmp_path)
     if order == "after":
-        second.average(decay=0.9, every=2)
+        second.average(**asked)
         with pytest.raises(ValueError, match="call it once"):
-            second.average(decay=0.9, every=2)
+            second.average(**asked)
+    if order == "never" and not had:
+        with pytest.raises(ValueError, match=r"no average is kept: call trainer.average\("):
+            shown(second)
+        second.average(mean=True)
+        assert shown(second) == second.fingerprint()
+        words = r"average\(decay=0.5, every=1\) .* of mean=True, every=1"
+        with pytest.raises(ValueError, match=words):
+            second.average(decay=0.5)
+        return
+    if not had:
+        first.average(**asked)
     assert both(train(second, 4, 6)) == both(train(first, 4, 6))
 
 
-def test_another_average_than_that_of_the_checkpoint_is_refused(tmp_path: Path) -> None:
-    saved(tmp_path, decay=0.9)
-    before = trainer_of()
+def test_another_average_than_that_of_the_checkpoint_is_refused_or_chosen(tmp_path: Path) -> None:
+    first = saved(tmp_path, decay=0.9)
+    before, after, chosen = (trainer_of() for _ in range(3))
     before.average(mean=True, every=3)
-    with pytest.raises(
-        CheckpointError,
-        match=r"with an average of decay=0.9, every=1, this run has mean=True, every=3: .*"
-        r'changed=\["average"\]',
-    ):
+    words = r"an average of decay=0.9, every=1, this run has mean=True, every=3: .*changed=\["
+    with pytest.raises(CheckpointError, match=words):
         before.load(tmp_path)
     assert before.steps == 0
-    after = trainer_of()
     after.load(tmp_path)
     with pytest.raises(ValueError, match=r"holds an average of decay=0.9, .*average\(decay=0.8"):
         after.average(decay=0.8)
     after.average(decay=0.9)
-
-
-def test_another_average_may_be_chosen(tmp_path: Path) -> None:
-    first = saved(tmp_path, decay=0.9)
-    for asks in (True, False):
-        second = trainer_of()
-        if asks:
-            second.average(mean=True)
-        second.load(tmp_path, changed=["average"])
-        if not asks:
-            second.average(mean=True)
-        assert both(second) == (first.fingerprint(), first.fingerprint())
-
-
-def test_an_average_begins_with_a_checkpoint_that_has_none(tmp_path: Path) -> None:
-    first = saved(tmp_path)
-    second = trainer_of(2)
-    second.average(decay=0.9)
-    second.load(tmp_path)
-    assert both(second) == (first.fingerprint(), first.fingerprint())
-    first.average(decay=0.9)
-    assert both(train(second, 4, 5)) == both(train(first, 4, 5))
+    before.load(tmp_path, changed=["average"])
+    chosen.load(tmp_path, changed=["average"])
+    chosen.average(mean=True)
+    assert both(before) == both(chosen) == (first.fingerprint(), first.fingerprint())
 
 
 def test_going_back_to_before_the_average_ends_it(tmp_path: Path) -> None:
@@ -495,13 +405,11 @@ def test_going_back_to_before_the_average_ends_it(tmp_path: Path) -> None:
 
 
 def test_the_average_goes_on_with_another_optimizer(tmp_path: Path) -> None:
-    first = saved(tmp_path, decay=0.9)
-    torch.manual_seed(0)
-    model = Net()
+    first, model = saved(tmp_path, decay=0.9), Net()
     optimizer = torch.optim.SGD([model.wide.weight, model.norm.weight], lr=0.1)
     second = onefold.Trainer(model, optimizer, loss, shards=4, devices=["cpu"], threads=1)
     second.load(tmp_path, changed=["optimizer"])
     with first.averaged(), second.averaged():
-        assert torch.equal(model.wide.weight, first.model.wide.weight)  # type: ignore[union-attr]
+        assert torch.equal(model.wide.weight, first.model.wide.weight)
         # What nobody averages any more is as it is trained.
-    assert torch.equal(model.out.weight, first.model.out.weight)  # type: ignore[union-attr]
+    assert torch.equal(model.out.weight, first.model.out.weight)
