@@ -1,25 +1,31 @@
+"""What a training leaves in its folder, and how it goes on."""
+
 from __future__ import annotations
 
 import json
 import logging
+import math
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import onefold
 from onefold.cli.verify import verify_script
 from onefold.core.options import RunOptions
-from onefold.errors import DataError, LaunchError
+from onefold.errors import CheckpointError, DataError, LaunchError
 from onefold.jobs.catalog import JOBS, job_of
 from onefold.jobs.finetune import best_checkpoint
 from onefold.jobs.run import read_options, run_job
-from tests.jobs.tiny import SMALL, WRITERS, run_here, write_pictures
-
-pytestmark = pytest.mark.full
+from onefold.jobs.training import Task, read_saved
+from tests.jobs.tiny import SMALL, WRITERS, run_here, write_pictures, write_texts
+from tests.tables import for_each
 
 BAD: dict[str, Callable[[Path], object]] = {
     "classify": lambda data: (data / "train" / "pear" / "3.png").write_bytes(b"no picture"),
@@ -37,12 +43,22 @@ def lines(folder: Path, kind: str) -> list[dict[str, Any]]:
     return [line for line in found if line["kind"] == kind]
 
 
+def examples_of(folder: Path) -> Any:
+    return json.loads((folder / "examples.json").read_text())
+
+
 @all_jobs
-def test_a_run_leaves_everything_in_its_folder(job: str, tmp_path: Path) -> None:
+def test_a_run_leaves_everything_in_its_folder_without_bad_data(job: str, tmp_path: Path) -> None:
     data = WRITERS[job](tmp_path / "data")
-    folder, said = run_here(job, data, tmp_path / "runs", epochs=2)
+    BAD[job](data)
+    with pytest.raises(DataError, match=r"train/pear/3\.png|2\.png|dev\.tsv, line 1"):
+        run_here(job, data, tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()
+    folder, said = run_here(job, data, tmp_path / "runs", epochs=2, skip_bad=True)
     assert folder == tmp_path / "runs" / f"{job}-1"
-    assert said["fingerprint"] == json.loads((folder / "run.json").read_text())["fingerprint"]
+    assert len(said["left_out"]) == 1
+    kept = json.loads((folder / "run.json").read_text())
+    assert said["fingerprint"] == kept["fingerprint"]
     assert len(said["fingerprint"]) == 16
     epochs = lines(folder, "epoch")
     assert [line["epoch"] for line in epochs] == [0, 1]
@@ -50,15 +66,60 @@ def test_a_run_leaves_everything_in_its_folder(job: str, tmp_path: Path) -> None
     assert {"loss"} < set(epochs[0]["scores"])
     assert lines(folder, "steps")
     checkpoints = sorted(path.name for path in (folder / "checkpoints").iterdir())
-    best = best_checkpoint(folder).name
-    assert best in checkpoints
+    assert best_checkpoint(folder).name in checkpoints
     assert checkpoints[-1] == f"step-{epochs[-1]['step']:08d}"
-    examples = json.loads((folder / "examples.json").read_text())
+    examples = examples_of(folder)
     assert examples["kind"] == job
     named = [value for each in examples["samples"] for value in each.values()]
     assert all((folder / name).is_file() for name in named if str(name).startswith("pictures/"))
 
 
+def test_a_finished_run_is_left_alone_or_given_more_epochs(tmp_path: Path) -> None:
+    data, runs = write_pictures(tmp_path / "data"), tmp_path / "runs"
+    shutil.copy(data / "train/plum/0.png", data / "test/plum/9.png")
+    small = {"model": "lenet", "augment": "none"}
+    folder, said = run_here("classify", data, runs, name="it", **small)
+    assert len(said["notes"]) == 1
+    assert json.loads((folder / "run.json").read_text())["notes"] == said["notes"]
+    before = {path: path.read_bytes() for path in folder.glob("*.*")}
+    again = read_options(
+        job_of("classify"), {"runs": str(runs), "name": "it", "resume": True}, None
+    )
+    with pytest.raises(LaunchError, match="the run has finished its 1 epochs; --resume with more"):
+        run_job(job_of("classify"), again)
+    assert {path: path.read_bytes() for path in folder.glob("*.*")} == before
+    run_here("classify", data, runs, name="it", resume=True, epochs=2)
+    assert [line["epoch"] for line in lines(folder, "epoch")] == [0, 1]
+
+
+@for_each("epochs_first", [0, 1])
+def test_a_run_goes_on_where_it_was_saved(
+    epochs_first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, runs = write_pictures(tmp_path / "data"), tmp_path / "runs"
+    small = {"model": "lenet", "augment": "shift", "epochs": 3}
+    whole, said = run_here("classify", data, runs, name="whole", **small)
+    steps = 3 * epochs_first + 2
+    real_step = onefold.Trainer.step
+
+    def step(self: onefold.Trainer, batch: object) -> onefold.Step:
+        if self.steps == steps:
+            raise KeyboardInterrupt
+        return real_step(self, batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(onefold.Trainer, "step", step)
+        with pytest.raises(KeyboardInterrupt):
+            run_here("classify", data, runs, name="cut", save_every=1, **small)
+    assert lines(runs / "cut", "steps")[-1]["step"] == steps
+    folder, resumed = run_here("classify", data, runs, name="cut", resume=True)
+    assert resumed["fingerprint"] == said["fingerprint"]
+    for kind, names in (("steps", "step lr"), ("epoch", "step lr loss scores")):
+        for a, b in zip(lines(whole, kind), lines(folder, kind), strict=True):
+            assert [a[name] for name in names.split()] == [b[name] for name in names.split()]
+
+
+@pytest.mark.full
 @all_jobs
 def test_the_saved_options_give_the_same_run(job: str, tmp_path: Path) -> None:
     data = WRITERS[job](tmp_path / "data")
@@ -70,6 +131,10 @@ def test_the_saved_options_give_the_same_run(job: str, tmp_path: Path) -> None:
     assert run_job(kind, other)["fingerprint"] != said["fingerprint"]
 
 
+# On several devices.
+
+
+@pytest.mark.full
 @all_jobs
 @pytest.mark.processes
 def test_every_job_has_the_same_bits_on_any_number_of_devices(job: str, tmp_path: Path) -> None:
@@ -78,15 +143,15 @@ def test_every_job_has_the_same_bits_on_any_number_of_devices(job: str, tmp_path
     options = {"data": data, "runs": tmp_path / "runs", "workers": 1, "epochs": 2, **SMALL[job]}
     if job == "segment":
         options["turns"] = "yes"
-    words = [part for name, value in options.items() for part in (f"--{name}", str(value))]
-    words = [word.replace("_", "-") if word.startswith("--") else word for word in words]
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     command = ["-m", "onefold", "train", job, "--skip-bad", *words]
     assert verify_script(command, "1,2,3", steps=4, options=RunOptions(quiet=True)) == 0
 
 
+@pytest.mark.full
 @pytest.mark.processes
 def test_what_devices_keep_is_no_part_of_the_result(tmp_path: Path) -> None:
-    data, kind = WRITERS["text"](tmp_path / "data"), job_of("text")
+    data, kind = write_texts(tmp_path / "data"), job_of("text")
     values = {"data": str(data), "runs": str(tmp_path / "runs"), "devices": "cpu:2", "epochs": 1}
     results = [
         run_job(kind, read_options(kind, {**values, **SMALL["text"], "keep": keep}, None))
@@ -95,237 +160,171 @@ def test_what_devices_keep_is_no_part_of_the_result(tmp_path: Path) -> None:
     assert len({result["fingerprint"] for result in results}) == 1
 
 
-@pytest.mark.parametrize("epochs_first", [0, 1])
-def test_a_run_goes_on_where_it_was_saved(
-    epochs_first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    data = write_pictures(tmp_path / "data")
-    whole, said = run_here("classify", data, tmp_path / "runs", epochs=3, name="whole")
-    steps = 3 * epochs_first + 2
-    real_step = onefold.Trainer.step
-
-    def step(self: onefold.Trainer, batch: object) -> onefold.Step:
-        if self.steps == steps:
-            raise KeyboardInterrupt
-        return real_step(self, batch)
-
-    monkeypatch.setattr(onefold.Trainer, "step", step)
-    with pytest.raises(KeyboardInterrupt):
-        run_here("classify", data, tmp_path / "runs", epochs=3, name="cut", save_every=1)
-    monkeypatch.undo()
-    assert lines(tmp_path / "runs" / "cut", "steps")[-1]["step"] == steps
-    folder, resumed = run_here("classify", data, tmp_path / "runs", name="cut", resume=True)
-    assert resumed["fingerprint"] == said["fingerprint"]
-    for kind in ("steps", "epoch"):
-        pairs = zip(lines(whole, kind), lines(folder, kind), strict=True)
-        assert all((a["step"], a["lr"]) == (b["step"], b["lr"]) for a, b in pairs)
-    pairs = zip(lines(whole, "epoch"), lines(folder, "epoch"), strict=True)
-    assert all((a["loss"], a["scores"]) == (b["loss"], b["scores"]) for a, b in pairs)
-
-
-def test_a_run_that_goes_on_keeps_its_options(tmp_path: Path) -> None:
-    data = write_pictures(tmp_path / "data")
-    run_here("classify", data, tmp_path / "runs", name="it", lr=0.02)
-    kind = job_of("classify")
-    here = {"runs": str(tmp_path / "runs"), "name": "it", "resume": True}
-    again = read_options(kind, {**here, "workers": 2, "epochs": 7}, None)
-    assert (again.lr, again.workers, again.epochs) == (0.02, 2, 7)
-    with pytest.raises(ValueError, match=r"--lr 0.5: the run it was begun with 0.02"):
-        read_options(kind, {**here, "lr": 0.5}, None)
-
-
-def test_a_run_may_be_given_more_epochs(tmp_path: Path) -> None:
-    data = write_pictures(tmp_path / "data")
-    folder, _ = run_here("classify", data, tmp_path / "runs", name="it")
-    run_here("classify", data, tmp_path / "runs", name="it", resume=True, epochs=2)
-    assert [line["epoch"] for line in lines(folder, "epoch")] == [0, 1]
-
-
-@pytest.mark.parametrize(
-    ("given", "error", "words"),
-    [
-        ({}, ValueError, "--data: expected where the data are"),
-        ({"resume": True}, ValueError, "--resume: expected with --name"),
-        ({"data": "x", "name": "new", "resume": True}, LaunchError, "there is no run in"),
-        ({"data": "x", "name": "old"}, LaunchError, "is there already: --resume goes on with it"),
-    ],
-)
-def test_what_cannot_begin_is_refused(
-    given: dict[str, Any], error: type[Exception], words: str, tmp_path: Path
-) -> None:
-    (tmp_path / "old").mkdir()
-    (tmp_path / "old" / "config.toml").touch()
-    with pytest.raises(error, match=words):
-        read_options(job_of("classify"), {"runs": str(tmp_path), **given}, None)
-
-
-def test_bad_data_are_refused_before_anything_is_written(tmp_path: Path) -> None:
-    data = write_pictures(tmp_path / "data")
-    (data / "train" / "pear" / "0.png").write_bytes(b"not a picture")
-    with pytest.raises(DataError, match=r"train/pear/0\.png: expected a picture"):
-        run_here("classify", data, tmp_path / "runs")
-    assert not (tmp_path / "runs").exists()
-
-
-def test_what_is_left_out_is_told_in_the_run(tmp_path: Path) -> None:
-    data = write_pictures(tmp_path / "data")
-    (data / "train" / "pear" / "0.png").write_bytes(b"not a picture")
-    _, said = run_here("classify", data, tmp_path / "runs", skip_bad=True)
-    assert said["train_samples"] == 23
-    assert len(said["left_out"]) == 1
-    assert "pear/0.png" in said["left_out"][0]
-
-
+@pytest.mark.full
 @pytest.mark.processes
 def test_the_command_trains_and_predicts(tmp_path: Path) -> None:
     data = write_pictures(tmp_path / "data")
-    onefold_command = [sys.executable, "-m", "onefold"]
     options = "--model resnet18 --epochs 2 --shards 2 --batch-size 8 --name first --devices 2"
-    trained = subprocess.run(
-        [*onefold_command, "train", "classify", "--data", str(data), *options.split()],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert "epoch 2/2  loss" in trained.stdout
-    assert "Report: runs/first/report.html" in trained.stdout
+
+    def onefold_(*words: str) -> str:
+        command = [sys.executable, "-m", "onefold", *words]
+        how: Any = {"capture_output": True, "text": True, "check": True}
+        return subprocess.run(command, cwd=tmp_path, **how).stdout
+
+    trained = onefold_("train", "classify", "--data", str(data), *options.split())
+    assert "epoch 2/2  loss" in trained
+    assert "Report: runs/first/report.html" in trained
     assert (tmp_path / "runs" / "first" / "report.html").is_file()
-    told = subprocess.run(
-        [*onefold_command, "predict", "runs/first", str(data / "test"), "--devices", "2"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    rows = told.stdout.splitlines()
+    rows = onefold_("predict", "runs/first", str(data / "test"), "--devices", "2").splitlines()
     assert rows[0] == "file,class,confidence"
     assert len(rows) == 13
 
 
-def test_the_events_are_those_of_the_metrics(tmp_path: Path) -> None:
-    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    data = write_pictures(tmp_path / "data")
-    folder, _ = run_here("classify", data, tmp_path / "runs", epochs=2)
-    read = events.EventAccumulator(str(folder / "tensorboard"))
-    read.Reload()
-    told = [(event.step, event.value) for event in read.Scalars("test/accuracy")]
-    epochs = lines(folder, "epoch")
-    assert told == [(line["step"], pytest.approx(line["scores"]["accuracy"])) for line in epochs]
-    assert len(read.Scalars("train/loss")) == len(lines(folder, "steps"))
+# Whose examples.
 
 
-def test_a_run_goes_on_with_its_own_data_alone(tmp_path: Path) -> None:
-    data = write_pictures(tmp_path / "data")
-    run_here("classify", data, tmp_path / "runs", name="it")
-    kind = job_of("classify")
-    given = {"runs": str(tmp_path / "runs"), "name": "it", "resume": True, "epochs": 2}
-    (data / "train" / "pear" / "0.png").rename(data / "train" / "pear" / "99.png")
-    with pytest.raises(DataError, match="expected the data that the run it was begun with"):
-        run_job(kind, read_options(kind, given, None))
+@pytest.fixture
+def chosen_scores(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
+    """What evaluations return one after the other, so that a certain epoch is the best."""
+    values: list[float] = []
+    evaluate = onefold.Trainer.evaluate
+
+    def chosen(*arguments: Any, **how: Any) -> Any:
+        scores, value = evaluate(*arguments, **how), values.pop(0)
+        return {name: loss if name == "loss" else value for name, loss in scores.items()}
+
+    monkeypatch.setattr(onefold.Trainer, "evaluate", chosen)
+    return values
 
 
-def test_a_finished_run_is_left_alone(tmp_path: Path) -> None:
-    data = write_pictures(tmp_path / "data")
-    folder, _ = run_here("classify", data, tmp_path / "runs", name="it")
-    before = {path: path.read_bytes() for path in folder.glob("*.*")}
-    kind = job_of("classify")
-    again = {"runs": str(tmp_path / "runs"), "name": "it", "resume": True}
-    with pytest.raises(LaunchError, match="the run has finished its 1 epochs; --resume with more"):
-        run_job(kind, read_options(kind, again, None))
-    assert {path: path.read_bytes() for path in folder.glob("*.*")} == before
-
-
-HOLD = """
-import fcntl, sys
-lock = open(sys.argv[1], "w")
-fcntl.lockf(lock, fcntl.LOCK_EX)
-print("held", flush=True)
-sys.stdin.read()
-"""
-
-
-@pytest.mark.processes
-def test_two_processes_cannot_be_at_work_in_one_run(tmp_path: Path) -> None:
-    data = write_pictures(tmp_path / "data")
-    folder, _ = run_here("classify", data, tmp_path / "runs", name="it")
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(folder / ".lock")],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    ) as holder:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == b"held\n"
-        with pytest.raises(LaunchError, match="another process is at work in this folder"):
-            run_here("classify", data, tmp_path / "runs", name="it", resume=True, epochs=2)
-        holder.kill()
-    run_here("classify", data, tmp_path / "runs", name="it", resume=True, epochs=2)
-    assert len(lines(folder, "epoch")) == 2
-
-
-def test_the_best_is_found_where_a_run_was_killed_before_it_said_so(tmp_path: Path) -> None:
-    data = write_pictures(tmp_path / "data")
-    folder, said = run_here("classify", data, tmp_path / "runs", epochs=2)
-    best = folder / said["best"]["checkpoint"]
-    assert best_checkpoint(folder) == best
-    record = json.loads((folder / "run.json").read_text())
-    record["best"]["checkpoint"] = "checkpoints/step-00000001"
-    (folder / "run.json").write_text(json.dumps(record))
-    assert best_checkpoint(folder) == best
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    ("option", "words"),
+@for_each(
+    ("job", "scores", "best"),
     [
-        ("--freeze=layer9", "--freeze layer9: the model has no such part"),
-        ("--pretrained=nothing.pth", "nothing.pth"),
-        ("--shards=30", "this model needs 2 or more in each of its 30 shards"),
-        ("--shards=1", "2 devices cannot share 1 shards"),
+        ("classify", (0.9, 0.2, 0.1), 0),
+        ("segment", (0.1, 0.9, 0.2), 1),
+        ("text", (0.9, 0.2, 0.1), 0),
+        ("text", (0.1, 0.2, 0.9), 2),
     ],
 )
-def test_what_does_not_suit_the_model_is_told_in_one_line(
-    option: str, words: str, tmp_path: Path
+def test_examples_are_of_the_best_model_and_the_last_one_stays(
+    job: str,
+    scores: tuple[float, ...],
+    best: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    chosen_scores: list[float],
 ) -> None:
-    data = write_pictures(tmp_path / "data")
-    options = ["--data", str(data), "--runs", str(tmp_path / "runs"), "--devices", "cpu:2", option]
-    done = subprocess.run(
-        [sys.executable, "-m", "onefold", "train", "classify", *options],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 2
-    assert words in done.stderr
-    assert done.stderr.startswith("onefold: ")
-    assert "Traceback" not in done.stderr
-    assert not (tmp_path / "runs").exists()
+    chosen_scores[:] = scores
+    shown: list[str] = []
+    predict = onefold.Trainer.predict
+
+    def note(trainer: onefold.Trainer, *arguments: Any, **how: Any) -> Any:
+        shown.append(trainer.fingerprint())
+        return predict(trainer, *arguments, **how)
+
+    monkeypatch.setattr(onefold.Trainer, "predict", note)
+    small = {"model": "lenet", "augment": "none"} if job == "classify" else {}
+    data = WRITERS[job](tmp_path / "data")
+    folder, said = run_here(job, data, tmp_path / "runs", epochs=3, **small)
+    assert said["best"]["epoch"] == best
+    kept = json.loads((folder / said["best"]["checkpoint"] / "run.json").read_text())
+    last = max((folder / "checkpoints").iterdir())
+    assert set(shown) == {kept["fingerprint"]}
+    assert json.loads((last / "run.json").read_text())["fingerprint"] == said["fingerprint"]
+    assert (shown[0] == said["fingerprint"]) == (best == 2)
+    assert examples_of(folder)["epoch"] == best
 
 
-def test_a_training_that_is_over_ends_without_its_last_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@for_each("damaged", ["best", "last"])
+def test_a_training_that_is_over_ends_without_one_of_its_checkpoints(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    chosen_scores: list[float],
+    damaged: str,
 ) -> None:
     """It is damaged while the examples of the best model are made."""
-    real_load, real_evaluate = onefold.Trainer.load, onefold.Trainer.evaluate
-    values = iter([0.9, 0.1])
+    real_load = onefold.Trainer.load
+    chosen_scores[:] = (0.9, 0.2)
 
     def load(self: onefold.Trainer, path: Path, **options: Any) -> Any:
+        if damaged == "best":
+            shutil.rmtree(path)
         loaded = real_load(self, path, **options)
-        (path.parent / "step-00000006" / "model.safetensors").write_bytes(b"damaged")
+        (path.parent / "step-00000010" / "model.safetensors").write_bytes(b"damaged")
         return loaded
 
-    def evaluate(self: onefold.Trainer, *given: Any, **options: Any) -> dict[str, float]:
-        return {**real_evaluate(self, *given, **options), "accuracy": next(values)}
-
     monkeypatch.setattr(onefold.Trainer, "load", load)
-    monkeypatch.setattr(onefold.Trainer, "evaluate", evaluate)
-    data = write_pictures(tmp_path / "data")
     with caplog.at_level(logging.WARNING, "onefold"):
-        folder, said = run_here("classify", data, tmp_path / "runs", epochs=2)
+        folder, said = run_here("text", write_texts(tmp_path / "data"), tmp_path / "runs", epochs=2)
     assert said["finished"]
-    assert json.loads((folder / "examples.json").read_text())["epoch"] == 0
-    (record,) = caplog.records
-    told = record.getMessage()
-    assert told.startswith("the last checkpoint cannot be loaded any more: ")
-    assert "step-00000006 is damaged" in told
-    assert "\n" not in told
+    assert said["best"]["epoch"] == 0
+    assert examples_of(folder)["epoch"] == (1 if damaged == "best" else 0)
+    if damaged == "last":
+        told = caplog.records[-1].getMessage()
+        assert told.startswith("the last checkpoint cannot be loaded any more: ")
+        assert "step-00000010 is damaged" in told
+        assert "\n" not in told
+
+
+@pytest.mark.full
+@pytest.mark.processes
+@pytest.mark.parametrize("job", ["classify", "segment"])
+def test_examples_of_the_best_model_are_the_same_on_two_devices(job: str, tmp_path: Path) -> None:
+    """By a score that falls from step to step, so that the first epoch is the best."""
+    data, kind = WRITERS[job](tmp_path / "data"), job_of(job)
+    told = []
+    for devices in ("cpu:1", "cpu:2"):
+        values = {"data": str(data), "runs": str(tmp_path / devices), "devices": devices}
+        options = read_options(kind, {**values, "epochs": 2, **SMALL[job]}, None)
+        result = run_job(replace(kind, make_task=EarlyTask(job)), options)
+        examples = examples_of(Path(result["folder"]))
+        assert (result["best"]["epoch"], examples["epoch"]) == (0, 0)
+        told.append((result["fingerprint"], examples))
+    assert told[0] == told[1]
+
+
+class EarlyTask:
+    """Makes a task whose best epoch is the first."""
+
+    def __init__(self, job: str) -> None:
+        self.job = job
+
+    def __call__(self, options: Any, data: Any) -> Task:
+        task = job_of(self.job).make_task(options, data)
+
+        def score(model: Any, batch: Any) -> dict[str, Any]:
+            counts = [b for n, b in model.named_buffers() if n.endswith("num_batches_tracked")]
+            early = onefold.Mean(-counts[0].to(torch.float64), torch.ones((), dtype=torch.float64))
+            return {**task.score(model, batch), "early": early}
+
+        return replace(task, score=score, best="highest early")
+
+
+# What a run keeps in its checkpoints, and what somebody else has put there.
+
+BEST = {"epoch": 0, "score": "iou", "value": 0.5, "checkpoint": "checkpoints/step-00000003"}
+SAVED = {"part": {"samples": 8.0, "total": math.inf}, "epochs_done": 1, "best": BEST}
+
+
+@for_each(
+    "extra",
+    [
+        *(None, 3, {}),
+        *({**SAVED, "part": each} for each in (3, {"samples": "x"})),
+        *({**SAVED, "epochs_done": each} for each in ("x", -1, True)),
+        *({**SAVED, "best": each} for each in (3, {"epoch": 0})),
+        *(
+            {**SAVED, "best": {**BEST, "checkpoint": each}}
+            for each in ("../../other", "checkpoints/step-00000003\n")
+        ),
+    ],
+)
+def test_what_another_script_has_saved_is_refused(extra: Any, tmp_path: Path) -> None:
+    assert read_saved(SAVED, tmp_path) == (SAVED["part"], 1, BEST)
+    assert read_saved({"part": {}, "epochs_done": 0, "best": None}, tmp_path) == ({}, 0, None)
+    best = read_saved({**SAVED, "best": {**BEST, "value": math.nan}}, tmp_path)[2]
+    assert best is not None
+    assert math.isnan(best["value"])
+    with pytest.raises(CheckpointError, match="expected checkpoints of onefold train, the newest"):
+        read_saved(extra, tmp_path)
