@@ -1,4 +1,4 @@
-"""Medians, ratios, turns and the record: what the figures of every benchmark rest on."""
+"""What the figures of every benchmark rest on."""
 
 from __future__ import annotations
 
@@ -9,73 +9,41 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from measure import (
-    Spread,
-    busy_s,
-    cpu_model,
-    deliver,
-    in_turn,
-    middle_half,
-    print_table,
-    ratio,
-    record,
-    spread,
-)
+from against import there_and_back
+from checkpoint import file_system_of, stall_percent
+from measure import Spread, busy_s, deliver, in_turn, middle_half, ratio, record, spread
+from overhead import difference
+from scaling import rollup_bytes, sent_over
+from training import best_of, compared
 
 pytestmark = pytest.mark.full
 
 TIMES = st.lists(st.floats(min_value=1e-6, max_value=1e6), min_size=1, max_size=9)
 
 
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [
-        ([3.0], Spread(median=3.0, low=3.0, high=3.0)),
-        ([9.0, 1.0, 2.0], Spread(median=2.0, low=1.0, high=9.0)),
-        ([4.0, 1.0, 2.0, 8.0], Spread(median=3.0, low=1.0, high=8.0)),
-    ],
-)
-def test_spread_is_median_least_and_greatest(values: list[float], expected: Spread) -> None:
-    assert spread(values) == expected
-
-
 @given(TIMES)
-def test_spread_does_not_depend_on_the_order(values: list[float]) -> None:
+def test_a_spread_does_not_depend_on_the_order(values: list[float]) -> None:
     found = spread(values)
     assert found == spread(reversed(values))
+    assert (found.low, found.high) == (min(values), max(values))
     assert found.low <= found.median <= found.high
+    assert ratio(values, values) == Spread(median=1.0, low=1.0, high=1.0)
 
 
-def test_spread_of_nothing_is_refused() -> None:
+def test_ratios_and_differences_are_taken_round_by_round() -> None:
+    # Between the medians it would be 20 / 2 = 10.
+    assert ratio([10.0, 20.0, 30.0], [10.0, 2.0, 1.0]) == Spread(median=10.0, low=1.0, high=30.0)
+    assert difference([5.0, 105.0, 6.0], [1.0, 100.0, 3.0]) == Spread(median=4.0, low=3.5, high=4.5)
+    stall = stall_percent([11.0, 20.4, 10.1], [10.0, 20.0, 10.0])
+    assert [stall.low, stall.median, stall.high] == pytest.approx([1.0, 2.0, 10.0])
+    assert middle_half([4.0, 1.0, 900.0, 2.0, 3.0]) == Spread(median=3.0, low=2.0, high=4.0)
+    with pytest.raises(ValueError, match="shorter"):
+        ratio([1.0, 2.0], [1.0])
     with pytest.raises(ValueError, match="at least one measurement"):
         spread([])
 
 
-def test_spread_as_text() -> None:
-    assert Spread(median=1234.56, low=0.0, high=9999.0).text(1) == "1,234.6 (0.0-9,999.0)"
-
-
-def test_middle_half_leaves_out_what_is_far_off() -> None:
-    assert middle_half([4.0, 1.0, 900.0, 2.0, 3.0]) == Spread(median=3.0, low=2.0, high=4.0)
-
-
-def test_ratio_is_taken_round_by_round() -> None:
-    # Between the medians it would be 20 / 2 = 10.
-    assert ratio([10.0, 20.0, 90.0], [1.0, 10.0, 2.0]) == Spread(median=10.0, low=2.0, high=45.0)
-    assert ratio([10.0, 20.0, 30.0], [10.0, 2.0, 1.0]) == Spread(median=10.0, low=1.0, high=30.0)
-
-
-@given(TIMES)
-def test_ratio_to_itself_is_one(times: list[float]) -> None:
-    assert ratio(times, times) == Spread(median=1.0, low=1.0, high=1.0)
-
-
-def test_ratio_needs_as_many_rounds_on_both_sides() -> None:
-    with pytest.raises(ValueError, match="shorter"):
-        ratio([1.0, 2.0], [1.0])
-
-
-def test_measurements_are_taken_in_turn_and_every_second_time_backwards() -> None:
+def test_the_place_in_a_row_is_worth_nothing() -> None:
     calls: list[str] = []
 
     def measure(name: str) -> int:
@@ -85,55 +53,38 @@ def test_measurements_are_taken_in_turn_and_every_second_time_backwards() -> Non
     taken = in_turn({"a": lambda: measure("a"), "b": lambda: measure("b")}, rounds=3)
     assert calls == ["a", "b", "b", "a", "a", "b"]
     assert taken == {"a": [1, 4, 5], "b": [2, 3, 6]}
+    # Two equal versions; the one measured second takes 2 s, the other 3 s, and all slow down.
+    assert ratio(there_and_back([2.0, 5.0]), there_and_back([3.0, 4.0])).median == 1.0
 
 
-def test_no_rounds_are_refused() -> None:
-    with pytest.raises(ValueError, match="at least one round, got 0"):
-        in_turn({}, rounds=0)
+def test_a_side_is_compared_with_the_best_of_those_that_were_measured() -> None:
+    speeds = {"onefold-2-shared": [8.0, 6.0], "fabric-2": [4.0, 2.0], "ddp-2": [1.0, 4.0]}
+    (found,) = compared(speeds).values()
+    assert found == {"over": "onefold-2-shared", "under": "fabric-2", "ratio": spread([2.0, 3.0])}
+    assert best_of(["accelerate-2"], speeds) is None
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("processor\t: 0\nmodel name\t: Example 9000: fast\ncpu MHz\t: 1\n", "Example 9000: fast"),
-        ("processor\t: 0\n", "unknown"),
-        ("", "unknown"),
-    ],
-)
-def test_cpu_model(text: str, expected: str) -> None:
-    assert cpu_model(text) == expected
-
-
-def test_busy_seconds_leave_out_idling_and_waiting_for_disks() -> None:
+def test_what_the_kernel_says() -> None:
     stat = "cpu  100 20 30 90000 8000 4 5 41 7 8\ncpu0 1 2 3 4 5 6 7 8 9 10\n"
     assert busy_s(stat, ticks_per_s=100) == 2.0
+    wire = sent_over("head\nhead\n    lo: 1 2 0 0 0 0 0 0 30 4 0 0 0 0 0 0\n", "lo")
+    assert (wire.sent_bytes, wire.packets) == (30, 4)
+    assert rollup_bytes("Rss:  2048 kB\nPss:  1024 kB\nPss_Dirty:  5 kB\n", "Pss") == 1024 * 1024
+    mounts = "/dev/a / ext4 rw 0 0\ntmpfs /tmp tmpfs rw 0 0\n/dev/b /data xfs rw 0 0\n"
+    kinds = [file_system_of(Path(path), mounts) for path in ("/tmp/a", "/tmpfile", "/data")]
+    assert kinds == ["tmpfs", "ext4", "xfs"]
 
 
-def test_record_is_one_line_of_json(capsys: pytest.CaptureFixture[str]) -> None:
-    results = [{"workload": "w", "ratios": {"a/b": spread([1.0, 2.0, 4.0])}}]
-    deliver(record("training", settings={"repeats": 3}, results=results), None)
-    (line,) = capsys.readouterr().out.splitlines()
-    found = json.loads(line)
-    assert found["benchmark"] == "training"
-    assert found["settings"] == {"repeats": 3}
-    assert found["results"][0]["ratios"]["a/b"] == {"median": 2.0, "low": 1.0, "high": 4.0}
-    assert set(found["versions"]) >= {"python", "onefold", "torch"}
-    assert set(found["hardware"]) == {"cpu", "cores"}
-    assert found["hardware"]["cores"] >= 1
-
-
-def test_record_is_written_indented_where_asked(tmp_path: Path) -> None:
+def test_a_record_is_one_line_and_a_whole_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     output = tmp_path / "results" / "one.json"
+    results = [{"ratios": {"a/b": spread([1.0, 2.0, 4.0])}}]
     for repeats in (3, 4):
-        deliver(record("one", settings={"repeats": repeats}, results=[spread([1.0])]), output)
-    text = output.read_text(encoding="utf-8")
-    assert json.loads(text)["results"] == [{"median": 1.0, "low": 1.0, "high": 1.0}]
-    assert '\n  "settings": {\n    "repeats": 4\n  }' in text
+        deliver(record("one", settings={"repeats": repeats}, results=results), output)
+    *_, line = capsys.readouterr().out.splitlines()
+    found = json.loads(line)
+    assert found == json.loads(output.read_text(encoding="utf-8"))
+    assert found["settings"] == {"repeats": 4}
+    assert found["results"] == [{"ratios": {"a/b": {"median": 2.0, "low": 1.0, "high": 4.0}}}]
     assert list(output.parent.iterdir()) == [output]
-
-
-def test_table_shows_every_cell(capsys: pytest.CaptureFixture[str]) -> None:
-    print_table("Speeds", ["workload", "plain"], [["first", "1.5 (1.0-2.0)"], ["second", "7"]])
-    shown = capsys.readouterr().out
-    for cell in ("Speeds", "workload", "plain", "first", "1.5 (1.0-2.0)", "second", "7"):
-        assert cell in shown
