@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import resource
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -12,13 +14,7 @@ SUFFIXES = (".png", ".jpg")
 
 
 def noise(size: tuple[int, int], mode: str = "RGB", seed: int = 0) -> Image.Image:
-    """A picture of random pixels.
-
-    Args:
-        size: width and height, in pixels.
-        mode: any that Pillow converts RGB to.
-        seed: draws the pixels.
-    """
+    """A picture of random pixels, so wide and so high."""
     pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
     return Image.fromarray(pixels).convert(mode)
 
@@ -28,11 +24,9 @@ def write_class_folders(
     classes: Sequence[str],
     train: int = 6,
     test: int = 3,
-    size: tuple[int, int] = (12, 10),
     mode: str = "RGB",
-    seed: int = 0,
 ) -> Path:
-    """Write ``train/CLASS/...`` and ``test/CLASS/...``, PNG and JPEG in turn.
+    """Write ``train/CLASS/...`` and ``test/CLASS/...``, PNG and JPEG in turn, or ``CLASS/...``.
 
     The classes differ in brightness, so that they can be learnt.
 
@@ -41,14 +35,9 @@ def write_class_folders(
         classes: names.
         train: training pictures of each class.
         test: test pictures of each class; with 0 the class folders lie in ``root`` itself.
-        size: width and height, in pixels.
         mode: ``L``, ``RGB`` or another that Pillow writes as PNG and as JPEG.
-        seed: draws the pixels.
-
-    Returns:
-        ``root``.
     """
-    generator = np.random.default_rng(seed)
+    generator = np.random.default_rng(0)
     parts = {"train": train, "test": test} if test else {"": train}
     for part, count in parts.items():
         for number, name in enumerate(classes):
@@ -56,7 +45,7 @@ def write_class_folders(
             folder.mkdir(parents=True, exist_ok=True)
             low = 200 * number // len(classes)
             for i in range(count):
-                pixels = generator.integers(low, low + 56, (size[1], size[0], 3), dtype=np.uint8)
+                pixels = generator.integers(low, low + 56, (10, 12, 3), dtype=np.uint8)
                 file = folder / f"{i}{SUFFIXES[i % len(SUFFIXES)]}"
                 Image.fromarray(pixels).convert(mode).save(file)
     return root
@@ -74,20 +63,24 @@ def write_page(path: Path) -> None:
     path.write_text("<!DOCTYPE html><title>404</title>")
 
 
-def write_nothing(path: Path) -> None:
-    """An empty file."""
-    path.write_bytes(b"")
-
-
-def write_dangling_link(path: Path) -> None:
-    """A link that leads nowhere."""
-    path.symlink_to(path.with_name("gone"))
-
-
-WAYS_TO_BE_BAD: dict[str, tuple[Callable[[Path], None], str]] = {
+WAYS_TO_BE_BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "cut short": (write_cut_jpeg, "image file is truncated"),
     "a web page": (write_page, "a file of no known format that begins with b'<!DOCTYPE html><'"),
-    "empty": (write_nothing, "an empty file"),
-    "a link to nothing": (write_dangling_link, "No such file or directory"),
+    "empty": (Path.touch, "an empty file"),
+    "a link to nothing": (lambda path: path.symlink_to("gone"), "No such file or directory"),
+    "a folder": (Path.mkdir, "expected a file, got a folder"),
 }
 """How to write each, and what is said of it."""
+
+
+@contextmanager
+def memory_limited(more_bytes: int) -> Iterator[None]:
+    """Let this process have no more memory than it has and this."""
+    with open("/proc/self/statm") as file:
+        size = int(file.read().split()[0]) * resource.getpagesize()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (size + more_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)

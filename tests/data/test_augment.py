@@ -68,20 +68,6 @@ def test_every_picture_becomes_a_square_of_numbers(
     assert tensor.isfinite().all()
 
 
-@settings(max_examples=40)
-@given(
-    width=SIDES,
-    height=SIDES,
-    size=st.integers(1, 40),
-    name=st.sampled_from(sorted(TO_A_SQUARE.keys() - {"shift"})),
-)
-def test_nothing_but_the_picture_is_in_what_is_cut_out(
-    width: int, height: int, size: int, name: str
-) -> None:
-    cut = TO_A_SQUARE[name](size)(Image.new("L", (width, height), 200))
-    assert set(cut.tobytes()) == {200}
-
-
 def others() -> tuple[object, str]:
     return random.getstate(), str(np.random.get_state(legacy=False))
 
@@ -98,13 +84,6 @@ def test_changes_are_drawn_from_pytorchs_generator_alone(name: str) -> None:
     assert drawn(1) == drawn(1) != drawn(2)
     assert len(set(drawn(1))) > 1
     assert others() == before
-
-
-def test_the_middle_is_cut_out_without_drawing() -> None:
-    before = torch.get_rng_state()
-    for name in ("centre", "centre without margin"):
-        TO_A_SQUARE[name](16)(noise((40, 30)))
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 @for_each("size", [1, 7, 8, 12, 28, 64])
@@ -176,15 +155,6 @@ def test_a_random_box_is_large_enough_and_within_the_picture(least_area: float) 
         assert 0 < height < 153
         assert width * height >= least_area * 200 * 150 * 0.9
         assert 0.6 < width / height < 1.6
-
-
-@for_each(("size", "box"), [((500, 3), (248, 0, 252, 3)), ((3, 500), (0, 248, 3, 252))])
-def test_where_no_box_fits_the_middle_is_taken(
-    size: tuple[int, int], box: tuple[int, int, int, int]
-) -> None:
-    picture = noise(size)
-    expected = picture.resize((8, 8), Image.Resampling.BILINEAR, box=box, reducing_gap=2.0)
-    assert RandomResizedCrop(8, 0.9)(picture).tobytes() == expected.tobytes()
 
 
 def test_the_normalised_pixels_are_those_computed_by_hand() -> None:

@@ -1,25 +1,19 @@
-"""What small files may cost: no program, no memory without end, no walk without end."""
+"""What pictures may cost: no program, no memory without end, no walk without end."""
 
 from __future__ import annotations
 
-import gzip
 import itertools
 import os
-import resource
-import subprocess
-import sys
 import threading
 import zlib
 from pathlib import Path
 
 import pytest
 
-from onefold.data.arrays import read_idx
 from onefold.data.bad import BadFile
 from onefold.data.decoding import MOST_PIXELS, in_hand, load_picture, open_picture
 from onefold.data.pictures import look_at, look_through, picture_paths
 from onefold.data.scan import scan_pictures
-from onefold.data.tsv import read_splits, read_tsv
 from onefold.errors import DataError
 from tests.data.pictures import noise
 
@@ -77,33 +71,6 @@ def test_a_picture_of_too_many_pixels_is_not_decoded(
     assert str(bad) == str(caught.value)
 
 
-LOOK_AT_ALL = """
-import resource, sys
-from pathlib import Path
-from onefold.data.scan import scan_pictures
-paths = [Path(name) for name in sys.argv[1:]]
-small, *large = paths
-scan_pictures([small])
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-many = [path for each in large for path in [each, *[small] * 15]]  # a large one for each thread
-assert len(scan_pictures(many).sound) == 64
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
-"""
-
-
-def test_large_pictures_are_decoded_one_after_the_other(tmp_path: Path) -> None:
-    noise((4, 4)).save(tmp_path / "small.png")
-    large = [zeros_png(tmp_path / f"{n}.png", 6_000 + n, 6_000) for n in range(4)]
-    done = subprocess.run(
-        [sys.executable, "-c", LOOK_AT_ALL, tmp_path / "small.png", *large],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    one = 4 * 6_000 * 6_000 / 1024  # KiB
-    assert int(done.stdout) < 3.5 * one  # threads keep some of what they had
-
-
 def test_threads_wait_where_theirs_together_would_be_too_much() -> None:
     lock, held, most = threading.Lock(), [0], [0]
     tenth = MOST_PIXELS // 2 // 10  # of what threads decode together
@@ -153,63 +120,3 @@ def test_folders_that_lie_too_deep_are_bad(tmp_path: Path) -> None:
     bad: list[BadFile] = []
     assert picture_paths(tmp_path, bad) == []
     assert [each.reason for each in bad] == ["expected folders at most 64 deep"]
-
-
-def limited_to(bytes_more: int) -> tuple[int, int]:
-    """Let this process have no more memory than it has and this; what was allowed before."""
-    with open("/proc/self/statm") as file:
-        size = int(file.read().split()[0]) * resource.getpagesize()
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (size + bytes_more, before[1]))
-    return before
-
-
-def test_a_gzip_file_gives_no_more_than_its_header_promises(tmp_path: Path) -> None:
-    path = tmp_path / "a.gz"
-    header = b"\0\0\x08\1" + MEBIBYTE.to_bytes(4, "big")
-    with gzip.open(path, "wb", compresslevel=1) as file:
-        file.write(header)
-        for _ in range(160):
-            file.write(bytes(MEBIBYTE))
-    before = limited_to(64 * MEBIBYTE)
-    try:
-        with pytest.raises(ValueError, match=r"expected 1048584 bytes .*, got more"):
-            read_idx(path)
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, before)
-
-
-def test_a_header_may_not_promise_more_than_is_unpacked(tmp_path: Path) -> None:
-    path = tmp_path / "a.gz"
-    header = b"\0\0\x08\1" + (2**31).to_bytes(4, "big")
-    path.write_bytes(gzip.compress(header) + bytes(4 * MEBIBYTE))
-    with pytest.raises(ValueError, match="that are taken out of a gzip file: unpack it with gunz"):
-        read_idx(path)
-
-
-def test_a_label_of_many_digits_is_a_bad_line(tmp_path: Path) -> None:
-    content = f"a\t1\nb\t2\nc\t{'7' * 5000}\n"
-    for name in ("train", "dev"):
-        (tmp_path / f"{name}.tsv").write_text(content)
-    splits = read_splits(tmp_path / "train.tsv", tmp_path / "dev.tsv")
-    assert splits.classes == ["1", "2"]
-    assert [bad.line for bad in splits.left_out] == [3, 3]
-    assert "expected a label of at most 200 characters, got 5,000" in splits.left_out[0].reason
-
-
-def test_a_line_without_end_is_a_bad_line(tmp_path: Path) -> None:
-    path = tmp_path / "train.tsv"
-    with path.open("wb") as file:
-        file.write(b"fine\t1\n")
-        for _ in range(160):
-            file.write(b"x" * MEBIBYTE)
-        file.write(b"\t1\nfine as well\t2")
-    before = limited_to(64 * MEBIBYTE)
-    try:
-        lines, bad = read_tsv(path)
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, before)
-    assert [(line.line_number, line.label) for line in lines] == [(1, "1"), (3, "2")]
-    assert [str(each) for each in bad] == [
-        f"{path}, line 2: expected a line of at most 1,048,576 bytes, got more"
-    ]

@@ -42,7 +42,6 @@ def written(folder: Path, pixels: Any) -> Path:
         *((MEANT.astype(np.uint16) * value, False) for value in (1, 255, 65535)),
         (MEANT.astype(bool), False),
         (np.stack([MEANT * 255] * 3, axis=2), False),
-        (np.stack([MEANT * 255, MEANT * 0, MEANT * 0], axis=2), False),
         (np.stack([MEANT * 0, MEANT * 0, MEANT * 255], axis=2), False),
         (np.stack([MEANT] * 3, axis=2), False),
         (np.stack([MEANT * 255] * 3 + [np.full_like(MEANT, 255)], axis=2), False),
@@ -60,13 +59,6 @@ def test_every_kind_of_mask_means_the_same(tmp_path: Path, pixels: Any, inverted
     assert (look.size, look.foreground, look.void) == ((3, 2), int(expected.sum()), 0)
     assert np.array_equal(np.asarray(mask), expected * 255)
     assert mask_tensor(mask).tolist() == expected.astype(float).tolist()
-
-
-@for_each("value", [0, 1, 255])
-def test_a_mask_may_be_of_one_value(tmp_path: Path, value: int) -> None:
-    path = save(tmp_path / "mask.png", np.full((2, 3), value, dtype=np.uint8))
-    assert np.asarray(read_mask(path)).tolist() == [[255 if value else 0] * 3] * 2
-    assert look_at_mask(path, PLAIN).foreground == (6 if value else 0)
 
 
 # Masks that have more values than two.
@@ -121,7 +113,6 @@ def test_the_noise_of_jpeg_does_no_harm(tmp_path: Path, quality: int, in_colour:
     ("pixels", "words"),
     [
         (fields(0, 1, 2, 255), "0 .*, 1 .*, 2 .*, 255 .*more than two of"),
-        (fields(0, 15, 255), "0 .*, 15 .*, 255 .*more than two of them cover"),
         (fields(0, 1, 255), "the foreground may be 1, or what is brighter"),
         (fields(0, 128, 255), "0 .*, 128 .*, 255 .*more than two of them"),
         (fields(*range(0, 250, 10), width=4), "and 19 more values: more than two"),
@@ -133,6 +124,7 @@ def test_the_noise_of_jpeg_does_no_harm(tmp_path: Path, quality: int, in_colour:
         (fields(128, 255), "128 .*, 255 .*: all of them are bright"),
         (fields(0, 1, 2).astype(np.uint16) * 1001, "0 .*, 1001 .*, 2002 .*more than two"),
         (fields(0, 1, 2, 3), "none of them is bright"),
+        (fields(0, 127), r"0 \(50.0%\), 127 \(50.0%\): none of them is bright"),
         (colours(fields(0, 1), RED, GREEN), "#00ff00 .*, #ff0000 .*all of them are"),
         (
             colours(fields(0, 1, 2), BLACK, RED, GREEN),
@@ -150,14 +142,6 @@ def test_a_mask_of_more_meanings_than_two_is_refused(
     expected = rf"mask\.png: expected a mask of 0 and 1, or of 0 and 255, got .*{words}"
     with pytest.raises(DataError, match=f"{expected}.*--foreground.*--void"):
         look_at_mask(written(tmp_path, pixels), PLAIN)
-
-
-@for_each("brightest", [2, 127])
-def test_a_mask_without_a_bright_pixel_is_refused(tmp_path: Path, brightest: int) -> None:
-    path = save(tmp_path / "mask.png", np.array([[0, brightest]], dtype=np.uint8))
-    words = re.escape(f"{path}: expected a mask of 0 and 1, or of 0 and 255, got 0 (50.0%), ")
-    with pytest.raises(DataError, match=rf"{words}{brightest} \(50.0%\): none of them is bright"):
-        look_at_mask(path, PLAIN)
 
 
 # Rules.
@@ -193,27 +177,15 @@ def test_values_are_foreground_background_or_void(
     assert MaskLook.unpacked(look.packed()) == look
 
 
-@for_each(("number", "colour"), [("1", "#800000"), ("3", "#e0e0c0")])
-def test_a_palette_has_numbers_and_colours(tmp_path: Path, number: str, colour: str) -> None:
-    with_palette(fields(0, 1, 2, 3), *VOC).save(tmp_path / "mask.png")
-    expected = [int(place == int(number)) for place in range(4)]
-    assert read_by(tmp_path / "mask.png", number) == expected
-    assert read_by(tmp_path / "mask.png", colour) == expected
-
-
 def test_colours_and_wide_numbers_are_named_as_they_are(tmp_path: Path) -> None:
     path = save(tmp_path / "mask.png", colours(fields(0, 1, 2), BLACK, RED, GREEN))
     assert read_by(path, "#00FF00", void=("#ff0000",)) == [0, VOID, 1]
     assert look_at_mask(path, MaskRule(("255",))).named == []
     path = save(tmp_path / "mask.png", fields(0, 1, 2).astype(np.uint16) * 1001)
     assert read_by(path, "2002", void=("1001",)) == [0, VOID, 1]
-
-
-def test_without_what_is_void_the_rest_must_be_clear(tmp_path: Path) -> None:
-    path = save(tmp_path / "mask.png", fields(0, 1, 2, 255))
-    with pytest.raises(DataError, match=r"got 0 \(33.3%\), 1 \(33.3%\), 2 \(33.3%\): none"):
-        look_at_mask(path, MaskRule(void=("255",)))
-    assert look_at_mask(path, MaskRule(void=("255", "2"))).foreground == 24 * 8
+    path = written(tmp_path, with_palette(fields(0, 1, 2, 3), *VOC))
+    for value in ("3", "#e0e0c0"):
+        assert read_by(path, value) == [0, 0, 0, 1]
 
 
 @for_each(
@@ -233,22 +205,11 @@ def test_a_rule_that_says_nothing_or_two_things_is_refused(
         MaskRule(foreground, void)
 
 
-@for_each(
-    ("values", "expected"),
-    [
-        ((0, 1, np.inf), [0, 1, 0]),
-        ((0, 1, -np.inf), [0, 1, 0]),
-        ((0, 1, np.nan), [0, 1, 0]),
-        ((0, 1e30, 1e30), [0, 1, 1]),
-    ],
-)
-def test_floating_point_masks_keep_their_foreground(
-    tmp_path: Path, values: tuple[float, ...], expected: list[int]
-) -> None:
-    rows = np.repeat(np.array(values, np.float32), 8)
+@for_each("odd", [np.inf, -np.inf, np.nan, 1e30])
+def test_floating_point_masks_keep_their_foreground(tmp_path: Path, odd: float) -> None:
+    rows = np.repeat(np.array([0, 1e30 if odd == 1e30 else 1, odd], np.float32), 8)
     pillow.fromarray(np.tile(rows[:, None], 8)).save(tmp_path / "mask.tiff")
+    expected = [0, 1, int(odd == 1e30)]
     look = look_at_mask(tmp_path / "mask.tiff", PLAIN)
     assert look.foreground == 64 * sum(expected)
-    assert not any(value.startswith("-") for value in look.values)
-    mask = mask_tensor(read_mask(tmp_path / "mask.tiff"))
-    assert mask[::8, 0].tolist() == expected
+    assert mask_tensor(read_mask(tmp_path / "mask.tiff"))[::8, 0].tolist() == expected

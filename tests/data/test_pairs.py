@@ -80,15 +80,6 @@ def test_a_share_is_held_out_where_there_is_no_test_set(whole: Path, tmp_path: P
     assert names(read(linked)) == drawn[0]
 
 
-def test_sub_folders_and_endings_may_differ(tmp_path: Path) -> None:
-    for seed, folder in enumerate(("a", "b")):
-        save(tmp_path / "images" / folder / "x.1.jpg", grey(4, 4, 3, seed=seed))
-        save(tmp_path / "masks" / folder / "x.1.PNG", black_and_white(4, 4))
-    data = read(tmp_path)
-    both = {(pair.image.parent.name, pair.mask.parent.name) for pair in data.train + data.test}
-    assert both == {("a", "a"), ("b", "b")}
-
-
 @for_each(
     ("folders", "pairs", "words"),
     [
@@ -171,15 +162,6 @@ def test_what_is_bad_is_named_or_left_out(tmp_path: Path, spoil: Any) -> None:
         read(tmp_path, skip_bad=True)
 
 
-def test_all_that_is_bad_is_said_at_once(split: Path) -> None:
-    for path in ("train/images/1.png", "train/masks/2.png", "test/masks/3.png"):
-        (split / path).write_bytes(b"")
-    with pytest.raises(DataError, match=r"^3 of the files and lines cannot") as caught:
-        read(split)
-    for path in ("train/images/1.png", "train/masks/2.png", "test/masks/3.png"):
-        assert f"{split / path}: " in str(caught.value)
-
-
 def test_a_test_set_that_says_nothing_is_refused(split: Path) -> None:
     for number in (3, 4):
         save(split / "test" / "masks" / f"{number}.png", np.zeros(SQUARE, dtype=np.uint8))
@@ -258,12 +240,3 @@ def test_masks_of_1_among_masks_of_255_are_refused(whole: Path) -> None:
     with pytest.raises(DataError, match=r"masks/3\.png: expected masks that are all of 0 and 1"):
         read(whole)
     assert read(whole, rule=MaskRule(("1", "255"))).foreground > 0
-
-
-def test_pictures_of_more_than_8_bits_have_one_white(whole: Path) -> None:
-    for number in range(8):
-        values = np.random.default_rng(number).integers(0, 300 + 400 * number, SQUARE)
-        save(whole / "images" / f"{number}.png", values.astype(np.uint16))
-    data = read(whole)
-    assert data.white == 4095
-    assert "4095 is used as white" in data.notes[0]

@@ -91,15 +91,6 @@ def test_what_was_changed_is_read_again_and_nothing_else(
     assert read_paths == [changed]
 
 
-def test_what_nobody_has_touched_is_not_opened_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settle(monkeypatch)
-    first = read(write_class_folders(tmp_path / "pets", PETS))
-    monkeypatch.setattr(scan, "open_regular", lambda *_: pytest.fail("a file was opened"))
-    assert read(tmp_path / "pets", unpack_scan(first.scan)).digest == first.digest
-
-
 def test_a_file_that_was_only_just_written_has_no_stamp(tmp_path: Path) -> None:
     path = tmp_path / "a.png"
     noise((4, 4)).save(path)
