@@ -1,16 +1,14 @@
 """Runs that are compiled: one result for any number of devices, which is that of the loss.
 
 To make kernels takes seconds each, so most tests stop before that: their code is traced, with its
-gradient, and run by PyTorch's own kernels. What depends on kernels is tested with one tiny model,
-whose code all these tests share.
+gradient, and run by PyTorch's own kernels. What depends on kernels is tested with one tiny model.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +18,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from tqdm import tqdm
 
 import onefold
 from onefold.engine import compiling, kernels
-from onefold.errors import CheckpointError, DisagreementError, LossError, StateError
-from onefold.run import world
-from onefold.run.membership import _remove_folders
-from onefold.system.caches import default_of_torch
-from tests.compiler import cache, fresh_compiler
+from onefold.errors import CheckpointError, LossError, StateError
+from tests.tables import for_each
 from tests.verifying.compared import Compared, compared
 
-__all__ = ["cache", "compared", "fresh_compiler"]
+__all__ = ["compared"]
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 Loss = Callable[[Any, Batch], object]
@@ -45,6 +41,17 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
     pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
 ]
+
+
+@pytest.fixture
+def fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    # The compiler shows its progress by tqdm, which starts a thread that outlasts a test.
+    monkeypatch.setattr(tqdm, "monitor_interval", 0)
+    # Where its kernels find a function of PyTorch in this process; put back with the patch.
+    monkeypatch.setenv("_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", "")
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
 
 
 @pytest.fixture
@@ -111,93 +118,59 @@ def batch_of(samples: int, seed: int = 1) -> Batch:
 
 
 def trainer_of(
-    loss: Loss = of_each, devices: int | None = 1, *, model: nn.Module | None = None, **options: Any
+    loss: Loss = of_each, devices: int | None = 1, *, build: Any = Net, **options: Any
 ) -> onefold.Trainer:
     torch.manual_seed(0)
-    model = Net() if model is None else model
-    settings = {"shards": 4, "threads": 1, "compile": True, "devices": None}
-    if devices:
-        settings["devices"] = ["cpu"] * devices
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    return onefold.Trainer(model, optimizer, loss, **{**settings, **options})
+    model = build()
+    named = ["cpu"] * devices if devices else None
+    settings = {"shards": 4, "threads": 1, "compile": True, "devices": named, **options}
+    return onefold.Trainer(model, torch.optim.AdamW(model.parameters(), lr=1e-2), loss, **settings)
 
 
-def run(trainer: onefold.Trainer, sizes: tuple[int, ...] = SIZES) -> tuple[str, float]:
-    for number, samples in enumerate(sizes):
+def run(
+    trainer: onefold.Trainer, sizes: tuple[int, ...] = SIZES, first: int = 0
+) -> tuple[str, float]:
+    for number, samples in enumerate(sizes, first):
         step = trainer.step(batch_of(samples, number))
     return trainer.fingerprint(), float(step.loss)
 
 
-@pytest.mark.parametrize("by_user", [False, True])
+@for_each("by_user", [False, True])
 def test_code_is_kept_where_no_other_user_can_put_any(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, by_user: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_user: bool
 ) -> None:
-    from torch._inductor import codecache
-
-    def place() -> Path:
-        model = torch.compile(Net(), backend="eager") if by_user else Net()
-        trainer_of(model=model, compile=not by_user)
-        assert str(codecache._HEADER_DIR).startswith(codecache.cache_dir())
-        return Path(codecache.cache_dir())
-
-    tmp_path.chmod(0o1777)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "own"))
-    monkeypatch.setattr(world, "_chosen", {})
-    for name in ("QUACK_CACHE_DIR", "PYTORCH_KERNEL_CACHE_PATH", "TORCH_EXTENSIONS_DIR"):
-        monkeypatch.setenv(name, "")
-    # PyTorch has chosen it, not the user.
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", default_of_torch())
-    assert place().parent == tmp_path / "own" / "onefold" / "compiled"
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "of all"))
-    assert place() == tmp_path / "of all"
-    (tmp_path / "of all").chmod(0o777)
+    build = (lambda: torch.compile(Net(), backend="eager")) if by_user else Net
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    trainer_of(build=build, compile=not by_user)
+    tmp_path.chmod(0o777)
     with pytest.raises(ValueError, match=r"TORCHINDUCTOR_CACHE_DIR names .*others may write to"):
-        place()
-    # Where there is no home that is safe it is a folder of this process alone.
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", default_of_torch())
-    (tmp_path / "own").chmod(0o777)
-    made = place()
-    assert made.stat().st_mode & 0o777 == 0o700
-    assert made == place()
-    _remove_folders()
-    assert not made.exists()
+        trainer_of(build=build, compile=not by_user)
 
 
 @pytest.mark.usefixtures("traced")
-@pytest.mark.parametrize(
-    ("loss", "build"), [(of_each, Net), (two_terms, Net), (broken_up, Net), (of_each, Again)]
+@for_each(
+    ("loss", "build", "options", "near"),
+    [
+        (of_each, Net, {}, 1e-3),
+        (two_terms, Net, {}, 1e-3),
+        (broken_up, Net, {}, 1e-3),
+        (of_each, Again, {}, 1e-3),
+        (of_each, Net, {"precision": "bf16"}, 0.02),
+        (of_each, Net, {"precision": "fp16-params"}, 0.02),
+    ],
 )
-def test_the_bits_do_not_depend_on_the_devices(loss: Loss, build: Callable[[], nn.Module]) -> None:
-    def go(devices: int, **options: Any) -> tuple[str, float]:
-        torch.manual_seed(0)
-        return run(trainer_of(loss, devices, model=build(), **options))
-
-    found = go(1)
-    assert go(2) == found
-    assert go(3, plan=(0, 3, 1)) == found
+def test_the_bits_do_not_depend_on_the_devices(
+    loss: Loss, build: Any, options: dict[str, Any], near: float
+) -> None:
+    found = run(trainer_of(loss, build=build, **options))
+    # What was compiled before does not show.
+    torch._dynamo.reset()
+    run(trainer_of(loss, build=build, **options), (18, 5))
+    assert run(trainer_of(loss, 2, build=build, **options)) == found
+    assert run(trainer_of(loss, 3, build=build, plan=(0, 3, 1), **options)) == found
     # With the same dropout: only rounding is left to differ.
-    assert go(1, compile=False)[1] == pytest.approx(found[1], rel=1e-3)
-
-
-@pytest.mark.usefixtures("traced")
-def test_a_loss_that_sees_the_whole_batch_is_refused_by_name() -> None:
-    def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
-        found = F.normalize(model(batch[0]), dim=1)
-        whole, own = onefold.gather(found, rows=True)
-        targets = torch.arange(own.start, own.stop)
-        return F.cross_entropy(found @ whole.T / 0.1, targets, reduction="none")
-
-    trainer = trainer_of(loss)
-    before = trainer.fingerprint()
-    with pytest.raises(LossError, match=r"compile=True: the loss calls onefold\.gather"):
-        trainer.step(batch_of(8))
-    assert trainer.fingerprint() == before
-
-
-def test_batch_norm_over_the_whole_batch_is_refused_by_name() -> None:
-    model = onefold.SyncBatchNorm.convert(Net())
-    with pytest.raises(ValueError, match=r"compile=True: norm is an onefold\.SyncBatchNorm"):
-        trainer_of(model=model)
+    written = run(trainer_of(loss, build=build, compile=False, **options))
+    assert written[1] == pytest.approx(found[1], rel=near)
 
 
 @pytest.mark.usefixtures("traced")
@@ -232,23 +205,6 @@ def test_values_beside_the_loss_are_no_part_of_its_gradient() -> None:
 
 
 @pytest.mark.usefixtures("traced")
-def test_what_was_compiled_before_does_not_show() -> None:
-    first = run(trainer_of(), (9,))
-    torch._dynamo.reset()
-    run(trainer_of(), (18, 5))
-    assert run(trainer_of(), (9,)) == first
-
-
-@pytest.mark.usefixtures("traced")
-@pytest.mark.parametrize("precision", ["bf16", "fp16-params"])
-def test_low_precision(precision: str) -> None:
-    found = {run(trainer_of(devices=devices, precision=precision), (8, 8)) for devices in (1, 3)}
-    assert len(found) == 1
-    written = run(trainer_of(precision=precision, compile=False), (8, 8))[1]
-    assert found.pop()[1] == pytest.approx(written, rel=0.02)
-
-
-@pytest.mark.usefixtures("traced")
 def test_hooks_and_frozen_layers_may_come_and_go_between_steps() -> None:
     """The compiler does not look for hooks by itself."""
 
@@ -256,8 +212,8 @@ def test_hooks_and_frozen_layers_may_come_and_go_between_steps() -> None:
         parameter.grad *= 2
 
     def go(*, compiled: bool, devices: int) -> tuple[str, float]:
-        model = Net()
-        trainer = trainer_of(devices=devices, model=model, compile=compiled)
+        trainer = trainer_of(devices=devices, compile=compiled)
+        model: Any = trainer.model
         trainer.step(batch_of(8))
         handle = model.first.register_forward_hook(lambda m, given, made: made * 0.5)
         model.second.weight.register_hook(lambda gradient: gradient * 3)
@@ -269,49 +225,35 @@ def test_hooks_and_frozen_layers_may_come_and_go_between_steps() -> None:
         model.first.bias.requires_grad_(True)
         return run(trainer, (8,))
 
-    torch.manual_seed(0)
     one = go(compiled=True, devices=1)
-    torch.manual_seed(0)
     assert go(compiled=True, devices=3) == one
-    torch.manual_seed(0)
     assert go(compiled=False, devices=1)[1] == pytest.approx(one[1], rel=1e-3)
 
 
-@pytest.mark.usefixtures("traced")
-def test_a_loss_of_any_kind() -> None:
+def test_a_loss_and_a_model_of_any_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     class Criterion(nn.Module):
         def forward(self, model: nn.Module, batch: Batch) -> torch.Tensor:
             return of_each(model, batch)
 
-    losses = (of_each, Criterion(), Criterion().forward, functools.partial(of_each))
-    found = {run(trainer_of(loss), (8,)) for loss in losses}
-    assert len(found) == 1
+    def in_place() -> nn.Module:
+        model = Net()
+        model.compile(backend="eager")
+        return model
 
-
-def test_a_model_that_is_compiled_already() -> None:
-    def model() -> nn.Module:
-        torch.manual_seed(0)
-        return Net()
-
-    wrapped, in_place = torch.compile(model(), backend="eager"), model()
-    in_place.compile(backend="eager")
-    with pytest.MonkeyPatch.context() as patch:
-        compiled = torch.compile
-        patch.setattr(
-            torch, "compile", lambda f, options, dynamic: compiled(f, backend="aot_eager")
-        )
-        found = {run(trainer_of(model=each), (8,)) for each in (model(), wrapped, in_place)}
-    assert len(found) == 1
-
-
-def test_a_model_that_is_compiled_for_shapes_that_vary_is_refused() -> None:
+    compiled = torch.compile
     with pytest.raises(ValueError, match="is compiled with dynamic=True"):
-        trainer_of(model=torch.compile(Net(), dynamic=True))
+        trainer_of(build=lambda: compiled(Net(), dynamic=True))
+    kinds = [(loss, Net) for loss in (of_each, Criterion(), functools.partial(of_each))]
+    kinds += [(of_each, in_place), (of_each, lambda: compiled(Net(), backend="eager"))]
+    traced = lambda loss, **_: compiled(loss, backend="aot_eager")  # noqa: E731
+    monkeypatch.setattr(torch, "compile", traced)
+    assert len({run(trainer_of(loss, build=build), (8,)) for loss, build in kinds}) == 1
 
 
 @pytest.mark.usefixtures("traced")
-def test_a_rehearsal_sees_what_code_does_not_show() -> None:
-    """What a loss was divided by, and modules that are no part of the model."""
+def test_what_compiled_code_hides_is_seen_by_running_the_loss_as_it_is_written(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     by_hand = trainer_of(lambda m, b: F.cross_entropy(m(b[0]), b[1], reduction="sum"))
     with pytest.raises(LossError, match="a sum over the shard"):
         by_hand.step(batch_of(18))
@@ -319,18 +261,11 @@ def test_a_rehearsal_sees_what_code_does_not_show() -> None:
     trainer = trainer_of(lambda m, b: of_each(m, (outside(b[0]), b[1])))
     with pytest.raises(StateError, match="a module of BatchNorm1d is called that is no part"):
         trainer.step(batch_of(8))
-
-
-@pytest.mark.usefixtures("traced")
-def test_a_loss_that_compiled_code_computes_differently_is_mentioned_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
     drawn = np.random.default_rng(0)
     with caplog.at_level(logging.WARNING, "onefold"):
         run(trainer_of(lambda m, b: of_each(m, b) * drawn.uniform(1, 2)), (8, 8))
-    said = [r.getMessage() for r in caplog.records if "without compiling" in r.getMessage()]
-    assert len(said) == 1
-    assert said[0].startswith("compile=True: the loss of step 1, shard 0 adds up to ")
+    (said,) = [r.getMessage() for r in caplog.records if "without compiling" in r.getMessage()]
+    assert said.startswith("compile=True: the loss of step 1, shard 0 adds up to ")
 
 
 @pytest.mark.usefixtures("traced")
@@ -345,9 +280,19 @@ def test_many_shapes_are_mentioned_and_too_many_refused(
             trainer.step(batch_of(samples))
         with pytest.raises(LossError, match=r"made for as many shapes as it may be.* multiples"):
             trainer.step(batch_of(6))
-    said = [r.getMessage() for r in caplog.records if "have had" in r.getMessage()]
-    assert len(said) == 1
-    assert "shards have had 3 shapes so far" in said[0]
+    (said,) = [r.getMessage() for r in caplog.records if "have had" in r.getMessage()]
+    assert "shards have had 3 shapes so far" in said
+
+
+@pytest.mark.usefixtures("traced")
+def test_losses_and_layers_of_the_whole_batch_are_refused_by_name() -> None:
+    trainer = trainer_of(lambda m, b: of_each(m, b) + onefold.gather(m(b[0])).sum())
+    before = trainer.fingerprint()
+    with pytest.raises(LossError, match=r"compile=True: the loss calls onefold\.gather"):
+        trainer.step(batch_of(8))
+    assert trainer.fingerprint() == before
+    with pytest.raises(ValueError, match=r"compile=True: norm is an onefold\.SyncBatchNorm"):
+        trainer_of(build=lambda: onefold.SyncBatchNorm.convert(Net()))
 
 
 def test_what_is_missing_is_named_before_work_begins() -> None:
@@ -365,79 +310,48 @@ def test_what_is_missing_is_named_before_work_begins() -> None:
 
 @pytest.mark.usefixtures("traced")
 def test_a_stopped_run_goes_on_with_the_same_bits(tmp_path: Path) -> None:
-    whole = run(trainer_of(), (8, 8, 8))
-    first = trainer_of(devices=3)
-    first.step(batch_of(8, 0))
+    first, second, third = trainer_of(devices=3), trainer_of(devices=2), trainer_of(compile=False)
+    run(first, (8,))
     first.save(tmp_path)
-    second = trainer_of(devices=2)
     second.load(tmp_path)
-    for number in (1, 2):
-        last = second.step(batch_of(8, number))
-    assert (second.fingerprint(), float(last.loss)) == whole
-    third = trainer_of(compile=False)
+    assert run(second, (8, 8), first=1) == run(trainer_of(), (8, 8, 8))
     with pytest.raises(CheckpointError, match=r"saved with compile True, this run has False"):
         third.load(tmp_path)
     assert third.load(tmp_path, changed={"compile"}).step == 1
 
 
-def test_devices_compare_whether_they_compile() -> None:
-    from onefold.engine.description import compare
-
-    with pytest.raises(DisagreementError, match="compile is True on device 0 and False on device"):
-        compare([b'{"compile": "True"}', b'{"compile": "False"}'])
-
-
-class Tiny(nn.Module):
-    """Few kernels, which the tests share."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(8, 16)
-        self.second = nn.Linear(16, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(F.dropout(self.first(x).tanh(), 0.1, self.training))
+def tiny() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Dropout(0.1), nn.Linear(16, 3))
 
 
 def squares(model: nn.Module, batch: Batch) -> torch.Tensor:
     return (model(batch[0]) - batch[0][:, :3]).square().sum(dim=1)
 
 
-@pytest.mark.usefixtures("cache")
-def test_kernels_give_the_same_bits_on_any_number_of_devices() -> None:
-    from torch._dynamo.utils import counters
-
-    torch.manual_seed(0)
-    start = Tiny()
-
-    def go(devices: int, **options: Any) -> tuple[str, float]:
-        model = copy.deepcopy(start)
-        return run(trainer_of(squares, devices, model=model, **options), (8, 8, 8))
-
-    first = go(1)
-    assert go(1, compile=False)[1] == pytest.approx(first[1], rel=1e-4)
-    assert go(1, compile=False)[0] != first[0]
-    assert go(3, plan=(1, 3, 0)) == first
-    # As in another process, what was made is found again.
-    torch._dynamo.reset()
-    counters.clear()
-    assert go(2) == first
-    assert counters["aot_autograd"]["autograd_cache_hit"] == 1
-
-
-def in_processes() -> tuple[str, float]:
-    """Called in each launched process."""
-    torch.manual_seed(0)
-    return run(trainer_of(squares, None, model=Tiny()), (8, 8, 8))
+def with_kernels(devices: int | None = None, **options: Any) -> tuple[str, float]:
+    return run(trainer_of(squares, devices, build=tiny, **options), (8, 8, 8))
 
 
 @pytest.mark.processes
-@pytest.mark.usefixtures("cache")
-def test_kernels_give_the_same_bits_in_several_processes() -> None:
-    """Both make their kernels at the same time, in one folder, unless a test before has."""
-    torch.manual_seed(0)
-    alone = run(trainer_of(squares, model=Tiny()), (8, 8, 8))
-    assert onefold.launch(in_processes, devices=2) == alone
+def test_kernels_give_the_same_bits_on_any_number_of_devices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._dynamo.utils import counters
+    from torch._inductor import config
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    with config.patch(compile_threads=1):  # no threads that would outlast a test
+        # Both processes make their kernels at the same time, in one folder.
+        launched = onefold.launch(with_kernels, devices=2)
+        assert with_kernels(3, plan=(1, 3, 0)) == launched
+        # As in another process, what was made is found again.
+        torch._dynamo.reset()
+        counters.clear()
+        assert with_kernels(1) == launched
+        assert counters["aot_autograd"]["autograd_cache_hit"] == 1
+        written = with_kernels(1, compile=False)
+    assert written[1] == pytest.approx(launched[1], rel=1e-4)
+    assert written[0] != launched[0]
 
 
 def test_verify_compares_the_mathematics_of_what_is_written(compared: Compared) -> None:
