@@ -1,8 +1,10 @@
-"""Two devices, each with a model of its own, say first what they are about to do and with what."""
+"""Two devices, each with a model of its own, say first what they are about to do and with what.
+
+What they say of each difference, from the beginning of a run on, is in `tests/test_agreement.py`.
+"""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,11 +14,11 @@ import torch
 from torch import nn
 
 from onefold.core.flat import lay_out
-from onefold.core.head import Call, Said, StepHead
+from onefold.core.head import Call, Said, StepHead, plan_number
 from onefold.core.roster import Roster
 from onefold.core.shard import Plan
 from onefold.core.storage import Storage, cut_pieces
-from onefold.engine.agreement import Agreement
+from onefold.engine.agreement import Agreement, GroupSettings
 from onefold.engine.guard import Turns
 from onefold.engine.modelparts import OutsideModules
 from onefold.engine.replica import Replica
@@ -25,9 +27,9 @@ from onefold.errors import DisagreementError, StateError
 from onefold.exchange.exchange import Exchange
 from onefold.exchange.joining import OneDeviceMemory
 from onefold.exchange.memory import Start
-from tests.engine.assembled import CPU, Restless, engine_of, replica_of
+from tests.engine.assembled import CPU, Restless, replica_of
 from tests.engine.meeting import Seat, Table, together
-from tests.small import line, sgd, square
+from tests.small import line, make_trainer, points, sgd, square
 from tests.tables import for_each
 
 HEAD = StepHead(call=Call.STEP, step=7, samples=64, batch_size=16, plan=5, loader=2)
@@ -89,22 +91,23 @@ Change = Callable[[Device], object]
 
 
 def agreed(
-    change: Change | None = None,
-    heads: tuple[StepHead, StepHead] = (HEAD, HEAD),
+    change: Change = lambda _: None,
+    call: Call = Call.STEP,
     *,
     stops: tuple[bool, bool] = (False, False),
     due: bool = True,
     common: bool = False,
+    on_both: bool = False,
 ) -> list[Said | Exception]:
-    """What comes of a call before which device 1 was changed."""
+    """What comes of a call before which device 1, or both, were changed."""
 
     def work(seat: Seat) -> Said:
         device = device_at(seat, common=common)
         for _ in range(0 if due else 5):
             device.turns.advance()
-        if change is not None and seat.number == 1:
+        if seat.number == 1 or on_both:
             change(device)
-        return device.agreement.begin(heads[seat.number], stop=stops[seat.number])
+        return device.agreement.begin(HEAD._replace(call=call), stop=stops[seat.number])
 
     return together(work)
 
@@ -117,122 +120,37 @@ def words_of(found: list[Said | Exception]) -> str:
     return one
 
 
-# What both say alike.
-
-
-@for_each("call", Call, ids=lambda call: call.name)
-def test_devices_that_agree_go_on(call: Call) -> None:
-    head = HEAD._replace(call=call)
-    assert agreed(heads=(head, head)) == [Said((0, 0), False)] * 2
-
-
-@for_each("stops", [(True, False), (False, True), (True, True)])
+@for_each("stops", [(False, False), (True, False), (False, True)])
 def test_all_hear_that_one_was_asked_to_stop(stops: tuple[bool, bool]) -> None:
-    assert agreed(stops=stops) == [Said((0, 0), True)] * 2
+    assert agreed(stops=stops) == [Said((0, 0), any(stops))] * 2
 
 
-# What the head says.
-
-OF_THE_HEAD: dict[str, tuple[int, str]] = {
-    "call": (Call.SAVE, "device 1 calls trainer.save while device 0 calls trainer.step: all dev"),
-    "step": (8, "device 1 is in step 8 and device 0 in step 7: every device must run the same"),
-    "loss": (
-        1,
-        "step 7, trainer.step: device 1 computes loss 1 of the Trainer's and device 0 loss 0",
-    ),
-    "samples": (63, "step 7, trainer.step: device 1 has 63 samples and device 0 has 64: every"),
-    "batch_size": (8, "step 7, trainer.step: device 1 has a batch_size of 8 and device 0 one of "),
-    "plan": (6, "step 7, trainer.step: device 1 has another plan than device 0: set"),
-    "loader": (-1, "device 1 has a batch of the script's own and device 0 a batch of loader 2:"),
-    "data_pass": (1, "device 1 is in pass 1 over the data and device 0 in pass 0: every device"),
-    "place": (9, "device 1 is at sample 9 of a pass over the data and device 0 at sample 0: "),
-    "data": (1, "the data set of device 1 has other samples than that of device 0: make it"),
-    "batch": (1, "device 1 was given another batch than device 0: a batch that the script"),
-    "arguments": (1, "the arguments of device 1 differ from those of device 0: make the call"),
-}
-
-
-@for_each("field", OF_THE_HEAD)
-def test_a_head_that_differs_is_put_into_words_on_both_devices(field: str) -> None:
-    value, words = OF_THE_HEAD[field]
-    other = HEAD._replace(**{field: value})
-    assert words in words_of(agreed(heads=(HEAD, other)))
-
-
-# What a device knows of its own state.
-
-
-def bump(place: Callable[[Device], torch.Tensor]) -> Change:
+def beside(device: Device) -> None:
     """Behind PyTorch's back, where no call has looked before."""
-
-    def change(device: Device) -> None:
-        place(device).data.add_(1.0)
-        device.agreement.guard.note()
-
-    return change
+    device.teacher.weight.data.add_(1.0)
 
 
-def lower_rate(device: Device) -> None:
-    device.optimizer.param_groups[0]["lr"] = 0.01
+def one_value(device: Device) -> None:
+    """That is not among those that are looked at in every step."""
+    device.model.wide.weight.data.view(-1)[1] += 1.0
+    device.agreement.guard.note()
 
 
-def freeze(device: Device) -> None:
-    device.model.usual.bias.requires_grad_(False)
-
-
-def drop_more(device: Device) -> None:
-    device.model.drop.p = 0.9
-
-
-OF_THE_STATE: dict[str, tuple[Change, str]] = {
-    "settings": (lower_rate, r"the optimizer's settings of device 1 \(such as the learning rate\)"),
-    "mode": (lambda d: d.model.norm.eval(), r"device 1 has modules in another mode \(train, eval"),
-    "number": (drop_more, r"device 1 has modules in another mode .* with other numbers \(the p"),
-    "frozen": (freeze, r"device 1 has modules in another mode .* or other frozen parameters"),
-    "parameter": (
-        bump(lambda d: d.model.last.weight),
-        "step 7, trainer.step: device 1 has other parameters or buffers than device 0",
-    ),
-    "buffer": (bump(lambda d: d.model.norm.running_mean), "device 1 has other parameters or buff"),
-    "outside": (
-        bump(lambda d: d.teacher.weight),
-        "a module that the loss uses beside the model has other values on device 1 than on device",
-    ),
-}
-
-
-@for_each("name", OF_THE_STATE)
-def test_a_state_that_differs_is_put_into_words_on_both_devices(name: str) -> None:
-    change, words = OF_THE_STATE[name]
-    assert re.search(words, words_of(agreed(change)))
-
-
-def test_every_field_is_among_them() -> None:
-    of_the_state = {"settings", "modes", "values", "outside"}
-    assert {*OF_THE_HEAD, *of_the_state} == set(StepHead._fields)
-
-
-@for_each("due", [True, False])
-def test_modules_beside_the_model_are_looked_at_when_it_is_due(due: bool) -> None:
-    found = agreed(OF_THE_STATE["outside"][0], due=due)
-    assert all(isinstance(each, DisagreementError) for each in found) is due
-
-
-@for_each(("due", "common"), [(True, False), (False, False), (True, True)])
-def test_all_values_are_added_up_when_it_is_due_and_memory_is_not_common(
-    due: bool, common: bool
+@for_each(
+    ("change", "due", "common", "found"),
+    [
+        (beside, True, False, True),
+        (beside, False, False, False),
+        (one_value, True, False, True),
+        (one_value, False, False, False),
+        (one_value, True, True, False),
+    ],
+)
+def test_what_costs_more_is_compared_when_it_is_due_and_memory_is_not_common(
+    change: Change, due: bool, common: bool, found: bool
 ) -> None:
-    """A single value that is not among the samples."""
-
-    def change(device: Device) -> None:
-        device.model.wide.weight.data.view(-1)[1] += 1.0
-        device.agreement.guard.note()
-
-    found = agreed(change, due=due, common=common)
-    assert all(isinstance(each, DisagreementError) for each in found) is (due and not common)
-
-
-# What was changed between two calls.
+    said = agreed(change, due=due, common=common)
+    assert all(isinstance(each, DisagreementError) for each in said) is found
 
 
 def in_place(device: Device) -> None:
@@ -245,52 +163,28 @@ def behind(device: Device) -> None:
         parameter.data.mul_(0.5)
 
 
-@for_each(
-    ("change", "words"),
-    [
-        (in_place, r"^step 7, trainer\.step: parameter last\.bias changed since the call before,"),
-        (behind, r"^step 7, trainer\.step: parameters \(through \.data\) changed .* before,"),
-    ],
-)
-def test_a_parameter_that_one_device_changed_is_named_with_the_device(
-    change: Change, words: str
-) -> None:
-    found = words_of(agreed(change))
-    assert re.search(words + r" on device 1, outside of `with trainer\.changing\(\):`", found)
+def lower_rate(device: Device) -> None:
+    device.optimizer.param_groups[0]["lr"] = 0.01
 
 
 def test_who_wrote_to_common_memory_behind_pytorchs_back_is_not_known() -> None:
+    assert "since the call before, on device 1, outside" in words_of(agreed(behind))
     assert "since the call before, on a device, outside" in words_of(agreed(behind, common=True))
-
-
-def alike_on_both(seat: Seat, call: Call) -> Said:
-    device = device_at(seat)
-    in_place(device)
-    return device.agreement.begin(HEAD._replace(call=call))
 
 
 @for_each("call", [Call.STEP, Call.EVALUATE, Call.SAVE, Call.CHANGING])
 def test_a_change_is_refused_where_all_made_it_too(call: Call) -> None:
     """The order of such changes would be left to chance."""
-    words = words_of(together(lambda seat: alike_on_both(seat, call)))
+    words = words_of(agreed(in_place, call, on_both=True))
     assert "parameter last.bias changed since the call before, on device 0" in words
 
 
 @for_each("call", [Call.LOAD, Call.CHANGED])
-@for_each("change", [in_place, behind, lower_rate])
-def test_what_settles_everything_asks_for_nothing_of_it(call: Call, change: Change) -> None:
-    head = HEAD._replace(call=call)
-    assert agreed(change, heads=(head, head)) == [Said((0, 0), False)] * 2
-
-
-@for_each("call", [Call.LOAD, Call.CHANGED])
-def test_modes_are_nobodys_to_settle(call: Call) -> None:
-    head = HEAD._replace(call=call)
-    found = agreed(lambda d: d.model.eval(), heads=(head, head))
+def test_what_settles_everything_asks_for_nothing_of_it_but_modes(call: Call) -> None:
+    for change in (in_place, behind, lower_rate):
+        assert agreed(change, call) == [Said((0, 0), False)] * 2
+    found = agreed(lambda device: device.model.eval(), call)
     assert "device 1 has modules in another mode" in words_of(found)
-
-
-# What is refused before anybody is asked.
 
 
 def test_a_call_inside_the_block_is_refused_but_for_its_end() -> None:
@@ -316,28 +210,88 @@ def with_another_part(device: Device) -> None:
 
 
 @for_each(
-    ("change", "kind", "words"),
+    ("change", "words"),
     [
-        (grown, ValueError, "parameter groups were changed after Trainer was made"),
-        (moved, ValueError, r"^parameter last\.weight has been given other memory"),
-        (with_another_part, StateError, r"^parameter more\.weight of the model was put in"),
+        (grown, "parameter groups were changed after Trainer was made"),
+        (moved, r"^parameter last\.weight has been given other memory"),
+        (with_another_part, r"^parameter more\.weight of the model was put in"),
     ],
 )
 def test_a_device_whose_own_state_is_wrong_does_not_ask_the_others(
-    change: Change, kind: type[Exception], words: str
+    change: Change, words: str
 ) -> None:
     seat = Seat(Table(), 0)
     device = device_at(seat)
     change(device)
-    with pytest.raises(kind, match=words):
+    with pytest.raises((ValueError, StateError), match=words):
         device.agreement.begin(HEAD)
     assert seat.rounds == 0
 
 
-@for_each("devices", [1, 3])
-@for_each("stop", [True, False])
-def test_a_process_alone_agrees_with_itself(devices: int, stop: bool) -> None:
-    engine = engine_of(devices=devices)
-    with torch.no_grad():
-        engine.replicas[0].module.weight.add_(1.0)
-    assert engine.agree(HEAD, stop=stop) == Said((0,), stop)
+def test_plans_have_different_numbers() -> None:
+    plans = [Plan(counts) for counts in ((4,), (2, 2), (3, 1), (1, 3), (2, 1, 1))]
+    assert len(set(map(plan_number, plans))) == len(plans)
+
+
+# The settings of an optimizer's groups, as a number that tells them apart.
+
+
+def adam(rate: float | torch.Tensor = 0.1) -> torch.optim.Adam:
+    model = line()
+    groups = [{"params": [model.weight]}, {"params": [model.bias], "weight_decay": 0.5}]
+    return torch.optim.Adam(groups, lr=rate, betas=(0.9, 0.99))
+
+
+@for_each(
+    ("group", "key", "value"),
+    [
+        (0, "lr", 0.2),
+        (1, "lr", 0.2),
+        (1, "betas", (0.9, 0.999)),
+        (0, "amsgrad", True),
+        (0, "initial_lr", 0.1),
+        (0, "lr", torch.tensor(0.1)),
+    ],
+)
+def test_another_setting_is_another_number_until_it_is_changed_back(
+    group: int, key: str, value: object
+) -> None:
+    optimizer, fresh = adam(), adam()
+    settings = GroupSettings(optimizer)
+    before, kept = settings.checksum(), dict(optimizer.param_groups[group])
+    assert settings.checksum() == before == GroupSettings(fresh).checksum()
+    optimizer.param_groups[group][key] = value
+    after = settings.checksum()
+    assert after != before
+    theirs = GroupSettings(fresh)
+    theirs.adopt(settings.as_json())
+    assert theirs.checksum() == after
+    if key in kept:
+        optimizer.param_groups[group][key] = kept[key]
+        assert settings.checksum() == before
+
+
+def test_a_rate_in_a_tensor_counts_by_its_value_and_keeps_its_identity() -> None:
+    """A schedule, or a graph of a GPU, may hold it."""
+    lead, other = adam(torch.tensor(0.3)), adam(torch.tensor(0.1))
+    rate = other.param_groups[0]["lr"]
+    settings = GroupSettings(other)
+    for due in (True, False):
+        rate.fill_(0.1)
+        before = settings.checksum(due=due)
+        rate.fill_(0.2)
+        assert settings.checksum(due=due) != before
+    settings.adopt(GroupSettings(lead).as_json())
+    assert other.param_groups[0]["lr"] is rate
+    assert float(rate) == pytest.approx(0.3)
+
+
+def test_a_setting_that_cannot_travel_is_named(tmp_path: Any) -> None:
+    model = line()
+    optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1)
+    trainer = make_trainer(model, optimizer=optimizer)
+    trainer.step(points(8))
+    trainer.save(tmp_path / "a")  # names of parameters are no settings
+    optimizer.param_groups[0]["schedule"] = object()
+    with pytest.raises(TypeError, match="schedule of the optimizer's group 0 is of type object"):
+        trainer.save(tmp_path / "b")

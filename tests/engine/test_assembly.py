@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import onefold
 from onefold.core.options import KeepName, RunOptions
 from onefold.core.roster import Team
 from onefold.core.shard import Plan
@@ -15,69 +16,36 @@ from onefold.core.world import World
 from onefold.engine import assembly
 from onefold.engine.assembly import assemble
 from onefold.exchange.exchange import Exchange
-from onefold.system.heap import DiskHeap
-from tests.engine.assembled import Restless, engine_of, settings_of, team_of
-from tests.small import bits, line, sgd, square
+from tests.engine.assembled import Restless, settings_of, team_of
+from tests.inside import engine_in
+from tests.small import bits, line, make_trainer, points, sgd, square
 from tests.tables import for_each
 
 
 def test_parameters_keep_values_and_identity_in_the_engines_memory() -> None:
     module = Restless()
+    module.last.weight = nn.Parameter(module.rare.weight[:1, :].repeat(1, 12)[:, :140].clone())
+    module.usual.weight = module.rare.weight  # tied: one place
     before, held = bits(module), dict(module.named_parameters())
-    first, second = engine_of(module, devices=2).replicas
+    first, second = engine_in(make_trainer(module, devices=2)).replicas
     assert bits(module) == before
-    for name, parameter in module.named_parameters():
+    assert list(first.parts.trained) == list(held)
+    for place, (name, parameter) in enumerate(module.named_parameters()):
         assert parameter is held[name]
-        place = list(first.parts.trained).index(name)
         assert parameter.data_ptr() == first.trained.views[place].data_ptr()
         assert torch.equal(second.trained.views[place], parameter)
         assert second.trained.views[place].data_ptr() != parameter.data_ptr()
 
 
-def test_every_device_of_the_process_has_a_replica_with_its_number() -> None:
-    engine = engine_of(devices=3)
-    assert [replica.number for replica in engine.replicas] == [0, 1, 2]
-    assert len({id(replica.parts) for replica in engine.replicas}) == 1
-    assert engine.roster.plan == Plan((2, 1, 1))
-    assert engine.roster.generation == 0
-    assert engine.exchange.board.shape.devices == 3
-
-
-def test_what_the_optimizer_holds_and_may_change_is_trained() -> None:
-    """A frozen parameter of its groups must stay frozen; one of no group is left alone."""
-    module = nn.Sequential(line(), nn.Linear(1, 2), nn.Linear(2, 1))
-    module[1].bias.requires_grad_(False)
-    optimizer = torch.optim.SGD([*module[0].parameters(), *module[1].parameters()], lr=0.1)
-    engine = engine_of(module, optimizer=optimizer)
-    parts = engine.replicas[0].parts
-    assert list(parts.trained) == ["0.weight", "0.bias", "1.weight"]
-    assert list(parts.other) == ["1.bias", "2.weight", "2.bias"]
-    assert list(engine._frozen) == ["1.bias"]
-
-
-def test_pieces_follow_what_the_optimizer_can_do() -> None:
-    def pieces(kind: type[torch.optim.Optimizer]) -> list[bool]:
-        module = line(40_000)
-        update = engine_of(module, optimizer=kind(module.parameters(), lr=0.1)).update
-        return [piece.whole for piece in update.storage.pieces]
-
-    assert pieces(torch.optim.SGD) == [False, False, False, True]
-    assert pieces(torch.optim.Adafactor) == [True, True]
-
-
-def test_names_are_those_of_a_model_that_is_not_compiled() -> None:
+def test_names_are_those_of_a_model_that_is_not_compiled(tmp_path: Path) -> None:
     """The state of an optimizer is saved under them."""
     wrapped = nn.ModuleDict({"_orig_mod": nn.Sequential(line())})  # as torch.compile does
-    storage = engine_of(wrapped, lambda m, b: square(m["_orig_mod"], b)).update.storage
-    assert [entry.name for entry in storage.parameters.entries] == ["0.weight", "0.bias"]
-
-
-def test_an_optimizer_that_trains_nothing_is_refused_before_anybody_is_joined() -> None:
-    module = line().requires_grad_(False)
-    came: list[Exchange] = []
-    with pytest.raises(ValueError, match="holds no parameter that requires a gradient"):
-        put_together(module, came)
-    assert not came
+    trainer = make_trainer(wrapped, lambda m, b: square(m["_orig_mod"], b))
+    trainer.step(points(8))
+    folder = trainer.save(tmp_path)
+    plain = nn.Sequential(line())
+    assert make_trainer(plain).load(folder).step == 1
+    assert list(bits(plain).values()) == list(bits(wrapped).values())
 
 
 def put_together(module: nn.Module, came: list[Exchange]) -> None:
@@ -93,6 +61,13 @@ def put_together(module: nn.Module, came: list[Exchange]) -> None:
     )
 
 
+def test_an_optimizer_that_trains_nothing_is_refused_before_anybody_is_joined() -> None:
+    came: list[Exchange] = []
+    with pytest.raises(ValueError, match="holds no parameter that requires a gradient"):
+        put_together(line().requires_grad_(False), came)
+    assert not came
+
+
 def test_whoever_waits_is_known_before_anything_else_can_fail(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -106,38 +81,6 @@ def test_whoever_waits_is_known_before_anything_else_can_fail(
     with pytest.raises(ArithmeticError, match="while replicas are made"):
         put_together(line(), came)
     assert len(came) == 1
-    assert isinstance(came[0], Exchange)
-
-
-def test_tied_parameters_have_one_place() -> None:
-    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), line())
-    module[1].weight = module[0].weight
-    storage = engine_of(module).update.storage
-    names = [entry.name for entry in storage.parameters.entries]
-    assert names == ["0.weight", "0.bias", "1.bias", "2.weight", "2.bias"]
-    assert module[1].weight is module[0].weight
-
-
-def team_on(device: str, options: RunOptions) -> Team:
-    """A process that drives one device and was launched with these options."""
-    world = World(options=options)
-    return Team(devices=(torch.device(device),), own=(0,), world=world, trainer=0)
-
-
-@for_each("keep", ["all", "span", "host"])
-def test_the_model_lies_in_a_file_only_if_devices_keep_nothing(
-    keep: KeepName, tmp_path: Path
-) -> None:
-    team = team_on("cpu", RunOptions(keep=keep, home=str(tmp_path)))
-    heap = assembly._heap(team)
-    assert heap.on_disk == (keep == "host")
-    assert not isinstance(heap, DiskHeap) or heap.folder == tmp_path
-
-
-def test_a_gpu_that_keeps_nothing_has_memory_of_its_own(tmp_path: Path) -> None:
-    options = RunOptions(keep="host", home=str(tmp_path))
-    assert assembly._heap(team_on("cuda:0", options)).apart
-    assert not assembly._heap(team_on("cpu", options)).apart
 
 
 def test_several_gpus_of_one_process_keep_all() -> None:
@@ -146,3 +89,37 @@ def test_several_gpus_of_one_process_keep_all() -> None:
     team = Team(devices=gpus, own=(0, 1), world=world, trainer=0)
     with pytest.raises(ValueError, match=r"expected one cuda device .* onefold run --devices"):
         assembly._heap(team)
+
+
+WIDTH = 64
+STAGE_BYTES = 4 * WIDTH * WIDTH
+
+
+@for_each(
+    ("keep", "capacity", "fits"),
+    [
+        ("span", 2 * STAGE_BYTES, True),
+        ("span", 2 * STAGE_BYTES - 1, False),
+        ("host", STAGE_BYTES, True),
+        ("host", STAGE_BYTES - 1, False),
+        ("all", 1, True),
+    ],
+)
+def test_a_stage_that_no_device_can_have_is_named(
+    keep: KeepName, capacity: int, fits: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def make() -> onefold.Trainer:
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)))
+        return make_trainer(model, devices=None)
+
+    monkeypatch.setattr(assembly, "capacity_bytes", lambda _: capacity)
+    world = World(options=RunOptions(keep=keep, home=str(tmp_path)))
+    monkeypatch.setattr("onefold.trainer.current_world", lambda: world)
+    if fits:
+        trainer = make()
+        assert engine_in(trainer).exchange.memory.heap.on_disk == (keep == "host")
+        trainer.close()
+        return
+    expected = rf"stage 0 is larger .* at most {capacity:,} bytes, which cpu .*onefold\.Sliced"
+    with pytest.raises(ValueError, match=expected):
+        make()

@@ -14,16 +14,18 @@ import pytest
 import torch
 from torch import nn
 
+from onefold.core.flat import lay_out
 from onefold.core.recipe import Around, Made, Recipe, Reference, View
+from onefold.engine.assembly import values_of_entry
 from onefold.engine.firstvalues import Undrawn, put_off, reveal, revealed, undrawn_of
 from onefold.system.heap import BareMemory
+from tests.tables import for_each
 
 SHAPE = (40, 50)
 
 
-@pytest.fixture
-def parameter(tmp_path: Path) -> nn.Parameter:
-    heap = BareMemory(tmp_path)
+def undrawn(folder: Path) -> nn.Parameter:
+    heap = BareMemory(folder)
     memory = heap.room(4 * 40 * 50)
     view = View(torch.float32, SHAPE, (50, 1), 0)
     torch.manual_seed(3)
@@ -35,50 +37,52 @@ def parameter(tmp_path: Path) -> nn.Parameter:
     return made
 
 
+@pytest.fixture
+def parameter(tmp_path: Path) -> nn.Parameter:
+    return undrawn(tmp_path)
+
+
 def expected() -> torch.Tensor:
     torch.manual_seed(3)
     return torch.empty(SHAPE).normal_()
 
 
-USES: dict[str, Callable[[nn.Parameter], torch.Tensor]] = {
-    "a sum": lambda p: p + 0,
-    "its data": lambda p: p.data,
-    "a product": lambda p: nn.functional.linear(torch.eye(50), p).T.detach(),
-    "a copy": lambda p: torch.empty(SHAPE).copy_(p.detach()),
-    "numpy": lambda p: torch.from_numpy(p.detach().numpy()),
-    "an address": lambda p: torch.tensor((ctypes.c_float * 2000).from_address(p.data_ptr())).view(
-        SHAPE
-    ),
-    "a deep copy": lambda p: copy.deepcopy(p).detach(),
-    "a pickle": lambda p: pickle.loads(pickle.dumps(p)).detach(),
-    "a vmap": lambda p: torch.vmap(lambda x: x * p)(torch.ones(1))[0].detach(),
-    "a list": lambda p: torch.tensor(p.tolist()),
-}
-
-
-@pytest.mark.parametrize("use", USES)
-def test_whoever_uses_one_gets_its_values(parameter: nn.Parameter, use: str) -> None:
-    found = USES[use](parameter)
+@for_each(
+    "use",
+    [
+        lambda p: p + 0,
+        lambda p: p.data,
+        lambda p: nn.functional.linear(torch.eye(50), p).T.detach(),
+        lambda p: torch.empty(SHAPE).copy_(p.detach()),
+        lambda p: torch.from_numpy(p.detach().numpy()),
+        lambda p: torch.tensor((ctypes.c_float * 2000).from_address(p.data_ptr())).view(SHAPE),
+        copy.deepcopy,
+        lambda p: pickle.loads(pickle.dumps(p)).detach(),
+        lambda p: torch.vmap(lambda x: x * p)(torch.ones(1))[0].detach(),
+        lambda p: torch.tensor(p.tolist()),
+    ],
+)
+def test_whoever_uses_one_gets_its_values_and_shifts_nobody_elses_numbers(
+    use: Callable[[nn.Parameter], torch.Tensor], tmp_path: Path
+) -> None:
+    parameter = undrawn(tmp_path)
+    torch.manual_seed(9)
+    found, drawn = use(parameter), torch.rand(2)
+    torch.manual_seed(9)
+    assert torch.equal(drawn, torch.rand(2))
     assert torch.equal(found, expected())
     assert type(parameter) is nn.Parameter
+    assert type(found) in (torch.Tensor, nn.Parameter)
     assert undrawn_of(parameter) is None
-
-
-def test_a_copy_is_a_plain_parameter(parameter: nn.Parameter) -> None:
-    assert type(copy.deepcopy(parameter)) is nn.Parameter
-    assert type(parameter) is nn.Parameter
 
 
 def test_what_is_put_in_its_place_counts(parameter: nn.Parameter) -> None:
+    other = nn.Parameter(torch.ones(SHAPE))
+    other.data = parameter
+    assert bool(other.isnan().all())  # what goes past PyTorch finds no number
     parameter.data = torch.full(SHAPE, 2.0)
     assert undrawn_of(parameter) is None
     assert torch.equal(parameter, torch.full(SHAPE, 2.0))
-
-
-def test_what_goes_past_pytorch_finds_no_number(parameter: nn.Parameter) -> None:
-    other = nn.Parameter(torch.ones(SHAPE))
-    other.data = parameter
-    assert bool(other.isnan().all())
 
 
 def test_after_an_error_it_still_says_when_it_is_used(parameter: nn.Parameter) -> None:
@@ -94,23 +98,12 @@ def test_after_an_error_it_still_says_when_it_is_used(parameter: nn.Parameter) -
 
 
 def test_who_asks_about_it_draws_nothing(parameter: nn.Parameter) -> None:
-    assert parameter.shape == SHAPE
-    assert parameter.stride() == (50, 1)
+    assert (parameter.shape, parameter.stride(), parameter.dtype) == (SHAPE, (50, 1), torch.float32)
     assert parameter.is_contiguous()
-    assert parameter.numel() == 2000
     assert parameter.nbytes == 8000
-    assert parameter.dtype is torch.float32
     parameter.requires_grad_(requires_grad=False)
     torch.optim.AdamW([parameter])
     assert undrawn_of(parameter) is not None
-
-
-def test_drawing_shifts_nobody_elses_numbers(parameter: nn.Parameter) -> None:
-    torch.manual_seed(9)
-    parameter.sum()
-    found = torch.rand(2)
-    torch.manual_seed(9)
-    assert torch.equal(found, torch.rand(2))
 
 
 def test_values_may_go_elsewhere(parameter: nn.Parameter) -> None:
@@ -137,3 +130,19 @@ def test_a_disk_that_is_full_is_told_and_nothing_is_lost(
             parameter.sum()
     assert undrawn_of(parameter) is not None
     assert torch.equal(parameter, expected())
+
+
+STRIDED = torch.arange(24.0).reshape(2, 3, 2, 2).to(memory_format=torch.channels_last)
+
+
+class Drawn:
+    """Values that are drawn when they are needed."""
+
+    def write_to(self, view: torch.Tensor) -> None:
+        view.copy_(STRIDED)
+
+
+@for_each("value", [STRIDED, STRIDED.contiguous(), Drawn()])
+def test_owners_are_given_them_in_the_order_of_the_layout(value: torch.Tensor | Drawn) -> None:
+    found = values_of_entry(value, lay_out({"before": torch.zeros(3), "it": STRIDED}), 1)
+    assert torch.equal(found, STRIDED.as_strided((24,), (1,)))

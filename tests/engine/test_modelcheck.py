@@ -1,115 +1,194 @@
-"""Models that cannot be folded are refused by the name of what is wrong; all others are not."""
+"""Models that cannot be folded, or not in a precision, are refused by the name of what is wrong."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from onefold.engine.modelcheck import check_model
+import onefold
+from onefold.core.precision import AS_GIVEN, Precision
+from onefold.engine.modelcheck import check_device, check_model, check_precision, held_in
+from onefold.engine.modelparts import ModelParts
+from tests.capabilities import has_lstm
 from tests.engine.assembled import Restless
 from tests.small import line
 from tests.tables import for_each
 
 
 def holding(**parameters: torch.Tensor) -> nn.Module:
-    """With parameters and, of names that begin with b_, buffers."""
+    """With parameters and, of names that begin with b_, buffers; with f_, frozen parameters."""
     model = nn.Module()
     for name, value in parameters.items():
         if name.startswith("b_"):
             model.register_buffer(name, value)
         else:
-            model.register_parameter(name, nn.Parameter(value))
+            trains = not name.startswith("f_")
+            model.register_parameter(name, nn.Parameter(value, requires_grad=trains))
     return model
 
 
 MEMORY = torch.zeros(12)
 SQUARE = torch.zeros(4, 4)
 
-REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
-    "no module": (lambda: len, TypeError, r"^expected model to be a torch\.nn\.Module, got builti"),
-    "wrapped": (lambda: nn.DataParallel(line()), TypeError, "wrapped in DataParallel; expected"),
-    "meta": (lambda: line().to("meta"), ValueError, "^weight is on the meta device"),
-    "meta buffer": (
-        lambda: holding(b_mean=torch.zeros(2, device="meta")),
-        ValueError,
-        "^b_mean is on the meta device",
-    ),
-    "complex": (
-        lambda: holding(wave=torch.zeros(2, dtype=torch.complex64)),
-        ValueError,
-        r"^parameter wave is complex \(torch\.complex64\): expected real",
-    ),
-    "overlapping": (
-        lambda: holding(one=MEMORY[:8], two=MEMORY[4:]),
-        ValueError,
-        "^one and two share memory without being the same tensor",
-    ),
-    "inside": (lambda: holding(outer=MEMORY, inner=MEMORY[5:6]), ValueError, "^inner and outer sh"),
-    "row and column": (
-        lambda: holding(row=SQUARE[1], column=SQUARE[:, 1]),
-        ValueError,
-        "^column and row share memory",
-    ),
-    "buffer of a parameter": (
-        lambda: holding(b_copy=MEMORY[:3], value=MEMORY),
-        ValueError,
-        "^b_copy and value share memory",
-    ),
-    "synchronised": (
-        lambda: nn.Sequential(nn.SyncBatchNorm(3)),
-        ValueError,
-        "^layer 0 is a SyncBatchNorm, .* expected BatchNorm",
-    ),
-    "sparse": (
-        lambda: nn.Sequential(nn.Embedding(4, 2, sparse=True)),
-        ValueError,
-        r"^layer 0 \(Embedding\) gives sparse gradients",
-    ),
-    "sparse bag": (
-        lambda: nn.EmbeddingBag(4, 2, sparse=True),
-        ValueError,
-        r"\(EmbeddingBag\) gives sparse gradients",
-    ),
-}
 
-
-@for_each("name", REFUSED)
-def test_what_cannot_be_folded_is_named(name: str) -> None:
-    make, kind, words = REFUSED[name]
-    with pytest.raises(kind, match=words):
-        check_model(make())
-
-
+@for_each(
+    ("make", "words"),
+    [
+        (lambda: len, r"^expected model to be a torch\.nn\.Module, got builti"),
+        (lambda: nn.DataParallel(line()), "wrapped in DataParallel; expected"),
+        (lambda: line().to("meta"), "^weight is on the meta device"),
+        (lambda: holding(b_mean=torch.zeros(2, device="meta")), "^b_mean is on the meta device"),
+        (
+            lambda: holding(wave=torch.zeros(2, dtype=torch.complex64)),
+            r"^parameter wave is complex \(torch\.complex64\): expected real",
+        ),
+        (lambda: nn.Sequential(line(), nn.LazyLinear(4)), r"^1\.weight has no shape yet: run one"),
+        (
+            lambda: holding(one=MEMORY[:8], two=MEMORY[4:]),
+            "^one and two share memory without being the same tensor",
+        ),
+        (lambda: holding(outer=MEMORY, inner=MEMORY[5:6]), "^inner and outer sh"),
+        (lambda: holding(row=SQUARE[1], column=SQUARE[:, 1]), "^column and row share memory"),
+        (lambda: holding(b_copy=MEMORY[:3], value=MEMORY), "^b_copy and value share memory"),
+        (lambda: holding(f_copy=MEMORY[:3], value=MEMORY), "^f_copy and value share memory"),
+        (
+            lambda: nn.Sequential(nn.SyncBatchNorm(3)),
+            "^layer 0 is a SyncBatchNorm, .* expected BatchNorm",
+        ),
+        (
+            lambda: nn.Sequential(nn.Embedding(4, 2, sparse=True)),
+            r"^layer 0 \(Embedding\) gives sparse gradients",
+        ),
+        (lambda: nn.EmbeddingBag(4, 2, sparse=True), r"\(EmbeddingBag\) gives sparse gradients"),
+    ],
+)
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
-def test_a_layer_without_shapes_is_named() -> None:
-    with pytest.raises(ValueError, match=r"^1\.weight has no shape yet: run one forward pass"):
-        check_model(nn.Sequential(line(), nn.LazyLinear(4)))
+def test_what_cannot_be_folded_is_named(make: Callable[[], Any], words: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=words):
+        check_model(make())
 
 
 def tied() -> nn.Module:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     model[1].weight = model[0].weight
+    model.sparse = True  # the user's own
     return model
 
 
-FINE: dict[str, Callable[[], nn.Module]] = {
-    "plain": Restless,
-    "nothing": nn.Identity,
-    "tied": tied,
-    "rows in turn": lambda: holding(even=SQUARE[:, 0], odd=SQUARE[:, 1]),
-    "neighbours": lambda: holding(left=MEMORY[:6], right=MEMORY[6:]),
-    "buffers of one memory": lambda: holding(b_one=MEMORY[:8], b_two=MEMORY[4:]),
-    "frozen of one memory": lambda: holding(one=MEMORY[:8], two=MEMORY[4:]).requires_grad_(False),
-    "without elements": lambda: holding(none=MEMORY[:0], all=MEMORY),
-    "complex buffer": lambda: holding(b_wave=torch.zeros(2, dtype=torch.complex64)),
-    "dense embedding": lambda: nn.Embedding(4, 2),
-    "half": lambda: line().bfloat16(),
-}
+@for_each(
+    "make",
+    [
+        Restless,
+        nn.Identity,
+        tied,
+        lambda: holding(even=SQUARE[:, 0], odd=SQUARE[:, 1]),
+        lambda: holding(left=MEMORY[:6], right=MEMORY[6:]),
+        lambda: holding(b_one=MEMORY[:8], b_two=MEMORY[4:]),
+        lambda: holding(f_one=MEMORY[:8], f_two=MEMORY[4:]),
+        lambda: holding(none=MEMORY[:0], all=MEMORY),
+        lambda: holding(b_wave=torch.zeros(2, dtype=torch.complex64)),
+        lambda: line().bfloat16(),
+    ],
+)
+def test_what_can_be_folded_is_not_refused(make: Callable[[], nn.Module]) -> None:
+    check_model(make())
 
 
-@for_each("name", FINE)
-def test_what_can_be_folded_is_not_refused(name: str) -> None:
-    check_model(FINE[name]())
+# Low precision.
+
+
+def model() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(8, 3), nn.LayerNorm(3)
+    ).to(memory_format=torch.channels_last)
+
+
+@for_each("name", ["bf16-params", "bf16", "fp16"])
+def test_normalising_layers_keep_their_precision_and_autocast_leaves_all(name: Any) -> None:
+    module = model()
+    parts = ModelParts(module, [name for name, _ in module.named_parameters()])
+    held = held_in(Precision(name), parts)
+    low = {n for n, stand_in in held.items() if stand_in.dtype != torch.float32}
+    expected = {"0.weight", "0.bias", "3.weight", "3.bias"}
+    assert low == (expected if name == "bf16-params" else set())
+    for n, stand_in in held.items():
+        parameter = module.get_parameter(n)
+        assert (stand_in.shape, stand_in.stride()) == (parameter.shape, parameter.stride())
+
+
+def test_frozen_parameters_may_have_any_precision() -> None:
+    module = model()
+    module[3].requires_grad_(False).half()
+    check_precision(Precision("bf16"), module.named_parameters())
+    module[0].double()
+    with pytest.raises(ValueError, match=r"got 0.weight in torch.float64"):
+        check_precision(Precision("bf16"), module.named_parameters())
+    check_precision(AS_GIVEN, module.named_parameters())
+
+
+def test_a_gpu_without_bfloat16_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    gpu = torch.device("cuda", 1)
+    with pytest.raises(ValueError, match=r'"bf16": Tesla T4 \(cuda:1\) has no bfloat16'):
+        check_device(Precision("bf16"), gpu)
+    check_device(Precision("fp16"), gpu)
+
+
+class Joined(nn.Module):
+    """A layer that gets inputs of two dtypes, which its kernel refuses on any processor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.joins = nn.Bilinear(4, 4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.joins(self.first(x), x)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(4, 2, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.rnn(x[:, None])[0][:, -1]
+
+
+def trainer_of(module: nn.Module, loss: Any, precision: Any) -> onefold.Trainer:
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    return onefold.Trainer(module, optimizer, loss, shards=2, precision=precision)
+
+
+@for_each("call", ["step", "evaluate"])
+@for_each("name", ["bf16", "fp16-params"])
+@for_each("kind", [Joined, Recurrent])
+def test_a_layer_without_a_kernel_is_named(kind: type[nn.Module], name: Any, call: str) -> None:
+    low = Precision(name).compute
+    assert low is not None
+    if kind is Recurrent and has_lstm(low):
+        pytest.skip("this processor has a kernel for it")
+    trainer = trainer_of(kind(), lambda m, x: m(x).square().mean(1), name)
+    x = torch.randn(6, 4)
+    layer = "layer joins .Bilinear." if kind is Joined else "layer rnn .LSTM."
+    words = f'{layer} cannot be computed in {str(low)[6:]} on this processor .*precision="fp32"'
+    calls = {
+        "step": lambda: trainer.step(x),
+        "evaluate": lambda: trainer.evaluate(lambda m, x: {"y": m(x).mean(1)}, x, batch_size=6),
+    }
+    with pytest.raises(onefold.errors.PrecisionError, match=words):
+        calls[call]()
+
+
+def test_other_errors_of_a_loss_pass_as_they_are() -> None:
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("the script's own")
+
+    with pytest.raises(RuntimeError, match="the script's own") as caught:
+        trainer_of(nn.Linear(4, 2), loss, "bf16").step(torch.randn(6, 4))
+    assert not isinstance(caught.value, onefold.errors.PrecisionError)

@@ -1,15 +1,19 @@
-"""Modes are the user's: a step computes in those that the modules have."""
+"""Modes are the user's, the parts of a model stay what they were, and state beside the model is not
+changed by shards."""
 
 from __future__ import annotations
 
+import copy
 import logging
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from onefold.engine.modelparts import in_mode
+from onefold.errors import StateError
 from tests.small import Batch, bits, line, make_trainer, points, square
 from tests.tables import for_each
 
@@ -20,6 +24,17 @@ def model() -> nn.Module:
     return nn.Sequential(nn.BatchNorm1d(3), nn.Dropout(0.5), line())
 
 
+def scored(model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
+    return {"loss": square(model, batch)}
+
+
+def data() -> TensorDataset:
+    return TensorDataset(*points(8))
+
+
+# Modes
+
+
 @both
 def test_parts_in_evaluation_mode_stay_there(devices: int) -> None:
     module = model()
@@ -28,9 +43,7 @@ def test_parts_in_evaluation_mode_stay_there(devices: int) -> None:
     trainer = make_trainer(module, devices=devices)
     for _ in range(2):
         trainer.step(points(8))
-        trainer.evaluate(
-            lambda m, b: {"loss": square(m, b)}, TensorDataset(*points(8)), batch_size=4
-        )
+        trainer.evaluate(scored, data(), batch_size=4)
     after = {n: v for n, v in bits(module[0]).items() if "running" in n or "tracked" in n}
     assert after == {name: before[name] for name in after}
     assert [part.training for part in module] == [False, True, True]
@@ -50,48 +63,37 @@ def test_a_model_in_evaluation_mode_trains_as_in_a_plain_loop_and_says_so_once(
             square(theirs, points(8)).mean().backward()
             optimizer.step()
     assert bits(ours) == bits(theirs)
-    assert [r for r in caplog.messages if "evaluation mode" in r] == caplog.messages
-    assert len(caplog.messages) == 1
+    assert len([m for m in caplog.messages if "the model is in evaluation mode" in m]) == 1
 
 
-@both
-def test_a_loss_that_changes_modes_does_so_for_its_shard_alone(devices: int) -> None:
-    def loss(module: nn.Module, batch: Batch) -> torch.Tensor:
+def test_what_a_loss_changes_of_modes_and_frozen_parameters_is_its_shards_alone() -> None:
+    def switching(module: nn.Module, batch: Batch) -> torch.Tensor:
         value = square(module, batch)
         module.eval()
         return value
 
-    results = []
-    for count in (1, devices):
-        module = model()
-        trainer = make_trainer(module, loss, devices=count)
-        for _ in range(2):
-            trainer.step(points(8))
-        assert module.training
-        results.append(bits(module))
-    plain = model()
-    trainer = make_trainer(plain, devices=devices)
-    for _ in range(2):
-        trainer.step(points(8))
-    assert results == [bits(plain)] * 2
-
-
-@both
-def test_what_a_loss_freezes_is_frozen_for_its_shard_alone(devices: int) -> None:
-    def loss(module: nn.Module, batch: Batch) -> torch.Tensor:
-        value = square(module, batch)
+    def freezing(module: nn.Module, batch: Batch) -> torch.Tensor:
+        value = switching(module, batch)
         module[2].bias.requires_grad_(False)
         return value
 
-    results = []
-    for count in (1, devices):
+    def failing(module: nn.Module, batch: Batch) -> torch.Tensor:
+        freezing(module, batch)
+        raise ArithmeticError
+
+    def trained(loss: Callable[..., torch.Tensor], devices: int) -> dict[str, bytes]:
         module = model()
-        trainer = make_trainer(module, loss, devices=count)
-        for _ in range(3):
-            trainer.step(points(8))
+        trainer = make_trainer(module, {"plain": loss, "fails": failing}, devices=devices)
+        for _ in range(2):
+            trainer.step(points(8), loss="plain")
+            with pytest.raises(ArithmeticError):
+                trainer.step(points(8), loss="fails")
+        assert all(part.training for part in module.modules())
         assert module[2].bias.requires_grad
-        results.append(bits(module))
-    assert results[0] == results[1]
+        return bits(module)
+
+    assert trained(switching, 1) == trained(switching, 2) == trained(square, 2)
+    assert trained(freezing, 1) == trained(freezing, 2)
 
 
 class Merging(nn.Linear):
@@ -99,29 +101,140 @@ class Merging(nn.Linear):
 
     def __init__(self) -> None:
         super().__init__(3, 3)
-        self.added = nn.Parameter(torch.ones(3, 3))
         self.calls: list[bool] = []
-        self.merged = False
 
     def train(self, mode: bool = True) -> Merging:
-        super().train(mode)
         self.calls.append(mode)
-        if self.merged == mode:
-            self.merged = not mode
+        super().train(mode)
         return self
 
 
 def test_what_a_part_does_for_an_evaluation_it_undoes_afterwards() -> None:
     part, kept = Merging(), Merging()
-    module = nn.Sequential(part, nn.Dropout(0.5), nn.Sequential(kept, nn.Dropout(0.5)))
+    module = nn.Sequential(part, nn.Dropout(0.5), nn.Sequential(kept, nn.Dropout(0.5)), line())
     kept.eval()
     module[1].eval()
     before = [each.training for each in module.modules()]
+    trainer = make_trainer(module)
     part.calls, kept.calls = [], []
-    with in_mode(module, training=False):
-        assert part.merged
-        assert not any(each.training for each in module.modules())
-    assert not part.merged
-    assert kept.merged
+    trainer.evaluate(scored, data(), batch_size=8)
     assert (part.calls, kept.calls) == ([False, True], [False])
     assert [each.training for each in module.modules()] == before
+
+
+# Parts
+
+
+def tied() -> nn.Sequential:
+    made = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), line())
+    made[1].weight = made[0].weight
+    made[1].bias.requires_grad_(False)
+    return made
+
+
+@both
+@for_each(
+    ("change", "words"),
+    [
+        (lambda m: m.append(nn.Linear(1, 1)), r"^parameter 3\.weight of the model was put in"),
+        (lambda m: m.register_buffer("new", torch.ones(1)), "^buffer new of the model was put in"),
+        (lambda m: m.insert(0, nn.Linear(3, 3)), "^parameter 0.weight (of the model was|has been)"),
+        (lambda m: m[1].register_parameter("new", nn.Parameter(torch.ones(1))), "new of the model"),
+        (lambda m: setattr(m, "1", nn.Linear(3, 3)), r"^parameter 1\.weight (of the|has been)"),
+        (lambda m: setattr(m[1], "weight", nn.Parameter(torch.ones(3, 3))), r"^parameter 1\.weig"),
+        (lambda m: m.pop(1), r"^parameter 1\.\w+ of the model was put in, taken out"),
+        (lambda m: setattr(m, "extra", nn.BatchNorm1d(3, affine=False)), "was put in, taken out"),
+    ],
+)
+def test_a_model_that_was_given_other_parts_is_refused(
+    change: Callable[[nn.Sequential], object], words: str, devices: int
+) -> None:
+    module = tied()
+    trainer = make_trainer(module, devices=devices)
+    trainer.step(points(8))
+    change(module)
+    for call in (lambda: trainer.step(points(8)), lambda: trainer.save("nowhere")):
+        with pytest.raises(ValueError, match=words):
+            call()
+
+
+def test_parts_without_parameters_may_come_and_go() -> None:
+    module = tied().append(nn.Sequential())
+    trainer = make_trainer(module)
+    for change in (
+        lambda: module.append(nn.Dropout(0.0)),
+        lambda: setattr(module, "4", nn.ReLU()),
+        lambda: module.pop(3),
+    ):
+        change()
+        trainer.step(points(8))
+    assert trainer.steps == 3
+
+
+# State beside the model
+
+
+def refused(loss: Any, words: str, devices: int) -> None:
+    with pytest.raises(StateError, match=words):
+        make_trainer(line(), loss, devices=devices).step(points(8))
+
+
+@both
+def test_statistics_and_teachers_that_the_loss_changes_are_refused(devices: int) -> None:
+    second, teacher = nn.BatchNorm1d(3), line()
+
+    def normed(model: nn.Module, batch: Batch) -> torch.Tensor:
+        return square(model, (second(batch[0]), batch[1]))
+
+    def follows(model: nn.Module) -> None:
+        with torch.no_grad():
+            teacher.weight.lerp_(model.weight, 0.1)
+
+    def before(model: nn.Module, batch: Batch) -> torch.Tensor:
+        follows(model)
+        return (model(batch[0]) - teacher(batch[0]).detach()).square().mean(dim=1)
+
+    def after(model: nn.Module, batch: Batch) -> torch.Tensor:
+        value = (model(batch[0]) - teacher(batch[0]).detach()).square().mean(dim=1)
+        follows(model)
+        return value
+
+    refused(normed, r"step 1, the loss: a module of BatchNorm1d is called .* running_mean", devices)
+    for loss in (before, after):
+        refused(loss, r"a module of Linear is called .* parameter weight", devices)
+    with pytest.raises(StateError, match=r"first batch of an evaluation: .* buffer running_mean"):
+        make_trainer(devices=devices).evaluate(
+            lambda m, b: {"x": second(b[0]).mean(dim=1)}, data(), batch_size=8
+        )
+
+
+@both
+def test_a_teacher_that_does_not_learn_and_a_copy_that_is_made_in_the_loss_are_fine(
+    devices: int,
+) -> None:
+    """A copy of the model with statistics of its own, as in meta-learning."""
+    teacher = model().eval()
+    before = bits(teacher)
+
+    def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+        with torch.no_grad():
+            shift = copy.deepcopy(model)(batch[0]).mean()
+        return square(model, batch) + shift + teacher(batch[0]).detach().square().mean(dim=1)
+
+    trainer = make_trainer(model(), loss, devices=devices)
+    for _ in range(5):
+        trainer.step(points(8))
+    assert bits(teacher) == before
+
+
+def test_with_one_shard_statistics_of_a_second_module_are_those_of_a_plain_loop() -> None:
+    second, other = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
+
+    def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+        return square(model, (second(batch[0]), batch[1]))
+
+    trainer = make_trainer(line(), loss, shards=1)
+    for _ in range(3):
+        trainer.step(points(8))
+        other(points(8)[0])
+    assert bits(second) == bits(other)

@@ -1,17 +1,21 @@
-"""The optimizer's state as bytes, joined to whole tensors, and in pieces again."""
+"""The optimizer's state as bytes, joined to whole tensors, and in pieces again; and averages."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from onefold.core.flat import Layout, Piece, lay_out
+from onefold.core.averaging import AverageRule
+from onefold.core.flat import FlatTensors, lay_out, storage_order
 from onefold.core.storage import cut_pieces
 from onefold.engine.optimizerstate import (
-    JoinedState,
+    AVERAGE,
+    Averages,
     PieceState,
     check_saved,
     is_by_element,
@@ -28,7 +32,7 @@ from tests.small import line, make_trainer, points
 from tests.tables import for_each
 
 
-def plain(states: Sequence[PieceState] | Any) -> list[tuple[object, ...]]:
+def plain(states: Any) -> list[tuple[object, ...]]:
     """Comparable: tensors as type, shape and bits."""
     return [
         (
@@ -36,7 +40,7 @@ def plain(states: Sequence[PieceState] | Any) -> list[tuple[object, ...]]:
             state.key,
             (state.value.dtype, tuple(state.value.shape), bytes_of(state.value))
             if isinstance(state.value, torch.Tensor)
-            else state.value,
+            else (type(state.value), state.value),
             state.by_element,
         )
         for state in states
@@ -54,75 +58,27 @@ def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 # Bytes.
 
 
-@for_each("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
-@for_each("shape", [(7,), (), (3, 5), (0,), (2, 0, 3)])
-def test_a_tensor_of_any_type_and_shape_comes_back(
-    dtype: torch.dtype, shape: tuple[int, ...]
-) -> None:
-    states = [PieceState(4, "exp_avg", numbers(*shape, dtype=dtype), True)]
-    assert plain(unpack(packed(states))) == plain(states)
-
-
 VALUES = [None, 3, 2.5, float("inf"), "word", True, [1, [2]], (0.9, 0.999), {"a": (1,)}]
 
 
-@for_each("value", VALUES, ids=repr)
-def test_what_is_no_tensor_comes_back(value: object) -> None:
-    (state,) = unpack(packed([PieceState(0, "betas", value, False)]))
-    assert (state.value, type(state.value)) == (value, type(value))
-    assert not state.by_element
-
-
-def mixed() -> list[PieceState]:
-    """Sizes that leave gaps between them, and values that are no tensors in between."""
-    return [
-        PieceState(0, "step", torch.tensor(3.0), False),
-        PieceState(0, "exp_avg", numbers(5), True),
-        PieceState(0, "name", "first", False),
-        PieceState(1, "exp_avg", numbers(0), True),
-        PieceState(1, "count", numbers(3, dtype=torch.int64), False),
-        PieceState(2, "half", numbers(33, dtype=torch.bfloat16), True),
-        PieceState(2, "sign", numbers(17, dtype=torch.bool), True),
-        PieceState(2, "row", numbers(4, 2)[:, 0], False),  # with gaps between its elements
-    ]
-
-
-def test_many_come_back_in_their_order() -> None:
-    assert plain(unpack(packed(mixed()))) == plain(mixed())
-
-
-def test_nothing_comes_back_as_nothing() -> None:
+def test_all_that_an_optimizer_may_keep_comes_back_in_its_order() -> None:
+    """Tensors of sizes that leave gaps between them, and others in between; a room may be larger,
+    as it has held another state."""
+    shapes = [(7,), (), (3, 5), (0,), (2, 0, 3)]
+    states = [PieceState(0, "row", numbers(4, 2)[:, 0], False)]  # with gaps between its elements
+    for number, dtype in enumerate(DTYPES):
+        states += [
+            PieceState(number, f"{n}", numbers(*s, dtype=dtype), True) for n, s in enumerate(shapes)
+        ]
+        states.append(PieceState(number, "betas", VALUES[number % len(VALUES)], False))
+    assert plain(unpack(packed(states))) == plain(states)
     assert list(unpack(packed([]))) == []
-
-
-def test_there_may_be_bytes_behind_and_none_before() -> None:
-    """A room is as large as the largest state that it has held."""
-    held = torch.full((1 << 14,), 0xAB, dtype=torch.uint8)
-    asked: list[int] = []
-
-    def room(nbytes: int) -> torch.Tensor:
-        asked.append(nbytes)
-        return held
-
-    pack(mixed(), room)
-    assert plain(unpack(held)) == plain(mixed())
-    assert asked == [packed(mixed()).numel()]
-    assert bool((held[asked[0] :] == 0xAB).all())
-
-
-def test_what_is_unpacked_lies_in_the_same_memory() -> None:
-    memory = packed(mixed())
-    first = next(state for state in unpack(memory) if state.key == "exp_avg")
-    first.value.fill_(8.0)
-    again = next(state for state in unpack(memory) if state.key == "exp_avg")
-    assert again.value.tolist() == [8.0] * 5
-
-
-def test_packing_copies() -> None:
-    value = torch.ones(3)
-    memory = packed([PieceState(0, "exp_avg", value, True)])
-    value.fill_(5.0)
-    assert next(unpack(memory)).value.tolist() == [1.0] * 3
+    held = torch.full((1 << 16,), 0xAB, dtype=torch.uint8)
+    pack(states, lambda nbytes: held)
+    states[1].value.fill_(1)  # packing copies
+    assert plain(unpack(held))[2:] == plain(states)[2:]
+    assert plain(unpack(held))[1] != plain(states)[1]
+    assert bool((held[packed(states).numel() :] == 0xAB).all())
 
 
 @for_each(
@@ -144,10 +100,8 @@ def test_what_no_file_holds_is_refused(value: object, words: str) -> None:
         ("exp_avg", torch.zeros(6), (3, 2), False),
         ("exp_avg", torch.zeros(()), (), True),
         ("step", torch.zeros(()), (), False),
-        ("step", torch.zeros(()), (3,), False),
         ("step", torch.zeros(3), (3,), True),
         ("exp_avg", [0.0, 0.0, 0.0], (3,), False),
-        ("momentum_buffer", None, (3,), False),
     ],
 )
 def test_what_goes_element_by_element(
@@ -158,25 +112,20 @@ def test_what_goes_element_by_element(
 
 # Whole tensors.
 
-WIDE = (70, 600)
-"""Of three pieces, the last one short."""
-
-
-def model() -> tuple[Layout, tuple[Piece, ...]]:
-    """One parameter of several pieces, one whose strides are turned, one that is a number."""
-    parameters = {
-        "wide": torch.zeros(WIDE),
+LAYOUT = lay_out(
+    {
+        "wide": torch.zeros(70, 600),  # of three pieces, the last one short
         "turned": torch.zeros(5, 4).t(),
         "scale": torch.zeros(()),
     }
-    layout = lay_out(parameters)
-    return layout, cut_pieces(layout, by_element=True)
+)
+PIECES = cut_pieces(LAYOUT, by_element=True)
 
 
-def states_of(pieces: Sequence[Piece]) -> list[PieceState]:
+def states_of() -> list[PieceState]:
     """Values that tell where an element lies in memory."""
     found = []
-    for number, piece in enumerate(pieces):
+    for number, piece in enumerate(PIECES):
         found.append(PieceState(number, "step", torch.tensor(9.0), False))
         found.append(PieceState(number, "lr", 0.5 + piece.entry, False))
         run = torch.arange(piece.start, piece.stop, dtype=torch.float64) + 100_000 * piece.entry
@@ -184,7 +133,7 @@ def states_of(pieces: Sequence[Piece]) -> list[PieceState]:
     return found
 
 
-def whole_of(joined: JoinedState) -> dict[str, torch.Tensor]:
+def whole_of(joined: Any) -> dict[str, torch.Tensor]:
     """As the file of a checkpoint would give them."""
     found = {}
     for parts in joined.tensors:
@@ -194,57 +143,34 @@ def whole_of(joined: JoinedState) -> dict[str, torch.Tensor]:
     return found
 
 
-def test_pieces_of_all_devices_are_joined_whoever_brought_them() -> None:
-    layout, pieces = model()
-    assert [piece.entry for piece in pieces] == [0, 0, 0, 1, 2]
-    states = states_of(pieces)
-    joined = join(reversed(states), pieces, layout)
+@for_each("owned", [range(5), [0], [1, 2, 3], [4], []])
+def test_pieces_are_joined_whoever_brought_them_and_taken_apart_again(owned: Sequence[int]) -> None:
+    assert [piece.entry for piece in PIECES] == [0, 0, 0, 1, 2]
+    joined = join(reversed(states_of()), PIECES, LAYOUT)
     wholes = whole_of(joined)
-    assert {name: sorted(keys) for name, keys in joined.keys.items()} == {
-        name: ["exp_avg", "step"] for name in ("wide", "turned", "scale")
-    }
     assert joined.values == {"wide": {"lr": 0.5}, "turned": {"lr": 1.5}, "scale": {"lr": 2.5}}
     run = torch.arange(70 * 600, dtype=torch.float64)
-    assert torch.equal(wholes["wide.exp_avg"], run.view(WIDE))
+    assert torch.equal(wholes["wide.exp_avg"], run.view(70, 600))
     expected = (torch.arange(20, dtype=torch.float64) + 100_000).view(5, 4).t()
     assert torch.equal(wholes["turned.exp_avg"], expected)
     assert wholes["scale.exp_avg"].tolist() == 200_000.0
     assert all(float(wholes[f"{name}.step"]) == 9.0 for name in ("wide", "turned", "scale"))
-
-
-@for_each("owned", [range(5), [0], [1, 2, 3], [4], []])
-def test_any_pieces_can_be_taken_of_what_was_joined(owned: Sequence[int]) -> None:
-    layout, pieces = model()
-    states = states_of(pieces)
-    joined = join(states, pieces, layout)
-    wholes = whole_of(joined)
-    taken = take_apart(joined.keys, joined.values, wholes.__getitem__, owned, pieces, layout)
-
-    def ordered(found: Any) -> list[tuple[object, ...]]:
-        return sorted(plain(found), key=lambda each: (each[0], each[1]))
-
-    assert ordered(taken) == ordered([state for state in states if state.piece in owned])
-
-
-def test_each_tensor_is_read_once_for_all_its_pieces() -> None:
-    layout, pieces = model()
-    joined = join(states_of(pieces), pieces, layout)
-    wholes = whole_of(joined)
     read: list[str] = []
 
     def note(name: str) -> torch.Tensor:
         read.append(name)
         return wholes[name]
 
-    assert list(take_apart(joined.keys, joined.values, note, range(5), pieces, layout))
-    assert sorted(read) == sorted(wholes)
+    taken = plain(take_apart(joined.keys, joined.values, note, owned, PIECES, LAYOUT))
+    assert sorted(taken) == sorted(plain(s for s in states_of() if s.piece in owned))
+    assert len(read) == len(set(read))  # each is read once for all its pieces
 
 
-@for_each("devices", [1, 2, 3])
+@for_each("devices", [1, 3])
 def test_the_state_of_a_real_optimizer_goes_through_all_of_it(devices: int) -> None:
     """From its pieces to bytes, to whole tensors, to the pieces of another engine."""
 
-    def adam() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    def adam() -> tuple[nn.Module, torch.optim.Optimizer]:
         module = line(40_000)
         return module, torch.optim.Adam(module.parameters(), lr=0.1, amsgrad=True)
 
@@ -252,71 +178,132 @@ def test_the_state_of_a_real_optimizer_goes_through_all_of_it(devices: int) -> N
     trainer = make_trainer(module, optimizer=optimizer, devices=devices)
     trainer.step(points(8, 40_000))
     update = engine_in(trainer).update
-    storage = update.storage
-    joined = join(unpack(packed(update.states())), storage.pieces, storage.masters)
+    pieces, layout = update.storage.pieces, update.storage.masters
+    joined = join(unpack(packed(update.states())), pieces, layout)
     wholes = whole_of(joined)
     assert wholes["weight.max_exp_avg_sq"].shape == (1, 40_000)
     twin, other = adam()
     fresh = engine_of(twin, optimizer=other).update
-    owned = range(len(storage.pieces))
+    owned = range(len(pieces))
     fresh.take_states(
-        take_apart(
-            joined.keys, joined.values, wholes.__getitem__, owned, storage.pieces, storage.masters
-        )
+        take_apart(joined.keys, joined.values, wholes.__getitem__, owned, pieces, layout)
     )
-    ours = sorted(plain(update.states()), key=lambda each: (each[0], each[1]))
-    theirs = sorted(plain(fresh.states()), key=lambda each: (each[0], each[1]))
+    ours, theirs = (sorted(plain(each.states())) for each in (update, fresh))
     assert ours == theirs
-    assert len(ours) == 4 * len(storage.pieces) > 8
+    assert len(ours) == 4 * len(pieces) > 8
 
 
 # What was saved is looked at first.
 
-
-def kinds(**changed: tuple[tuple[int, ...], str] | None) -> Any:
-    known: dict[str, Any] = {
-        "wide.exp_avg": (WIDE, "F32"),
-        "wide.step": ((), "F32"),
-        "turned.exp_avg": ((4, 5), "F32"),
-        **{name.replace("_of_", "."): kind for name, kind in changed.items()},
-    }
-    return known.get
-
-
 KEYS = {"wide": ["exp_avg", "step"], "turned": ["exp_avg"]}
-
-
-def test_tensors_that_fit_are_not_refused() -> None:
-    layout, pieces = model()
-    check_saved(KEYS, kinds(), pieces, layout)
-    # A whole parameter may have state of a shape of its own, as Adafactor keeps it.
-    check_saved(KEYS, kinds(turned_of_exp_avg=((4,), "F32")), pieces, layout)
+SAVED: dict[str, Any] = {
+    "wide.exp_avg": ((70, 600), "F32"),
+    "wide.step": ((), "F32"),
+    "turned.exp_avg": ((4, 5), "F32"),
+}
 
 
 @for_each(
-    ("changed", "words"),
+    ("name", "saved", "words"),
     [
-        ({"wide_of_step": None}, r"^the optimizer's wide\.step is not among its tensors"),
-        ({"wide_of_exp_avg": ((70,), "F32")}, r"has shape \(70,\), expected .* \(70, 600\)"),
-        ({"turned_of_exp_avg": ((4, 5), "F4")}, r"turned\.exp_avg is of F4, which is not known"),
+        ("wide.step", None, r"^the optimizer's wide\.step is not among its tensors"),
+        ("wide.exp_avg", ((70,), "F32"), r"has shape \(70,\), expected .* \(70, 600\)"),
+        ("turned.exp_avg", ((4, 5), "F4"), r"turned\.exp_avg is of F4, which is not known"),
     ],
 )
-def test_tensors_that_do_not_fit_are_named(changed: dict[str, Any], words: str) -> None:
-    layout, pieces = model()
+def test_tensors_that_do_not_fit_are_named(name: str, saved: Any, words: str) -> None:
+    check_saved(KEYS, SAVED.get, PIECES, LAYOUT, {"turned.exp_avg": [1, 4]})
+    # A whole parameter may have state of a shape of its own, as Adafactor keeps it.
+    check_saved(KEYS, {**SAVED, "turned.exp_avg": ((4,), "F32")}.get, PIECES, LAYOUT)
     with pytest.raises(ValueError, match=words):
-        check_saved(KEYS, kinds(**changed), pieces, layout)
+        check_saved(KEYS, {**SAVED, name: saved}.get, PIECES, LAYOUT)
 
 
 @for_each("stride", [[1], [5, 2], [2, 8], [1, 0], [1, 1 << 40]])
 def test_strides_with_gaps_are_refused(stride: list[int]) -> None:
-    layout, pieces = model()
-    check_saved(KEYS, kinds(), pieces, layout, {"turned.exp_avg": [1, 4]})
     with pytest.raises(ValueError, match=r"turned\.exp_avg has strides .*\(4, 5\) without gaps"):
-        check_saved(KEYS, kinds(), pieces, layout, {"turned.exp_avg": stride})
+        check_saved(KEYS, SAVED.get, PIECES, LAYOUT, {"turned.exp_avg": stride})
 
 
 def test_a_divided_parameter_has_no_state_of_another_shape() -> None:
-    layout, pieces = model()
-    taken = take_apart({"wide": ["row"]}, {}, lambda name: torch.zeros(70), [1], pieces, layout)
+    taken = take_apart({"wide": ["row"]}, {}, lambda name: torch.zeros(70), [1], PIECES, LAYOUT)
     with pytest.raises(ValueError, match=r"wide\.row has shape \(70,\), expected"):
         list(taken)
+
+
+# Averages.
+
+
+def begun(rule: AverageRule, *values: torch.Tensor, **buffers: torch.Tensor) -> Averages:
+    averages = Averages()
+    averages.begin(rule, dict(enumerate(values)), flat_of(**buffers))
+    return averages
+
+
+def flat_of(**tensors: torch.Tensor) -> FlatTensors:
+    flat = FlatTensors(lay_out(tensors))
+    flat.write(list(tensors.values()))
+    return flat
+
+
+def test_it_follows_each_so_many_steps_and_warms_up_by_its_updates() -> None:
+    for rule, expected in (
+        (AverageRule(None, every=2), [0, 2, 2, 3, 3, 4]),
+        (AverageRule(0.9, every=2), [0, 2 * 9 / 11, 2 * 9 / 11, None, None, None]),
+    ):
+        values = torch.zeros(3)
+        averages = begun(rule, values)
+        seen = []
+        for step in range(1, 7):
+            values.fill_(step)
+            averages.follow({0: values}, flat_of())
+            seen.append(float(averages.pieces[0][0]))
+        pairs = [(s, e) for s, e in zip(seen, expected, strict=True) if e is not None]
+        assert [s for s, _ in pairs] == pytest.approx([e for _, e in pairs])
+
+
+@for_each("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_is_averaged_in_float32(dtype: torch.dtype) -> None:
+    """In which a decay of 0.9999 does not stand still."""
+    values = torch.zeros(4, dtype=dtype)
+    averages = begun(AverageRule(0.9999), values)
+    averages.steps = 10**6
+    values.fill_(1.0)
+    for _ in range(3):
+        averages.follow({0: values}, flat_of())
+    assert averages.pieces[0].dtype == torch.float32
+    assert averages.pieces[0].tolist() == pytest.approx([1 - 0.9999**3] * 4, rel=1e-3)
+
+
+def test_pieces_and_buffers_of_any_form_are_averaged_and_travel_in_storage_order() -> None:
+    """But for whole numbers, which are the newest."""
+    image = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
+    values = [image, torch.randn(6, dtype=torch.float64), torch.randn(3, dtype=torch.complex64)]
+    mask = torch.tensor([0.0, -math.inf])
+    buffers = {"mean": torch.zeros(2), "mask": mask, "count": torch.tensor(3)}
+    averages = begun(AverageRule(0.5), *values, **buffers)
+    assert torch.equal(averages.states()[0].value, storage_order(image))
+    before = [average.clone() for average in averages.pieces.values()]
+    moved = {n: value + 1 for n, value in enumerate(values)}
+    newest = flat_of(mean=torch.ones(2), mask=mask, count=torch.tensor(9))
+    averages.follow(moved, newest)
+    for number, start in enumerate(before):
+        assert averages.pieces[number].stride() == values[number].stride()
+        assert torch.allclose(averages.pieces[number], start + (1 - 2 / 11), rtol=1e-5)
+    assert averages.buffers is not None
+    assert averages.buffers.views[0].tolist() == pytest.approx([9 / 11] * 2)
+    assert [view.tolist() for view in averages.buffers.views[1:]] == [[0.0, -math.inf], 9]
+    state = averages.states()[0]
+    assert (state.piece, state.key, state.by_element) == (0, AVERAGE, True)
+    other = Averages()
+    other.adopt(0, torch.zeros_like(image), state.value)
+    assert torch.equal(other.pieces[0], averages.pieces[0])
+
+
+def test_what_does_not_change_does_not_drift() -> None:
+    values = torch.randn(1000) * 1e3
+    averages = begun(AverageRule(0.9), values, table=values)
+    for _ in range(50):
+        averages.follow({0: values}, flat_of(table=values))
+    assert averages.buffers is not None
+    assert bytes_of(averages.pieces[0]) == bytes_of(averages.buffers.views[0]) == bytes_of(values)

@@ -1,4 +1,5 @@
-"""Shards in turns: threads that stop and go on, what is put aside, and rows that are traded."""
+"""What shards know of each other before backward: the divisors of several terms, and gathered rows.
+They are those of the fold, whoever has which shard."""
 
 from __future__ import annotations
 
@@ -11,85 +12,135 @@ import pytest
 import torch
 from torch import nn
 
+import onefold
 from onefold.core.shard import Plan
-from onefold.engine.gatherers import Ended, ShardThread, ThreadSettings, put_aside
-from onefold.engine.valuetrade import Gathered, RowTrade, Standing
+from onefold.engine.gatherers import put_aside
+from onefold.engine.valuetrade import RowTrade, Standing
 from onefold.errors import LossError
-from tests.engine.assembled import CPU, Restless, cut, engine_of, replica_of
-from tests.engine.meeting import Seat, together
-from tests.small import points
+from tests import simulated
+from tests.engine.assembled import Restless, cut, engine_of, replica_of
+from tests.small import Batch, line, make_trainer, points
 from tests.tables import for_each
 
-TINY = 2.0**-24
+PLANS = [(4,), (2, 2), (1, 3), (4, 0), (0, 2, 2), (1, 1, 1, 1)]
+TINY = 2.0**-53
 
 
-# Threads
+def of_numbers(loss: Any, *steps: list[float], plan: tuple[int, ...] | None = None) -> float:
+    """The loss of the last step, of a model whose samples have these numbers."""
+    settings = {} if plan is None else {"devices": len(plan), "plan": plan}
+    trainer = make_trainer(line().double(), loss, **{"devices": None, **settings})
+    for numbers in steps:
+        inputs = torch.zeros(len(numbers), 3, dtype=torch.float64)
+        step = trainer.step((inputs, torch.tensor(numbers, dtype=torch.float64)))
+    trainer.close()
+    return float(step.loss)
 
 
-def test_work_stops_and_goes_on_with_the_answer() -> None:
-    def work() -> str:
-        return f"last {thread.stop('first')} {thread.stop('second')}"
-
-    thread = ShardThread("turns", work)
-    assert thread.resume() == "first"
-    assert thread.resume(1) == "second"
-    assert thread.resume(2) == "last 1 2"
-    thread.end()
-    assert threading.active_count() == 1
+def by_weight(model: nn.Module, batch: Batch) -> onefold.Means:
+    """The number of shards that have samples, over the sum of the numbers, and nothing."""
+    total = model(batch[0]).sum() * 0
+    return onefold.Mean(total + 1.0, batch[1].sum()) + onefold.Sum(total)
 
 
-def test_work_that_is_ended_is_unwound_even_if_it_objects() -> None:
+@for_each("plan", PLANS)
+def test_weights_are_added_in_the_folds_order_and_in_float64(plan: tuple[int, ...]) -> None:
+    folded = (1.0 + TINY) + (TINY + TINY)
+    assert folded != ((1.0 + TINY) + TINY) + TINY
+    found = of_numbers(by_weight, [1.0, TINY, TINY, TINY], plan=plan)
+    assert found == 4.0 * (1.0 / folded) != 4.0
+    # The last shard is empty.
+    assert of_numbers(by_weight, [2.0, 1.0, 3.0], plan=plan) == 3.0 / 6.0
+
+
+@for_each("plan", PLANS)
+def test_shards_of_other_numbers_of_terms_are_named(plan: tuple[int, ...]) -> None:
+    def loss(model: nn.Module, batch: Batch) -> Any:
+        terms = by_weight(model, batch)
+        return terms if float(batch[1][0]) < 3 else terms + onefold.Sum(model(batch[0]).sum())
+
+    with pytest.raises(LossError, match="of several kinds: a sum of 2 terms, a sum of 3 terms"):
+        of_numbers(loss, [1.0, 2.0, 3.0, 4.0], plan=plan)
+    with pytest.raises(
+        LossError, match="shard 0 has 2 terms and that of another shard 3: expected"
+    ):
+        of_numbers(loss, [1.0] * 4, [1.0, 2.0, 3.0, 1.0], plan=plan)
+
+
+def told(rows: list[float]) -> Any:
+    """What a loss sees of the whole batch, and the gradient of its own rows."""
+    seen: list[list[float]] = []
+
+    def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+        own = model(batch[0]) * 0 + batch[1][:, None]
+        whole = onefold.gather(own)
+        seen.append(whole.flatten().tolist())
+        return own.flatten() * whole.sum()
+
+    found = of_numbers(loss, rows)
+    return seen[-1:], found
+
+
+@for_each("devices", [1, 2, 3])
+@for_each("exchange", ["shared", "collective"])
+def test_rows_are_gathered_in_the_order_of_the_batch(devices: int, exchange: Any) -> None:
+    rows = [3.0, 1.0, 2.0, 7.0, 5.0]
+    options: Any = {"devices": f"cpu:{devices}", "exchange": exchange}
+    seen, found = simulated.launch(told, args=(rows,), **options)
+    assert (seen, found) == ([rows], 18 * 18 / 5)
+    assert simulated.launch(told, args=([2.0, 1.0],), **options)[0] == [[2.0, 1.0]]
+
+
+@for_each("plan", PLANS)
+def test_gradients_of_rows_are_added_in_the_folds_order(plan: tuple[int, ...]) -> None:
+    tiny = 2.0**-24
+    factors = torch.tensor([1.0, tiny, tiny, tiny])
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+    trainer = make_trainer(
+        model,
+        lambda m, b: onefold.Sum((onefold.gather(m(b[0])) * b[1]).sum() / 4),
+        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+        devices=len(plan),
+        plan=plan,
+    )
+    trainer.step((torch.tensor([[4.0], [0.0], [0.0], [0.0]]), factors[:, None]))
+    assert model.weight.item() == -2 * tiny  # and not 0, as in another order
+
+
+# Shards in turns
+
+
+def test_shards_that_stand_elsewhere_are_named() -> None:
+    plan = Plan((2, 2))
+    engine = engine_of(shards=4, devices=2)
+    trade = RowTrade(engine.exchange.transport, engine.replicas, cut(points(8), 0, plan=plan), 7)
+    gathers = Standing("gather", dtype="torch.int64", shape=(2,))
+    with pytest.raises(LossError, match=r"of step 7 .*shard 0 gathers int64 \(2,\), without a gra"):
+        trade.agree({0: gathers, 1: gathers, 2: Standing("end", terms=1), 3: gathers})
+
+
+def test_a_failure_while_others_wait_comes_out_and_ends_their_threads() -> None:
     seen: list[str] = []
 
-    def work() -> str:
+    def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+        if float(batch[0][0, 0]) > 50:
+            raise ArithmeticError("the fault")
         try:
-            thread.stop("first")
-        except Ended:
-            seen.append("ended")
-        thread.stop("once more")
-        return "never"
+            whole = onefold.gather(model(batch[0]))
+        except BaseException as error:
+            seen.append(type(error).__name__)
+            raise
+        return model(batch[0]).flatten() * whole.sum()
 
-    thread = ShardThread("turns", work)
-    thread.resume()
-    thread.end()
-    thread.end()
-    assert seen == ["ended"]
-    assert threading.active_count() == 1
-
-
-def test_work_that_was_never_begun_ends_at_once() -> None:
-    ShardThread("turns", lambda: "never").end()
-
-
-def test_an_error_comes_out_of_resume() -> None:
-    def work() -> str:
-        thread.stop("first")
-        raise ArithmeticError("the fault")
-
-    thread = ShardThread("turns", work)
-    thread.resume()
+    inputs, targets = points(8)
+    inputs[6, 0] = 60.0
+    trainer = make_trainer(loss=loss)
+    trainer.step(points(8))
     with pytest.raises(ArithmeticError, match="the fault"):
-        thread.resume()
-    thread.end()
-
-
-def test_a_thread_computes_under_the_settings_of_the_one_that_made_it() -> None:
-    def state() -> tuple[object, ...]:
-        low = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
-        return low, torch.is_grad_enabled(), torch.get_default_device(), torch.get_num_threads()
-
-    def work() -> Any:
-        with settings.here():
-            return state()
-
-    with torch.no_grad(), torch.autocast("cpu", torch.float16), torch.device("meta"):
-        settings, expected = ThreadSettings(CPU), state()
-        thread = ShardThread("settings", work)
-        assert thread.resume() == expected
-    thread.end()
-
-
-# What is put aside
+        trainer.step((inputs, targets))
+    assert "Ended" in seen
+    assert threading.active_count() == 1
 
 
 def test_what_is_put_aside_comes_back() -> None:
@@ -100,7 +151,7 @@ def test_what_is_put_aside_comes_back() -> None:
     module.norm.running_mean += 1.0
     torch.manual_seed(5)
     put_back = put_aside(replica)
-    expected = torch.rand(3), random.random(), float(np.random.rand())
+    expected = torch.rand(3).tolist(), random.random(), float(np.random.rand())
     assert module.usual.weight.grad is None
     module.note, module.other = ["another's"], 1
     module.eval()
@@ -108,80 +159,9 @@ def test_what_is_put_aside_comes_back() -> None:
     module.norm.running_mean = torch.zeros(3)
     put_back()
     assert (module.note, hasattr(module, "other")) == (["mine"], False)
-    assert module.training
-    assert module.norm.training
+    assert all(part.training for part in module.modules())
     assert module.usual.weight.grad is gradient
     assert module.usual.weight.requires_grad
     assert module.norm.running_mean.tolist() == [1.0] * 3
-    assert torch.equal(expected[0], torch.rand(3))
-    assert (random.random(), float(np.random.rand())) == expected[1:]
+    assert (torch.rand(3).tolist(), random.random(), float(np.random.rand())) == expected
     module.usual.weight.grad = None
-
-
-# Trades
-
-
-def trades(plan: Plan, samples: int) -> list[RowTrade]:
-    """One trade for each device, all of one process each; and one of all devices."""
-    engine = engine_of(shards=plan.shards, devices=plan.devices)
-    batch = cut(points(samples), 0, plan=plan)
-    return [RowTrade(engine.exchange.transport, engine.replicas, batch, 7)]
-
-
-@for_each("plan", [(4,), (1, 3), (4, 0), (0, 2, 2), (1, 1, 1, 1)])
-def test_rows_are_joined_in_the_order_of_shards(plan: tuple[int, ...]) -> None:
-    (trade,) = trades(Plan(plan), 3)
-    own = {0: torch.ones(2, 2), 1: torch.zeros(0, 2), 2: torch.full((1, 2), 2.0)}
-    shapes = {shard: tuple(tensor.shape) for shard, tensor in own.items()}
-    call = Gathered(0, torch.float32, shapes, True)
-    assert trade.join(call, own).tolist() == [[1.0, 1.0], [1.0, 1.0], [2.0, 2.0]]
-    assert [call.own(shard) for shard in own] == [slice(0, 2), slice(2, 2), slice(2, 3)]
-
-
-@for_each("plan", [(4,), (1, 3), (3, 1), (0, 2, 2), (1, 1, 1, 1)])
-def test_gradients_are_added_in_the_folds_order_and_not_in_low_precision(
-    plan: tuple[int, ...],
-) -> None:
-    (trade,) = trades(Plan(plan), 8)
-    numbers = [1.0, TINY, TINY, TINY]
-    shapes = dict.fromkeys(range(4), (1,))
-    call = Gathered(0, torch.float32, shapes, True)
-    given = {shard: torch.full((4,), number) for shard, number in enumerate(numbers)}
-    assert trade.add_up(call, given).tolist() == [float(np.float32(1.0 + 2 * TINY))] * 4
-    low = Gathered(0, torch.bfloat16, shapes, True)
-    given = {shard: torch.full((4,), 1.0 + shard / 128).bfloat16() for shard in range(4)}
-    total = trade.add_up(low, given)
-    assert total.dtype == torch.bfloat16
-    assert total.tolist() == [torch.tensor(4.046875).bfloat16().item()] * 4
-
-
-def test_devices_of_several_processes_trade_alike() -> None:
-    plan = Plan((3, 1))
-    batch = cut(points(4), 0, plan=plan)
-    replicas = [replica_of(nn.Linear(2, 1), number=n) for n in range(2)]
-
-    def work(seat: Seat) -> list[float]:
-        own = {0: range(3), 1: range(3, 4)}[seat.number]
-        trade = RowTrade(seat, [replicas[seat.number]], batch, 7)
-        standing = Standing("gather", dtype="torch.float32", shape=(1, 1), differentiable=True)
-        found = trade.agree(dict.fromkeys(own, standing))
-        shapes = {shard: each.shape for shard, each in found.items()}
-        call = Gathered(0, torch.float32, shapes, True)
-        whole = trade.join(call, {s: torch.full((1, 1), float(s)) for s in own})
-        sums = trade.add_up(call, {s: torch.full((4, 1), 1.0 + s) for s in own})
-        return [*whole.flatten().tolist(), *sums.flatten().tolist()]
-
-    assert together(work) == [[0.0, 1.0, 2.0, 3.0, *[10.0] * 4]] * 2
-
-
-def test_shards_that_stand_elsewhere_are_named() -> None:
-    (trade,) = trades(Plan((2, 2)), 8)
-    gathers = Standing("gather", dtype="torch.int64", shape=(2,))
-    with pytest.raises(LossError, match=r"of step 7 .*shard 0 gathers int64 \(2,\), without a gra"):
-        trade.agree({0: gathers, 1: gathers, 2: Standing("end", terms=1), 3: gathers})
-
-
-def test_samples_that_are_few_leave_shards_out() -> None:
-    (trade,) = trades(Plan((2, 2)), 1)
-    standing = Standing("end", terms=2)
-    assert trade.agree({0: standing}) == {0: standing}

@@ -16,9 +16,8 @@ from torch import nn
 import onefold
 from onefold.core.options import KeepName, RunOptions
 from onefold.core.world import World
-from onefold.engine.lending import SpanLending
 from onefold.engine.update import SpanOptimizer
-from onefold.engine.visits import Visits, change_at
+from onefold.engine.visits import Visits
 from onefold.system import heap
 from onefold.system.heap import DiskHeap
 from tests.apart import TwoMemories, apart
@@ -45,28 +44,30 @@ def scored(model: nn.Module, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"loss": next_token(model, tokens)}
 
 
+Make = Callable[..., onefold.Trainer]
+
+
 @pytest.fixture
-def trainer(monkeypatch: pytest.MonkeyPatch) -> Iterator[onefold.Trainer]:
-    """Of a model that is partly frozen, with all that is done to a gradient."""
-    world = World(options=RunOptions(keep="host"))
-    monkeypatch.setattr("onefold.trainer.current_world", lambda: world)
-    torch.manual_seed(1)
-    model = GPT(tied=False)
-    model.blocks[0].requires_grad_(False)
-    trained = [p for p in model.parameters() if p.requires_grad]
+def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    """Trainers of a model that is partly frozen, whose home is other memory than the device's."""
+    made: list[onefold.Trainer] = []
+
+    def make(keep: KeepName = "host", **settings: Any) -> onefold.Trainer:
+        world = World(options=RunOptions(keep=keep))
+        monkeypatch.setattr("onefold.trainer.current_world", lambda: world)
+        torch.manual_seed(1)
+        model = GPT(tied=False)
+        model.blocks[0].requires_grad_(False)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        settings = {"shards": 4, "clip_norm": 0.1, "loss": next_token, **settings}
+        optimizer = settings.pop("optimizer", KINDS["adamw"])(trained)
+        made.append(onefold.Trainer(model, optimizer, threads=1, **settings))
+        return made[-1]
+
     with apart():
-        made = onefold.Trainer(
-            model,
-            torch.optim.AdamW(trained, lr=0.01),
-            next_token,
-            shards=4,
-            threads=1,
-            clip_norm=0.1,
-            clip_value=0.01,
-        )
-        made.average(decay=0.9)
-        yield made
-        made.close()
+        yield make
+        for trainer in made:
+            trainer.close()
 
 
 def home_of(trainer: onefold.Trainer) -> DiskHeap:
@@ -107,10 +108,12 @@ CALLS: dict[str, Callable[[onefold.Trainer, Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
+@for_each("name", CALLS)
 def test_memories_are_not_mixed_and_the_device_computes(
-    name: str, trainer: onefold.Trainer, tmp_path: Path
+    name: str, make: Make, tmp_path: Path
 ) -> None:
+    trainer = make(clip_value=0.01)
+    trainer.average(decay=0.9)
     trainer.step(LONG)
     with TwoMemories(home_of(trainer)) as seen:
         CALLS[name](trainer, tmp_path / "saved")
@@ -119,9 +122,8 @@ def test_memories_are_not_mixed_and_the_device_computes(
     assert seen.at_home <= EXACT
 
 
-def test_that_a_mixture_would_be_seen(
-    trainer: onefold.Trainer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_that_a_mixture_would_be_seen(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make()
     trainer.step(LONG)
     monkeypatch.setattr(SpanOptimizer, "is_apart", False)
     with TwoMemories(home_of(trainer)) as seen:
@@ -129,35 +131,39 @@ def test_that_a_mixture_would_be_seen(
     assert seen.at_home >= {"addcmul_", "lerp_"}
 
 
-def test_between_steps_the_device_has_nothing(trainer: onefold.Trainer) -> None:
+def test_between_steps_the_device_has_nothing(make: Make) -> None:
+    trainer = make()
+    trainer.average(decay=0.9)
     trainer.step(LONG)
-    update = engine_in(trainer).update
-    live = home_of(trainer)._live
+    update, exchange, home = (
+        engine_in(trainer).update,
+        engine_in(trainer).exchange,
+        home_of(trainer),
+    )
     kept = [item.values for item in update.owned] + [*update.averages.pieces.values()]
     for item in update.owned:
         kept += [v for v in update.state[item.values].values() if v.dim()]
     assert len(kept) > 3 * len(update.owned)
-    assert all(tensor.untyped_storage().data_ptr() in live for tensor in kept)
-    frozen: Any = engine_in(trainer).exchange.memory.frozen
-    assert all(frozen.part(n).untyped_storage().data_ptr() in live for n in frozen.numbers)
-    lending: Any = engine_in(trainer).lending
-    assert not lending._flat.is_there
+    frozen: Any = exchange.memory.frozen
+    kept += [frozen.part(n) for n in frozen.numbers]
+    kept.append(exchange.transport.room(5000))  # for a checkpoint
+    assert all(home.kept(tensor) is tensor for tensor in kept)
+    (flat,) = exchange.memory.trained.values()
+    assert not flat.is_there
     assert not frozen.flat.is_there
-    assert not lending._rooms
 
 
-def kinds() -> dict[str, Callable[[Any], torch.optim.Optimizer]]:
-    return {
-        "adamw": lambda p: torch.optim.AdamW(p, lr=0.1),
-        "fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
-        "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
-        "nadam": lambda p: torch.optim.NAdam(p, lr=0.1),
-        "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.1),
-        "amsgrad": lambda p: torch.optim.Adam(p, lr=0.1, amsgrad=True),
-    }
+KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.1),
+    "fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.1),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.1),
+    "amsgrad": lambda p: torch.optim.Adam(p, lr=0.1, amsgrad=True),
+}
 
 
-@for_each("kind", kinds())
+@for_each("kind", KINDS)
 def test_an_update_on_a_visit_is_the_plain_one(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,7 +173,7 @@ def test_an_update_on_a_visit_is_the_plain_one(
     first = torch.randn(6, 5, generator=generator).t()
     plain, away = nn.Parameter(first.clone()), nn.Parameter(home.copy(first))
     stays = away.data_ptr()
-    optimizers = [kinds()[kind]([p]) for p in (plain, away)]
+    optimizers = [KINDS[kind]([p]) for p in (plain, away)]
     visits = Visits(CPU, home)
     for _ in range(3):
         gradient = torch.randn(6, 5, generator=generator).t()
@@ -186,40 +192,35 @@ def test_an_update_on_a_visit_is_the_plain_one(
         found = states[1][key]
         assert torch.equal(torch.as_tensor(value), torch.as_tensor(found)), key
         if isinstance(value, torch.Tensor) and value.dim():
-            assert found.untyped_storage().data_ptr() in home._live, key
+            assert home.kept(found) is found, key
             assert found.stride() == value.stride(), key
 
 
-def test_values_come_home_when_an_update_fails(tmp_path: Path) -> None:
-    home = DiskHeap(tmp_path, apart=True)
-    parameter = nn.Parameter(home.copy(torch.ones(2000)))
-    stays = parameter.data_ptr()
-    optimizer = torch.optim.SGD([parameter], lr=0.1)
-
-    def failing() -> None:
-        with Visits(CPU, home).updating(optimizer, [[parameter]]):
-            parameter.data.fill_(2)
-            raise ArithmeticError
-
-    with pytest.raises(ArithmeticError):
-        failing()
-    assert parameter.data_ptr() == stays
-    assert bool((parameter == 2).all())
-
-
-def test_all_go_home_when_one_cannot_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_go_home_when_an_update_fails_or_one_cannot_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     home = DiskHeap(tmp_path, apart=True)
     parameters = [nn.Parameter(home.copy(torch.ones(2000))) for _ in range(3)]
     optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
     for parameter in parameters:
         parameter.grad = torch.ones(2000)
     optimizer.step()
+    kept = [optimizer.state[parameter]["momentum_buffer"] for parameter in parameters]
 
     def places() -> list[int]:
         state = [optimizer.state[parameter]["momentum_buffer"] for parameter in parameters]
         return [tensor.data_ptr() for tensor in (*parameters, *state)]
 
-    stay = places()
+    def failing() -> None:
+        with Visits(CPU, home).updating(optimizer, [parameters]):
+            parameters[1].data.fill_(2)
+            raise ArithmeticError
+
+    stay = [tensor.data_ptr() for tensor in (*parameters, *kept)]
+    with pytest.raises(ArithmeticError):
+        failing()
+    assert places() == stay
+    assert bool((parameters[1] == 2).all())
     moved = torch.Tensor.to
     calls = 0
 
@@ -231,115 +232,36 @@ def test_all_go_home_when_one_cannot_come(tmp_path: Path, monkeypatch: pytest.Mo
         return moved(tensor, *given, **named)
 
     monkeypatch.setattr(torch.Tensor, "to", full)
-    with (
-        pytest.raises(torch.OutOfMemoryError),
-        Visits(CPU, home).updating(optimizer, [parameters]),
-    ):
-        pytest.fail("one could not come")
+    with pytest.raises(torch.OutOfMemoryError):
+        failing()
     assert places() == stay
-
-
-class Counting(torch.optim.Optimizer):
-    """Keeps a count of one dimension beside the values, and notes where it finds it."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {})
-        self.found: list[int] = []
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for parameter in self.param_groups[0]["params"]:
-            state = self.state[parameter]
-            if not state:
-                state["step"] = parameter.new_zeros(1)
-            self.found.append(state["step"].data_ptr())
-            state["step"] += 1
-            parameter -= 0.1 * parameter.grad / state["step"]
-
-
-def test_state_comes_along_if_it_was_on_the_device(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(heap, "LEAST_BYTES", 1)
-    home = DiskHeap(tmp_path, apart=True)
-    parameter = nn.Parameter(home.copy(torch.ones(2000)))
-    optimizer, visits = Counting([parameter]), Visits(CPU, home)
-
-    def update() -> int:
-        with visits.updating(optimizer, [[parameter]]):
-            parameter.grad = torch.ones(2000)
-            optimizer.step()
-        kept: int = optimizer.state[parameter]["step"].data_ptr()
-        return kept
-
-    update()
-    kept = update()
-    assert optimizer.found[1] != kept
-    # As if the optimizer had had it on the host: there it stays.
-    visits._came[parameter] = frozenset()
-    assert update() == kept == optimizer.found[2]
-    assert optimizer.state[parameter]["step"].item() == 3
-    visits.forget(parameter)
-    assert parameter not in visits._came
-
-
-def test_gradients_are_changed_where_they_are_kept() -> None:
-    tensors = [torch.ones(3), torch.full((2,), 5.0)]
-    alone: list[int] = []
-
-    def change(there: list[torch.Tensor]) -> None:
-        alone.append(len(there))
-        assert all(each.data_ptr() not in {t.data_ptr() for t in tensors} for each in there)
-        there[0].mul_(2)
-
-    change_at(CPU, tensors, change)
-    assert alone == [1, 1]
-    assert [tensor.tolist() for tensor in tensors] == [[2.0] * 3, [10.0] * 2]
 
 
 # What one device alone may do, it may do here as well.
 
 
-def make_trainer(
-    keep: KeepName, monkeypatch: pytest.MonkeyPatch, **settings: Any
-) -> onefold.Trainer:
-    world = World(options=RunOptions(keep=keep))
-    monkeypatch.setattr("onefold.trainer.current_world", lambda: world)
-    torch.manual_seed(1)
-    model = GPT(tied=False)
-    model.blocks[0].requires_grad_(False)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    settings = {"shards": 4, "clip_norm": 0.1, "loss": next_token, **settings}
-    make = settings.pop("optimizer", lambda p: torch.optim.AdamW(p, lr=0.01))
-    return onefold.Trainer(model, make(trained), threads=1, **settings)
-
-
 @for_each("inside", [False, True])
 @for_each("precision", [None, "bf16-params"])
 def test_what_a_script_changes_while_all_is_there_is_kept(
-    precision: Any, inside: bool, monkeypatch: pytest.MonkeyPatch
+    precision: Any, inside: bool, make: Make
 ) -> None:
     found = []
-    with apart():
-        for keep in ("all", "host"):
-            trainer = make_trainer(keep, monkeypatch, precision=precision)
-            trainer.step(LONG)
-            with trainer.whole():
-                with torch.no_grad():
-                    for parameter in trainer.model.parameters():
-                        parameter.mul_(1.5)
-                if inside:
-                    trainer.step(LONG)
-            trainer.step(LONG)
-            found.append(trainer.fingerprint())
-            trainer.close()
+    for keep in ("all", "host"):
+        trainer = make(keep, precision=precision)
+        trainer.step(LONG)
+        with trainer.whole():
+            with torch.no_grad():
+                for parameter in trainer.model.parameters():
+                    parameter.mul_(1.5)
+            if inside:
+                trainer.step(LONG)
+        trainer.step(LONG)
+        found.append(trainer.fingerprint())
     assert found[0] == found[1]
 
 
 @for_each("shards", [1, 4])
-def test_what_a_loss_writes_to_a_parameter_is_refused_at_any_step(
-    shards: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_loss_writes_to_a_parameter_is_refused_at_any_step(shards: int, make: Make) -> None:
     masks = False
 
     def masked(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
@@ -348,71 +270,66 @@ def test_what_a_loss_writes_to_a_parameter_is_refused_at_any_step(
                 model.get_parameter("head.weight").mul_(1.5)
         return next_token(model, tokens)
 
-    with apart():
-        trainer = make_trainer("host", monkeypatch, loss=masked, shards=shards)
-        for _ in range(5):
-            trainer.step(LONG)
-        masks = True
-        with pytest.raises(onefold.errors.StateError, match=r"head\.weight"):
-            trainer.step(LONG)
-        trainer.close()
+    trainer = make(loss=masked, shards=shards)
+    for _ in range(5):
+        trainer.step(LONG)
+    masks = True
+    with pytest.raises(onefold.errors.StateError, match=r"head\.weight"):
+        trainer.step(LONG)
 
 
-@pytest.mark.full
-@for_each("kind", kinds())
-@for_each(
-    "settings",
-    [{"shards": 1}, {"precision": "bf16-params"}, {"precision": "fp16", "on_nonfinite": "skip"}],
-    ids=["one shard", "bf16-params", "fp16"],
-)
-def test_optimizers_and_precisions(
-    kind: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+SETTINGS: list[dict[str, Any]] = [
+    {"shards": 1},
+    {"precision": "bf16-params"},
+    {"precision": "fp16", "on_nonfinite": "skip"},
+]
+
+
+def same_as_with_all(make: Make, work: Callable[[onefold.Trainer], Any], **settings: Any) -> None:
     found = []
-    with apart():
-        for keep in ("all", "host"):
-            trainer = make_trainer(keep, monkeypatch, optimizer=kinds()[kind], **settings)
-            seen: Any = TwoMemories(home_of(trainer)) if keep == "host" else nullcontext()
-            with seen:
-                for _ in range(3):
-                    trainer.step(LONG)
-            found.append(trainer.fingerprint())
-            trainer.close()
+    for keep in ("all", "host"):
+        trainer = make(keep, **settings)
+        seen: Any = TwoMemories(home_of(trainer)) if keep == "host" else nullcontext()
+        with seen:
+            work(trainer)
+        gradients = [p.grad for p in trainer.model.parameters() if p.grad is not None]
+        found.append([g.numpy().tobytes() for g in gradients] or trainer.fingerprint())
     assert found[0] == found[1]
     assert seen.mixed <= SEEN_ON_THE_HOST
     assert seen.at_home <= EXACT
 
 
-def test_the_whole_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = []
-    with apart():
-        for keep in ("all", "host"):
-            trainer = make_trainer(keep, monkeypatch)
-            seen: Any = TwoMemories(home_of(trainer)) if keep == "host" else nullcontext()
-            with seen:
-                trainer.gradient(LONG)
-            given = [p.grad for p in trainer.model.parameters() if p.requires_grad]
-            found.append([grad.clone() for grad in given if grad is not None])
-            trainer.close()
-    assert all(map(torch.equal, *found))
-    assert seen.mixed <= SEEN_ON_THE_HOST
-    assert seen.at_home <= EXACT
+def of_gradient(trainer: onefold.Trainer) -> None:
+    trainer.gradient(LONG)
 
 
-def test_what_is_packed_for_a_checkpoint_is_not_pinned(trainer: onefold.Trainer) -> None:
-    room = engine_in(trainer).exchange.transport.room(5000)
-    assert room.untyped_storage().data_ptr() in home_of(trainer)._live
+def of_steps(trainer: onefold.Trainer) -> None:
+    for _ in range(3):
+        trainer.step(LONG)
+
+
+def test_the_whole_gradient(make: Make) -> None:
+    same_as_with_all(make, of_gradient)
+
+
+@pytest.mark.full
+@for_each("kind", KINDS)
+@for_each("settings", SETTINGS)
+def test_optimizers_and_precisions(kind: str, settings: dict[str, Any], make: Make) -> None:
+    same_as_with_all(make, of_steps, optimizer=KINDS[kind], **settings)
 
 
 def test_a_gradient_is_refused_also_where_no_room_is_to_name_it(
-    trainer: onefold.Trainer, monkeypatch: pytest.MonkeyPatch
+    make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    trainer = make()
     trainer.step(LONG)
 
-    def full(_: object) -> None:
+    def full() -> None:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(SpanLending, "_fetch_all", full)
+    (flat,) = engine_in(trainer).exchange.memory.trained.values()
+    monkeypatch.setattr(flat, "get_back", full)
     weight: Any = trainer.model.get_parameter("head.weight")
     hook = weight.register_hook(lambda gradient: gradient * torch.nan)
     with pytest.raises(onefold.errors.GradientError, match=r"of step 2 is not finite .*room for"):
