@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +13,9 @@ from torch import nn
 
 import onefold
 from onefold.models import LeNet, resnet18
+from tests.small import Batch, make_trainer
 from tests.tables import for_each
 
-Batch = tuple[torch.Tensor, torch.Tensor]
 SIZES = (12, 12, 7, 2)  # a short batch, and one with fewer samples than shards
 
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
@@ -34,36 +35,9 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2),
     "muon": lambda p: torch.optim.Muon([q for q in p if q.dim() == 2], lr=0.02),
 }
-
-
-class Wide(nn.Module):
-    """Large enough for its first layer to be cut into several pieces, with an odd end."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(37, 1501)
-        self.second = nn.Linear(1501, 10)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(self.first(x).tanh())
-
-
-def batches(model: str, dtype: torch.dtype = torch.float32) -> list[Batch]:
-    generator = torch.Generator().manual_seed(5)
-    shapes = {"wide": (37,), "lenet": (1, 28, 28), "resnet18": (1, 28, 28)}
-    result = []
-    for size in SIZES:
-        labels = torch.randint(0, 10, (size,), generator=generator)
-        if model in shapes:
-            inputs = torch.randn(size, *shapes[model], generator=generator, dtype=dtype)
-        else:
-            inputs = torch.randint(0, 50, (size, 12), generator=generator)
-        result.append((inputs, labels))
-    return result
-
-
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "wide": Wide,
+    # Its first layer is cut into several pieces, with an odd end.
+    "wide": lambda: nn.Sequential(nn.Linear(37, 1501), nn.Tanh(), nn.Linear(1501, 10)),
     "lenet": LeNet,
     "resnet18": lambda: resnet18(in_channels=1, width=16),
     "transformer": lambda: TransformerClassifier(50, 32, 2, length=12, dropout=0.0),
@@ -74,6 +48,18 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 def build(model: str, dtype: torch.dtype = torch.float32) -> nn.Module:
     torch.manual_seed(0)
     return MODELS[model]().to(dtype)
+
+
+def batches(model: str, dtype: torch.dtype = torch.float32) -> list[Batch]:
+    generator = torch.Generator().manual_seed(5)
+    shapes = {"wide": (37,), "lenet": (1, 28, 28), "resnet18": (1, 28, 28)}
+    found = []
+    for size in SIZES:
+        inputs = torch.randint(0, 50, (size, 12), generator=generator)
+        if model in shapes:
+            inputs = torch.randn(size, *shapes[model], generator=generator, dtype=dtype)
+        found.append((inputs, torch.randint(0, 10, (size,), generator=generator)))
+    return found
 
 
 def per_sample(model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -87,157 +73,113 @@ def scalar(model: nn.Module, batch: Batch) -> torch.Tensor:
 def by_weight(model: nn.Module, batch: Batch) -> onefold.Mean:
     """A mean whose weight is not the number of samples, as with tokens."""
     weights = 1.0 + batch[1].to(next(model.parameters()).dtype)
-    losses = F.cross_entropy(model(batch[0]), batch[1], reduction="none")
-    return onefold.Mean((losses * weights).sum(), weights.sum())
+    return onefold.Mean((per_sample(model, batch) * weights).sum(), weights.sum())
 
 
-LOSSES = {"per-sample": per_sample, "scalar": scalar, "by-weight": by_weight}
+def with_penalty(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """As WGAN-GP: the norm of the gradient between samples and others."""
+    between = (0.3 * batch[0] + 0.7 * batch[0].flip(1)).requires_grad_(True)
+    (slope,) = torch.autograd.grad(model(between).sum(), between, create_graph=True)
+    return per_sample(model, batch) + 0.1 * (slope.norm(dim=1) - 1).square()
 
 
 def plain(
-    model: nn.Module, optimizer: torch.optim.Optimizer, kind: str, data: list[Batch]
+    model: nn.Module, optimizer: Any, loss: Any, data: list[Batch], clip: Any = None
 ) -> list[float]:
     """What anybody would write."""
     values = []
     for batch in data:
         optimizer.zero_grad()
-        result = LOSSES[kind](model, batch)
-        if isinstance(result, onefold.Mean):
-            result = result.total / result.weight
-        value = result.mean()
-        value.backward()
+        result = loss(model, batch)
+        result = result.total / result.weight if isinstance(result, onefold.Mean) else result
+        result.mean().backward()
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
-        values.append(value.item())
+        values.append(result.mean().item())
     return values
 
 
-@for_each("kind", LOSSES)
-@for_each("model", MODELS)
-def test_one_shard_has_the_bits_of_the_plain_loop(model: str, kind: str) -> None:
-    ours, theirs = build(model), build(model)
-    optimizer = OPTIMIZERS["sgd"](list(ours.parameters()))
-    trainer = onefold.Trainer(ours, optimizer, LOSSES[kind], shards=1, threads=1)
-    values = [float(trainer.step(batch).loss) for batch in batches(model)]
-    expected = plain(theirs, OPTIMIZERS["sgd"](list(theirs.parameters())), kind, batches(model))
-    assert values == pytest.approx(expected, rel=1e-6)
-    assert_same_bits(ours, theirs)
+def both(model: str, name: str, dtype: torch.dtype = torch.float32) -> list[Any]:
+    """A model twice, each with its optimizer."""
+    models = build(model, dtype), build(model, dtype)
+    return [each for m in models for each in (m, OPTIMIZERS[name]([*m.parameters()]))]
 
 
-@for_each("name", OPTIMIZERS)
-def test_every_optimizer_has_the_bits_of_the_plain_loop(name: str) -> None:
-    ours, theirs = build("wide"), build("wide")
-    optimizer = OPTIMIZERS[name](list(ours.parameters()))
-    trainer = onefold.Trainer(ours, optimizer, per_sample, shards=1, threads=1)
-    for batch in batches("wide"):
-        trainer.step(batch)
-    plain(theirs, OPTIMIZERS[name](list(theirs.parameters())), "per-sample", batches("wide"))
-    assert_same_bits(ours, theirs)
-
-
-@for_each("shards", [2, 4, 7])
-@for_each("kind", LOSSES)
-@for_each("model", ["wide", "lenet", "transformer", "lstm"])
-def test_many_shards_agree_with_the_whole_batch(model: str, kind: str, shards: int) -> None:
-    ours, theirs = build(model, torch.float64), build(model, torch.float64)
-    data = batches(model, torch.float64)
-    trainer = onefold.Trainer(
-        ours, OPTIMIZERS["sgd"](list(ours.parameters())), LOSSES[kind], shards=shards
-    )
-    values = [float(trainer.step(batch).loss) for batch in data]
-    expected = plain(theirs, OPTIMIZERS["sgd"](list(theirs.parameters())), kind, data)
-    assert values == pytest.approx(expected, rel=1e-12)
-    for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-14, msg=lambda m, n=name: n + m)
-
-
-def test_the_mean_of_unequal_shares_is_the_mean_of_the_samples() -> None:
-    """Losses of 0.3, 0.2 and 0.8 on two devices: 0.433, not the 0.525 of a mean of means."""
-    model = nn.Linear(1, 1, bias=False)
-    nn.init.ones_(model.weight)
-
-    def loss(model: nn.Module, batch: tuple[torch.Tensor]) -> torch.Tensor:
-        return model(batch[0]).mean()
-
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    trainer = onefold.Trainer(model, optimizer, loss, shards=2, devices=["cpu", "cpu"])
-    step = trainer.step((torch.tensor([[0.3], [0.2], [0.8]]),))
-    assert step.loss.item() == pytest.approx(1.3 / 3, rel=1e-7)
-    assert model.weight.item() == pytest.approx(1 - 1.3 / 3, rel=1e-6)
-
-
-def test_clipping_agrees_with_pytorch() -> None:
-    ours, theirs = build("wide", torch.float64), build("wide", torch.float64)
-    data = batches("wide", torch.float64)
-    optimizer = OPTIMIZERS["sgd"](list(ours.parameters()))
-    trainer = onefold.Trainer(
-        ours, optimizer, per_sample, shards=4, devices=["cpu"] * 3, clip_norm=0.1
-    )
-    other = OPTIMIZERS["sgd"](list(theirs.parameters()))
-    for batch in data:
-        trainer.step(batch)
-        other.zero_grad()
-        per_sample(theirs, batch).mean().backward()
-        nn.utils.clip_grad_norm_(theirs.parameters(), 0.1)
-        other.step()
-    for mine, their in zip(ours.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(mine, their, rtol=1e-12, atol=1e-14)
-
-
-def test_a_batch_of_no_weight_is_skipped_and_says_so() -> None:
-    model = build("wide")
-    before = [p.clone() for p in model.parameters()]
-
-    def loss(model: nn.Module, batch: Batch) -> onefold.Mean:
-        return onefold.Mean((model(batch[0]) * 0).sum(), 0)
-
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    trainer = onefold.Trainer(model, optimizer, loss, shards=3)
-    step = trainer.step(batches("wide")[0])
-    assert step.skipped
-    assert step.loss.isnan()
-    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-
-
-def test_a_scheduler_of_the_users_own_optimizer_works() -> None:
-    ours, theirs = build("wide"), build("wide")
-    optimizer, other = (OPTIMIZERS["sgd"](list(m.parameters())) for m in (ours, theirs))
-    trainer = onefold.Trainer(ours, optimizer, per_sample, shards=1, threads=1)
-    schedules = [torch.optim.lr_scheduler.StepLR(o, 1, gamma=0.5) for o in (optimizer, other)]
-    for batch in batches("wide"):
-        trainer.step(batch)
-        plain(theirs, other, "per-sample", [batch])
+@for_each(
+    ("model", "loss", "name"),
+    [
+        *[("wide", loss, "sgd") for loss in (per_sample, scalar, by_weight, with_penalty)],
+        *[("wide", per_sample, name) for name in OPTIMIZERS if name != "sgd"],
+        ("lenet", scalar, "sgd"),
+        ("resnet18", by_weight, "sgd"),
+        ("transformer", per_sample, "sgd"),
+        ("lstm", scalar, "sgd"),
+    ],
+)
+def test_one_shard_has_the_bits_of_the_plain_loop(model: str, loss: Any, name: str) -> None:
+    """Also where the script changes rates between steps."""
+    ours, optimizer, theirs, other = both(model, name)
+    trainer = make_trainer(ours, loss, optimizer=optimizer, shards=1)
+    schedules = [torch.optim.lr_scheduler.StepLR(o, 2, gamma=0.5) for o in (optimizer, other)]
+    for batch in batches(model):
+        value = float(trainer.step(batch).loss)
+        assert value == pytest.approx(plain(theirs, other, loss, [batch])[0], rel=1e-6)
         for schedule in schedules:
             schedule.step()
-    assert_same_bits(ours, theirs)
+    torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=0, atol=0)
 
 
-@for_each("devices", [1, 3])
-@for_each("name", ["sgd", "adamw", "adagrad", "adafactor"])
+@for_each(
+    ("model", "loss", "shards", "choices"),
+    [
+        ("wide", per_sample, 4, {"devices": 3, "clip_norm": 0.1}),
+        ("wide", scalar, 7, {"microbatch": 1}),
+        ("wide", by_weight, 2, {"devices": 2}),
+        ("wide", with_penalty, 4, {"devices": 3}),
+        ("wide", with_penalty, 2, {"microbatch": 2}),
+        ("lenet", by_weight, 4, {}),
+        ("lenet", scalar, 2, {"devices": 2}),
+        ("transformer", per_sample, 7, {"devices": 3}),
+        ("lstm", by_weight, 7, {}),
+    ],
+)
+def test_many_shards_agree_with_the_whole_batch(
+    model: str, loss: Any, shards: int, choices: dict[str, Any]
+) -> None:
+    ours, optimizer, theirs, other = both(model, "sgd", torch.float64)
+    data = batches(model, torch.float64)
+    trainer = make_trainer(ours, loss, optimizer=optimizer, shards=shards, **choices)
+    values = [float(trainer.step(batch).loss) for batch in data]
+    expected = plain(theirs, other, loss, data, choices.get("clip_norm"))
+    assert values == pytest.approx(expected, rel=1e-12)
+    torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=1e-12, atol=1e-14)
+
+
+def test_the_bits_of_a_penalty_do_not_depend_on_the_devices() -> None:
+    prints = set()
+    for devices in (1, 2, 3):
+        trainer = make_trainer(build("wide"), with_penalty, devices=devices)
+        for batch in batches("wide"):
+            trainer.step(batch)
+        prints.add(trainer.fingerprint())
+    assert len(prints) == 1
+
+
+@for_each(("name", "devices"), [("sgd", 3), ("adamw", 1), ("adagrad", 3), ("adafactor", 3)])
 def test_state_that_an_optimizer_already_has_is_kept(name: str, devices: int) -> None:
-    ours, theirs = build("wide", torch.float64), build("wide", torch.float64)
-    optimizer, other = (OPTIMIZERS[name](list(m.parameters())) for m in (ours, theirs))
+    ours, optimizer, theirs, other = both("wide", name, torch.float64)
     data = batches("wide", torch.float64)
-    plain(ours, optimizer, "per-sample", data[:2])
-    plain(theirs, other, "per-sample", data)
-    trainer = onefold.Trainer(ours, optimizer, per_sample, shards=3, devices=["cpu"] * devices)
+    plain(ours, optimizer, per_sample, data[:2])
+    plain(theirs, other, per_sample, data)
+    trainer = make_trainer(ours, per_sample, optimizer=optimizer, shards=3, devices=devices)
     for batch in data[2:]:
         trainer.step(batch)
-    for mine, their in zip(ours.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(mine, their, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=1e-10, atol=1e-12)
 
 
 def test_channels_last_stays_channels_last() -> None:
     ours = build("resnet18").to(memory_format=torch.channels_last)
-    optimizer = OPTIMIZERS["sgd"](list(ours.parameters()))
-    trainer = onefold.Trainer(ours, optimizer, per_sample, shards=2, devices=["cpu", "cpu"])
-    trainer.step(batches("resnet18")[0])
+    make_trainer(ours, per_sample, devices=2, shards=2).step(batches("resnet18")[0])
     weight = ours.get_parameter("layer1.0.conv1.weight")
     assert weight.is_contiguous(memory_format=torch.channels_last)
-
-
-def assert_same_bits(ours: nn.Module, theirs: nn.Module) -> None:
-    state = theirs.state_dict()
-    for name, value in ours.state_dict().items():
-        assert torch.equal(value, state[name]), (
-            f"{name} differs by {(value - state[name]).abs().max()}"
-        )
