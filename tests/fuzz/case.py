@@ -154,7 +154,8 @@ def draw(seed: int, exchange: str | None = None) -> Case:
         exchange_after=rng.choice(EXCHANGES),
         devices_after=rng.randint(1, shards),
     )
-    choices = (*CHANGES, *EVENTS, *(ALONE if case.exchange == "local" else ()))
+    alone = case.exchange == case.exchange_after == "local"
+    choices = (*CHANGES, *EVENTS, *(ALONE if alone else ()))
     return _made_possible(_with_events(case, rng, choices), rng)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,9 +12,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import onefold
+import onefold.trainer
+from onefold.core.options import RunOptions
+from onefold.core.world import World
+from tests.apart import apart
 from tests.gpu.device import DEVICE
-
-__all__ = ["SAMPLES", "Batch", "Net", "Spoilt", "adamw", "batches", "loss", "result", "trainer_of"]
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 SAMPLES = 18
@@ -25,8 +28,9 @@ SPOILT = 9
 class Net(nn.Module):
     """Convolution, both kinds of normalisation, dropout, and layers of several pieces."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropout: float = 0.1) -> None:
         super().__init__()
+        self.dropout = dropout
         self.conv = nn.Conv2d(1, 8, 3, padding=1)
         self.batch_norm = nn.BatchNorm2d(8)
         self.layer_norm = nn.LayerNorm(8 * 49)
@@ -36,7 +40,7 @@ class Net(nn.Module):
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         found = F.max_pool2d(self.batch_norm(self.conv(images)).relu(), 2).flatten(1)
         hidden = self.hidden(self.layer_norm(found)).relu()
-        return self.out(F.dropout(hidden, 0.1, self.training))
+        return self.out(F.dropout(hidden, self.dropout, self.training))
 
 
 class Spoilt:
@@ -79,28 +83,56 @@ def batches(steps: int, samples: int = SAMPLES, device: str = "cpu") -> list[Bat
 def trainer_of(
     devices: int = 1,
     *,
-    on: str = DEVICE,
+    on: str | list[str] = DEVICE,
     model: nn.Module | None = None,
     loss: Any = loss,
     shards: int = 4,
     optimizer: Any = adamw,
     **options: Any,
 ) -> onefold.Trainer:
-    """A trainer whose devices this process drives, all of them on one card."""
+    """A trainer whose devices this process drives, all of them on one card if but one is named."""
     torch.manual_seed(0)
     model = model or Net()
-    return onefold.Trainer(
-        model,
-        optimizer(model),
-        loss,
-        shards=shards,
-        devices=[on] * devices,
-        threads=1,
-        **options,
-    )
+    places = [on] * devices if isinstance(on, str) else on
+    made = optimizer(model)
+    return onefold.Trainer(model, made, loss, shards=shards, devices=places, threads=1, **options)
 
 
 def result(trainer: onefold.Trainer, steps: Sequence[Batch]) -> tuple[str, str, float]:
     """Train, and return fingerprint, last loss and last norm, to the last bit."""
     last = [trainer.step(batch) for batch in steps][-1]
     return trainer.fingerprint(), float(last.loss).hex(), last.grad_norm
+
+
+def trained(steps: Sequence[Batch], **options: Any) -> tuple[str, str, float]:
+    """The same of a trainer with these options."""
+    trainer = trainer_of(**options)
+    found = result(trainer, steps)
+    trainer.close()
+    return found
+
+
+@contextmanager
+def keeping(keep: str) -> Iterator[None]:
+    """Have trainers here keep so much of their models; the rest lies in another memory."""
+    module: Any = onefold.trainer
+    before = module.current_world
+    module.current_world = lambda: World(options=RunOptions(keep=keep))
+    try:
+        with apart():
+            yield
+    finally:
+        module.current_world = before
+
+
+def score(model: nn.Module, batch: Batch) -> dict[str, Any]:
+    images, labels = batch
+    logits = model(images)
+    losses = F.cross_entropy(logits, labels, reduction="none")
+    kept = (labels != 3).float()
+    by_label = onefold.Mean((losses * kept).sum(), float(len(labels)))
+    return {"loss": losses, "accuracy": logits.argmax(1) == labels, "kept": by_label}
+
+
+def logits_of(model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
+    return {"logits": model(batch[0]), "labels": batch[1]}

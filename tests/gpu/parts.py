@@ -72,28 +72,28 @@ def parts_of(device: str) -> list[Part]:
     modules = sorted(path.stem for path in Path(__file__).parent.glob("test_*.py"))
     # The longest first, so that the others run beside it.
     modules.sort(key=lambda name: name != "test_bits")
-    parts = [
-        Part(
-            name=f"tests: {module.removeprefix('test_')}",
-            command=test_command(module),
-            limit_s=TEST_LIMIT_S,
-            needs=COMMANDS if module == "test_start" else (),
-        )
-        for module in modules
-    ]
-    choices = [device, "12"] if on_gpu else ["cpu:2", "1"]
-    demo = ["-c", RUN_DEMO, "FOLDER", *choices]
-    parts.append(Part(name="demo", command=demo, limit_s=DEMO_LIMIT_S, needs=DEMO))
-    for workload in WORKLOADS if on_gpu else ("mlp",):
-        parts.append(
+    demo = ["-c", RUN_DEMO, "FOLDER", *([device, "12"] if on_gpu else ["cpu:2", "1"])]
+    return [
+        *(
+            Part(
+                name=f"tests: {module.removeprefix('test_')}",
+                command=test_command(module),
+                limit_s=TEST_LIMIT_S,
+                needs=COMMANDS if module == "test_start" else (),
+            )
+            for module in modules
+        ),
+        Part(name="demo", command=demo, limit_s=DEMO_LIMIT_S, needs=DEMO),
+        *(
             Part(
                 name=f"benchmark: {workload}",
                 command=benchmark_command(workload, device, tiny=not on_gpu),
                 limit_s=BENCHMARK_S * 1.8,
                 alone=True,
             )
-        )
-    return parts
+            for workload in (WORKLOADS if on_gpu else ("mlp",))
+        ),
+    ]
 
 
 def test_command(module: str) -> list[str]:

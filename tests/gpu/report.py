@@ -14,17 +14,9 @@ LAST_LINES = 12
 
 def as_text(found: Mapping[str, Any]) -> str:
     """The whole report: what ran where, how it ended, what failed, and the figures."""
-    return "\n".join(
-        [
-            *_head(found),
-            "",
-            *_parts(found["parts"]),
-            *_failures(found["parts"]),
-            *_skipped(found["parts"]),
-            *_figures(found["parts"]),
-            "",
-        ]
-    )
+    parts = found["parts"]
+    lines = [*_head(found), "", *_parts(parts), *_failures(parts), *_skipped(parts)]
+    return "\n".join([*lines, *_figures(parts), ""])
 
 
 def _head(found: Mapping[str, Any]) -> Iterator[str]:

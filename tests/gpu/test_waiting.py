@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
+from torch.utils.data import TensorDataset
 
 import onefold
 from tests.gpu.device import DEVICE, ON_GPU, each, needs
-from tests.gpu.net import Batch, adamw, batches, trainer_of
+from tests.gpu.net import Batch, adamw, batches, score, trainer_of
 
 WARM_UP = 5
 """In the first steps checks are made that wait, see `onefold.engine.guard.Turns`."""
@@ -20,21 +22,17 @@ def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
 
-def fused(model: torch.nn.Module) -> torch.optim.Optimizer:
-    return adamw(model, fused=True)
-
-
-CHOICES: list[dict[str, Any]] = [
-    {"shards": 1},
-    {},
-    {"optimizer": sgd},
-    {"optimizer": fused},
-    {"clip_norm": 0.5, "clip_value": 0.1},
-    {"precision": "bf16"},
-    {"precision": "bf16-params"},
-    {"devices": 2},
-    {"devices": 3, "plan": (0, 3, 1), "clip_norm": 0.5},
-    {"deterministic": False},
+CHOICES: list[tuple[str, dict[str, Any]]] = [
+    *((where, {}) for where in ("card", "pinned", "host")),
+    ("card", {"shards": 1}),
+    ("pinned", {"optimizer": sgd}),
+    ("host", {"optimizer": partial(adamw, fused=True)}),
+    ("card", {"clip_norm": 0.5, "clip_value": 0.1}),
+    ("pinned", {"precision": "bf16"}),
+    ("host", {"precision": "bf16-params"}),
+    ("card", {"devices": 2}),
+    ("pinned", {"devices": 3, "plan": (0, 3, 1), "clip_norm": 0.5}),
+    ("host", {"devices": 2, "deterministic": False}),
 ]
 
 
@@ -58,10 +56,10 @@ def placed(steps: list[Batch], where: str) -> list[Batch]:
     return steps
 
 
-@each("options", CHOICES)
-@each("where", ["card", "pinned", "host"])
-def test_no_step_waits(options: dict[str, Any], where: str) -> None:
+@each("choice", CHOICES)
+def test_no_step_waits(choice: tuple[str, dict[str, Any]]) -> None:
     needs(ON_GPU, "a GPU")
+    where, options = choice
     trainer = trainer_of(**options)
     steps = placed(batches(12), where)
     for batch in steps[:WARM_UP]:
@@ -90,14 +88,56 @@ def test_the_steps_before_would_have_been_noticed() -> None:
     assert waited
 
 
-def test_many_steps_without_a_look_are_the_same_as_with_one_each() -> None:
-    steps = batches(30)
+def test_no_shard_of_an_evaluation_waits() -> None:
+    """Only the end does, which brings the totals to the host."""
+    needs(ON_GPU, "a GPU")
+    trainer = trainer_of(2)
+    seen = [0]
+
+    def counted(model: torch.nn.Module, batch: Batch) -> dict[str, Any]:
+        seen[0] += 1
+        # The first batch is looked at more closely, and the last shard is followed by the sums.
+        if seen[0] in (5, 16):
+            torch.cuda.set_sync_debug_mode("error" if seen[0] == 5 else "default")
+        return score(model, batch)
+
+    try:
+        trainer.evaluate(counted, TensorDataset(*batches(1, 61)[0]), batch_size=16)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert seen[0] == 16
+
+
+class Slow(torch.nn.Module):
+    """Keeps a card busy while the next batches are read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(196, 196) for _ in range(4))
+        self.out = torch.nn.Linear(196, 10)
+
+    def forward(self, images: torch.Tensor) -> Any:
+        hidden = images.flatten(1)
+        for _ in range(20):
+            for layer in self.layers:
+                hidden = layer(hidden).tanh()
+        return self.out(hidden)
+
+
+def test_what_is_under_way_is_not_written_over() -> None:
+    """Pinned memory, and losses. One loop waits after every step, so that nothing can be under way;
+    the other never does."""
     found = set()
-    for looks in (False, True):
-        trainer = trainer_of(2)
-        for batch in steps:
-            step = trainer.step(batch)
-            if looks:
-                float(step.loss)
+    for waits in (True, False):
+        torch.manual_seed(0)
+        trainer = trainer_of(model=Slow())
+        data = TensorDataset(*batches(1, 90)[0])
+        loader = trainer.loader(data, batch_size=9, shuffle=True, workers=2)
+        for _ in trainer.epochs(3):
+            for batch in loader:
+                step = trainer.step(batch)
+                if waits:
+                    float(step.loss)
         found.add(trainer.fingerprint())
+        trainer.close()
     assert len(found) == 1

@@ -8,11 +8,13 @@ run again. Root sees more: it can have a small disk and a shared memory of its o
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import time
 from collections import defaultdict
+from concurrent.futures import ProcessPoolExecutor, as_completed
 
-from tests.soak.campaign import all_told, settle
-from tests.soak.course import Told, draw, run_whole
+from tests.soak.course import Told, draw, run_course, run_whole
+from tests.soak.place import separate_mounts
 
 
 def main() -> int:
@@ -23,29 +25,33 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="processes that do them")
     parser.add_argument("--fault", help="only those of this fault")
     options = parser.parse_args()
-    settle()
-    seeds = list(range(options.start, options.start + options.runs))
-    if options.fault:
-        seeds = [seed for seed in seeds if draw(seed).fault == options.fault]
-    if not seeds:
+    separate_mounts()
+    courses = [draw(seed) for seed in range(options.start, options.start + options.runs)]
+    courses = [each for each in courses if options.fault in (None, each.fault)]
+    if not courses:
         parser.error("no course has this fault: more --runs, or root, may be needed")
     whole = run_whole()
-    print(f"{len(seeds)} courses; a whole run takes {whole.seconds:.1f} s", flush=True)
+    print(f"{len(courses)} courses; a whole run takes {whole.seconds:.1f} s", flush=True)
     kinds: defaultdict[tuple[str, str], list[Told]] = defaultdict(list)
     wrong, began = 0, time.monotonic()
-    for done, told in enumerate(all_told(seeds, whole, options.jobs), 1):
-        kinds[told.course.fault, told.kind].append(told)
-        if told.wrong:
-            wrong += 1
-            print(f"\nwrong: --start {told.course.seed} --runs 1: {told.course.describe()}")
-            print("  " + "\n  ".join("\n".join([told.kind, *told.wrong]).splitlines()), flush=True)
-        if done % 20 == 0:
-            print(f"{done} of {len(seeds)}, {time.monotonic() - began:.0f} s", flush=True)
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(options.jobs, context, initializer=separate_mounts) as pool:
+        asked = [pool.submit(run_course, course, whole) for course in courses]
+        for done, future in enumerate(as_completed(asked), 1):
+            told = future.result()
+            kinds[told.course.fault, told.kind].append(told)
+            if told.wrong:
+                wrong += 1
+                print(f"\nwrong: --start {told.course.seed} --runs 1: {told.course.describe()}")
+                lines = "\n".join([told.kind, *told.wrong]).splitlines()
+                print("  " + "\n  ".join(lines), flush=True)
+            if done % 20 == 0:
+                print(f"{done} of {len(courses)}, {time.monotonic() - began:.0f} s", flush=True)
     for (fault, kind), group in sorted(kinds.items()):
         print(f"{len(group):5} {fault}: {kind}")
         for message in sorted({told.message for told in group})[:4]:
             print(f"          {message[:300]}")
-    print(f"{len(seeds)} courses, {wrong} wrong")
+    print(f"{len(courses)} courses, {wrong} wrong")
     return 1 if wrong else 0
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import random
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -18,8 +19,6 @@ from pathlib import Path
 
 from tests.soak.faults import FAULTS, Fault
 from tests.soak.place import Place, has_own_mounts
-
-__all__ = ["Course", "Told", "Whole", "draw", "run_course", "run_whole"]
 
 SCRIPT = Path(__file__).parent / "train.py"
 ROOT = Path(__file__).parents[2]
@@ -108,6 +107,7 @@ class _Run:
         self._restarts = int(again[0].partition("=")[2]) if again else 0
         at = f"{self.rng.randrange(24)} {self.rng.randrange(course.devices)}"
         clean = {key: value for key, value in os.environ.items() if key != "SOAK_FAULT"}
+        limit = fault and fault.limit
         self._output, self._errors = place.root / "output", place.root / "errors"
         self._begun = place.root / "begun"
         self._begun.write_bytes(b"")
@@ -134,13 +134,13 @@ class _Run:
                     "SOAK_BEGUN": str(self._begun),
                     **({"SOAK_FAULT": f"{fault.script} {at}"} if fault and fault.script else {}),
                 },
-                preexec_fn=None if fault is None else fault.limits,
+                preexec_fn=lambda: limit and resource.setrlimit(limit[0], (limit[1], limit[1])),
                 start_new_session=True,
             )
         self.pid = self._process.pid
 
     def workers(self) -> list[int]:
-        """The processes that the launcher has started, and that are there."""
+        """Processes that the launcher has started."""
         try:
             children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text()
         except OSError:
@@ -148,12 +148,7 @@ class _Run:
         return [int(pid) for pid in children.split()]
 
     def wait_for_step(self, step: int, seconds: float) -> None:
-        """Wait until the lead has begun so many steps, and a little; see `Course.after`.
-
-        Args:
-            step: of this run, or -1.
-            seconds: that a whole run takes.
-        """
+        """Wait until the lead has begun so many steps, and a little; see `Course.after`."""
         while self.begun_steps <= step and not self.has_ended():
             time.sleep(0.01)
         time.sleep(self.rng.uniform(0, 0.1 if step >= 0 else seconds / 3))
@@ -205,7 +200,13 @@ def run_course(course: Course, whole: Whole) -> Told:
     told, fault = Told(course), FAULTS[course.fault]
     with Place(f"{os.getpid()}-{course.seed}") as place:
         if fault.between:
-            _stop_and_damage(course, place, whole, told)
+            run = _Run(course, place, None)
+            run.wait_for_step(max(course.after, 1), whole.seconds)
+            os.kill(run.pid, signal.SIGTERM)
+            code = run.wait()
+            if code not in (0, 75, 128 + signal.SIGTERM):
+                told.wrong.append(f"a run that is asked to stop has ended with {code}")
+            fault.happens(run)
         run = _Run(course, place, fault)
         if not fault.between:
             run.wait_for_step(course.after, whole.seconds)
@@ -215,22 +216,13 @@ def run_course(course: Course, whole: Whole) -> Told:
         fault.mended(run)
         if not told.wrong:
             run = _Run(course, place, None)
-            _judge_last(run, whole, told)
+            code = run.wait()
+            if (code, run.last_line) != (0, whole.end):
+                told.wrong.append(f"run again: code {code}, {run.last_line} and not {whole.end}")
             told.wrong += _left(run, fault)
         if told.wrong:
             told.wrong.append(run.said[-3000:])
     return told
-
-
-def _stop_and_damage(course: Course, place: Place, whole: Whole, told: Told) -> None:
-    """A run that saves itself and stops; and then its checkpoint is damaged."""
-    run = _Run(course, place, None)
-    run.wait_for_step(max(course.after, 1), whole.seconds)
-    os.kill(run.pid, signal.SIGTERM)
-    code = run.wait()
-    if code not in (0, 75, 128 + signal.SIGTERM):
-        told.wrong.append(f"a run that is asked to stop has ended with {code}")
-    FAULTS[course.fault].happens(run)
 
 
 def _judge(run: _Run, whole: Whole, told: Told, fault: Fault) -> None:
@@ -251,18 +243,10 @@ def _judge(run: _Run, whole: Whole, told: Told, fault: Fault) -> None:
     told.wrong += _left(run, fault)
 
 
-def _judge_last(run: _Run, whole: Whole, told: Told) -> None:
-    """It was run again, with nothing happening to it."""
-    code = run.wait()
-    if (code, run.last_line) != (0, whole.end):
-        told.wrong.append(f"run again: code {code}, expected {whole.end}, got {run.last_line}")
-
-
 def _left(run: _Run, fault: Fault) -> list[str]:
     """What is wrong with the place; who is told by the kernel to end is given some seconds."""
     run.place.said += run.said
     until = time.monotonic() + 10
     while run.place.processes() and time.monotonic() < until:
         time.sleep(0.05)
-    left = run.place.left(killed=fault.kills, ended_well=fault.must_end_well)
-    return run.place.touched() + left
+    return run.place.wrong(killed=fault.kills, ended_well=fault.must_end_well)

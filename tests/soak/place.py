@@ -14,40 +14,34 @@ import subprocess
 import tempfile
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
-__all__ = ["Place", "can_mount", "has_own_mounts", "separate_mounts"]
+__all__ = ["Place", "has_own_mounts", "separate_mounts"]
 
 _CLONE_NEWNS = 0x00020000
-_DISK, _MEMORY = "6m", "64m"
 _FOREIGN = "of somebody else\n"
 _separate = False
 
 
-def can_mount() -> bool:
-    """Whether this process may have mounts of its own."""
-    return os.geteuid() == 0 and shutil.which("mount") is not None
-
-
 def has_own_mounts() -> bool:
-    """Whether it has."""
     return _separate
 
 
 def separate_mounts() -> None:
-    """Have mounts of its own from now on, with an empty shared memory."""
+    """Have mounts of its own from now on, with an empty shared memory, if this process may."""
     global _separate
+    if os.geteuid() != 0 or shutil.which("mount") is None:
+        return
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(_CLONE_NEWNS):
         raise OSError(ctypes.get_errno(), "expected to be able to have mounts of its own")
-    _mount("--make-rprivate", "/")
-    _mount("-t", "tmpfs", "-o", f"size={_MEMORY}", "shm", "/dev/shm")
+    subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+    _mount("64m", "/dev/shm")
     _separate = True
 
 
-def _mount(*words: str) -> None:
-    subprocess.run(["mount", *words], check=True)
+def _mount(size: str, place: str) -> None:
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "small", place], check=True)
 
 
 class Place:
@@ -60,35 +54,26 @@ class Place:
     def __init__(self, name: str) -> None:
         self.name = name
         self.root = Path(tempfile.mkdtemp(prefix="soak-", dir="/tmp"))
-        self.disk = self.root / "disk"
-        self.temporary = self.root / "temporary"
-        self.logs = self.root / "logs"
-        self.profile = self.root / "profile"
+        names = ("disk", "temporary", "logs", "profile")
+        self.disk, self.temporary, self.logs, self.profile = (self.root / each for each in names)
         self.checkpoints = self.disk / "checkpoints"
         self.said = ""
         """What runs have said here; they may have named what they keep, such as logs."""
         for folder in (self.disk, self.temporary, self.logs, self.profile):
             folder.mkdir()
         if has_own_mounts():
-            _mount("-t", "tmpfs", "-o", f"size={_DISK}", "disk", str(self.disk))
+            _mount("6m", str(self.disk))
         self.checkpoints.mkdir()
-        self._notes = [folder / "notes.txt" for folder in self._all()]
+        own = (self.root, self.temporary, self.logs, self.profile, self.checkpoints)
+        self._notes = [folder / "notes.txt" for folder in own]
         for note in self._notes:
             note.write_text(_FOREIGN)
         self._bystander = subprocess.Popen(["sleep", "3600"])
 
-    def _all(self) -> list[Path]:
-        return [self.root, self.temporary, self.logs, self.profile, self.checkpoints]
-
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for pid in self.processes():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -100,23 +85,29 @@ class Place:
                 Path("/dev/shm", name).unlink()
         shutil.rmtree(self.root)
 
-    def forget(self, folder: Path) -> None:
-        """The fault itself has removed this one."""
+    def remove(self, folder: Path) -> None:
+        """Remove one of the folders, and no longer expect the note in it."""
         self._notes = [note for note in self._notes if folder not in note.parents]
+        shutil.rmtree(folder, ignore_errors=True)
 
     def processes(self) -> list[int]:
         """Those of the runs that are still there."""
         mark = f"SOAK={self.name}\0".encode()
         found = []
-        for entry in os.listdir("/proc"):
-            if entry.isdigit():
-                with suppress(OSError):
-                    if mark in Path("/proc", entry, "environ").read_bytes():
-                        found.append(int(entry))
+        for entry in filter(str.isdigit, os.listdir("/proc")):
+            with suppress(OSError):
+                if mark in Path("/proc", entry, "environ").read_bytes():
+                    found.append(int(entry))
         return found
 
-    def touched(self) -> list[str]:
-        """What of others is not as it was."""
+    def wrong(self, *, killed: bool, ended_well: bool) -> list[str]:
+        """What of others is not as it was, and what the runs have left behind.
+
+        Args:
+            killed: nobody was left to tidy up; what has a name in the temporary folder may stay.
+            ended_well: no device was killed; else a folder of Python's own (pymp-...) may stay,
+                which the process of a loader's worker removes at its end.
+        """
         wrong = [
             f"{note.relative_to(self.root)} of somebody else was touched"
             for note in self._notes
@@ -124,17 +115,7 @@ class Place:
         ]
         if self._bystander.poll() is not None:
             wrong.append("a process of somebody else was ended")
-        return wrong
-
-    def left(self, *, killed: bool, ended_well: bool = False) -> list[str]:
-        """What the runs have left behind where nothing of them should be.
-
-        Args:
-            killed: nobody was left to tidy up; what has a name in the temporary folder may stay.
-            ended_well: no device was killed; else a folder of Python's own (pymp-...) may stay,
-                which the process of a loader's worker removes at its end.
-        """
-        wrong = [f"process {pid} is left" for pid in self.processes()]
+        wrong += [f"process {pid} is left" for pid in self.processes()]
         if not killed and self.temporary.is_dir():
             names = {path.name for path in self.temporary.iterdir()} - {"notes.txt"}
             names = {name for name in names if ended_well or not name.startswith("pymp-")}

@@ -1,0 +1,117 @@
+"""The intended numbers, in every precision; what is not finite is noticed, one step late or at once
+where it decides."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from onefold.core.precision import PRECISIONS
+from onefold.errors import GradientError, LossError
+from tests.gpu.device import DEVICE, ON_GPU, each, raises
+from tests.gpu.net import Net, Spoilt, adamw, batches, keeping, result, trainer_of
+
+
+@each("precision", PRECISIONS)
+def test_the_loss_is_nearly_that_of_full_precision(precision: str) -> None:
+    full, low = (
+        float.fromhex(result(trainer_of(precision=p), batches(4))[1]) for p in ("fp32", precision)
+    )
+    assert abs(full - low) < 0.02, (full, low)
+
+
+@each("precision", [None, "bf16", "fp16"])
+def test_one_shard_is_a_plain_loop_but_for_rounding(precision: str | None) -> None:
+    """Without dropout, whose seeds are onefold's own."""
+    steps = batches(5, device=DEVICE)
+    low = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision or "")
+    torch.manual_seed(0)
+    plain = Net(dropout=0.0).to(DEVICE)
+    optimizer = adamw(plain)
+    expected = []
+    for images, labels in steps:
+        optimizer.zero_grad()
+        with torch.autocast(torch.device(DEVICE).type, dtype=low, enabled=low is not None):
+            loss = F.cross_entropy(plain(images), labels)
+        loss.backward()
+        optimizer.step()
+        expected.append(float(loss.detach()))
+    torch.manual_seed(0)
+    trainer = trainer_of(shards=1, model=Net(dropout=0.0), precision=precision)
+    found = [float(trainer.step(batch).loss) for batch in steps]
+    tolerance = 2e-3 if low is None else 3e-2
+    pairs = zip(found, expected, strict=True)
+    assert all(abs(one - other) < tolerance for one, other in pairs), (found, expected)
+
+
+@each("way", [("all", 1), ("all", 2), ("host", 1)])
+def test_the_error_comes_one_step_late_and_names_step_and_shard(way: tuple[str, int]) -> None:
+    keep, devices = way
+    with keeping(keep):
+        loss = Spoilt()
+        trainer = trainer_of(devices, loss=loss)
+        steps = batches(4)
+        trainer.step(steps[0])
+        loss.on = True
+        if ON_GPU:
+            trainer.step(steps[1])
+            loss.on = False
+            after = trainer.fingerprint()
+        with raises(LossError, "loss of step 2, shard 1 is nan"):
+            trainer.step(steps[2])
+        assert not ON_GPU or trainer.fingerprint() == after
+        trainer.close()
+
+
+def test_a_gradient_that_is_not_finite_is_noticed_as_well() -> None:
+    class Steep(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, values: torch.Tensor) -> torch.Tensor:
+            return values.clone()
+
+        @staticmethod
+        def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
+            return gradient * float("inf")
+
+    plain = Spoilt()
+    trainer = trainer_of(loss=lambda model, batch: Steep.apply(plain(model, batch)))
+    with raises(GradientError, "gradient of step 1 is not finite" if ON_GPU else "not finite"):
+        trainer.step(batches(1)[0])
+        trainer.step(batches(1)[0])
+
+
+def test_a_save_hears_of_it_before_it_writes(tmp_path: Path) -> None:
+    loss = Spoilt()
+    trainer = trainer_of(loss=loss)
+    loss.on = True
+    with raises(LossError, "loss of step 1, shard 1 is nan"):
+        trainer.step(batches(1)[0])
+        trainer.save(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+SKIPPED = [
+    *((precision, float("nan"), "shard 1 is nan") for precision in ("fp32", "bf16", "fp16")),
+    *((precision, 1e36, "overflow") for precision in ("fp16", "fp16-params")),
+]
+
+
+@each("devices", [1, 2])
+@each("case", SKIPPED)
+def test_a_step_that_is_left_out_is_left_out_on_time(
+    devices: int, case: tuple[str, float, str]
+) -> None:
+    precision, factor, words = case
+    loss = Spoilt(factor)
+    skip = {"on_nonfinite": "skip"} if factor != 1e36 else {}
+    trainer = trainer_of(devices, loss=loss, precision=precision, **skip)
+    steps = batches(3)
+    trainer.step(steps[0])
+    before, loss.on = trainer.fingerprint(), True
+    assert words in trainer.step(steps[1]).skipped
+    assert trainer.fingerprint() == before
+    loss.on = False
+    assert not trainer.step(steps[2]).skipped
+    assert trainer.fingerprint() != before
