@@ -22,9 +22,9 @@ def test_an_exponential_average_warms_up(decay: float, update: int) -> None:
 
 @given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=50))
 def test_a_mean_has_all_values_alike_and_not_the_first_one(values: list[float]) -> None:
-    average, rule = 1e9, AverageRule(None)
+    average = 1e9
     for update, value in enumerate(values, 1):
-        kept = rule.kept(update)
+        kept = AverageRule(None).kept(update)
         average = kept * average + (1 - kept) * value
     assert average == pytest.approx(sum(values) / len(values), abs=1e-9)
 

@@ -42,7 +42,7 @@ NESTED = torch.nested.nested_tensor([rows(2), rows(3)], layout=torch.jagged)
         ([rows(0, F), rows(0)], Count(0)),
         (rows(1, F), Count(1)),
         ({"x": NESTED, "y": rows(2)}, Count(2)),
-        # These may be all samples: packed, time first, a field of all, a list of samples, no tensor.
+        # These may be all samples: packed, time first, a field of all, lists of samples.
         *((payload, ALL) for payload in (rows(N, F), rows(2 * N, F), rows(100))),
         *((payload, ALL) for payload in ([rows(T, N, F), rows(N)], {"x": rows(N), "w": rows(3)})),
         *((payload, ALL) for payload in (([PICTURE] * N, [BOXES] * N), [PICTURE] * N)),

@@ -73,11 +73,6 @@ def test_the_first_one_that_is_not_finite_is_named() -> None:
 
 @for_each("dtype", FLOATS)
 def test_infinities_are_no_nan(dtype: torch.dtype) -> None:
-    tensors = {
-        "mask": torch.tensor([1.0, -INF]).to(dtype),
-        "spoilt": torch.tensor([INF, NAN]).to(dtype),
-        "fine": torch.ones(2).to(dtype),
-        "count": torch.ones(2, dtype=torch.int64),
-        "none": torch.ones(0, dtype=dtype),
-    }
-    assert names_with_nan(tensors) == {"spoilt"}
+    values = {"mask": [1.0, -INF], "spoilt": [INF, NAN], "fine": [1.0], "none": []}
+    tensors = {name: torch.tensor(each).to(dtype) for name, each in values.items()}
+    assert names_with_nan({**tensors, "count": torch.ones(2, dtype=torch.int64)}) == {"spoilt"}

@@ -43,26 +43,16 @@ def test_bits_come_out_as_they_went_in(dtype: torch.dtype) -> None:
         assert torch.equal(found.view(torch.uint8), tensor.contiguous().view(torch.uint8))
 
 
-def test_views_travel_as_what_they_show() -> None:
-    values = torch.arange(6.0).view(2, 3)
-    odd = torch.complex(values, -values).mT.conj()
-    (found,) = unpacked_bytes(packed_bytes([odd], odd.numel() * 8), odd.dtype, [(3, 2)])
-    assert torch.equal(found, odd)
-
-
 def test_who_is_asked() -> None:
     tensor = torch.ones(2, 3)
     assert not joins()
     assert gather(tensor) is join(tensor).whole is tensor
+    assert gather(tensor, rows=True) == (tensor, slice(0, 2))
     with gathering(Discovering()):
         assert joins()
         with pytest.raises(Gathers):
             gather(tensor)
-    refusing = Refusing("not here", is_of_step=False)
-    with gathering(refusing):
+    with gathering(Refusing("not here", is_of_step=False)):
         assert not joins()
         with pytest.raises(LossError, match="not here"):
             gather(tensor)
-    assert gather(tensor, rows=True) == (tensor, slice(0, 2))
-    with gathering(None):
-        assert gather(tensor) is tensor

@@ -35,15 +35,6 @@ def test_every_field_that_differs_is_an_error_that_names_the_device(field: str) 
     assert found.field == field
 
 
-def test_what_a_device_does_not_know_yet_is_no_difference() -> None:
-    """A device without samples has not met the modules that the loss uses."""
-    heads = [HEAD, HEAD._replace(outside=9), HEAD._replace(outside=9)]
-    assert read_said([head.word() for head in heads]).changed == (0, 0, 0)
-    heads[0] = HEAD._replace(outside=8)
-    with pytest.raises(DisagreementError, match="a module that the loss uses beside the model"):
-        read_said([head.word() for head in heads])
-
-
 @given(numbers=st.lists(NUMBERS, min_size=15, max_size=15), changed=NUMBERS, stop=st.booleans())
 def test_any_numbers_travel(numbers: list[int], changed: int, stop: bool) -> None:
     word = StepHead(*numbers).word(changed=changed, stop=stop)

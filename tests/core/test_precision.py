@@ -9,8 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onefold.core.precision import AS_GIVEN, PRECISIONS, LossScale, Precision, added_up_in
-from tests.tables import for_each
+from onefold.core.precision import AS_GIVEN, PRECISIONS, LossScale, Precision
 
 MEANINGS = {
     "fp32": (None, None, False),
@@ -31,20 +30,6 @@ def test_every_name_has_its_meaning_and_others_are_refused() -> None:
     for name in ("", "float16", "fp16-", "BF16"):
         with pytest.raises(ValueError, match='expected precision to be one of "fp32", "bf16"'):
             Precision(name)  # type: ignore[arg-type]
-
-
-@for_each(
-    ("dtype", "wide"),
-    [
-        (torch.bfloat16, torch.float32),
-        (torch.float16, torch.float32),
-        (torch.float32, torch.float32),
-        (torch.float64, torch.float64),
-        (torch.complex64, torch.complex64),
-    ],
-)
-def test_low_precision_alone_is_added_up_in_another(dtype: torch.dtype, wide: torch.dtype) -> None:
-    assert added_up_in(dtype) is wide
 
 
 def test_a_scale_doubles_after_two_thousand_good_steps_and_an_overflow_halves_it() -> None:

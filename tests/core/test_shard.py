@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,18 +26,18 @@ def test_shards_are_cut_as_tensor_split_does(samples: int, shards: int) -> None:
     assert [list(range(*each)) for each in bounds] == [part.tolist() for part in parts]
 
 
-@given(shards=st.integers(1, 70), data=st.data())
-def test_an_even_plan_gives_each_device_a_share(shards: int, data: st.DataObject) -> None:
-    devices = data.draw(st.integers(1, shards))
+@given(shards=st.integers(1, 70), devices=st.integers(1, 70))
+def test_an_even_plan_gives_each_device_a_share(shards: int, devices: int) -> None:
+    if devices > shards:
+        with pytest.raises(ValueError, match=f"{devices} devices cannot share {shards} shards"):
+            Plan.even(shards=shards, devices=devices)
+        return
     plan = Plan.even(shards=shards, devices=devices)
-    assert (plan.shards, plan.devices) == (shards, devices)
     assert max(plan.counts) - min(plan.counts) <= 1
     assert [s for d in range(devices) for s in plan.shards_of(d)] == list(range(shards))
 
 
 def test_a_plan_that_does_not_fit_is_refused() -> None:
-    with pytest.raises(ValueError, match="3 devices cannot share 2 shards"):
-        Plan.even(shards=2, devices=3)
     for counts in ((), (0, 0), (2, -1)):
         with pytest.raises(ValueError, match="zero or more shards"):
             Plan(counts)
@@ -91,11 +90,6 @@ def test_the_search_finds_the_largest_that_makes_no_more_pieces_than_needed(
         assert -(-samples // search.found) == -(-samples // min(limit, samples))
 
 
-class Pair(NamedTuple):
-    tokens: torch.Tensor
-    words: list[str]
-
-
 @dataclass(frozen=True)
 class Boxes:
     boxes: torch.Tensor
@@ -104,29 +98,24 @@ class Boxes:
 
 def test_every_kind_of_payload_is_cut_alike() -> None:
     inputs = torch.arange(10).view(5, 2)
-    payload = OrderedDict(
-        x=inputs,
-        array=inputs.numpy(),
-        pair=Pair(inputs[:, 0], list("abcde")),
-        several=[inputs, (inputs, "all of them", 3, None)],
-        scale=torch.tensor(2.0),
-        boxes=Boxes(torch.arange(5)),
-    )
+    payload = {
+        "x": inputs,
+        "array": inputs.numpy(),
+        "several": [inputs, (inputs, "all of them", 3, None)],
+        "scale": torch.tensor(2.0),
+        "boxes": Boxes(torch.arange(5)),
+        "words": list("abcde"),
+    }
     rows: Any = rows_of(payload, (1, 3), 5)
-    assert type(rows) is OrderedDict
     assert torch.equal(rows["x"], inputs[1:3])
     assert rows["x"].data_ptr() == inputs[1:].data_ptr()  # nothing is copied for a piece
     assert np.array_equal(rows["array"], inputs.numpy()[1:3])
-    assert isinstance(rows["pair"], Pair)
-    assert (rows["pair"].tokens.tolist(), rows["pair"].words) == ([2, 4], ["b", "c"])
     assert torch.equal(rows["several"][1][0], inputs[1:3])
     assert rows["several"][1][1:] == ("all of them", 3, None)
-    assert float(rows["scale"]) == 2.0
+    assert (float(rows["scale"]), rows["words"]) == (2.0, ["b", "c"])
     assert (rows["boxes"].boxes.tolist(), rows["boxes"].name) == ([1, 2], "all")
     x = torch.arange(30).view(2, 5, 3)
-    other = rows_of({"x": x, "n": x.numpy()[..., 0]}, (1, 3), 5, dim=1)
-    assert torch.equal(other["x"], x[:, 1:3])
-    assert np.array_equal(other["n"], x.numpy()[:, 1:3, 0])
+    assert torch.equal(rows_of([x], (1, 3), 5, dim=1)[0], x[:, 1:3])
 
 
 @for_each(
@@ -147,27 +136,21 @@ def test_what_cannot_be_cut_is_named(
         rows_of(payload, (0, 2), 5, dim=dim)
 
 
-class Graph:
-    """No container."""
-
-
 @for_each(
     "rows",
     [
         [{"boxes": torch.ones(n, 4)} for n in range(5)],
         [{"boxes": torch.ones(5, 4)} for _ in range(5)],
         [Boxes(torch.ones(n, 4)) for n in range(5)],
-        [Graph() for _ in range(5)],
+        [object() for _ in range(5)],
         [torch.ones(3, n, 6) for n in range(5)],
         tuple(np.ones((3, n)) for n in range(5)),
-        list("abcde"),
     ],
 )
 def test_a_list_of_samples_is_cut_by_sample(rows: Any) -> None:
     cut = rows_of({"rows": rows}, (1, 3), 5)["rows"]
     assert (type(cut), len(cut)) == (type(rows), 2)
-    assert cut[0] is rows[1]
-    assert cut[1] is rows[2]
+    assert all(one is other for one, other in zip(cut, rows[1:3], strict=True))
 
 
 def test_lists_that_may_be_of_samples_or_of_fields() -> None:

@@ -130,15 +130,6 @@ def test_pytorchs_own_layers_take_it(cut: str, masked: str, made: str, training:
     torch.testing.assert_close(found, expected, **CLOSE)
 
 
-def test_an_encoder_that_expects_whole_layers_is_refused() -> None:
-    layer = nn.TransformerEncoderLayer(12, 6, 24, batch_first=True)
-    encoder = nn.TransformerEncoder(layer, 2).eval()
-    encoder.layers[0].self_attn = Sliced(encoder.layers[0].self_attn, 3)
-    padding = torch.tensor([[False] * 3 + [True] * 2])
-    with torch.no_grad(), pytest.raises(TypeError, match="enable_nested_tensor=False"):
-        encoder(torch.randn(1, 5, 12), src_key_padding_mask=padding)
-
-
 def test_dtypes_dropout_and_numbers_are_those_of_the_layer() -> None:
     layer, inputs = nn.Linear(8, 6).eval(), torch.randn(2, 40, 8)
     heads = nn.MultiheadAttention(8, 2, dropout=0.5, batch_first=True)

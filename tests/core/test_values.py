@@ -75,11 +75,7 @@ def test_values_are_read_as_losses_are_and_nothing_is_kept_of_the_graph() -> Non
         ({3: LOSS}, "expected names of one line for values, got 3"),
         ({"a": 0.5}, f"the value 'a' of {HERE}: expected a tensor .* got float"),
         ({"a": torch.ones(5)}, f"the value 'a' of {HERE}: expected shape \\(2,\\)"),
-        ({"a": Mean(torch.ones(()), -1)}, f"the value 'a' of {HERE}: the weight .* got -1"),
-        (
-            {str(n): LOSS for n in range(MOST + 1)},
-            "expected at most 32 numbers beside the loss, got 33 .0, 1, 2, ....*trainer.evaluate",
-        ),
+        ({str(n): LOSS for n in range(MOST + 1)}, "at most 32 numbers beside the loss, got 33 .0,"),
     ],
 )
 def test_what_is_no_value_is_named(values: dict[Any, Any], words: str) -> None:

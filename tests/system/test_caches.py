@@ -121,15 +121,6 @@ def test_a_folder_is_made_for_this_user_alone(home: Path) -> None:
         place_of_code({"XDG_CACHE_HOME": "caches"})
 
 
-def test_code_is_kept_by_processor_and_compiler(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A home may be shared by hosts, whose processors cannot run each other's code."""
-    places = {place_of_code({}), place_of_code({"CXX": "/bin/sh"})}
-    monkeypatch.setattr(caches, "version", lambda name: "another PyTorch")
-    assert len({*places, place_of_code({})}) == 3
-
-
 def test_caches_elsewhere_stay_where_they_are_if_that_is_safe(home: Path) -> None:
     in_temporary = {"QUACK_CACHE_DIR": str(home / "quack_cache_dir")}
     assert other_caches({}, home) == in_temporary

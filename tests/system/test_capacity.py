@@ -12,35 +12,32 @@ from onefold.engine.assembly import capacity_bytes
 from tests.tables import for_each
 
 CPU = torch.device("cpu")
-
-
-def host_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+GROUP, MEMORY = "/proc/self/cgroup", "/sys/fs/cgroup"
 
 
 @for_each(
     ("files", "expected"),
     [
         ({}, None),
-        ({"/proc/self/cgroup": "0::/a/b\n", "/sys/fs/cgroup/a/memory.max": "5000\n"}, 5000),
+        ({GROUP: "4:pids:/x\n", f"{MEMORY}/memory.max": "6000\n"}, None),
+        ({GROUP: "0::/a/b\n", f"{MEMORY}/a/memory.max": "5000\n"}, 5000),
         (
             {
-                "/proc/self/cgroup": "12:cpu:/x\n0::/a/b\n",
-                "/sys/fs/cgroup/a/memory.max": "max\n",
-                "/sys/fs/cgroup/a/b/memory.max": "7000\n",
-                "/sys/fs/cgroup/memory.max": "9000\n",
+                GROUP: "12:cpu:/x\n0::/a/b\n",
+                f"{MEMORY}/a/memory.max": "max\n",
+                f"{MEMORY}/a/b/memory.max": "7000\n",
+                f"{MEMORY}/memory.max": "9000\n",
             },
             7000,
         ),
         (
             {
-                "/proc/self/cgroup": "4:cpu,memory:/x/y\n3:pids:/\n",
-                "/sys/fs/cgroup/memory/x/memory.limit_in_bytes": "6000\n",
-                "/sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+                GROUP: "4:cpu,memory:/x/y\n3:pids:/\n",
+                f"{MEMORY}/memory/x/memory.limit_in_bytes": "6000\n",
+                f"{MEMORY}/memory/memory.limit_in_bytes": "9223372036854771712\n",
             },
             6000,
         ),
-        ({"/proc/self/cgroup": "4:pids:/x\n", "/sys/fs/cgroup/memory.max": "6000\n"}, None),
     ],
 )
 def test_limits_of_control_groups_count(
@@ -54,4 +51,4 @@ def test_limits_of_control_groups_count(
     with monkeypatch.context() as patch:
         patch.setattr(Path, "read_text", read)
         found = capacity_bytes(CPU)
-    assert found == (expected or host_bytes())
+    assert found == (expected or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))

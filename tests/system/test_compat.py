@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import onefold
 from onefold.system import compat, compilers, hooks
@@ -51,29 +50,6 @@ def test_private_names_are_used_in_one_place_and_those_about_kernels_next_to_it(
     assert set(used) == {f"system/{name}.py" for name in rooms}
 
 
-def test_the_search_finds_them() -> None:
-    text = "from torch._C import x\ntorch._foreach_add_(a)\nmodule._buffers\nnp.random._x\nself._p"
-    assert private_names(text) == {"_C", "_foreach_add_", "_buffers", "_x"}
-
-
-def test_functions_are_seen_from_inside() -> None:
-    """Or a reentrant checkpoint around stages of two devices of a line would lose gradients."""
-    seen = []
-
-    def layer(x: torch.Tensor) -> torch.Tensor:
-        seen.append(compat.is_in_function())
-        return x * 2
-
-    x = torch.ones(2, requires_grad=True)
-    checkpoint(layer, x, use_reentrant=True)
-    checkpoint(layer, x, use_reentrant=False)
-    with torch.no_grad():
-        layer(x)
-    with torch.inference_mode():
-        layer(x)
-    assert seen == [True, False, False, False]
-
-
 def test_backward_hooks_are_hidden_for_a_while() -> None:
     """Or a line of devices would have PyTorch call them with tensors that have no values."""
     layer, called = nn.Linear(2, 2), []
@@ -101,17 +77,6 @@ def test_differentiation_is_seen() -> None:
     assert seen == [(1, 1), (1, 0)]
 
 
-def test_hooks_that_look_at_gradients_are_seen() -> None:
-    """Or what a hook keeps of a gradient would be changed by the fold."""
-    parameter = nn.Parameter(torch.zeros(2))
-    other = nn.Parameter(torch.zeros(2))
-    assert hooks.hooked([other, parameter]) == []
-    handle = parameter.register_post_accumulate_grad_hook(lambda p: None)
-    assert hooks.hooked([other, parameter]) == [1]
-    handle.remove()
-    assert hooks.hooked([other, parameter]) == []
-
-
 def test_the_group_of_a_script_has_a_store_and_a_limit() -> None:
     """Or a Trainer could not be made beside it, and connecting might last as long as a step."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -137,17 +102,6 @@ def test_kernels_that_repeat_their_bits_can_be_chosen_and_put_back() -> None:
     before.put_back()
     assert not torch.are_deterministic_algorithms_enabled()
     assert torch.utils.deterministic.fill_uninitialized_memory == fill
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-def test_the_compilers_settings_have_their_names() -> None:
-    """Or compiled models would be compiled for shapes that vary, and bits with the devices."""
-    config = compilers.load_compiler()
-    names = {"automatic_dynamic_shapes", "assume_static_by_default", "recompile_limit"}
-    names |= {"accumulated_recompile_limit", "fail_on_recompile_limit_hit"}
-    assert all(hasattr(config, name) for name in names)
-    generator = compilers.compiler_config(may_load=True)
-    assert generator is None or hasattr(generator, "deterministic")
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")

@@ -27,18 +27,13 @@ def heap(tmp_path: Path) -> DiskHeap:
     return DiskHeap(tmp_path)
 
 
-def mapping_of(tensor: torch.Tensor) -> str:
-    """What the kernel says of the memory where a tensor begins."""
+def in_a_file(tensor: torch.Tensor) -> bool:
+    """Whether the first byte of a tensor lies in a mapping of one of our files."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         start, stop = (int(each, 16) for each in line.split(maxsplit=1)[0].split("-"))
         if start <= tensor.data_ptr() < stop:
-            return line
+            return "(deleted)" in line and "memfd" not in line
     raise AssertionError("no mapping has it")
-
-
-def in_a_file(tensor: torch.Tensor) -> bool:
-    line = mapping_of(tensor)
-    return "(deleted)" in line and "memfd" not in line
 
 
 def counted() -> tuple[int, int]:
@@ -85,20 +80,15 @@ def test_a_copy_has_values_and_strides_as_pytorch_would_lay_them(
             assert heap.zeros(nbytes).tolist() == [0] * nbytes
 
 
-def test_large_tensors_lie_in_the_file_and_small_ones_do_not(heap: DiskHeap) -> None:
-    assert in_a_file(heap.empty(PAGE))
-    assert in_a_file(heap.like(torch.empty(PAGE // 4)))
-    assert not in_a_file(heap.empty(PAGE - 1))
-    assert not in_a_file(heap.like(torch.empty(PAGE // 4 - 1)))
-    assert (heap.on_disk, ORDINARY.on_disk) == (True, False)
-    assert not list(heap.folder.iterdir())  # no name is left
-
-
 def test_a_tensor_is_copied_only_if_it_lies_elsewhere(heap: DiskHeap) -> None:
     outside, small = torch.randn(5000), torch.randn(3)
     inside = heap.kept(outside)
     assert torch.equal(inside, outside)
     assert in_a_file(inside)
+    assert in_a_file(heap.like(torch.empty(PAGE // 4)))
+    assert not in_a_file(heap.empty(PAGE - 1))
+    assert (heap.on_disk, ORDINARY.on_disk) == (True, False)
+    assert not list(heap.folder.iterdir())  # no name is left
     view = inside[8:].detach()
     for each in (inside, view, small):
         assert heap.kept(each) is each
@@ -128,26 +118,13 @@ def test_a_place_is_used_again_once_no_tensor_refers_to_it(heap: DiskHeap) -> No
         assert view.tolist() == [number] * 100
 
 
-def test_a_tensor_outlives_its_heap(tmp_path: Path) -> None:
-    gc.collect()
-    before = counted()[0]
-    tensor = DiskHeap(tmp_path).copy(torch.arange(4000.0))
-    gc.collect()
-    assert torch.equal(tensor, torch.arange(4000.0))
-    del tensor
-    gc.collect()
-    assert counted()[0] <= before
-
-
-@for_each("kind", ["absent", "a file"])
 def test_a_folder_in_which_nothing_can_be_made_is_named(
-    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = tmp_path / "there"
-    if kind == "a file":
-        folder.write_text("")
-    with pytest.raises(OSError, match=r"expected a folder in which files can be made.*--home"):
-        DiskHeap(folder)
+    (tmp_path / "file").write_text("")
+    for name in ("absent", "file"):
+        with pytest.raises(OSError, match=r"expected a folder in which files can be made.*--home"):
+            DiskHeap(tmp_path / name)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert DiskHeap.at("").folder == tmp_path
     assert DiskHeap.at(str(tmp_path / "..")).folder == tmp_path / ".."
@@ -173,24 +150,10 @@ def test_a_disk_that_is_full_is_named_and_nothing_is_lost(
     assert found.st_blocks * 512 >= found.st_size == 3 * PAGE
 
 
-def test_a_folder_that_is_no_disk_is_mentioned(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    listed = f"1 0 {os.major(tmp_path.stat().st_dev)}:{os.minor(tmp_path.stat().st_dev)} / {{}}\n"
-    read_text = Path.read_text
-    for line, mentioned in (
-        ("/ rw shared:1 - tmpfs tmpfs rw", True),
-        ("/ rw - ext4 /dev/it rw", False),
-    ):
-        caplog.clear()
-
-        def read(path: Path, line: str = line) -> str:
-            is_list = str(path) == "/proc/self/mountinfo"
-            return listed.format(line) if is_list else read_text(path)
-
-        monkeypatch.setattr(Path, "read_text", read)
-        DiskHeap.at(str(tmp_path))
-        assert ("which is itself in memory (tmpfs)" in caplog.text) == mentioned
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="this system has no /dev/shm")
+def test_a_folder_that_is_no_disk_is_mentioned(caplog: pytest.LogCaptureFixture) -> None:
+    DiskHeap.at("/dev/shm")
+    assert "in /dev/shm, which is itself in memory (tmpfs)" in caplog.text
 
 
 def test_many_tensors_take_few_descriptors_and_mappings(heap: DiskHeap) -> None:
@@ -261,18 +224,18 @@ def test_a_disk_without_room_changes_nothing(
 @for_each(
     ("number", "words"),
     [
-        (errno.ENOSPC, "--home or ONEFOLD_HOME; `onefold plan` shows how large"),
-        (errno.EDQUOT, "--home or ONEFOLD_HOME"),
-        (errno.EFBIG, r"\(ulimit -f\)$"),
-        (errno.ENOMEM, r"\(ulimit -v\)"),
-        (errno.EIO, "Input/output error$"),
+        (errno.ENOSPC, ".*--home or ONEFOLD_HOME; `onefold plan` shows how large"),
+        (errno.EDQUOT, ".*--home or ONEFOLD_HOME"),
+        (errno.EFBIG, r".*\(ulimit -f\)$"),
+        (errno.ENOMEM, r".*\(ulimit -v\)"),
+        (errno.EIO, "$"),
     ],
 )
 def test_each_limit_is_named(number: int, words: str) -> None:
-    text = rf"expected two pages, got: {os.strerror(number)}.*{words}"
-    text = text.replace(f"{os.strerror(number)}.*{os.strerror(number)}", os.strerror(number))
+    error = OSError(number, os.strerror(number))
+    text = rf"expected two pages, got: {os.strerror(number)}{words}"
     with pytest.raises(OSError, match=text) as caught, naming_limits("two pages"):
-        raise OSError(number, os.strerror(number))
+        raise error
     assert caught.value.errno == number
 
 

@@ -177,19 +177,17 @@ def test_only_the_owner_can_look_into_a_private_folder(temporary: Path) -> None:
     assert os.listdir(temporary) == []
 
 
-@pytest.mark.parametrize("kind", ["folder", "link"])
-def test_what_somebody_put_in_its_place_is_not_removed(temporary: Path, kind: str) -> None:
-    other = temporary / "other"
-    other.mkdir()
-    (other / "file").touch()
+@for_each("kind", ["folder", "link"])
+def test_what_somebody_put_in_its_place_is_not_removed(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/file").touch()
     with PrivateFolder() as folder:
         shutil.rmtree(folder.path)
         if kind == "folder":
-            shutil.copytree(other, folder.path)
+            shutil.copytree(tmp_path / "other", folder.path)
         else:
-            folder.path.symlink_to(other)
+            folder.path.symlink_to(tmp_path / "other")
     assert (folder.path / "file").exists()
-    assert (other / "file").exists()
 
 
 LIVES = """
@@ -239,15 +237,12 @@ def marked(path: Path, mark: bytes | None, mode: int = 0o700) -> None:
         (path / ".onefold-owner").write_bytes(mark)
 
 
-def link_to_a_dead_one(path: Path, mark: bytes) -> None:
+def by_a_link(path: Path, mark: bytes, name: str) -> None:
+    """To the folder, or to its mark, if ``name`` is not empty."""
     marked(path.with_name("elsewhere"), mark)
-    path.symlink_to(path.with_name("elsewhere"))
-
-
-def dead_by_a_link(path: Path, mark: bytes) -> None:
-    marked(path, None)
-    path.with_name("owner").write_bytes(mark)
-    (path / ".onefold-owner").symlink_to(path.with_name("owner"))
+    if name:
+        marked(path, None)
+    (path / name).symlink_to(path.with_name("elsewhere") / name)
 
 
 @for_each(
@@ -257,8 +252,8 @@ def dead_by_a_link(path: Path, mark: bytes) -> None:
         lambda path, mark: marked(path, b"another"),  # of a host, or from before a restart
         lambda path, mark: marked(path, b""),
         lambda path, mark: marked(path, mark, 0o755),
-        link_to_a_dead_one,
-        dead_by_a_link,
+        lambda path, mark: by_a_link(path, mark, ""),
+        lambda path, mark: by_a_link(path, mark, ".onefold-owner"),
         lambda path, mark: path.touch(),
         lambda path, mark: os.mkfifo(path),
     ],
