@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,17 @@ from tests.small import make_trainer
 
 Script = Callable[["Life"], str]
 """Makes its Trainer by `Life.trainer`, calls `Life.tick` wherever it may die; returns a result."""
+
+
+@contextmanager
+def new_progress(devices: int) -> Iterator[Progress]:
+    """The table that the launcher and its devices share."""
+    memory = os.memfd_create("progress")
+    os.truncate(memory, Progress.nbytes(devices))
+    try:
+        yield Progress(memory, devices)
+    finally:
+        os.close(memory)
 
 
 class Died(Exception):
@@ -83,12 +95,9 @@ class Runs:
         **choices: Any,
     ) -> str | None:
         """What a script returns; None if it died or was stopped."""
-        memory = os.memfd_create("progress")
-        os.truncate(memory, Progress.nbytes(1))
         options = RunOptions(checkpoint=str(self.folder), every=every, **choices)
-        progress = Progress(memory, 1)
-        life = Life(devices, dies, progress)
-        with self._patch.context() as patch:
+        with self._patch.context() as patch, new_progress(1) as progress:
+            life = Life(devices, dies, progress)
             patch.setattr("onefold.trainer.current_world", lambda: World(options=options))
             patch.setattr("onefold.run.session.progress_of", lambda world: progress)
             patch.setattr(team, "_trainers", itertools.count())
@@ -100,7 +109,6 @@ class Runs:
                 result = None
             finally:
                 _leave(life)
-                os.close(memory)
         return result
 
 

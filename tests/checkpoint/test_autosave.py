@@ -15,7 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from onefold.cli.main import main
 from tests.checkpoint.folders import steps_in
+from tests.tables import for_each
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "stopped.py"
 pytestmark = [
@@ -91,7 +93,6 @@ def runs(tmp_path: Path) -> Iterator[Runs]:
         (signal.SIGTERM, "collective"),
         (signal.SIGINT, "shared"),
         pytest.param(signal.SIGHUP, "shared", marks=pytest.mark.full),
-        pytest.param(signal.SIGTERM, "shared", marks=pytest.mark.full),
     ],
 )
 def test_a_signal_saves_and_the_same_command_goes_on(
@@ -100,9 +101,8 @@ def test_a_signal_saves_and_the_same_command_goes_on(
     whole = runs.whole(40)
     trace = runs.folder / "trace"
     options = f"--every 1000 --trace {trace} --exchange {exchange}"
-    first = runs.start("steps", "0.05", "40", devices=3, options=options)
+    first = runs.start("steps", "0.05", "40", options=options)
     first.wait_until_ready()
-    time.sleep(0.3)
     first.process.send_signal(number)
     code, _, errors = first.finish()
     (step,) = steps_in(runs.directory)
@@ -120,40 +120,16 @@ def test_a_signal_saves_and_the_same_command_goes_on(
     assert [line["step"] for line in lines] == list(range(1, 41))
 
 
-def test_checkpoints_come_every_so_many_steps(runs: Runs) -> None:
-    code, *_ = runs.start("steps", "0", "11", options="--every 2 --keep-last 4").finish()
-    assert code == 0
-    assert steps_in(runs.directory) == [6, 8, 10, 11], "the end is saved as well"
-
-
 @pytest.mark.full
-@pytest.mark.parametrize("exchange", ["shared", "collective"])
-def test_checkpoints_come_by_time(runs: Runs, exchange: str) -> None:
+def test_checkpoints_come_by_time(runs: Runs) -> None:
     """After the same step on all devices: otherwise the others would never come."""
     whole = runs.whole(30)
-    options = f"--every 1000,1s --keep-last 99 --exchange {exchange}"
+    options = "--every 1000,1s --keep-last 99 --exchange collective"
     code, fingerprint, _ = runs.start("steps", "0.1", "30", devices=3, options=options).finish()
     assert (code, fingerprint) == (0, whole)
     *made, last = steps_in(runs.directory)
     assert (bool(made), last) == (True, 30)
     assert all(later - step > 1 for step, later in pairwise(made))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
-def test_a_notice_saves_however_often_it_comes(runs: Runs, number: signal.Signals) -> None:
-    """Slurm sends it to every process of a step, which may have loader workers, and again."""
-    run = runs.start("workers", "0.05", "1000", options="--every 1000 --restarts 1")
-    run.wait_until_ready()
-    time.sleep(0.5)
-    for pid in descendants(run.process.pid):
-        os.kill(pid, number)
-    run.process.send_signal(number)
-    run.process.send_signal(signal.SIGTERM)  # the end that was announced, as polite as ever
-    code, _, errors = run.finish()
-    assert code == 75, errors
-    assert len(steps_in(runs.directory)) == 1
-    assert f"onefold: stopped by {number.name} after step" in errors
 
 
 def descendants(pid: int) -> list[int]:
@@ -162,54 +138,44 @@ def descendants(pid: int) -> list[int]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("wait_s", [0.0, 0.8])
-def test_a_second_signal_ends_it_at_once(runs: Runs, wait_s: float) -> None:
-    run = runs.start("steps", "600", "3")
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_every_process_saves_however_often_it_comes(
+    runs: Runs, number: signal.Signals
+) -> None:
+    """As Slurm sends its notice to all, loader workers too, again, and the end soon after."""
+    notice = number in (signal.SIGUSR1, signal.SIGUSR2)
+    kind = "workers" if notice else "steps"
+    run = runs.start(kind, "0.05", "1000", options="--every 1000 --restarts 1")
     run.wait_until_ready()
-    time.sleep(wait_s)
-    run.process.send_signal(signal.SIGINT)
-    time.sleep(0.3)
-    assert run.process.poll() is None
-    run.process.send_signal(signal.SIGTERM)
-    code, _, errors = run.finish()
-    assert code == 130
-    assert "before it had saved itself, as a second signal came" in errors
-    assert "Traceback" not in errors
-
-
-@pytest.mark.full
-def test_a_step_that_takes_too_long_is_not_waited_for(runs: Runs) -> None:
-    run = runs.start("steps", "600", "3", options="--grace 1")
-    run.wait_until_ready()
-    time.sleep(0.5)
-    run.process.send_signal(signal.SIGTERM)
-    code, _, errors = run.finish()  # a step of 600 s is not waited for
-    assert code == 143
-    assert "before it had saved itself, as its time for saving was over" in errors
-
-
-@pytest.mark.full
-def test_a_run_that_is_at_its_end_ends_well(runs: Runs) -> None:
-    run = runs.start("steps", "0.5", "1")
-    run.wait_until_ready()
-    time.sleep(0.2)
-    run.process.send_signal(signal.SIGTERM)
-    assert run.finish()[0] in (0, 75)  # in its one step, or after it
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_signal_to_a_device_does_the_same(runs: Runs, number: signal.Signals) -> None:
-    run = runs.start("steps", "0.05", "1000", options="--every 1000")
-    run.wait_until_ready()
-    time.sleep(0.3)
-    path = Path(f"/proc/{run.process.pid}/task/{run.process.pid}/children")
-    for worker in path.read_text().split():
-        os.kill(int(worker), number)
+    time.sleep(0.5)  # into the loop, where the loader's workers are
+    for pid in descendants(run.process.pid):
+        os.kill(pid, number)
+    if notice:
+        run.process.send_signal(number)
+        run.process.send_signal(signal.SIGTERM)
     code, _, errors = run.finish()
     assert code == 75, errors
     assert len(steps_in(runs.directory)) == 1
-    assert "onefold: stopped by a signal to a device after step" in errors
+    who = number.name if notice else "a signal to a device"
+    assert f"onefold: stopped by {who} after step" in errors
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("second", [True, False])
+def test_a_step_that_takes_too_long_is_not_waited_for(runs: Runs, second: bool) -> None:
+    """After a second signal, or when the time for saving is over."""
+    run = runs.start("steps", "600", "3", options="--every 3" if second else "--grace 1")
+    run.wait_until_ready()
+    run.process.send_signal(signal.SIGTERM)
+    if second:
+        time.sleep(0.3)
+        assert run.process.poll() is None
+        run.process.send_signal(signal.SIGINT)
+    code, _, errors = run.finish()
+    assert code == 143
+    why = "as a second signal came" if second else "as its time for saving was over"
+    assert f"before it had saved itself, {why}" in errors
+    assert "Traceback" not in errors
 
 
 @pytest.mark.full
@@ -232,45 +198,22 @@ def test_a_trainer_that_is_closed_by_a_failing_device_hides_nothing(
 
 
 @pytest.mark.full
-def test_two_loaders_side_by_side_go_on_together(runs: Runs) -> None:
-    """No checkpoint is made between the two steps of a pair of batches."""
-    (runs.folder / "crashes").mkdir()
-    arguments = ["zip", str(runs.folder / "crashes")]
-    options = "--every 3 --restarts 1"
-    times = "1", str(runs.directory)
-    code, fingerprint, errors = runs.start(*arguments, *times, options=options).finish()
-    assert code == 0
-    assert all(int(step) % 2 == 0 for step in re.findall(r"going on after step (\d+)", errors))
-    runs.directory = runs.folder / "others"
-    times = "0", str(runs.directory)
-    assert runs.start(*arguments, *times, options=options).finish()[:2] == (0, fingerprint)
-
-
-@pytest.mark.full
-def test_the_end_of_an_epoch_is_gone_through_as_ever(runs: Runs) -> None:
-    """A checkpoint that falls on an epoch's last step leaves no empty epoch to go on with."""
-    (runs.folder / "crashes").mkdir()
-    arguments = ["crash", str(runs.folder / "crashes"), "1", str(runs.directory)]
-    options = "--every 5 --restarts 1"
-    run = runs.start(*arguments, options=options)
-    code, fingerprint, errors = run.finish()
-    means = re.findall(r"mean loss \S+", run.output.read_text())
-    assert len(means) in (3, 4)  # the first epoch ended twice if nothing was written before
-    assert errors.count("starting again") == 1
-    assert (code, fingerprint) == (0, runs.whole(15))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("exchange", ["shared", "collective"])
-def test_a_crash_is_survived_as_often_as_was_said(runs: Runs, exchange: str) -> None:
+@pytest.mark.parametrize(
+    ("exchange", "devices", "more"),
+    [("shared", 3, " --restarts-with fewer"), ("collective", 2, "")],
+)
+def test_a_crash_is_survived_as_often_as_was_said(
+    runs: Runs, exchange: str, devices: int, more: str
+) -> None:
+    """With as many devices, or without the one that was killed."""
     whole = runs.whole(15)
     (runs.folder / "crashes").mkdir()
     arguments = ["crash", str(runs.folder / "crashes"), "2", str(runs.directory)]
-    options = f"--every 3 --restarts 2 --exchange {exchange}"
-    code, fingerprint, errors = runs.start(*arguments, options=options).finish()
+    options = f"--every 3 --restarts 2 --exchange {exchange}{more}"
+    code, fingerprint, errors = runs.start(*arguments, devices=devices, options=options).finish()
     assert (code, fingerprint) == (0, whole)
     assert "was killed by SIGKILL" in errors
-    assert "onefold: starting again (1 of 2)" in errors
+    assert "onefold: starting again (1 of 2)" + (", with 2 devices" if more else "\n") in errors
     # The second one does not count where a newer checkpoint had been written meanwhile.
     assert errors.count("starting again") == 2
     # What was being written as the crash came may or may not be there.
@@ -287,125 +230,39 @@ def test_a_crash_too_many_ends_the_run(runs: Runs) -> None:
     assert (runs.directory / "step-00000006").is_dir()
 
 
-@pytest.mark.full
-def test_a_run_may_go_on_without_the_device_that_was_killed(runs: Runs) -> None:
-    whole = runs.whole(15)
-    (runs.folder / "crashes").mkdir()
-    arguments = ["crash", str(runs.folder / "crashes"), "1", str(runs.directory)]
-    options = "--every 3 --restarts 1 --restarts-with fewer"
-    code, fingerprint, errors = runs.start(*arguments, devices=3, options=options).finish()
-    assert (code, fingerprint) == (0, whole)
-    assert "onefold: starting again (1 of 1), with 2 devices\n" in errors
-
-
-REFUSED = {
-    "own": "ValueError: onefold run --checkpoint goes on at the very sample where a run stopped",
-    "two": "ValueError: onefold run --checkpoint follows one Trainer",
-    "schedule": "ValueError: a learning-rate schedule is attached to the optimizer",
-}
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("kind", REFUSED)
-def test_what_could_not_go_on_is_refused_at_the_start(runs: Runs, kind: str) -> None:
-    code, _, errors = runs.start(kind).finish()
-    assert code == 1
-    assert REFUSED[kind] in errors
-
-
-@pytest.mark.full
-def test_a_directory_of_nothing_good_is_refused(runs: Runs) -> None:
-    assert runs.start("steps", "0", "4").finish()[0] == 0
-    for path in runs.directory.glob("*/model.safetensors"):
-        path.write_bytes(path.read_bytes()[:-1])
-    code, _, errors = runs.start("steps", "0", "4").finish()
-    assert code == 1
-    assert "CheckpointError: no checkpoint of" in errors
-    assert "model.safetensors has" in errors
-
-
-@pytest.mark.full
-def test_the_folder_of_one_checkpoint_is_no_directory_for_others(runs: Runs) -> None:
-    assert runs.start("steps", "0", "4").finish()[0] == 0
-    runs.directory = runs.directory / "step-00000003"
-    code, _, errors = runs.start("steps", "0", "4").finish()
-    assert code == 1
-    assert "step-00000003 is the folder of one checkpoint: expected the directory that" in errors
-
-
-@pytest.mark.full
-def test_what_was_changed_on_purpose_may_be_said(runs: Runs) -> None:
-    assert runs.start("steps", "0", "4").finish()[0] == 0
-    script = runs.folder / "other.py"
-    script.write_text(SCRIPT.read_text().replace("shards=4", "shards=2"))
-    options = ["--devices", "cpu:2", "--checkpoint", str(runs.directory)]
-    for more, expected in (([], 1), (["--changed", "shards,seed"], 0)):
-        command = [sys.executable, "-m", "onefold", "run", *options, *more, str(script)]
-        done = subprocess.run(
-            [*command, "steps", "0", "6"], capture_output=True, text=True, timeout=600
-        )
-        assert done.returncode == expected, done.stderr
-    assert "going on after step 4" in done.stderr
-
-
-@pytest.mark.parametrize(
+@for_each(
     ("options", "text"),
     [
-        (["--restarts", "2"], "--restarts: expected with --checkpoint, which names the directory"),
-        (["--every", "2", "--grace", "1"], "--every, --grace: expected with --checkpoint"),
-        (["--checkpoint", "a-file"], "--checkpoint a-file: expected a folder, this is a file"),
-        (
-            ["--checkpoint", "c", "--every", "0"],
-            "--every 0: expected a number of steps of at least 1",
-        ),
-        (["--checkpoint", "c", "--every", "10x"], "--every 10x: expected a number of steps"),
-        (["--checkpoint", "c", "--every", "9,m"], "--every 9,m: expected a number of steps"),
-        (["--every", "1h"], "--every: expected with --checkpoint"),
-        (["--checkpoint", "c", "--restarts-with", "all"], "expected restarts_with same or fewer"),
-        (["--checkpoint", "c", "--keep-last", "0"], "expected keep_last of at least 1, got 0"),
-        (
-            ["--checkpoint", "c", "--keep", "3"],
-            "expected keep to be one of all, span, host, stages, got '3'; how",
-        ),
-        (["--home", "."], "--home .: expected --keep host, span or stages with it"),
-        (["--keep", "host", "--home", "b"], "--home b: expected a folder that is there"),
-        (["--keep", "host", "--home", "a-file"], "--home a-file: expected a folder that is"),
-        (["--checkpoint", "c", "--grace", "0"], "expected the grace to be more than 0, got 0.0"),
+        ("--restarts 2", "--restarts: expected with --checkpoint, which names the directory"),
+        ("--every 2 --grace 1", "--every, --grace: expected with --checkpoint"),
+        ("--every 1h", "--every: expected with --checkpoint"),
+        ("--checkpoint a-file", "--checkpoint a-file: expected a folder, this is a file"),
+        ("--checkpoint c --every 0", "--every 0: expected a number of steps of at least 1"),
+        ("--checkpoint c --every 10x", "--every 10x: expected a number of steps"),
+        ("--checkpoint c --every 9,m", "--every 9,m: expected a number of steps"),
+        ("--checkpoint c --restarts-with all", "expected restarts_with same or fewer"),
+        ("--checkpoint c --keep-last 0", "expected keep_last of at least 1, got 0"),
+        ("--checkpoint c --keep 3", "expected keep to be one of all, span, host, stages, got '3'"),
+        ("--checkpoint c --grace 0", "expected the grace to be more than 0, got 0.0"),
+        ("--home .", "--home .: expected --keep host, span or stages with it"),
+        ("--keep host --home b", "--home b: expected a folder that is there"),
+        ("--keep host --home a-file", "--home a-file: expected a folder that is"),
     ],
 )
 def test_bad_options_are_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], text: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    options: str,
+    text: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a-file").touch()
-    command = [sys.executable, "-m", "onefold", "run", *options, str(SCRIPT), "steps", "0", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 2
-    assert f"onefold: {text}" in done.stderr
-
-
-@pytest.mark.full
-def test_an_average_goes_on_without_the_script_knowing(tmp_path: Path) -> None:
-    """Also where its line is one of an epoch that is over."""
-    script = SCRIPT.parent / "averaging.py"
-    folder = str(tmp_path / "checkpoints")
-
-    def run(devices: str, last: int, *options: str) -> str:
-        command = ["run", "--devices", devices, *options, str(script), str(last)]
-        done = subprocess.run(
-            [sys.executable, "-m", "onefold", *command],
-            capture_output=True,
-            text=True,
-            timeout=600,
-            env={**os.environ, "TMPDIR": str(tmp_path)},
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout.splitlines()[-1]
-
-    whole = run("cpu:1", 4)
-    for devices, last in (("cpu:2", 2), ("cpu:3", 3)):
-        run(devices, last, "--checkpoint", folder)
-    assert run("cpu:2", 4, "--checkpoint", folder) == whole
+    monkeypatch.setattr(sys, "argv", ["onefold", "run", *options.split(), str(SCRIPT)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert f"onefold: {text}" in capsys.readouterr().err
 
 
 @pytest.mark.full
@@ -430,6 +287,12 @@ def test_a_directory_belongs_to_one_run_at_a_time(runs: Runs, tmp_path: Path) ->
     assert code == 0, errors
     assert first.finish()[0] == 75
     assert not (runs.directory / ".lock").exists()
+    killed = runs.start("steps", "0.05", "1000")  # holds nothing up
+    killed.wait_until_ready()
+    os.killpg(killed.process.pid, signal.SIGKILL)
+    killed.process.wait(300)
+    code, _, errors = other.start("steps", "0", "3").finish()
+    assert code == 0, errors
 
 
 @pytest.mark.full
@@ -445,13 +308,3 @@ def test_two_runs_that_start_at_once_follow_each_other(runs: Runs, tmp_path: Pat
     assert [errors.count("going on after step 20:") for *_, errors in ends] in ([0, 1], [1, 0])
     assert not any("starting again" in errors for *_, errors in ends)
     assert any("is at work in" in errors for *_, errors in ends)
-
-
-@pytest.mark.full
-def test_a_run_that_was_killed_holds_nothing_up(runs: Runs) -> None:
-    first = runs.start("steps", "0.05", "1000")
-    first.wait_until_ready()
-    os.killpg(first.process.pid, signal.SIGKILL)
-    first.process.wait(300)
-    code, _, errors = runs.start("steps", "0", "3").finish()
-    assert code == 0, errors

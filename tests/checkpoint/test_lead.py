@@ -35,38 +35,32 @@ def both(work: Callable[[Lead, Seat], Result], timeout_s: float = 10.0) -> list[
     return together(lambda seat: work(lead_at(seat, timeout_s), seat))
 
 
-def test_the_lead_is_where_device_0_is() -> None:
-    assert both(lambda lead, _: lead.is_here) == [True, False]
-    assert alone(3).is_here
-
-
-@for_each("devices", [1, 3])
-def test_a_number_alone_is_shared_with_oneself(devices: int) -> None:
-    assert alone(devices).share(2.5) == 2.5
-
-
 def test_the_number_of_the_lead_is_everybodys() -> None:
+    assert both(lambda lead, _: lead.is_here) == [True, False]
     assert both(lambda lead, seat: lead.share(1.5 + seat.number)) == [1.5, 1.5]
 
 
-# Work.
-
-
 @for_each("devices", [1, 3])
-def test_a_process_alone_does_the_work_at_once_in_its_own_thread(devices: int) -> None:
-    assert alone(devices).do("it", threading.current_thread) is threading.current_thread()
-    assert alone(devices).do("it", None) is None
+def test_a_process_alone_does_all_of_it_in_its_own_thread(devices: int) -> None:
+    lead = alone(devices)
+    assert lead.is_here
+    assert lead.share(2.5) == 2.5
+    assert lead.do("it", threading.current_thread) is threading.current_thread()
+    assert lead.do("it", None) is None
+    assert lead.hand_out(part_for).tolist() == [1, 1, 1]
 
 
-def test_what_the_work_returned_is_the_leads_alone() -> None:
-    assert both(lambda lead, _: lead.do("it", (lambda: 7) if lead.is_here else None)) == [7, None]
-
-
-def test_the_others_do_no_work() -> None:
-    """Even where they were given some."""
+def test_the_work_and_its_result_are_the_leads_alone(caplog: pytest.LogCaptureFixture) -> None:
+    """Even where others were given some."""
     did: list[int] = []
-    both(lambda lead, seat: lead.do("it", lambda: did.append(seat.number)))
+
+    def work(lead: Lead, seat: Seat) -> object:
+        lead.do("it", lambda: did.append(seat.number))
+        return lead.do("it", (lambda: 7) if lead.is_here else None)
+
+    assert both(work) == [7, None]
     assert did == [0]
+    assert not caplog.messages, "quick work is not mentioned"
 
 
 def test_all_hear_while_it_takes_longer_than_they_wait(caplog: pytest.LogCaptureFixture) -> None:
@@ -84,11 +78,6 @@ def test_all_hear_while_it_takes_longer_than_they_wait(caplog: pytest.LogCapture
     said = [m for m in caplog.messages if m.startswith("reading has taken 0 s so far, and goes on")]
     assert 1 <= len(said) <= 3
     assert len(said) == len(caplog.messages)
-
-
-def test_quick_work_is_not_mentioned(caplog: pytest.LogCaptureFixture) -> None:
-    both(lambda lead, _: lead.do("reading", lambda: None))
-    assert not caplog.messages
 
 
 def test_what_fails_there_is_raised_on_the_lead_and_the_others_hear_of_it() -> None:
@@ -151,10 +140,6 @@ def test_each_process_gets_what_was_made_for_it() -> None:
 
     assert both(work) == [[1, 1, 1], [2, 2, 2, 2]]
     assert made == [0, 1]  # one after the other, so that one is held at a time
-
-
-def test_a_process_alone_gets_all_of_it() -> None:
-    assert alone(3).hand_out(part_for).tolist() == [1, 1, 1]
 
 
 def test_what_cannot_be_made_fails_on_the_lead() -> None:

@@ -6,6 +6,7 @@ import inspect
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,11 +14,14 @@ from torch import nn
 from torch.utils.data import Subset, TensorDataset
 
 import onefold
+from onefold.checkpoint import autosave
 from onefold.checkpoint.runstate import RunState
-from onefold.errors import CheckpointError
-from tests.checkpoint.inprocess import Life, Runs, Script
+from onefold.errors import CheckpointError, LossError
+from tests.checkpoint.folders import full_disk, names_in, steps_in
+from tests.checkpoint.inprocess import Life, Runs, Script, new_progress
 from tests.inside import engine_in
 from tests.small import points, square
+from tests.tables import for_each
 
 EPOCHS = 3
 
@@ -53,37 +57,36 @@ def change(trainer: onefold.Trainer, by: float = 0.5) -> None:
             parameter.mul_(by)
 
 
-def made(life: Life, model: nn.Module | None = None) -> onefold.Trainer:
+def score(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {"loss": square(model, batch)}
+
+
+def begun(
+    life: Life, model: nn.Module | None = None, **choices: Any
+) -> tuple[onefold.Trainer, onefold.Loader]:
     model = model or network()
-    return life.trainer(model, square, optimizer=adam(model))
+    trainer = life.trainer(model, square, **{"optimizer": adam(model), **choices})
+    return trainer, trainer.loader(data(), batch_size=8, shuffle=True)
 
 
-def zeroed_head(life: Life) -> str:
-    trainer = made(life)
-    loader = trainer.loader(data(), batch_size=8, shuffle=True)
-    with trainer.changing():
-        nn.init.zeros_(trainer.model[3].weight)  # type: ignore[index]
-    for _ in trainer.epochs(EPOCHS):
-        for batch in loader:
-            life.tick()
-            trainer.step(batch)
-            life.tick()
-    return result(trainer)
+def through(life: Life, trainer: onefold.Trainer, loader: onefold.Loader) -> None:
+    for batch in loader:
+        trainer.step(batch)
+        life.tick()
 
 
 def changed_at_each_epoch(life: Life) -> str:
-    """At its top, in the middle of a pass, at its end, and when all is done; a rate by hand."""
-    trainer = made(life)
+    """Before all, at its top, in the middle of a pass, at its end, and when all is done."""
+    trainer, loader = begun(life)
     optimizer = engine_in(trainer).update.optimizer
-    loader = trainer.loader(data(), batch_size=8, shuffle=True)
+    with trainer.changing():
+        nn.init.zeros_(trainer.model[3].weight)  # type: ignore[index]
     for epoch in trainer.epochs(EPOCHS):
         life.tick()
         change(trainer)
         optimizer.param_groups[0]["lr"] *= 0.9
         life.tick()
-        for batch in loader:
-            trainer.step(batch)
-            life.tick()
+        through(life, trainer, loader)
         change(trainer, 2.0 + epoch)
         life.tick()
     change(trainer, 3.0)
@@ -114,8 +117,7 @@ def target_network(life: Life) -> str:
 
 
 def counted_steps(life: Life) -> str:
-    trainer = made(life)
-    loader = trainer.loader(data(), batch_size=8, shuffle=True)
+    trainer, loader = begun(life)
     change(trainer)
     while trainer.steps < 8:
         change(trainer, 1.5)
@@ -134,43 +136,39 @@ def counted_steps(life: Life) -> str:
 
 def plain_range(life: Life) -> str:
     """The epochs that are done are gone through again, and pruned again."""
-    trainer = made(life)
-    loader = trainer.loader(data(), batch_size=8, shuffle=True)
+    trainer, loader = begun(life)
     for epoch in range(EPOCHS):
         change(trainer, 1.5)
-        for batch in loader:
-            trainer.step(batch)
-            life.tick()
-        trainer.evaluate(lambda m, b: {"loss": square(m, b)}, data(), batch_size=8)
+        through(life, trainer, loader)
+        trainer.evaluate(score, data(), batch_size=8)
         change(trainer, 0.5 + epoch)
         life.tick()
     return result(trainer)
 
 
 def two_phases(life: Life) -> str:
-    trainer = made(life)
-    loader = trainer.loader(data(), batch_size=8, shuffle=True)
+    trainer, loader = begun(life)
     for last in (1, EPOCHS):
         for _ in trainer.epochs(last):
-            for batch in loader:
-                trainer.step(batch)
-                life.tick()
+            through(life, trainer, loader)
         change(trainer, 0.5 + last)
         life.tick()
     return result(trainer)
 
 
 def updates_of_its_own(life: Life) -> str:
-    trainer = made(life)
-    loader = trainer.loader(data(), batch_size=8, shuffle=True)
-    change(trainer)
-    for _ in trainer.epochs(EPOCHS):
+    """The gradient is asked for within the block of changes, or before it."""
+    trainer, loader = begun(life)
+    for epoch in trainer.epochs(EPOCHS):
         for batch in loader:
+            if epoch == 1:
+                trainer.gradient(batch)
             with trainer.changing():
                 for parameter in trainer.model.parameters():
                     parameter.data.mul_(0.99)
-                trainer.gradient(batch)
-                life.tick()
+                if epoch != 1:
+                    trainer.gradient(batch)
+                    life.tick()
                 for parameter in trainer.model.parameters():
                     parameter.data.sub_(parameter.grad, alpha=0.1)  # type: ignore[arg-type]
             life.tick()
@@ -182,50 +180,77 @@ def averages_and_schedule(life: Life) -> str:
     model = network()
     optimizer = adam(model)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
-    trainer = life.trainer(
-        model, square, optimizer=optimizer, schedule=schedule, schedule_every="script"
-    )
-    loader = trainer.loader(data(), batch_size=8, shuffle=True)
+    choices = {"optimizer": optimizer, "schedule": schedule, "schedule_every": "script"}
+    trainer, loader = begun(life, model, **choices)
     for epoch in trainer.epochs(EPOCHS):
         if epoch == 1:
             trainer.average(decay=0.9)
         if epoch > 0:
             schedule.step()
-        for batch in loader:
-            trainer.step(batch)
-            life.tick()
+        through(life, trainer, loader)
     with trainer.averaged():
         averaged = trainer.fingerprint()
     return result(trainer, averaged)
 
 
+def plateau_and_batches_used_twice(life: Life) -> str:
+    """A schedule that follows a score, or each batch; some batches are used for two steps."""
+    model = network()
+    optimizer = adam(model)
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.9)
+    choices = {"optimizer": optimizer, "schedule": schedule, "schedule_every": "script"}
+    trainer, loader = begun(life, model, **choices)
+    for epoch in trainer.epochs(EPOCHS):
+        for batch in loader:
+            for _ in range(1 + epoch % 2):
+                trainer.step(batch)
+                life.tick()
+            if epoch == 2:
+                schedule.step(1.0)
+                life.tick()
+        schedule.step(trainer.evaluate(score, data(), batch_size=8)["loss"])
+        life.tick()
+    return result(trainer)
+
+
+def side_by_side(life: Life) -> str:
+    """No checkpoint is made between the two steps of a pair of batches."""
+    trainer, loader = begun(life)
+    other = trainer.loader(TensorDataset(*points(40)), batch_size=8, shuffle=True)
+    for _ in trainer.epochs(EPOCHS):
+        for batch, beside in zip(loader, other, strict=False):
+            trainer.step(batch)
+            life.tick()
+            trainer.step(beside)
+            life.tick()
+    return result(trainer)
+
+
 SCRIPTS = (
-    *(zeroed_head, changed_at_each_epoch, target_network, counted_steps, plain_range, two_phases),
-    *(updates_of_its_own, averages_and_schedule),
+    *(changed_at_each_epoch, target_network, counted_steps, plain_range, two_phases),
+    *(updates_of_its_own, averages_and_schedule, plateau_and_batches_used_twice, side_by_side),
 )
 
 
+@pytest.mark.parametrize("half", [0, pytest.param(1, marks=pytest.mark.full)])
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_it_goes_on_wherever_it_died(runs: Runs, script: Script) -> None:
+def test_it_goes_on_wherever_it_died(runs: Runs, script: Script, half: int) -> None:
     """Killed between any two lines, often twice, on other numbers of devices; then run again."""
     whole = runs.whole(script)
-    for dies, devices in zip(range(1, runs.ticks + 1), _devices(), strict=False):
+    moments = [dies for dies in range(1, runs.ticks + 1) if dies % 4 // 2 == half]
+    for number, (dies, devices) in enumerate(zip(moments, _devices(), strict=False)):
         runs.folder = runs.folder.with_name(f"run{dies}")
         assert runs.start(script, devices[0], dies=dies, every=1 + dies % 2) is None
-        if dies % 2:
+        if number % 2:
             assert runs.start(script, devices[1], dies=3) in (None, whole)
         assert runs.start(script, devices[2]) == whole
-        if dies % 3 == 0:
+        if number % 3 == 0:
             assert runs.start(script, devices[0]) == whole, "all is done"
 
 
 def _devices() -> Iterator[tuple[int, int, int]]:
     while True:
         yield from ((1, 2, 3), (2, 1, 1), (3, 3, 2))
-
-
-def score(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {"loss": square(model, batch)}
 
 
 def line_of(function: object, text: str) -> str:
@@ -236,19 +261,15 @@ def line_of(function: object, text: str) -> str:
 
 
 def scored(life: Life) -> str:
-    trainer = made(life)
+    trainer, loader = begun(life)
     before = trainer.evaluate(score, data(), batch_size=8)
-    anchor = [float(p.detach().sum()) for p in trainer.model.parameters()]
-    loader = trainer.loader(data(), batch_size=8, shuffle=True)
     for _ in trainer.epochs(EPOCHS):
         trainer.evaluate(score, data(), batch_size=8)  # at the top
         trainer.predict(score, data(), batch_size=8)
-        for batch in loader:
-            trainer.step(batch)
-            life.tick()
+        through(life, trainer, loader)
         trainer.evaluate(score, data(), batch_size=8)
     after = trainer.evaluate(score, data(), batch_size=8)
-    return result(trainer, before, anchor, after)
+    return result(trainer, before, after)
 
 
 @pytest.mark.parametrize("dies", [2, 4])
@@ -269,20 +290,18 @@ def test_a_copy_at_the_beginning_of_an_epoch_is_what_it_was(runs: Runs) -> None:
     """Where the run goes on with the epoch's first step, and the copy is used in all of it."""
 
     def script(life: Life) -> str:
-        model = network()
         copies: list[list[torch.Tensor]] = []
 
         def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
             pairs = zip(model.parameters(), copies[-1], strict=True)
             return square(model, batch) + sum((p - c).square().sum() for p, c in pairs)
 
+        model = network()
         trainer = life.trainer(model, loss, optimizer=adam(model), shards=2)
         loader = trainer.loader(data(), batch_size=8, shuffle=True)
         for _ in trainer.epochs(EPOCHS):
             copies.append([p.detach().clone() for p in model.parameters()])
-            for batch in loader:
-                trainer.step(batch)
-                life.tick()
+            through(life, trainer, loader)
         return result(trainer)
 
     whole = runs.whole(script)
@@ -292,14 +311,11 @@ def test_a_copy_at_the_beginning_of_an_epoch_is_what_it_was(runs: Runs) -> None:
 
 def for_longer(epochs: int, *, counted: bool = False) -> Script:
     def script(life: Life) -> str:
-        trainer = made(life)
-        loader = trainer.loader(data(), batch_size=8, shuffle=True)
+        trainer, loader = begun(life)
         change(trainer)
         for _ in range(epochs) if counted else trainer.epochs(epochs):
             change(trainer, 1.5)
-            for batch in loader:
-                trainer.step(batch)
-                life.tick()
+            through(life, trainer, loader)
         return result(trainer)
 
     return script
@@ -331,7 +347,7 @@ def test_a_script_that_ends_before_the_place_says_so(
     runs.start(for_longer(3), 2, dies=8)
 
     def shorter(life: Life) -> str:
-        trainer = made(life)
+        trainer, _ = begun(life)
         saved = trainer.fingerprint()
         for _ in () if counted else trainer.epochs(1):
             raise AssertionError
@@ -351,14 +367,14 @@ def test_a_load_of_the_script_takes_precedence(
     runs: Runs, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """And is named, as the run then goes on from elsewhere."""
-    other = made(Life(1, None))
+    other, _ = begun(Life(1, None))
     other.step(points(8))
     other.save(tmp_path / "other")
     other.close()
-    runs.start(zeroed_head, 2, dies=9)
+    runs.start(two_phases, 2, dies=6)
 
     def script(life: Life) -> str:
-        trainer = made(life)
+        trainer, _ = begun(life)
         assert trainer.load(tmp_path / "none", if_any=True) is None
         trainer.load(tmp_path / "other")
         assert trainer.fingerprint() == other.fingerprint()
@@ -374,14 +390,11 @@ def test_a_load_of_the_script_takes_precedence(
 
 def test_a_save_in_the_part_that_is_done_holds_the_checkpoint(runs: Runs, tmp_path: Path) -> None:
     def script(life: Life) -> str:
-        trainer = made(life)
-        loader = trainer.loader(data(), batch_size=8, shuffle=True)
+        trainer, loader = begun(life)
         for epoch in trainer.epochs(EPOCHS):
             change(trainer)
             trainer.save(tmp_path / f"own{life.ticks}-{epoch}")
-            for batch in loader:
-                trainer.step(batch)
-                life.tick()
+            through(life, trainer, loader)
         return result(trainer)
 
     whole = runs.whole(script)
@@ -398,7 +411,7 @@ def test_samples_that_were_chosen_otherwise_are_refused(runs: Runs, dies: int) -
     """By predictions at the beginning of each epoch, which differ where that is half done."""
 
     def script(life: Life) -> str:
-        trainer = made(life)
+        trainer, _ = begun(life)
         for _ in trainer.epochs(EPOCHS):
             said = trainer.predict(score, data(), batch_size=8)["loss"]
             chosen = Subset(data(), said.argsort()[:16].tolist())
@@ -424,8 +437,7 @@ def test_a_run_that_is_stopped_goes_on_behind_its_last_epoch(
     """Also where there was no time for the end of the epoch: it is gone through as it was."""
 
     def script(life: Life) -> str:
-        trainer = made(life)
-        loader = trainer.loader(data(), batch_size=8, shuffle=True)
+        trainer, loader = begun(life)
         scores = []
         for _ in trainer.epochs(EPOCHS):
             for batch in loader:
@@ -448,15 +460,12 @@ def unfreezing(exactly: bool) -> Script:
     """Frozen at first, and trained from the second epoch on."""
 
     def script(life: Life) -> str:
-        trainer = made(life)
+        trainer, loader = begun(life)
         trainer.model[0].requires_grad_(False)  # type: ignore[index, operator]
-        loader = trainer.loader(data(), batch_size=8, shuffle=True)
         for epoch in trainer.epochs(EPOCHS):
             if epoch == 1 if exactly else epoch >= 1:
                 trainer.model[0].requires_grad_(True)  # type: ignore[index, operator]
-            for batch in loader:
-                trainer.step(batch)
-                life.tick()
+            through(life, trainer, loader)
         return result(trainer)
 
     return script
@@ -488,10 +497,183 @@ def test_checkpoints_of_earlier_versions_go_on(runs: Runs, monkeypatch: pytest.M
         kept = record(self, *given)  # type: ignore[arg-type]
         return {key: value for key, value in kept.items() if key not in ("place", "trained")}
 
-    whole = runs.whole(zeroed_head)
+    whole = runs.whole(for_longer(3))
     monkeypatch.setattr(RunState, "record", without)
-    for dies in (4, 8, 13):
+    for dies in (3, 5, 8):
         runs.folder = runs.folder.with_name(f"run{dies}")
-        runs.start(zeroed_head, 2, dies=dies)
-        assert runs.start(zeroed_head, 1) == whole
-        assert runs.start(zeroed_head, 3) == whole
+        runs.start(for_longer(3), 2, dies=dies)
+        assert runs.start(for_longer(3), 1) == whole
+        assert runs.start(for_longer(3), 3) == whole
+
+
+# When a checkpoint is made.
+
+
+@pytest.mark.parametrize(
+    ("every", "keep_last", "steps"), [(2, 4, [4, 6, 8, 9]), (4, 9, [4, 8, 9]), (9, 9, [9])]
+)
+def test_checkpoints_come_every_so_many_steps(
+    runs: Runs, every: int, keep_last: int, steps: list[int]
+) -> None:
+    """And the end is saved as well."""
+    assert runs.start(for_longer(3), 2, every=every, keep_last=keep_last)
+    assert steps_in(runs.folder) == steps
+
+
+@pytest.mark.parametrize(("every", "steps"), [(4, [5, 9, 12]), (5, [5, 10, 12])])
+def test_no_checkpoint_is_made_between_the_steps_of_a_batch(
+    runs: Runs, every: int, steps: list[int]
+) -> None:
+    """Steps 4 and 5, 6 and 7, 8 and 9 are those of one batch each."""
+    assert runs.start(plateau_and_batches_used_twice, 2, every=every, keep_last=20)
+    assert steps_in(runs.folder) == steps
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_the_end_of_a_run_that_survived_an_error_is_saved(runs: Runs, closes: bool) -> None:
+    def script(life: Life) -> str:
+        bad = [closes or float("nan")]
+        model = network()
+        trainer = life.trainer(model, lambda m, b: square(m, b) * bad[0], optimizer=adam(model))
+        for batch in trainer.loader(data(), batch_size=8):
+            try:
+                trainer.step(batch)
+                if closes:
+                    raise ArithmeticError
+            except LossError:
+                bad[0] = 1.0
+            except ArithmeticError:
+                trainer.close()
+                break
+        return "well"
+
+    assert runs.start(script, 1, every=1000) == "well"
+    assert steps_in(runs.folder) == [1 if closes else 2]
+
+
+@for_each("every_s", [0.0, 3.0])
+def test_by_time_all_devices_save_after_the_same_steps(
+    monkeypatch: pytest.MonkeyPatch, every_s: float
+) -> None:
+    """The lead's clock decides; its step takes a second, and one of the others much longer."""
+    now = {"lead": 50.0, "other": 0.0}
+    who = ["lead"]
+    monkeypatch.setattr(autosave.time, "monotonic", lambda: now[who[0]])
+    with new_progress(2) as progress:
+        clocks = {
+            name: autosave.SaveClock(progress, every_s, decides=name == "lead") for name in now
+        }
+        saved: dict[str, list[int]] = {"lead": [], "other": []}
+        for step in range(1, 13):
+            for who[0], clock in clocks.items():  # the lead is ahead, if anybody is
+                clock.begin_step(step)
+            now["lead"] += 1.0
+            now["other"] += 100.0
+            for who[0], clock in clocks.items():
+                if clock.is_due(step):
+                    saved[who[0]].append(step)
+                    clock.restart()
+    assert list(saved.values()) == ([[4, 8, 12]] * 2 if every_s else [[], []])
+
+
+def test_one_step_is_asked_for_until_it_is_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that is behind must find it, however late the checkpoint is written."""
+    now = 0.0
+    monkeypatch.setattr(autosave.time, "monotonic", lambda: now)
+    with new_progress(2) as progress:
+        clock = autosave.SaveClock(progress, 5.0, decides=True)
+        now = 6.0
+        for step in (7, 8, 9):
+            clock.begin_step(step)
+            assert clock.is_due(7)
+        clock.restart()
+        clock.begin_step(10)
+        assert not clock.is_due(10)
+
+
+# What is refused at the start.
+
+
+def own_batches(life: Life) -> str:
+    begun(life)[0].step(points(8))
+    return ""
+
+
+def two_trainers(life: Life) -> str:
+    begun(life)
+    begun(life)
+    return ""
+
+
+def a_schedule_of_the_scripts(life: Life) -> str:
+    model = network()
+    optimizer = adam(model)
+    torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    trainer, loader = begun(life, model, optimizer=optimizer)
+    through(life, trainer, loader)
+    return ""
+
+
+def without_an_optimizer(life: Life) -> str:
+    trainer = onefold.Trainer(network(), None, square, shards=4, threads=1, devices=["cpu"])
+    life.made = trainer
+    for batch in trainer.loader(data(), batch_size=8):
+        trainer.gradient(batch)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        (own_batches, "--checkpoint goes on at the very sample where a run stopped"),
+        (two_trainers, "onefold run --checkpoint follows one Trainer"),
+        (a_schedule_of_the_scripts, "a learning-rate schedule is attached to the optimizer"),
+        (without_an_optimizer, "what the script's own keeps would be lost. Call trainer.save"),
+    ],
+)
+def test_what_could_not_go_on_is_refused(runs: Runs, script: Script, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        runs.start(script)
+    if script is without_an_optimizer:
+        assert runs.whole(script) == ""
+
+
+def test_a_directory_that_is_none_is_refused(runs: Runs, tmp_path: Path) -> None:
+    assert runs.start(for_longer(1), 2)
+    directory = runs.folder
+    runs.folder = directory / "step-00000003"
+    words = "step-00000003 is the folder of one checkpoint: expected the directory that"
+    with pytest.raises(ValueError, match=words):
+        runs.start(for_longer(1))
+    runs.folder = directory
+    for path in directory.glob("*/model.safetensors"):
+        path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match=r"no checkpoint of .*model\.safetensors has"):
+        runs.start(for_longer(1))
+    file = tmp_path / "file"
+    file.write_text("mine")
+    for place in (Path("/proc/tty"), file, file / "deeper"):
+        runs.folder = place
+        with pytest.raises(OSError, match="expected a directory that checkpoints can be written"):
+            runs.start(for_longer(1))
+    runs.folder = tmp_path / "full"
+    with pytest.raises(OSError, match="written to, got File too large"), full_disk(64):
+        runs.start(for_longer(1))
+    assert file.read_text() == "mine"
+    assert names_in(tmp_path / "full") == set()
+
+
+def test_what_was_changed_on_purpose_may_be_said(runs: Runs) -> None:
+    def cut_in(shards: int) -> Script:
+        def script(life: Life) -> str:
+            trainer, loader = begun(life, shards=shards)
+            for _ in trainer.epochs(shards):
+                through(life, trainer, loader)
+            return str(trainer.steps)
+
+        return script
+
+    assert runs.start(cut_in(1)) == "3"
+    with pytest.raises(CheckpointError, match="shards 1, this run has 2"):
+        runs.start(cut_in(2))
+    assert runs.start(cut_in(2), changed=("shards", "seed")) == "6"

@@ -52,32 +52,27 @@ def go_on(directory: Path, slow: str) -> str:
     return f"{found.step} {trainer.fingerprint()}"
 
 
-def on_two(call: Callable[..., str], *arguments: object, exchange: str) -> str:
-    told: str = onefold.launch(
-        call, devices="cpu:2", args=arguments, exchange=exchange, timeout_s=LIMIT_S
-    )
-    return told
-
-
 @pytest.mark.full
 @pytest.mark.processes
-@pytest.mark.parametrize("exchange", ["shared", "collective"])
-def test_writing_may_take_longer_than_a_device_waits(tmp_path: Path, exchange: str) -> None:
-    assert on_two(save_twice, tmp_path, exchange=exchange).startswith("4 ")
-
-
-@pytest.mark.full
-@pytest.mark.processes
-@pytest.mark.parametrize("exchange", ["shared", "collective"])
-@pytest.mark.parametrize("slow", ["find_checkpoint", "fill", "take_apart"])
-def test_reading_may_take_longer_than_a_device_waits(
-    tmp_path: Path, exchange: str, slow: str
+@pytest.mark.parametrize(
+    ("exchange", "slow"),
+    [
+        *(("collective", ""), ("shared", ""), ("collective", "find_checkpoint")),
+        *(("shared", "fill"), ("collective", "take_apart")),
+    ],
+)
+def test_writing_and_reading_may_take_longer_than_a_device_waits(
+    tmp_path: Path, exchange: ExchangeName, slow: str
 ) -> None:
+    choices: Any = {"devices": "cpu:2", "exchange": exchange, "timeout_s": LIMIT_S}
+    if not slow:
+        assert onefold.launch(save_twice, args=(tmp_path,), **choices).startswith("4 ")
+        return
     trainer = make_trainer()
     trainer.step(points(8))
     trainer.save(tmp_path)
     trainer.step(points(8))
-    said = on_two(go_on, tmp_path, slow, exchange=exchange)
+    said = onefold.launch(go_on, args=(tmp_path, slow), **choices)
     assert said == f"1 {trainer.fingerprint()}"
 
 

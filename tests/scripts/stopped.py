@@ -2,10 +2,8 @@
 
 ``steps SECONDS LAST``: each step takes so long. ``workers SECONDS LAST``: likewise, with a loader
 worker. ``crash FOLDER TIMES CHECKPOINTS``: device 0 is killed in step 7 so many times, once a
-checkpoint is there; each epoch ends with the mean of its losses. ``zip FOLDER TIMES CHECKPOINTS``:
-likewise, with two loaders side by side. ``own``: batches that the script cuts itself. ``two``: two
-trainers. ``schedule``: one that Trainer was not given. ``fail``: an exception in step 7 of device
-1, with the trainer closed whatever happens. ``child``: a process of its own that is ended.
+checkpoint is there. ``fail``: an exception in step 7 of device 1, with the trainer closed whatever
+happens. ``child``: a process of its own that is ended.
 """
 
 from __future__ import annotations
@@ -15,7 +13,6 @@ import os
 import signal
 import sys
 import time
-from itertools import repeat
 from pathlib import Path
 
 import torch
@@ -24,16 +21,12 @@ from torch import nn
 import onefold
 
 STEPS_OF_AN_EPOCH = 5
-CRASHES = {"crash": 7, "zip": 14}
-"""In which step."""
 
 
-def trainer_of(seed: int) -> onefold.Trainer:
-    torch.manual_seed(seed)
+def trainer_of() -> onefold.Trainer:
+    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    if sys.argv[1] == "schedule":
-        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1 / (epoch + 1))
 
     def loss(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
         return model(batch[0]).square().mean(dim=1)
@@ -53,18 +46,13 @@ def crash(folder: Path, times: int, checkpoints: Path) -> None:
 
 def main() -> None:
     kind, arguments = sys.argv[1], sys.argv[2:]
-    trainer = trainer_of(0)
-    if kind == "two":
-        trainer_of(1)
+    trainer = trainer_of()
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(40, 8, generator=generator)
-    if kind == "own":
-        trainer.step((inputs,))
     data = torch.utils.data.TensorDataset(inputs)
     workers = int(kind == "workers")
     train = trainer.loader(data, batch_size=40 // STEPS_OF_AN_EPOCH, shuffle=True, workers=workers)
     kind = "steps" if workers else kind
-    other = trainer.loader(data, batch_size=3, shuffle=True)
     if kind == "child":
         child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
         child.start()
@@ -74,12 +62,8 @@ def main() -> None:
         print(f"exit code {child.exitcode}", flush=True)
     print("ready", flush=True)
     for _ in trainer.epochs(3 if kind != "steps" else 100):
-        losses = []
-        for batch, beside in zip(train, other if kind == "zip" else repeat(None), strict=False):
+        for batch in train:
             step = trainer.step(batch)
-            losses.append(step.loss)
-            if kind == "zip":
-                step = trainer.step(beside)
             if kind == "fail" and step.number == 7 and not trainer.is_lead:
                 try:
                     raise ArithmeticError("the fault that was asked for")
@@ -87,13 +71,11 @@ def main() -> None:
                     trainer.close()
             if kind == "steps":
                 time.sleep(float(arguments[0]))
-            if kind in CRASHES and trainer.is_lead and step.number == CRASHES[kind]:
+            if kind == "crash" and trainer.is_lead and step.number == 7:
                 crash(Path(arguments[0]), int(arguments[1]), Path(arguments[2]))
             if kind == "steps" and step.number == int(arguments[1]):
                 print(trainer.fingerprint(), flush=True)
                 return
-        if trainer.is_lead:
-            print(f"mean loss {sum(losses) / len(losses)}", flush=True)
     print(trainer.fingerprint(), flush=True)
 
 
