@@ -2,72 +2,145 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import onefold
 from onefold.engine.assembly import digests_of_held
+from onefold.testing import simulate
 from tests import simulated
-from tests.rounds import ENDS, WAYS, left_alone, run, run_all, written
-from tests.small import line, make_trainer, points
+from tests.small import bits, line, make_trainer, points
 from tests.tables import for_each
 
+Closes = Callable[[onefold.Trainer], None]
+ROUNDS = 2
 
-@for_each("ends", ENDS)
-@for_each("name", WAYS)
-def test_every_device_of_a_process_has_the_same_rounds(name: str, ends: str) -> None:
-    assert run(name, ends, devices=2) == run(name, ends, devices=1)
+
+def model_of() -> nn.Sequential:
+    """Tied weights, a batch norm, channels_last, and a part that is frozen."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Unflatten(1, (3, 1, 1)),
+        nn.Conv2d(3, 4, 1).to(memory_format=torch.channels_last),
+        nn.BatchNorm2d(4),
+        nn.Flatten(),
+        tied := nn.Linear(4, 4, bias=False),
+        nn.ReLU(),
+        tied,
+        nn.Linear(4, 4),
+        nn.Linear(4, 2),
+    )
+    model[7].requires_grad_(False)
+    return model
+
+
+def trained(model: nn.Module, devices: int | None, seed: int = 0) -> onefold.Trainer:
+    trainer = make_trainer(model, devices=devices, seed=seed)
+    for number in range(2):
+        inputs, targets = points(8)
+        trainer.step((inputs + seed + number / 4, targets))
+    return trainer
+
+
+def pruning(model: Any, devices: int | None, end: Closes) -> None:
+    for seed in range(ROUNDS):
+        end(trained(model, devices, seed))
+        prune.l1_unstructured(model[8], "weight", amount=0.3)
+        prune.remove(model[8], "weight")
+        with torch.no_grad():
+            model[4].weight.mul_(0.5)
+            model[7].weight.add_(1)
+            model[2].running_var.mul_(2)
+
+
+def soup(model: Any, devices: int | None, end: Closes) -> None:
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    mean = {name: torch.zeros_like(value) for name, value in start.items()}
+    for seed in range(ROUNDS):
+        model.load_state_dict(start)
+        end(trained(model, devices, seed))
+        for name, value in model.state_dict().items():
+            mean[name] += value // ROUNDS if name.endswith("tracked") else value / ROUNDS
+    model.load_state_dict(mean)
+
+
+def new_head(model: Any, devices: int | None, end: Closes) -> None:
+    for seed in range(ROUNDS):
+        trainer = trained(model, devices, seed)
+        seen = model.state_dict()  # of the same memory, as everywhere in PyTorch
+        end(trainer)
+        del trainer
+        model[8].reset_parameters()
+        model[4] = model[6] = nn.Linear(4, 4, bias=False)
+        model[1].weight.data.clamp_(-0.1, 0.1)
+        seen["1.bias"].mul_(0.5)
+    assert torch.equal(seen["1.bias"], model[1].bias)
+
+
+def drop(trainer: onefold.Trainer) -> None:
+    """Nothing: nobody closes it."""
+
+
+WAYS = [(pruning, onefold.Trainer.close), (soup, onefold.Trainer.close)]
+"""These also do for devices that keep parts: others look at a model whose Trainer is there."""
+ALL_WAYS = [*WAYS, (new_head, onefold.Trainer.close), (pruning, drop), (soup, drop)]
+
+
+def run(ways: Any, devices: int | None = None) -> list[Any]:
+    """The bits that this process ends with."""
+    found = []
+    for way, end in ways:
+        model = model_of()
+        way(model, devices, end)
+        trained(model, devices).close()
+        with torch.no_grad():
+            model[8].weight.mul_(3)
+        found.append(bits(model))
+    return found
 
 
 @for_each(
     ("exchange", "keep"),
-    [("shared", "all"), ("shared", "host"), ("collective", "all")],
+    [("shared", "all"), ("collective", "all"), ("shared", "host"), ("collective", "span")],
 )
-def test_every_process_has_values_of_its_own_and_the_same(exchange: str, keep: str) -> None:
-    found = simulated.launch(run_all, devices="cpu:2", exchange=exchange, keep=keep)
-    assert found == {key: [run(*key, devices=1)] * 2 for key in found}
-    assert len(found) == len(WAYS) * len(ENDS)
+def test_every_device_has_the_same_rounds(exchange: Any, keep: str) -> None:
+    ways = ALL_WAYS if keep == "all" else WAYS
+    found = simulate(run, 2, args=(ways,), exchange=exchange, keep=keep)
+    assert found == [run(ways, devices=2 if exchange == "shared" else 1)] * 2
 
 
-# The other one looks at the model while its Trainer is there, which is refused.
-IN_PARTS = ("pruning", "folds")
-
-
-def run_in_parts() -> tuple[str, ...]:
-    return tuple(run(name, "close") for name in IN_PARTS)
-
-
-@for_each(
-    ("exchange", "keep"),
-    [("shared", "span"), ("shared", "stages"), ("collective", "span"), ("collective", "stages")],
-)
-def test_devices_that_keep_parts_have_all_of_it_at_the_end(exchange: str, keep: str) -> None:
-    found = simulated.launch(run_in_parts, devices="cpu:2", exchange=exchange, keep=keep)
-    assert found == tuple(run(name, "close", devices=1) for name in IN_PARTS)
+def written(where: str, end: Closes, name: str) -> None:
+    """Write to a model on one device or on all, and go on with another Trainer."""
+    model = nn.Sequential(nn.BatchNorm1d(3), line())
+    end(trainer := trained(model, None))
+    if where == "everywhere" or trainer.is_lead == (where == "lead"):
+        with torch.no_grad():
+            model.state_dict()[name].mul_(0.5)
+    trained(model, None)
 
 
 @for_each("exchange", ["shared", "collective"])
 @for_each(
-    ("where", "how", "name", "words"),
+    ("where", "end", "name", "words"),
     [
         ("lead", "close", "1.weight", "parameter 1.weight has other values on device 1"),
         ("others", "close", "0.running_mean", "buffer 0.running_mean has other values on device 1"),
         ("everywhere", "close", "1.weight", ""),
-        ("everywhere", "not", "1.weight", "parameter 1.weight changed since the call before"),
+        ("everywhere", "drop", "1.weight", "parameter 1.weight changed since the call before"),
     ],
 )
 def test_what_devices_write_alone_is_refused_by_name(
-    exchange: str, where: str, how: str, name: str, words: str
+    exchange: Any, where: str, end: str, name: str, words: str
 ) -> None:
-    try:
-        said = simulated.launch(
-            written, args=(where, how, name), devices="cpu:2", exchange=exchange
-        )
-    except onefold.errors.OnefoldError as error:
-        said = str(error)
-    assert words in said
-    assert bool(words) == bool(said)
+    args = (where, onefold.Trainer.close if end == "close" else drop, name)
+    with pytest.raises(onefold.errors.OnefoldError, match=words) if words else nullcontext():
+        simulated.launch(written, args=args, devices="cpu:2", exchange=exchange)
 
 
 def raced() -> None:
@@ -83,11 +156,22 @@ def test_what_is_left_to_chance_at_the_end_of_a_script_is_refused_by_name() -> N
         simulated.launch(raced, devices="cpu:2")
 
 
-@for_each("how", ["close", "another takes it"])
-def test_a_trainer_that_is_over_makes_no_step(how: str) -> None:
-    said = left_alone(how)
-    assert "; 0; trainer.step was called after trainer.close(), or after another Trainer" in said
-    assert "SGD.step() was called by the script, after a Trainer had" in said
+@for_each("closes", [True, False])
+def test_a_trainer_that_is_closed_or_whose_model_another_has_makes_no_step(closes: bool) -> None:
+    optimizer = torch.optim.SGD((model := line()).parameters(), lr=0.1, momentum=0.9)
+    trainer = make_trainer(model, optimizer=optimizer)
+    trainer.step(points(8))
+    if closes:
+        trainer.close()
+    else:
+        make_trainer(nn.Sequential(model, nn.Linear(1, 1)))
+    assert trainer.fingerprint()
+    assert not optimizer.state
+    words = r"trainer.step was called after trainer.close\(\), or after another Trainer"
+    with pytest.raises(RuntimeError, match=words):
+        trainer.step(points(8))
+    with pytest.raises(RuntimeError, match=r"SGD.step\(\) was called by the script, after a Tr"):
+        optimizer.step()
 
 
 def test_a_refused_trainer_takes_nothing() -> None:
