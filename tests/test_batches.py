@@ -15,14 +15,13 @@ from torch import nn
 
 import onefold
 from onefold.errors import DisagreementError
-from tests import simulated
+from onefold.run.world import current_world
+from onefold.testing import simulate
 from tests.small import bits, line, make_trainer, points, sgd, square
 from tests.tables import for_each
 from tests.verifying.compared import Compared, compared
 
 __all__ = ["compared"]
-
-SAMPLES = 10
 
 
 class Encoding(UserDict[str, torch.Tensor]):
@@ -46,58 +45,44 @@ class Pair(NamedTuple):
     targets: torch.Tensor
 
 
+def encoded(x: torch.Tensor, y: torch.Tensor) -> Any:
+    transformers = pytest.importorskip("transformers")
+    return transformers.BatchEncoding({"inputs": x, "targets": y})
+
+
 def of_fields(model: nn.Module, batch: Any) -> torch.Tensor:
     return square(model, (batch.inputs, batch.targets))
 
 
-KINDS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
-    "mapping": lambda x, y: Encoding(inputs=x, targets=y),
-    "dataclass": Points,
-    "namedtuple": Pair,
-}
-
-
-@for_each("kind", KINDS)
+@for_each("make", [lambda x, y: Encoding(inputs=x, targets=y), Points, encoded])
 @for_each("options", [{}, {"microbatch": 2}, {"devices": 2, "plan": (3, 1)}])
-def test_a_step_takes_batches_of_each_kind(kind: str, options: dict[str, Any]) -> None:
-    found, seen = [], set()
+def test_a_step_takes_batches_of_each_kind(make: Any, options: dict[str, Any]) -> None:
+    seen: set[object] = set()
 
     def loss(model: nn.Module, batch: Any) -> torch.Tensor:
-        seen.add(type(batch).__name__)
+        seen.add(type(batch))
         return of_fields(model, batch)
 
-    for make in (KINDS[kind], KINDS["namedtuple"]):
-        trainer = make_trainer(loss=loss, **options)
-        for seed in (3, 4):
-            x, y = points(SAMPLES + seed)
-            trainer.step(make(x, y))
-        found.append(bits(trainer.model))
-    assert found[0] == found[1]
-    assert seen == {type(KINDS[kind](x, y)).__name__, "Pair"}
+    trainer, expected = make_trainer(loss=loss, **options), make_trainer(loss=loss, **options)
+    for samples in (13, 14):
+        batch = make(*points(samples))
+        trainer.step(batch)
+        expected.step(Pair(*points(samples)))
+    assert bits(trainer.model) == bits(expected.model)
+    assert seen == {type(batch), Pair}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_mathematics_of_each_kind_are_compared(compared: Compared, kind: str) -> None:
-    x, y = points(SAMPLES)
-    found = compared.step(line(), of_fields, KINDS[kind](x.double(), y.double()))
-    assert found["gradient_difference"] < 1e-9
-    assert not found["causes"]
-
-
-def test_a_batch_encoding_of_transformers_keeps_its_type() -> None:
-    transformers = pytest.importorskip("transformers")
-    x, y = points(SAMPLES)
-
-    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
-        assert isinstance(batch, transformers.BatchEncoding)
-        return of_fields(model, batch)
-
-    found = []
-    for microbatch in (None, 2):
-        trainer = make_trainer(loss=loss, microbatch=microbatch)
-        trainer.step(transformers.BatchEncoding({"inputs": x, "targets": y}))
-        found.append(trainer.model.weight.detach().clone())
-    assert torch.allclose(found[0], found[1])
+def test_the_mathematics_of_fields_and_of_time_first_are_compared(compared: Compared) -> None:
+    x, y = points(10)
+    for model, loss, batch, dim in (
+        (line(), of_fields, Points(x.double(), y.double()), 0),
+        (Reader(), of_texts, texts(7), 1),
+    ):
+        trainer = compared.trainer(model, loss)
+        trainer.step(batch, dim=dim)
+        found = compared.lines(trainer)[1]
+        assert found["gradient_difference"] < 1e-9
+        assert not found["causes"]
 
 
 # Detection: tensors of various sizes, one a sample
@@ -137,15 +122,16 @@ class Graphs:
     """As the batches of libraries for graphs: no container, and moved by itself."""
 
     def __init__(self, samples: list[Any]) -> None:
-        self.pictures, self.targets = as_lists(samples)
+        self.parts = as_lists(samples)
 
     def to(self, device: torch.device) -> Graphs:
-        self.pictures = [p.to(device) for p in self.pictures]
-        self.targets = [{n: t.to(device) for n, t in each.items()} for each in self.targets]
+        pictures, targets = self.parts
+        moved = [{name: t.to(device) for name, t in each.items()} for each in targets]
+        self.parts = [p.to(device) for p in pictures], moved
         return self
 
     def __iter__(self) -> Any:
-        return iter((self.pictures, self.targets))
+        return iter(self.parts)
 
 
 def of_boxes(model: nn.Module, batch: Any) -> tuple[onefold.Mean, dict[str, object]]:
@@ -160,57 +146,42 @@ def of_boxes(model: nn.Module, batch: Any) -> tuple[onefold.Mean, dict[str, obje
     }
 
 
-def found_boxes(collate: Callable[[list[Any]], Any], **options: Any) -> tuple[Any, list[float]]:
+def found_boxes(collate: Any, devices: int = 1, **options: Any) -> torch.Tensor:
+    """The weights of a run."""
     model = Finder()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     trainer = onefold.Trainer(
-        model, torch.optim.SGD(model.parameters(), lr=0.01), of_boxes, threads=1, **options
+        model, optimizer, of_boxes, threads=1, devices=["cpu"] * devices, **options
     )
-    values = []
     batches = trainer.loader(Boxes(), batch_size=7, collate=collate)
-    for _ in trainer.epochs(2):
-        for batch in batches:
-            values.append(float(trainer.step(batch).values["boxes"]))
-    return bits(model), values
+    values = [float(trainer.step(b).values["boxes"]) for _ in trainer.epochs(2) for b in batches]
+    assert values == [9, 10] * 2
+    return model.layer.weight.detach()
 
 
 @for_each("collate", [as_lists, as_zip, Graphs])
-def test_detection_trains_alike_on_any_number_of_devices(
-    collate: Callable[[list[Any]], Any],
-) -> None:
-    expected, boxes = found_boxes(as_lists, shards=3, devices=["cpu"])
-    assert boxes == [9, 10] * 2
-    for options in ({"devices": ["cpu"] * 2}, {"devices": ["cpu"] * 3, "plan": (0, 2, 1)}):
-        assert found_boxes(collate, shards=3, **options) == (expected, boxes)
+def test_detection_trains_alike_on_any_number_of_devices(collate: Any) -> None:
+    expected = found_boxes(as_lists, shards=3)
+    assert torch.equal(found_boxes(collate, 2, shards=3), expected)
+    assert torch.equal(found_boxes(collate, 3, shards=3, plan=(0, 2, 1)), expected)
 
 
-@for_each("collate", [as_lists, as_zip])
-@for_each("shards", [1, 2, 3])
-def test_pieces_of_detection_are_of_samples(
-    collate: Callable[[list[Any]], Any], shards: int
-) -> None:
+@for_each(("collate", "shards"), [(as_lists, 1), (as_zip, 2), (as_lists, 3)])
+def test_pieces_of_detection_are_of_samples(collate: Any, shards: int) -> None:
     """Whatever the numbers of samples, channels and boxes are."""
-    found = {}
-    for microbatch in (None, 1, 2):
-        weights, boxes = found_boxes(collate, shards=shards, devices=["cpu"], microbatch=microbatch)
-        assert boxes == [9, 10] * 2
-        found[microbatch] = torch.frombuffer(
-            bytearray(weights["layer.weight"]), dtype=torch.float32
-        )
-    assert torch.allclose(found[1], found[None], atol=1e-6)
-    assert torch.allclose(found[2], found[None], atol=1e-6)
+    whole = found_boxes(collate, shards=shards)
+    for microbatch in (1, 2):
+        found = found_boxes(collate, shards=shards, microbatch=microbatch)
+        torch.testing.assert_close(found, whole, rtol=0, atol=1e-6)
 
 
-def test_objects_that_move_themselves_cannot_be_cut_into_pieces() -> None:
+def test_what_is_no_batch_is_refused() -> None:
     words = "batch: expected tensors, or tuples, .* got Graphs. Use more shards instead"
     with pytest.raises(TypeError, match=words):
-        found_boxes(Graphs, shards=2, devices=["cpu"], microbatch=1)
-
-
-def test_a_list_of_samples_is_no_whole_batch() -> None:
+        found_boxes(Graphs, shards=2, microbatch=1)
     samples = [{"x": torch.ones(n, 3)} for n in (1, 2, 3)]
-    with pytest.raises(
-        ValueError, match=r"batch\[0\]\['x'\] has 1.* trainer.loader and its collate"
-    ):
+    words = r"batch\[0\]\['x'\] has 1.* trainer.loader and its collate"
+    with pytest.raises(ValueError, match=words):
         make_trainer().step(samples)
     with pytest.raises(TypeError, match=r"got Graphs. Use trainer.loader .* its collate makes"):
         make_trainer().step(Graphs([]))
@@ -246,47 +217,38 @@ def of_texts(model: nn.Module, batch: Any) -> torch.Tensor:
     return F.cross_entropy(model(x).permute(1, 2, 0), y.T, reduction="none").mean(1)
 
 
-def reading(model: nn.Module | None = None, **options: Any) -> onefold.Trainer:
+def reading(devices: int = 1, model: nn.Module | None = None, **options: Any) -> onefold.Trainer:
+    options = {"shards": 3, "devices": ["cpu"] * devices, "threads": 1, **options}
     model = model or Reader()
-    options = {"shards": 3, "devices": ["cpu"], "threads": 1, **options}
     return onefold.Trainer(model, sgd(model), of_texts, **options)
 
 
-def test_a_time_major_batch_is_cut_along_its_samples() -> None:
-    found = set()
-    for plan in ((3,), (2, 1), (1, 0, 2)):
-        trainer = reading(devices=["cpu"] * len(plan), plan=plan)
-        for seed in range(3):
-            step = trainer.step(texts(7, seed), dim=1)
-            assert step.samples == 7
-        found.add((trainer.fingerprint(), float(step.loss).hex()))
-    assert len(found) == 1
-
-
 @for_each("options", [{}, {"microbatch": 2}, {"shards": 1, "microbatch": 2}])
-def test_its_gradient_is_that_of_the_whole_batch(options: dict[str, Any]) -> None:
+def test_the_gradient_is_that_of_the_whole_batch(options: dict[str, Any]) -> None:
     model, expected = Reader().double(), Reader().double()
     x, y = texts(7)
     plain = sgd(expected)
     of_texts(expected, (x.double(), y)).mean().backward()
     plain.step()
-    reading(model, **options).step((x.double(), y), dim=1)
+    reading(model=model, **options).step((x.double(), y), dim=1)
     for mine, theirs in zip(model.parameters(), expected.parameters(), strict=True):
-        assert float((mine - theirs).detach().abs().max()) < 1e-13
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-13)
 
 
-def test_a_stopped_run_of_time_major_batches_goes_on(tmp_path: Path) -> None:
-    whole = reading(microbatch=2)
-    for seed in range(4):
-        whole.step(texts(7, seed), dim=1)
-    first, second = reading(microbatch=2, devices=["cpu"] * 3), reading(microbatch=2)
-    for seed in range(2):
-        first.step(texts(7, seed), dim=1)
-    first.save(tmp_path / "run")
-    second.load(tmp_path / "run")
-    for seed in range(2, 4):
-        second.step(texts(7, seed), dim=1)
-    assert second.fingerprint() == whole.fingerprint()
+def read(trainer: onefold.Trainer, first: int, last: int) -> str:
+    for seed in range(first, last):
+        assert trainer.step(texts(7, seed), dim=1).samples == 7
+    return trainer.fingerprint()
+
+
+@for_each("plan", [(2, 1), (1, 0, 2)])
+def test_time_major_batches_are_cut_along_their_samples(plan: Any, tmp_path: Path) -> None:
+    """Also in a run that goes on with another number of devices."""
+    first, second = reading(len(plan), plan=plan, microbatch=2), reading(microbatch=2)
+    read(first, 0, 2)
+    first.save(tmp_path)
+    second.load(tmp_path)
+    assert read(first, 2, 4) == read(second, 2, 4) == read(reading(microbatch=2), 0, 4)
 
 
 class Rows(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
@@ -303,50 +265,38 @@ def time_first(samples: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_pieces_of_a_loaders_time_major_shards_follow_the_dimension() -> None:
-    own, read = (reading(microbatch=2) for _ in range(2))
-    own.step(texts(7), dim=1)
-    for batch in read.loader(Rows(), batch_size=7, collate=time_first):
-        read.step(batch, dim=1)
-    assert own.fingerprint() == read.fingerprint()
-    (batch,) = read.loader(Rows(), batch_size=7, collate=time_first)
+    trainer = reading(microbatch=2)
+    batches = trainer.loader(Rows(), batch_size=7, collate=time_first)
+    for batch in batches:
+        trainer.step(batch, dim=1)
+    assert trainer.fingerprint() == read(reading(microbatch=2), 0, 1)
+    (batch,) = batches
     with pytest.raises(ValueError, match=r"batch\[0\]: expected a first dimension of 3"):
-        read.step(batch)
+        trainer.step(batch)
 
 
 @for_each(
-    ("batch", "dim", "error", "words"),
+    ("batch", "dim", "words"),
     [
-        ((torch.ones(3, 4), torch.ones(3)), 1, ValueError, r"batch\[1\] has shape \(3,\): .*dim=1"),
-        ((torch.ones(3, 4), torch.ones(3, 5)), 1, ValueError, "agree in their dimension 1: "),
-        (torch.ones(()), 1, ValueError, "scalar tensor: expected a dimension 1 of samples"),
-        (torch.ones(3, 4), -1, ValueError, "expected dim to be 0 or more"),
-        (torch.ones(3, 4), "1", TypeError, "expected dim to be a number, got '1'"),
-        (torch.ones(3, 4), True, TypeError, "expected dim to be a number, got True"),
+        ((torch.ones(3, 4), torch.ones(3)), 1, r"batch\[1\] has shape \(3,\): .*dim=1"),
+        ((torch.ones(3, 4), torch.ones(3, 5)), 1, "agree in their dimension 1: "),
+        (torch.ones(()), 1, "scalar tensor: expected a dimension 1 of samples"),
+        (torch.ones(3, 4), -1, "expected dim to be 0 or more"),
+        (torch.ones(3, 4), "1", "expected dim to be a number, got '1'"),
+        (torch.ones(3, 4), True, "expected dim to be a number, got True"),
     ],
 )
-def test_what_cannot_be_cut_in_a_dimension_is_named(
-    batch: Any, dim: Any, error: type[Exception], words: str
-) -> None:
-    with pytest.raises(error, match=words):
+def test_what_cannot_be_cut_in_a_dimension_is_named(batch: Any, dim: Any, words: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=words):
         make_trainer().step(batch, dim=dim)
 
 
-def test_the_mathematics_of_time_major_batches_are_compared(compared: Compared) -> None:
-    x, y = texts(7)
-    trainer = compared.trainer(Reader(), of_texts)
-    trainer.step((x, y), dim=1)
-    found = compared.lines(trainer)[1]
-    assert found["gradient_difference"] < 1e-9
-    assert not found["causes"]
-
-
 def another_dimension() -> None:
-    trainer = make_trainer(
-        line(4), lambda m, x: m(x).square().reshape(len(x), -1).mean(1), devices=None
-    )
-    trainer.step(torch.ones(4, 4), dim=0 if trainer.is_lead else 1)
+    loss: Callable[..., Any] = lambda m, x: m(x).square().reshape(len(x), -1).mean(1)  # noqa: E731
+    trainer = make_trainer(line(4), loss, devices=None)
+    trainer.step(torch.ones(4, 4), dim=current_world().rank)
 
 
 def test_devices_that_cut_in_other_dimensions_are_told_so() -> None:
     with pytest.raises(DisagreementError, match="the arguments of device 1 differ"):
-        simulated.launch(another_dimension, devices="cpu:2")
+        simulate(another_dimension, 2)
