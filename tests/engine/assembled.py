@@ -1,9 +1,8 @@
-"""Replicas and engines put together without a trainer, and models that show what a shard kept."""
+"""Replicas and engines put together without a trainer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,114 +10,51 @@ from torch import nn
 
 from onefold.core.batch import ShardedBatch, cut_batch
 from onefold.core.flat import FlatTensors, lay_out, storage_order
-from onefold.core.randomness import kept_generators
 from onefold.core.roster import Team
 from onefold.core.settings import Settings
 from onefold.core.shard import Plan
-from onefold.core.values import ShardResult
 from onefold.core.world import World
 from onefold.engine.assembly import assemble
 from onefold.engine.buffers import BufferPlaces, BufferSet
 from onefold.engine.engine import Engine
-from onefold.engine.replica import LossFunction, ModelParts, Replica, ShardTask
+from onefold.engine.replica import ModelParts, Replica
 from onefold.engine.update import SpanOptimizer
-from tests.small import Batch, line, sgd, square
+from tests.small import line, sgd, square
 
 CPU = torch.device("cpu")
 
 
-class Restless(nn.Module):
-    """Batch norm, dropout, and a layer that only samples with a large first number use."""
+class Parts(nn.Module):
+    """Batch norm, dropout, and a layer of more than one piece; always of the same values."""
 
     def __init__(self) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(11)
-        self.norm = nn.BatchNorm1d(3)
-        self.drop = nn.Dropout(0.3)
-        self.usual, self.rare, self.last = nn.Linear(12, 140), nn.Linear(12, 140), nn.Linear(140, 1)
-        self.wide = nn.Linear(140, 140, bias=False)  # of more than one piece
+        self.norm, self.drop = nn.BatchNorm1d(3), nn.Dropout(0.3)
+        self.usual, self.last = nn.Linear(12, 140), nn.Linear(140, 1)
+        self.wide = nn.Linear(140, 140, bias=False)
         with torch.no_grad():
             for parameter in self.parameters():
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        flat = self.drop(self.norm(inputs)).flatten(1)
-        hidden = self.usual(flat)
-        chosen = inputs[:, 0, :1] > 50
-        if bool(chosen.any()):
-            hidden = hidden + self.rare(flat) * chosen
-        return self.last(self.wide(hidden).tanh())
 
-
-def pictures(samples: int, *, rare: Iterable[int] = (), seed: int = 3) -> Batch:
-    """Inputs for `Restless`; those of the numbers in ``rare`` go through its rare layer."""
-    generator = torch.Generator().manual_seed(seed)
-    inputs = torch.randn(samples, 3, 4, generator=generator)
-    for number in rare:
-        inputs[number, 0, 0] = 60.0
-    return inputs, torch.randn(samples, 1, generator=generator)
-
-
-def replica_of(module: nn.Module, *, number: int = 0, parts: ModelParts | None = None) -> Replica:
+def replica_of(module: nn.Module) -> Replica:
     """One that is attached to its module, in memory of its own."""
-    parts = parts or ModelParts(
-        module, [n for n, p in module.named_parameters() if p.requires_grad]
-    )
+    parts = ModelParts(module, [n for n, p in module.named_parameters() if p.requires_grad])
     flats = []
     for tensors in (parts.trained, parts.other):
         flat = FlatTensors(lay_out(tensors), device=CPU)
         flat.write([parameter.detach() for parameter in tensors.values()])
         flats.append(flat)
     buffers = BufferSet(BufferPlaces(module), CPU)
-    replica = Replica(number, CPU, parts, flats[0], flats[1], buffers)
+    replica = Replica(0, CPU, parts, flats[0], flats[1], buffers)
     replica.attach()
     return replica
 
 
-def cut(batch: object, shards: int, *, plan: Plan | None = None) -> ShardedBatch:
+def cut(batch: object, plan: Plan) -> ShardedBatch:
     """All shards of a batch."""
-    plan = plan or Plan((shards,))
     return cut_batch(batch, plan, range(plan.shards))
-
-
-def task_of(
-    replica: Replica,
-    loss: LossFunction,
-    *,
-    shards: int,
-    step: int = 1,
-    seed: int = 0,
-    divisors: Sequence[float] | None = None,
-) -> ShardTask:
-    """As the engine makes it."""
-    return ShardTask(
-        loss=loss,
-        seed=seed,
-        step=step,
-        shards=shards,
-        modes=replica.parts.modes.read(),
-        trainable=replica.parts.trainable(),
-        divisors=divisors,
-    )
-
-
-@contextmanager
-def between(replica: Replica, task: ShardTask) -> Iterator[None]:
-    """Surrounds shards as the engine does."""
-    with kept_generators(CPU):
-        replica.buffers.begin_step()
-        replica.begin(task)
-        yield
-        replica.end()
-        replica.buffers.restore()
-
-
-def run_shards(
-    replica: Replica, batch: ShardedBatch, task: ShardTask, order: Iterable[int]
-) -> list[tuple[int, ShardResult]]:
-    """The shards in this order, and what each of them gave."""
-    with between(replica, task):
-        return [(shard, replica.compute(shard, batch, task)) for shard in order]
 
 
 def bytes_of(tensor: torch.Tensor | None) -> bytes | None:
@@ -126,17 +62,6 @@ def bytes_of(tensor: torch.Tensor | None) -> bytes | None:
     if tensor is None:
         return None
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
-def bits_of(result: ShardResult) -> tuple[object, ...]:
-    """Everything that a shard gave, to the last bit."""
-    changed = result.buffers
-    return (
-        tuple(map(bytes_of, result.gradients)),
-        bytes_of(result.total),
-        result.weight,
-        changed and (tuple(changed.indices), tuple(map(bytes_of, changed.sections))),
-    )
 
 
 def team_of(devices: int = 1, *, own: Sequence[int] | None = None, trainer: int = 0) -> Team:
@@ -183,11 +108,6 @@ def engine_of(
         schedule=None,
         joined=lambda exchange: None,
     )
-
-
-def cut_for(engine: Engine, batch: object) -> ShardedBatch:
-    """All shards of a batch, shared out as the engine's roster says."""
-    return cut(batch, 0, plan=engine.roster.plan)
 
 
 def given_to(update: SpanOptimizer) -> list[Mapping[str, bytes | None]]:

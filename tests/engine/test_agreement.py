@@ -27,7 +27,7 @@ from onefold.errors import DisagreementError, StateError
 from onefold.exchange.exchange import Exchange
 from onefold.exchange.joining import OneDeviceMemory
 from onefold.exchange.memory import Start
-from tests.engine.assembled import CPU, Restless, replica_of
+from tests.engine.assembled import CPU, Parts, replica_of
 from tests.engine.meeting import Seat, Table, together
 from tests.small import line, make_trainer, points, sgd, square
 from tests.tables import for_each
@@ -52,7 +52,7 @@ class Device:
 
 def device_at(seat: Seat, *, common: bool = False) -> Device:
     """One of two processes, with memory of its own unless all have the same."""
-    model, teacher = Restless(), line()
+    model, teacher = Parts(), line()
     optimizer = sgd(model)
     replica = replica_of(model)
     trained = lay_out(replica.parts.trained)

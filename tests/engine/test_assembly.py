@@ -16,16 +16,15 @@ from onefold.core.world import World
 from onefold.engine import assembly
 from onefold.engine.assembly import assemble
 from onefold.exchange.exchange import Exchange
-from tests.engine.assembled import Restless, settings_of, team_of
+from tests.engine.assembled import Parts, settings_of, team_of
 from tests.inside import engine_in
 from tests.small import bits, line, make_trainer, points, sgd, square
 from tests.tables import for_each
 
 
 def test_parameters_keep_values_and_identity_in_the_engines_memory() -> None:
-    module = Restless()
-    module.last.weight = nn.Parameter(module.rare.weight[:1, :].repeat(1, 12)[:, :140].clone())
-    module.usual.weight = module.rare.weight  # tied: one place
+    module = Parts()
+    module.again = module.wide  # tied: one place
     before, held = bits(module), dict(module.named_parameters())
     first, second = engine_in(make_trainer(module, devices=2)).replicas
     assert bits(module) == before

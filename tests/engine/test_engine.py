@@ -14,7 +14,7 @@ from torch import nn
 import onefold
 from onefold.engine.advice import advice_on
 from onefold.errors import StateError
-from tests.engine.assembled import cut_for, engine_of
+from tests.engine.assembled import cut, engine_of
 from tests.small import Batch, bits, line, make_trainer, points, sgd, square
 from tests.tables import for_each
 
@@ -101,7 +101,7 @@ def test_a_run_that_was_asked_to_stop_stops_after_the_step(
 ) -> None:
     """Which is updated, or skipped, as it would have been."""
     engine = engine_of(loss=Weighed(on=on), devices=devices)
-    verdict = engine.step(cut_for(engine, points(10)), 1, asked_to_stop=asked).verdict
+    verdict = engine.step(cut(points(10), engine.roster.plan), 1, asked_to_stop=asked).verdict
     assert (verdict.updates, verdict.stops) == (on, asked)
 
 

@@ -12,13 +12,12 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
+import onefold
 from tests.inside import engine_in
 from tests.small import Batch, bits, make_trainer, points
 from tests.tables import for_each
 
-STEPS = 3
 Hook = Callable[..., None]
 
 
@@ -63,41 +62,36 @@ def by_value(optimizer: Optimizer, *_: Any) -> None:
     clip_grad_value_(parameters_of(optimizer), 0.001)
 
 
+@torch.no_grad()
 def to_unit_rows(optimizer: Optimizer, *_: Any) -> None:
     """After the step."""
-    with torch.no_grad():
-        for p in parameters_of(optimizer):
-            if p.dim() > 1:
-                p.div_(p.norm(dim=1, keepdim=True))
-
-
-HOOKS: dict[str, tuple[Hook, bool]] = {
-    "by itself": (by_itself, True),
-    "adaptive": (adaptive, True),
-    "one by one": (one_by_one, True),
-    "by value": (by_value, True),
-    "unit rows": (to_unit_rows, False),
-}
+    for p in parameters_of(optimizer):
+        if p.dim() > 1:
+            p.div_(p.norm(dim=1, keepdim=True))
 
 
 def adam(model: nn.Module) -> Optimizer:
     return torch.optim.Adam(model.parameters(), lr=0.01)
 
 
+def wrap(optimizer: Optimizer, hook: Hook) -> None:
+    step = optimizer.step
+
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        hook(optimizer)
+        return step(*args, **kwargs)
+
+    optimizer.step = wrapper.__get__(optimizer)  # type: ignore[method-assign]
+
+
 @contextmanager
-def registered(way: str, optimizer: Optimizer, hook: Hook, *, before: bool) -> Iterator[None]:
-    handle: RemovableHandle | None = None
+def registered(way: str, optimizer: Optimizer, hook: Hook) -> Iterator[None]:
+    handle: Any = None
     if way == "of all":
         handle = register_optimizer_step_pre_hook(hook)
     elif way == "wrapped":
-        step = optimizer.step
-
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            hook(optimizer)
-            return step(*args, **kwargs)
-
-        optimizer.step = wrapper  # type: ignore[method-assign]
-    elif before:
+        wrap(optimizer, hook)
+    elif way == "before":
         optimizer.register_step_pre_hook(hook)
     else:
         optimizer.register_step_post_hook(hook)
@@ -108,11 +102,18 @@ def registered(way: str, optimizer: Optimizer, hook: Hook, *, before: bool) -> I
             handle.remove()
 
 
-def plainly(way: str, hook: Hook, *, before: bool, clip: float | None) -> dict[str, bytes]:
+def trained(way: str, hook: Hook, *, clip: float | None = None, shards: int, devices: int) -> Any:
+    """The bits after three steps; in a plain loop on no device."""
     model = model_of()
     optimizer = adam(model)
-    with registered(way, optimizer, hook, before=before):
-        for _ in range(STEPS):
+    with registered(way, optimizer, hook):
+        if devices:
+            choices: Any = {"shards": shards, "devices": devices, "clip_norm": clip}
+            trainer = make_trainer(model, mean_square, optimizer=optimizer, **choices)
+        for _ in range(3):
+            if devices:
+                trainer.step(points(12, 130))
+                continue
             optimizer.zero_grad()
             mean_square(model, points(12, 130)).backward()
             if clip is not None:
@@ -121,40 +122,26 @@ def plainly(way: str, hook: Hook, *, before: bool, clip: float | None) -> dict[s
     return bits(model)
 
 
-def folded(
-    way: str, hook: Hook, *, before: bool, clip: float | None, devices: int, shards: int
-) -> dict[str, bytes]:
-    model = model_of()
-    optimizer = adam(model)
-    with registered(way, optimizer, hook, before=before):
-        trainer = make_trainer(
-            model, mean_square, optimizer=optimizer, shards=shards, devices=devices, clip_norm=clip
-        )
-        for _ in range(STEPS):
-            trainer.step(points(12, 130))
-    return bits(model)
-
-
-@for_each("name", HOOKS)
-def test_one_shard_has_the_bits_of_a_plain_loop(name: str) -> None:
-    hook, before = HOOKS[name]
-    choices: Any = {"before": before, "clip": 0.05}
-    plain = plainly("own", hook, **choices)
-    assert folded("own", hook, **choices, devices=1, shards=1) == plain
-    assert plainly("own", lambda *_: None, **choices) != plain
-
-
-@for_each("way", ["of all", "wrapped"])
-def test_other_ways_to_see_each_step_are_alike(way: str) -> None:
-    plain = plainly(way, by_itself, before=True, clip=None)
-    assert folded(way, by_itself, before=True, clip=None, devices=1, shards=1) == plain
-
-
-@for_each("name", HOOKS)
-def test_bits_do_not_depend_on_devices(name: str) -> None:
-    hook, before = HOOKS[name]
-    found = [folded("own", hook, before=before, clip=None, devices=n, shards=4) for n in (1, 2, 3)]
-    assert found[0] == found[1] == found[2]
+@for_each(
+    ("way", "hook", "clip"),
+    [
+        ("before", by_itself, 0.05),
+        ("of all", by_itself, None),
+        ("wrapped", by_itself, None),
+        ("before", adaptive, 0.05),
+        ("before", one_by_one, 0.05),
+        ("before", by_value, 0.05),
+        ("after", to_unit_rows, 0.05),
+    ],
+)
+def test_bits_are_those_of_a_plain_loop_and_of_any_devices(
+    way: str, hook: Hook, clip: float | None
+) -> None:
+    plain = trained(way, hook, clip=clip, shards=1, devices=0)
+    assert trained(way, hook, clip=clip, shards=1, devices=1) == plain
+    assert trained(way, lambda *_: None, clip=clip, shards=1, devices=0) != plain
+    found = [trained(way, hook, shards=4, devices=devices) for devices in (1, 3)]
+    assert found[0] == found[1]
 
 
 def test_a_hook_may_go_through_the_model() -> None:
@@ -191,7 +178,7 @@ class Together(torch.optim.SGD):
         return super().step(closure)
 
 
-@for_each("devices", [1, 2, 3])
+@for_each("devices", [1, 3])
 @for_each("hook", [of_all_together, of_each_list, None])
 def test_a_norm_of_several_is_refused(hook: Hook | None, devices: int) -> None:
     model = model_of()
@@ -204,15 +191,14 @@ def test_a_norm_of_several_is_refused(hook: Hook | None, devices: int) -> None:
         trainer.step(points(12, 130))
 
 
-@for_each("devices", [1, 2])
-@for_each("way", ["own", "wrapped"])
+@for_each(("way", "devices"), [("before", 1), ("wrapped", 2)])
 def test_a_hook_that_comes_too_late_is_refused(way: str, devices: int) -> None:
     model = model_of()
     optimizer = adam(model)
     trainer = make_trainer(model, mean_square, optimizer=optimizer, devices=devices)
     trainer.step(points(12, 130))
     with (
-        registered(way, optimizer, by_itself, before=True),
+        registered(way, optimizer, by_itself),
         pytest.raises(ValueError, match=r"Adam got a hook on its step, .* expected it before"),
     ):
         trainer.step(points(12, 130))
@@ -234,14 +220,8 @@ def test_a_schedule_is_no_hook(first: str) -> None:
         elif each == "hook":
             optimizer.register_step_pre_hook(look)
         else:
-            step = optimizer.step
-
-            def wrapper(self: Any, *args: Any, step: Any = step) -> Any:
-                look()
-                return step(*args)
-
-            optimizer.step = wrapper.__get__(optimizer)  # type: ignore[method-assign]
-    trainer = make_trainer(model, mean_square, optimizer=optimizer)
+            wrap(optimizer, look)
+    trainer: onefold.Trainer = make_trainer(model, mean_square, optimizer=optimizer)
     trainer.step(points(12, 130))
     whole = [p.shape for p in model.parameters()]
     assert seen == ([] if first == "schedule" else whole)
