@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,176 +13,129 @@ import onefold
 from onefold.core.options import RunOptions
 from onefold.core.world import World
 from onefold.errors import GradientError
-from tests import simulated
+from onefold.testing import simulate
 from tests.tables import for_each
 
-KEEPS = [("all", 1), ("host", 1), ("stages", 1), ("stages", 3)]
 CLIP = 0.05
+GENERATOR = torch.Generator().manual_seed(4)
+BATCHES = [torch.randn(10, 6, generator=GENERATOR) for _ in range(3)]
 
 
 class Mixed(nn.Module):
     """A parameter of more than one piece, one in bfloat16, one that is rarely used."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(6, 150)
-        self.wide = nn.Linear(150, 150)
-        self.low = nn.Linear(150, 4).to(torch.bfloat16)
-        self.rare = nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.wide(torch.tanh(self.first(x)))
-        out = self.low(hidden.to(torch.bfloat16)).float()
-        return out + self.rare(out) if bool(x[0, 0] > 0) else out  # type: ignore[no-any-return]
-
-
-class Plain(nn.Module):
-    """The same without a choice that a line of devices cannot make."""
-
-    def __init__(self) -> None:
+    def __init__(self, *, rare: bool = False) -> None:
+        torch.manual_seed(2)
         super().__init__()
         self.first, self.wide = nn.Linear(6, 150), nn.Linear(150, 150)
         self.low = nn.Linear(150, 4).to(torch.bfloat16)
+        self.rare = nn.Linear(4, 4) if rare else None  # no line of devices can choose
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.wide(torch.tanh(self.first(x))).to(torch.bfloat16)
-        return self.low(hidden).float()  # type: ignore[no-any-return]
+        hidden = self.wide(torch.tanh(self.first(x)))
+        out: torch.Tensor = self.low(hidden.to(torch.bfloat16)).float()
+        return out + self.rare(out) if self.rare and bool(x[0, 0] > 0) else out
 
 
-def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+def mean_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return (model(batch) - 3).square().mean()  # type: ignore[no-any-return]
 
 
-def batches() -> Iterator[torch.Tensor]:
-    generator = torch.Generator().manual_seed(4)
-    for _ in range(3):
-        yield torch.randn(10, 6, generator=generator)
+def with_options(kit: Any) -> Callable[[nn.Module, torch.Tensor], Any]:
+    """A loss whose mean is not the bits of a sum that is divided."""
+    weight, targets = torch.tensor([0.3, 2.0, 1.1, 0.7]), torch.arange(10) % 4
+    return lambda model, batch: kit.cross_entropy(
+        model(batch), targets, weight, label_smoothing=0.1
+    )
 
 
-@pytest.fixture(params=KEEPS, ids=lambda keep: f"{keep[0]}-{keep[1]}")
-def settings(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    keep, devices = request.param
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+
+
+def trainer_of(model: Any, loss: Any = mean_of, **options: Any) -> onefold.Trainer:
+    stages = [part for part in model.children() if isinstance(part, nn.Linear)]
+    return onefold.Trainer(model, sgd(model), loss, shards=1, threads=1, stages=stages, **options)
+
+
+def run(model: nn.Module, loss: Any = mean_of, **options: Any) -> list[Any]:
+    """The loss and the norm of each step, and the values of the model."""
+    trainer = trainer_of(model, loss, clip_norm=CLIP, **options)
+    steps = [trainer.step(batch) for batch in BATCHES]
+    with trainer.whole():
+        values = [parameter.flatten().tolist() for parameter in model.parameters()]
+    trainer.close()
+    return [[(float(step.loss), step.grad_norm) for step in steps], values]
+
+
+def plain(model: nn.Module, loss: Any = mean_of) -> list[Any]:
+    """The loop that everybody writes."""
+    optimizer, steps = sgd(model), []
+    for batch in BATCHES:
+        optimizer.zero_grad()
+        value = loss(model, batch)
+        value.backward()
+        steps.append((value.item(), float(nn.utils.clip_grad_norm_(model.parameters(), CLIP))))
+        optimizer.step()
+    assert all(norm > CLIP for _, norm in steps)
+    return [steps, [parameter.flatten().tolist() for parameter in model.parameters()]]
+
+
+Options = dict[str, Any]
+
+
+def of_keep(keep: Any, devices: int, monkeypatch: pytest.MonkeyPatch) -> Options:
     world = World(options=RunOptions(keep=keep))
     monkeypatch.setattr("onefold.trainer.current_world", lambda: world)
     return {"devices": ["cpu"] * devices} if devices > 1 else {}
 
 
-def trainer_of(
-    model: nn.Module, settings: dict[str, Any], loss: Any = loss_of, **more: Any
-) -> onefold.Trainer:
-    stages = [part for part in model.children() if isinstance(part, nn.Linear)]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-    return onefold.Trainer(
-        model, optimizer, loss, shards=1, threads=1, stages=stages, **settings, **more
-    )
+each_keep = for_each(("keep", "devices"), [("all", 1), ("host", 1), ("stages", 1), ("stages", 3)])
 
 
-def plain(model: nn.Module) -> list[float]:
-    """The loop that everybody writes; returns the norms."""
-    torch.set_num_threads(1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-    norms = []
-    for batch in batches():
-        optimizer.zero_grad()
-        loss_of(model, batch).backward()  # type: ignore[no-untyped-call]
-        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
-        optimizer.step()
-    return norms
+@each_keep
+def test_the_bits_are_those_of_a_plain_loop(
+    keep: str, devices: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options, rare = of_keep(keep, devices, monkeypatch), devices == 1
+    assert run(Mixed(rare=rare), **options) == plain(Mixed(rare=rare))
+    ours, theirs = with_options(onefold.losses), with_options(nn.functional)
+    assert run(Mixed(rare=rare), ours, **options) == plain(Mixed(rare=rare), theirs)
 
 
-def hooked(model: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Have a gradient changed before anybody takes it."""
-    weight: Any = model.get_parameter("wide.weight")
-    return weight.register_hook(change)
+@each_keep
+def test_gradients_that_are_not_finite_are_found(
+    keep: str, devices: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = of_keep(keep, devices, monkeypatch)
 
+    def step(factor: float, **more: Any) -> onefold.Step:
+        """With a gradient that is changed before anybody takes it."""
+        model = Mixed(rare=devices == 1)
+        trainer = trainer_of(model, **options, **more)
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        hook = model.wide.weight.register_hook(lambda grad: grad * factor)  # type: ignore[no-untyped-call]
+        try:
+            return trainer.step(BATCHES[0])
+        finally:
+            hook.remove()
+            with trainer.whole():
+                same = all(map(torch.equal, before, model.parameters()))
+            assert same == (factor != 1e22)
+            assert not same or not trainer.step(BATCHES[0]).skipped
+            trainer.close()
 
-def made(settings: dict[str, Any]) -> nn.Module:
-    torch.manual_seed(2)
-    return Plain() if settings else Mixed()
-
-
-def test_the_gradient_is_clipped_as_a_plain_loop_clips(settings: dict[str, Any]) -> None:
-    expected, ours = made(settings), made(settings)
-    norms = plain(expected)
-    trainer = trainer_of(ours, settings, clip_norm=CLIP)
-    assert [trainer.step(batch).grad_norm for batch in batches()] == norms
-    assert all(norm > CLIP for norm in norms)
-    for (name, found), wanted in zip(ours.named_parameters(), expected.parameters(), strict=True):
-        assert torch.equal(found, wanted), name
-    trainer.close()
-
-
-def test_a_loss_of_onefold_has_the_bits_of_pytorchs(settings: dict[str, Any]) -> None:
-    """With options whose mean is not the bits of a sum that is divided."""
-    weight, targets = torch.tensor([0.3, 2.0, 1.1, 0.7]), torch.arange(10) % 4
-
-    def with_kit(kit: Any) -> Callable[[nn.Module, torch.Tensor], Any]:
-        return lambda model, batch: kit.cross_entropy(
-            model(batch), targets, weight, label_smoothing=0.1
-        )
-
-    expected, ours = made(settings), made(settings)
-    optimizer = torch.optim.SGD(expected.parameters(), lr=0.5, momentum=0.9)
-    torch.set_num_threads(1)
-    trainer = trainer_of(ours, settings, loss=with_kit(onefold.losses))
-    for batch in batches():
-        optimizer.zero_grad()
-        value = with_kit(nn.functional)(expected, batch)
-        value.backward()
-        optimizer.step()
-        assert float(trainer.step(batch).loss) == value.item()
-    for (name, found), wanted in zip(ours.named_parameters(), expected.parameters(), strict=True):
-        assert torch.equal(found, wanted), name
-    trainer.close()
-
-
-def test_a_gradient_that_is_not_finite_is_found(settings: dict[str, Any]) -> None:
-    model = made(settings)
-    trainer = trainer_of(model, settings)
-    hook = hooked(model, lambda grad: grad * torch.nan)
-    before = [parameter.detach().clone() for parameter in model.parameters()]
     with pytest.raises(GradientError, match=r"wide\.weight is not finite"):
-        trainer.step(next(batches()))
-    hook.remove()
-    assert all(map(torch.equal, before, model.parameters()))
-    trainer.close()
-
-
-def test_such_a_step_is_skipped_where_that_is_asked_for(settings: dict[str, Any]) -> None:
-    model = made(settings)
-    trainer = trainer_of(model, settings, on_nonfinite="skip")
-    hook = hooked(model, lambda grad: grad * torch.inf)
-    assert trainer.step(next(batches())).skipped
-    hook.remove()
-    assert not trainer.step(next(batches())).skipped
-    trainer.close()
-
-
-def test_a_norm_that_overflows_in_its_dtype_is_found_exactly(settings: dict[str, Any]) -> None:
-    model = made(settings)
-    trainer = trainer_of(model, settings)
-    hook = hooked(model, lambda grad: grad * 1e22)
-    norm = trainer.step(next(batches())).grad_norm
-    hook.remove()
+        step(torch.nan)
+    assert step(torch.inf, on_nonfinite="skip").skipped
+    # A norm that overflows in its dtype.
+    norm = step(1e22).grad_norm
     assert norm is not None
     assert 1e19 < norm < 1e30
-    trainer.close()
-
-
-def clipped() -> tuple[list[Any], list[list[float]]]:
-    """The norms and the model of a run of a few steps."""
-    torch.manual_seed(2)
-    model = Plain()
-    trainer = trainer_of(model, {}, clip_norm=CLIP)
-    norms = [trainer.step(batch).grad_norm for batch in batches()]
-    with trainer.whole():
-        return norms, [parameter.flatten().tolist() for parameter in model.parameters()]
 
 
 @for_each("exchange", ["shared", "collective"])
 def test_processes_of_a_line_share_the_norms_of_their_parameters(exchange: Any) -> None:
-    torch.manual_seed(2)
-    expected = Plain()
-    norms = plain(expected)
-    found = simulated.launch(clipped, devices="cpu:3", keep="stages", exchange=exchange)
-    assert found == (norms, [parameter.flatten().tolist() for parameter in expected.parameters()])
+    expected = plain(Mixed())
+    for found in simulate(lambda: run(Mixed()), 3, keep="stages", exchange=exchange):
+        assert found == expected
