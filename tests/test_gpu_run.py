@@ -16,10 +16,11 @@ import torch
 from tests.conftest import ROOT
 from tests.gpu import __main__ as command
 from tests.gpu import parts, plain
-from tests.gpu.parts import Part, Result, parts_of, run_part
+from tests.gpu.parts import Part, parts_of, run_part
 from tests.gpu.report import as_text
+from tests.tables import for_each
 
-pytestmark = pytest.mark.full
+pytestmark = [pytest.mark.full, pytest.mark.processes]
 
 LINE = """
 import json, os, time
@@ -28,58 +29,49 @@ def say(**line):
         file.write(json.dumps(line) + "\\n")
 say(test="a", outcome="passed", text="")
 """
+HANGS = """
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"])
+say(child=child.pid)
+time.sleep(600)
+"""
 
 
-def part(code: str, *, limit_s: float = 30.0, **choices: Any) -> Part:
-    return Part(name="a part", command=["-c", LINE + code], limit_s=limit_s, **choices)
+def part(code: str, name: str = "a part", limit_s: float = 30.0, **choices: Any) -> Part:
+    return Part(name=name, command=["-c", LINE + code], limit_s=limit_s, **choices)
 
 
-def ran(code: str, folder: Path, limit_s: float = 30.0) -> Result:
-    return run_part(part(code), dict(os.environ), folder, limit_s)
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    ("code", "ended", "lines", "tail"),
+@for_each(
+    ("code", "limit_s", "ended", "lines", "tail"),
     [
-        ("", "well", 1, ""),
-        ("print('so it is'); exit(3)", "with exit code 3", 1, "so it is"),
-        ("raise ValueError('this one')", "with exit code 1", 1, "ValueError: this one"),
-        ("say(test='b', outcome='failed', text='why')", "well", 2, ""),
-        ("open(os.environ['ONEFOLD_GPU_LINES'], 'a').write('{\"tes')", "well", 1, ""),
+        ("", 30, "well", 1, ""),
+        ("print('so it is'); exit(3)", 30, "with exit code 3", 1, "so it is"),
+        ("raise ValueError('this one')", 30, "with exit code 1", 1, "ValueError: this one"),
+        ("say(test='b', outcome='failed', text='why')", 30, "well", 2, ""),
+        ("open(os.environ['ONEFOLD_GPU_LINES'], 'a').write('{\"tes')", 30, "well", 1, ""),
+        (HANGS, 5, "cut off after 5 s", 2, ""),
     ],
 )
-def test_how_a_part_ends(code: str, ended: str, lines: int, tail: str, tmp_path: Path) -> None:
-    result = ran(code, tmp_path)
+def test_how_a_part_ends(
+    code: str, limit_s: float, ended: str, lines: int, tail: str, tmp_path: Path
+) -> None:
+    result = run_part(part(code, limit_s=limit_s), dict(os.environ), tmp_path, limit_s)
     assert (result.ended, len(result.lines)) == (ended, lines)
     assert tail in result.tail
-
-
-@pytest.mark.processes
-def test_a_part_that_hangs_is_ended_with_all_that_it_has_started(tmp_path: Path) -> None:
-    code = (
-        "import subprocess, sys\n"
-        "child = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(600)'])\n"
-        "say(child=child.pid)\n"
-        "time.sleep(600)"
-    )
-    result = ran(code, tmp_path, limit_s=5.0)
-    assert result.ended == "cut off after 5 s"
-    child = result.lines[-1]["child"]
+    # All that it has started is ended with it.
     deadline = time.monotonic() + 5
-    while time.monotonic() < deadline and _lives(child):
+    while time.monotonic() < deadline and _lives(result.lines[-1].get("child")):
         time.sleep(0.02)
-    assert not _lives(child)
+    assert not _lives(result.lines[-1].get("child"))
 
 
-def _lives(pid: int) -> bool:
+def _lives(pid: int | None) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
 
 
-@pytest.mark.processes
 def test_what_is_known_is_written_after_each_part(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -93,8 +85,8 @@ def test_what_is_known_is_written_after_each_part(
     monkeypatch.setattr(command, "write", noting)
     wanted = [
         part(""),
-        Part(name="another", command=["-c", "exit(1)"], limit_s=30, alone=True),
-        Part(name="a third", command=["-c", ""], limit_s=30, needs=("no_such_package",)),
+        part("exit(1)", "another", alone=True),
+        part("", "a third", needs=("no_such_package",)),
     ]
     machine = {"card": "a card", "versions": {"torch": "2"}}
     assert command.run(wanted, machine, "cpu", tmp_path / "there") == 1
@@ -105,14 +97,11 @@ def test_what_is_known_is_written_after_each_part(
     text = (tmp_path / "there" / "gpu.txt").read_text()
     assert text in capsys.readouterr().out
     assert "left out: a third: there is no no_such_package" in text
+    late = command.begun(part(""), environment={}, folder=tmp_path, end=time.monotonic())
+    assert late.ended == "without being begun: no time left"
 
 
-def test_a_part_for_which_no_time_is_left_is_not_begun(tmp_path: Path) -> None:
-    result = command.begun(part(""), environment={}, folder=tmp_path, end=time.monotonic())
-    assert result.ended == "without being begun: no time left"
-
-
-@pytest.mark.parametrize("device", ["cuda:0", "cpu"])
+@for_each("device", ["cuda:0", "cpu"])
 def test_all_modules_have_a_part_and_what_measures_comes_last(device: str) -> None:
     found = parts_of(device)
     names = [part.name for part in found]
@@ -125,13 +114,9 @@ def test_all_modules_have_a_part_and_what_measures_comes_last(device: str) -> No
     assert parts.TEST_LIMIT_S + sum(part.limit_s for part in found if part.alone) < command.LIMIT_S
 
 
-def test_tests_run_without_pytest_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "pytest" in parts.test_command("test_bits")
-    monkeypatch.setattr(parts, "missing", list)
-    assert parts.test_command("test_bits") == ["-m", "tests.gpu.plain", "test_bits", "LINES"]
-
-
-def test_the_small_runner_calls_all_cases_and_says_how_each_ended(tmp_path: Path) -> None:
+def test_tests_run_without_pytest_where_there_is_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     from tests.gpu.device import each, needs
 
     @each("one", [1, None])
@@ -141,6 +126,9 @@ def test_the_small_runner_calls_all_cases_and_says_how_each_ended(tmp_path: Path
         assert tmp_path.is_dir()
         assert other == {}, "it is not empty"
 
+    assert "pytest" in parts.test_command("test_bits")
+    monkeypatch.setattr(parts, "missing", list)
+    assert parts.test_command("test_bits") == ["-m", "tests.gpu.plain", "test_bits", "LINES"]
     calls = list(plain.calls_of(case))
     assert [label for label, _ in calls] == ["[other0-1]", "[other0-None]"]
     skipped, failed = (plain.outcome_of(case, arguments) for _, arguments in calls)
@@ -149,25 +137,18 @@ def test_the_small_runner_calls_all_cases_and_says_how_each_ended(tmp_path: Path
     assert "it is not empty" in failed["text"]
 
 
-FIGURE = {
-    "workload": "mlp",
-    "group": "shards",
-    "side": "V = 1",
-    "samples_s": 1234.5,
-    "of_first": 0.5,
-    "step_ms": 2.0,
-    "queued_ms": 1.5,
-    "peak_bytes": 3 << 20,
-}
-
-
 def test_the_text_has_what_failed_and_the_figures() -> None:
     lines = [
         {"test": "a.py::one", "outcome": "failed", "text": "first\nlast", "seconds": 1.0},
         {"test": "a.py::two", "outcome": "skipped", "text": "Skipped: needs two GPUs"},
-        {"test": "a.py::three", "outcome": "passed", "text": ""},
     ]
-    figures = [FIGURE, {**FIGURE, "side": "V = 2", "failed": "OutOfMemoryError: too much"}]
+    figure = {"workload": "mlp", "group": "shards", "side": "V = 1", "samples_s": 1234.5}
+    figure |= {"of_first": 0.5, "step_ms": 2.0, "queued_ms": 1.5, "peak_bytes": 3 << 20}
+    figures = [figure, {**figure, "side": "V = 2", "failed": "OutOfMemoryError: too much"}]
+
+    def of_part(name: str, ended: str, lines: Any, tail: str = "") -> dict[str, Any]:
+        return {"name": name, "ended": ended, "seconds": 3.0, "lines": lines, "tail": tail}
+
     text = as_text(
         {
             "onefold": "0.1.0",
@@ -176,9 +157,9 @@ def test_the_text_has_what_failed_and_the_figures() -> None:
             "machine": {"card": "1 x a card", "versions": {"torch": "2.11"}},
             "left_out": {},
             "parts": [
-                {"name": "tests: a", "ended": "well", "seconds": 3.0, "lines": lines, "tail": ""},
-                {"name": "figures", "ended": "well", "seconds": 3.0, "lines": figures, "tail": ""},
-                {"name": "hung", "ended": "cut off", "seconds": 9.0, "lines": [], "tail": "here"},
+                of_part("tests: a", "well", lines),
+                of_part("figures", "well", figures),
+                of_part("hung", "cut off", [], "here"),
             ],
         }
     )
@@ -190,32 +171,23 @@ def test_the_text_has_what_failed_and_the_figures() -> None:
         assert words in text
 
 
-@pytest.mark.processes
-def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
-    done = _make(tmp_path)
+def make(folder: Path, *choices: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tests.gpu", "--results", str(folder / "results"), *choices]
+    without = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=600, env=without, check=False
+    )
+
+
+def test_the_whole_way_on_the_processor(tmp_path: Path) -> None:
+    done = make(tmp_path)
     assert done.returncode == 2
     assert "there is no GPU that PyTorch sees" in done.stderr
     assert not (tmp_path / "results").exists()
-
-
-@pytest.mark.processes
-def test_the_whole_way_on_the_processor(tmp_path: Path) -> None:
-    done = _make(tmp_path, "--device", "cpu", "--parts", "timing")
+    done = make(tmp_path, "--device", "cpu", "--parts", "timing")
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "results" / "gpu.json").read_text())
     (only,) = found["parts"]
     assert (only["name"], only["ended"]) == ("tests: timing", "well")
     assert {line["outcome"] for line in only["lines"]} == {"passed"}
     assert found["machine"]["versions"]["torch"] == torch.__version__
-
-
-def _make(folder: Path, *choices: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "tests.gpu", "--results", str(folder / "results"), *choices],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-        check=False,
-    )
