@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import json
+import os
+import signal
+import socket
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise, permutations
 
 import torch
-import torch.distributed as dist
 
 from onefold.core.flat import FlatTensors, lay_out
 from onefold.core.fold import Block, blocks_of, fold, fold_shards
@@ -16,6 +20,7 @@ from onefold.core.roster import Roster
 from onefold.core.shard import Plan
 from onefold.core.stages import Stages
 from onefold.core.storage import Storage, cut_pieces
+from onefold.errors import DisagreementError
 from onefold.exchange.carrier import Gift
 from onefold.exchange.collective import GroupTransport
 from onefold.exchange.exchange import Exchange
@@ -26,7 +31,6 @@ from onefold.exchange.private import collective_exchange
 from onefold.exchange.shared import shared_exchange
 from onefold.exchange.stagefold import StageFold
 from onefold.run.world import current_world
-from onefold.system import heap
 from onefold.system.heap import ORDINARY, DiskHeap
 
 SHARDS = 7
@@ -40,6 +44,7 @@ BUFFERS = {
 }
 """Some of them of types that backends do not know."""
 CPU = torch.device("cpu")
+LIMIT_S = 30.0
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -127,7 +132,8 @@ def check_step(
             exchange.board.weights[shard] = shard + 0.5
             exchange.board.totals[shard] = shard * 2.0
             exchange.board.changed[shard, 0] = shard % 2
-            exchange.board.buffer_rows[shard].views[0].fill_(shard)
+            for view in exchange.board.buffer_rows[shard].views:
+                view.copy_(row_of(shard, view.dtype))
         exchange.board.gave[device, 0] = len(run)
     exchange.collect(plan)
     board = exchange.board
@@ -136,7 +142,8 @@ def check_step(
     assert board.changed[:, 0].tolist() == [shard % 2 for shard in range(SHARDS)]
     assert board.gave[:, 0].tolist() == list(plan.counts)
     for shard in range(SHARDS):
-        assert board.buffer_rows[shard].views[0].tolist() == [float(shard)] * 3
+        for view in board.buffer_rows[shard].views:
+            assert view.view(torch.uint8).equal(row_of(shard, view.dtype).view(torch.uint8))
     expected = FlatTensors(sizes.gradients)
     missing = SHARDS - 1 if exchange.stages is not None and step == 2 else SHARDS
     leaves = [
@@ -155,8 +162,14 @@ def check_step(
             exchange.memory.trained[device].piece(piece).copy_(wanted)
     exchange.spread()
     for device in own:
+        assert exchange.stages is not None or list(exchange.totals(device)) == []
         for mine, wanted in zip(exchange.memory.trained[device].views, expected.views, strict=True):
             assert torch.equal(mine + 0.0, wanted.to(mine.dtype) + 0.0)
+
+
+def row_of(shard: int, dtype: torch.dtype) -> torch.Tensor:
+    """What a shard leaves of a buffer."""
+    return torch.full((3,), shard + 1).to(dtype)
 
 
 def give_stages(fold_of_stages: StageFold, own: range, step: int, plan: Plan) -> None:
@@ -203,6 +216,7 @@ def check_exchange(exchange: Exchange, sizes: Storage, begun: Start, own: range)
         assert exchange.memory.other[device].views[0].tolist() == [5.0] * 4
     for view in begun.buffers.views:
         assert view.tolist() == [0] * 3, "the lead's buffers become everybody's"
+    assert bool((begun.trained[0] == own[0] + 1).all()), "those of the script are left alone"
     first = roster(sizes)
     for step, plan in enumerate(uneven_plans(devices), start=1):
         if exchange.stages is not None:
@@ -268,33 +282,127 @@ def uneven_plans(devices: int) -> list[Plan]:
 
 def check_launched(kinds: Sequence[str]) -> list[str]:
     """One process of several: the kinds that keep the contract, one after the other."""
-    heap._LEAST_BYTES = 1  # what the contract exchanges is small
     return [check_one_launched(kind, number) for number, kind in enumerate(kinds)]
 
 
 def check_one_launched(name: str, trainer: int) -> str:
-    """Check a kind of exchange, perhaps "in stages", and then perhaps "on a disk".
+    """Check a kind of exchange, as a Trainer of this number would have it."""
+    world = current_world()
+    exchange, sizes, begun = made(name, trainer)
+    check_exchange(exchange, sizes, begun, range(world.rank, world.rank + 1))
+    return name
 
-    As a Trainer of this number would have it.
-    """
+
+def made(name: str, trainer: int) -> tuple[Exchange, Storage, Start]:
+    """A kind of exchange, perhaps "in stages", and then perhaps "on a disk"."""
     world = current_world()
     kind, *how = name.split(", ")
     sizes = storage(world.size, staged="in stages" in how)
     home = DiskHeap.at("") if "on a disk" in how else ORDINARY
     begun = start(world.rank, sizes)
-    exchange: Exchange
     if kind == "shared":
         if world.network:
             mailbox = world.network.mailbox(trainer)
         else:
-            peers = connected(world.run_id, world.rank, world.size, 30.0)
-            mailbox = Mailbox(peers, rank=world.rank, timeout_s=30)
-        exchange = shared_exchange(sizes, begun, mailbox, roster(sizes), home)
+            peers = connected(f"{world.run_id}-{trainer}", world.rank, world.size, LIMIT_S)
+            mailbox = Mailbox(peers, rank=world.rank, timeout_s=LIMIT_S)
+        return shared_exchange(sizes, begun, mailbox, roster(sizes), home), sizes, begun
+    joined = join_group(world, "cpu", world.size, timeout_s=LIMIT_S, trainer=trainer)
+    transport = GroupTransport(CPU, joined, LIMIT_S, home)
+    return collective_exchange(sizes, begun, transport, roster(sizes), home), sizes, begun
+
+
+# Failures
+
+
+class Left(Exception):
+    """Raised where a device leaves in order."""
+
+
+def fail() -> None:
+    raise ArithmeticError("over the top")
+
+
+def disagree() -> None:
+    raise DisagreementError("device 1 has another model")
+
+
+def leave() -> None:
+    raise Left
+
+
+def cut_all() -> None:
+    """Break all connections of this process."""
+    for number in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
+            connection.getpeername()
+            connection.shutdown(socket.SHUT_RDWR)
+
+
+FAULTS: dict[str, Callable[[], None]] = {
+    "fails": fail,
+    "disagrees": disagree,
+    "leaves": leave,
+    "cut": cut_all,
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "nothing": lambda: None,
+}
+"""What one device does in place of a call."""
+CALLS: dict[str, Callable[[Exchange, Start], object]] = {
+    "agree": lambda exchange, begun: exchange.agree(2, b"x"),
+    "collect": lambda exchange, begun: exchange.collect(Plan((4, 3))),
+    "share": lambda exchange, begun: exchange.transport.share(
+        {current_world().rank: torch.zeros(2, dtype=torch.float64)}
+    ),
+    "gather": lambda exchange, begun: exchange.transport.gather_bytes({current_world().rank: b"x"}),
+    "follow": lambda exchange, begun: exchange.memory.follow_lead(begun.buffers),
+    "bring": lambda exchange, begun: brought(exchange),
+    "hand out": lambda exchange, begun: exchange.transport.hand_out(
+        None if current_world().rank else lambda _: torch.ones(9, dtype=torch.uint8)
+    ),
+}
+"""Those in which devices wait for each other; in the last two, for one of them alone."""
+
+
+def brought(exchange: Exchange) -> None:
+    exchange.transport.room(9)
+    exchange.transport.bring()
+
+
+def fail_at(kind: str, call: str, device: int, fault: str, trainer: int = 0) -> None:
+    """Make a call of an exchange, before which a fault comes to one of two devices."""
+    exchange, _, begun = made(kind, trainer)
+    try:
+        exchange.agree(1, b"")
+        if current_world().rank == device:
+            FAULTS[fault]()
+        CALLS[call](exchange, begun)
+        exchange.agree(3, b"")
+    except Left:
+        exchange.close()
+    except Exception as error:
+        exchange.close(error)
+        raise
     else:
-        joined = join_group(world, "cpu", world.size, timeout_s=30, trainer=trainer)
-        transport = GroupTransport(CPU, joined, 30, home)
-        exchange = collective_exchange(sizes, begun, transport, roster(sizes), home)
-    check_exchange(exchange, sizes, begun, range(world.rank, world.rank + 1))
-    if kind == "collective" and not world.network:
-        dist.barrier(joined.group)
-    return name
+        exchange.close()
+
+
+Met = tuple[str, int | None]
+"""The class of an error, and the number of the device that it names."""
+
+
+def met(error: BaseException | None) -> Met:
+    return type(error).__name__, getattr(error, "device", None)
+
+
+def fail_in_turn(kind: str, rows: Sequence[tuple[str, int, str]], folder: str) -> None:
+    """One process of two: several faults, each in an exchange of its own, and what comes of it."""
+    for trainer, (call, device, fault) in enumerate(rows):
+        try:
+            fail_at(kind, call, device, fault, trainer)
+            error: Exception | None = None
+        except Exception as caught:
+            error = caught
+        with open(f"{folder}/{current_world().rank}", "a") as file:
+            print(json.dumps(met(error)), file=file)

@@ -1,43 +1,47 @@
-"""Each exchange keeps the contract of the interface."""
+"""Each exchange keeps the contract of the interface, and fails alike in processes and simulated."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 import onefold
+from onefold.errors import RunFailed
 from onefold.exchange.joining import local_exchange
-from onefold.system import heap
 from onefold.system.heap import ORDINARY, DiskHeap
-from onefold.testing import simulate
-from tests.exchange.contract import check_exchange, check_launched, roster, start, storage
+from onefold.testing import Fault, outcomes, simulate
+from tests.exchange.contract import (
+    CALLS,
+    check_exchange,
+    check_launched,
+    fail_at,
+    fail_in_turn,
+    met,
+    roster,
+    start,
+    storage,
+)
 from tests.tables import for_each
-
-
-@for_each("how", [(), ("in stages",), ("in stages", "on a disk")], ids=["plain", "stages", "disk"])
-@for_each("devices", [1, 2, 3, 7])
-def test_devices_of_one_process(
-    devices: int, how: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(heap, "_LEAST_BYTES", 1)  # what the contract exchanges is small
-    sizes = storage(devices, staged="in stages" in how)
-    begun = start(0, sizes)
-    home = DiskHeap(tmp_path) if "on a disk" in how else ORDINARY
-    exchange = local_exchange(sizes, begun, roster(sizes), home)
-    check_exchange(exchange, sizes, begun, range(devices))
-
 
 WAYS = ["", ", in stages", ", in stages, on a disk"]
 KINDS = [kind + way for kind in ("shared", "collective") for way in WAYS]
 
 
-@for_each(("devices", "seed"), [(2, 0), (3, 1)])
-def test_simulated_devices(devices: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heap, "_LEAST_BYTES", 1)
-    # A Trainer of the simulation reaches the others in one way alone.
-    for kind in KINDS:
-        assert simulate(check_launched, devices, seed=seed, args=([kind],)) == [[kind]] * devices
+@for_each(("devices", "way"), [(1, WAYS[2]), (2, WAYS[0]), (3, WAYS[1]), (7, WAYS[2])])
+def test_devices_of_one_process(devices: int, way: str, tmp_path: Path) -> None:
+    sizes = storage(devices, staged="in stages" in way)
+    begun = start(0, sizes)
+    home = DiskHeap(tmp_path) if "on a disk" in way else ORDINARY
+    exchange = local_exchange(sizes, begun, roster(sizes), home)
+    check_exchange(exchange, sizes, begun, range(devices))
+
+
+@for_each(("number", "kind"), enumerate(KINDS))
+def test_simulated_devices(number: int, kind: str) -> None:
+    devices = 2 + number % 2
+    assert simulate(check_launched, devices, seed=number, args=([kind],)) == [[kind]] * devices
 
 
 @pytest.mark.processes
@@ -45,3 +49,65 @@ def test_simulated_devices(devices: int, seed: int, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("devices", [2, 3, 5])
 def test_devices_of_several_processes(devices: int) -> None:
     assert onefold.launch(check_launched, devices=f"cpu:{devices}", args=(KINDS,)) == KINDS
+
+
+# The error of the other device, whose class and number are those of the fault.
+LOST = {"kill": "PeerLost", "stop": "PeerLost", "cut": "PeerLost", "leaves": "PeerLost"}
+ENDS = {
+    "shared": {**LOST, "fails": "PeerFailed", "disagrees": "DisagreementError"},
+    "collective": {**LOST, "fails": "PeerFailed", "disagrees": "PeerFailed"},
+}
+NAMELESS = {("collective", "kill"), ("collective", "cut")}
+"""A backend says that a connection has ended, and not which."""
+
+
+def expected(kind: str, device: int, fault: str) -> tuple[str, int | None]:
+    name = ENDS[kind][fault]
+    if name == "DisagreementError":
+        return name, None
+    return name, -1 if (kind, fault) in NAMELESS else device
+
+
+@for_each("kind", ENDS)
+def test_a_fault_ends_the_other_device_alike_at_every_call(kind: str) -> None:
+    for call in CALLS:
+        for device in {"bring": [1], "hand out": [0]}.get(call, [0, 1]):
+            ways = (kind, call, device)
+            calls = outcomes(fail_at, 2, args=(*ways, "fails"))[device].calls
+            for seed, fault in enumerate(ENDS[kind]):
+                happens, faults = fault, []
+                if fault in ("kill", "stop", "cut"):
+                    happens, faults = "nothing", [Fault(device=device, call=calls + 1, kind=fault)]
+                found = outcomes(fail_at, 2, seed=seed, args=(*ways, happens), faults=faults)
+                other = found[1 - device].error
+                assert met(other) == expected(kind, device, fault), (call, device, fault, other)
+
+
+QUICK = [("agree", 1, "fails"), ("collect", 1, "cut"), ("share", 1, "disagrees")]
+LAST = [("agree", 1, "kill"), ("bring", 1, "stop"), ("collect", 0, "kill"), ("share", 1, "leaves")]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("kind", "last"),
+    [
+        pytest.param(kind, last, marks=[pytest.mark.full] if last != LAST[0] else [])
+        for kind in ENDS
+        for last in LAST
+    ],
+)
+def test_a_fault_of_a_process_ends_the_other_one_as_simulated(
+    kind: str, last: tuple[str, int, str], tmp_path: Path
+) -> None:
+    rows = [*QUICK, last]
+    try:
+        onefold.launch(fail_in_turn, devices="cpu:2", args=(kind, rows, str(tmp_path)))
+    except RunFailed:
+        assert last[2] in ("kill", "stop")
+    found = [json.loads(line) for line in (tmp_path / str(1 - last[1])).read_text().splitlines()]
+    # A device sees its own error, unless it has none.
+    wanted = [expected(kind, device, fault) for _, device, fault in rows]
+    if last[1] == 0:
+        wanted[0], wanted[2] = ("ArithmeticError", None), ("DisagreementError", None)
+        wanted[1] = ("PeerLost", -1 if kind == "collective" else 0)
+    assert [tuple(each) for each in found] == wanted

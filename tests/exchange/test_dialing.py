@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import os
 import socket
+import struct
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from onefold.errors import PeerLost, PeerTimeout
 from onefold.exchange import mailbox
 from onefold.exchange.mailbox import Mailbox, connected
+from onefold.exchange.waiting import Waiting
 from tests.exchange.together import LIMIT_S, endings, together
+from tests.tables import for_each
 
 SHORT_S = 0.2
 
@@ -24,79 +27,84 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mailbox, "LOOK_S", 0.02)
 
 
-def start(rank: int, size: int = 2, **options: object) -> Mailbox:
-    address = options.pop("address", f"test-{uuid.uuid4()}")
-    limit = options.pop("timeout_s", SHORT_S)
-    return Mailbox(
-        connected(str(address), rank, size, limit, **options),  # type: ignore[arg-type]
-        rank=rank,
-        timeout_s=limit,
-    )
+def drawn() -> str:
+    return f"test-{uuid.uuid4()}"
 
 
-@pytest.mark.parametrize(
-    ("rank", "missing", "first"), [(0, "1, 2", 1), (1, "0", 0), (2, "0", 0)], ids=str
-)
-def test_those_who_do_not_join_are_named(rank: int, missing: str, first: int) -> None:
-    before = set(os.listdir("/proc/self/fd"))
+@for_each(("rank", "missing", "first"), [(0, "1, 2", 1), (1, "0", 0), (2, "0", 0)])
+def test_those_who_do_not_join_are_named(
+    rank: int,
+    missing: str,
+    first: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(mailbox, "Waiting", lambda rank: Waiting(rank, first_s=0.1))
+    before = os.listdir("/proc/self/fd")
     words = f"^device {missing} did not join within 0.2 s. Every device must run the same script"
     with pytest.raises(PeerTimeout, match=words) as caught:
-        start(rank, 3)
+        connected(drawn(), rank, 3, SHORT_S)
     assert (caught.value.device, caught.value.step) == (first, 0)
-    assert set(os.listdir("/proc/self/fd")) == before
+    assert os.listdir("/proc/self/fd") == before
+    said = f"device {rank} has waited for 0 s: not yet there: device {missing}"
+    assert (said in caplog.text) == (rank < 2)
 
 
 def test_those_who_did_join_are_let_go() -> None:
-    before = set(os.listdir("/proc/self/fd"))
-    address = f"test-{uuid.uuid4()}"
-    errors = endings(2, lambda rank: start(rank, 3, address=address, timeout_s=1.0))
+    before, address = os.listdir("/proc/self/fd"), drawn()
+    errors = endings(2, lambda rank: connected(address, rank, 3, 1.0))
     assert ["2 did not join" in str(error) for error in errors] == [True, True]
-    assert set(os.listdir("/proc/self/fd")) == before
+    assert os.listdir("/proc/self/fd") == before
 
 
-@pytest.mark.parametrize(("rank", "gone"), [(0, 1), (1, 0)])
+@for_each(("rank", "gone"), [(0, 1), (1, 0)])
 def test_who_has_ended_is_not_waited_for(rank: int, gone: int) -> None:
     with pytest.raises(PeerLost, match=f"device {gone} came to the end of its script") as caught:
-        start(rank, timeout_s=LIMIT_S, ended=lambda number: number == gone)
+        connected(drawn(), rank, 2, LIMIT_S, ended=lambda number: number == gone)
     assert caught.value.device == gone
 
 
 def test_devices_of_two_runs_do_not_meet() -> None:
-    errors = endings(2, lambda rank: start(rank))
+    errors = endings(2, lambda rank: connected(drawn(), rank, 2, SHORT_S))
     assert [type(error) for error in errors] == [PeerTimeout] * 2
 
 
-def test_the_name_of_one_device_tells_nothing_of_the_others() -> None:
-    names = [mailbox._socket_name("drawn-0", rank) for rank in range(3)]
-    drawn = [name.removeprefix("\0onefold-") for name in names]
-    assert [len(name) for name in drawn] == [32] * 3
-    assert len({name[:8] for name in drawn}) == 3
+# Strangers, who may list the names of all sockets of the machine
 
 
-HELLOS = {
-    "nothing": [],
-    "nothing at all, and gone": [None],
-    "too little": [b"abc"],
-    "one that is not missing": [mailbox._HELLO.pack(0)],
-    "one that there is not": [mailbox._HELLO.pack(9)],
-    "a negative one": [mailbox._HELLO.pack(-1)],
-}
+def names() -> set[str]:
+    words = Path("/proc/net/unix").read_text().split()
+    return {word for word in words if word.startswith("@onefold-")}
 
 
-@pytest.mark.parametrize("hello", HELLOS.values(), ids=HELLOS)
-def test_a_stranger_is_shown_out(
-    hello: list[bytes | None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def listening(before: set[str]) -> str:
+    """The name of a device that has begun to listen since."""
+    limit = time.monotonic() + LIMIT_S
+    while not (new := names() - before):
+        assert time.monotonic() < limit, "nobody listens"
+    return "\0" + new.pop().removeprefix("@")
+
+
+def visit(name: str, hello: bytes | None) -> None:
+    """Connect to a device, say something, and wait until it hangs up."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
+        stranger.settimeout(LIMIT_S)
+        stranger.connect(name)
+        if hello is not None:
+            stranger.send(hello)
+            assert stranger.recv(10) == b""
+
+
+@for_each("hello", [None, b"abc", *(struct.pack("<q", number) for number in (0, 9, -1))])
+def test_a_stranger_is_shown_out(hello: bytes | None) -> None:
     """One of the same user, who knows the name, and comes before the device."""
-    monkeypatch.setattr(mailbox, "_HELLO_S", SHORT_S)
-    address = f"test-{uuid.uuid4()}"
-    shown_out = threading.Event()
+    before, address, shown_out = names(), drawn(), threading.Event()
 
     def call(rank: int) -> list[bytes]:
         if rank == 1:
-            visit(address, hello)
+            visit(listening(before), hello)
             shown_out.set()
-        box = start(rank, address=address, timeout_s=LIMIT_S)
+        box = Mailbox(connected(address, rank, 2, LIMIT_S), rank=rank, timeout_s=LIMIT_S)
         try:
             return box.meet(bytes([rank]))
         finally:
@@ -106,46 +114,39 @@ def test_a_stranger_is_shown_out(
     assert shown_out.is_set()
 
 
-def visit(address: str, hello: list[bytes | None]) -> None:
-    """Connect to device 0, say something, and wait until it hangs up."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
-        stranger.settimeout(LIMIT_S)
-        limit = time.monotonic() + LIMIT_S
-        while stranger.connect_ex(mailbox._socket_name(address, 0)) != 0:
-            assert time.monotonic() < limit, "nobody listens"
-        for words in hello:
-            if words is None:
-                return
-            stranger.send(words)
-        assert stranger.recv(10) == b""
-
-
-@pytest.fixture
-def _of_another_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is at the other end of any connection."""
+def test_a_stranger_of_another_user_is_shown_out_and_told_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     credentials = mailbox.credentials
     monkeypatch.setattr(mailbox, "credentials", lambda c: (credentials(c)[0], os.getuid() + 1))
+    before, address = names(), drawn()
 
+    def call(rank: int) -> None:
+        if rank == 0:
+            connected(address, 0, 2, 1.0)
+        visit(listening(before), struct.pack("<q", 1))
 
-@pytest.mark.usefixtures("_of_another_user")
-def test_a_stranger_of_another_user_is_shown_out_whatever_it_says() -> None:
-    address = f"test-{uuid.uuid4()}"
-    calls: list[Callable[[], object]] = [
-        lambda: start(0, address=address, timeout_s=1.0),
-        lambda: visit(address, [mailbox._HELLO.pack(1)]),
-    ]
-    error, _ = endings(2, lambda rank: calls[rank]())
+    error, _ = endings(2, call)
     assert type(error) is PeerTimeout
-
-
-@pytest.mark.usefixtures("_of_another_user")
-def test_a_stranger_in_the_place_of_a_device_is_told_nothing() -> None:
-    address = f"test-{uuid.uuid4()}"
+    # In the place of a device, whose name its run has used before.
+    name = "\0" + next(iter(heard(address) - before)).removeprefix("@")
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind(mailbox._socket_name(address, 0))
+        listener.bind(name)
         listener.listen()
         with pytest.raises(PeerTimeout, match="device 0 did not join"):
-            start(1, address=address)
-        connection, _ = listener.accept()
-        with connection:
+            connected(address, 1, 2, SHORT_S)
+        with listener.accept()[0] as connection:
             assert connection.recv(100) == b""
+
+
+def heard(address: str) -> set[str]:
+    """All names while the lead of a run waits for the other device."""
+    found: list[set[str]] = []
+
+    def look(rank: int) -> bool:
+        found.append(names())
+        return True
+
+    with pytest.raises(PeerLost):
+        connected(address, 0, 2, LIMIT_S, ended=look)
+    return found[0]

@@ -3,156 +3,156 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from onefold.core.options import RunOptions
 from onefold.core.roster import Team
+from onefold.core.shard import Plan
 from onefold.core.world import World
 from onefold.errors import DisagreementError, PeerFailed
-from onefold.exchange import group, joining
+from onefold.exchange import joining
 from onefold.exchange.exchange import Exchange
-from onefold.exchange.joining import Compare, DevicesMemory, OneDeviceMemory, join
+from onefold.exchange.joining import DevicesMemory, OneDeviceMemory, join, local_exchange
 from onefold.exchange.shared import HostMemory, HostTransport
 from onefold.exchange.transport import Alone
-from tests.exchange.contract import roster, start, storage
-from tests.exchange.together import CPU, LIMIT_S, endings, together
+from tests.exchange.contract import SHARDS, roster, start, storage, tensors
+from tests.exchange.together import CPU, LIMIT_S, endings, together, worlds
+from tests.tables import for_each
 
-WORLD = World(size=2, run_id="run", launcher="onefold", local_size=2)
-
-
-@pytest.fixture(autouse=True)
-def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group, "_stores", {})
+CUDA = torch.device("cuda", 0)
 
 
-@pytest.fixture
-def world(request: pytest.FixtureRequest) -> Iterator[World]:
-    """As onefold's launcher makes it, with a store, for each test another one."""
-    descriptor = os.memfd_create("test")
-    yield replace(WORLD, run_id=f"run-{os.getpid()}-{descriptor}", store_descriptor=descriptor)
-    group._stores.clear()
-    os.close(descriptor)
-
-
-def team(world: World, devices: Sequence[torch.device], own: Sequence[int]) -> Team:
-    return Team(devices=tuple(devices), own=tuple(own), world=world, trainer=0)
-
-
-def agree(descriptions: Sequence[bytes]) -> None:
+def accept(descriptions: Sequence[bytes]) -> None:
     """Any will do."""
 
 
-def joined(world: World, rank: int, compare: Compare = agree) -> Exchange:
-    sizes = storage(2)
-    own = team(replace(world, rank=rank), [CPU] * 2, [rank])
+def joined(
+    world: World,
+    compare: Callable[[Sequence[bytes]], None] = accept,
+    *,
+    device: torch.device = CPU,
+    own: Sequence[int] | None = None,
+) -> Exchange:
+    """What a process of a run joins."""
+    devices = world.size if own is None else len(own)
+    sizes = storage(devices)
+    mine = (world.rank,) if own is None else tuple(own)
     return join(
         sizes,
-        start(rank, sizes),
+        start(world.rank, sizes),
         roster(sizes),
-        own,
-        description=bytes([65 + rank]) * (1 + 50_000 * rank),
+        Team(devices=(device,) * devices, own=mine, world=world, trainer=0),
+        description=bytes([65 + world.rank]) * (1 + 50_000 * world.rank),
         compare=compare,
         timeout_s=LIMIT_S,
     )
 
 
-@pytest.mark.parametrize(("devices", "kind"), [(1, OneDeviceMemory), (3, DevicesMemory)])
+@for_each(("devices", "kind"), [(1, OneDeviceMemory), (3, DevicesMemory)])
 def test_a_process_that_drives_all_devices_asks_nobody(devices: int, kind: type) -> None:
-    sizes = storage(devices)
-
     def compare(descriptions: Sequence[bytes]) -> None:
         raise AssertionError("there is nobody to differ from")
 
-    exchange = join(
-        sizes,
-        start(0, sizes),
-        roster(sizes),
-        team(World(), [CPU] * devices, range(devices)),
-        description=b"",
-        compare=compare,
-        timeout_s=LIMIT_S,
-    )
+    exchange = joined(World(), compare, own=range(devices))
     assert (type(exchange.memory), type(exchange.transport)) == (kind, Alone)
 
 
-@pytest.mark.parametrize("asked", ["auto", "shared"])
-def test_processes_of_one_host_share_their_memory(world: World, asked: str) -> None:
-    world = replace(world, options=RunOptions(exchange=asked))  # type: ignore[arg-type]
-    made = together(2, lambda rank: joined(world, rank))
-    for exchange in made:
-        assert (type(exchange.memory), type(exchange.transport)) == (HostMemory, HostTransport)
-        exchange.close()
+def test_gradients_of_one_device_are_used_where_backward_left_them_and_let_go() -> None:
+    sizes = storage(1)
+    exchange = local_exchange(sizes, start(0, sizes), roster(sizes))
+    given: list[torch.Tensor | None] = [torch.ones_like(t) for t in tensors().values()]
+    given[2] = None
+    exchange.publish(0, 0, given)
+    exchange.collect(Plan((SHARDS,)))
+    for piece, total in zip(sizes.pieces, exchange.totals(0), strict=True):
+        gradient = given[piece.entry]
+        assert (total is None) == (gradient is None), "no zeros are made where no shard gave one"
+        if total is not None and gradient is not None:
+            assert total.untyped_storage().data_ptr() == gradient.untyped_storage().data_ptr()
+    exchange.spread()
+    assert list(exchange.totals(0)) == []
 
 
-def test_the_lead_compares_the_descriptions_of_all(world: World) -> None:
+@for_each(("asked", "launcher"), [("auto", "onefold"), ("shared", "onefold"), ("auto", "torch")])
+def test_processes_of_one_host_share_their_memory_once_the_lead_has_compared(
+    asked: Any, launcher: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    addresses: list[str] = []
+    connect = joining.connected
+
+    def noted(address: str, *options: Any) -> object:
+        addresses.append(address)
+        return connect(address, *options)
+
+    monkeypatch.setattr(joining, "connected", noted)
     seen: dict[int, list[int]] = {}
-
-    def join_noting(rank: int) -> Exchange:
-        return joined(world, rank, lambda all_of: seen.update({rank: [len(d) for d in all_of]}))
-
-    for exchange in together(2, join_noting):
-        exchange.close()
+    with worlds(2, options=RunOptions(exchange=asked)) as made:
+        made = [replace(world, launcher=launcher) for world in made]
+        for exchange in together(
+            2, lambda r: joined(made[r], lambda all_of: seen.update({r: [len(d) for d in all_of]}))
+        ):
+            assert (type(exchange.memory), type(exchange.transport)) == (HostMemory, HostTransport)
+            exchange.close()
     assert seen == {0: [1, 50_001]}
+    one, other = addresses
+    assert one == other
+    # The number of a run of torchrun is known to all on the host: a name is drawn instead.
+    assert launcher == "onefold" or (made[0].run_id not in one and len(one) >= 32)
 
 
-@pytest.mark.parametrize(
+def refuse_memory(*_: object) -> None:
+    raise OSError(12, "expected some bytes of memory")
+
+
+@for_each(
     ("error", "theirs", "words"),
     [
         (DisagreementError("device 1 has another model"), DisagreementError, "^device 1 has an"),
         (MemoryError("no room"), PeerFailed, "^device 0 failed in step 1: MemoryError: no room$"),
+        (None, PeerFailed, "^device 0 failed in step 1: OSError: .* expected some bytes"),
     ],
-    ids=["a difference", "another error"],
 )
-def test_what_the_lead_finds_ends_all(
-    world: World, error: Exception, theirs: type[Exception], words: str
+def test_what_the_lead_finds_or_lacks_ends_all(
+    error: Exception | None, theirs: type[Exception], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if error is None:
+        monkeypatch.setattr("onefold.exchange.shared.new_file", refuse_memory)
+
     def refuse(descriptions: Sequence[bytes]) -> None:
-        raise error
+        if error is not None:
+            raise error
 
     before = len(os.listdir("/proc/self/fd"))
-    first, second = endings(2, lambda rank: joined(world, rank, refuse))
-    group._stores.clear()
-    assert first is error
+    with worlds(2) as made:
+        first, second = endings(2, lambda rank: joined(made[rank], refuse))
+    assert first is error or isinstance(first, OSError)
     with pytest.raises(theirs, match=words):
         raise second or AssertionError("it has not ended")
     assert len(os.listdir("/proc/self/fd")) <= before
 
 
-CUDA = torch.device("cuda", 0)
-
-
-@pytest.mark.parametrize(
-    ("device", "one_host"), [(CUDA, True), (CPU, False), (CUDA, False)], ids=str
-)
+@for_each(("device", "one_host"), [(CUDA, True), (CPU, False), (CUDA, False)])
 def test_memory_that_cannot_be_shared_is_refused(
     device: torch.device, one_host: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(joining, "agree_on_kind", lambda *_: None)
-    world = replace(WORLD, one_host=one_host, options=RunOptions(exchange="shared"))
-    sizes = storage(2)
+    world = World(size=2, local_size=2, one_host=one_host, options=RunOptions(exchange="shared"))
     words = "the shared exchange is for CPU processes of one host; use --exchange collective"
     with pytest.raises(ValueError, match=words):
-        join(
-            sizes,
-            start(0, sizes),
-            roster(sizes),
-            team(world, [device] * 2, [0]),
-            description=b"",
-            compare=agree,
-            timeout_s=1,
-        )
+        joined(world, device=device)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("launcher", "exchange", "asks"),
     [("onefold", "auto", False), ("onefold", "collective", True), ("torch", "auto", True)],
 )
 def test_processes_that_chose_their_devices_compare_them_first(
-    launcher: str, exchange: str, asks: bool, monkeypatch: pytest.MonkeyPatch
+    launcher: Any, exchange: Any, asks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before any of them joins what processes of another kind would wait for in vain."""
 
@@ -165,31 +165,10 @@ def test_processes_that_chose_their_devices_compare_them_first(
         raise ReachedError
 
     monkeypatch.setattr(joining, "agree_on_kind", lambda w, kind, n, limit: asked.append((kind, n)))
-    monkeypatch.setattr(joining, "_mailbox", reach)
+    monkeypatch.setattr(joining, "agree_on_name", lambda *_: "drawn")
+    monkeypatch.setattr(joining, "connected", reach)
     monkeypatch.setattr(joining, "join_group", reach)
-    options = RunOptions(exchange=exchange)  # type: ignore[arg-type]
-    world = replace(WORLD, launcher=launcher, options=options)
-    with pytest.raises(ReachedError):
-        joined(world, 1)
+    options = RunOptions(exchange=exchange)
+    with worlds(2, options=options) as made, pytest.raises(ReachedError):
+        joined(replace(made[1], launcher=launcher))
     assert asked == ([("cpu", 2)] if asks else [])
-
-
-def test_devices_of_torchrun_meet_under_a_name_that_nobody_can_guess(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The number of such a run is known to all on the host."""
-    addresses: list[str] = []
-    connect = joining.connected
-
-    def noted(address: str, *options: object) -> object:
-        addresses.append(address)
-        return connect(address, *options)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(joining, "connected", noted)
-    world = replace(world, launcher="torch")
-    for exchange in together(2, lambda rank: joined(world, rank)):
-        exchange.close()
-    one, other = addresses
-    assert one == other
-    assert world.run_id not in one
-    assert len(one) >= 32

@@ -2,41 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 
 import pytest
 
 from onefold.core.world import World
 from onefold.exchange.group import gloo_on_loopback
+from tests.tables import for_each
 
 NAME = "GLOO_SOCKET_IFNAME"
 
 
-@pytest.fixture(autouse=True)
-def _nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(NAME, raising=False)
-
-
-def test_gloo_stays_on_one_host_while_the_group_is_made() -> None:
-    with gloo_on_loopback(World(one_host=True)):
-        assert os.environ[NAME] == "lo"
-    assert NAME not in os.environ
-
-
-def test_the_environment_is_put_back_after_an_error_too() -> None:
-    with pytest.raises(ArithmeticError), gloo_on_loopback(World(one_host=True)):
+@for_each(
+    ("one_host", "said", "inside"),
+    [(True, None, "lo"), (True, "eth1", "eth1"), (True, "", ""), (False, None, None)],
+)
+def test_gloo_stays_on_one_host_while_the_group_is_made(
+    one_host: bool, said: str | None, inside: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(NAME, said or "")
+    if said is None:
+        monkeypatch.delenv(NAME)
+    with contextlib.suppress(ArithmeticError), gloo_on_loopback(World(one_host=one_host)):
+        assert os.environ.get(NAME) == inside
         raise ArithmeticError
-    assert NAME not in os.environ
-
-
-@pytest.mark.parametrize("said", ["eth1", ""])
-def test_what_the_user_has_said_stands(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(NAME, said)
-    with gloo_on_loopback(World(one_host=True)):
-        assert os.environ[NAME] == said
-    assert os.environ[NAME] == said
-
-
-def test_several_hosts_reach_each_other_as_gloo_finds_best() -> None:
-    with gloo_on_loopback(World(one_host=False)):
-        assert NAME not in os.environ
+    assert os.environ.get(NAME) == said

@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import uuid
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 
 from onefold.errors import DisagreementError, OnefoldError, PeerFailed, PeerLost, PeerTimeout
 from onefold.exchange import mailbox
-from onefold.exchange.mailbox import Mailbox
+from onefold.exchange.mailbox import Mailbox, connected
 from onefold.exchange.transport import Transport
 from tests.exchange.together import LIMIT_S, endings, mailboxes, together
+from tests.tables import for_each
 
 SHORT_S = 0.2
 
@@ -51,21 +54,22 @@ def file_of(content: bytes) -> int:
     return descriptor
 
 
-# Words
+def content_of(descriptor: int) -> bytes:
+    content = os.pread(descriptor, 100, 0)
+    os.close(descriptor)
+    return content
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+# Words, notes and files
+
+
+@for_each("size", [1, 2, 4])
 def test_all_get_the_words_of_all_in_their_order(size: int) -> None:
     with mailboxes(size) as boxes:
         for turn in range(50):
-            said = together(size, lambda rank, t=turn: boxes[rank].meet(bytes([rank, t])))
-            assert said == [[bytes([rank, turn]) for rank in range(size)]] * size
-
-
-@pytest.mark.parametrize("length", [0, 1, Transport.frame_bytes])
-def test_words_come_whole(pair: Pair, length: int) -> None:
-    said = together(2, lambda rank: pair[rank].meet(bytes([65 + rank]) * length))
-    assert said == [[b"A" * length, b"B" * length]] * 2
+            length = (0, 1, Transport.frame_bytes)[turn % 3]
+            words = [(bytes([rank, turn]) * length)[:length] for rank in range(size)]
+            assert together(size, lambda rank, w=words: boxes[rank].meet(w[rank])) == [words] * size
 
 
 def test_nobody_goes_on_before_all_have_come(pair: Pair) -> None:
@@ -83,70 +87,68 @@ def test_nobody_goes_on_before_all_have_come(pair: Pair) -> None:
     assert passed.is_set()
 
 
-# Notes and files
+def test_notes_of_any_length_files_and_words_keep_their_order(pair: Pair) -> None:
+    notes = [os.urandom(length) for length in (0, 1, 32 * 1024, 32 * 1024 + 1, 1_000_003)]
+    sent = file_of(b"common")
 
-
-@pytest.mark.parametrize("length", [0, 1, 32 * 1024, 32 * 1024 + 1, 1_000_003])
-def test_a_note_of_any_length_comes_whole(pair: Pair, length: int) -> None:
-    note = os.urandom(length)
-    calls = (lambda: pair[0].receive_note(1), lambda: pair[1].send_note(0, note))
-    assert together(2, lambda rank: calls[rank]())[0] == note
-
-
-def test_notes_and_words_of_one_device_keep_their_order(pair: Pair) -> None:
     def call(rank: int) -> list[object]:
         box = pair[rank]
         if rank == 1:
-            return [box.send_note(0, b"one"), box.send_note(0, b"two"), box.meet(b"three")]
-        return [box.receive_note(1), box.receive_note(1), box.meet(b"mine")]
+            for note in notes:
+                box.send_note(0, note)
+            box.send_file(0, sent)
+            os.close(sent)  # who receives it has one of his own
+            return box.meet(b"three")  # type: ignore[return-value]
+        received = [box.receive_note(1) for _ in notes]
+        return [*received, content_of(box.receive_file(1)), *box.meet(b"mine")]
 
-    assert together(2, call)[0] == [b"one", b"two", [b"mine", b"three"]]
-
-
-def test_an_open_file_is_handed_over(pair: Pair) -> None:
-    sent = file_of(b"common")
-    pair[1].send_file(0, sent)
-    os.close(sent)  # who receives it has one of his own
-    received = pair[0].receive_file(1)
-    assert os.pread(received, 100, 0) == b"common"
-    os.close(received)
+    assert together(2, call)[0] == [*notes, b"common", b"mine", b"three"]
 
 
 # Those who are gone
 
+ENDS: dict[str, tuple[Wait, type[OnefoldError], str]] = {
+    "hangs up": (
+        lambda box: None,
+        PeerLost,
+        r"^device 1 \(process \d+\) ended without saying why.*device 0 waits for it in step 7$",
+    ),
+    "leaves": (
+        lambda box: box.tell_end(),
+        PeerLost,
+        r"^device 1 \(process \d+\) ended: its script came to an end before the others'",
+    ),
+    "fails": (
+        lambda box: box.tell_failure(ArithmeticError("over the top")),
+        PeerFailed,
+        r"^device 1 failed in step 5: ArithmeticError: over the top$",
+    ),
+    "disagrees": (
+        lambda box: box.tell_failure(DisagreementError("device 1 has another model")),
+        DisagreementError,
+        r"^device 1 has another model$",
+    ),
+}
 
-@pytest.mark.parametrize("wait", WAITS.values(), ids=WAITS)
-def test_who_hangs_up_is_named(pair: Pair, wait: Wait) -> None:
-    pair[0].step = 7
-    pair[1].close()
-    words = r"^device 1 \(process \d+\) ended without saying why.*device 0 waits for it in step 7$"
-    with pytest.raises(PeerLost, match=words) as caught:
-        wait(pair[0])
-    assert (caught.value.device, caught.value.step) == (1, 7)
 
-
-@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_who_hangs_up_without_reading_is_named(pair: Pair, call: Wait) -> None:
-    """The kernel then says that the connection was reset."""
-    pair[0].send_note(1, b"never read")
-    pair[1].close()
-    with pytest.raises(PeerLost, match=r"device 1 .* ended without saying why"):
-        call(pair[0])
-
-
-@pytest.mark.parametrize("unread", [False, True])
-@pytest.mark.parametrize("wait", WAITS.values(), ids=WAITS)
-def test_who_leaves_in_order_is_not_said_to_be_killed(
-    pair: Pair, wait: Wait, *, unread: bool
-) -> None:
-    if unread:
-        pair[0].send_note(1, b"never read")
-    pair[1].tell_end()
-    pair[1].close()
-    words = r"^device 1 \(process \d+\) ended: its script came to an end before the others'"
-    with pytest.raises(PeerLost, match=words) as caught:
-        wait(pair[0])
-    assert caught.value.device == 1
+@for_each("unread", [False, True])
+@for_each("call", CALLS)
+@for_each("end", ENDS)
+def test_how_a_device_ended_is_known(end: str, call: str, unread: bool) -> None:
+    """Though the kernel says, of what it has left unread, that the connection was reset."""
+    if (end, unread) == ("leaves", False) and call not in WAITS:
+        return  # it can still be sent something
+    last, kind, words = ENDS[end]
+    with mailboxes(2) as (one, other):
+        one.step, other.step = 7, 5
+        if unread:
+            one.send_note(1, b"never read")
+        last(other)
+        other.close()
+        with pytest.raises(kind, match=words) as caught:
+            CALLS[call](one)
+        one.tell_failure(ValueError("too late for anybody"))
+    assert end == "disagrees" or getattr(caught.value, "device", None) == 1
 
 
 def test_what_was_sent_before_leaving_is_still_read(pair: Pair) -> None:
@@ -157,25 +159,6 @@ def test_what_was_sent_before_leaving_is_still_read(pair: Pair) -> None:
     assert [pair[0].receive_note(1) for _ in range(2)] == [b"one", b"two"]
     with pytest.raises(PeerLost, match="its script came to an end"):
         pair[0].receive_note(1)
-
-
-@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_who_fails_is_quoted(pair: Pair, call: Wait) -> None:
-    pair[1].step = 5
-    pair[1].tell_failure(ArithmeticError("over the top"))
-    pair[1].close()
-    with pytest.raises(PeerFailed, match=r"^device 1 failed in step 5: ArithmeticError: over the"):
-        call(pair[0])
-
-
-@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_who_fails_without_reading_is_quoted(pair: Pair, call: Wait) -> None:
-    """Its words are there, though the kernel first says that the connection was reset."""
-    pair[0].send_note(1, b"never read")
-    pair[1].tell_failure(ArithmeticError("over the top"))
-    pair[1].close()
-    with pytest.raises(PeerFailed, match=r"^device 1 failed in step 1: ArithmeticError: over the"):
-        call(pair[0])
 
 
 class EndsEarly:
@@ -192,7 +175,7 @@ class EndsEarly:
     def recv(self, size: int, flags: int) -> bytes:
         return self._real.recv(size, flags) if self._once() else b""
 
-    def recvmsg(self, *sizes: int) -> tuple[bytes, list[object], int, object]:
+    def recvmsg(self, *sizes: int) -> tuple[bytes, list[Any], int, object]:
         return self._real.recvmsg(*sizes) if self._once() else (b"", [], 0, None)
 
     def _once(self) -> bool:
@@ -203,68 +186,48 @@ class EndsEarly:
         return getattr(self._real, name)
 
 
-@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_who_fails_is_quoted_though_its_end_is_seen_first(
-    pair: Pair, call: Wait, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    peer = pair[0]._peers[1]
-    monkeypatch.setattr(peer, "socket", EndsEarly(peer.socket))
-    pair[1].tell_failure(DisagreementError("device 1 has another model"))
-    pair[1].close()
-    with pytest.raises(DisagreementError, match=r"^device 1 has another model$"):
-        call(pair[0])
+@for_each("call", [*CALLS, "the file that was sent"])
+def test_the_last_words_count_though_the_end_is_seen_first(call: str) -> None:
+    address = f"test-{uuid.uuid4()}"
+
+    def reached(rank: int) -> Mailbox:
+        peers = connected(address, rank, 2, LIMIT_S)
+        if rank == 0:
+            peers[1].socket = EndsEarly(peers[1].socket)  # type: ignore[assignment]
+        return Mailbox(peers, rank=rank, timeout_s=LIMIT_S)
+
+    one, other = together(2, reached)
+    if call in CALLS:
+        other.tell_failure(DisagreementError("device 1 has another model"))
+        other.close()
+        with pytest.raises(DisagreementError, match=r"^device 1 has another model$"):
+            CALLS[call](one)
+    else:
+        sent = file_of(b"common")
+        other.send_file(0, sent)
+        other.close()
+        os.close(sent)
+        assert content_of(one.receive_file(1)) == b"common"
+    one.close()
 
 
-def test_a_file_is_received_though_the_end_is_seen_first(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    peer = pair[0]._peers[1]
-    monkeypatch.setattr(peer, "socket", EndsEarly(peer.socket))
-    pair[1].send_file(0, file_of(b"common"))
-    pair[1].close()
-    received = pair[0].receive_file(1)
-    assert os.pread(received, 100, 0) == b"common"
-    os.close(received)
-
-
-def test_a_failure_is_told_to_all_and_heard_while_the_device_lives_on() -> None:
+def test_a_failure_is_heard_by_all_while_the_device_lives_on() -> None:
     with mailboxes(3) as boxes:
         boxes[2].tell_failure(KeyError("weight"))
         errors = endings(2, lambda rank: boxes[rank].meet())
     assert [str(error) for error in errors] == ["device 2 failed in step 1: KeyError: 'weight'"] * 2
-    assert [type(error) for error in errors] == [PeerFailed] * 2
 
 
-@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_a_disagreement_is_one_on_every_device(pair: Pair, call: Wait) -> None:
-    pair[1].tell_failure(DisagreementError("device 1 has another model"))
-    pair[1].close()
-    with pytest.raises(DisagreementError, match=r"^device 1 has another model$"):
-        call(pair[0])
-
-
-@pytest.mark.parametrize("letter", ["x", "é", "\U0001f600", "\0", '"'])
-def test_a_failure_of_many_words_is_cut(pair: Pair, letter: str) -> None:
-    pair[1].tell_failure(ValueError(letter * 100_000))
-    with pytest.raises(PeerFailed) as caught:
-        pair[0].meet()
+@for_each("letter", ["x", "é", "\U0001f600", "\0", '"'])
+def test_a_failure_of_many_words_is_cut(letter: str) -> None:
+    with mailboxes(2) as (one, other):
+        other.tell_failure(ValueError(letter * 100_000))
+        with pytest.raises(PeerFailed) as caught:
+            one.meet()
     assert str(caught.value) == f"device 1 failed in step 1: ValueError: {letter * 4000}"
 
 
-def test_a_device_that_is_gone_need_not_be_told(pair: Pair) -> None:
-    pair[1].close()
-    pair[0].tell_failure(ValueError("too late"))
-
-
-def test_what_was_said_before_the_end_counts(pair: Pair) -> None:
-    pair[1].send_note(0, b"last will")
-    pair[1].close()
-    assert pair[0].receive_note(1) == b"last will"
-    with pytest.raises(PeerLost, match="device 1"):
-        pair[0].receive_note(1)
-
-
-@pytest.mark.parametrize("call", ["a word", "sending a note", "sending a file"])
+@for_each("call", ["a word", "sending a note", "sending a file"])
 def test_the_reason_counts_though_other_words_came_before_it(call: str) -> None:
     """The device had come to the meeting, and failed while it waited for this one."""
     with mailboxes(2, timeouts_s=(LIMIT_S, SHORT_S)) as (one, other):
@@ -278,36 +241,42 @@ def test_the_reason_counts_though_other_words_came_before_it(call: str) -> None:
 
 # Those who are elsewhere, or late
 
-ELSEWHERE: dict[str, tuple[Wait, Wait]] = {
-    "a note at a meeting": (WAITS["a word"], lambda box: box.send_note(0, b"x")),
-    "a word for a note": (WAITS["a note"], lambda box: box.meet(b"x")),
-    "a word for a file": (WAITS["a file"], lambda box: box.meet(b"x")),
-    "a note for a file": (WAITS["a file"], lambda box: box.send_note(0, b"x")),
-    "a file for a note": (WAITS["a note"], lambda box: box.send_file(0, 0)),
-}
 
-
-@pytest.mark.parametrize(("wait", "theirs"), ELSEWHERE.values(), ids=ELSEWHERE)
-def test_calls_in_another_order_are_a_disagreement(wait: Wait, theirs: Wait) -> None:
+@for_each(
+    ("wait", "theirs"),
+    [
+        ("a word", lambda box: box.send_note(0, b"x")),
+        ("a note", lambda box: box.meet(b"x")),
+        ("a file", lambda box: box.meet(b"x")),
+        ("a file", lambda box: box.send_note(0, b"x")),
+        ("a note", lambda box: box.send_file(0, 0)),
+    ],
+)
+def test_calls_in_another_order_are_a_disagreement(wait: str, theirs: Wait) -> None:
     with mailboxes(2, timeouts_s=(LIMIT_S, SHORT_S)) as boxes:
         boxes[0].step = 3
-        error, _ = endings(2, lambda rank: (wait, theirs)[rank](boxes[rank]))
+        error, _ = endings(2, lambda rank: (WAITS[wait], theirs)[rank](boxes[rank]))
     assert type(error) is DisagreementError
     assert "device 1 is at another point of the program than device 0 (step 3)" in str(error)
     assert "the same calls of the trainer in the same order" in str(error)
 
 
-@pytest.mark.parametrize("wait", WAITS.values(), ids=WAITS)
-def test_who_does_not_come_is_named_at_the_limit(wait: Wait) -> None:
-    with mailboxes(2, timeouts_s=(SHORT_S, LIMIT_S)) as boxes:
+@for_each("stopped", [False, True])
+@for_each("wait", WAITS)
+def test_who_does_not_come_is_named_at_the_limit_and_who_is_stopped_before(
+    wait: str, stopped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with mailboxes(2, timeouts_s=(LIMIT_S if stopped else SHORT_S, LIMIT_S)) as boxes:
         boxes[0].step = 4
-        words = rf"^device 1 \(process {os.getpid()}\) did not arrive within 0.2 s in step 4, .*0 w"
-        with pytest.raises(PeerTimeout, match=words) as caught:
-            wait(boxes[0])
+        monkeypatch.setattr(mailbox.Stillness, "look", lambda self: stopped)
+        words = "is stopped" if stopped else "did not arrive within 0.2 s in step 4, .*0 w"
+        kind = PeerLost if stopped else PeerTimeout
+        with pytest.raises(kind, match=rf"^device 1 \(process {os.getpid()}\) {words}") as caught:
+            WAITS[wait](boxes[0])
     assert (caught.value.device, caught.value.step) == (1, 4)
 
 
-@pytest.mark.parametrize("starts_s", [(), (0, 0.2, 0, 0)], ids=["together", "1 last"])
+@for_each("starts_s", [(), (0, 0.2, 0, 0)])
 def test_all_who_do_not_come_are_named_by_number(starts_s: Sequence[float]) -> None:
     """Device 2 has come, and has given up since."""
     with mailboxes(4, timeouts_s=(SHORT_S, LIMIT_S, SHORT_S), starts_s=starts_s) as boxes:
@@ -317,15 +286,6 @@ def test_all_who_do_not_come_are_named_by_number(starts_s: Sequence[float]) -> N
             boxes[0].meet()
 
 
-@pytest.mark.parametrize("wait", WAITS.values(), ids=WAITS)
-def test_who_is_stopped_is_named_before_the_limit(
-    pair: Pair, wait: Wait, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(mailbox.Stillness, "look", lambda self: True)
-    with pytest.raises(PeerLost, match=r"^device 1 \(process \d+\) is stopped"):
-        wait(pair[0])
-
-
 def test_a_note_to_somebody_who_does_not_read_ends_at_the_limit() -> None:
     with mailboxes(2, timeout_s=1.0) as boxes:
         words = r"device 1 \(process \d+\) did not arrive within 1 s"
@@ -333,9 +293,9 @@ def test_a_note_to_somebody_who_does_not_read_ends_at_the_limit() -> None:
             boxes[0].send_note(1, bytes(10_000_000))
 
 
-@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_a_mailbox_that_was_closed_says_so(pair: Pair, call: Wait) -> None:
+def test_a_mailbox_that_was_closed_says_so(pair: Pair) -> None:
     pair[0].close()
     pair[0].close()
-    with pytest.raises(OnefoldError, match=r"^this trainer has left its run"):
-        call(pair[0])
+    for call in CALLS.values():
+        with pytest.raises(OnefoldError, match=r"^this trainer has left its run"):
+            call(pair[0])

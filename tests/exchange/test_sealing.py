@@ -46,16 +46,12 @@ def test_only_the_first_failure_is_kept() -> None:
         store.compare_set("key", "first", "second")
 
 
-def raw(inner: HashStore) -> None:
-    inner.set("key", "10.0.0.9:1234")
+def rewritten(change: Callable[[str], str]) -> Callable[[HashStore], None]:
+    def write(inner: HashStore) -> None:
+        sealed(inner).set("key", "x")
+        inner.set("key", change(inner.get("key").decode()))
 
-
-def of_another_secret(inner: HashStore) -> None:
-    sealed(inner, SECRET + b".").set("key", "x")
-
-
-def of_another_run(inner: HashStore) -> None:
-    sealed(inner, run="run2").set("key", "x")
+    return write
 
 
 def of_another_key(inner: HashStore) -> None:
@@ -63,17 +59,17 @@ def of_another_key(inner: HashStore) -> None:
     inner.set("key", inner.get("old").decode())
 
 
-def changed(inner: HashStore) -> None:
-    sealed(inner).set("key", "x")
-    inner.set("key", inner.get("key").decode() + "00")
+WRITES: list[Callable[[HashStore], None]] = [
+    lambda inner: inner.set("key", "10.0.0.9:1234"),
+    lambda inner: sealed(inner, SECRET + b".").set("key", "x"),
+    lambda inner: sealed(inner, run="run2").set("key", "x"),
+    of_another_key,
+    rewritten(lambda text: text + "00"),
+    rewritten(lambda text: text[:-1]),
+]
 
 
-def cut(inner: HashStore) -> None:
-    sealed(inner).set("key", "x")
-    inner.set("key", inner.get("key").decode()[:-1])
-
-
-@for_each("write", [raw, of_another_secret, of_another_run, of_another_key, changed, cut])
+@for_each("write", WRITES)
 def test_a_value_of_a_stranger_is_refused(write: Callable[[HashStore], None]) -> None:
     inner = HashStore()
     write(inner)
@@ -89,24 +85,27 @@ def test_a_process_without_the_secret_says_so() -> None:
         refuse_sealed("key", inner.get("key"))
 
 
+IN_BETWEEN = {
+    # That the relay passes everything on is what makes the others worth something.
+    "plain address": "joined",
+    "nothing": "joined",
+    "kind": "under onefold/run/kind/1 that was written without the secret",
+    "address": "that was written without the secret of this run",
+    "unsealed": "are not connected with each other",
+}
+"""What is replaced in the store of a run, which has a secret but for the first, and what comes."""
+QUICK = ("nothing", "unsealed")
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("secret", "kind", "said"),
-    [
-        # That the relay passes everything on is what makes the others worth something.
-        ("", "address", "joined"),
-        (SECRET.decode(), "nothing", "joined"),
-        (SECRET.decode(), "kind", "under onefold/run/kind/1 that was written without the secret"),
-        (SECRET.decode(), "address", "that was written without the secret of this run"),
-        (SECRET.decode(), "unsealed", "are not connected with each other"),
-    ],
+    "kind", [pytest.param(k, marks=[] if k in QUICK else pytest.mark.full) for k in IN_BETWEEN]
 )
-def test_who_stands_in_between_keeps_devices_from_joining(
-    tmp_path: Path, secret: str, kind: str, said: str
-) -> None:
+def test_who_stands_in_between_keeps_devices_from_joining(tmp_path: Path, kind: str) -> None:
+    secret, said = "" if kind == "plain address" else SECRET.decode(), IN_BETWEEN[kind]
     processes = [
         subprocess.Popen(
-            [sys.executable, SCRIPT, str(rank), secret, kind],
+            [sys.executable, SCRIPT, str(rank), secret, kind.removeprefix("plain ")],
             stdout=subprocess.PIPE,
             text=True,
             cwd=tmp_path,
@@ -116,4 +115,4 @@ def test_who_stands_in_between_keeps_devices_from_joining(
     ]
     came = [process.communicate(timeout=600)[0] for process in processes]
     assert all(("joined" in each) == (said == "joined") for each in came), came
-    assert said in came[0], came
+    assert any(said in each for each in came), came

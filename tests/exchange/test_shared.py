@@ -1,205 +1,141 @@
-"""Memory that the processes of one host share; here they are threads."""
+"""Memory that processes of a host share, in a file without a name; here they are threads."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import errno
+import os
+import resource
+from collections.abc import Iterator
 
 import pytest
 import torch
 
-from onefold.core.flat import FlatTensors
-from onefold.core.fold import Published, blocks_of, published_by
-from onefold.core.shard import Plan
-from onefold.core.storage import Storage, cut_chunks
-from onefold.errors import PeerLost
-from onefold.exchange.exchange import Exchange
-from onefold.exchange.memory import Start
-from onefold.exchange.shared import HostMemory, shared_exchange
-from tests.exchange.contract import (
-    BUFFERS,
-    SHARDS,
-    check_exchange,
-    roster,
-    start,
-    storage,
-    tensors,
-    uneven_spans,
-)
+from onefold.errors import PeerFailed, PeerLost
+from onefold.exchange import shared
+from onefold.exchange.shared import HostTransport, memory_of, new_file, take_file
 from tests.exchange.together import endings, mailboxes, together
-
-Made = tuple[Storage, list[Start], list[Exchange]]
-"""The sizes, what each device brought along, and the exchange of each."""
-
-LARGE = list(tensors()).index("large")
+from tests.tables import for_each
 
 
-@contextmanager
-def shared(devices: int) -> Iterator[Made]:
-    sizes = storage(devices)
-    begun = [start(rank, sizes) for rank in range(devices)]
-    with mailboxes(devices) as boxes:
-        yield (
-            sizes,
-            begun,
-            together(
-                devices,
-                lambda rank: shared_exchange(sizes, begun[rank], boxes[rank], roster(sizes)),
-            ),
-        )
+@pytest.fixture(autouse=True)
+def _closes_what_it_opens() -> Iterator[None]:
+    before = os.listdir("/proc/self/fd")
+    yield
+    assert os.listdir("/proc/self/fd") == before
+
+
+@for_each("size", [1, 4096, 100_001, 1 << 40])
+def test_new_memory_is_of_zeros_which_take_no_room(size: int) -> None:
+    descriptor, memory = new_file(size)
+    blocks = os.fstat(descriptor).st_blocks
+    os.close(descriptor)
+    assert (memory.numel(), memory.dtype, blocks) == (size, torch.uint8, 0)
+    assert memory.data_ptr() % 64 == 0, "tensors of any type may begin here"
+    assert not memory[-100_001:].any()
+    memory[-1] = 3
+    assert memory[-1] == 3, "it outlives the descriptor"
+    del memory
+
+
+def test_there_is_memory_for_nothing_as_well() -> None:
+    """No mapping is of no length."""
+    descriptor, memory = new_file(0)
+    os.close(descriptor)
+    assert memory.numel() == 1
+    del memory
+
+
+def test_what_one_writes_all_see() -> None:
+    descriptor, one = new_file(8)
+    other = memory_of(descriptor)
+    with mailboxes(2) as boxes:
+        boxes[0].send_file(1, descriptor)
+        taken = take_file(boxes[1], 0)
+    os.close(descriptor)
+    one[2], other[5], taken[7] = 7, 9, 1
+    assert one.tolist() == other.tolist() == taken.tolist() == [0, 0, 7, 0, 0, 9, 0, 1]
+    del one, other, taken
+
+
+@for_each("refused", ["ftruncate", "mmap"])
+def test_memory_that_is_refused_is_named_with_its_limits(
+    refused: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr(shared.os if refused == "ftruncate" else shared.mmap, refused, refuse)
+    words = r"expected 12,345 bytes of memory that all devices of this host share, got: Cannot all"
+    with pytest.raises(OSError, match=words) as caught:
+        new_file(12_345)
+    assert caught.value.errno == errno.ENOMEM
+    assert "ulimit -v" in str(caught.value)
+
+
+def test_a_limit_of_files_holds_for_memory() -> None:
+    """The kernel asks for it by a signal, which Python ignores."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+    try:
+        words = r"expected 2,097,152 bytes .* got: File too large.*ulimit -f"
+        with pytest.raises(OSError, match=words):
+            new_file(2 << 20)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+# What processes hand to each other between steps
 
 
 @pytest.fixture
-def pair() -> Iterator[Made]:
-    with shared(2) as made:
-        yield made
-
-
-def memory_of(exchange: Exchange) -> HostMemory:
-    assert isinstance(exchange.memory, HostMemory)
-    return exchange.memory
-
-
-def ones(value: float) -> list[torch.Tensor | None]:
-    return [torch.full_like(tensor, value) for tensor in tensors().values()]
-
-
-def test_threads_keep_the_contract() -> None:
-    with shared(2) as (sizes, begun, made):
-        together(
-            2, lambda rank: check_exchange(made[rank], sizes, begun[rank], range(rank, rank + 1))
-        )
-
-
-def test_the_parameters_exist_once(pair: Made) -> None:
-    _, _, (one, other) = pair
-    assert memory_of(one).is_common
-    assert [sorted(memory_of(exchange).trained) for exchange in (one, other)] == [[0], [1]]
-    for kind in ("trained", "other"):
-        mine, theirs = getattr(one.memory, kind)[0], getattr(other.memory, kind)[1]
-        mine.views[0].fill_(77)
-        assert bool((theirs.views[0] == 77).all())
-
-
-def test_the_board_is_common(pair: Made) -> None:
-    _, _, (one, other) = pair
-    one.board.weights[3] = 0.5
-    other.board.totals[2] = 1 / 3
-    other.board.gave[1, 2] = 4
-    assert other.board.weights[3] == 0.5
-    assert one.board.totals[2] == 1 / 3
-    assert one.board.gave[1, 2] == 4
-
-
-def test_values_of_the_lead_become_everybodys(
-    pair: Made,
-) -> None:
-    _, begun, made = pair
-    for rank, exchange in enumerate(made):
-        assert all(bool((v == 1).all()) for v in memory_of(exchange).trained[rank].views)
-        assert memory_of(exchange).other[rank].views[0].tolist() == [5.0] * 4
-        assert [view.tolist() for view in begun[rank].buffers.views] == [[0] * 3] * len(BUFFERS)
-    assert bool((begun[1].trained[0] == 2).all()), "those of the script are left alone"
-
-
-def test_buffers_follow_the_lead_again(
-    pair: Made,
-) -> None:
-    _, begun, made = pair
-    for rank in range(2):
-        begun[rank].buffers.views[0].fill_(30 + rank)
-    together(2, lambda rank: memory_of(made[rank]).follow_lead(begun[rank].buffers))
-    assert [start.buffers.views[0].tolist() for start in begun] == [[30.0] * 3] * 2
-
-
-def large_in(flat: FlatTensors, sizes: Storage, span: range) -> list[torch.Tensor]:
-    """The chunks of the large tensor in a span."""
-    chunks = cut_chunks(sizes.gradients, [sizes.pieces[number] for number in span])
-    return [flat.chunk(chunk) for chunk in chunks if chunk.entry == LARGE]
-
-
-@pytest.mark.parametrize("turn", [0, 1, 3])
-def test_a_large_gradient_is_copied_where_another_device_owns_it_alone(
-    pair: Made, turn: int
-) -> None:
-    sizes, _, (one, other) = pair
-    now = roster(sizes)
-    if turn:
-        now = now.next(spans=uneven_spans(now, turn))
-        for exchange in (one, other):
-            exchange.bind(now)
-    one.publish(0, 0, ones(3.0))
-    seen = memory_of(other).partial(Published(0, 0))
-    assert isinstance(seen, FlatTensors)
-    assert all(bool((part == 0).all()) for part in large_in(seen, sizes, now.spans[0]))
-    assert all(bool((part == 3).all()) for part in large_in(seen, sizes, now.spans[1]))
-    assert len(large_in(seen, sizes, range(now.pieces))) > 0
-    assert bool((seen.views[0] == 3).all()), "small ones lie side by side for all"
-
-
-@pytest.mark.parametrize("counts", [(4, 3), (7, 0), (0, 7), (1, 6)], ids=str)
-def test_partial_sums_of_any_plan_are_seen_by_all(pair: Made, counts: Sequence[int]) -> None:
-    _, _, made = pair
-    plan = Plan(tuple(counts))
-
-    def total(rank: int) -> set[float]:
-        exchange = made[rank]
-        for slot in range(len(blocks_of(plan.shards_of(rank), SHARDS))):
-            exchange.publish(rank, slot, ones(1.0))
-        exchange.collect(plan)
-        values = {float(t.max()) for t in exchange.totals(rank) if t is not None and t.numel()}
-        exchange.spread()
-        return values
-
-    blocks = float(len(published_by(plan)))
-    assert together(2, total) == [{blocks}] * 2
-
-
-def test_gradients_are_let_go_after_the_step(
-    pair: Made,
-) -> None:
-    _, _, made = pair
-
-    def step(rank: int) -> None:
-        made[rank].publish(rank, 0, ones(2.0))
-        made[rank].collect(Plan((4, 3)))
-        made[rank].spread()
-
-    together(2, step)
-    for rank, exchange in enumerate(made):
-        own = memory_of(exchange)._own[0]
-        assert own._direct == {}
-        assert list(exchange.totals(rank)) == []
-
-
-def test_who_leaves_is_named_by_the_others(
-    pair: Made,
-) -> None:
-    _, _, (one, other) = pair
-    other.close()
-    with pytest.raises(PeerLost, match="device 1"):
-        one.collect(Plan((4, 3)))
-
-
-def test_an_error_of_the_lead_while_memory_is_made_reaches_the_others(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """As `onefold.exchange.joining` tells it."""
-
-    def refuse(size_bytes: int, heap: object = None) -> None:
-        raise OSError(12, "expected some bytes of memory")
-
-    monkeypatch.setattr("onefold.exchange.shared.new_file", refuse)
-    sizes = storage(2)
+def pair() -> Iterator[list[HostTransport]]:
     with mailboxes(2) as boxes:
+        ends = [HostTransport(box) for box in boxes]
+        yield ends
+        for end in ends:
+            end.close()
 
-        def make(rank: int) -> None:
-            try:
-                shared_exchange(sizes, start(rank, sizes), boxes[rank], roster(sizes))
-            except OSError as error:
-                boxes[rank].tell_failure(error)
-                raise
 
-        first, second = endings(2, make)
-    assert isinstance(first, OSError)
-    assert "device 0 failed in step 1: OSError: [Errno 12] expected some bytes" in str(second)
+def test_rooms_are_not_copied_and_one_that_was_brought_is_not_written_over(
+    pair: list[HostTransport],
+) -> None:
+    rooms = [end.room(100) for end in pair]
+    assert pair[0].room(20).data_ptr() == rooms[0].data_ptr()
+    brought, _ = together(2, lambda rank: pair[rank].bring())
+    rooms[0][3], rooms[1][3] = 5, 6
+    assert [memory[3].item() for memory in brought] == [5, 6]
+    larger = pair[0].room(101)
+    larger[:] = 1
+    assert (larger.numel() >= 101, brought[0][3].item(), brought[0][4].item()) == (True, 5, 0)
+
+
+def test_what_was_handed_out_is_everybodys_own(pair: list[HostTransport]) -> None:
+    source = torch.zeros(4, dtype=torch.uint8)
+    _, got = together(2, lambda rank: pair[rank].hand_out(None if rank else lambda _: source))
+    source.fill_(9)
+    assert got.tolist() == [0] * 4
+    nothing = torch.empty(0, dtype=torch.uint8)
+    lead, _ = together(2, lambda rank: pair[rank].hand_out(None if rank else lambda _: nothing))
+    assert lead.tolist() == []
+
+
+def test_an_error_while_it_is_made_closes_what_was_opened(pair: list[HostTransport]) -> None:
+    def make(rank: int) -> torch.Tensor:
+        raise ArithmeticError("nothing can be made")
+
+    def call(rank: int) -> None:
+        try:
+            pair[rank].hand_out(None if rank else make)
+        except ArithmeticError as error:
+            pair[rank].close(error)
+            raise
+
+    errors = endings(2, call)
+    assert [type(error) for error in errors] == [ArithmeticError, PeerFailed]
+    assert "ArithmeticError: nothing can be made" in str(errors[1])
+
+
+def test_a_lead_whose_peer_is_gone_closes_what_was_opened(pair: list[HostTransport]) -> None:
+    pair[1].close()
+    with pytest.raises(PeerLost, match="device 1"):
+        pair[0].hand_out(lambda rank: torch.zeros(3, dtype=torch.uint8))

@@ -9,8 +9,7 @@ from onefold.core.fold import Published
 from onefold.core.shard import Plan
 from onefold.core.storage import cut_chunks, cut_pieces, cut_spans
 from onefold.exchange.spans import Partial, SpanFold, SpanTensors
-
-CPU = torch.device("cpu")
+from tests.exchange.together import CPU
 
 
 def model() -> tuple[Layout, list[list[Piece]]]:
@@ -21,7 +20,7 @@ def model() -> tuple[Layout, list[list[Piece]]]:
     return layout, [[pieces[i] for i in span] for span in cut_spans(pieces, 2)]
 
 
-def gradients(layout: Layout, value: float) -> list[torch.Tensor]:
+def gradients(layout: Layout, value: float) -> list[torch.Tensor | None]:
     return [torch.full(entry.shape, value) for entry in layout.entries]
 
 
@@ -29,15 +28,14 @@ def test_span_memory_has_the_size_of_the_span_alone() -> None:
     layout, spans = model()
     flat = FlatTensors(layout)
     for span in spans:
-        here = SpanTensors(layout, span, CPU)
-        sizes = [here.chunk(chunk).numel() for chunk in cut_chunks(layout, span)]
-        assert sizes == [flat.chunk(chunk).numel() for chunk in cut_chunks(layout, span)]
+        here, chunks = SpanTensors(layout, span, CPU), cut_chunks(layout, span)
+        assert [here.chunk(c).numel() for c in chunks] == [flat.chunk(c).numel() for c in chunks]
         for piece in span:
             assert here.piece(piece).shape == flat.piece(piece).shape
             assert here.piece(piece).stride() == flat.piece(piece).stride()
 
 
-def test_large_gradients_are_not_copied_but_for_what_others_see() -> None:
+def test_large_gradients_are_copied_only_where_others_see_them_and_let_go() -> None:
     layout, spans = model()
     partial = Partial(FlatTensors(layout))
     partial.show(cut_chunks(layout, spans[1]))
@@ -51,30 +49,23 @@ def test_large_gradients_are_not_copied_but_for_what_others_see() -> None:
             assert partial.chunk(chunk).eq(1).all()
             if chunk.entry is not None:
                 assert flat.chunk(chunk).eq(seen).all()
-                assert partial.chunk(chunk).untyped_storage().data_ptr() == given[1].data_ptr()
-
-
-def test_a_gradient_with_other_strides_is_copied() -> None:
-    layout, spans = model()
-    partial = Partial(FlatTensors(layout))
-    given = gradients(layout, 1.0)
-    given[1] = torch.arange(120_000.0).view(400, 300).t()
-    partial.write(given)
-    assert partial.flat.views[1].equal(given[1])
-    for span in spans:
-        for piece in span:
-            assert partial.piece(piece).equal(partial.flat.piece(piece))
-
-
-def test_what_was_taken_is_let_go() -> None:
-    layout, spans = model()
-    partial = Partial(FlatTensors(layout))
-    partial.write(gradients(layout, 1.0))
+                assert partial.chunk(chunk).untyped_storage().data_ptr() == given[1].data_ptr()  # type: ignore[union-attr]
     partial.release()
     large = next(chunk for chunk in cut_chunks(layout, spans[0]) if chunk.entry is not None)
     assert partial.chunk(large).eq(0).all()
     partial.write([None, None, None])
-    assert all(view.eq(0).all() for view in partial.flat.views)
+    assert all(view.eq(0).all() for view in flat.views)
+
+
+def test_a_gradient_of_other_strides_or_another_type_is_copied() -> None:
+    layout, spans = model()
+    for other in (torch.arange(120_000.0).view(400, 300).t(), torch.ones(300, 400).double()):
+        partial, given = Partial(FlatTensors(layout)), gradients(layout, 1.0)
+        given[1] = other
+        partial.write(given)
+        assert partial.flat.views[1].equal(other.float())
+        for piece in spans[0] + spans[1]:
+            assert partial.piece(piece).equal(partial.flat.piece(piece))
 
 
 def test_the_total_stays_in_the_leftmost_partial_sum_or_goes_home() -> None:
@@ -93,13 +84,3 @@ def test_the_total_stays_in_the_leftmost_partial_sum_or_goes_home() -> None:
         for piece, total in zip(spans[0], span_fold.totals, strict=True):
             assert total.eq(111).all()
             assert total.data_ptr() == source.piece(piece).data_ptr()
-
-
-def test_a_gradient_of_another_type_is_copied() -> None:
-    layout, spans = model()
-    partial = Partial(FlatTensors(layout))
-    given = gradients(layout, 1.0)
-    given[1] = given[1].double()
-    partial.write(given)
-    assert {partial.chunk(chunk).dtype for chunk in cut_chunks(layout, spans[0])} == {torch.float32}
-    assert partial.flat.views[1].eq(1).all()

@@ -7,14 +7,18 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore
 from torch.distributed import distributed_c10d as c10d
 
+from onefold.core.world import World
+from onefold.exchange import group
 from onefold.exchange.connections import Connections, Lateness, PeerWatch
 from onefold.exchange.group import Joined
 from onefold.exchange.mailbox import Mailbox, connected
@@ -39,6 +43,17 @@ def together(size: int, call: Callable[[int], T]) -> list[T]:
 def endings(size: int, call: Callable[[int], object]) -> list[BaseException | None]:
     """The error in which ``call`` ends on each device, None for none."""
     return [future.exception() for future in _started(size, call)]
+
+
+@contextmanager
+def worlds(size: int, **changed: Any) -> Iterator[list[World]]:
+    """Those of processes which have a store of their own."""
+    store = HashStore()
+    common = World(size=size, local_size=size, run_id=f"test-{uuid.uuid4()}", launcher="onefold")
+    common = replace(common, **{"address": "node1:29500", **changed})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(group, "reach_store", lambda world, timeout_s: store)
+        yield [replace(common, rank=rank, local_rank=rank) for rank in range(size)]
 
 
 @contextmanager

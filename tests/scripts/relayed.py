@@ -47,10 +47,17 @@ def pass_on(
 
 def relay(port: int) -> None:
     """Pass on, in both directions, what comes on a port of its own, which is printed."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        print(listener.getsockname()[1], flush=True)
-        sys.stdin.close()
-        pass_on(listener, ("127.0.0.1", port))
+    # The end with the smaller address waits for the other one: so it must stay the smaller one.
+    near = port + 1
+    while True:
+        try:
+            listener = socket.create_server(("127.0.0.1", near))
+            break
+        except OSError:  # it is taken
+            near += 1
+    print(near, flush=True)
+    sys.stdin.close()
+    pass_on(listener, ("127.0.0.1", port))
 
 
 def main(rank: int, secret: str, kind: str) -> None:
@@ -101,7 +108,7 @@ def main(rank: int, secret: str, kind: str) -> None:
             self.inner.wait(keys, timeout)
 
     taken = Taken(dist.FileStore("store", 2))
-    group._rendezvous = lambda *_: taken  # type: ignore[assignment]
+    group.reach_store = lambda *_: taken  # type: ignore[assignment]
     if kind == "unsealed":
         group.SealedStore = lambda store, *_: store  # type: ignore[misc, assignment]
     world = World(run_id="run", launcher="torch", rank=rank, size=2, secret=secret, one_host=False)

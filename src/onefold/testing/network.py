@@ -316,6 +316,8 @@ class _Group(dist.ProcessGroup):
 
     def _next(self, source: int, target: int) -> _Sent:
         """The next message that this device has begun, as one of both ends."""
+        if any(self._network.is_broken(self._trainer, n) for n in (source, target)):
+            return _Sent(self._network, self._trainer, source, target)  # nobody has its other end
         sends = source == self._number
         place = self._begun.get((sends, target if sends else source), 0)
         self._begun[sends, target if sends else source] = place + 1
