@@ -22,10 +22,6 @@ trainer.step(torch.randn(6, 4))
 if trainer.is_lead:
     print(len(trainer.devices), sys.argv[1:])
 """
-PARSING = """
-import argparse
-argparse.ArgumentParser().parse_args()
-"""
 ARGUMENTS = ["--keep", "7", "-m", "mine", "--timeout", "1", "--devices=9", "--help", "--", "-x"]
 
 
@@ -47,59 +43,53 @@ ARGUMENTS = ["--keep", "7", "-m", "mine", "--timeout", "1", "--devices=9", "--he
 )
 def test_the_commands_own_end_with_the_script(given: str, taken: str) -> None:
     assert with_end_of_options(given.split(), OWN) == taken.split()
-
-
-def test_options_that_came_too_late_are_found_with_their_values() -> None:
     assert come_too_late(["--lr", "1", "--devices=2", "-m"], OWN) == ["--devices", "-m"]
     assert come_too_late(["--device", "2"], OWN) == []
 
 
-def cli(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "onefold", *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
-        cwd=folder,
-    )
+def cli(folder: Path, script: str, *arguments: str) -> tuple[int, str, str]:
+    (folder / "train.py").write_text(script)
+    command = [sys.executable, "-m", "onefold", *arguments]
+    how = {"capture_output": True, "text": True, "check": False, "timeout": 600, "cwd": folder}
+    done = subprocess.run(command, **how)  # type: ignore[call-overload]
+    return done.returncode, done.stdout, done.stderr
 
 
 @pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.parametrize("how", [["train.py"], ["-m", "train"], ["--", "train.py"]])
 def test_a_script_has_options_of_the_same_names(tmp_path: Path, how: list[str]) -> None:
-    (tmp_path / "train.py").write_text(TRAINING)
-    done = cli(tmp_path, "run", "--devices", "cpu:2", *how, *ARGUMENTS)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == f"2 {ARGUMENTS}\n"
+    done = cli(tmp_path, TRAINING, "run", "--devices", "cpu:2", *how, *ARGUMENTS)
+    assert done[:2] == (0, f"2 {ARGUMENTS}\n"), done
 
 
 @pytest.mark.processes
 def test_verify_leaves_them_to_the_script_too(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(TRAINING + f"assert sys.argv[1:] == {ARGUMENTS}\n")
-    done = cli(tmp_path, "verify", "--devices", "1,2", "--steps", "1", "-m", "train", *ARGUMENTS)
-    assert done.returncode == 0, done.stderr + done.stdout
-    assert "The bits agree" in done.stdout
+    script = TRAINING + f"assert sys.argv[1:] == {ARGUMENTS}\n"
+    ours = ["--devices", "1,2", "--steps", "1", "-m", "train"]
+    code, said, errors = cli(tmp_path, script, "verify", *ours, *ARGUMENTS)
+    assert code == 0, errors + said
+    assert "The bits agree" in said
 
 
 @pytest.mark.processes
 def test_a_script_that_refuses_one_of_ours_is_explained(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(PARSING)
-    done = cli(tmp_path, "run", "--devices", "cpu:1", "train.py", "--timeout", "5")
-    assert done.returncode == 2
-    assert "unrecognized arguments: --timeout 5" in done.stderr
-    assert "what stands after the script is the script's: give --timeout before it" in done.stderr
-    done = cli(tmp_path, "run", "--devices", "cpu:1", "train.py", "--lr", "5")
-    assert done.returncode == 2
-    assert "what stands after" not in done.stderr
+    script = "import argparse\nargparse.ArgumentParser().parse_args()\n"
+    ours = ["run", "--devices", "cpu:1", "train.py"]
+    code, _, errors = cli(tmp_path, script, *ours, "--timeout", "5")
+    assert code == 2
+    assert "unrecognized arguments: --timeout 5" in errors
+    assert "what stands after the script is the script's: give --timeout before it" in errors
+    code, _, errors = cli(tmp_path, script, *ours, "--lr", "5")
+    assert code == 2
+    assert "what stands after" not in errors
 
 
 @for_each("command", ["run", "verify"])
 def test_an_option_that_nobody_has_is_named_before_the_script(tmp_path: Path, command: str) -> None:
-    (tmp_path / "train.py").write_text("raise SystemExit('the script was started')")
-    done = cli(tmp_path, command, "--device", "2", "train.py")
-    assert done.returncode == 2
-    assert "No such option" in done.stderr
-    assert "--devices" in done.stderr
-    assert "the script was started" not in done.stderr
+    script = "raise SystemExit('the script was started')"
+    code, _, errors = cli(tmp_path, script, command, "--device", "2", "train.py")
+    assert code == 2
+    assert "No such option" in errors
+    assert "--devices" in errors
+    assert "the script was started" not in errors

@@ -21,7 +21,7 @@ from onefold.jobs.run import Job
 from onefold.jobs.text import TextOptions
 from tests.tables import for_each
 
-each_job = for_each("job", [pytest.param(job, id=job.name) for job in JOBS])
+each_job = for_each("job", JOBS)
 
 RESULT: dict[str, Any] = {
     "folder": "runs/one",
@@ -32,6 +32,7 @@ RESULT: dict[str, Any] = {
 }
 
 Train = Callable[..., Any]
+End = Callable[..., str]
 
 
 def invoke(*arguments: str) -> Result:
@@ -45,26 +46,22 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Train:
     """The options that a command line comes to, in an empty folder."""
     monkeypatch.chdir(tmp_path)
     taken: list[Any] = []
-
-    def take(job: Job, options: TrainOptions) -> dict[str, Any]:
-        taken.append(options)
-        return RESULT
+    monkeypatch.setattr(train, "run_job", lambda job, options: taken.append(options) or RESULT)
 
     def ask(job: str, *arguments: str) -> Any:
         result = invoke(job, *arguments)
         assert result.exception is None, result.output
         return taken[-1]
 
-    monkeypatch.setattr(train, "run_job", take)
     return ask
 
 
 @pytest.fixture
-def end(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> Callable[..., str]:
-    """What a command line that is refused says, with exit code 2."""
+def end(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> End:
+    """What a command line says that is refused with exit code 2, before the data are read."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
     def run(*arguments: str) -> str:
         monkeypatch.setattr(sys, "argv", ["onefold", "train", *arguments])
@@ -84,242 +81,94 @@ def told(text: str) -> str:
     return " ".join(text.replace("│", " ").split())
 
 
-@for_each(
-    ("option", "value"),
-    [
-        ("--lr", "inf"),
-        ("--weight-decay", "nan"),
-        ("--epochs", "0"),
-        ("--batch-size", "-1"),
-        ("--workers", "1000000"),
-        ("--seed", "9" * 4000),
-    ],
-)
-def test_numbers_that_make_no_sense_are_one_line(
-    option: str, value: str, capsys: pytest.CaptureFixture[str], monkeypatch: Any
-) -> None:
-    """Of one job: `tests/jobs/test_options.py` has the ranges of all."""
-    monkeypatch.setattr(sys, "argv", ["onefold", "train", "text", "--data", "gone", option, value])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2
-    told = capsys.readouterr().err
-    assert told.startswith(f"onefold: {option} ")
-    assert ": expected " in told
+# What is shown.
 
 
 @each_job
 def test_the_help_shows_every_option_with_its_help_and_default(job: Job) -> None:
+    assert f"{job.name} {job.help}" in told(invoke("--help").output)
     result = invoke(job.name, "--help")
     assert result.exit_code == 0
-    shown = told(result.output)
-    assert job.help in shown
-    assert "\\" not in shown
+    own, _, common = result.output.partition("Options of all jobs")
+    assert job.help in told(own)
+    assert "\\" not in result.output
+    names = {field.name for field in dataclasses.fields(TrainOptions)}
     for field in dataclasses.fields(job.options):
-        assert f" --{field.name.replace('_', '-')} " in shown
+        flag = f" --{field.name.replace('_', '-')} "
+        assert (f"│{flag}" in own, f"│{flag}" in common) == (
+            field.name not in names,
+            field.name in names,
+        )
         default = field.metadata["shown"]
         if default is None:
             words = {bool: ("no", "yes")}.get(type(field.default))
             default = words[field.default] if words else str(field.default)
-        assert f"{field.metadata['help']} [default: {default}]" in shown
+        assert f"{field.metadata['help']} [default: {default}]" in told(result.output)
 
 
-@each_job
-def test_options_of_the_job_and_of_all_jobs_are_apart(job: Job) -> None:
-    first, _, rest = invoke(job.name, "--help").output.partition("Options of all jobs")
-    common = {field.name for field in dataclasses.fields(TrainOptions)}
-    for field in dataclasses.fields(job.options):
-        shown = f"│ --{field.name.replace('_', '-')} "
-        assert (shown in first, shown in rest) == (field.name not in common, field.name in common)
-
-
-def test_all_jobs_are_listed() -> None:
-    shown = told(invoke("--help").output)
-    assert all(f"{job.name} {job.help}" in shown for job in JOBS)
-
-
-@each_job
-def test_without_options_all_have_their_defaults(asked: Train, job: Job) -> None:
-    assert asked(job.name, "--data", "x") == job.options(data="x", name=f"{job.name}-1")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "name", "value"),
-    [
-        (["--batch-size", "32"], "batch_size", 32),
-        (["--lr", "1"], "lr", 1.0),
-        (["--lr", "3e-5"], "lr", 3e-5),
-        (["--seed", "-4"], "seed", -4),
-        (["--workers", "0"], "workers", 0),
-        (["--optimizer", "adam"], "optimizer", "adam"),
-        (["--skip-bad"], "skip_bad", True),
-        (["--no-skip-bad"], "skip_bad", False),
-        (["--freeze", "a,b.c"], "freeze", ("a", "b.c")),
-        (["--freeze", "a", "--freeze", "b,,c,"], "freeze", ("a", "b", "c")),
-        (["--freeze-until", "layer2"], "freeze_until", "layer2"),
-        (["--name", "é 1"], "name", "é 1"),
-    ],
-)
-@each_job
-def test_the_command_line_sets_options(
-    asked: Train, job: Job, arguments: Sequence[str], name: str, value: object
-) -> None:
-    found = getattr(asked(job.name, "--data", "x", *arguments), name)
-    assert (found, type(found)) == (value, type(value))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        ([], {"lr": 0.5, "freeze": ("a", "b"), "skip_bad": True, "workers": 3}),
-        (["--lr", "0.25"], {"lr": 0.25, "freeze": ("a", "b"), "skip_bad": True, "workers": 3}),
-        (["--freeze", "c"], {"lr": 0.5, "freeze": ("c",), "skip_bad": True, "workers": 3}),
-        (["--no-skip-bad"], {"lr": 0.5, "freeze": ("a", "b"), "skip_bad": False, "workers": 3}),
-        (["--workers", "0"], {"lr": 0.5, "freeze": ("a", "b"), "skip_bad": True, "workers": 0}),
-    ],
-)
-@each_job
-def test_the_command_line_goes_before_the_file(
-    asked: Train, job: Job, arguments: Sequence[str], expected: dict[str, object]
-) -> None:
-    lines = ['data = "x"', "lr = 0.5", 'freeze = ["a", "b"]', "skip_bad = true", "workers = 3"]
-    Path("c.toml").write_text("\n".join(lines), encoding="utf-8")
-    options = asked(job.name, "--config", "c.toml", *arguments)
-    assert {name: getattr(options, name) for name in expected} == expected
-    assert options.data == "x"
-
-
-@each_job
-def test_the_environment_decides_what_is_kept_where_the_command_does_not(
-    asked: Train, job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("ONEFOLD_KEEP", "span")
-    assert asked(job.name, "--data", "here").keep == "span"
-    assert asked(job.name, "--data", "here", "--keep", "host").keep == "host"
-
-
-@each_job
-def test_the_options_of_a_run_can_be_given_again_as_a_file(asked: Train, job: Job) -> None:
-    first = asked(job.name, "--data", "x", "--name", "one", "--freeze", "a,b", "--lr", "1e-4")
-    write_config(first, job.name, Path("c.toml"))
-    assert asked(job.name, "--config", "c.toml") == first
-    assert asked(job.name, "--config", "c.toml", "--name", "two").name == "two"
-
-
-def test_the_end_of_a_run_is_told(asked: Train) -> None:
-    asked("text", "--data", "x")
+def test_the_end_of_a_run_is_told(asked: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     assert invoke("text", "--data", "x").output.splitlines() == [
         "Best: accuracy 0.9876 after epoch 5, kept in runs/one/checkpoints/step-9",
         "Fingerprint: 0123456789abcdef",
         "No report, without matplotlib; later: onefold report runs/one",
     ]
-
-
-def test_the_end_of_a_run_that_has_no_best_epoch_is_told(
-    asked: Train, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setitem(RESULT, "best", None)
     monkeypatch.setitem(RESULT, "report", "runs/[one]/report.html")
-    asked("text", "--data", "x")
     assert invoke("text", "--data", "x").output.splitlines() == [
         "Fingerprint: 0123456789abcdef",
         "Report: runs/[one]/report.html",
     ]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ([], "--data: expected where the data are"),
-        (["--data", "x", "--epochs", "0"], "--epochs 0: expected 1 or more"),
-        (["--data", "x", "--lr", "nan"], "--lr nan: expected a finite number"),
-        (["--data", "x", "--name", "a/b"], "--name a/b: expected a name without slashes"),
-        (["--resume"], "--resume: expected with --name, which run it is"),
-        (
-            ["--resume", "--name", "a"],
-            "--resume: there is no run in runs/a; leave --resume out to begin one",
-        ),
-    ],
-)
+# What is taken.
+
+
 @each_job
-def test_a_value_out_of_range_is_one_line(
-    end: Callable[..., str], job: Job, arguments: Sequence[str], words: str
-) -> None:
-    assert end(job.name, *arguments) == f"onefold: {words}\n"
+def test_options_have_defaults_and_can_be_given_again_as_a_file(asked: Train, job: Job) -> None:
+    assert asked(job.name, "--data", "x") == job.options(data="x", name=f"{job.name}-1")
+    first = asked(job.name, "--data", "x", "--name", "one", "--freeze", "a,b", "--lr", "1e-4")
+    write_config(first, job.name, Path("c.toml"))
+    assert asked(job.name, "--config", "c.toml") == first
+    assert asked(job.name, "--config", "c.toml", "--name", "two").name == "two"
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
+@for_each(
+    ("arguments", "name", "value"),
     [
-        ("speed = 1\n", "there is no option speed; known are "),
-        ("lr = '1'\n", "lr: expected a number, got '1'"),
-        ("job = 'poems'\n", "expected options of onefold train text, got those of poems"),
-        ("lr: 1\n", "expected a TOML file: "),
-        ("epochs = 0\n", "--epochs 0: expected 1 or more"),
+        ("--batch-size 32", "batch_size", 32),
+        ("--lr 1", "lr", 1.0),
+        ("--lr 3e-5", "lr", 3e-5),
+        ("--seed -4", "seed", -4),
+        ("--workers 0", "workers", 0),
+        ("--optimizer adam", "optimizer", "adam"),
+        ("--skip-bad", "skip_bad", True),
+        ("--no-skip-bad", "skip_bad", False),
+        ("--freeze c", "freeze", ("c",)),
+        ("--freeze a --freeze b,,c,", "freeze", ("a", "b", "c")),
+        ("--freeze-until layer2", "freeze_until", "layer2"),
+        ("--name é1", "name", "é1"),
     ],
 )
-def test_a_file_that_is_not_right_is_one_line(
-    end: Callable[..., str], content: str, words: str
+def test_the_command_line_sets_options_and_goes_before_the_file(
+    asked: Train, arguments: str, name: str, value: object
 ) -> None:
-    Path("c.toml").write_text(content, encoding="utf-8")
-    said = end("text", "--config", "c.toml", "--data", "x")
-    assert said.startswith("onefold: ")
-    assert words in said
-    assert said.count("\n") == 1
+    lines = ['data = "x"', "lr = 0.5", 'freeze = ["a", "b"]', "skip_bad = true", "workers = 3"]
+    Path("c.toml").write_text("\n".join(lines), encoding="utf-8")
+    filed = {"data": "x", "lr": 0.5, "freeze": ("a", "b"), "skip_bad": True, "workers": 3}
+    for given, others in ((["--data", "x"], {}), (["--config", "c.toml"], filed)):
+        options = asked("text", *given, *arguments.split())
+        found = getattr(options, name)
+        assert (found, type(found)) == (value, type(value))
+        for other in set(others) - {name}:
+            assert getattr(options, other) == filed[other]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--epochs", "many"], "Invalid value for '--epochs'"),
-        (["--lr", "fast"], "Invalid value for '--lr'"),
-        (["--optimizer", "lion"], "'lion' is not one of 'sgd', 'adam', 'adamw'"),
-        (["--speed", "3"], "No such option: --speed"),
-        (["--config", "none.toml"], "file 'none.toml' does not exist"),
-    ],
-)
-@each_job
-def test_what_cannot_be_read_is_refused_with_the_option(
-    end: Callable[..., str],
-    monkeypatch: pytest.MonkeyPatch,
-    job: Job,
-    arguments: Sequence[str],
-    words: str,
+def test_the_environment_decides_what_is_kept_where_the_command_does_not(
+    asked: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-    assert words in told(end(job.name, "--data", "x", *arguments))
-
-
-@pytest.mark.parametrize(
-    ("job", "words", "shards"),
-    [
-        ("classify", ["--devices", "9"], 8),
-        ("text", ["--devices", "cpu:9"], 8),
-        ("segment", ["--devices", "cpu,cpu,cpu,cpu,cpu"], 4),
-        ("classify", ["--devices", "cpu:3", "--shards", "2"], 2),
-    ],
-)
-def test_more_devices_than_shards_are_refused_before_the_data_are_read(
-    end: Callable[..., str],
-    monkeypatch: pytest.MonkeyPatch,
-    job: str,
-    words: Sequence[str],
-    shards: int,
-) -> None:
-    monkeypatch.setattr("onefold.run.devices._gpus", list)
-    monkeypatch.setattr(train, "run_job", lambda *_: pytest.fail("the data would be read"))
-    said = end(job, "--data", "x", *words)
-    assert f"devices cannot share {shards} shards: a shard is never divided. Use --devices" in said
-    assert said.count("\n") == 1
-
-
-def test_devices_that_are_not_there_are_refused_before_the_data_are_read(
-    end: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("onefold.run.devices._gpus", list)
-    monkeypatch.setattr(train, "run_job", lambda *_: pytest.fail("the data would be read"))
-    said = end("classify", "--data", "x", "--devices", "cuda:0")
-    assert said.startswith("onefold: cuda:0 is not there: this machine has no GPU")
+    monkeypatch.setenv("ONEFOLD_KEEP", "span")
+    assert asked("text", "--data", "here").keep == "span"
+    assert asked("text", "--data", "here", "--keep", "host").keep == "host"
 
 
 def test_all_devices_may_be_more_than_the_shards(
@@ -329,25 +178,82 @@ def test_all_devices_may_be_more_than_the_shards(
     assert asked("classify", "--data", "x", "--shards", "2").shards == 2
 
 
-@pytest.mark.parametrize("job", ["classify", "segment"])
-def test_a_file_is_not_called_a_missing_folder(end: Callable[..., str], job: str) -> None:
+# What is refused.
+
+
+SHARED = "devices cannot share {} shards: a shard is never divided. Use --devices {} or fewer"
+
+
+@for_each(
+    ("arguments", "words"),
+    [
+        ("text", "--data: expected where the data are"),
+        ("text --data x --epochs 0", "--epochs 0: expected 1 or more"),
+        ("text --data x --workers 1000000", "--workers 1000000: expected 1,024 or less"),
+        ("text --data x --lr nan", "--lr nan: expected a finite number"),
+        (f"text --data x --seed {'9' * 4000}", "--seed "),
+        ("text --data x --name a/b", "--name a/b: expected a name without slashes"),
+        ("text --resume", "--resume: expected with --name, which run it is"),
+        ("text --resume --name a", "--resume: there is no run in runs/a; leave --resume out to"),
+        ("classify --data x --devices 9", f"--devices 9: 9 {SHARED.format(8, 8)}"),
+        ("text --data x --devices cpu:9", f"--devices cpu:9: 9 {SHARED.format(8, 8)}"),
+        ("segment --data x --devices cpu,cpu,cpu,cpu,cpu", SHARED.format(4, 4)),
+        ("classify --data x --devices cpu:3 --shards 2", SHARED.format(2, 2)),
+        ("text --data x --devices cuda:0", "cuda:0 is not there: this machine has no GPU"),
+        ("classify --data data.zip", "; this is a file"),
+        ("segment --data data.zip", "; this is a file"),
+        ("classify --data data", "there is no such folder in "),
+    ],
+)
+def test_what_cannot_be_done_is_one_line(end: End, arguments: str, words: str) -> None:
     Path("data.zip").touch()
-    assert end(job, "--data", "data.zip").rstrip().endswith("; this is a file")
-    assert "there is no such folder in " in end(job, "--data", "data")
+    said = end(*arguments.split())
+    assert said.startswith("onefold: ")
+    assert words in said
+    assert said.count("\n") == 1
 
 
-def test_what_the_system_refuses_is_one_line(
-    end: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+@for_each(
+    ("content", "words"),
+    [
+        ("speed = 1\n", "there is no option speed; known are "),
+        ("lr = '1'\n", "lr: expected a number, got '1'"),
+        ("job = 'poems'\n", "expected options of onefold train text, got those of poems"),
+        ("lr: 1\n", "expected a TOML file: "),
+        ("epochs = 0\n", "--epochs 0: expected 1 or more"),
+    ],
+)
+def test_a_file_that_is_not_right_is_one_line(end: End, content: str, words: str) -> None:
+    Path("c.toml").write_text(content, encoding="utf-8")
+    said = end("text", "--config", "c.toml", "--data", "x")
+    assert said.startswith("onefold: ")
+    assert words in said
+    assert said.count("\n") == 1
+
+
+@for_each(
+    ("arguments", "words"),
+    [
+        (["text", "--epochs", "many"], "Invalid value for '--epochs'"),
+        (["text", "--lr", "fast"], "Invalid value for '--lr'"),
+        (["text", "--optimizer", "lion"], "'lion' is not one of 'sgd', 'adam', 'adamw'"),
+        (["text", "--speed", "3"], "No such option: --speed"),
+        (["text", "--config", "none.toml"], "file 'none.toml' does not exist"),
+        (["poems"], "No such command 'poems'"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_with_the_option(
+    end: End, arguments: Sequence[str], words: str
 ) -> None:
+    assert words in told(end(*arguments))
+
+
+def test_what_the_system_refuses_is_one_line(end: End, monkeypatch: pytest.MonkeyPatch) -> None:
     def run_job(*_: Any) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", "runs/one/report.html")
 
     monkeypatch.setattr(train, "run_job", run_job)
     assert end("text", "--data", "x") == "onefold: runs/one/report.html: Permission denied\n"
-
-
-def test_a_job_that_there_is_not_is_refused(end: Callable[..., str]) -> None:
-    assert "No such command 'poems'" in told(end("poems"))
 
 
 def test_a_run_is_not_written_over(asked: Train) -> None:
