@@ -8,13 +8,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parent / "scripts" / "faulty.py"
-ONEFOLD = [sys.executable, "-m", "onefold"]
+from tests.warm import SCRIPTS
+
 LIMIT_S = 300
 """For a run to end: half of what devices wait for each other."""
 pytestmark = [
@@ -27,16 +27,15 @@ class Run:
     """``onefold run`` of the script with a fault."""
 
     def __init__(self, folder: Path, *fault: str, options: tuple[str, ...] = ()) -> None:
-        self.errors = folder / "stderr"
-        self.output = folder / "stdout"
-        command = [*ONEFOLD, "run", "--devices", "cpu:3", *options, str(SCRIPT), *fault]
-        environment = {**os.environ, "TMPDIR": str(folder)}
+        folder.mkdir(exist_ok=True)
+        self.errors, self.output = folder / "stderr", folder / "stdout"
+        command = [sys.executable, "-m", "onefold", "run", "--devices", "cpu:3", *options]
         with self.output.open("wb") as out, self.errors.open("wb") as err:
             self.process = subprocess.Popen(
-                command,
+                [*command, str(SCRIPTS / "faulty.py"), *fault],
                 stdout=out,
                 stderr=err,
-                env=environment,
+                env={**os.environ, "TMPDIR": str(folder)},
                 start_new_session=True,
                 # Or a test run that was started in the background hands on that Ctrl-C is ignored.
                 preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
@@ -58,15 +57,18 @@ class Run:
         return code, self.errors.read_text()
 
 
+Start = Callable[..., Run]
+
+
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[type[Run]]:
+def run(tmp_path: Path) -> Iterator[Start]:
     started: list[Run] = []
 
-    def start(*fault: str, options: tuple[str, ...] = ()) -> Run:
-        started.append(Run(tmp_path, *fault, options=options))
+    def start(*fault: str, options: tuple[str, ...] = (), name: str = "") -> Run:
+        started.append(Run(tmp_path / name, *fault, options=options))
         return started[-1]
 
-    yield start  # type: ignore[misc]
+    yield start
     for each in started:
         if each.process.poll() is None:
             os.killpg(each.process.pid, signal.SIGKILL)
@@ -78,32 +80,28 @@ FAULTS = {
     "stop": (r"device 1 .*stopped.*step 4", 1),
     "raise": (r"device 1 \(cpu, process \d+\) failed in step 4: ArithmeticError: the fault", 1),
     "inside": (r"device 1 \(cpu, process \d+\) failed in step 4: ArithmeticError: the fault", 1),
-    "nan": (r"failed in step 4: LossError: the loss of step 4, shard 2 is nan", 1),
     "exit": (r"device 1 \(cpu, process \d+\) ended with exit code 3 in step 4", 3),
     "leave": (r"device 1 .*ended.* its script came to an end before the others'", 1),
 }
-
-
-CASES = [("shared", kind) for kind in FAULTS]
-CASES += [("collective", kind) for kind in ("kill", "stop", "inside", "leave")]
+CASES = [("shared", kind) for kind in ("kill", "stop", "raise", "exit", "leave")]
+CASES += [("collective", kind) for kind in ("kill", "stop", "inside")]
 
 
 @pytest.mark.parametrize(("exchange", "kind"), CASES)
-def test_a_fault_of_one_device_ends_the_run(run: type[Run], exchange: str, kind: str) -> None:
+def test_a_fault_of_one_device_ends_the_run(run: Start, exchange: str, kind: str) -> None:
     message, code = FAULTS[kind]
     this = run(kind, "1", "4", options=("--exchange", exchange))
     this.wait_until_ready()
     exit_code, errors = this.finish()
     assert re.search(message, errors), errors
     assert exit_code == code
-    exceptions = ("raise", "inside", "nan")
-    assert errors.count("Traceback (most recent call last)") == (kind in exceptions)
+    assert errors.count("Traceback (most recent call last)") == (kind in ("raise", "inside"))
     assert len([line for line in errors.splitlines() if line.startswith("onefold:")]) <= 2
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("exchange", ["shared", "collective"])
-def test_a_device_that_never_arrives_is_named_at_the_limit(run: type[Run], exchange: str) -> None:
+def test_a_device_that_never_arrives_is_named_at_the_limit(run: Start, exchange: str) -> None:
     this = run("sleep", "2", "3", options=("--timeout", "4", "--exchange", exchange))
     this.wait_until_ready()
     code, errors = this.finish()
@@ -112,73 +110,46 @@ def test_a_device_that_never_arrives_is_named_at_the_limit(run: type[Run], excha
     assert code == 1
 
 
-def test_ctrl_c_ends_the_run_and_names_the_step(run: type[Run]) -> None:
-    this = run("none", "0", "-1")
-    this.wait_until_ready()
-    time.sleep(0.5)
-    this.process.send_signal(signal.SIGINT)
-    code, errors = this.finish()
-    assert code == 130
-    assert re.search(r"onefold: stopped by Ctrl-C in step \d+ \(device 0\)", errors)
-    assert "Traceback" not in errors
+SIGNALS = {signal.SIGINT: ("Ctrl-C", 130), signal.SIGTERM: ("SIGTERM", 143)}
 
 
-@pytest.mark.parametrize("when", ["at the start", "in a step"])
+@pytest.mark.parametrize(("sent", "starts"), [*((each, False) for each in SIGNALS), (15, True)])
 def test_a_signal_to_the_launcher_leaves_no_worker_and_no_folder(
-    run: type[Run], tmp_path: Path, when: str
+    run: Start, tmp_path: Path, sent: int, starts: bool
 ) -> None:
-    this = run("none", "0", "-1")
+    this, (name, expected) = run("none", "0", "-1"), SIGNALS[signal.Signals(sent)]
     while not list(tmp_path.glob("onefold-*")):
         time.sleep(0.001)
-    if when == "in a step":
+    if not starts:
         this.wait_until_ready()
     workers = this.workers()
-    this.process.send_signal(signal.SIGTERM)
+    this.process.send_signal(sent)
     code, errors = this.finish()
-    assert code == 143
-    assert re.fullmatch(r"onefold: stopped by SIGTERM in step .* \(device 0\)\n", errors), errors
-    assert not [worker for worker in workers if _alive(worker)]
+    assert code == expected
+    assert re.fullmatch(rf"onefold: stopped by {name} in step .* \(device 0\)\n", errors), errors
+    assert not any(map(_alive, workers))
     assert list(tmp_path.glob("onefold-*")) == []
 
 
-def test_the_workers_end_with_their_launcher(run: type[Run]) -> None:
+def test_the_workers_end_with_their_launcher(run: Start) -> None:
     this = run("none", "0", "-1")
     this.wait_until_ready()
     workers = this.workers()
     assert len(workers) == 3
     os.kill(this.process.pid, signal.SIGKILL)
-    this.process.wait()
     limit = time.monotonic() + LIMIT_S
-    while any(_alive(worker) for worker in workers) and time.monotonic() < limit:
+    while any(map(_alive, workers)) and time.monotonic() < limit:
         time.sleep(0.05)
-    assert not [worker for worker in workers if _alive(worker)]
-
-
-def test_a_sample_that_cannot_be_read_is_named(run: type[Run]) -> None:
-    _, errors = run("sample", "0", "17").finish()
-    assert (
-        "SampleError: reading sample 17 in epoch 0 failed: OSError: the file is damaged" in errors
-    )
-    assert errors.count("Traceback (most recent call last)") == 2  # ours, and where it happened
-
-
-def test_devices_that_build_other_models_are_told(run: type[Run]) -> None:
-    code, errors = run("disagree", "1", "1").finish()
-    assert code == 1
-    assert "DisagreementError: parameter 0.weight is trained torch.float32 (32, 8)" in errors
+    assert not any(map(_alive, workers))
 
 
 @pytest.mark.full
-def test_two_runs_beside_each_other_do_not_meet(tmp_path: Path) -> None:
-    runs = []
-    for name, exchange in (
-        ("a", "shared"),
-        ("b", "shared"),
-        ("c", "collective"),
-        ("d", "collective"),
-    ):
-        (tmp_path / name).mkdir()
-        runs.append(Run(tmp_path / name, "none", "0", "8", options=("--exchange", exchange)))
+def test_runs_beside_each_other_do_not_meet(run: Start) -> None:
+    exchanges = {"a": "shared", "b": "shared", "c": "collective", "d": "collective"}
+    runs = [
+        run("none", "0", "8", options=("--exchange", exchange), name=name)
+        for name, exchange in exchanges.items()
+    ]
     for each in runs:
         assert each.finish(600) == (0, "")
     assert len({each.output.read_text() for each in runs}) == 1

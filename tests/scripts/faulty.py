@@ -37,40 +37,22 @@ class Fault:
             sys.exit(3)
 
 
-class Samples(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    def __init__(self, bad: int) -> None:
-        self._bad = bad
-
-    def __len__(self) -> int:
-        return 64
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        if index == self._bad:
-            raise OSError("the file is damaged")
-        return torch.randn(8), torch.tensor(index % 3)
-
-
 def main() -> None:
     kind, device, step = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     rank = int(os.environ["RANK"])
     fault = Fault(kind, device, step)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 3))
-    if kind == "disagree" and rank == device:
-        model = nn.Sequential(nn.Linear(8, 33), nn.Tanh(), nn.Linear(33, 3))
 
     def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         if kind == "inside" and rank == device and trainer_step[0] == step:
             raise ArithmeticError("the fault that was asked for")
-        value = nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
-        if kind == "nan" and rank == device and trainer_step[0] == step:
-            value = value * float("nan")
-        return value
+        return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
     trainer_step = [0]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     trainer = onefold.Trainer(model, optimizer, loss, shards=4)
-    data = Samples(bad=step if kind == "sample" else -1)
+    data = torch.utils.data.TensorDataset(torch.randn(64, 8), torch.arange(64) % 3)
     batches = trainer.loader(data, batch_size=16, workers=1)
     print("ready", flush=True)
     steps = 0
