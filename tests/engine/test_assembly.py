@@ -16,15 +16,15 @@ from onefold.core.world import World
 from onefold.engine import assembly
 from onefold.engine.assembly import assemble
 from onefold.exchange.exchange import Exchange
-from tests.engine.assembled import Parts, settings_of, team_of
+from tests.engine.assembled import settings_of, team_of
 from tests.inside import engine_in
 from tests.small import bits, line, make_trainer, points, sgd, square
 from tests.tables import for_each
 
 
 def test_parameters_keep_values_and_identity_in_the_engines_memory() -> None:
-    module = Parts()
-    module.again = module.wide  # tied: one place
+    module = nn.Sequential(nn.BatchNorm1d(3), line(), nn.Linear(3, 1))
+    module[2].weight = module[1].weight  # tied: one place
     before, held = bits(module), dict(module.named_parameters())
     first, second = engine_in(make_trainer(module, devices=2)).replicas
     assert bits(module) == before

@@ -386,36 +386,3 @@ def test_statistics_with_a_dimension_of_one_are_no_queue(devices: int) -> None:
     module = Noting(note, mean=torch.zeros(1, 3))
     step(module, devices, (inputs, targets))
     assert (module.mean != 0).tolist() == [[True, False, True]]
-
-
-class Aware(nn.Module):
-    """Whose observer of channels has its shape from its first forward pass."""
-
-    def __init__(self) -> None:
-        from torch.ao.quantization import FakeQuantize, PerChannelMinMaxObserver
-
-        super().__init__()
-        self.line = line()
-        self.fake = FakeQuantize(
-            PerChannelMinMaxObserver,
-            dtype=torch.qint8,
-            quant_min=-128,
-            quant_max=127,
-            qscheme=torch.per_channel_symmetric,
-            reduce_range=False,
-        )
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(inputs, self.fake(self.line.weight), self.line.bias)
-
-
-def test_observers_of_channels_are_refused_with_what_to_do() -> None:
-    with pytest.raises(StateError, match=r"run one before|one forward pass, before"):
-        step(Aware(), 1)
-    results = []
-    for devices in (1, 2):
-        model = Aware()
-        model(points(SAMPLES)[0])
-        step(model, devices)
-        results.append(bits(model))
-    assert results[0] == results[1]

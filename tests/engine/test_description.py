@@ -64,45 +64,45 @@ def test_devices_that_are_alike_are_not_refused() -> None:
         compared(said(schedule=schedule), said(schedule=schedule))
 
 
-DIFFERENT: dict[str, Callable[[], dict[str, str]]] = {
-    "shards is 4 on device 0 and 8 on device 1: every device": lambda: said(shards=8),
-    "seed is 0 on device 0 and 1 on": lambda: said(seed=1),
-    "clip_norm is None on device 0 and 0.5 on": lambda: said(clip_norm=0.5),
-    "the rules of buffers is {} on device 0 and": lambda: said(buffers={"*": "max"}),
-    "the number of Trainers before this one is 0 on device 0": lambda: said(trainer=1),
-    "the optimizer is SGD on device 0 and Rprop on": lambda: said(
-        optimizer=lambda m: torch.optim.Rprop(m.parameters(), lr=0.1)
-    ),
-    r"optimizer group 0 lr is 0\.1 on device 0 and 0\.2 on": lambda: said(
-        optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.2, momentum=0.9)
-    ),
-    "the schedule is None on device 0 and StepLR on": lambda: said(schedule=decay),
-    r"parameter 2\.weight is trained torch\.float32 .* and trained torch\.float64": lambda: said(
-        lambda m: m[2].double()
-    ),
-    r"parameter 3\.weight is absent on device 0 and trained torch\.float32 \(2, 1\)": lambda: said(
+Change = Callable[[nn.Sequential], object]
+DIFFERENT: dict[str, dict[str, Any]] = {
+    "shards is 4 on device 0 and 8 on device 1: every device": {"shards": 8},
+    "seed is 0 on device 0 and 1 on": {"seed": 1},
+    "clip_norm is None on device 0 and 0.5 on": {"clip_norm": 0.5},
+    "the rules of buffers is {} on device 0 and": {"buffers": {"*": "max"}},
+    "the number of Trainers before this one is 0 on device 0": {"trainer": 1},
+    "the schedule is None on device 0 and StepLR on": {"schedule": decay},
+    "the optimizer is SGD on device 0 and Rprop on": {
+        "optimizer": lambda m: torch.optim.Rprop(m.parameters(), lr=0.1)
+    },
+    r"optimizer group 0 lr is 0\.1 on device 0 and 0\.2 on": {
+        "optimizer": lambda m: torch.optim.SGD(m.parameters(), lr=0.2, momentum=0.9)
+    },
+}
+OTHER_MODELS: dict[str, Change] = {
+    r"parameter 2\.weight is trained torch\.float32 .* torch.float64": lambda m: m[2].double(),
+    r"parameter 3\.weight is absent .* and trained torch\.float32 \(2, 1\)": (
         lambda m: m.append(nn.Linear(1, 2))
     ),
-    r"parameter 0\.weight is trained .* \(3, 1\) on device 0 and .* \(1, 4\) on": lambda: said(
+    r"parameter 0\.weight is trained .* \(3, 1\) on device 0 and .* \(1, 4\) on": (
         lambda m: setattr(m[0].weight, "data", torch.zeros(3, 4).t())
     ),
-    r"parameter 0\.bias is trained .* and other torch\.float32": lambda: said(
-        lambda m: m[0].bias.requires_grad_(False)
-    ),
-    "buffer mask is absent on device 0 and torch.float32": lambda: said(
-        lambda m: m.register_buffer("mask", torch.zeros(2))
-    ),
+    r"parameter 0\.bias is trained .* other torch\.f": lambda m: m[0].bias.requires_grad_(False),
+    "buffer mask is absent on device 0": lambda m: m.register_buffer("mask", torch.zeros(2)),
 }
 
 
-@for_each(("words", "make"), DIFFERENT.items())
+@for_each(
+    ("words", "choices"),
+    [*DIFFERENT.items(), *((words, {"change": each}) for words, each in OTHER_MODELS.items())],
+)
 def test_what_differs_is_named_with_the_device_and_both_values(
-    words: str, make: Callable[[], dict[str, str]]
+    words: str, choices: dict[str, Any]
 ) -> None:
     with pytest.raises(DisagreementError, match=f"^{words}"):
-        compared(said(), make())
+        compared(said(), said(**choices))
     with pytest.raises(DisagreementError, match=r" on device 2\b"):
-        compared(said(), said(), make())
+        compared(said(), said(), said(**choices))
 
 
 def test_other_hashes_of_text_are_a_warning(caplog: pytest.LogCaptureFixture) -> None:

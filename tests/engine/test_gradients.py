@@ -18,8 +18,6 @@ from torch.utils.data import TensorDataset
 
 from onefold.core.fold import fold_shards
 from onefold.errors import GradientError, StateError
-from tests.engine.assembled import given_to
-from tests.inside import engine_in
 from tests.small import Batch, bits, line, make_trainer, points, square
 from tests.tables import for_each
 
@@ -131,11 +129,13 @@ def test_the_optimizer_is_given_the_fold_over_the_gradients_of_shards(
         [of_shard(number) for number in range(shards)],
         lambda left, right: [a + b for a, b in zip(left, right, strict=True)],
     )
-    trainer = make_trainer(model, shards=shards, devices=devices)
-    given = given_to(engine_in(trainer).update)
-    trainer.step(batch)
-    names = [name for name, _ in plain.named_parameters()]
-    assert given == [{n: g.numpy().tobytes() for n, g in zip(names, expected, strict=True)}]
+    given: list[bytes] = []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.register_step_pre_hook(
+        lambda *_: given.extend(p.grad.numpy().tobytes() for p in model.parameters())
+    )
+    make_trainer(model, optimizer=optimizer, shards=shards, devices=devices).step(batch)
+    assert given == [gradient.numpy().tobytes() for gradient in expected]
 
 
 # Hooks of parameters.

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import onefold
-from onefold.engine.lentparameter import Elsewhere, LentParameters
-from onefold.errors import DisagreementError, LossError, OnefoldError, StateError
+from onefold.engine.lentparameter import Elsewhere
+from onefold.errors import LossError, OnefoldError, StateError
 from onefold.run.world import current_world
 from tests.engine.lent import run, samples, trainer_of, watched
 from tests.inside import engine_in
@@ -253,24 +253,6 @@ def test_a_teacher_that_is_not_there_is_named_where_it_is_used() -> None:
     assert any("raised in step 1, shard" in note for note in caught.value.__notes__)
 
 
-def alone_in_the_block() -> str:
-    trainer = skipping()
-    trained(trainer, 1)
-    try:
-        if trainer.is_lead:
-            with trainer.whole():
-                pass
-        else:
-            trainer.step(batches(1)[0])
-    except DisagreementError as error:
-        return str(error)
-    return ""
-
-
-def test_one_device_alone_is_told_so() -> None:
-    assert "trainer.whole" in run(alone_in_the_block)
-
-
 # Models that write to parameters
 
 
@@ -457,31 +439,3 @@ def test_frozen_parameters_come_to_what_they_are_on_one_device(
 
 
 # What stands for a parameter that is elsewhere
-
-
-def test_a_parameter_says_when_it_is_used() -> None:
-    used: list[int] = []
-
-    class Own(nn.Parameter):
-        pass
-
-    parameters = [nn.Parameter(torch.ones(2)), Own(torch.ones(2))]
-    kinds = [type(parameter) for parameter in parameters]
-
-    def bring(found: Any) -> None:
-        used.append(len(found))
-        lent.show(found)
-
-    lent = LentParameters(bring)
-    lent.hide(parameters)
-    assert [p.shape for p in parameters] == [(2,), (2,)]
-    assert used == []
-    total = torch.stack([torch.cat([*parameters]), torch.zeros(4)]).sum()
-    assert used == [2]
-    assert [type(parameter) for parameter in parameters] == kinds
-    total.backward()
-    assert all(p.grad is not None and p.grad.tolist() == [1, 1] for p in parameters)
-    lent.hide(parameters)
-    lent.hide(parameters)
-    lent.show(parameters)
-    assert [type(parameter) for parameter in parameters] == kinds

@@ -14,7 +14,6 @@ from onefold.core.precision import AS_GIVEN, Precision
 from onefold.engine.modelcheck import check_device, check_model, check_precision, held_in
 from onefold.engine.modelparts import ModelParts
 from tests.capabilities import has_lstm
-from tests.engine.assembled import Parts
 from tests.small import line
 from tests.tables import for_each
 
@@ -82,7 +81,7 @@ def tied() -> nn.Module:
 @for_each(
     "make",
     [
-        Parts,
+        line,
         nn.Identity,
         tied,
         lambda: holding(even=SQUARE[:, 0], odd=SQUARE[:, 1]),

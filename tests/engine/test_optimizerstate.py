@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from onefold.core.averaging import AverageRule
-from onefold.core.flat import FlatTensors, lay_out, storage_order
+from onefold.core.flat import FlatTensors, lay_out
 from onefold.core.storage import cut_pieces
 from onefold.engine.optimizerstate import (
-    AVERAGE,
     Averages,
     PieceState,
     check_saved,
-    is_by_element,
     join,
     pack,
     packed,
@@ -26,9 +22,7 @@ from onefold.engine.optimizerstate import (
     unpack,
 )
 from onefold.system.tensorfile import DTYPES
-from tests.engine.assembled import bytes_of, engine_of
-from tests.inside import engine_in
-from tests.small import line, make_trainer, points
+from tests.engine.assembled import bytes_of
 from tests.tables import for_each
 
 
@@ -93,23 +87,6 @@ def test_what_no_file_holds_is_refused(value: object, words: str) -> None:
         packed([PieceState(0, "it", value, False)])
 
 
-@for_each(
-    ("key", "value", "shape", "expected"),
-    [
-        ("exp_avg", torch.zeros(3, 2), (3, 2), True),
-        ("exp_avg", torch.zeros(6), (3, 2), False),
-        ("exp_avg", torch.zeros(()), (), True),
-        ("step", torch.zeros(()), (), False),
-        ("step", torch.zeros(3), (3,), True),
-        ("exp_avg", [0.0, 0.0, 0.0], (3,), False),
-    ],
-)
-def test_what_goes_element_by_element(
-    key: str, value: object, shape: tuple[int, ...], expected: bool
-) -> None:
-    assert is_by_element(key, value, shape) is expected
-
-
 # Whole tensors.
 
 LAYOUT = lay_out(
@@ -164,33 +141,6 @@ def test_pieces_are_joined_whoever_brought_them_and_taken_apart_again(owned: Seq
     taken = plain(take_apart(joined.keys, joined.values, note, owned, PIECES, LAYOUT))
     assert sorted(taken) == sorted(plain(s for s in states_of() if s.piece in owned))
     assert len(read) == len(set(read))  # each is read once for all its pieces
-
-
-@for_each("devices", [1, 3])
-def test_the_state_of_a_real_optimizer_goes_through_all_of_it(devices: int) -> None:
-    """From its pieces to bytes, to whole tensors, to the pieces of another engine."""
-
-    def adam() -> tuple[nn.Module, torch.optim.Optimizer]:
-        module = line(40_000)
-        return module, torch.optim.Adam(module.parameters(), lr=0.1, amsgrad=True)
-
-    module, optimizer = adam()
-    trainer = make_trainer(module, optimizer=optimizer, devices=devices)
-    trainer.step(points(8, 40_000))
-    update = engine_in(trainer).update
-    pieces, layout = update.storage.pieces, update.storage.masters
-    joined = join(unpack(packed(update.states())), pieces, layout)
-    wholes = whole_of(joined)
-    assert wholes["weight.max_exp_avg_sq"].shape == (1, 40_000)
-    twin, other = adam()
-    fresh = engine_of(twin, optimizer=other).update
-    owned = range(len(pieces))
-    fresh.take_states(
-        take_apart(joined.keys, joined.values, wholes.__getitem__, owned, pieces, layout)
-    )
-    ours, theirs = (sorted(plain(each.states())) for each in (update, fresh))
-    assert ours == theirs
-    assert len(ours) == 4 * len(pieces) > 8
 
 
 # What was saved is looked at first.
@@ -273,31 +223,6 @@ def test_low_precision_is_averaged_in_float32(dtype: torch.dtype) -> None:
         averages.follow({0: values}, flat_of())
     assert averages.pieces[0].dtype == torch.float32
     assert averages.pieces[0].tolist() == pytest.approx([1 - 0.9999**3] * 4, rel=1e-3)
-
-
-def test_pieces_and_buffers_of_any_form_are_averaged_and_travel_in_storage_order() -> None:
-    """But for whole numbers, which are the newest."""
-    image = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
-    values = [image, torch.randn(6, dtype=torch.float64), torch.randn(3, dtype=torch.complex64)]
-    mask = torch.tensor([0.0, -math.inf])
-    buffers = {"mean": torch.zeros(2), "mask": mask, "count": torch.tensor(3)}
-    averages = begun(AverageRule(0.5), *values, **buffers)
-    assert torch.equal(averages.states()[0].value, storage_order(image))
-    before = [average.clone() for average in averages.pieces.values()]
-    moved = {n: value + 1 for n, value in enumerate(values)}
-    newest = flat_of(mean=torch.ones(2), mask=mask, count=torch.tensor(9))
-    averages.follow(moved, newest)
-    for number, start in enumerate(before):
-        assert averages.pieces[number].stride() == values[number].stride()
-        assert torch.allclose(averages.pieces[number], start + (1 - 2 / 11), rtol=1e-5)
-    assert averages.buffers is not None
-    assert averages.buffers.views[0].tolist() == pytest.approx([9 / 11] * 2)
-    assert [view.tolist() for view in averages.buffers.views[1:]] == [[0.0, -math.inf], 9]
-    state = averages.states()[0]
-    assert (state.piece, state.key, state.by_element) == (0, AVERAGE, True)
-    other = Averages()
-    other.adopt(0, torch.zeros_like(image), state.value)
-    assert torch.equal(other.pieces[0], averages.pieces[0])
 
 
 def test_what_does_not_change_does_not_drift() -> None:

@@ -22,7 +22,6 @@ from tests.engine.lent import (
     run,
     samples,
     trained,
-    trainer_of,
     watched,
 )
 from tests.tables import for_each
@@ -190,35 +189,6 @@ def test_compiled_code_has_all_parameters() -> None:
     assert whole == 1
 
 
-class Beside(nn.Module):
-    """No part of the model, and computes with one of its parameters."""
-
-    def __init__(self, weight: nn.Parameter) -> None:
-        super().__init__()
-        self.weight = weight
-        self.own = nn.Parameter(torch.ones(FEATURES))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (x * self.own) @ self.weight
-
-
-def with_a_module_beside() -> list[Any]:
-    held: list[Beside] = []
-
-    def beside(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        return held[0](model(batch)).square().mean(dim=1)  # type: ignore[no-any-return]
-
-    trainer = trainer_of(loss=beside)
-    held.append(Beside(trainer.model.layers[2].weight))
-    trainer.step(samples())
-    scores = trainer.evaluate(lambda m, b: {"loss": beside(m, b)}, samples(), batch_size=4)
-    return [scores, trainer.fingerprint()]
-
-
-def test_a_module_beside_the_model_that_shares_a_parameter() -> None:
-    assert run(with_a_module_beside) == with_a_module_beside()
-
-
 # What is refused
 
 
@@ -266,13 +236,6 @@ def test_what_is_changed_where_the_model_is_read_is_refused(
     how: str, keep: Any, words: str
 ) -> None:
     assert words in run(changed_in_a_block, how, keep=keep)
-
-
-@for_each("how", ["data", "step data"])
-def test_what_is_as_it_was_is_no_change(how: str) -> None:
-    found = run(changed_in_a_block, how, (-1.0, -1.0))
-    assert found == run(changed_in_a_block, how, ())
-    assert len(found) == 16
 
 
 def refusal(call: str, whole: bool) -> str:

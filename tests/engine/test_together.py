@@ -3,22 +3,19 @@ They are those of the fold, whoever has which shard."""
 
 from __future__ import annotations
 
-import random
 import threading
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import onefold
 from onefold.core.shard import Plan
-from onefold.engine.gatherers import put_aside
 from onefold.engine.valuetrade import RowTrade, Standing
 from onefold.errors import LossError
 from tests import simulated
-from tests.engine.assembled import Parts, cut, engine_of, replica_of
+from tests.engine.assembled import cut, engine_of
 from tests.small import Batch, line, make_trainer, points
 from tests.tables import for_each
 
@@ -141,27 +138,3 @@ def test_a_failure_while_others_wait_comes_out_and_ends_their_threads() -> None:
         trainer.step((inputs, targets))
     assert "Ended" in seen
     assert threading.active_count() == 1
-
-
-def test_what_is_put_aside_comes_back() -> None:
-    module = Parts()
-    replica = replica_of(module)
-    module.note = ["mine"]
-    module.usual.weight.grad = gradient = torch.ones_like(module.usual.weight)
-    module.norm.running_mean += 1.0
-    torch.manual_seed(5)
-    put_back = put_aside(replica)
-    expected = torch.rand(3).tolist(), random.random(), float(np.random.rand())
-    assert module.usual.weight.grad is None
-    module.note, module.other = ["another's"], 1
-    module.eval()
-    module.usual.requires_grad_(False)
-    module.norm.running_mean = torch.zeros(3)
-    put_back()
-    assert (module.note, hasattr(module, "other")) == (["mine"], False)
-    assert all(part.training for part in module.modules())
-    assert module.usual.weight.grad is gradient
-    assert module.usual.weight.requires_grad
-    assert module.norm.running_mean.tolist() == [1.0] * 3
-    assert (torch.rand(3).tolist(), random.random(), float(np.random.rand())) == expected
-    module.usual.weight.grad = None

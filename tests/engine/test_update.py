@@ -274,16 +274,6 @@ def test_lists_of_low_precision_on_a_processor_are_refused(dtype: torch.dtype) -
     check_optimizer(torch.optim.SGD(model.parameters(), foreach=True, momentum=0.9), model)
 
 
-def test_adafactor_of_two_precisions_needs_its_eps() -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).bfloat16())
-    words = r"Adafactor: group 0 has parameters of torch.bfloat16, torch.float32 and the default"
-    with pytest.raises(ValueError, match=words):
-        check_optimizer(torch.optim.Adafactor(model.parameters()), model)
-    check_optimizer(torch.optim.Adafactor(model.parameters(), eps=(1e-7, 1e-3)), model)
-    groups = [{"params": [p]} for p in model.parameters()]
-    check_optimizer(torch.optim.Adafactor(groups), model)
-
-
 def test_a_span_without_any_gradient_is_left_alone() -> None:
     """With a weight that is not the number of samples, gradients are scaled: also none of them."""
 

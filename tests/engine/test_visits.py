@@ -4,7 +4,6 @@ behind there."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from onefold.core.options import KeepName, RunOptions
 from onefold.core.world import World
 from onefold.engine.update import SpanOptimizer
 from onefold.engine.visits import Visits
-from onefold.system import heap
 from onefold.system.heap import DiskHeap
 from tests.apart import TwoMemories, apart
 from tests.bits.large import GPT, TOKENS
@@ -163,39 +161,6 @@ KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-@for_each("kind", KINDS)
-def test_an_update_on_a_visit_is_the_plain_one(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(heap, "LEAST_BYTES", 1)
-    home = DiskHeap(tmp_path, apart=True)
-    generator = torch.Generator().manual_seed(3)
-    first = torch.randn(6, 5, generator=generator).t()
-    plain, away = nn.Parameter(first.clone()), nn.Parameter(home.copy(first))
-    stays = away.data_ptr()
-    optimizers = [KINDS[kind]([p]) for p in (plain, away)]
-    visits = Visits(CPU, home)
-    for _ in range(3):
-        gradient = torch.randn(6, 5, generator=generator).t()
-        plain.grad = gradient.clone()
-        with visits.updating(optimizers[1], [[away]]):
-            assert away.data_ptr() != stays
-            away.grad = gradient.clone()
-            optimizers[1].step()
-        optimizers[0].step()
-        assert away.grad is None
-    assert away.data_ptr() == stays
-    assert torch.equal(plain, away)
-    states = [optimizer.state[p] for optimizer, p in zip(optimizers, (plain, away), strict=True)]
-    assert states[0].keys() == states[1].keys()
-    for key, value in states[0].items():
-        found = states[1][key]
-        assert torch.equal(torch.as_tensor(value), torch.as_tensor(found)), key
-        if isinstance(value, torch.Tensor) and value.dim():
-            assert home.kept(found) is found, key
-            assert found.stride() == value.stride(), key
-
-
 def test_all_go_home_when_an_update_fails_or_one_cannot_come(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -276,47 +241,6 @@ def test_what_a_loss_writes_to_a_parameter_is_refused_at_any_step(shards: int, m
     masks = True
     with pytest.raises(onefold.errors.StateError, match=r"head\.weight"):
         trainer.step(LONG)
-
-
-SETTINGS: list[dict[str, Any]] = [
-    {"shards": 1},
-    {"precision": "bf16-params"},
-    {"precision": "fp16", "on_nonfinite": "skip"},
-]
-
-
-def same_as_with_all(make: Make, work: Callable[[onefold.Trainer], Any], **settings: Any) -> None:
-    found = []
-    for keep in ("all", "host"):
-        trainer = make(keep, **settings)
-        seen: Any = TwoMemories(home_of(trainer)) if keep == "host" else nullcontext()
-        with seen:
-            work(trainer)
-        gradients = [p.grad for p in trainer.model.parameters() if p.grad is not None]
-        found.append([g.numpy().tobytes() for g in gradients] or trainer.fingerprint())
-    assert found[0] == found[1]
-    assert seen.mixed <= SEEN_ON_THE_HOST
-    assert seen.at_home <= EXACT
-
-
-def of_gradient(trainer: onefold.Trainer) -> None:
-    trainer.gradient(LONG)
-
-
-def of_steps(trainer: onefold.Trainer) -> None:
-    for _ in range(3):
-        trainer.step(LONG)
-
-
-def test_the_whole_gradient(make: Make) -> None:
-    same_as_with_all(make, of_gradient)
-
-
-@pytest.mark.full
-@for_each("kind", KINDS)
-@for_each("settings", SETTINGS)
-def test_optimizers_and_precisions(kind: str, settings: dict[str, Any], make: Make) -> None:
-    same_as_with_all(make, of_steps, optimizer=KINDS[kind], **settings)
 
 
 def test_a_gradient_is_refused_also_where_no_room_is_to_name_it(
