@@ -13,6 +13,7 @@ if os.environ.get("PYTEST_XDIST_WORKER") == "gw1":
 
 import gc
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -32,7 +33,11 @@ SEMAPHORE_IN_THE_MAKING = re.compile(r"sem\.[A-Za-z0-9]{6}")
 """The C library's own: it stays where a process is killed in the very moment of making one."""
 
 ROOT = Path(__file__).resolve().parent.parent
-
+USUAL = {
+    signal.SIGINT: signal.default_int_handler,
+    signal.SIGHUP: signal.SIG_DFL,
+    signal.SIGQUIT: signal.SIG_DFL,
+}
 
 subprocess.Popen = warm.Popen  # type: ignore[misc]
 
@@ -47,6 +52,10 @@ settings.load_profile("same")
 def pytest_configure(config: pytest.Config) -> None:
     """Test workers start with the order of sets that launched devices have, so as to be forked."""
     os.environ.setdefault("PYTHONHASHSEED", "0")
+    # Ignored under nohup and in the background of a script, and then by whatever a test starts.
+    for number, handler in USUAL.items():
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -168,7 +177,7 @@ def open_files() -> set[str]:
 
 
 def _is_anothers(name: str) -> bool:
-    """Whether a file in shared memory belongs to another test worker, or to one of its children."""
+    """Whether a file in shared memory belongs to a process that this one has not started."""
     kind, _, file = name.rpartition(" ")
     if kind != "shared memory":
         return False
@@ -179,14 +188,16 @@ def _is_anothers(name: str) -> bool:
         inode = str(Path("/dev/shm", file).stat().st_ino)
     except FileNotFoundError:
         return True  # gone while this looked, and so not of a process that is still ours
+    families = []
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has just ended
             maps = [line.split() for line in (process / "maps").read_text().splitlines()]
-            there = any(m[4] == inode and m[5].startswith("/dev/shm/") for m in maps if len(m) > 5)
-            family = _ancestors(int(process.name)) if there else set()
-            if os.getppid() in family and os.getpid() not in family:
-                return True
-    return False
+            if any(m[4] == inode and m[5].startswith("/dev/shm/") for m in maps if len(m) > 5):
+                families.append(_ancestors(int(process.name)))
+    # An orphan may be one that the test has left behind.
+    return bool(families) and all(
+        os.getpid() not in family and len(family) > 2 for family in families
+    )
 
 
 def _ancestors(pid: int) -> set[int]:
