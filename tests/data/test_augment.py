@@ -124,22 +124,6 @@ def test_a_picture_with_a_right_side_is_only_cut(size: tuple[int, int]) -> None:
     assert CentreCrop(224)(test).tobytes() == test.crop((16, 16, 240, 240)).tobytes()
 
 
-@for_each("size", [(70, 90), (200, 100), (301, 77), (20, 20), (9, 31)])
-def test_the_middle_is_that_of_the_whole_picture_resized(size: tuple[int, int]) -> None:
-    picture = noise(size).resize(size, Image.Resampling.BILINEAR)
-    scale = 32 / min(size)
-    whole = picture.resize(
-        (max(32, round(size[0] * scale)), max(32, round(size[1] * scale))),
-        Image.Resampling.BILINEAR,
-        reducing_gap=2.0,
-    )
-    left, top = (whole.width - 28) // 2, (whole.height - 28) // 2
-    expected = whole.crop((left, top, left + 28, top + 28))
-    difference = np.abs(pixels_of(CentreCrop(28)(picture)) - pixels_of(expected))
-    assert difference.mean() < 1
-    assert difference.max() <= 8
-
-
 @for_each("least_area", [0.05, 0.35, 0.9])
 def test_a_random_box_is_large_enough_and_within_the_picture(least_area: float) -> None:
     """Columns and rows of a picture that grows evenly say which box was resized."""
