@@ -2,7 +2,8 @@
 
 A new file there is tested by being there. Its ``main`` takes ``epochs`` or ``steps`` and returns
 the trainer's fingerprint. One that takes ``checkpoint`` saves and resumes itself, and is tested by
-a crash; the others are run with ``onefold run --checkpoint``, and stopped by a signal.
+a crash; the others are run with ``onefold run --checkpoint``, and stopped by a signal. The versions
+for other libraries print what the plain loop prints, but for the numbers.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ import inspect
 import os
 import re
 import runpy
+import socket
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -22,9 +25,10 @@ from tests.warm import SCRIPTS
 
 FOLDER = ROOT / "examples" / "ports"
 PORTS = sorted(path for path in FOLDER.glob("*.py") if path.name != "count_lines.py")
-SHORT = {"epochs": 2, "steps": 24}
-"""How long the runs are, in what the script counts."""
-STOPPED_CODE = 75
+VERSIONS = sorted([*FOLDER.glob("ddp/*.py"), *FOLDER.glob("accelerate/*.py")])
+LENGTHS = {"epochs": (2, 2), "steps": (24, 10)}
+"""How long the runs of ports are, and those of versions, in what the script counts."""
+ON_CPU = {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true", "MASTER_ADDR": "127.0.0.1"}
 MEANT = (
     "The mathematics agree: 4 shards and one give the same",
     "Not compared: hidden, cell has the rule 'shard'",  # which no whole batch can have
@@ -32,16 +36,12 @@ MEANT = (
 )
 """What verify may say of the mathematics."""
 
-pytestmark = [
-    pytest.mark.full,
-    pytest.mark.processes,
-    pytest.mark.parametrize("port", PORTS, ids=lambda path: path.stem),
-]
+pytestmark = [pytest.mark.full, pytest.mark.processes]
+each_port = pytest.mark.parametrize("port", PORTS, ids=lambda path: path.stem)
+Done = subprocess.CompletedProcess[str]
 
 
-def onefold(
-    folder: Path, command: str, devices: str, *words: str
-) -> subprocess.CompletedProcess[str]:
+def onefold(folder: Path, command: str, devices: str, *words: str) -> Done:
     """Run a command of onefold to its end, in a folder of its own."""
     return subprocess.run(
         [sys.executable, "-m", "onefold", command, "--devices", devices, *words],
@@ -54,31 +54,7 @@ def onefold(
     )
 
 
-class Port:
-    """A script, and how it is run for a short time."""
-
-    def __init__(self, path: Path, folder: Path) -> None:
-        parameters = inspect.signature(runpy.run_path(str(path))["main"]).parameters
-        (counted,) = SHORT.keys() & parameters.keys()
-        self.saves_itself = "checkpoint" in parameters
-        self._path = path
-        self._choices = [f"{counted}={SHORT[counted]}"]
-        self._folder = folder
-
-    def run(
-        self, devices: int, how: str = "never", stop: int = 0, *, saves: bool = False
-    ) -> subprocess.CompletedProcess[str]:
-        options: list[str] = []
-        choices = list(self._choices)
-        if saves and self.saves_itself:
-            choices.append("checkpoint=saved")
-        elif saves:
-            options = ["--checkpoint", "saved", "--every", "1000"]
-        script = [str(SCRIPTS / "port.py"), str(self._path), how, str(stop)]
-        return onefold(self._folder, "run", f"cpu:{devices}", *options, *script, *choices)
-
-
-def end_of(run: subprocess.CompletedProcess[str]) -> tuple[int, str]:
+def end_of(run: Done) -> tuple[int, str]:
     """The number of the last step of a run that came to its end, and its fingerprint."""
     assert run.returncode == 0, run.stdout + run.stderr
     found = re.search(r"ended after step (\d+) with ([0-9a-f]{16})\n$", run.stdout)
@@ -86,21 +62,31 @@ def end_of(run: subprocess.CompletedProcess[str]) -> tuple[int, str]:
     return int(found[1]), found[2]
 
 
+@each_port
 def test_a_run_that_is_stopped_ends_as_one_that_is_not(port: Path, tmp_path: Path) -> None:
-    script = Port(port, tmp_path)
-    alone = script.run(1)
-    steps, fingerprint = end_of(alone)
-    how = "crash" if script.saves_itself else "signal"
-    stopped = script.run(3, how, steps * 5 // 8, saves=True)
-    assert stopped.returncode == (1 if script.saves_itself else STOPPED_CODE), stopped.stderr
+    parameters = inspect.signature(runpy.run_path(str(port))["main"]).parameters
+    (counted,) = LENGTHS.keys() & parameters.keys()
+    saves_itself = "checkpoint" in parameters
+    options = [] if saves_itself else ["--checkpoint", "saved", "--every", "1000"]
+    choices = [f"{counted}={LENGTHS[counted][0]}", *["checkpoint=saved"] * saves_itself]
+
+    def run(devices: int, how: str = "never", stop: int = 0) -> Done:
+        script = [str(SCRIPTS / "port.py"), str(port), how, str(stop)]
+        return onefold(tmp_path, "run", f"cpu:{devices}", *options, *script, *choices)
+
+    script = [str(SCRIPTS / "port.py"), str(port), "never", "0", choices[0]]
+    alone = onefold(tmp_path, "run", "cpu:1", *script)
+    stopped = run(3, "crash" if saves_itself else "signal", end_of(alone)[0] * 5 // 8)
+    assert stopped.returncode == (1 if saves_itself else 75), stopped.stderr
     assert re.search(r"the crash that was asked for|stopped by SIGTERM", stopped.stderr)
     assert list(tmp_path.glob("saved/step-*"))
-    resumed = script.run(2, saves=True)
-    assert end_of(resumed) == (steps, fingerprint)
+    resumed = run(2)
+    assert end_of(resumed) == end_of(alone)
     # It has not begun anew: what was printed before the checkpoint is not printed again.
     assert len(resumed.stdout.splitlines()) < len(alone.stdout.splitlines())
 
 
+@each_port
 def test_one_result_on_any_number_of_devices_and_the_one_that_was_meant(
     port: Path, tmp_path: Path
 ) -> None:
@@ -109,3 +95,42 @@ def test_one_result_on_any_number_of_devices_and_the_one_that_was_meant(
     assert done.returncode == 0, done.stdout + done.stderr
     assert "The bits agree after each of 3 steps." in said
     assert any(words in said for words in MEANT)
+
+
+def printed(path: Path, processes: int) -> list[str]:
+    """What each of a script's processes prints."""
+    (counted,) = re.findall(r"^def main\((\w+)=", path.read_text(), flags=re.MULTILINE)
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port = str(found.getsockname()[1])
+    together = {**os.environ, **ON_CPU, "WORLD_SIZE": str(processes), "MASTER_PORT": port}
+    words = [str(SCRIPTS / "port_version.py"), str(path), f"{counted}={LENGTHS[counted][1]}"]
+    started = [
+        subprocess.Popen(
+            [sys.executable, *words],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**together, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(processes)
+    ]
+    try:
+        ended = [process.communicate(timeout=600) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [process.returncode for process in started] == [0] * processes, ended
+    return [re.sub(r"-?\d[\d.]*(e-?\d+)?", "#", out) for out, _ in ended]
+
+
+of_the_plain_loop = cache(lambda name: printed(FOLDER / "plain" / name, 1))
+
+
+@pytest.mark.parametrize("version", VERSIONS, ids=lambda path: f"{path.parent.stem}-{path.stem}")
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_version_prints_what_the_plain_loop_prints(version: Path, processes: int) -> None:
+    """The first of its processes does, and no other prints."""
+    if version.parent.name == "accelerate":
+        pytest.importorskip("accelerate")
+    expected = [*of_the_plain_loop(version.name), *[""] * (processes - 1)]
+    assert printed(version, processes) == expected
