@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 
 import numpy as np
 import torch
@@ -201,12 +200,7 @@ def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Te
 
 
 def run(case: Case, devices: Sequence[str] | None = None) -> tuple[str, str]:
-    """Train for some steps; the fingerprint and the last loss, to the last bit.
-
-    Args:
-        case: what to train.
-        devices: for this process to drive; None in a launched process.
-    """
+    """Train for some steps; the fingerprint and the last loss, to the last bit."""
     build, data = MODELS[case.model]
     torch.manual_seed(7)
     model = build()
@@ -240,11 +234,6 @@ def run(case: Case, devices: Sequence[str] | None = None) -> tuple[str, str]:
         assert trainer.fingerprint() in result[0]
     trainer.close()
     return result
-
-
-def run_all(cases: Sequence[Case]) -> list[tuple[str, str]]:
-    """Several runs in the same processes, one after the other."""
-    return [run(case) for case in cases]
 
 
 def covering() -> list[Case]:
@@ -298,13 +287,4 @@ def _covering() -> list[Case]:
     cases.append(Case("transformer", "sgd", 4, workers=2, clip=True, microbatch=1))
     cases.append(Case("mixed", "adamw", 4, uneven=True, average=True))
     cases.append(Case("mixed", "sgd", 7, precision="bf16-params", average=True))
-    return cases
-
-
-def complete() -> list[Case]:
-    """Everything with everything; for the heavy models, workers and plans take turns."""
-    choices = product(LIGHT, OPTIMIZERS, (4, 7), (0, 2), (False, True))
-    cases = [Case(*choice) for choice in choices]
-    for turn, (name, optimizer, shards) in enumerate(product(HEAVY, OPTIMIZERS, (4, 7))):
-        cases.append(Case(name, optimizer, shards, 2 * (turn % 2), uneven=turn // 2 % 2 == 0))
     return cases

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -172,11 +172,6 @@ class Case:
     clip: bool = True
     microbatch: int | None = None
 
-    @property
-    def reference(self) -> Case:
-        """The same, with its shards in even shares and cut by itself."""
-        return replace(self, uneven=False, by_hand=False)
-
 
 CASES = [
     *(Case(model, "adamw", 13, uneven=True) for model in MODELS),
@@ -217,8 +212,3 @@ def run(case: Case, devices: Sequence[str] | None = None) -> tuple[str, str]:
     result = trainer.fingerprint(), float(step.loss).hex()
     trainer.close()
     return result
-
-
-def run_all(cases: Sequence[Case]) -> list[tuple[str, str]]:
-    """Several runs in the same processes, one after the other."""
-    return [run(case) for case in cases]

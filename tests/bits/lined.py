@@ -263,8 +263,3 @@ def run(case: Case, devices: Sequence[str] | None = None, stop: int = STEPS) -> 
     found = trainer.fingerprint(), float(step.loss).hex(), repr(values), *buffers
     trainer.close()
     return found
-
-
-def run_all(cases: Sequence[Case]) -> list[tuple[str, ...]]:
-    """Several runs in the same processes, one after the other."""
-    return [run(case) for case in cases]

@@ -183,16 +183,7 @@ def run_part(
     plan: Sequence[int] | None = None,
     devices: Sequence[str] | None = None,
 ) -> tuple[int, str]:
-    """Go on from a folder if there is something in it, and stop after a step or at the end.
-
-    Args:
-        kind: of `KINDS`.
-        workers: that read ahead.
-        folder: of the checkpoints.
-        stop_after: this step the run is saved; None for going on to the end.
-        plan: how many shards each device runs; it is turned around after every third step.
-        devices: for this process to drive; None in a launched process.
-    """
+    """Go on from a folder if there is something in it, and stop after a step or at the end."""
     torch.manual_seed(4)
     model = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -218,16 +209,3 @@ def run_part(
     result = trainer.steps, trainer.fingerprint()
     trainer.close()
     return result
-
-
-def run_parts(
-    kinds: Sequence[tuple[str, int]],
-    folder: Path,
-    stops: dict[str, int] | None,
-    plan: Sequence[int] | None = None,
-) -> list[tuple[int, str]]:
-    """Several runs in the same processes, each in a folder of its own."""
-    return [
-        run_part(kind, workers, folder / kind, stops and stops[kind], plan)
-        for kind, workers in kinds
-    ]

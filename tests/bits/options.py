@@ -18,7 +18,6 @@ import onefold
 from onefold.models import DenseCNN, resnet18
 
 STEPS = 3
-STOP_AFTER = 1
 SPOILT_STEP = 2
 """A sample of its batch has a loss that is not finite, where such steps are skipped."""
 SPOILT = 9
@@ -135,15 +134,7 @@ def run_part(
     *,
     uneven: bool = True,
 ) -> str:
-    """Go on from a folder if there is something in it, save there, and tell the fingerprints.
-
-    Args:
-        case: what to train.
-        folder: of the checkpoint.
-        stop_after: this step.
-        devices: for this process to drive; None in a launched process.
-        uneven: whether devices have unequal shares, where there are several.
-    """
+    """Go on from a folder if there is something in it, save there, and tell the fingerprints."""
     trainer = _trainer(case, devices)
     plan = {2: (3, 1), 3: (1, 3, 0)}.get(len(trainer.devices)) if uneven else None
     if plan is not None:
@@ -163,15 +154,3 @@ def run_part(
             found += f" {trainer.fingerprint()}"
     trainer.close()
     return found
-
-
-def run_parts(
-    cases: Sequence[Case], folder: Path, stop_after: int, uneven: bool = True
-) -> list[str]:
-    """Several runs in the same processes, one after the other."""
-    return [run_part(case, folder / name_of(case), stop_after, uneven=uneven) for case in cases]
-
-
-def name_of(case: Case) -> str:
-    """For a folder."""
-    return "_".join((case.model, *case.options))

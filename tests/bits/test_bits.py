@@ -1,75 +1,116 @@
-"""The promise: the same bits on any number of devices, by any exchange and any plan."""
+"""Golden problems in real processes, and what is too heavy for them on devices of one process."""
 
 from __future__ import annotations
 
-import functools
+import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 import onefold
-from tests.bits.cases import Case, complete, covering, left_out, run, run_all
+from tests import golden
+from tests.bits import cases, loaders, options
+from tests.bits.test_smoke import check
 from tests.capabilities import NO_LSTM
 
-EXCHANGES = ("local", "shared", "collective")
-COUNTS = {"local": (3, 4), "shared": (2, 3), "collective": (2, 3)}
-"""Device counts by exchange. An odd and an even one see all the covering cases together."""
-
-
 # One test worker has them all: each of them needs the runs on one device that others need too.
-pytestmark = pytest.mark.xdist_group("bits")
+pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("bits"), pytest.mark.timeout(7200)]
+
+WAYS = [
+    *(("shared", "all", 2), ("collective", "all", 4), ("shared", "span", 4)),
+    *(("collective", "span", 3), ("shared", "host", 3), ("collective", "host", 2)),
+]
+LINES = [
+    *(("shared", "stages", 2), ("shared", "stages:2", 6), ("collective", "stages", 3)),
+    ("collective", "stages:2", 4),
+]
 
 
-@functools.cache
-def reference(case: Case) -> tuple[str, str]:
-    """On one device."""
-    return run(case, ["cpu"])
+@pytest.mark.parametrize(("exchange", "keep", "devices"), [*WAYS, *LINES])
+def test_golden_problems_in_processes(exchange: str, keep: str, devices: int) -> None:
+    names = [problem.name for problem in golden.problems()]
+    if keep.startswith("stages"):
+        names = [name for name in names if name.startswith(("line-", "frozen-"))]
+        names.remove("frozen-stopped")
+    check(exchange, keep, devices, tuple(names))
 
 
-def differing(cases: list[Case], exchange: str, devices: int) -> list[Case]:
-    """The cases whose bits are not those of one device."""
-    if exchange == "local":
-        results = [run(case, ["cpu"] * devices) for case in cases]
-    else:
-        results = onefold.launch(
-            run_all, devices=f"cpu:{devices}", args=(cases,), exchange=exchange, timeout_s=300
-        )
-    pairs = zip(cases, results, strict=True)
-    return [case for case, result in pairs if result != reference(case.reference)]
+def test_devices_of_one_process() -> None:
+    """Every model, option and loader, with uneven plans that change, and workers that read."""
+    several = {2: (3, 1), 3: (1, 0, 3)}
+    for number, case in enumerate(cases.covering()):
+        found = cases.run(case, ["cpu"] * (2 + number % 3))
+        assert found == cases.run(case.reference, ["cpu"]), case
+    asked = [names for names in options.pairs() if "compile" not in names]
+    for number, names in enumerate(asked):
+        option = options.Case(list(options.MODELS)[number % 3], names)
+        ways = ["cpu"] * (2 + number % 2), ["cpu"]
+        one, other = (options.run_part(option, None, options.STEPS, way) for way in ways)
+        assert one == other, option
+    for number, kind in enumerate(loaders.KINDS):
+        devices, workers = 2 + number % 2, 0 if kind == "rule" else 2
+        given = (several[devices], ["cpu"] * devices)
+        found = loaders.run_part(kind, workers, Path("nowhere"), None, *given)
+        alone = loaders.run_part(kind, 0, Path("nowhere"), None, None, ["cpu"])
+        assert found == alone, kind
 
 
-def turns(devices: int) -> list[Case]:
-    """The covering cases, dealt out so that an odd and an even number of devices see all of them,
-    with a light one of every model for each count."""
-    cases = covering()
-    heavy = [c for c in cases if c.model in ("cnn", "resnet18")]
-    light = [c for c in cases if c not in heavy]
-    return light[devices % 2 :: 2] + heavy[devices % 2 :: 2]
+def test_the_reference_is_no_special_case() -> None:
+    """Different runs have different bits, or these comparisons would show nothing."""
+    several = [cases.Case("lenet", "sgd", shards) for shards in (2, 4, 7)]
+    assert len({cases.run(case, ["cpu"])[0] for case in several}) == 3
+    if cases.left_out():
+        pytest.skip(f"{NO_LSTM}: {', '.join(map(str, cases.left_out()))}")
 
 
-@pytest.mark.processes
+OF_ONE_RUN = ("sha256", "run", "time", "devices", "serial", "threads")
+"""What may differ between two runs in their records."""
+
+
+def files_of(folder: Path) -> dict[str, Any]:
+    """The newest checkpoint in a folder."""
+    (*_, newest) = sorted(folder.glob("step-*"))
+    record = json.loads((newest / "run.json").read_text())
+    kept = {key: value for key, value in record.items() if key not in OF_ONE_RUN}
+    files = {path.name: path.read_bytes() for path in newest.glob("*.safetensors")}
+    return {"run": json.dumps(kept), **files}
+
+
+def parts(names: list[str], folder: Path, stops: bool) -> dict[str, Any]:
+    """Stop golden problems where each is to be stopped, or go on to the end."""
+    known = {problem.name: problem for problem in golden.problems()}
+    return {
+        name: known[name].part(folder / name, known[name].stop if stops else None)  # type: ignore[misc]
+        for name in names
+    }
+
+
 @pytest.mark.parametrize(
-    ("exchange", "devices"),
-    [(exchange, devices) for exchange, counts in COUNTS.items() for devices in counts],
+    "ways",
+    [
+        (("shared", "span", 3), ("collective", "all", 2)),
+        (("collective", "all", 3), ("shared", "span", 2)),
+        (("shared", "host", 3), ("collective", "span", 2)),
+        (("collective", "all", 1), ("shared", "host", 2)),
+        (("shared", "stages", 2), ("collective", "all", 3)),
+        (("collective", "span", 3), ("shared", "stages:2", 4)),
+        (("collective", "stages", 2), ("collective", "host", 2)),
+    ],
+    ids=str,
 )
-def test_the_bits_do_not_depend_on_the_devices(exchange: str, devices: int) -> None:
-    assert differing(turns(devices), exchange, devices) == []
-
-
-def test_every_case_is_computed() -> None:
-    """Skipped, by name, where the processor has no kernels for some."""
-    if left_out():
-        pytest.skip(f"{NO_LSTM}: {', '.join(map(str, left_out()))}")
-
-
-@pytest.mark.full
-@pytest.mark.processes
-@pytest.mark.timeout(7200)
-@pytest.mark.parametrize("devices", [1, 2, 3, 4])
-@pytest.mark.parametrize("exchange", EXCHANGES)
-def test_everything_with_everything(exchange: str, devices: int) -> None:
-    assert differing(complete(), exchange, devices) == []
-
-
-def test_another_seed_or_number_of_shards_gives_other_bits() -> None:
-    bits = {reference(Case("lenet", "sgd", shards))[0] for shards in (2, 4, 7)}
-    assert len(bits) == 3
+def test_a_stopped_run_goes_on_in_another_way(
+    ways: tuple[tuple[Any, str, int], tuple[Any, str, int]], tmp_path: Path
+) -> None:
+    """With the bits of the run that never stopped, and the files of another placement."""
+    chosen = {each.name: each for each in golden.problems() if each.part is not None}
+    names = ["frozen-stopped"] if "stages" in str(ways) else list(chosen)
+    found: dict[str, Any] = {}
+    for folder, both in (("one", ways), ("all", (("shared", "all", 2), ("shared", "all", 2)))):
+        for stops, (exchange, keep, devices) in zip((True, False), both, strict=True):
+            way = {"exchange": exchange, "keep": keep, "devices": f"cpu:{devices}"}
+            given = (names, tmp_path / folder, stops)
+            found = onefold.launch(parts, args=given, timeout_s=300, **way)
+        files = [files_of(tmp_path / each / "frozen-stopped") for each in ("one", folder)]
+        assert files[0] == files[1]
+        assert found == {name: chosen[name].compute() for name in names}

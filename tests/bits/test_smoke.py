@@ -11,8 +11,8 @@ import onefold
 from onefold.system import heap
 from onefold.testing import simulate
 from tests import golden
-
-pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("smoke")]
+from tests.bits import adapted
+from tests.tables import for_each
 
 CASES = (
     "mixed-adamw-4 shards-microbatch 1",
@@ -26,32 +26,42 @@ IN_LINES = tuple(name for name in CASES if name.startswith("line"))
 
 def computed(names: Sequence[str]) -> list[list[str]]:
     """What a device has of some golden problems, one after the other."""
-    heap._LEAST_BYTES = 1  # the models are small, and the home is to have all of them
     known = {problem.name: problem for problem in golden.problems()}
-    return [[str(value) for value in known[name].compute()] for name in names]
+    least = heap._LEAST_BYTES
+    heap._LEAST_BYTES = 1  # the models are small, and the home is to have all of them
+    try:
+        return [[str(value) for value in known[name].compute()] for name in names]
+    finally:
+        heap._LEAST_BYTES = least
 
 
 @functools.cache
 def reference(names: tuple[str, ...]) -> list[list[str]]:
     """On one simulated device, which keeps everything."""
-    least = heap._LEAST_BYTES
-    try:
-        (found,) = simulate(computed, 1, args=(names,))
-    finally:
-        heap._LEAST_BYTES = least
+    (found,) = simulate(computed, 1, args=(names,))
     return found  # type: ignore[no-any-return]
 
 
+def check(exchange: str, keep: str, devices: int, names: tuple[str, ...]) -> None:
+    way = {"keep": keep, "exchange": exchange, "devices": f"cpu:{devices}", "timeout_s": 300}
+    found = onefold.launch(computed, args=(names,), **way)  # type: ignore[arg-type]
+    pairs = zip(names, found, reference(names), strict=True)
+    assert [name for name, one, other in pairs if one != other] == []
+
+
+@pytest.mark.processes
+@pytest.mark.xdist_group("smoke")
 @pytest.mark.parametrize("exchange", ["shared", "collective"])
 @pytest.mark.parametrize("keep", ["all", "span", "host", "stages"])
 def test_processes_have_the_bits_of_simulated_devices(exchange: str, keep: str) -> None:
     names = IN_LINES if keep == "stages" else CASES
-    found = onefold.launch(
-        computed,
-        devices="cpu:3" if keep in ("all", "stages") else "cpu:2",
-        args=(names,),
-        keep=keep,
-        exchange=exchange,  # type: ignore[arg-type]
-        timeout_s=300,
-    )
-    assert found == reference(names)
+    check(exchange, keep, 3 if keep in ("all", "stages") else 2, names)
+
+
+@for_each(("keep", "devices"), [("span", 2), ("span", 3), ("stages", 3), ("stages:2", 4)])
+def test_between_steps_a_device_has_its_part_of_frozen_parameters_alone(
+    keep: str, devices: int
+) -> None:
+    for kept, total, here in simulate(adapted.at_hand, devices, keep=keep, exchange="collective"):
+        assert here == ["scale", "tokens.weight"]  # which lie in no stage, and in two
+        assert 0.3 * total / devices < kept < 1.8 * total / devices

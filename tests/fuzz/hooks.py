@@ -47,13 +47,6 @@ def _turned(gradient: torch.Tensor) -> torch.Tensor:
     return gradient.transpose(0, 1).contiguous().transpose(0, 1)
 
 
-def _part_of_more(gradient: torch.Tensor) -> torch.Tensor:
-    """A view of memory that holds more."""
-    room = torch.zeros(2, *gradient.shape, dtype=gradient.dtype)
-    room[1] = gradient
-    return room[1]
-
-
 def _lent(model: Any, _: torch.optim.Optimizer) -> None:
     """A gradient of one parameter is another's too, in the same memory."""
     first = model.head.bias
@@ -84,17 +77,6 @@ def _dropped(model: Any, _: torch.optim.Optimizer) -> None:
     model.head.bias.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
 
 
-def _outputs(model: Any, _: torch.optim.Optimizer) -> None:
-    model.head.register_forward_hook(lambda module, args, output: output * 1.1)
-    model.blocks.register_forward_pre_hook(lambda module, args: (args[0] * 0.9,))
-
-
-def _backward(model: Any, _: torch.optim.Optimizer) -> None:
-    model.head.register_full_backward_hook(
-        lambda m, inputs, outputs: tuple(None if g is None else g * 2.0 for g in inputs)
-    )
-
-
 def _at_step(when: str, change: Callable[[Any], object]) -> Attach:
     """Goes through the parameters before or after the optimizer's step."""
 
@@ -111,14 +93,10 @@ HOOKS: dict[str, tuple[Attach, HookTraits]] = {
     "scaled": (_on_gradients(lambda g: g * 1.5), HookTraits()),
     "clamped": (_on_gradients(lambda g: g.clamp(-0.02, 0.02)), HookTraits(exact=False)),
     "after": (_after(lambda g: g * 0.5), HookTraits()),
-    "after in place": (_after(lambda g: g.mul_(0.5)), HookTraits()),
     "turned": (_after(_turned), HookTraits(laid_out=False)),
-    "part of more": (_after(_part_of_more), HookTraits(laid_out=False)),
     "lent": (_lent, HookTraits(exact=False)),
     "beside": (_beside, HookTraits()),
     "dropped": (_dropped, HookTraits()),
-    "outputs": (_outputs, HookTraits()),
-    "backward": (_backward, HookTraits()),
     "normalised": (_at_step("pre", lambda p: p.grad.div_(p.grad.norm() + 1e-3)), HookTraits()),
     "bounded": (_at_step("post", lambda p: p.clamp_(-0.9, 0.9)), HookTraits()),
 }

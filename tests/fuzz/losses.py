@@ -39,10 +39,6 @@ def _each(model: nn.Module, fields: Fields) -> torch.Tensor:
     return F.cross_entropy(model(fields), fields.y, reduction="none")
 
 
-def _scalar(model: nn.Module, fields: Fields) -> torch.Tensor:
-    return F.cross_entropy(model(fields), fields.y)
-
-
 def _weighted(model: nn.Module, fields: Fields) -> onefold.Mean:
     """By weights of which some are 0: in small shards nothing may count."""
     return onefold.Mean((_each(model, fields) * fields.w).sum(), fields.w.sum())
@@ -56,27 +52,11 @@ def _positives(model: nn.Module, fields: Fields) -> onefold.Mean:
     return onefold.Mean(_each(model, fields)[chosen].sum(), int(chosen.sum()))
 
 
-def _sum(model: nn.Module, fields: Fields) -> onefold.Sum:
-    return onefold.Sum(_each(model, fields).sum())
-
-
 def _two_means(model: nn.Module, fields: Fields) -> object:
     logits = model(fields)
     losses = F.cross_entropy(logits, fields.y, reduction="none")
     words = onefold.Mean((losses * fields.w).sum(), fields.w.sum())
     return words + 0.5 * onefold.Mean(logits.square().sum(), logits.numel())
-
-
-def _mean_and_sum(model: nn.Module, fields: Fields) -> object:
-    logits = model(fields)
-    losses = F.cross_entropy(logits, fields.y, reduction="none")
-    return onefold.Mean(losses.sum(), len(losses)) + 0.01 * onefold.Sum(logits.square().sum())
-
-
-def _penalised(model: nn.Module, fields: Fields) -> object:
-    penalty = sum(p.double().square().sum() for p in model.parameters() if p.requires_grad)
-    losses = _each(model, fields)
-    return onefold.Mean(losses.sum(), len(losses)) + 0.01 * onefold.Mean(penalty, 1)
 
 
 def _ready(model: nn.Module, fields: Fields, losses: Any = onefold.losses) -> object:
@@ -120,27 +100,6 @@ def _one_by_one(model: nn.Module, fields: Fields) -> torch.Tensor:
     return F.cross_entropy(logits, fields.y, reduction="none")
 
 
-def _two_models(model: Any, fields: Fields) -> torch.Tensor:
-    """Freezes a part for a while, and leaves it as it was."""
-    wanted = [p.requires_grad for p in model.stem.parameters()]
-    model.stem.requires_grad_(False)
-    first = _each(model, fields)
-    for p, want in zip(model.stem.parameters(), wanted, strict=True):
-        p.requires_grad_(want)
-    return first + 0.1 * model(fields).square().mean(dim=1)
-
-
-def _scored_on_the_way(model: nn.Module, fields: Fields) -> torch.Tensor:
-    """Looks at its outputs in evaluation mode first, and puts each part's mode back."""
-    modes = [part.training for part in model.modules()]
-    model.eval()
-    with torch.no_grad():
-        sure = model(fields).softmax(dim=1).amax(dim=1)
-    for part, mode in zip(model.modules(), modes, strict=True):
-        part.training = mode
-    return _each(model, fields) * (1 + sure.detach())
-
-
 def _closing_over(model: Any) -> Loss:
     """Has the model from elsewhere than its argument, and a teacher outside of it."""
     with torch.random.fork_rng():
@@ -159,21 +118,14 @@ def _closing_over(model: Any) -> Loss:
 
 LOSSES: dict[str, tuple[Callable[[nn.Module], Loss], LossTraits]] = {
     "each": (_of(_each), LossTraits()),
-    "scalar": (_of(_scalar), LossTraits()),
     "weighted": (_of(_weighted), LossTraits()),
     "positives": (_of(_positives), LossTraits()),
-    "sum": (_of(_sum), LossTraits()),
     "two means": (_of(_two_means), LossTraits()),
-    "mean and sum": (_of(_mean_and_sum), LossTraits()),
-    "penalised": (_of(_penalised), LossTraits()),
     "ready": (_of(_ready), LossTraits()),
-    "wide": (_of(lambda model, fields: _each(model, fields).double()), LossTraits()),
     "attack": (_of(_attack), LossTraits(gradient_of_inputs=True)),
     "smooth": (_of(_smooth), LossTraits(twice=True, gradient_of_inputs=True)),
     "mixed up": (_of(_mixed_up), LossTraits(exact=False)),
     "one by one": (_of(_one_by_one), LossTraits()),
-    "two models": (_of(_two_models), LossTraits()),
-    "scored on the way": (_of(_scored_on_the_way), LossTraits()),
     "closing over": (_closing_over, LossTraits()),
 }
 

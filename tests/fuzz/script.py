@@ -220,21 +220,15 @@ class Script:
         trainer, case = self.trainer, self.case
         scored = data.data_set(7, case.torch_dtype, 5, noisy=case.noisy)
         if event == "evaluate":
-            self._evaluate(scored)
+            scores = trainer.evaluate(score, scored, batch_size=5)
+            self.lines.append(f"scores {[(name, value.hex()) for name, value in scores.items()]}")
         elif event == "predict":
             logits = trainer.predict(
                 lambda m, b: {"logits": m(data.read_fields(b))}, scored, batch_size=4
             )["logits"]
             self.lines.append(f"predicted {_digest(logits)}")
-        elif event == "gather":
-            said = trainer.gather({"number": float(number), "third": 1 / 3})
-            assert said == [{"number": float(number), "third": 1 / 3}] * len(trainer.devices)
-        elif event == "barrier":
-            trainer.barrier()
         elif event.startswith("changing"):
             self._change(event)
-        elif event == "swap":
-            self._swap(scored)
         elif event == "plan":
             rng = random.Random(1000 * case.seed + number)
             trainer.plan = a_plan(rng, trainer.shards, len(trainer.devices))
@@ -248,10 +242,6 @@ class Script:
             change(self.model, self.optimizer, event)
         self.lines.append(f"{event}: {trainer.fingerprint()}")
 
-    def _evaluate(self, scored: Any) -> None:
-        scores = self.trainer.evaluate(score, scored, batch_size=5)
-        self.lines.append(f"scores {[(name, value.hex()) for name, value in scores.items()]}")
-
     def _change(self, event: str) -> None:
         """What the lead does in the block counts, whatever the others do."""
         with self.trainer.changing():
@@ -260,15 +250,6 @@ class Script:
             elif event == "changing otherwise elsewhere":
                 scale(self.model, 0.1)
                 change(self.model, self.optimizer, "buffer replaced")
-
-    def _swap(self, scored: Any) -> None:
-        kept = [p.detach().clone() for p in self.model.parameters()]
-        with self.trainer.changing():
-            scale(self.model, 0.5)
-        self._evaluate(scored)
-        with self.trainer.changing(), torch.no_grad():
-            for parameter, value in zip(self.model.parameters(), kept, strict=True):
-                parameter.copy_(value)
 
     def _go_back(self) -> None:
         """Save, make a step more, and load what was saved."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from onefold.verifying.draws import Draws, without_dropout
+from onefold.verifying.draws import Draws
 from tests.tables import for_each
 
 N = 6
@@ -61,15 +61,3 @@ def test_a_draw_of_all_samples_is_the_same(draw: Draw) -> None:
 )
 def test_a_draw_without_counterpart_is_named(draw: Draw, name: str) -> None:
     assert replayed(draw)[2] == {name}
-
-
-def test_nothing_is_dropped_out() -> None:
-    functional = torch.nn.functional
-    before = functional.dropout
-    x = torch.ones(4, 5, 6)
-    with without_dropout():
-        for name in ("dropout", "dropout1d", "alpha_dropout", "feature_alpha_dropout"):
-            assert torch.equal(getattr(functional, name)(x, 0.5, True), x)
-        attended = functional.scaled_dot_product_attention(x, x, x, None, 0.9)
-        assert torch.allclose(attended, x)
-    assert functional.dropout is before

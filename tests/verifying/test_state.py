@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from onefold.verifying.state import StateWatch, place_of
+from onefold.verifying.state import StateWatch
 from tests.tables import for_each
 
 GENERATOR = np.random.default_rng(0)
@@ -126,8 +126,3 @@ def test_what_a_loss_closes_over_or_changes_is_named() -> None:
 def test_generators_of_a_data_set_are_named() -> None:
     (found,) = changed_by(nn.Linear(1, 1), plain, Drawing()).generators
     assert found == "attribute transform of the data set (Drawing).generator"
-
-
-@for_each("function", [plain, Loss(), Loss().method, partial(plain, None)])
-def test_a_function_has_a_place(function: Callable[..., Any]) -> None:
-    assert "test_state.py:" in place_of(function)

@@ -1,78 +1,14 @@
-"""What surrounds a loss while it is compared: modes, buffers, and which dimension is the time."""
+"""Buffers of a comparison: put back, told apart, and with the rule that makes them agree."""
 
 from __future__ import annotations
 
 import math
 
-import pytest
 import torch
 from torch import nn
 
-from onefold.verifying.surroundings import KeptBuffers, TimeFirst, quiet_modes
+from onefold.verifying.surroundings import KeptBuffers
 from tests.tables import for_each
-
-# Modes.
-
-
-@for_each(("narrow", "training"), [(False, set()), (True, {"", "line", "lstm"})])
-def test_norms_and_dropouts_are_quiet_and_all_the_rest_if_asked_for(
-    narrow: bool, training: set[str]
-) -> None:
-    parts = {"norm": nn.BatchNorm1d(3), "drop": nn.Dropout(0.5), "line": nn.Linear(3, 3)}
-    model = nn.ModuleDict({**parts, "lstm": nn.LSTM(3, 3, num_layers=2, dropout=0.4)})
-    model["drop"].eval()
-
-    def fail() -> None:
-        with quiet_modes(model, narrow=narrow):
-            assert {name for name, part in model.named_modules() if part.training} == training
-            assert model["lstm"].dropout == 0.0
-            raise ArithmeticError
-
-    with pytest.raises(ArithmeticError):
-        fail()
-    assert {n for n, p in model.named_modules() if p.training} == {"", "norm", "line", "lstm"}
-    assert model["lstm"].dropout == 0.4
-
-
-def test_modules_beside_the_model_are_quiet_once_they_are_called() -> None:
-    """A loss may drop out by itself."""
-    beside, drawn = nn.Dropout(0.5), torch.ones(100)
-    with quiet_modes(nn.Linear(1, 1), narrow=False):
-        assert torch.equal(beside(drawn), drawn)
-    assert beside.training
-    assert not torch.equal(beside(drawn), drawn)
-
-
-# Time.
-
-WHOLE = torch.zeros(6, 4, 2)
-RECURRENT = nn.Sequential(nn.GRU(2, 2))
-
-
-@for_each(
-    ("model", "whole", "shard", "expected"),
-    [
-        (RECURRENT, WHOLE, WHOLE[:3], ["0 (GRU)"]),
-        (RECURRENT, WHOLE, WHOLE[:, :2], []),  # fewer samples and the same time: as it should be
-        (RECURRENT, WHOLE, WHOLE[:3, :2], []),
-        (RECURRENT, WHOLE[:, 0], WHOLE[:3, 0], []),  # one sequence without samples
-        (nn.Sequential(nn.GRU(2, 2, batch_first=True)), WHOLE, WHOLE[:3], []),
-        (nn.Sequential(nn.Linear(2, 2)), WHOLE, WHOLE[:3], []),
-    ],
-)
-def test_a_batch_that_was_cut_along_time_is_seen(
-    model: nn.Module, whole: torch.Tensor, shard: torch.Tensor, expected: list[str]
-) -> None:
-    watch = TimeFirst(model)
-    with watch.noting("whole"):
-        model(whole)
-    with watch.noting("shard"):
-        model(shard)
-    model(shard[:1])  # nobody looks any more
-    assert watch.cut_along_time() == expected
-
-
-# Buffers.
 
 
 def holding(**values: object) -> nn.Module:
