@@ -42,7 +42,7 @@ TABLE: list[tuple[list[dict[str, Any]], bool, str]] = [
         [{}, {**DIFFERS, "worst_difference": 0.25}],
         False,
         (
-            "first in step 2: the loss, f[x] (a.py:1), is 0.5 with 4 shards and 2 with one (4 times)|"
+            "first in step 2: the loss, f[x] (a.py:1), is 0.5 with 4 shards and 2 with one (4 t|"
             "the gradient of w differs by 0.25 of its norm|"
             "Likely cause: unknown (the losses differ; the loss returned a scalar)"
         ),

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import io
 import re
 from types import SimpleNamespace
 from typing import Any
@@ -8,16 +7,10 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from rich.progress import Progress, Task
+from rich.progress import Progress
 
 import onefold
-from onefold.jobs.progress import (
-    ReadingBar,
-    SpeedColumn,
-    TrainingBar,
-    epoch_line,
-    phase_shares,
-)
+from onefold.jobs.progress import ReadingBar, SpeedColumn, TrainingBar, epoch_line, phase_shares
 from tests.small import make_trainer, points
 from tests.tables import for_each
 
@@ -30,72 +23,51 @@ def device(*seconds: float) -> dict[str, Any]:
 
 def line(**changes: Any) -> dict[str, Any]:
     """A line of metrics, as a training writes one for each epoch."""
-    return {
-        "epoch": 1,
-        "loss": 0.123456,
-        "scores": {"loss": 0.23456, "accuracy": 0.98765},
-        "lr": 0.04567,
-        "train_s": 9.25,
-        "evaluate_s": 0.5,
-        "devices": [device(1, 4, 3, 1, 1), device(2, 3, 3, 2, 0)],
-        **changes,
-    }
+    scores = {"loss": 0.23456, "accuracy": 0.98765}
+    times = {"lr": 0.04567, "train_s": 9.25, "evaluate_s": 0.5}
+    devices = [device(1, 4, 3, 1, 1), device(2, 3, 3, 2, 0)]
+    return {"epoch": 1, "loss": 0.1234, "scores": scores, **times, "devices": devices, **changes}
 
 
 def bar_of(
     *, is_lead: bool = True, devices: int = 2, done: int = 0, width: int = 100
-) -> tuple[TrainingBar, Console]:
-    """A bar of 3 epochs of 40 samples, on a screen that is recorded."""
+) -> tuple[TrainingBar, Console, Any]:
+    """A bar of 3 epochs of 40 samples on a screen that is recorded, and its task."""
     trainer: Any = SimpleNamespace(is_lead=is_lead, devices=(torch.device("cpu"),) * devices)
     bar = TrainingBar(trainer, samples=40, epochs=3, done=done)
     console = Console(width=width, force_terminal=True, color_system=None)
     bar.progress.live.console = console
-    return bar, console
+    return bar, console, bar.progress.tasks[0]
 
 
-def step(samples: int = 10, epoch: int = 0) -> Any:
-    return SimpleNamespace(samples=samples, epoch=epoch)
+def step(epoch: int = 0) -> Any:
+    return SimpleNamespace(samples=10, epoch=epoch)
 
 
-def test_files_that_are_read_are_one_line_where_nobody_looks() -> None:
-    console = Console(file=io.StringIO(), width=100)
-    with ReadingBar(console) as bar:
-        for done in range(1, 4):
-            bar.watch(done, 3)
-    assert console.file.getvalue() == "onefold: reading 3 files\n"  # type: ignore[attr-defined]
-
-
-def test_files_that_are_read_are_a_bar_on_a_terminal() -> None:
-    console = Console(file=io.StringIO(), width=100, force_terminal=True, color_system=None)
-    with ReadingBar(console) as bar:
-        for done in range(1, 4):
-            bar.watch(done, 3000)
-    shown = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "reading files" in shown
-    assert "3/3000" in shown
-    assert "onefold: reading" not in shown
-
-
-def test_where_nothing_is_read_nothing_is_shown() -> None:
-    console = Console(file=io.StringIO(), width=100, force_terminal=True)
-    with ReadingBar(console):
-        pass
-    assert console.file.getvalue() == ""  # type: ignore[attr-defined]
+@for_each(("terminal", "files"), [(False, 3), (True, 3), (True, 0)])
+def test_files_that_are_read_are_a_bar_on_a_terminal_and_else_one_line(
+    terminal: bool, files: int
+) -> None:
+    console = Console(width=100, force_terminal=terminal, color_system=None)
+    with console.capture() as shown, ReadingBar(console) as bar:
+        for done in range(files):
+            bar.watch(done + 1, 3000)
+    text = shown.get()
+    if terminal and files:
+        assert "reading files" in text
+        assert "3/3000" in text
+        assert "onefold: reading" not in text
+    else:
+        assert text == ("onefold: reading 3,000 files\n" if files else "")
 
 
 def test_an_epoch_is_told_in_one_line() -> None:
     assert epoch_line(line(), 30) == (
-        "epoch  2/30  loss 0.1235  test loss 0.2346  accuracy 98.77%  lr 0.046  9.8 s  "
+        "epoch  2/30  loss 0.1234  test loss 0.2346  accuracy 98.77%  lr 0.046  9.8 s  "
         "data 15%, computing 70%, exchange 15%"
     )
-
-
-@for_each(("epochs", "words"), [(9, "epoch 2/9 "), (100, "epoch   2/100 ")])
-def test_the_lines_of_all_epochs_are_as_long(epochs: int, words: str) -> None:
-    assert epoch_line(line(), epochs).startswith(words)
-
-
-def test_scores_that_are_no_numbers_are_told_as_such() -> None:
+    assert epoch_line(line(), 9).startswith("epoch 2/9 ")
+    assert epoch_line(line(), 100).startswith("epoch   2/100 ")
     told = epoch_line(line(loss=float("nan"), scores={"accuracy": float("nan")}), 3)
     assert "loss nan  accuracy nan%" in told
 
@@ -112,68 +84,47 @@ def test_scores_that_are_no_numbers_are_told_as_such() -> None:
 def test_shares_are_of_the_time_of_all_devices(
     devices: list[dict[str, Any]], shares: tuple[float, ...]
 ) -> None:
-    assert tuple(phase_shares(devices).values()) == shares
-    assert list(phase_shares(devices)) == ["data", "computing", "exchange"]
-
-
-def task_of(**values: Any) -> Task:
-    progress = Progress(SpeedColumn(), disable=True)
-    progress.add_task("", total=10)
-    (task,) = progress.tasks
-    for name, value in values.items():
-        setattr(task, name, value)
-    return task
+    names = ("data", "computing", "exchange")
+    assert phase_shares(devices) == dict(zip(names, shares, strict=True))
 
 
 def test_a_speed_is_told_once_it_is_known() -> None:
-    assert SpeedColumn().render(task_of()).plain == ""
-    assert SpeedColumn().render(task_of(finished_speed=12345.6)).plain == "12,346 samples/s"
+    progress = Progress(SpeedColumn(), disable=True)
+    progress.add_task("", total=10)
+    (task,) = progress.tasks
+    assert SpeedColumn().render(task).plain == ""
+    task.finished_speed = 12345.6
+    assert SpeedColumn().render(task).plain == "12,346 samples/s"
 
 
 @for_each(("devices", "words"), [(1, "1 device "), (3, "3 devices ")])
-def test_the_bar_says_how_many_devices_there_are(devices: int, words: str) -> None:
-    bar, console = bar_of(devices=devices)
-    with console.capture() as shown, bar:
-        pass
-    assert words in shown.get()
-
-
-def test_the_bar_counts_samples_and_tells_the_epoch_and_its_loss() -> None:
-    bar, console = bar_of()
+@for_each("done", [0, 40])
+def test_the_bar_counts_samples_and_tells_devices_epoch_and_loss(
+    devices: int, words: str, done: int
+) -> None:
+    bar, console, task = bar_of(devices=devices, done=done)
+    assert (task.completed, task.total) == (done, 120)
     with console.capture() as shown, bar:
         for number in range(6):
             bar.advance(step(epoch=number // 4), mean_loss=1 / (number + 1))
-    (task,) = bar.progress.tasks
-    assert (task.completed, task.total) == (60, 120)
+    assert task.completed == done + 60
+    assert words in shown.get()
     assert "epoch 2/3  loss 0.167" in shown.get()
 
 
-def test_a_run_that_goes_on_begins_where_it_was() -> None:
-    bar, _ = bar_of(done=40)
-    (task,) = bar.progress.tasks
-    assert (task.completed, task.total) == (40, 120)
-    bar.advance(step(), mean_loss=0.5)
-    assert task.completed == 50
-
-
-def test_lines_come_above_the_bar_as_they_are() -> None:
-    bar, console = bar_of(width=30)
+def test_lines_come_above_the_bar_as_they_are_and_from_the_lead_alone() -> None:
     text = "loss [bold]0.5[/bold] " + "of many words " * 5 + "/tmp/a"
-    with console.capture() as shown, bar:
-        bar.say(text)
-    assert text in re.sub(r"\x1b\[[0-9?]*[a-zA-Z]|\r", "", shown.get())
-
-
-def test_other_processes_show_nothing() -> None:
-    bar, console = bar_of(is_lead=False)
-    with console.capture() as shown, bar:
-        bar.advance(step(), mean_loss=0.5)
-        bar.say("a line")
-    assert shown.get() == ""
+    for is_lead in (True, False):
+        bar, console, _ = bar_of(is_lead=is_lead, width=30)
+        with console.capture() as shown, bar:
+            bar.advance(step(), mean_loss=0.5)
+            bar.say(text)
+        found = re.sub(r"\x1b\[[0-9?]*[a-zA-Z]|\r", "", shown.get())
+        assert text in found if is_lead else found == ""
 
 
 def test_a_failure_takes_the_bar_down() -> None:
-    bar, console = bar_of()
+    bar, console, _ = bar_of()
     with console.capture(), pytest.raises(KeyError, match="a label"), bar:
         raise KeyError("a label")
     assert not bar.progress.live.is_started
@@ -184,6 +135,5 @@ def test_a_trainers_own_steps_move_the_bar(capsys: pytest.CaptureFixture[str]) -
     with TrainingBar(trainer, samples=9, epochs=1) as bar:
         done: onefold.Step = trainer.step(points(9))
         bar.advance(done, mean_loss=float(done.loss))
-    (task,) = bar.progress.tasks
-    assert task.finished
+    assert bar.progress.tasks[0].finished
     assert f"epoch 1/1  loss {float(done.loss):.3f}" in capsys.readouterr().out
