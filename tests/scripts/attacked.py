@@ -57,11 +57,6 @@ def abstract_names() -> Iterator[str]:
             yield "\0" + name[1:]
 
 
-def following(name: str) -> str:
-    """The name of another device of the run, if names were counted."""
-    return name[:-1] + chr(ord(name[-1]) + 1)
-
-
 def loopback_ports() -> Iterator[int]:
     for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]:
         address, state = line.split()[1], line.split()[3]
@@ -112,7 +107,7 @@ def take_places(_: Path) -> Iterable[str]:
         for name in abstract_names():
             taken = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             try:
-                taken.bind(following(name))
+                taken.bind(name[:-1] + chr(ord(name[-1]) + 1))  # if names were counted
                 held.append(taken)
             except OSError:
                 taken.close()
@@ -143,26 +138,9 @@ def main(kind: str, exchange: str, folder: Path) -> None:
         attack_compiler(exchange, folder)
         return
     own_network()
-    with tempfile.TemporaryDirectory(dir="/tmp") as temporary:
-        Path(temporary).chmod(0o1777)  # as /tmp is
-        variables = {
-            "SOAK_BEGUN": str(folder / "begun"),
-            "TMPDIR": temporary,
-        }
-        with somebody_trying(lambda: ATTACKS[kind](Path(temporary))) as got:
-            done = subprocess.run(
-                [
-                    *(sys.executable, "-m", "onefold", "run", "--devices=cpu:3", "--timeout=60"),
-                    *(f"--exchange={exchange}", str(SCRIPT)),
-                ],
-                capture_output=True,
-                text=True,
-                check=False,
-                timeout=150,
-                env={**os.environ, **variables},
-            )
-    rounds, *held_by_other = got
-    print(json.dumps([int(rounds), held_by_other, done.returncode, done.stdout, done.stderr]))
+    options = ("--devices=cpu:3", "--timeout=60", f"--exchange={exchange}")
+    variables = {"SOAK_BEGUN": str(folder / "begun")}
+    attack(kind, ["-m", "onefold", "run", *options, str(SCRIPT)], variables)
 
 
 def attack_compiler(launcher: str, folder: Path) -> None:
@@ -172,19 +150,25 @@ def attack_compiler(launcher: str, folder: Path) -> None:
         "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"],
         "python": [],
     }
+    os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)
+    variables = {"HOME": str(folder), "LOGNAME": "root"}
+    attack("code", [*commands[launcher], str(COMPILING)], variables)
+
+
+def attack(kind: str, command: list[str], variables: dict[str, str]) -> None:
+    """Run a command of Python's while another user tries, and print what came of both."""
     with tempfile.TemporaryDirectory(dir="/tmp") as temporary:
-        Path(temporary).chmod(0o1777)
-        environment = {**os.environ, "TMPDIR": temporary, "HOME": str(folder)}
-        environment.pop("TORCHINDUCTOR_CACHE_DIR", None)
-        with somebody_trying(lambda: plant_code(Path(temporary))) as got:
-            time.sleep(1)  # he is there first
+        Path(temporary).chmod(0o1777)  # as /tmp is
+        with somebody_trying(lambda: ATTACKS[kind](Path(temporary))) as got:
+            if kind == "code":
+                time.sleep(1)  # he is there first
             done = subprocess.run(
-                [sys.executable, *commands[launcher], str(COMPILING)],
+                [sys.executable, *command],
                 capture_output=True,
                 text=True,
                 check=False,
                 timeout=400,
-                env={**environment, "LOGNAME": "root"},
+                env={**os.environ, "TMPDIR": temporary, **variables},
             )
     rounds, *held_by_other = got
     print(json.dumps([int(rounds), held_by_other, done.returncode, done.stdout, done.stderr]))
