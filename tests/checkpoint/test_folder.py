@@ -18,7 +18,7 @@ from onefold.core.jsonvalue import to_json
 from onefold.system.tensorfile import TensorParts
 from tests.checkpoint.folders import full_disk, names_in, steps_in
 from tests.small import bits, make_trainer
-from tests.somebody import NOBODY, somebody_else
+from tests.somebody import NOBODY
 from tests.tables import for_each
 
 
@@ -170,23 +170,6 @@ def test_what_a_killed_process_left_is_swept_up_and_nothing_else(tmp_path: Path)
     assert names_in(tmp_path) == (kept | {TWO}) - {busy.name}
     assert value_in(tmp_path / ONE) == 2
     assert (tmp_path / ".step-00000005.0123abcd.old" / "thesis.tex").exists()
-
-
-def locking(folder: Path) -> None:
-    """Have the lock of every folder that is there, as anybody may who can read it."""
-    for path in (folder, *folder.iterdir()):
-        fcntl.flock(os.open(path, os.O_RDONLY), fcntl.LOCK_SH)
-
-
-def test_nobody_elses_lock_is_waited_for(tmp_path: Path) -> None:
-    for step in (1, 2, 3):
-        write(tmp_path / f"step-0000000{step}")
-    tmp_path.chmod(0o755)
-    with somebody_else(locking, tmp_path):
-        write(tmp_path / "step-00000003", 7)
-        prune(tmp_path, run="this", keep=1)
-    assert steps_in(tmp_path) == [3]
-    assert value_in(tmp_path / "step-00000003") == 7
 
 
 def test_a_lock_is_its_owners_alone_and_no_forked_child_keeps_it(tmp_path: Path) -> None:

@@ -9,9 +9,7 @@ from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
 import pytest
-import torch
 
-from onefold.checkpoint.background import Background
 from onefold.checkpoint.saving import Lead
 from onefold.errors import PeerLost
 from tests.engine.assembled import engine_of, team_of
@@ -47,7 +45,6 @@ def test_a_process_alone_does_all_of_it_in_its_own_thread(devices: int) -> None:
     assert lead.share(2.5) == 2.5
     assert lead.do("it", threading.current_thread) is threading.current_thread()
     assert lead.do("it", None) is None
-    assert lead.hand_out(part_for).tolist() == [1, 1, 1]
 
 
 def test_the_work_and_its_result_are_the_leads_alone(caplog: pytest.LogCaptureFixture) -> None:
@@ -107,47 +104,3 @@ def test_a_lead_that_hears_of_anothers_failure_still_ends_its_thread() -> None:
     assert isinstance(one, PeerLost)
     assert isinstance(other, ArithmeticError)
     assert ended == [True]
-
-
-def test_a_job_that_was_begun_before_is_waited_for_by_all() -> None:
-    def work(lead: Lead, seat: Seat) -> list[str]:
-        said: list[str] = []
-        job = Background("writing", gives_way=False)
-        if lead.is_here:
-            job.start(lambda: said.append("written"))
-        lead.wait_for(job)
-        return said
-
-    assert both(work) == [["written"], []]
-
-
-# What is made for each.
-
-
-def part_for(device: int) -> torch.Tensor:
-    return torch.full((3 + device,), device + 1, dtype=torch.uint8)
-
-
-def test_each_process_gets_what_was_made_for_it() -> None:
-    made: list[int] = []
-
-    def make(device: int) -> torch.Tensor:
-        made.append(device)
-        return part_for(device)
-
-    def work(lead: Lead, _: Seat) -> list[int]:
-        return lead.hand_out(make if lead.is_here else None).tolist()
-
-    assert both(work) == [[1, 1, 1], [2, 2, 2, 2]]
-    assert made == [0, 1]  # one after the other, so that one is held at a time
-
-
-def test_what_cannot_be_made_fails_on_the_lead() -> None:
-    def make(device: int) -> torch.Tensor:
-        if device:
-            raise ArithmeticError("for the second")
-        return part_for(device)
-
-    one, other = both(lambda lead, _: lead.hand_out(make if lead.is_here else None))
-    assert isinstance(one, ArithmeticError)
-    assert isinstance(other, PeerLost)

@@ -8,15 +8,17 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
 import onefold
-from onefold.checkpoint import saving
-from onefold.errors import CheckpointError
+from onefold.checkpoint import resume, saving
+from onefold.core.options import RunOptions
+from onefold.errors import CheckpointError, PeerFailed
+from onefold.testing import outcomes
 from tests import simulated
 from tests.checkpoint.folders import full_disk, names_in, reseal, steps_in
 from tests.small import bits, line, make_trainer, points, sgd, square
@@ -176,20 +178,6 @@ def test_a_refused_load_is_survived_by_all_devices_and_a_failed_save_by_none(
     said, after = simulated.launch(in_vain, args=(tmp_path, "save"), **choices)
     assert "file" in said
     assert after.startswith("this trainer has left its run")
-
-
-def test_a_compiled_model_is_saved_under_the_users_own_names(tmp_path: Path) -> None:
-    plain = line()
-    trainer = make_trainer(torch.compile(line(), backend="eager"))  # type: ignore[arg-type]
-    trainer.step(points(8))
-    folder = trainer.save(tmp_path)
-    plain.load_state_dict(load_file(folder / "model.safetensors"))
-    assert list(bits(plain).values()) == list(bits(trainer.model).values())
-    again = make_trainer(line())
-    again.load(tmp_path)
-    again.step(points(8))
-    trainer.step(points(8))
-    assert again.fingerprint() == trainer.fingerprint()
 
 
 @for_each(
@@ -375,74 +363,8 @@ def test_another_run_is_refused_by_name_and_taken_on_request(tmp_path: Path, wha
     other.load(tmp_path, changed=[what])
     assert (bits(other.model), other.steps) == (bits(trainer.model), 1)
     other.step(points(8))
-
-
-def test_a_seed_once_changed_is_the_runs_own(tmp_path: Path) -> None:
-    make_trainer().save(tmp_path)
-    other = make_trainer(seed=7)
-    other.load(tmp_path, changed="seed")
     other.save(tmp_path)
-    make_trainer(seed=7).load(tmp_path)
-
-
-def test_the_loaders_of_a_run_are_compared(tmp_path: Path) -> None:
-    """Whether they are made before or after the run goes on."""
-    data = torch.utils.data.TensorDataset(*points(12))
-
-    def loader_of(trainer: onefold.Trainer, batch_size: int, lengths: range | None) -> Any:
-        return trainer.loader(data, batch_size=batch_size, shuffle=True, lengths=lengths)
-
-    cases = [
-        (4, None, None, "batch_size 5, this run has 4", ["batch_size"]),
-        (4, range(12), range(12), "batches by length, of batch_size 5", ["batch_size", "dataset"]),
-        (5, range(12), range(1, 13), "lengths of samples, as a digest", ["dataset"]),
-    ]
-    for number, (batch_size, then, now, words, changed) in enumerate(cases):
-        folder = tmp_path / str(number)
-        trainer, early, late = (make_trainer() for _ in range(3))
-        trainer.step(next(iter(loader_of(trainer, 5, then))))
-        trainer.save(folder)
-        loader_of(early, batch_size, now)
-        with pytest.raises(CheckpointError, match=words):
-            early.load(folder, changed=changed[:-1])
-        assert early.steps == 0
-        assert early.load(folder, changed=changed).step == 1
-        late.load(folder)
-        with pytest.raises(CheckpointError, match="was saved with"):
-            loader_of(late, batch_size, now)
-
-
-class Remembered(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Notes which samples are read."""
-
-    def __init__(self, samples: int) -> None:
-        self._samples = samples
-        self.read: list[int] = []
-
-    def __len__(self) -> int:
-        return self._samples
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        self.read.append(index)
-        return torch.full((3,), index / 40), torch.zeros(1)
-
-
-@for_each("lengths", [None, [n % 7 for n in range(40)]], ids=["", "by length"])
-def test_nothing_is_read_that_came_before(tmp_path: Path, lengths: list[int] | None) -> None:
-    first, second = Remembered(40), Remembered(40)
-    trainer = make_trainer()
-    for number, batch in enumerate(
-        trainer.loader(first, batch_size=4, shuffle=True, lengths=lengths)
-    ):
-        trainer.step(batch)
-        if number == 6:
-            trainer.save(tmp_path)
-    again = make_trainer()
-    again.load(tmp_path)
-    for batch in again.loader(second, batch_size=4, shuffle=True, lengths=lengths):
-        again.step(batch)
-    assert second.read == first.read[28:]
-    assert again.fingerprint() == trainer.fingerprint()
+    assert changed_trainer(choices).load(tmp_path).step == 2, "it is the run's own from then on"
 
 
 # Which checkpoints stay
@@ -581,3 +503,19 @@ def test_another_number_of_threads_is_told(
     make_trainer(threads=2).load(tmp_path)
     torch.set_num_threads(1)
     assert "was saved with threads 1, here it is 2: the mathematics is the same" in caplog.text
+
+
+def load(directory: Path) -> None:
+    make_trainer(devices=None).load(directory)
+
+
+@for_each("exchange", ["shared", "collective"])
+def test_what_fails_in_the_leads_work_ends_all(tmp_path: Path, exchange: Any) -> None:
+    make_trainer().save(tmp_path)
+    fail = mock.Mock(side_effect=ArithmeticError("the fault that was asked for"))
+    with mock.patch.object(resume, "find_checkpoint", fail):
+        lead, other = outcomes(load, 2, args=(tmp_path,), options=RunOptions(exchange=exchange))
+    assert fail.call_count == 1
+    assert isinstance(lead.error, ArithmeticError)
+    with pytest.raises(PeerFailed, match="ArithmeticError: the fault that was asked for"):
+        raise other.error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -93,29 +92,6 @@ def changed_at_each_epoch(life: Life) -> str:
     return result(trainer)
 
 
-def target_network(life: Life) -> str:
-    model = nn.ModuleDict({"online": network(), "target": network()})
-    model["target"].requires_grad_(False)
-
-    def loss(models: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        inputs, targets = batch
-        wanted = targets + 0.5 * models["target"](inputs).detach()  # type: ignore[operator]
-        return (models["online"](inputs) - wanted).square().mean(dim=1)  # type: ignore[operator]
-
-    optimizer = torch.optim.Adam(model["online"].parameters(), lr=0.01)
-    trainer = life.trainer(model, loss, optimizer=optimizer)
-    loader = trainer.loader(data(), batch_size=8, shuffle=True)
-    for _ in trainer.epochs(EPOCHS):
-        for batch in loader:
-            step = trainer.step(batch)
-            life.tick()
-            if step.number % 2 == 0:
-                with trainer.changing():
-                    model["target"].load_state_dict(model["online"].state_dict())
-                life.tick()
-    return result(trainer)
-
-
 def counted_steps(life: Life) -> str:
     trainer, loader = begun(life)
     change(trainer)
@@ -142,16 +118,6 @@ def plain_range(life: Life) -> str:
         through(life, trainer, loader)
         trainer.evaluate(score, data(), batch_size=8)
         change(trainer, 0.5 + epoch)
-        life.tick()
-    return result(trainer)
-
-
-def two_phases(life: Life) -> str:
-    trainer, loader = begun(life)
-    for last in (1, EPOCHS):
-        for _ in trainer.epochs(last):
-            through(life, trainer, loader)
-        change(trainer, 0.5 + last)
         life.tick()
     return result(trainer)
 
@@ -227,8 +193,8 @@ def side_by_side(life: Life) -> str:
 
 
 SCRIPTS = (
-    *(changed_at_each_epoch, target_network, counted_steps, plain_range, two_phases),
-    *(updates_of_its_own, averages_and_schedule, plateau_and_batches_used_twice, side_by_side),
+    *(changed_at_each_epoch, counted_steps, plain_range, updates_of_its_own),
+    *(averages_and_schedule, plateau_and_batches_used_twice, side_by_side),
 )
 
 
@@ -286,29 +252,6 @@ def test_scores_of_the_part_that_is_done_are_mentioned_once(
     assert f"after step {dies - 1} from {runs.folder}" in text
 
 
-def test_a_copy_at_the_beginning_of_an_epoch_is_what_it_was(runs: Runs) -> None:
-    """Where the run goes on with the epoch's first step, and the copy is used in all of it."""
-
-    def script(life: Life) -> str:
-        copies: list[list[torch.Tensor]] = []
-
-        def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-            pairs = zip(model.parameters(), copies[-1], strict=True)
-            return square(model, batch) + sum((p - c).square().sum() for p, c in pairs)
-
-        model = network()
-        trainer = life.trainer(model, loss, optimizer=adam(model), shards=2)
-        loader = trainer.loader(data(), batch_size=8, shuffle=True)
-        for _ in trainer.epochs(EPOCHS):
-            copies.append([p.detach().clone() for p in model.parameters()])
-            through(life, trainer, loader)
-        return result(trainer)
-
-    whole = runs.whole(script)
-    runs.start(script, 2, dies=4)
-    assert runs.start(script, 1) == whole
-
-
 def for_longer(epochs: int, *, counted: bool = False) -> Script:
     def script(life: Life) -> str:
         trainer, loader = begun(life)
@@ -329,15 +272,6 @@ def test_a_run_that_has_ended_goes_on_for_longer(
     assert runs.start(for_longer(2), 2) == runs.whole(for_longer(2))
     assert runs.start(for_longer(4), 3) == whole
     assert "has changed nothing" not in caplog.text
-
-
-def test_where_that_cannot_be_known_the_line_is_named(
-    runs: Runs, caplog: pytest.LogCaptureFixture
-) -> None:
-    runs.start(for_longer(2, counted=True), 2)
-    runs.start(for_longer(3, counted=True), 1)
-    place = line_of(change, "with trainer.changing()")
-    assert f"the block of trainer.changing at {place} was taken for one of the run" in caplog.text
 
 
 @pytest.mark.parametrize("counted", [False, True])
@@ -371,7 +305,7 @@ def test_a_load_of_the_script_takes_precedence(
     other.step(points(8))
     other.save(tmp_path / "other")
     other.close()
-    runs.start(two_phases, 2, dies=6)
+    runs.start(plain_range, 2, dies=6)
 
     def script(life: Life) -> str:
         trainer, _ = begun(life)
@@ -386,24 +320,6 @@ def test_a_load_of_the_script_takes_precedence(
     assert runs.start(script, 1) == "2"
     place = line_of(script, 'trainer.load(tmp_path / "other")')
     assert f"trainer.load at {place} takes the place of onefold run --checkpoint" in caplog.text
-
-
-def test_a_save_in_the_part_that_is_done_holds_the_checkpoint(runs: Runs, tmp_path: Path) -> None:
-    def script(life: Life) -> str:
-        trainer, loader = begun(life)
-        for epoch in trainer.epochs(EPOCHS):
-            change(trainer)
-            trainer.save(tmp_path / f"own{life.ticks}-{epoch}")
-            through(life, trainer, loader)
-        return result(trainer)
-
-    whole = runs.whole(script)
-    runs.start(script, 2, dies=6)
-    kept = json.loads((runs.folder / "step-00000005" / "run.json").read_text())
-    assert runs.start(script, 3) == whole
-    (made_again,) = (tmp_path / "own0-1").iterdir()
-    saved = json.loads((made_again / "run.json").read_text())
-    assert (saved["step"], saved["fingerprint"]) == (5, kept["fingerprint"])
 
 
 @pytest.mark.parametrize("dies", [4, 5])
@@ -430,7 +346,7 @@ def test_samples_that_were_chosen_otherwise_are_refused(runs: Runs, dies: int) -
         runs.start(script, 1)
 
 
-@pytest.mark.parametrize("stop", range(1, 7))
+@pytest.mark.parametrize("stop", [1, 3, 5, 6])
 def test_a_run_that_is_stopped_goes_on_behind_its_last_epoch(
     runs: Runs, stop: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -472,7 +388,7 @@ def unfreezing(exactly: bool) -> Script:
 
 
 @pytest.mark.parametrize("exactly", [False, True])
-@pytest.mark.parametrize("dies", range(2, 9))
+@pytest.mark.parametrize("dies", [4, 6, 8])
 def test_a_script_that_trains_other_parameters_is_told(
     runs: Runs, dies: int, exactly: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -574,21 +490,6 @@ def test_by_time_all_devices_save_after_the_same_steps(
                     saved[who[0]].append(step)
                     clock.restart()
     assert list(saved.values()) == ([[4, 8, 12]] * 2 if every_s else [[], []])
-
-
-def test_one_step_is_asked_for_until_it_is_saved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device that is behind must find it, however late the checkpoint is written."""
-    now = 0.0
-    monkeypatch.setattr(autosave.time, "monotonic", lambda: now)
-    with new_progress(2) as progress:
-        clock = autosave.SaveClock(progress, 5.0, decides=True)
-        now = 6.0
-        for step in (7, 8, 9):
-            clock.begin_step(step)
-            assert clock.is_due(7)
-        clock.restart()
-        clock.begin_step(10)
-        assert not clock.is_due(10)
 
 
 # What is refused at the start.

@@ -15,27 +15,8 @@ from onefold.core.shard import Plan
 from onefold.errors import CheckpointError
 from onefold.reading.loader import Loader
 from onefold.reading.position import Position
+from tests.reading.test_loader import make_loader
 from tests.tables import for_each
-
-
-def make_loader(samples: int = 10, batch_size: int = 3, **choices: Any) -> Loader:
-    return Loader(
-        [(n,) for n in range(samples)],  # type: ignore[arg-type]
-        **{
-            "batch_size": batch_size,
-            "shuffle": True,
-            "workers": 0,
-            "drop_last": False,
-            "collate": lambda rows: [row[0] for row in rows],
-            "seed": 3,
-            "plan": lambda: Plan((1,)),
-            "own": (0,),
-            "first_epoch": 0,
-            "pin_memory": False,
-            "timeout_s": 60.0,
-            **choices,
-        },
-    )
 
 
 class Script:
@@ -49,7 +30,8 @@ class Script:
         self.used: list[tuple[int, int, tuple[int, ...]]] = []
 
     def loader(self, samples: int = 10, batch_size: int = 3, **choices: Any) -> Loader:
-        loader = make_loader(samples, batch_size, first_epoch=self.position.epoch, **choices)
+        choices = {"batch_size": batch_size, "first_epoch": self.position.epoch, **choices}
+        loader = make_loader(range(samples), Plan((1,)), **choices)
         self.position.add(loader.track)
         return loader
 
@@ -73,12 +55,6 @@ def simple(script: Script, samples: int = 10, **choices: Any) -> Iterator[None]:
     train = script.loader(samples, **choices)
     for _ in script.position.epochs(3):
         yield from through(script, train)
-        yield
-
-
-def made_in_the_loop(script: Script) -> Iterator[None]:
-    for _ in script.position.epochs(3):
-        yield from through(script, script.loader())
         yield
 
 
@@ -153,23 +129,6 @@ def warming_up(script: Script) -> Iterator[None]:
     yield from simple(script)
 
 
-def several_passes_an_epoch(script: Script) -> Iterator[None]:
-    train = script.loader(samples=7)
-    for _ in script.position.epochs(3):
-        yield from through(script, train)
-        yield from through(script, train)
-        yield
-
-
-def peeking(script: Script) -> Iterator[None]:
-    """One look at the data before the first epoch."""
-    train = script.loader()
-    next(iter(train))
-    for _ in script.position.epochs(3):
-        yield from through(script, train)
-        yield
-
-
 def numbered(script: Script) -> Iterator[None]:
     """Four loaders of one data set, of which every one must find its own order again."""
     first, second = script.loader(), script.loader()
@@ -187,9 +146,8 @@ def numbered(script: Script) -> Iterator[None]:
 LENGTHS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
 by_length = functools.partial(simple, lengths=LENGTHS)
 SCRIPTS: list[Body] = [
-    *(simple, by_length, functools.partial(simple, drop_last=True), made_in_the_loop, two_in_turn),
+    *(simple, by_length, functools.partial(simple, drop_last=True), two_in_turn, numbered),
     *(with_others_that_are_only_read, cycling, ending_early, plain_counting, warming_up),
-    *(several_passes_an_epoch, peeking, numbered),
 ]
 
 
@@ -342,19 +300,6 @@ def test_another_batch_size_still_gives_each_sample_once() -> None:
     assert sorted([*used, *rest]) == list(range(10))
 
 
-def test_loaders_are_numbered_as_they_are_made() -> None:
-    script = Script()
-    outside = [script.loader().track.number for _ in range(2)]
-    inside = []
-    for epoch in script.position.epochs(2):
-        inside.append([script.loader().track.number for _ in range(2)])
-        if epoch:
-            outside.append(script.position.to_json()["position"][-1]["loader"])
-    outside.append(script.loader().track.number)
-    assert inside == [[2, 3], [2, 3]]
-    assert outside == [0, 1, 3, 2]
-
-
 def before_numbers(saved: dict[str, Any]) -> dict[str, Any]:
     """As it was saved before loaders were numbered."""
     loaders = [{k: v for k, v in each.items() if k != "loader"} for each in saved["position"]]
@@ -452,36 +397,3 @@ def test_many_passes_outside_the_epochs_are_told_in_a_word() -> None:
     middle = again.position.to_json()["position"][0]
     assert (middle["first_pass"], middle["empty_passes"]) == (0, 1000)
     assert [number for number, _ in middle["passes"]] == [1000, 1001]
-
-
-def test_a_batch_that_was_used_and_one_that_waits_are_known() -> None:
-    script = Script()
-    first, second = iter(script.loader()), iter(script.loader(samples=4))
-    one, other = next(first), next(second)
-    position = script.position
-    assert not position.has_used(one)
-    assert not position.is_between_batches(one)
-    script.step(one)
-    assert position.has_used(one)
-    assert not position.is_between_batches(one)
-    script.step(other)
-    assert position.is_between_batches(other)
-    assert not position.is_at_an_end()
-    for batch in first:
-        script.step(batch)
-        assert position.is_at_an_end() == (batch.stop == 10)
-    assert not position.is_at_an_end(), "the script knows that the pass is over"
-
-
-def test_an_iterator_that_is_kept_from_before_the_epochs_holds_nothing_up() -> None:
-    script = Script()
-    peeked, warm = iter(script.loader(samples=4)), iter(script.loader(samples=3))
-    next(peeked)
-    script.step(next(warm))
-    assert script.position.is_at_an_end()
-    train = script.loader()
-    for _ in script.position.epochs(1):
-        for batch in train:
-            script.step(batch)
-            assert script.position.is_between_batches(batch)
-            assert script.position.is_at_an_end() == (batch.stop == 10)

@@ -210,15 +210,6 @@ def test_an_order_that_does_not_repeat_is_noticed_when_a_run_goes_on() -> None:
         list(begun(other, 5))
 
 
-def test_another_sampler_is_another_loader() -> None:
-    script = Script()
-    loader = script.loader(shuffle=False, sampler=Moving())
-    script.step(next(iter(loader)))
-    again = Script(script.position.to_json())
-    with pytest.raises(CheckpointError, match="a loader of samples by Moving, this run has"):
-        again.loader(shuffle=False)
-
-
 def test_the_digest_covers_the_order() -> None:
     def digest(sampler: Any) -> set[int]:
         loader = make_loader(
@@ -310,11 +301,6 @@ class Far:
 
     def __getitem__(self, index: int) -> int:
         return index
-
-
-def test_a_data_set_of_any_length_is_read_in_order() -> None:
-    loader = make_loader(Far(10**12), Plan((2,)), shuffle=False)
-    assert next(iter(loader)).shards == {0: [0, 1, 2], 1: [3, 4, 5]}
 
 
 @for_each(

@@ -101,13 +101,6 @@ def test_the_callers_generators_are_left_alone(workers: int, stream: bool) -> No
     assert states() == before
 
 
-def test_collating_leaves_the_streams_draws_as_they_are() -> None:
-    def read(collate: Any) -> list[Any]:
-        return samples_in(list(stream_loader(Noisy(), Plan((2,)), collate=collate)))
-
-    assert [s for s in read(noisy_collate) if isinstance(s, tuple)] == read(list)
-
-
 def test_a_stream_may_know_its_length_and_leave_out_a_short_batch() -> None:
     class Known(Plain):
         def __len__(self) -> int:
@@ -120,11 +113,6 @@ def test_a_stream_may_know_its_length_and_leave_out_a_short_batch() -> None:
     assert len(stream_loader(Known(20), Plan((1,)), drop_last=True)) == 3
     with pytest.raises(TypeError, match="has no len"):
         len(loader)
-
-
-@with_worker
-def test_an_empty_stream_has_no_batches(workers: int) -> None:
-    assert list(stream_loader(Plain(0), Plan((1,)), workers=workers)) == []
 
 
 @processes
@@ -227,18 +215,6 @@ def test_a_made_up_state_is_one_error(made_up: dict[str, Any]) -> None:
     again.track.go_to(saved)
     with pytest.raises(CheckpointError, match="state of a stream cannot be read"):
         list(again)
-
-
-def test_a_state_is_kept_from_the_last_used_batch_on() -> None:
-    loader = stream_loader(KnowingFlow(), Plan((2,)))
-    loader.track.follow(Position())
-    kept = []
-    for batch in loader:
-        assert batch.data_pass is not None
-        kept.append(list(batch.data_pass.states))
-        if batch.stop > 6:
-            batch.data_pass.used = batch.stop - 6
-    assert kept == [[6], [6, 12], [6, 12, 18], [12, 18, 24], [18, 24, 26]]
 
 
 @with_worker
