@@ -591,12 +591,7 @@ def test_names_of_all_kinds_come_back(tmp_path: Path) -> None:
         rows = list(csv.DictReader(file))
     assert [row["file"] for row in rows] == ODD
     told = {"class": CLASSES[2], "confidence": "0.750000"}
-    assert rows[0] == {
-        "file": "a,b.png",
-        **told,
-        "class_2": CLASSES[0],
-        "confidence_2": "0.250000",
-    }
+    assert rows[0] == {"file": "a,b.png", **told, "class_2": CLASSES[0], "confidence_2": "0.250000"}
     for name, chosen in (("x.json", {}), ("y.csv", {"format": "json"})):
         options = PredictOptions(output=tmp_path / name, **chosen)
         path = write_prediction(odd(), options, io.StringIO())

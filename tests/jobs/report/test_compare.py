@@ -34,10 +34,7 @@ def test_runs_are_side_by_side(tmp_path: Path) -> None:
     results = [row for row in page.rows if len(row) == 11][1:]
     assert results[0][2:7] == ["1 x cpu", "highest accuracy", "68.3%", "3", "68.3%"]
     assert results[1:] == [
-        [
-            *("2. pets", *said, "77.5%", "4", "75.0%", "5", "8 min 20 s", "62.5"),
-            "663f3e2011a53901",
-        ],
+        [*("2. pets", *said, "77.5%", "4", "75.0%", "5", "8 min 20 s", "62.5"), "663f3e2011a53901"],
         ["3. <i>&", *said, NOTHING, NOTHING, NOTHING, "0", NOTHING, NOTHING, NOTHING],
     ]
     assert [row for row in page.rows if len(row) == 4] == [
