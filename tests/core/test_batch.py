@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from onefold.core.batch import as_if_copied, batch_digest, cut_batch, move
 from onefold.core.shard import Plan
 from onefold.core.structure import parts_of, with_parts
-from tests.small import bits, make_trainer, points
 from tests.tables import for_each
 
 META = torch.device("meta")
@@ -35,25 +34,12 @@ class Fields:
     y: object = None
 
 
-@dataclass
-class Open:
-    x: object
-    made: int = field(default=0, init=False)
-
-    def __post_init__(self) -> None:
-        self.made += 1
-
-
 class Encoding(UserDict[str, object]):
     """As tokenizers return them: with more than its items."""
 
     def __init__(self, data: dict[str, object], *, kept: str) -> None:
         super().__init__(data)
         self.kept = kept
-
-
-class Several(list[object]):
-    """A list of another kind."""
 
 
 class Odd(Mapping[str, object]):
@@ -134,7 +120,6 @@ NUMBERS = torch.arange(5)
         defaultdict(list, a=NUMBERS, b=NUMBERS),
         Encoding({"a": NUMBERS, "b": NUMBERS}, kept="more"),
         MappingProxyType({"a": NUMBERS, "b": NUMBERS}),
-        Several([NUMBERS, NUMBERS]),
     ],
 )
 def test_containers_of_any_kind_keep_their_type(container: Any) -> None:
@@ -153,10 +138,8 @@ def test_containers_of_any_kind_keep_their_type(container: Any) -> None:
 def test_what_else_a_container_holds_goes_along() -> None:
     assert with_parts(Encoding({"a": 1}, kept="more"), [2]).kept == "more"
     assert with_parts(defaultdict(list, a=1), [2]).default_factory is list
-    made = with_parts(Open(1), [2, 3])
-    assert (made.x, made.made) == (2, 3)
-    assert [parts_of(value) for value in ("ab", 3, None, {1, 2}, Open)] == [None] * 5
-    batch = Fields(torch.ones(2), ["text", np.ones(3), Open])
+    assert [parts_of(value) for value in ("ab", 3, None, {1, 2}, Fields)] == [None] * 5
+    batch = Fields(torch.ones(2), ["text", np.ones(3), Fields])
     moved: Any = move(batch, META)
     assert (moved.x.device, batch.x.device.type) == (META, "cpu")  # type: ignore[attr-defined]
     assert all(one is other for one, other in zip(moved.y, batch.y, strict=True))  # type: ignore[call-overload]
@@ -203,15 +186,6 @@ def test_a_batch_that_cannot_be_cut_is_explained(batch: object, words: str) -> N
 
 
 # Arrays
-
-
-def test_a_step_takes_arrays() -> None:
-    inputs, targets = points(10)
-    trainers = [make_trainer(), make_trainer()]
-    for _ in range(3):
-        trainers[0].step((inputs, targets))
-        trainers[1].step((inputs.numpy(), targets))
-    assert bits(trainers[0].model) == bits(trainers[1].model)
 
 
 @for_each("dtype", [*"?bBhHiIlLefdFD"])
@@ -299,6 +273,27 @@ def test_a_digest_is_that_of_the_whole_batch_on_every_device_and_process() -> No
         assert cut_batch(batch, Plan((1, 1)), [own], digest=True).digest == batch_digest(batch)
     with pytest.raises(TypeError, match=r"batch\[1\]: expected a tensor .* got int"):
         batch_digest((X, 5))
+
+
+class Moved:
+    """Moves itself, in one of the ways in which libraries do."""
+
+    def __init__(self, *, way: str) -> None:
+        self.way, self.at = way, torch.ones(2)
+
+    def to(self, device: torch.device) -> Moved | None:
+        moved = Moved(way=self.way) if self.way == "a new one" else self
+        moved.at = self.at.to(device)
+        return None if self.way == "nothing" else moved
+
+
+@for_each("way", ["a new one", "itself", "nothing"])
+def test_an_object_is_moved_by_its_own_method(way: str) -> None:
+    moved: Any = move({"a": [Moved(way=way)]}, META)
+    assert isinstance(moved["a"][0], Moved)
+    assert moved["a"][0].at.device == META
+    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(3, 2), torch.ones(1, 2)])
+    assert type(move(packed, torch.device("cpu"))) is type(packed)
 
 
 def test_on_a_gpu_shards_begin_where_copies_do() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -33,17 +32,6 @@ def test_a_section_a_dtype_and_a_view_a_tensor() -> None:
     flat.write([None, *list(tensors.values())[1:]])
     assert not flat.views[0].any()
     assert torch.equal(flat.views[2], tensors["expanded"])
-
-
-def test_views_do_not_depend_on_the_current_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tensor that is asked for its capsule refuses where it is not on the current GPU."""
-
-    def refuse(*_: object, **__: object) -> None:
-        raise BufferError("a different CUDA device index")
-
-    monkeypatch.setattr(torch.Tensor, "__dlpack__", refuse)
-    flat = FlatTensors(lay_out({"a": torch.zeros(3, 2), "b": torch.zeros(5, dtype=torch.int64)}))
-    assert [view.untyped_storage().nbytes() for view in flat.views] == [24, 40]
 
 
 # Fingerprints

@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from onefold.core.gathering import (
-    Discovering,
-    Gathers,
-    Refusing,
-    gather,
-    gathering,
-    join,
-    joins,
     packed_bytes,
     unpacked_bytes,
 )
-from onefold.errors import LossError
 from tests.tables import for_each
 
 DTYPES = (
@@ -41,18 +32,3 @@ def test_bits_come_out_as_they_went_in(dtype: torch.dtype) -> None:
     for tensor, found in zip(tensors, unpacked_bytes(there, dtype, shapes), strict=True):
         assert found.dtype == dtype
         assert torch.equal(found.view(torch.uint8), tensor.contiguous().view(torch.uint8))
-
-
-def test_who_is_asked() -> None:
-    tensor = torch.ones(2, 3)
-    assert not joins()
-    assert gather(tensor) is join(tensor).whole is tensor
-    assert gather(tensor, rows=True) == (tensor, slice(0, 2))
-    with gathering(Discovering()):
-        assert joins()
-        with pytest.raises(Gathers):
-            gather(tensor)
-    with gathering(Refusing("not here", is_of_step=False)):
-        assert not joins()
-        with pytest.raises(LossError, match="not here"):
-            gather(tensor)

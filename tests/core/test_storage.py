@@ -7,9 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onefold.core.flat import Layout, lay_out
-from onefold.core.fold import blocks_of
 from onefold.core.storage import (
-    Storage,
     cut_chunks,
     cut_pieces,
     cut_spans,
@@ -87,20 +85,3 @@ def test_chunks_cover_every_span_once_and_none_is_of_two_large_tensors(
     assert covered == sorted(covered)
     elements = sum(b - a for a, b in zip(covered[::2], covered[1::2], strict=True))
     assert sum(sizes) <= elements <= sum(layout.numels)
-
-
-# Sizes
-
-
-def slots_of(*, shards: int, devices: int) -> int:
-    empty = lay_out({})
-    return Storage.alike(
-        empty, other=empty, buffers=empty, pieces=[], shards=shards, devices=devices
-    ).slots
-
-
-@given(shards=st.integers(2, 200), data=st.data())
-def test_there_is_a_slot_for_each_block_of_any_plan(shards: int, data: st.DataObject) -> None:
-    start = data.draw(st.integers(0, shards))
-    stop = data.draw(st.integers(start, shards))
-    assert len(blocks_of(range(start, stop), shards)) <= slots_of(shards=shards, devices=2)

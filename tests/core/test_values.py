@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -12,8 +11,6 @@ from onefold.core.mean import Mean, Sum
 from onefold.core.values import (
     MOST,
     ShardValues,
-    StepValues,
-    detached,
     names_of,
     read_values,
     split,
@@ -94,35 +91,3 @@ def test_pieces_add_up_and_their_names_must_agree() -> None:
     kinds = [read(v).kind for v in ({"a": torch.zeros(())}, {"b": LOSS}, {"a": Sum(LOSS.sum())})]
     assert first.kind == kinds[0] > 0
     assert len(set(kinds)) == 3
-
-
-def of_batch(*shards: dict[str, Any]) -> dict[str, float]:
-    found = [read(shard) for shard in shards]
-    table = torch.stack([each.numbers for each in found])
-    done = StepValues(found[0].lines, table).finished()
-    assert all(value.dtype == torch.float64 and value.shape == () for value in done.values())
-    return {name: float(value) for name, value in done.items()}
-
-
-def test_a_batch_has_the_sum_of_totals_over_the_sum_of_weights() -> None:
-    def both(weight: float) -> Any:
-        return Mean(torch.tensor(6.0), 2) + Mean(torch.tensor(5.0), weight)
-
-    assert of_batch(
-        {"tokens": Mean(torch.tensor(6.0), 1), "n": Sum(torch.tensor(2.0)), "both": both(5)},
-        {"tokens": Mean(torch.tensor(0.0), 3), "n": Sum(torch.tensor(5.0)), "both": both(0)},
-    ) == {"tokens": 1.5, "n": 7.0, "both": 3 + 2}
-    # A term without weight is left out; a value without any is not a number.
-    assert of_batch({"a": both(0)}, {"a": both(0)}) == {"a": 3}
-    nothing = {"a": Mean(torch.tensor(0.0), 0)}
-    assert math.isnan(of_batch(nothing, nothing)["a"])
-
-
-def test_compiled_code_leaves_values_out_of_its_graph() -> None:
-    value = torch.ones(2, requires_grad=True) * 2
-    given = {"a": value, "b": Mean(value.sum(), 2), "c": 3, "d": Sum(value.sum()) + Sum(value[0])}
-    loss, values = detached((value, given))  # type: ignore[misc]
-    assert loss is value is detached(value)
-    totals = [values["a"], values["b"].total, *(term.total for term in values["d"].terms)]
-    assert not any(total.requires_grad for total in totals)
-    assert values["c"] == 3

@@ -32,15 +32,6 @@ def test_only_what_nobody_else_knows_proves_that_a_process_belongs() -> None:
         assert "given" not in repr(World(**fields))
 
 
-def test_any_text_comes_back() -> None:
-    for text in ("", 'a "quote"', "two\nlines", "naïve 文", "\\"):
-        options = RunOptions(changed=(text, "seed"), trace=text)
-        world = World(directory=text, devices=(text, "cuda:1"), secret=text, options=options)
-        back = World.from_json(world.to_json())
-        assert back == world
-        assert type(back.devices) is type(back.options.changed) is tuple
-
-
 def other_than(value: object) -> object:
     """Another value of the same type."""
     if isinstance(value, bool):
@@ -49,7 +40,7 @@ def other_than(value: object) -> object:
         return value + 1
     if value in ("all", "same"):
         return {"all": "span", "same": "fewer"}[str(value)]
-    return (*value, "more") if isinstance(value, tuple) else "collective"
+    return (*value, 'more\n"文"') if isinstance(value, tuple) else "collective"
 
 
 @for_each("field", [each.name for each in dataclasses.fields(World) if each.name != "network"])
@@ -59,7 +50,9 @@ def test_every_field_travels(field: str) -> None:
         value = "torch" if field == "launcher" else other_than(getattr(World(), field))
     world = dataclasses.replace(World(), **{field: value})
     assert world != World()
-    assert getattr(World.from_json(world.to_json()), field) == value
+    back = getattr(World.from_json(world.to_json()), field)
+    assert back == value
+    assert type(back) is type(value)
 
 
 @for_each("field", [field.name for field in dataclasses.fields(RunOptions)])

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 import importlib.util
 import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from onefold.system import caches, compilers
 from onefold.system.caches import check_cache, default_of_torch, other_caches, place_of_code
@@ -30,18 +28,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return own
 
 
-def opened(folder: Path) -> Path:
-    folder.chmod(0o777)
-    return folder / "in" / "it"
-
-
-def sticky(folder: Path) -> Path:
-    folder.chmod(0o1777)
-    return folder
-
-
-def of_a_group(folder: Path) -> Path:
-    folder.chmod(0o770)
+def made_open(folder: Path, mode: int) -> Path:
+    folder.chmod(mode)
     return folder
 
 
@@ -56,9 +44,9 @@ def around(folder: Path) -> Path:
 
 
 def through_a_folder_of_all(folder: Path) -> Path:
-    (folder / "open").mkdir()
-    (folder / "open").chmod(0o777)
-    (folder / "safe").mkdir()
+    for name, mode in (("open", 0o777), ("safe", 0o755)):
+        (folder / name).mkdir()
+        (folder / name).chmod(mode)
     (folder / "open" / "second").symlink_to("../safe")
     (folder / "first").symlink_to(folder / "open" / "second")
     return folder / "first"
@@ -67,9 +55,12 @@ def through_a_folder_of_all(folder: Path) -> Path:
 @for_each(
     ("make", "why"),
     [
-        (opened, "others may write to .*home .mode 777."),
-        (sticky, "others may write to .*home .mode 1777."),
-        (of_a_group, "mode 770"),
+        (
+            lambda folder: made_open(folder, 0o777) / "in/it",
+            "others may write to .*home .mode 777.",
+        ),
+        (lambda folder: made_open(folder, 0o1777), "others may write to .*home .mode 1777."),
+        (lambda folder: made_open(folder, 0o770), "mode 770"),
         (a_file, "is not a folder"),
         (around, "more than 40 links"),
         (through_a_folder_of_all, "others may write to .*open "),
@@ -88,17 +79,13 @@ def test_a_folder_that_another_user_could_change(
 
 
 @needs_root
-@pytest.mark.parametrize("kind", ["folder", "link"])
-def test_a_folder_or_a_link_of_another_user(home: Path, kind: str) -> None:
-    place = home.parent / "theirs"
-    if kind == "folder":
-        place.mkdir(mode=0o755)
-    else:
-        place.symlink_to(home)
-    os.chown(place, NOBODY, NOBODY, follow_symlinks=False)
-    for folder in (place, place / "in" / "it"):
+def test_a_folder_or_a_link_of_another_user(home: Path) -> None:
+    (home.parent / "folder").mkdir(mode=0o755)
+    (home.parent / "link").symlink_to(home)
+    for place in (home.parent / "folder", home.parent / "link"):
+        os.chown(place, NOBODY, NOBODY, follow_symlinks=False)
         with pytest.raises(ValueError, match=f"{place} belongs to user {NOBODY}"):
-            check_cache(folder, create=True)
+            check_cache(place / "in" / "it", create=True)
     assert not (home / "in").exists()
 
 
@@ -158,51 +145,3 @@ def test_the_compiler_keeps_nothing_elsewhere(home: Path, monkeypatch: pytest.Mo
     assert implementations._OnDiskCacheImpl()._base_dir == home / "cache"
     for module in (cache_dir_utils, runtime_utils, codecache):
         assert (module.default_cache_dir(), module.cache_dir()) == (str(home), str(home))
-
-
-LOOKED_AT = {
-    "_dynamo/config.py": "default_debug_dir_root",  # inside Meta alone; else the current folder
-    "_dynamo/convert_frame.py": "profile_wrapper",  # where TORCH_COMPILE_CPROFILE asks for it
-    "_dynamo/debug_utils.py": "minifier_dir",  # never reached
-    "_inductor/cache.py": "base_dir",  # of a class that nobody uses as it is
-    # Headers, which are moved; an error message; its default is replaced.
-    "_inductor/codecache.py": "<module> _load_library build_standalone_runtime",
-    "_inductor/compile_fx_ext.py": "_send_to_child",  # debugging
-    "_inductor/debug.py": "save_args_for_compile_fx_inner",  # debugging
-    "_inductor/exc.py": "_record_missing_op",  # where TORCHINDUCTOR_WRITE_MISSING_OPS asks for it
-    "_inductor/runtime/cache_dir_utils.py": "cache_dir default_cache_dir",  # are replaced
-    "_inductor/runtime/caching/implementations.py": "_base_dir",  # its default is replaced
-    # Benchmarks.
-    "_inductor/wrapper_benchmark.py": "<module> ncu_analyzer collect_memory_snapshot",
-    "_vendor/quack/autotuner.py": "__init__",  # the home's; TORCH_VENDOR_QUACK_CACHE_DIR
-    "_vendor/quack/cache/jit.py": "get_cache_path",  # QUACK_CACHE_DIR
-    # On Hopper, in a script's own flex_gemm: docs/security.md says so.
-    "_vendor/quack/_compile_payload.py": "load_epilogue_from_source",
-}
-"""Functions of PyTorch's compiler that use a predictable name in the temporary directory."""
-
-
-def test_every_place_of_the_compiler_was_looked_at() -> None:
-    root = Path(torch.__file__).parent
-    found = set()
-    for room in ("_dynamo", "_inductor", "_functorch", "_vendor"):
-        for path in (root / room).rglob("*.py"):
-            text = path.read_text()
-            if "gettempdir" in text or "default_cache_dir" in text:
-                module = path.relative_to(root).as_posix()
-                found |= {(module, place) for place in _places(ast.parse(text))}
-    assert found
-    assert found <= {(module, each) for module in LOOKED_AT for each in LOOKED_AT[module].split()}
-
-
-def _places(tree: ast.AST, name: str = "<module>") -> set[str]:
-    """The innermost functions that call one of the two."""
-    found = set()
-    for node in ast.iter_child_nodes(tree):
-        inside = node.name if isinstance(node, ast.FunctionDef) else name
-        if isinstance(node, ast.Call):
-            called = ast.unparse(node.func).rpartition(".")[2]
-            if called in ("gettempdir", "default_cache_dir"):
-                found.add(name)
-        found |= _places(node, inside)
-    return found

@@ -8,12 +8,10 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import onefold
@@ -77,19 +75,6 @@ def test_differentiation_is_seen() -> None:
     assert seen == [(1, 1), (1, 0)]
 
 
-def test_the_group_of_a_script_has_a_store_and_a_limit() -> None:
-    """Or a Trainer could not be made beside it, and connecting might last as long as a step."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        compat.Groups.default_store().set("key", "value")
-        assert compat.Groups.default_store().get("key") == b"value"
-        compat.Groups.set_limit(dist.group.WORLD, timedelta(seconds=0.1))
-        backend = dist.group.WORLD._get_backend(torch.device("cpu"))
-        assert backend.options._timeout == timedelta(seconds=0.1)
-    finally:
-        dist.destroy_process_group()
-
-
 def test_kernels_that_repeat_their_bits_can_be_chosen_and_put_back() -> None:
     """Or bits would depend on which algorithm was the fastest at the moment."""
     before = compilers.KernelSettings()
@@ -102,23 +87,6 @@ def test_kernels_that_repeat_their_bits_can_be_chosen_and_put_back() -> None:
     before.put_back()
     assert not torch.are_deterministic_algorithms_enabled()
     assert torch.utils.deterministic.fill_uninitialized_memory == fill
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-def test_what_is_compiled_is_seen() -> None:
-    """Or shapes that vary would not be refused."""
-    layer = nn.Linear(2, 2)
-    assert compilers.compiled_call_of(layer) is None
-    assert not compilers.is_compiled(layer)
-    wholly = torch.compile(layer, dynamic=True)
-    assert compilers.is_compiled(wholly)
-    assert compilers.is_compiled(wholly, dynamic=True)
-    function = torch.compile(lambda x: x + 1, dynamic=True)
-    assert compilers.is_compiled(function)
-    assert compilers.is_compiled(function, dynamic=True)
-    assert not compilers.is_compiled(torch.compile(lambda x: x + 1), dynamic=True)
-    layer.compile()
-    assert compilers.compiled_call_of(layer) is not None
 
 
 def test_clipping_goes_through_a_function_that_can_be_wrapped(

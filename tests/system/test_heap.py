@@ -52,10 +52,8 @@ ROWS = torch.arange(6000.0).reshape(60, 100)
 @for_each(
     "tensor",
     [
-        ROWS,
         ROWS.t(),
         torch.randn(4, 8, 16, 16).to(memory_format=torch.channels_last),
-        torch.arange(6000, dtype=torch.int64),
         torch.randn(6000).to(torch.bfloat16),
         ROWS[:, ::2],
         torch.randn(1).expand(60, 100),
@@ -68,13 +66,11 @@ def test_a_copy_has_values_and_strides_as_pytorch_would_lay_them(
 ) -> None:
     expected = torch.empty_like(tensor)
     for heap in (DiskHeap(tmp_path), ORDINARY):
-        copy, wide = heap.copy(tensor), heap.like(torch.nn.Parameter(tensor, False), torch.float64)
+        copy, wide = heap.copy(tensor), heap.like(torch.nn.Parameter(tensor), torch.float64)
         assert torch.equal(copy, tensor)
         assert (copy.stride(), copy.dtype) == (expected.stride(), expected.dtype)
-        assert (wide.shape, wide.stride(), wide.dtype) == (
-            *(expected.shape, expected.stride()),
-            torch.float64,
-        )
+        assert (wide.shape, wide.stride()) == (expected.shape, expected.stride())
+        assert (wide.dtype, wide.requires_grad) == (torch.float64, False)
         for nbytes in (0, 1, PAGE - 1, PAGE + 1):
             assert heap.empty(nbytes).shape == (nbytes,)
             assert heap.zeros(nbytes).tolist() == [0] * nbytes
@@ -154,17 +150,6 @@ def test_a_disk_that_is_full_is_named_and_nothing_is_lost(
 def test_a_folder_that_is_no_disk_is_mentioned(caplog: pytest.LogCaptureFixture) -> None:
     DiskHeap.at("/dev/shm")
     assert "in /dev/shm, which is itself in memory (tmpfs)" in caplog.text
-
-
-def test_many_tensors_take_few_descriptors_and_mappings(heap: DiskHeap) -> None:
-    """A process may have 1,024 open files by default, and 65,530 mappings."""
-    before = counted()
-    kept = [heap.empty(PAGE).fill_(number % 251) for number in range(3000)]
-    kept += [heap.empty(MIB + number) for number in range(200)]
-    after = counted()
-    assert after[0] - before[0] <= 8
-    assert after[1] - before[1] <= 16
-    assert all(int(tensor[0]) == number % 251 for number, tensor in enumerate(kept[:3000]))
 
 
 # Memory that takes no room until it is provided
@@ -247,6 +232,8 @@ folder = Path(sys.argv[1])
 heap = DiskHeap(folder)
 def limit(kind, nbytes):
     resource.setrlimit(kind, (nbytes, resource.getrlimit(kind)[1]))
+def files(mebibytes):
+    limit(resource.RLIMIT_FSIZE, mebibytes << 20)
 def more(nbytes):
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     limit(resource.RLIMIT_AS, used + nbytes)
@@ -268,17 +255,11 @@ def run(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
 @for_each(
     ("code", "words"),
     [
-        ("limit(resource.RLIMIT_FSIZE, 1 << 20); heap.empty(2 << 20)", "2,097,152 more bytes"),
-        (
-            "kept = heap.empty(8192); limit(resource.RLIMIT_FSIZE, 65 << 20); heap.zeros(66 << 20)",
-            "69,206,016 more bytes of the model in .*, beside 67,108,864 that it has there",
-        ),
-        ("limit(resource.RLIMIT_FSIZE, 1 << 20); BareMemory(folder)", "4,194,304 bytes of mem"),
+        ("files(1); heap.empty(2 << 20)", "2,097,152 more bytes"),
+        ("kept = heap.empty(8192); files(65); heap.zeros(66 << 20)", "69,206,016 .* 67,108,864"),
+        ("files(1); BareMemory(folder)", "4,194,304 bytes of mem"),
         ("more(8 << 20); heap.empty(9 << 20)", "9,437,184 mor"),
-        (
-            "bare = BareMemory(folder); more(8 << 20); bare.room(9 << 20)",
-            "9,437,184 bytes for a tensor without values",
-        ),
+        ("bare = BareMemory(folder); more(8 << 20); bare.room(9 << 20)", "9,437,184 bytes for a"),
     ],
 )
 def test_what_a_process_may_not_have_is_one_error(tmp_path: Path, code: str, words: str) -> None:
@@ -288,5 +269,5 @@ def test_what_a_process_may_not_have_is_one_error(tmp_path: Path, code: str, wor
 
 def test_a_limit_is_used_up_to_its_end(tmp_path: Path) -> None:
     """Files grow by large parts where they may."""
-    code = "limit(resource.RLIMIT_FSIZE, 1 << 20); print(heap.empty(1 << 20).numel())"
+    code = "files(1); print(heap.empty(1 << 20).numel())"
     assert run(code, tmp_path).stdout == f"{1 << 20}\n"

@@ -68,52 +68,38 @@ def make_socket(path: Path) -> None:
         made.bind(os.path.relpath(path))
 
 
-@for_each(
-    ("make", "follow", "words"),
-    [
-        (lambda path: path.symlink_to("file"), [False], "expected a file, got a link"),
-        (lambda path: path.symlink_to("nothing"), [False], "expected a file, got a link"),
-        (Path.mkdir, [False, True], "expected a file, got a folder"),
-        (os.mkfifo, [False, True], "expected a file, got a FIFO or a device"),
-        (make_socket, [False, True], "No such device or address"),
-        (lambda path: None, [False, True], "No such file or directory"),
-    ],
-)
 def test_what_is_no_file_is_refused_without_waiting(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    make: Callable[[Path], None],
-    follow: list[bool],
-    words: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # the path of a socket must be short
-    (tmp_path / "file").write_text("text")
-    path = tmp_path / "other"
-    make(path)
-    for each in follow:
-        with pytest.raises(OSError, match=words) as caught:
-            open_plain(path, follow=each)
-        assert str(path) in str(caught.value)
+    for name, make, words in (
+        ("link", lambda path: path.symlink_to("nothing"), "expected a file, got a link"),
+        ("folder", Path.mkdir, "expected a file, got a folder"),
+        ("fifo", os.mkfifo, "expected a file, got a FIFO or a device"),
+        ("socket", make_socket, "No such device or address"),
+        ("nothing", lambda path: None, "No such file or directory"),
+    ):
+        make(tmp_path / name)
+        for follow in (False, True):
+            if not (follow and name == "link"):
+                with pytest.raises(OSError, match=f"{words}.*{tmp_path / name}"):
+                    open_plain(tmp_path / name, follow=follow)
     with pytest.raises(OSError, match="expected a file, got a FIFO or a device"):
         read_plain(Path("/dev/zero"))
 
 
-@for_each(
-    "text",
-    [
+def test_json_that_nobody_wrote_is_a_value_error() -> None:
+    deep = DEEPEST + 1
+    for text in (
         *("", "{a: 1}", '{"a": [1', b"\xff\xfe\xfa", "1" * 10_000),
-        *("[" * 100_000, "[" * 100_000 + "]" * 100_000),
-        *("[" * (DEEPEST + 1) + "]" * (DEEPEST + 1),),
-        '{"a":' * (DEEPEST + 1) + "0" + "}" * (DEEPEST + 1),
-    ],
-)
-def test_json_that_nobody_wrote_is_a_value_error(text: str | bytes) -> None:
-    with pytest.raises(ValueError, match=r"."):
-        parse_json(text)
+        *("[" * 100_000, "[" * 100_000 + "]" * 100_000, "[" * deep + "]" * deep),
+        '{"a":' * deep + "0" + "}" * deep,
+    ):
+        with pytest.raises(ValueError, match=r"."):
+            parse_json(text)
     for sound in ('{"a": [1, 2.5, null, "é"]}', "[" * DEEPEST + "]" * DEEPEST, "0"):
         assert not nested_too_deeply(parse_json(sound))
         assert parse_json(sound) == parse_json(sound.encode())
-    assert not nested_too_deeply([[number] for number in range(10_000)])
 
 
 # Writing
@@ -175,19 +161,6 @@ def test_only_the_owner_can_look_into_a_private_folder(temporary: Path) -> None:
         shutil.rmtree(folder.path)
         assert not folder.is_there()
     assert os.listdir(temporary) == []
-
-
-@for_each("kind", ["folder", "link"])
-def test_what_somebody_put_in_its_place_is_not_removed(tmp_path: Path, kind: str) -> None:
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other/file").touch()
-    with PrivateFolder() as folder:
-        shutil.rmtree(folder.path)
-        if kind == "folder":
-            shutil.copytree(tmp_path / "other", folder.path)
-        else:
-            folder.path.symlink_to(tmp_path / "other")
-    assert (folder.path / "file").exists()
 
 
 LIVES = """
