@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gzip
 import pickle
-import re
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -17,9 +15,8 @@ from hypothesis.extra import numpy as numbers
 from torch.utils.data import TensorDataset
 
 from onefold.data import mnist, read_idx
-from onefold.data.arrays import read_digits, read_idx_folder, read_labelled
-from onefold.data.pictures import ArrayPictures
-from onefold.errors import DataError, LaunchError
+from onefold.data.arrays import read_idx_folder, read_labelled
+from onefold.errors import DataError
 from tests.data.pictures import memory_limited
 from tests.tables import for_each
 
@@ -236,26 +233,3 @@ def test_idx_labels_that_are_no_classes_are_refused(
         read_idx_folder(tmp_path, tuple(names) or None)
     if not names:
         assert len(read_idx_folder(tmp_path, labels_as_is=True).classes) == 60
-
-
-@pytest.fixture(scope="module")
-def _with_scikit_learn() -> None:
-    """Imported before a test begins, as importing it sets variables of the environment."""
-    pytest.importorskip("sklearn.datasets")
-
-
-@pytest.mark.usefixtures("_with_scikit_learn")
-def test_the_digits_are_split_by_class_and_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    data, same, other = (read_digits(holdout=0.2, seed=seed) for seed in (3, 3, 4))
-    assert (len(data.train) + len(data.test), len(data.classes)) == (1797, 10)
-    assert data.sizes[0] == data.train.pictures[0].size == (8, 8)
-    whole, held = Counter(data.train.labels + data.test.labels), Counter(data.test.labels)
-    assert [held[c] for c in range(10)] == [round(0.2 * whole[c]) for c in range(10)]
-    sources = [each.test.pictures for each in (data, same, other)]
-    pixels = [source.pixels for source in sources if isinstance(source, ArrayPictures)]
-    assert (int(pixels[0].min()), int(pixels[0].max())) == (0, 255)
-    assert torch.equal(pixels[0], pixels[1])
-    assert not torch.equal(pixels[0], pixels[2])
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(LaunchError, match=re.escape('pip install "onefold[demo]"')):
-        read_digits(holdout=0.1, seed=0)

@@ -188,28 +188,14 @@ def test_colours_and_wide_numbers_are_named_as_they_are(tmp_path: Path) -> None:
         assert read_by(path, value) == [0, 0, 0, 1]
 
 
-@for_each(
-    ("foreground", "void", "words"),
-    [
-        (("x",), (), "--foreground x: expected values of the masks' pixels, such as 15, 128-255"),
-        (("9-3",), (), "--foreground 9-3: expected values"),
-        ((), ("#12345",), "--void #12345: expected values"),
-        (("1-5",), ("3",), "--void 3: expected other values than those of --foreground, got 1-5"),
-        (("#FF0000",), ("#ff0000",), "--void #ff0000: expected other values"),
-    ],
-)
-def test_a_rule_that_says_nothing_or_two_things_is_refused(
-    foreground: tuple[str, ...], void: tuple[str, ...], words: str
-) -> None:
-    with pytest.raises(ValueError, match=re.escape(words)):
-        MaskRule(foreground, void)
-
-
-@for_each("odd", [np.inf, -np.inf, np.nan, 1e30])
-def test_floating_point_masks_keep_their_foreground(tmp_path: Path, odd: float) -> None:
-    rows = np.repeat(np.array([0, 1e30 if odd == 1e30 else 1, odd], np.float32), 8)
-    pillow.fromarray(np.tile(rows[:, None], 8)).save(tmp_path / "mask.tiff")
-    expected = [0, 1, int(odd == 1e30)]
-    look = look_at_mask(tmp_path / "mask.tiff", PLAIN)
-    assert look.foreground == 64 * sum(expected)
-    assert mask_tensor(read_mask(tmp_path / "mask.tiff"))[::8, 0].tolist() == expected
+def test_a_rule_that_says_nothing_or_two_things_is_refused() -> None:
+    for foreground, void, words in (
+        ("x", [], "--foreground x: expected values of the masks' pixels, such as 15, 128-255"),
+        ("9-3", [], "--foreground 9-3: expected values"),
+        ("9" * 5000, [], "expected values of the masks' pixels"),
+        ("1", ["#12345"], "--void #12345: expected values"),
+        ("1-5", ["3"], "--void 3: expected other values than those of --foreground, got 1-5"),
+        ("#FF0000", ["#ff0000"], "--void #ff0000: expected other values"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(words)):
+            MaskRule((foreground,), tuple(void))
