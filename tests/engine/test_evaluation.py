@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import onefold
-from onefold.errors import DisagreementError, LossError, SampleError
+from onefold.errors import LossError, SampleError
 from tests.small import Batch, bits, line, make_trainer, points, square
 from tests.tables import for_each
 
@@ -127,59 +127,58 @@ def test_samples_that_collate_leaves_out_do_not_count(devices: int) -> None:
 
 
 @pytest.mark.processes
-def test_workers_and_collate_are_those_of_a_loader() -> None:
-    scores = make_trainer().evaluate(
-        lambda model, batch: {"value": batch},
-        [float(i) for i in range(10)],
-        batch_size=4,
-        workers=2,
-        collate=doubled,
+@for_each("call", ["evaluate", "predict"])
+def test_workers_and_collate_are_those_of_a_loader(call: str) -> None:
+    found = getattr(make_trainer(), call)(
+        lambda model, batch: {"value": batch}, range(10), batch_size=4, workers=2, collate=doubled
     )
-    assert scores == {"value": 9.0}
+    assert float(found["value"].mean() if call == "predict" else found["value"]) == 9.0
 
 
-def doubled(samples: list[float]) -> torch.Tensor:
-    return 2 * torch.tensor(samples)
+def doubled(samples: list[int]) -> torch.Tensor:
+    return 2.0 * torch.tensor(samples)
 
 
 # What an evaluation leaves as it was.
 
 
+def numbers() -> tuple[float, ...]:
+    return torch.rand(()).item(), random.random(), float(np.random.rand())
+
+
 @both
-def test_the_model_is_in_evaluation_mode_and_nothing_of_the_run_is_changed(devices: int) -> None:
+@for_each("call", ["evaluate", "predict"])
+def test_the_model_is_in_evaluation_mode_and_nothing_of_the_run_is_changed(
+    call: str, devices: int
+) -> None:
     modes: set[bool] = set()
 
     def score(model: nn.Module, batch: Batch) -> Scores:
         modes.update(part.training for part in model.modules())
         loss = square(model, batch)
         modes.update((loss.requires_grad, torch.is_grad_enabled()))
+        numbers()
         return {"loss": loss}
 
-    def numbers() -> tuple[float, ...]:
-        return torch.rand(()).item(), random.random(), float(np.random.rand())
-
-    def seed() -> None:
+    prints, drawn = [], []
+    for evaluates in (True, False):
+        trainer = make_trainer(Mixture(), devices=devices)
         torch.manual_seed(1)
         random.seed(1)
         np.random.seed(1)
-
-    trainers = [make_trainer(Mixture(), devices=devices) for _ in range(2)]
-    seed()
-    expected = numbers()
-    seed()
-    for trainer, evaluates in zip(trainers, (True, False), strict=True):
         for _ in range(3):
             trainer.step(points(9))
             if evaluates:
                 before = bits(trainer.model)
-                trainer.evaluate(score, data(9), batch_size=4)
+                getattr(trainer, call)(score, data(9), batch_size=4)
                 assert bits(trainer.model) == before
+        names = {name for name, part in trainer.model.named_modules() if not part.training}
+        assert (names, torch.is_grad_enabled()) == ({"frozen"}, True)
+        prints.append(trainer.fingerprint())
+        drawn.append(numbers())
     assert modes == {False}
-    assert trainers[0].fingerprint() == trainers[1].fingerprint()
-    assert numbers() == expected
-    assert torch.is_grad_enabled()
-    names = {name for name, part in trainers[0].model.named_modules() if not part.training}
-    assert names == {"frozen"}
+    assert prints[0] == prints[1]
+    assert drawn[0] == drawn[1]
 
 
 def failing(model: nn.Module, batch: Batch) -> Scores:
@@ -214,19 +213,6 @@ def test_a_run_goes_on_after_an_evaluation_that_failed(
 
 
 # What is refused.
-
-
-@for_each(("devices", "plan"), [(1, (4,)), (2, (1, 3))])
-def test_names_that_differ_between_shards_are_refused(devices: int, plan: tuple[int, ...]) -> None:
-    def score(model: nn.Module, batch: Batch) -> Scores:
-        return {"first" if batch[0][0, 0] == 0 else "other": square(model, batch)}
-
-    inputs, targets = points(8)
-    inputs[:2], inputs[2:] = 0, 1  # the first shard, and the others
-    with pytest.raises(DisagreementError, match=r"'other'.*'first'|'first'.*'other'"):
-        make_trainer(devices=devices, plan=plan).evaluate(
-            score, TensorDataset(inputs, targets), batch_size=8
-        )
 
 
 @for_each(
@@ -291,13 +277,6 @@ def test_what_is_divided_is_no_sum(form: Two) -> None:
         lambda m, b: {"a": form(m(b[0]), b[1])}, data(6), batch_size=3
     )
     assert scores["a"] == pytest.approx(expected)
-
-
-def test_a_sum_over_all_there_is_may_be_returned() -> None:
-    scores = make_trainer(shards=1).evaluate(
-        lambda m, b: {"a": SUMS[0](b[0], b[0] + 1)}, data(6), batch_size=6
-    )
-    assert scores["a"] == 6 * 3
 
 
 def test_looking_for_sums_does_not_choose_kernels() -> None:

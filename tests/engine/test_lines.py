@@ -36,7 +36,6 @@ class Layers(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(layer() for _ in range(6))
         self.scale = nn.Parameter(torch.ones(WIDTH))
-        self.between = nn.Tanh()
         self.register_buffer("calls", torch.zeros(()))
         self.register_buffer("mean", torch.zeros(WIDTH))
         self._forward = forward
@@ -67,28 +66,6 @@ class Overwriting(Linear):
         return super().forward(x)
 
 
-class Vectorised(Linear):
-    """A layer that takes one sample at a time."""
-
-    def forward(self, x: torch.Tensor, *others: Any) -> Any:
-        return torch.vmap(super().forward)(x)
-
-
-class Averaging(Linear):
-    """A layer that leaves its mean in a buffer."""
-
-    mean: torch.Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(WIDTH))
-
-    def forward(self, x: torch.Tensor, *others: Any) -> Any:
-        out = super().forward(x)
-        self.mean.copy_(out.detach().mean(dim=0))
-        return out
-
-
 class Thinning(Linear):
     """A layer that draws what it multiplies by, and tells of it."""
 
@@ -110,22 +87,6 @@ class Choosing(Linear):
         chosen = x.sum(dim=1) > 0
         out[chosen] = super().forward(x[chosen])
         return out
-
-
-class Wrapped(nn.Module):
-    """A layer with a part that can be called alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Linear()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.inner(x).tanh()
-        return out
-
-
-class Rows(torch.Tensor):
-    """A kind of tensor that a script has made."""
 
 
 def by(numbers: Any = range(6), given: Callable[[int, torch.Tensor], Any] | None = None) -> Forward:
@@ -162,31 +123,9 @@ def writing_down(model: Layers, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def with_an_attribute(_: Layers, x: torch.Tensor) -> torch.Tensor:
-    x.origin = "here"  # type: ignore[attr-defined]
-    return x
-
-
-def by_parts(model: Layers, x: torch.Tensor) -> torch.Tensor:
-    for number, layer in enumerate(model.layers):
-        x = layer.inner(x) if number == 2 else layer(x)  # type: ignore[operator]
-    return x
-
-
 def passing_by(model: Layers, x: torch.Tensor) -> torch.Tensor:
     first: torch.Tensor = model.layers[0](x)
     return by(range(1, 6))(model, first) + first
-
-
-def passing_by_in_an_argument(model: Layers, x: torch.Tensor) -> torch.Tensor:
-    first = model.layers[0](x)
-    return by(range(1, 6), lambda n, _: (first,) if n == 4 else ())(model, first)
-
-
-def keeping_a_mean(model: Layers, x: torch.Tensor) -> torch.Tensor:
-    x = model.layers[0](x)
-    mean = model.layers[0].mean.clone()  # type: ignore[operator,union-attr]
-    return by(range(1, 6))(model, x) + mean
 
 
 def drawing(model: Layers, x: torch.Tensor) -> torch.Tensor:
@@ -229,14 +168,6 @@ def with_a_mask(model: Layers, x: torch.Tensor) -> torch.Tensor:
     return by(given=lambda n, _: (mask,) if n == 4 else ())(model, x) * mask
 
 
-def with_views(model: Layers, x: torch.Tensor) -> torch.Tensor:
-    def views(number: int, x: torch.Tensor) -> Any:
-        y = x.detach().clone()
-        return (y[0], y[0]) if number == 4 else ()
-
-    return by(given=views)(model, x)
-
-
 def with_its_dtype(model: Layers, x: torch.Tensor) -> torch.Tensor:
     x = model.layers[0](x)
     scale = torch.full((1,), 0.37, dtype=x.dtype)  # a linear layer's, in bf16
@@ -274,14 +205,6 @@ def normalising(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return model(batch.clone()).square().mean(dim=1)
 
 
-def hooked(model: Layers) -> None:
-    model.register_full_backward_hook(lambda *_: None)
-
-
-def hooked_between(model: Layers) -> None:
-    model.between.register_full_backward_hook(lambda *_: None)
-
-
 class Refused(NamedTuple):
     """What a line of devices refuses."""
 
@@ -289,7 +212,7 @@ class Refused(NamedTuple):
     forward: Forward = in_order
     loss: Callable[..., Any] = far
     layer: Callable[[], nn.Module] = Linear
-    prepare: Callable[[Layers], None] = lambda _: None
+    has_hook: bool = False
     stops_early: bool = True
     precision: Any = "fp32"
     in_processes: str = ""
@@ -299,8 +222,6 @@ class Refused(NamedTuple):
 REFUSED = {
     "values": Refused("computes __bool__ of what a stage", around(looking_at_values)),
     "skip": Refused("uses something made before stage layers.. again after it", passing_by),
-    "argument": Refused("is called with something made before stage", passing_by_in_an_argument),
-    "mean": Refused("something made before stage", keeping_a_mean, layer=Averaging),
     "writing": Refused("writes what a stage on another device gives into", around(writing_down)),
     "shapes": Refused(
         "tensor of shape .* there, and .* here",
@@ -314,13 +235,11 @@ REFUSED = {
     "kept": Refused("draws random numbers, and .* keeps one", layer=Thinning),
     "draws": Refused("random numbers between two stages", around(lambda _, x: x * torch.rand(()))),
     "one by one": Refused("is called inside of torch.vmap", loss=one_by_one),
-    "vmap": Refused("could not be computed in shape alone", layer=Vectorised),
     "order": Refused("stage layers.1 is called after stage layers.2", by([0, 2, 1, 3, 4, 5])),
     "dropped": Refused(
         r"stage layers.4 is called .*, where layers.2 was expected: .* must be called all the same",
         by([0, 1, 4, 5]),
     ),
-    "backwards": Refused("layers.5 is called first, where layers.2 was", by(range(5, -1, -1))),
     "twice": Refused(
         "stage layers.0 is called after stage layers", loss=lambda m, b: far(m, b) + far(m, b + 1)
     ),
@@ -328,11 +247,6 @@ REFUSED = {
     "experts": Refused(
         r"stage layers.0 is another device's, and computes __getitem__, .* depends on values",
         layer=Choosing,
-    ),
-    "a part": Refused(
-        r"parameter layers.2.inner.weight .* outside of its stage, .*: in a part of it that is",
-        by_parts,
-        layer=Wrapped,
     ),
     "no early stop": Refused("would be computed once more", rerun()(in_order), stops_early=False),
     "reentrant": Refused("use_reentrant=True", rerun(True)(in_order)),
@@ -349,7 +263,6 @@ REFUSED = {
     ),
     "in place": Refused("the loss changes its batch", loss=normalising, in_processes="-"),
     "mask": Refused("writes in place to a tensor of shape", with_a_mask, layer=Overwriting),
-    "views": Refused("shares memory with the batch or with", with_views, layer=Overwriting),
     "scale": Refused(
         "parameter scale is used on device 1 and on a later one", around(lambda m, x: x * m.scale)
     ),
@@ -360,22 +273,11 @@ REFUSED = {
     "gather": Refused("the loss calls onefold.gather", loss=gathering),
     "terms": Refused("several terms with divisors of their own", loss=of_two_terms),
     "grad": Refused("the loss differentiates something itself", loss=differentiating),
-    "attribute": Refused("a tensor that has an attribute origin", around(with_an_attribute)),
-    "kind": Refused(
-        "is called with a Rows", by(given=lambda _, x: (x.detach().as_subclass(Rows),))
-    ),
-    "sparse": Refused(
-        "is called with a tensor of layout torch.sparse_coo",
-        by(given=lambda *_: (torch.eye(3).to_sparse(),)),
-    ),
     "dtype": Refused("asks for the dtype", with_its_dtype, precision="bf16"),
     "hook": Refused(
         "has a backward hook, and stages on several devices",
         loss=lambda model, batch: far(model, batch.clone().requires_grad_()),
-        prepare=hooked,
-    ),
-    "hook between": Refused(
-        "is no stage nor part of one", around(lambda m, x: m.between(x)), prepare=hooked_between
+        has_hook=True,
     ),
 }
 
@@ -385,7 +287,8 @@ def attempt(name: str, devices: list[str] | None = None) -> None:
     case = REFUSED[name]
     torch.manual_seed(3)
     model = Layers(case.forward, case.layer)
-    case.prepare(model)
+    if case.has_hook:
+        model.register_full_backward_hook(lambda *_: None)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     trainer = onefold.Trainer(
         model,
@@ -428,7 +331,12 @@ def test_one_device_computes_it(name: str) -> None:
     attempt(name, devices=["cpu"])
 
 
-def refused(name: str, exchange: ExchangeName) -> None:
+@for_each(
+    ("name", "exchange"),
+    [(name, "shared") for name, case in REFUSED.items() if case.in_processes != "-"]
+    + [(name, "collective") for name in ("values", "order", "left out", "gather", "reentrant")],
+)
+def test_devices_of_several_processes(name: str, exchange: ExchangeName) -> None:
     case = REFUSED[name]
     options = RunOptions(keep="stages", exchange=exchange)
     errors = [each.error for each in outcomes(attempt, DEVICES, args=(name,), options=options)]
@@ -438,39 +346,10 @@ def refused(name: str, exchange: ExchangeName) -> None:
     assert all("LineError" in str(error) for error in errors if isinstance(error, PeerFailed))
 
 
-@for_each("name", [name for name, case in REFUSED.items() if case.in_processes != "-"])
-def test_devices_that_share_memory(name: str) -> None:
-    refused(name, "shared")
-
-
-@for_each("name", ["values", "order", "left out", "scale", "gather", "reentrant"])
-def test_devices_that_share_nothing(name: str) -> None:
-    refused(name, "collective")
-
-
 def trainer_of(model: nn.Module, loss: Any, devices: int, **choices: Any) -> onefold.Trainer:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     named = ["cpu"] * devices
     return onefold.Trainer(model, optimizer, loss, shards=4, threads=1, devices=named, **choices)
-
-
-@pytest.mark.usefixtures("in_line")
-def test_a_step_after_a_refusal() -> None:
-    """One process goes on, with the bits that it would have without."""
-
-    def trained(*, with_refusal: bool) -> str:
-        torch.manual_seed(3)
-        model = Layers(in_order, Linear)
-        trainer = trainer_of(model, {"far": far, "gather": gathering}, DEVICES)
-        for _ in range(2):
-            if with_refusal:
-                with pytest.raises(LineError):
-                    trainer.step(torch.ones(9, WIDTH), loss="gather")
-            trainer.step(torch.ones(9, WIDTH), loss="far")
-        trainer.close()
-        return trainer.fingerprint()
-
-    assert trained(with_refusal=True) == trained(with_refusal=False)
 
 
 # What a line does with what it has computed, and how often it computes.

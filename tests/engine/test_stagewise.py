@@ -3,7 +3,7 @@ one stage after the other brought, and give what devices with all give."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -108,10 +108,6 @@ def differentiating(model: nn.Module, batch: torch.Tensor) -> dict[str, Any]:
     return {"slope": slopes.square().mean(dim=1)}
 
 
-def mapped(model: nn.Module, batch: torch.Tensor) -> dict[str, Any]:
-    return {"loss": torch.vmap(lambda x: model(x).square().mean())(batch)}
-
-
 class Attending(nn.Module):
     """A transformer, which PyTorch computes in another way in evaluation."""
 
@@ -142,7 +138,6 @@ class AttendingInside(Attending):
     [
         (Layered, looking),
         (Layered, differentiating),
-        (Layered, mapped),
         (Attending, scored),
         (AttendingInside, scored),
     ],
@@ -292,28 +287,3 @@ def test_a_failure_on_one_device_ends_the_others_wait() -> None:
     with pytest.raises(PeerFailed, match="of device 1"):
         raise lead.error
     assert isinstance(other.error, ZeroDivisionError)
-
-
-class Stream(torch.utils.data.IterableDataset[torch.Tensor]):
-    """Yields so many samples."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter(samples(self.count))
-
-
-def streams_that_differ(longer: int) -> str:
-    trainer = trained()
-    try:
-        stream = Stream(longer if trainer.is_lead else 8)
-        trainer.evaluate(scored, stream, batch_size=4)
-    except onefold.errors.DisagreementError as error:
-        return str(error)
-    return ""
-
-
-@for_each(("longer", "what"), [(12, "samples"), (0, "batch_size of 4")])
-def test_devices_that_read_other_data_are_told_so(longer: int, what: str) -> None:
-    assert what in run(streams_that_differ, longer)

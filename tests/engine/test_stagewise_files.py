@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,6 @@ import pytest
 import torch
 from torch import nn
 
-import onefold
-from onefold.checkpoint import saving
 from onefold.core.options import RunOptions
 from onefold.errors import CheckpointError, PeerFailed, StateError
 from onefold.testing import outcomes
@@ -109,31 +106,6 @@ def test_the_files_are_those_of_devices_with_all(
     keep, directory = goes_on
     folder = str(tmp_path / directory)
     assert run(resumed, folder, settings, devices=devices, keep=keep) == (spans[1], 0)
-
-
-def biggest_part(directory: str) -> tuple[int, int]:
-    """The most bytes of a tensor that the lead was brought, and those of the model."""
-    trainer = trained(Odd)
-    sizes: list[int] = []
-    transport: Any = engine_in(trainer).exchange.transport
-    bring = transport.bring
-
-    def noting() -> Any:
-        brought = bring()
-        sizes.append(sum(part.numel() for part in brought))
-        return brought
-
-    with mock.patch.object(transport, "bring", noting):
-        trainer.save(directory)
-    return max(sizes), sum(p.nbytes for p in trainer.model.parameters())
-
-
-def test_the_lead_has_one_tensor_at_a_time(tmp_path: Path) -> None:
-    most, model = run(biggest_part, str(tmp_path))
-    widest = 4 * WIDTH * FEATURES_OF_WIDE
-    # With the heads of what is packed.
-    assert widest < most < widest + 4096
-    assert model > 1.5 * widest
 
 
 class Computing(Layered):
@@ -245,36 +217,6 @@ def test_a_failure_ends_the_wait_of_all_and_leaves_no_file(
         with pytest.raises(kind, match=words):
             raise each.error
     assert not list(tmp_path.iterdir())
-
-
-def slowly(directory: str) -> str:
-    write = saving.write_checkpoint
-
-    def slow(*given: Any) -> None:
-        time.sleep(3)
-        write(*given)
-
-    trainer = trained(timeout_s=2)
-    with mock.patch.object(saving, "write_checkpoint", slow):
-        trainer.save(directory, wait=False)
-    trainer.step(samples())
-    return trainer.fingerprint()
-
-
-@pytest.mark.full
-@pytest.mark.processes
-def test_a_slow_disk_is_waited_for(tmp_path: Path) -> None:
-    trainer = trained()
-    trainer.step(samples())
-    found = onefold.launch(
-        slowly,
-        devices="cpu:2",
-        args=(str(tmp_path),),
-        keep="span",
-        exchange="collective",
-        timeout_s=300,
-    )
-    assert found == trainer.fingerprint()
 
 
 def damaged(directory: str) -> tuple[str, str, str]:
