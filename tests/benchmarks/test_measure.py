@@ -6,8 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from against import there_and_back
 from checkpoint import file_system_of, stall_percent
@@ -18,19 +16,9 @@ from training import best_of, compared
 
 pytestmark = pytest.mark.full
 
-TIMES = st.lists(st.floats(min_value=1e-6, max_value=1e6), min_size=1, max_size=9)
-
-
-@given(TIMES)
-def test_a_spread_does_not_depend_on_the_order(values: list[float]) -> None:
-    found = spread(values)
-    assert found == spread(reversed(values))
-    assert (found.low, found.high) == (min(values), max(values))
-    assert found.low <= found.median <= found.high
-    assert ratio(values, values) == Spread(median=1.0, low=1.0, high=1.0)
-
 
 def test_ratios_and_differences_are_taken_round_by_round() -> None:
+    assert spread([4.0, 1.0, 2.0, 8.0]) == Spread(median=3.0, low=1.0, high=8.0)
     # Between the medians it would be 20 / 2 = 10.
     assert ratio([10.0, 20.0, 30.0], [10.0, 2.0, 1.0]) == Spread(median=10.0, low=1.0, high=30.0)
     assert difference([5.0, 105.0, 6.0], [1.0, 100.0, 3.0]) == Spread(median=4.0, low=3.5, high=4.5)

@@ -68,6 +68,14 @@ def adamw(model: nn.Module, **settings: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-3, **settings)
 
 
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+
+def adafactor(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(model.parameters())
+
+
 def batches(steps: int, samples: int = SAMPLES, device: str = "cpu") -> list[Batch]:
     """The same batches each time; sample 6 has the label that is spoilt."""
     generator = torch.Generator().manual_seed(1)

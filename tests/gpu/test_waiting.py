@@ -12,14 +12,10 @@ from torch.utils.data import TensorDataset
 
 import onefold
 from tests.gpu.device import DEVICE, ON_GPU, each, needs
-from tests.gpu.net import Batch, adamw, batches, score, trainer_of
+from tests.gpu.net import Batch, adamw, batches, score, sgd, trainer_of
 
 WARM_UP = 5
 """In the first steps checks are made that wait, see `onefold.engine.guard.Turns`."""
-
-
-def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
 
 CHOICES: list[tuple[str, dict[str, Any]]] = [

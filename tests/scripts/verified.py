@@ -5,7 +5,6 @@ It goes on from what it saved and saves itself, as a script for long runs does.
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import Any
 
@@ -27,8 +26,6 @@ class Model(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.norm(self.first(x)).tanh()
-        if FAULT == "rank":
-            hidden = hidden * (1 + 1e-3 * int(os.environ["RANK"]))
         return self.second(nn.functional.dropout(hidden, 0.1, self.training))
 
 
