@@ -12,14 +12,6 @@ from onefold.core.averaging import AverageRule
 from tests.tables import for_each
 
 
-@given(st.floats(0, 1, exclude_max=True), st.integers(1, 10**6))
-def test_an_exponential_average_warms_up(decay: float, update: int) -> None:
-    kept = AverageRule(decay).kept(update)
-    assert 0 <= kept <= decay
-    assert kept <= AverageRule(decay).kept(update + 1)
-    assert kept == decay or kept == (1 + update) / (10 + update)
-
-
 @given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=50))
 def test_a_mean_has_all_values_alike_and_not_the_first_one(values: list[float]) -> None:
     average = 1e9

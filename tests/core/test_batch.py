@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, UserDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from onefold.core.batch import as_if_copied, batch_digest, cut_batch, move
 from onefold.core.shard import Plan
-from onefold.core.structure import parts_of, with_parts
+from onefold.core.structure import parts_of
 from tests.tables import for_each
 
 META = torch.device("meta")
@@ -40,22 +40,6 @@ class Encoding(UserDict[str, object]):
     def __init__(self, data: dict[str, object], *, kept: str) -> None:
         super().__init__(data)
         self.kept = kept
-
-
-class Odd(Mapping[str, object]):
-    """Made from something other than its items."""
-
-    def __init__(self, *, of: object) -> None:
-        self.of = of
-
-    def __getitem__(self, key: str) -> object:
-        return self.of
-
-    def __iter__(self) -> Iterator[str]:
-        return iter("ab")
-
-    def __len__(self) -> int:
-        return 2
 
 
 def nested(samples: int) -> st.SearchStrategy[Any]:
@@ -127,22 +111,13 @@ def test_containers_of_any_kind_keep_their_type(container: Any) -> None:
     part: Any = cut_batch([container], HALVES, [1]).shards[1][0]  # type: ignore[index]
     moved = move(container, META)
     assert type(part) is type(moved) is type(container)
+    assert getattr(part, "kept", "more") == "more"
     assert [values.tolist() for _, values in parts_of(part) or ()] == [[3, 4]] * 2
     assert [path for path, _ in parts_of(part) or ()] == [path for path, _ in parts_of(moved) or ()]
     assert all(
         values.device == META for _, values in parts_of(moved) or () if torch.is_tensor(values)
     )
     assert [part is NUMBERS for _, part in parts_of(container) or ()] == before
-
-
-def test_what_else_a_container_holds_goes_along() -> None:
-    assert with_parts(Encoding({"a": 1}, kept="more"), [2]).kept == "more"
-    assert with_parts(defaultdict(list, a=1), [2]).default_factory is list
-    assert [parts_of(value) for value in ("ab", 3, None, {1, 2}, Fields)] == [None] * 5
-    batch = Fields(torch.ones(2), ["text", np.ones(3), Fields])
-    moved: Any = move(batch, META)
-    assert (moved.x.device, batch.x.device.type) == (META, "cpu")  # type: ignore[attr-defined]
-    assert all(one is other for one, other in zip(moved.y, batch.y, strict=True))  # type: ignore[call-overload]
 
 
 def test_only_the_shards_asked_for_are_kept_and_nothing_is_copied() -> None:
@@ -172,7 +147,6 @@ ONES = torch.ones(2)
         ({"a": Fields(ONES, "text")}, r"batch\['a'\].y: expected .* got str"),
         ([ONES, None], r"batch\[1\]: .* got NoneType. Use trainer.loader"),
         ({1, 2}, "batch: .* got set"),
-        (Odd(of=ONES), r"and Odd cannot .*Use a dict, a tuple or a dataclass"),
         ([ONES, np.array(["a", "b"])], r"batch\[1\] is an array of <U1: expected numbers"),
         ([np.array([{}, None])], r"batch\[0\] is an array of object: .* Use trainer.loader"),
         ([np.zeros(2, [("a", "f4")])], r"is an array of \[\('a', '<f4'\)\]"),
@@ -231,8 +205,8 @@ def test_arrays_are_copied_only_where_pytorch_cannot_use_them(array: Any, copied
 @given(n=st.integers(1, 300))
 def test_up_to_64_elements_count_the_first_and_last_among_them(n: int) -> None:
     batch = torch.arange(float(n))
-    digests = {batch_digest(batch + torch.eye(n)[index]): index for index in range(n)}
-    seen = sorted(index for digest, index in digests.items() if digest != batch_digest(batch))
+    one = batch_digest(batch)
+    seen = [i for i in range(n) if batch_digest(batch + torch.eye(n)[i]) != one]
     assert (seen[0], seen[-1]) == (0, n - 1)
     assert min(n, 32) <= len(seen) <= 64
     assert n > 62 or len(seen) == n

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from onefold.core.fold import Block, blocks_of, fold, fold_shards, max_blocks, published_by
 from onefold.core.shard import Plan
+from onefold.exchange.stagefold import RunningFold
 
 
 @st.composite
@@ -68,3 +69,19 @@ def test_as_many_devices_as_shards_publish_one_sum_each() -> None:
 def test_a_shard_that_nobody_publishes_is_noticed() -> None:
     with pytest.raises(KeyError, match="no part covers shard 1"):
         fold({Block(0, 1): "a"}.get, Block(0, 2), named)
+
+
+@given(shards=st.integers(1, 40), data=st.data())
+def test_sums_that_are_added_as_shards_come_have_the_same_order(
+    shards: int, data: st.DataObject
+) -> None:
+    running = RunningFold(shards, named)
+    for shard in data.draw(st.permutations(range(shards))):
+        with pytest.raises((KeyError, ValueError), match="has not come"):
+            running.total  # noqa: B018
+        running.put(shard, str(shard))
+        for wrong in (shard, shards, -1):
+            with pytest.raises(ValueError, match=f"got shard {wrong}"):
+                running.put(wrong, "again")
+    assert running.total == fold_shards(list(map(str, range(shards))), named)
+    assert running.kept == 1

@@ -40,11 +40,6 @@ def test_options_that_make_no_sense_are_refused_by_name(chosen: dict[str, Any], 
     assert dataclasses.replace(RunOptions(), every=0, every_s=60).every == 0
 
 
-def test_a_run_that_saves_itself_may_be_asked_to_stop() -> None:
-    choices: list[dict[str, Any]] = [{}, {"trace": "t"}, {"saves": True}, {"checkpoint": "kept"}]
-    assert [RunOptions(**chosen).may_stop for chosen in choices] == [False, False, True, True]
-
-
 @for_each(
     ("keep", "devices", "line"),
     [("all", 4, 1), ("span", 3, 1), ("stages", 3, 3), ("stages:2", 6, 2), ("stages:3", 3, 3)],
@@ -75,18 +70,6 @@ def test_limits_of_time_are_positive_and_what_the_system_can_wait() -> None:
     poller = select.poll()
     poller.register(0, select.POLLIN | select.POLLOUT)  # at its end, so that this returns at once
     assert poller.poll(check_seconds("it", MOST_S) * 1000)
-
-
-@for_each(
-    "chosen",
-    [
-        {"shards": 2**31, "seed": -(2**63), "clip_norm": 5e-324},
-        {"shards": 1, "seed": 2**63 - 1, "threads": 1, "clip_norm": 3},
-    ],
-)
-def test_settings_within_bounds_are_kept(chosen: dict[str, Any]) -> None:
-    settings = dataclasses.replace(CHOSEN, **chosen)
-    assert all(getattr(settings, name) == value for name, value in chosen.items())
 
 
 @for_each(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import combinations, groupby, pairwise
+from itertools import combinations, groupby
 
 import pytest
 from hypothesis import given
@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from onefold.core.stages import (
     Move,
     cut_line,
-    in_groups,
     moves,
     waiting,
 )
@@ -62,19 +61,6 @@ def test_a_line_ends_after_the_time_that_it_is_said_to_wait(devices: int, count:
 
 
 # Pieces of shards
-
-
-@given(st.lists(st.integers(1, 5), max_size=8) | st.lists(st.just(1), max_size=8), DEVICES)
-def test_a_piece_begins_when_the_one_before_has_been_back(pieces: list[int], devices: int) -> None:
-    order = in_groups(pieces, devices)
-    wanted = [(shard, piece) for shard, count in enumerate(pieces) for piece in range(count)]
-    assert sorted(slot for slot in order if slot is not None) == wanted
-    for shard, count in enumerate(pieces):
-        places = [order.index((shard, piece)) for piece in range(count)]
-        assert all(b - a >= devices for a, b in pairwise(places))
-    if set(pieces) == {1}:  # whole shards follow each other without gaps
-        full = len(pieces) - len(pieces) % devices
-        assert order[:full] == wanted[:full]
 
 
 # Shares of the stages

@@ -41,14 +41,11 @@ def test_so_do_tensors_and_arrays_as_what_they_show() -> None:
     assert type(decode(encode(collections.OrderedDict(a=1), "value"))) is dict
 
 
-@for_each(
-    "dtype",
-    [torch.bool, torch.uint16, torch.int64, torch.float16, torch.float8_e4m3fn, torch.complex64],
-)
-def test_tensors_of_any_dtype_and_shape(dtype: torch.dtype) -> None:
-    for shape in ((), (0,), (3, 0), (2, 3)):
-        value = torch.ones(shape).to(dtype)
-        assert shown(decode(encode(value, "value"))) == shown(value)
+def test_tensors_of_any_dtype_and_shape() -> None:
+    for dtype in (torch.bool, torch.uint16, torch.float16, torch.float8_e4m3fn, torch.complex64):
+        for shape in ((), (0,), (3, 0), (2, 3)):
+            value = torch.ones(shape).to(dtype)
+            assert shown(decode(encode(value, "value"))) == shown(value)
 
 
 class Colour(enum.IntEnum):

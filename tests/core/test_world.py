@@ -13,12 +13,6 @@ from onefold.core.world import World
 from tests.tables import for_each
 
 
-def test_a_process_that_nobody_launched_is_alone() -> None:
-    world = World()
-    assert (world.rank, world.size, world.local_size, world.proof) == (0, 1, 1, b"")
-    assert [World(launcher=name).launched for name in ("none", "onefold", "torch")] == [0, 1, 1]
-
-
 def test_only_what_nobody_else_knows_proves_that_a_process_belongs() -> None:
     known: dict[str, Any] = {"launcher": "torch", "run_id": "known to all"}
     for fields, proof in (

@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 import torch
 from torch import nn
 
 import onefold
-from onefold.system import compat, compilers, hooks
+from onefold.system import compilers, hooks
 
 SOURCE = Path(onefold.__file__).parent
 TABLES = {"_parameters", "_buffers", "_modules", "_version", "_post_accumulate_grad_hooks"}
@@ -87,30 +85,3 @@ def test_kernels_that_repeat_their_bits_can_be_chosen_and_put_back() -> None:
     before.put_back()
     assert not torch.are_deterministic_algorithms_enabled()
     assert torch.utils.deterministic.fill_uninitialized_memory == fill
-
-
-def test_clipping_goes_through_a_function_that_can_be_wrapped(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Or a left-over clip_grad_norm_ would do nothing without a word."""
-    inner = torch.nn.utils.clip_grad._clip_grads_with_norm_
-    monkeypatch.setattr(
-        torch.nn.utils.clip_grad,
-        "_clip_grads_with_norm_",
-        getattr(inner, "__wrapped__", inner),
-    )
-    seen: list[int] = []
-
-    def wrap(inner: Callable[..., object]) -> Callable[..., object]:
-        def counting(*args: object, **options: object) -> object:
-            seen.append(1)
-            return inner(*args, **options)
-
-        return counting
-
-    compat.wrap_clipping(wrap)
-    compat.wrap_clipping(wrap)
-    parameter = nn.Parameter(torch.zeros(1))
-    parameter.grad = torch.ones(1)
-    nn.utils.clip_grad_norm_([parameter], 0.5)
-    assert seen == [1]

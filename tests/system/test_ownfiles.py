@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,7 +25,6 @@ from onefold.system.ownfiles import (
     replace_file,
     write_whole,
 )
-from tests.tables import for_each
 
 DEEPEST = 200
 
@@ -203,41 +202,30 @@ def test_folders_of_killed_processes_are_removed_by_the_next(temporary: Path) ->
     assert set(temporary.iterdir()) == {kept.path}
 
 
-def marked(path: Path, mark: bytes | None, mode: int = 0o700) -> None:
-    path.mkdir()
+def marked(path: Path, mark: bytes, mode: int = 0o700) -> Path:
+    path.mkdir(mode)
     path.chmod(mode)
-    if mark is not None:
-        (path / ".onefold-owner").write_bytes(mark)
+    (path / ".onefold-owner").write_bytes(mark)
+    return path
 
 
-def by_a_link(path: Path, mark: bytes, name: str) -> None:
-    """To the folder, or to its mark, if ``name`` is not empty."""
-    marked(path.with_name("elsewhere"), mark)
-    if name:
-        marked(path, None)
-    (path / name).symlink_to(path.with_name("elsewhere") / name)
-
-
-@for_each(
-    "make",
-    [
-        lambda path, mark: marked(path, None),
-        lambda path, mark: marked(path, b"another"),  # of a host, or from before a restart
-        lambda path, mark: marked(path, b""),
-        lambda path, mark: marked(path, mark, 0o755),
-        lambda path, mark: by_a_link(path, mark, ""),
-        lambda path, mark: by_a_link(path, mark, ".onefold-owner"),
-        lambda path, mark: path.touch(),
-        lambda path, mark: os.mkfifo(path),
-    ],
-)
-def test_what_is_not_surely_ours_and_dead_stays(
-    make: Callable[[Path, bytes], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+def test_what_is_not_surely_ours_and_dead_stays(tmp_path: Path) -> None:
     with PrivateFolder() as folder:
         mark = (folder.path / ".onefold-owner").read_bytes()
-    make(tmp_path / "onefold-12345678", mark)
+    owner = marked(tmp_path / "elsewhere", mark) / ".onefold-owner"
+    for number, make in enumerate(
+        (
+            lambda path: path.mkdir(0o700),
+            lambda path: marked(path, b"another"),  # of a host, or from before a restart
+            lambda path: marked(path, b""),
+            lambda path: marked(path, mark, 0o755),
+            lambda path: path.symlink_to(owner.parent),
+            lambda path: (path.mkdir(0o700), (path / owner.name).symlink_to(owner)),
+            lambda path: path.touch(),
+            lambda path: os.mkfifo(path),
+        )
+    ):
+        make(tmp_path / f"onefold-1234567{number}")
     before = sorted(tmp_path.rglob("*"))
     marked(tmp_path / "onefold-abcdefgh", mark)  # this goes
     PrivateFolder().remove()

@@ -22,7 +22,6 @@ from onefold.system.process import (
     ctrl_c_later,
     die_with_parent,
 )
-from tests.tables import for_each
 
 LIMIT_S = 20.0
 
@@ -58,17 +57,6 @@ def test_a_process_that_stays_stopped_is_noticed_after_some_looks() -> None:
         assert 2 <= 8 * LOOK_S <= 10
         process.kill()
     assert not any(Stillness(process.pid).look() for _ in range(10))
-
-
-@for_each("name", ["a) T b", "T (t"])
-def test_the_name_of_a_process_is_not_its_state(name: str, tmp_path: Path) -> None:
-    """The kernel puts it before the state, with whatever it holds."""
-    script = tmp_path / name
-    script.write_text("#!/bin/sh\nread line\n")
-    script.chmod(0o700)
-    with subprocess.Popen([script], stdin=subprocess.PIPE) as started:
-        until(lambda: name in Path(f"/proc/{started.pid}/stat").read_text())
-        assert not any(Stillness(started.pid).look() for _ in range(10))
 
 
 PARENT = """
@@ -113,31 +101,25 @@ def _ctrl_c() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_ctrl_c")
-@for_each(
-    ("put_off", "error", "expected"),
-    [
+def test_ctrl_c_comes_when_the_block_is_left() -> None:
+    end = "the end of the block"
+    for put_off, error, expected in (
         (0, None, ["Ctrl-C, after None"]),
-        (1, None, ["the end of the block", "Ctrl-C, after None"]),
-        (2, None, ["the end of the block", "Ctrl-C, after None"]),
-        (1, ValueError("an error"), ["the end of the block", "Ctrl-C, after an error"]),
-    ],
-)
-def test_ctrl_c_comes_when_the_block_is_left(
-    put_off: int, error: Exception | None, expected: list[str]
-) -> None:
-    reached: list[str] = []
-    try:
-        with ExitStack() as blocks:
-            for _ in range(put_off):
-                blocks.enter_context(ctrl_c_later())
-            signal.raise_signal(signal.SIGINT)
-            reached.append("the end of the block")
-            if error is not None:
-                raise error
-        reached.append("what comes after")
-    except KeyboardInterrupt as interrupt:
-        reached.append(f"Ctrl-C, after {interrupt.__context__}")
-    assert reached == expected
+        (1, None, [end, "Ctrl-C, after None"]),
+        (2, ValueError("an error"), [end, "Ctrl-C, after an error"]),
+    ):
+        reached: list[str] = []
+        try:
+            with ExitStack() as blocks:
+                for _ in range(put_off):
+                    blocks.enter_context(ctrl_c_later())
+                signal.raise_signal(signal.SIGINT)
+                reached.append(end)
+                if error is not None:
+                    raise error
+        except KeyboardInterrupt as interrupt:
+            reached.append(f"Ctrl-C, after {interrupt.__context__}")
+        assert reached == expected
 
 
 @pytest.mark.usefixtures("_ctrl_c")
