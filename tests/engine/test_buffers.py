@@ -149,21 +149,6 @@ def test_rules_that_say_nothing_are_refused(rules: dict[str, str], words: str) -
 
 
 @both
-def test_a_buffer_that_two_modules_share_stays_one(devices: int) -> None:
-    def note(module: Noting, inputs: torch.Tensor) -> None:
-        module.twin.value = module.value + inputs.mean()
-
-    module = Noting(note, value=torch.zeros(2))
-    module.twin = nn.Module()
-    module.twin.register_buffer("value", module.value)
-    step(module, devices)
-    assert module.twin.value is module.value
-    batch = points(SAMPLES)
-    values = [torch.zeros(2) + shard.mean() for shard in shards_of(batch)]
-    assert torch.equal(module.value, weighted_mean(values, batch))
-
-
-@both
 def test_every_shard_starts_from_the_steps_buffers(devices: int) -> None:
     seen: list[float] = []
 
@@ -293,23 +278,6 @@ def test_a_buffer_that_a_shard_makes_is_refused(
 
 
 # What else changes them, or must not.
-
-
-@both
-@for_each("replaced", [False, True])
-def test_what_the_user_does_to_a_buffer_between_steps_counts(replaced: bool, devices: int) -> None:
-    def note(module: Noting, inputs: torch.Tensor) -> None:
-        module.value.add_(1)
-
-    module = Noting(note, value=torch.zeros(2))
-    trainer = make_trainer(module, shards=SHARDS, devices=devices)
-    trainer.step(points(SAMPLES))
-    if replaced:
-        module.value = torch.full((2,), 10.0)
-    else:
-        module.value.fill_(10)
-    trainer.step(points(SAMPLES))
-    assert module.value.tolist() == [11, 11]
 
 
 @both

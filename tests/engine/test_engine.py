@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import random
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from torch import nn
 import onefold
 from onefold.engine.advice import advice_on
 from onefold.errors import StateError
-from tests.engine.assembled import cut, engine_of
 from tests.small import Batch, bits, line, make_trainer, points, sgd, square
 from tests.tables import for_each
 
@@ -62,17 +60,6 @@ def test_a_step_without_weight_is_skipped_by_all() -> None:
     assert found[0] == found[1] == found[2]
 
 
-def test_the_momentum_rests_in_a_skipped_step() -> None:
-    found = []
-    for plan in ((True, True), (True, False, True)):
-        loss = Weighed()
-        trainer = make_trainer(loss=loss)
-        for loss.on in plan:
-            trainer.step(points(10))
-        found.append(bits(trainer.model))
-    assert found[0] == found[1]
-
-
 @both
 def test_one_shard_with_weight_has_all_devices_update(devices: int) -> None:
     """The others give zeros, and their devices follow."""
@@ -91,18 +78,6 @@ def test_one_shard_with_weight_has_all_devices_update(devices: int) -> None:
     gradients = torch.autograd.grad(last, list(plain.parameters()))
     moved = [old - new for old, new in zip(plain.parameters(), model.parameters(), strict=True)]
     torch.testing.assert_close(moved, [0.1 * g for g in gradients])
-
-
-@both
-@for_each("asked", [False, True])
-@for_each("on", [False, True])
-def test_a_run_that_was_asked_to_stop_stops_after_the_step(
-    devices: int, asked: bool, on: bool
-) -> None:
-    """Which is updated, or skipped, as it would have been."""
-    engine = engine_of(loss=Weighed(on=on), devices=devices)
-    verdict = engine.step(cut(points(10), engine.roster.plan), 1, asked_to_stop=asked).verdict
-    assert (verdict.updates, verdict.stops) == (on, asked)
 
 
 @both
@@ -143,22 +118,6 @@ def test_random_numbers_are_other_ones_in_every_step_and_shard_and_with_every_se
     for each in zip(*(alone | another), strict=True):
         assert len(set(each)) == 2 * 3 * 4
     assert train(0, devices) == alone
-
-
-def test_several_terms_are_begun_again_with_their_divisors_once() -> None:
-    """From then on their weights are asked for first."""
-    calls: list[bool] = []
-
-    def loss(model: nn.Module, batch: Batch) -> onefold.Means:
-        calls.append(True)
-        values = square(model, batch).sum()
-        return onefold.Mean(values, len(batch[0])) + onefold.Sum(values)
-
-    trainer = make_trainer(loss=loss, shards=2)
-    trainer.step(points(8))
-    assert len(calls) == 2 + 2 + 2  # found out, weighed, computed
-    trainer.step(points(8))
-    assert len(calls) == 6 + 2 + 2
 
 
 def test_a_step_tells_where_its_time_went() -> None:
@@ -253,31 +212,3 @@ def test_a_lack_of_memory_names_step_and_shard_and_says_what_to_do(devices: int)
 
 
 # Memory.
-
-
-@pytest.mark.full
-@for_each(("shards", "skipped"), [(1, False), (2, True), (5, False)])
-def test_no_gradient_is_kept_from_one_step_to_the_next(shards: int, skipped: bool) -> None:
-    """They would lie beside those of the next step."""
-    before = bytes_of_tensors()
-    model = nn.Linear(257, 257, bias=False)
-    weight = 0.0 if skipped else 1.0
-
-    def loss(model: nn.Module, batch: tuple[torch.Tensor]) -> onefold.Mean:
-        return onefold.Mean(model(batch[0]).square().sum() * weight, weight)
-
-    trainer = make_trainer(model, loss, shards=shards)
-    for _ in range(2):
-        assert bool(trainer.step((torch.ones(5, 257),)).skipped) == skipped
-    # The parameters, and the momentum that the first update makes.
-    expected = (1 if skipped else 2) * 257 * 257 * 4
-    assert bytes_of_tensors() - before == pytest.approx(expected, rel=0.1)
-
-
-def bytes_of_tensors() -> int:
-    """Of all memory that tensors of this process hold."""
-    gc.collect()
-    tensors = [o for o in gc.get_objects() if type(o) in (torch.Tensor, nn.Parameter)]
-    dense = [t for t in tensors if t.layout is torch.strided]  # other tests leave others
-    held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in dense}
-    return sum(held.values())

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import onefold
-from onefold.core.precision import AS_GIVEN, Precision
-from onefold.engine.modelcheck import check_device, check_model, check_precision, held_in
+from onefold.core.precision import Precision
+from onefold.engine.modelcheck import check_device, check_model, held_in
 from onefold.engine.modelparts import ModelParts
 from tests.capabilities import has_lstm
 from tests.small import line
@@ -119,16 +119,6 @@ def test_normalising_layers_keep_their_precision_and_autocast_leaves_all(name: A
         assert (stand_in.shape, stand_in.stride()) == (parameter.shape, parameter.stride())
 
 
-def test_frozen_parameters_may_have_any_precision() -> None:
-    module = model()
-    module[3].requires_grad_(False).half()
-    check_precision(Precision("bf16"), module.named_parameters())
-    module[0].double()
-    with pytest.raises(ValueError, match=r"got 0.weight in torch.float64"):
-        check_precision(Precision("bf16"), module.named_parameters())
-    check_precision(AS_GIVEN, module.named_parameters())
-
-
 def test_a_gpu_without_bfloat16_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
@@ -182,12 +172,3 @@ def test_a_layer_without_a_kernel_is_named(kind: type[nn.Module], name: Any, cal
     }
     with pytest.raises(onefold.errors.PrecisionError, match=words):
         calls[call]()
-
-
-def test_other_errors_of_a_loss_pass_as_they_are() -> None:
-    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        raise RuntimeError("the script's own")
-
-    with pytest.raises(RuntimeError, match="the script's own") as caught:
-        trainer_of(nn.Linear(4, 2), loss, "bf16").step(torch.randn(6, 4))
-    assert not isinstance(caught.value, onefold.errors.PrecisionError)

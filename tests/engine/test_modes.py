@@ -225,16 +225,3 @@ def test_a_teacher_that_does_not_learn_and_a_copy_that_is_made_in_the_loss_are_f
     for _ in range(5):
         trainer.step(points(8))
     assert bits(teacher) == before
-
-
-def test_with_one_shard_statistics_of_a_second_module_are_those_of_a_plain_loop() -> None:
-    second, other = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
-
-    def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
-        return square(model, (second(batch[0]), batch[1]))
-
-    trainer = make_trainer(line(), loss, shards=1)
-    for _ in range(3):
-        trainer.step(points(8))
-        other(points(8)[0])
-    assert bits(second) == bits(other)

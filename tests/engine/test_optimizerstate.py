@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from onefold.engine.optimizerstate import (
     Averages,
     PieceState,
     check_saved,
-    join,
     pack,
     packed,
     take_apart,
@@ -97,50 +95,6 @@ LAYOUT = lay_out(
     }
 )
 PIECES = cut_pieces(LAYOUT, by_element=True)
-
-
-def states_of() -> list[PieceState]:
-    """Values that tell where an element lies in memory."""
-    found = []
-    for number, piece in enumerate(PIECES):
-        found.append(PieceState(number, "step", torch.tensor(9.0), False))
-        found.append(PieceState(number, "lr", 0.5 + piece.entry, False))
-        run = torch.arange(piece.start, piece.stop, dtype=torch.float64) + 100_000 * piece.entry
-        found.append(PieceState(number, "exp_avg", run, True))
-    return found
-
-
-def whole_of(joined: Any) -> dict[str, torch.Tensor]:
-    """As the file of a checkpoint would give them."""
-    found = {}
-    for parts in joined.tensors:
-        data = b"".join(bytes(stretch) for stretch in parts.in_order())
-        flat = torch.frombuffer(bytearray(data), dtype=parts.dtype)
-        found[parts.name] = flat.view(parts.shape)
-    return found
-
-
-@for_each("owned", [range(5), [0], [1, 2, 3], [4], []])
-def test_pieces_are_joined_whoever_brought_them_and_taken_apart_again(owned: Sequence[int]) -> None:
-    assert [piece.entry for piece in PIECES] == [0, 0, 0, 1, 2]
-    joined = join(reversed(states_of()), PIECES, LAYOUT)
-    wholes = whole_of(joined)
-    assert joined.values == {"wide": {"lr": 0.5}, "turned": {"lr": 1.5}, "scale": {"lr": 2.5}}
-    run = torch.arange(70 * 600, dtype=torch.float64)
-    assert torch.equal(wholes["wide.exp_avg"], run.view(70, 600))
-    expected = (torch.arange(20, dtype=torch.float64) + 100_000).view(5, 4).t()
-    assert torch.equal(wholes["turned.exp_avg"], expected)
-    assert wholes["scale.exp_avg"].tolist() == 200_000.0
-    assert all(float(wholes[f"{name}.step"]) == 9.0 for name in ("wide", "turned", "scale"))
-    read: list[str] = []
-
-    def note(name: str) -> torch.Tensor:
-        read.append(name)
-        return wholes[name]
-
-    taken = plain(take_apart(joined.keys, joined.values, note, owned, PIECES, LAYOUT))
-    assert sorted(taken) == sorted(plain(s for s in states_of() if s.piece in owned))
-    assert len(read) == len(set(read))  # each is read once for all its pieces
 
 
 # What was saved is looked at first.

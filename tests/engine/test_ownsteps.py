@@ -43,16 +43,6 @@ def by_itself(optimizer: Optimizer, *_: Any) -> None:
         p.grad.mul_((0.01 / (p.grad.norm() + 1e-6)).clamp(max=1.0))
 
 
-def adaptive(optimizer: Optimizer, *_: Any) -> None:
-    """As in NFNets: by the norm of each unit."""
-    for p in parameters_of(optimizer):
-        assert p.grad is not None
-        dim = tuple(range(1, p.dim()))
-        limit = 0.01 * (p.detach().norm(dim=dim, keepdim=True) if dim else p.detach().abs())
-        norm = p.grad.norm(dim=dim, keepdim=True) if dim else p.grad.abs()
-        p.grad.mul_((limit / (norm + 1e-6)).clamp(max=1.0))
-
-
 def one_by_one(optimizer: Optimizer, *_: Any) -> None:
     for p in parameters_of(optimizer):
         clip_grad_norm_(p, 0.01)
@@ -128,7 +118,6 @@ def trained(way: str, hook: Hook, *, clip: float | None = None, shards: int, dev
         ("before", by_itself, 0.05),
         ("of all", by_itself, None),
         ("wrapped", by_itself, None),
-        ("before", adaptive, 0.05),
         ("before", one_by_one, 0.05),
         ("before", by_value, 0.05),
         ("after", to_unit_rows, 0.05),
@@ -142,25 +131,6 @@ def test_bits_are_those_of_a_plain_loop_and_of_any_devices(
     assert trained(way, lambda *_: None, clip=clip, shards=1, devices=0) != plain
     found = [trained(way, hook, shards=4, devices=devices) for devices in (1, 3)]
     assert found[0] == found[1]
-
-
-def test_a_hook_may_go_through_the_model() -> None:
-    found = []
-    for devices in (1, 2, 3):
-        model = model_of()
-        optimizer = adam(model)
-
-        def clip(*_: Any, model: nn.Module = model) -> None:
-            for p in model.parameters():
-                if p.grad is not None:
-                    clip_grad_norm_(p, 0.01)
-
-        optimizer.register_step_pre_hook(clip)
-        trainer = make_trainer(model, mean_square, optimizer=optimizer, devices=devices)
-        trainer.step(points(12, 130))
-        assert all(p.grad is None for p in model.parameters())
-        found.append(bits(model))
-    assert found[0] == found[1] == found[2]
 
 
 def of_all_together(optimizer: Optimizer, *_: Any) -> None:

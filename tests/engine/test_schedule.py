@@ -69,33 +69,6 @@ def test_a_schedule_goes_on_where_it_was(tmp_path: Path, name: str) -> None:
     assert other.state_dict() == state
 
 
-def by_epoch(folder: Path, *, stop: int = 0, load: bool = False) -> list[float]:
-    """The rate at each step of three passes, or of those behind a checkpoint."""
-    optimizer = sgd(model := line())
-    schedule = lrs.ExponentialLR(optimizer, 0.5)
-    options: Any = {"schedule": schedule, "schedule_every": "epoch"}
-    trainer = make_trainer(model, optimizer=optimizer, **options)
-    loader = trainer.loader(torch.utils.data.TensorDataset(*points(12)), batch_size=4)
-    if load:
-        trainer.load(folder)
-    rates = []
-    for _ in trainer.epochs(3):
-        for batch in loader:
-            trainer.step(batch)
-            rates.append(optimizer.param_groups[0]["lr"])
-            if trainer.steps == stop:
-                trainer.save(folder)
-                return rates
-    return rates
-
-
-@for_each("stop", [3, 5, 6])
-def test_a_pass_that_is_resumed_steps_its_schedule_once(tmp_path: Path, stop: int) -> None:
-    whole = by_epoch(tmp_path)
-    assert sorted(set(whole)) == [0.025, 0.05, 0.1]
-    assert by_epoch(tmp_path, stop=stop) + by_epoch(tmp_path, load=True) == whole
-
-
 def test_it_steps_like_plain_pytorch() -> None:
     optimizer, plain = sgd(model := line()), sgd(other := line())
     schedules = [lrs.ExponentialLR(o, 0.7) for o in (optimizer, plain)]

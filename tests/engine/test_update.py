@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -128,18 +127,6 @@ def test_groups_that_were_changed_afterwards_are_refused(change: str) -> None:
         with pytest.raises(ValueError, match="parameter groups were changed after Trainer was"):
             call()
     assert bits(model) == before
-
-
-@for_each("call", ["save", "load"])
-def test_the_divided_state_is_not_given_away_as_if_it_were_whole(call: str) -> None:
-    model = line()
-    optimizer = sgd(model)
-    whole = optimizer.state_dict()
-    make_trainer(model, optimizer=optimizer).step(points(4))
-    with pytest.raises(RuntimeError, match="state is divided among the devices of the run"):
-        optimizer.state_dict() if call == "save" else optimizer.load_state_dict(whole)
-    other = sgd(line())
-    assert other.state_dict()["state"] == {}  # that of another optimizer of the class is its own
 
 
 @for_each(("devices", "fails"), [(1, False), (3, False), (1, True)])
@@ -295,50 +282,16 @@ def test_one_that_begins_later_or_has_a_generator_of_its_own_is_noticed() -> Non
         make_trainer(model, optimizer=optimizer).step(points(8))
 
 
-# Optimizers that are called for one part of the model after the other.
-
-
-def of_the_script(parameters: Any, note: Callable[..., None]) -> torch.optim.Optimizer:
-    class Own(torch.optim.AdamW):
-        def step(self, closure: Any = None) -> Any:
-            note()
-            return super().step(closure)
-
-    return Own(parameters, lr=0.1)
-
-
-def wrapped(parameters: Any, note: Callable[..., None]) -> torch.optim.Optimizer:
-    made = torch.optim.AdamW(parameters, lr=0.1)
-
-    def step(original: Callable[[], Any]) -> Any:
-        note()
-        return original()
-
-    made.step = functools.partial(step, made.step)  # type: ignore[method-assign]
-    return made
-
-
-def hooked(parameters: Any, note: Callable[..., None]) -> torch.optim.Optimizer:
-    made = torch.optim.AdamW(parameters, lr=0.1)
-    made.register_step_post_hook(note)
-    return made
-
-
-@for_each("make", [of_the_script, wrapped, hooked])
-def test_what_a_script_sees_of_steps_is_one_call_for_the_whole_model(
-    make: Callable[..., torch.optim.Optimizer], monkeypatch: pytest.MonkeyPatch
+def test_an_optimizer_of_the_script_is_called_once_for_the_whole_model(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It may count its calls, or look at all parameters together."""
     world = World(options=RunOptions(keep="host"))
     monkeypatch.setattr("onefold.trainer.current_world", lambda: world)
-    calls: list[bool] = []
-
-    def note(*_: object) -> None:
-        calls.append(True)
-
     model = nn.Sequential(nn.Linear(3, 40), nn.Linear(40, 40), nn.Linear(40, 1))
-    trainer = make_trainer(model, optimizer=make(model.parameters(), note), devices=None)
+    optimizer = Noisy(model.parameters(), lr=0.1)
+    trainer = make_trainer(model, optimizer=optimizer, devices=None)
     for _ in range(2):
         trainer.step(points(8))
+    assert optimizer.done == 2
     trainer.close()
-    assert len(calls) == 2

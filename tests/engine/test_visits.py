@@ -241,21 +241,3 @@ def test_what_a_loss_writes_to_a_parameter_is_refused_at_any_step(shards: int, m
     masks = True
     with pytest.raises(onefold.errors.StateError, match=r"head\.weight"):
         trainer.step(LONG)
-
-
-def test_a_gradient_is_refused_also_where_no_room_is_to_name_it(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trainer = make()
-    trainer.step(LONG)
-
-    def full() -> None:
-        raise torch.OutOfMemoryError
-
-    (flat,) = engine_in(trainer).exchange.memory.trained.values()
-    monkeypatch.setattr(flat, "get_back", full)
-    weight: Any = trainer.model.get_parameter("head.weight")
-    hook = weight.register_hook(lambda gradient: gradient * torch.nan)
-    with pytest.raises(onefold.errors.GradientError, match=r"of step 2 is not finite .*room for"):
-        trainer.step(LONG)
-    hook.remove()
