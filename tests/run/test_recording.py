@@ -9,6 +9,7 @@ import math
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -138,7 +139,7 @@ def test_the_bits_are_those_of_the_plain_way(name: str, least_bytes: int, tmp_pa
     assert share == pytest.approx(1, abs=0.02 if least_bytes == 1 else 0.2)
 
 
-@for_each("kind", ["GPT2", "Bert", "Llama", "T5", "ViT", "Mixtral"])
+@for_each("kind", ["GPT2", "T5", "ViT", "Mixtral"])
 def test_models_of_transformers_wait_for_their_values(kind: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", reason="needs the extra [transformers]")
     small = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -150,34 +151,6 @@ def test_models_of_transformers_wait_for_their_values(kind: str, tmp_path: Path)
     config = getattr(transformers, f"{kind}Config")(**small)
     model = getattr(transformers, f"{kind}Model")
     assert check_alike(lambda: model(config), tmp_path, 1024) > 0.9
-
-
-class Kept(nn.Module):
-    """Keeps views of a parameter, a parameter that is none of its own, and a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(60, 20).normal_())
-        self.part = self.weight.data[5:10]
-        self.own = [nn.Parameter(torch.randn(30, 30))]
-        self.register_buffer("mask", torch.ones(70, 70).tril())
-        self.alone = nn.Parameter(torch.empty(60, 20).uniform_())
-
-
-def test_what_others_look_at_has_its_values(tmp_path: Path) -> None:
-    torch.manual_seed(4)
-    plain = Kept()
-    torch.manual_seed(4)
-    model = noted(Kept, tmp_path)
-    assert isinstance(model, Kept)
-    assert torch.equal(model.part, plain.part)
-    assert torch.equal(model.own[0], plain.own[0])
-    assert torch.equal(model.get_buffer("mask"), plain.get_buffer("mask"))
-    assert undrawn_of(model.weight) is None
-    assert undrawn_of(model.alone) is not None
-    assert torch.equal(model.alone, plain.alone)
-    model.part.zero_()
-    assert not model.weight[5:10].any()
 
 
 class Reading(nn.Module):
@@ -230,96 +203,67 @@ def test_arguments_that_are_changed_later_are_kept_as_they_were(tmp_path: Path) 
     check_alike(make, tmp_path)
 
 
-def test_what_is_gone_takes_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def make() -> nn.Module:
+def test_what_is_left_undrawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is gone takes no room; several models wait in containers, also for an optimizer."""
+
+    def make() -> list[object]:
         model = nn.Linear(300, 300).to(torch.bfloat16).to(torch.float32)
         with torch.no_grad():
             model.weight.copy_(torch.empty(300, 300).normal_())
-        return model
+        return [model, {"a": nn.Linear(30, 30), "b": 5}]
 
     provided: list[torch.Tensor] = []
+    before = vars(nn.init).copy()
     monkeypatch.setattr(BareMemory, "provide", lambda _, memory: provided.append(memory))
-    made = noted(make, tmp_path)
-    assert isinstance(made, nn.Module)
-    assert share_undrawn(made) == 1
+    made: Any = noted(make, tmp_path)
+    torch.optim.Adagrad(made[1]["a"].parameters(), initial_accumulator_value=0.5)
+    assert share_undrawn(made[0]) == share_undrawn(made[1]["a"]) == 1
     assert not provided
+    assert vars(nn.init) == before, "nothing of PyTorch stays replaced"
 
 
-def test_another_default_device_changes_nothing(tmp_path: Path) -> None:
-    torch.manual_seed(4)
-    expected = torch.randn(40, 30)
-    torch.manual_seed(4)
-    model = noted(lambda: nn.ParameterList([nn.Parameter(torch.randn(40, 30))]), tmp_path)
-    assert isinstance(model, nn.ParameterList)
-    values = undrawn_of(model[0])
-    assert values is not None
-    with torch.device("meta"):
-        found = torch.empty(40, 30, device="cpu")
-        values.write_to(found)
-    assert torch.equal(found, expected)
+def test_what_others_look_at_has_its_values(tmp_path: Path) -> None:
+    """Views, parameters and layers that are nobody's, and what a failed function leaves."""
+    kept: list[Any] = []
 
-
-def test_what_is_scripted_has_its_values(tmp_path: Path) -> None:
-    torch.manual_seed(4)
-    expected = nn.Linear(30, 40).weight.sum()
-    torch.manual_seed(4)
-    script: Callable[[nn.Module], nn.Module] = torch.jit.script
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        model = noted(lambda: script(nn.Linear(30, 40)), tmp_path)
-    assert isinstance(model, nn.Module)
-    assert share_undrawn(model) == 0
-    assert torch.equal(model.weight.sum(), expected)
-
-
-def test_an_optimizer_that_makes_its_state_at_once_draws_nothing(tmp_path: Path) -> None:
-    model = noted(lambda: nn.Linear(30, 40), tmp_path)
-    assert isinstance(model, nn.Module)
-    torch.optim.Adagrad(model.parameters(), initial_accumulator_value=0.5)
-    assert share_undrawn(model) == 1
-
-
-def test_a_conversion_with_a_graph_keeps_it(tmp_path: Path) -> None:
     def make() -> nn.Module:
-        model = nn.Module()
-        model.weight = nn.Parameter(torch.ones(40, 30))
-        model.low = [model.weight.to(torch.bfloat16), model.weight.clone()]
+        model = nn.Linear(30, 40)
+        model.buffer = torch.ones(70, 70).tril()
+        kept.extend([model.weight.data[5:10], nn.Parameter(torch.randn(30, 30)), model.buffer])
+        model.alone = nn.Parameter(torch.empty(60, 20).uniform_())
+        with contextlib.suppress(ArithmeticError):
+            kept.append(nn.Linear(30, 40).weight)
+            raise ArithmeticError
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            script: Callable[[nn.Module], nn.Module] = torch.jit.script
+            kept.append(script(nn.Linear(30, 40)).weight)
         return model
 
-    model = noted(make, tmp_path)
-    assert isinstance(model, nn.Module)
-    for each in model.low:
-        each.float().sum().backward()
-    assert torch.equal(model.weight.grad, torch.full((40, 30), 2.0))
+    torch.manual_seed(4)
+    plain: Any = make()
+    expected, kept[:] = list(kept), []
+    torch.manual_seed(4)
+    model: Any = noted(make, tmp_path)
+    for found, wanted in zip(kept, expected, strict=True):
+        assert torch.equal(found, wanted)
+    assert (undrawn_of(model.weight), undrawn_of(model.alone) is None) == (None, False)
+    with torch.device("meta"):  # another default device changes nothing
+        assert torch.equal(model.alone, plain.alone)
+    kept[0].zero_()
+    assert not model.weight[5:10].any()
 
 
-def test_several_models_in_containers_wait(tmp_path: Path) -> None:
-    made = noted(lambda: {"a": nn.Linear(30, 30), "b": [nn.Linear(30, 30), 5]}, tmp_path)
-    assert isinstance(made, dict)
-    assert share_undrawn(made["a"]) == share_undrawn(made["b"][0]) == 1
-
-
-def test_what_a_failed_function_leaves_has_values(tmp_path: Path) -> None:
+def test_a_recording_that_is_not_finished_can_draw_what_was_made(tmp_path: Path) -> None:
     kept: list[nn.Module] = []
-
-    def make() -> nn.Module:
-        kept.append(nn.Linear(30, 40))
-        raise ArithmeticError
-
     torch.manual_seed(4)
     expected = nn.Linear(30, 40)
     torch.manual_seed(4)
     recording = Recording(BareMemory(tmp_path), 1)
-    with pytest.raises(ArithmeticError), recording.noting():
-        make()
+    with recording.noting():
+        kept.append(nn.Linear(30, 40))
     recording.draw_all()
     assert torch.equal(kept[0].weight, expected.weight)
-
-
-def test_nothing_of_pytorch_stays_replaced(tmp_path: Path) -> None:
-    before = vars(nn.init).copy()
-    noted(Drawn, tmp_path)
-    assert vars(nn.init) == before
 
 
 class Row(nn.Module):
@@ -352,8 +296,7 @@ def by_a_generator() -> nn.Module:
 
 
 def scaled() -> nn.Module:
-    drawn = 0.02 * torch.randn(40, 30) / 3 - 1
-    return Row(torch.rand(40, 30).sub(0.5).mul(2) + 1 if drawn is None else drawn)
+    return Row(0.02 * torch.randn(40, 30) / 3 - 1)
 
 
 def of_an_out() -> nn.Module:
@@ -386,10 +329,6 @@ def after_an_error() -> nn.Module:
     return model
 
 
-def lazy() -> nn.Module:
-    return nn.Sequential(nn.Linear(30, 40), nn.LazyLinear(5))
-
-
 ODD: dict[str, Callable[[], nn.Module]] = {
     each.__name__: each
     for each in (
@@ -401,20 +340,8 @@ ODD: dict[str, Callable[[], nn.Module]] = {
 
 @for_each("name", ODD)
 def test_odd_ways_have_the_bits_of_the_plain_way(name: str, tmp_path: Path) -> None:
-    check_alike(ODD[name], tmp_path)
-
-
-def test_values_by_numbers_wait(tmp_path: Path) -> None:
-    assert check_alike(scaled, tmp_path) == 1
-
-
-def test_layers_without_a_shape_yet_are_let_through(tmp_path: Path) -> None:
-    torch.manual_seed(4)
-    plain = lazy()(torch.ones(2, 30))
-    torch.manual_seed(4)
-    model = noted(lazy, tmp_path)
-    assert isinstance(model, nn.Module)
-    assert torch.equal(model(torch.ones(2, 30)), plain)
+    share = check_alike(ODD[name], tmp_path)
+    assert name != "scaled" or share == 1
 
 
 @for_each(
@@ -424,6 +351,8 @@ def test_layers_without_a_shape_yet_are_let_through(tmp_path: Path) -> None:
         lambda w, p: w.__setitem__(0, p),
         lambda w, p: w.copy_(p),
         lambda w, p: torch.cat([w, p[None]]),
+        lambda w, p: nn.Parameter(w).to(torch.bfloat16),
+        lambda w, p: nn.Parameter(w).clone(),
     ],
 )
 def test_graphs_are_kept(

@@ -6,7 +6,6 @@ import pytest
 
 from onefold.errors import LaunchError
 from onefold.run import others
-from onefold.run.others import first_node, slurm_task, tasks_of_nodes
 from onefold.run.world import read_world
 from tests.tables import for_each
 
@@ -68,12 +67,7 @@ def test_everything_else_is_alone(name: str, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(others, "has_terminal", lambda: True)
     world = read_world(ALONE[name])
     assert (world.size, world.launched, world.address) == (1, False, "")
-
-
-def test_tasks_that_are_started_from_a_terminal_of_srun_are_one_run(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """They inherit its variables, and have no terminal themselves."""
+    # What is started from a terminal of srun inherits its variables, and has none itself.
     monkeypatch.setattr(others, "has_terminal", lambda: False)
     world = read_world(ALONE["a terminal of srun"])
     assert (world.rank, world.size) == (5, 6)
@@ -86,78 +80,78 @@ def test_the_steps_of_a_job_and_its_restarts_are_different_runs() -> None:
     assert len({world.address for world in (worlds[0], worlds[1], worlds[3])}) == 3
 
 
-def test_all_tasks_meet_in_one_place() -> None:
-    places = {
-        read_world({**SRUN, "SLURM_PROCID": str(r), "SLURM_NODEID": str(r // 4)}).address
-        for r in range(6)
-    }
-    assert len(places) == 1
-
-
-def test_on_one_node_no_name_need_resolve() -> None:
-    alone = {"SLURM_STEP_TASKS_PER_NODE": "6", "SLURM_NODEID": "0"}
-    assert read_world({**SRUN, **alone}).address.startswith("127.0.0.1:")
-    assert read_world({**SRUN, **alone, "MASTER_ADDR": "a"}).address.startswith("a:")
-
-
-def test_a_place_that_the_job_names_is_taken() -> None:
-    assert read_world({**SRUN, "MASTER_ADDR": "10.0.0.1"}).address.startswith("10.0.0.1:")
-    assert read_world({**SRUN, "MASTER_PORT": "29500"}).address == "gpu03:29500"
-    both = {"MASTER_ADDR": "fe80::1", "MASTER_PORT": "1234"}
-    assert read_world({**SRUN, **both}).address == "[fe80::1]:1234"
-
-
-def test_torchrun_under_srun_takes_precedence() -> None:
-    torchrun = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
-    world = read_world({**SRUN, **torchrun})
-    assert (world.rank, world.size, world.address) == (1, 2, "a:1")
-
-
-def test_tasks_by_node_where_only_their_number_is_known() -> None:
-    environment = without("SLURM_STEP_TASKS_PER_NODE") | {"SLURM_NTASKS_PER_NODE": "3"}
-    assert slurm_task(environment).local_size == 3  # type: ignore[union-attr]
+ONE_NODE = {"SLURM_STEP_TASKS_PER_NODE": "6", "SLURM_NODEID": "0"}
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
 
 
 @for_each(
-    ("nodes", "first"),
+    ("changes", "place"),
     [
-        ("node1", "node1"),
-        ("node1,node2", "node1"),
-        ("node[01-03,7]", "node01"),
-        ("node[7,01-03]", "node7"),
-        ("a-b[1-2].cluster.org,c", "a-b1.cluster.org"),
-        ("rack[2-3]-node[1,4],x[1-2]", "rack2-node1"),
-        ("gpu[07],cpu[1-2]", "gpu07"),
-        ("10.1.2.3", "10.1.2.3"),
+        *(({"SLURM_PROCID": str(r), "SLURM_NODEID": str(r // 4)}, "gpu03:") for r in range(6)),
+        (ONE_NODE, "127.0.0.1:"),  # no name need resolve
+        ({**ONE_NODE, "MASTER_ADDR": "a"}, "a:"),
+        ({"MASTER_ADDR": "10.0.0.1"}, "10.0.0.1:"),
+        ({"MASTER_PORT": "29500"}, "gpu03:29500"),
+        ({"MASTER_ADDR": "fe80::1", "MASTER_PORT": "1234"}, "[fe80::1]:1234"),
+        (TORCHRUN, "a:1"),
+        *(
+            ({"SLURM_STEP_NODELIST": nodes}, f"{first}:")
+            for nodes, first in (
+                ("node1,node2", "node1"),
+                ("node[01-03,7]", "node01"),
+                ("node[7,01-03]", "node7"),
+                ("a-b[1-2].cluster.org,c", "a-b1.cluster.org"),
+                ("rack[2-3]-node[1,4],x[1-2]", "rack2-node1"),
+                ("gpu[07],cpu[1-2]", "gpu07"),
+                ("10.1.2.3", "10.1.2.3"),
+            )
+        ),
     ],
 )
-def test_the_first_node_of_a_list(nodes: str, first: str) -> None:
-    assert first_node(nodes) == first
+def test_all_tasks_meet_in_one_place(changes: dict[str, str], place: str) -> None:
+    world = read_world({**SRUN, **changes})
+    assert world.address.startswith(place)
+    assert world.size == (2 if changes is TORCHRUN else 6)
+    port = read_world(SRUN).address.rpartition(":")[2]
+    assert world.address == (place + port if place.endswith(":") else place)
 
 
-@for_each("nodes", ["", "node[", "node[01", "node]", ",node", "node[]", "[[1]]"])
-def test_what_is_no_list_of_nodes_is_refused(nodes: str) -> None:
-    with pytest.raises(LaunchError, match="expected a list of nodes such as"):
-        first_node(nodes)
+@for_each(
+    ("environment", "words"),
+    [
+        *(
+            ({**SRUN, "SLURM_STEP_NODELIST": nodes}, "expected a list of nodes such as")
+            for nodes in ("node[", "node[01", "node]", ",node", "node[]", "[[1]]")
+        ),
+        ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "2x3"}, "expected tasks of nodes such as"),
+        *(
+            (without(name), f"task {task} of a step of srun, and {name}")
+            for name, task in (
+                ("SLURM_JOB_ID", "5"),
+                ("SLURM_PROCID", r"\?"),
+                ("SLURM_NODEID", "5"),
+            )
+        ),
+        ({**SRUN, "SLURM_NODEID": "2"}, "this is node 2 of the step, and lists 2 with tasks"),
+    ],
+)
+def test_a_task_whose_place_cannot_be_read_is_refused(
+    environment: dict[str, str], words: str
+) -> None:
+    with pytest.raises(LaunchError, match=words):
+        read_world(environment)
 
 
-def test_tasks_of_nodes() -> None:
-    assert tasks_of_nodes("4") == [4]
-    assert tasks_of_nodes("2(x3),1") == [2, 2, 2, 1]
-    with pytest.raises(LaunchError, match="expected tasks of nodes such as"):
-        tasks_of_nodes("2x3")
-
-
-@for_each("name", ["SLURM_JOB_ID", "SLURM_PROCID", "SLURM_NODEID"])
-def test_a_task_without_its_place_is_refused(name: str) -> None:
-    task = r"\?" if name == "SLURM_PROCID" else "5"
-    with pytest.raises(LaunchError, match=f"task {task} of a step of srun, and {name}"):
-        read_world(without(name))
-
-
-def test_a_node_that_has_no_tasks_is_refused() -> None:
-    with pytest.raises(LaunchError, match="this is node 2 of the step, and lists 2 with tasks"):
-        read_world({**SRUN, "SLURM_NODEID": "2"})
+@for_each(
+    ("environment", "size"),
+    [
+        ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "2(x3),1", "SLURM_NODEID": "3"}, 1),
+        ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "4(x2)", "SLURM_NODEID": "1"}, 4),
+        (without("SLURM_STEP_TASKS_PER_NODE") | {"SLURM_NTASKS_PER_NODE": "3"}, 3),
+    ],
+)
+def test_how_many_tasks_a_node_has(environment: dict[str, str], size: int) -> None:
+    assert read_world(environment).local_size == size
 
 
 def test_a_pod_of_several_processes_needs_torchrun() -> None:

@@ -6,11 +6,11 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,9 @@ from onefold.core.options import RunOptions
 from onefold.errors import LaunchError
 from onefold.run.crew import Outcome
 from onefold.run.devices import Selection
-from onefold.run.launch import supervise
+from onefold.run.launch import newest_step, supervise, words_of_restart
 from onefold.watch.timeline import TimelinePart, name_row, slice_of
+from tests.tables import for_each
 
 Start = Callable[..., Outcome]
 HEAD = """
@@ -46,12 +47,28 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def start(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
     """Has devices run a few lines of Python."""
 
-    def run(lines: str, *, devices: int = 2, **options: object) -> Outcome:
-        monkeypatch.setattr(sys.modules["onefold.run.launch"], "_START", HEAD + lines)
-        chosen = RunOptions(**options)  # type: ignore[arg-type]
-        return supervise(["no script"], Selection(("cpu",) * devices), chosen)
+    def run(lines: str, *, devices: int = 2, **options: Any) -> Outcome:
+        popen: Any = subprocess.Popen
+
+        def replaced(command: list[str], **how: Any) -> Any:
+            if "ONEFOLD_WORLD" in (how.get("env") or {}):
+                command = [*command[:3], HEAD + lines]
+            return popen(command, **how)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(subprocess, "Popen", replaced)
+            return supervise(["no script"], Selection(("cpu",) * devices), RunOptions(**options))
 
     return run
+
+
+@contextmanager
+def handled(number: signal.Signals, how: Any) -> Iterator[None]:
+    before = signal.signal(number, how)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
 
 
 @pytest.fixture
@@ -86,9 +103,19 @@ def is_collected(pid: int) -> bool:
     return False
 
 
-@pytest.mark.parametrize("lines", ["", "sys.exit(3)", "os.kill(os.getpid(), 9)"])
-def test_no_signal_is_sent_to_a_number_that_may_be_anothers(
-    start: Start, monkeypatch: pytest.MonkeyPatch, lines: str
+# How workers end
+
+
+@for_each(
+    ("lines", "code", "words"),
+    [
+        ("", 0, ""),
+        ("sys.exit(7)", 7, "ended with exit code 7 in step 0 (before the first step)"),
+        ("os.kill(os.getpid(), 15)", 143, "was killed by SIGTERM in step 0"),
+    ],
+)
+def test_how_a_worker_ended_is_known_and_no_number_is_used_that_may_be_anothers(
+    start: Start, monkeypatch: pytest.MonkeyPatch, lines: str, code: int, words: str
 ) -> None:
     real, sent = os.killpg, []
 
@@ -97,23 +124,37 @@ def test_no_signal_is_sent_to_a_number_that_may_be_anothers(
         real(group, number)
 
     monkeypatch.setattr(os, "killpg", killpg)
-    start(lines, devices=2)
+    with handled(signal.SIGCHLD, signal.SIG_IGN):  # as some programs do
+        outcome = start(lines)
+        assert signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN
+    assert (outcome.exit_code, words in outcome.message) == (code, True)
     assert [collected for _, collected in sent] == [False, False]
     assert all(is_collected(group) for group, _ in sent)
 
 
-@pytest.mark.parametrize(
-    ("lines", "code", "words"),
+REPORT = """
+report = dict(rank=1, step=3, time_s=0.0, kind={kind!r}, text="CUDA error: uncorrectable",
+    traceback="", caused_by_peer={by_peer})
+if world["rank"] == 1:
+    os.write(world["report_descriptor"], json.dumps(report).encode() + b"\\n")
+    sys.exit(1)
+"""
+
+
+@for_each(
+    ("kind", "by_peer", "lost", "final"),
     [
-        ("", 0, ""),
-        ("sys.exit(7)", 7, "ended with exit code 7 in step 0 (before the first step)"),
-        ("os.kill(os.getpid(), 15)", 143, "was killed by SIGTERM in step 0"),
+        ("AcceleratorError", False, 1, False),
+        ("AcceleratorError", True, -1, False),
+        ("ValueError", False, -1, False),
+        ("LaunchError", False, -1, True),
     ],
 )
-def test_how_a_worker_ended_is_known(start: Start, lines: str, code: int, words: str) -> None:
-    outcome = start(lines, devices=1)
-    assert outcome.exit_code == code
-    assert words in outcome.message
+def test_a_device_whose_gpu_failed_is_lost(
+    start: Start, kind: str, by_peer: bool, lost: int, final: bool
+) -> None:
+    outcome = start(REPORT.format(kind=kind, by_peer=by_peer))
+    assert (outcome.lost, outcome.final, outcome.exit_code) == (lost, final, 1)
 
 
 def test_children_of_a_worker_that_has_ended_are_ended(start: Start, tmp_path: Path) -> None:
@@ -147,23 +188,118 @@ time.sleep(600)
     os.kill(child, signal.SIGKILL)  # it has made itself independent, and is this test's to end
 
 
-@pytest.mark.parametrize("lines", ["", "sys.exit(1)"])
+# Starts after failures
+
+
+@for_each(
+    ("saved", "code", "left_out"),
+    [
+        ([-1, -1], 0, [0, 0, 1]),
+        ([-1, -1, -1], 1, [0, 0, 1]),
+        ([3, 3, 3], 1, [0, 0, 1]),
+        ([3, 6, 9, 12], 0, [0, 0, 1, 2, 3]),
+        ([3, 6, 6, 6, 9], 1, [0, 0, 1, 2]),
+    ],
+)
+def test_failures_are_counted_since_the_last_progress(
+    start: Start, saved: list[int], code: int, left_out: list[int], tmp_path: Path
+) -> None:
+    """Though each further one in the same step goes back by one checkpoint."""
+    tries = tmp_path / "tries"
+    lines = f"""
+tries, saved = pathlib.Path({str(tries)!r}), {saved}
+with tries.open("a") as file:
+    print(world["leave_out"], file=file)
+number = len(tries.read_text().split())
+if number > len(saved):
+    sys.exit(0)
+if saved[number - 1] >= 0:
+    pathlib.Path(world["options"]["checkpoint"], f"step-{{saved[number - 1]:08d}}").mkdir(
+        parents=True, exist_ok=True)
+sys.exit(1)
+"""
+    outcome = start(lines, devices=1, checkpoint=str(tmp_path / "checkpoints"), restarts=2)
+    assert (outcome.exit_code, list(map(int, tries.read_text().split()))) == (code, left_out)
+
+
+@for_each(
+    ("failed_in", "words"),
+    [
+        ([], ""),
+        ([6], ""),
+        ([6, 7], ""),
+        ([6, 6, 9], ""),
+        ([6, 6], "one checkpoint further back than the newest: it failed in step 6 2 times"),
+        ([3, 6, 6, 6], "2 checkpoints further back than the newest: it failed in step 6 3 times"),
+        ([-1, -1], "one checkpoint further back than the newest: it failed before the first step"),
+    ],
+)
+def test_it_is_said_how_far_it_goes_back_and_why(failed_in: list[int], words: str) -> None:
+    said = words_of_restart(failed_in)
+    assert said.startswith(f", {words}" if words else "")
+    assert bool(said) == bool(words)
+
+
+def test_how_far_a_run_has_come_is_seen_by_its_checkpoints(tmp_path: Path) -> None:
+    assert newest_step("") == newest_step(str(tmp_path)) == newest_step(str(tmp_path / "no")) == -1
+    for name in (
+        "step-00000003",
+        "step-00000012",
+        "step-00000007.part",
+        ".step-00000099",
+        "step-x",
+    ):
+        (tmp_path / name).mkdir()
+    assert newest_step(str(tmp_path)) == 12
+
+
+@for_each(
+    ("lost", "options", "devices"),
+    [
+        ([1, 0], {}, [3, 3, 3]),
+        ([1, 0, 0, 0], {"restarts_with": "fewer"}, [3, 2, 1, 1, 1]),
+        ([2], {"restarts_with": "fewer", "keep": "stages"}, [3, 2]),
+        ([2, 1], {"restarts_with": "fewer", "keep": "stages:2"}, [4, 2, 2]),
+    ],
+)
+def test_a_device_that_was_lost_may_be_left_out(
+    start: Start,
+    lost: list[int],
+    options: dict[str, Any],
+    devices: list[int],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    lines = f"""
+place, lost = pathlib.Path({str(tmp_path)!r}), {lost}
+place.joinpath("runs", world["run_id"]).mkdir(parents=True, exist_ok=True)
+number = len(os.listdir(place / "runs")) - 1
+struck = place / f"size-{{number}}"
+if world["rank"] == (lost[number] if number < len(lost) else 0):
+    struck.write_text(str(world["size"]))
+    if number < len(lost):
+        os.kill(os.getpid(), 9)
+while not struck.exists():
+    time.sleep(0.01)
+"""
+    folder = str(tmp_path / "checkpoints")
+    outcome = start(lines, devices=devices[0], checkpoint=folder, restarts=9, **options)
+    sizes = [int((tmp_path / f"size-{n}").read_text()) for n in range(len(devices))]
+    assert (outcome.exit_code, sizes) == (0, devices)
+    assert (", with 2 devices" in capsys.readouterr().err) == (2 in devices)
+
+
+# What stays behind
+
+
+@for_each("lines", ["", "sys.exit(1)"])
 def test_a_cleaner_that_removes_the_folders_changes_nothing(
     start: Start, temporary: Path, lines: str
 ) -> None:
     clean = f"for each in pathlib.Path({str(temporary)!r}).iterdir(): shutil.rmtree(each, True)\n"
     outcome = start(clean + lines)
-    assert outcome.exit_code == (1 if lines else 0)
-    assert outcome.logs == ""
+    assert (outcome.exit_code, outcome.logs) == (1 if lines else 0, "")
     assert list(temporary.iterdir()) == []
-
-
-def test_a_timeline_that_a_cleaner_has_removed_is_mentioned(
-    start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    outcome = start("shutil.rmtree(folder)", devices=1, profile=str(tmp_path))
-    assert (outcome.exit_code, outcome.timeline) == (0, "")
-    assert "was removed, and the timeline with it" in capsys.readouterr().err
 
 
 def test_a_good_run_leaves_nothing_and_a_bad_one_its_logs(start: Start, temporary: Path) -> None:
@@ -182,164 +318,44 @@ def test_logs_of_two_runs_in_one_folder_stay_apart(
     logs = tmp_path / "logs"
     assert start("", logs=str(logs)).exit_code == 0
     assert capsys.readouterr().err == ""
-    (logs / "report-1.json").write_text("somebody's")
-    (logs / "port").write_text("somebody's")
     outcome = start("sys.exit(1)", logs=str(logs))
-    names = str(logs / "device-*.run-2.log")
-    assert outcome.logs == names
-    assert names in capsys.readouterr().err
-    assert sorted(path.name for path in logs.iterdir()) == [
-        "device-1.log",
-        "device-1.run-2.log",
-        "port",
-        "report-1.json",
-    ]
-    assert (logs / "port").read_text() == "somebody's"
+    assert outcome.logs == str(logs / "device-*.run-2.log")
+    assert outcome.logs in capsys.readouterr().err
+    assert sorted(each.name for each in logs.iterdir()) == ["device-1.log", "device-1.run-2.log"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_ends_the_workers_and_leaves_nothing(
-    start: Start,
-    temporary: Path,
-    tmp_path: Path,
-    signalled: Callable[..., None],
-    number: signal.Signals,
-) -> None:
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        signalled(tmp_path / "ready", number)
-        outcome = start(f"pathlib.Path({str(tmp_path / 'ready')!r}).touch(); time.sleep(600)")
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert (outcome.exit_code, outcome.stopped_by) == (128 + number, number)
-    name = "Ctrl-C" if number == signal.SIGINT else number.name
-    assert outcome.message.startswith(f"stopped by {name} in step 0")
-    assert list(temporary.iterdir()) == []
-
-
-def signalling_popen(monkeypatch: pytest.MonkeyPatch, number: signal.Signals) -> list[int]:
-    """Send a signal at the worst moment: a worker is there, and Popen has not returned.
-
-    Returns the workers that were started so.
-    """
-    real: Any = subprocess.Popen
-    started: list[int] = []
-
-    def popen(*arguments: Any, **how: Any) -> Any:
-        process = real(*arguments, **how)
-        started.append(process.pid)
-        signal.raise_signal(number)
-        return process
-
-    monkeypatch.setattr(subprocess, "Popen", popen)
-    return started
-
-
-def test_a_signal_while_the_workers_start_leaves_none(
-    start: Start, temporary: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    started = signalling_popen(monkeypatch, signal.SIGTERM)
-    outcome = start("time.sleep(600)", devices=3)
-    assert outcome.exit_code == 128 + signal.SIGTERM
-    assert len(started) == 1
-    assert is_collected(started[0])
-    assert list(temporary.iterdir()) == []
-
-
-def test_ctrl_c_that_the_program_handles_itself_leaves_no_worker(
-    start: Start, temporary: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    started = signalling_popen(monkeypatch, signal.SIGINT)
-
-    def handle(number: int, frame: object) -> None:
-        raise LookupError("of the program")
-
-    before = signal.signal(signal.SIGINT, handle)
-    try:
-        with pytest.raises(LookupError, match="of the program"):
-            start("time.sleep(600)")
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert len(started) == 1
-    assert is_collected(started[0])
-    assert list(temporary.iterdir()) == []
-
-
-STOPS = """
-import mmap, struct
-table = mmap.mmap(world["progress_descriptor"], 16 * (world["size"] + 1))
-pathlib.Path(sys.argv[1]).touch()
-while not struct.unpack_from("<q", table, 16 * world["size"])[0]:
-    time.sleep(0.01)
-sys.exit(75)
-"""
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_run_that_saves_itself_is_asked_to(
-    start: Start, tmp_path: Path, signalled: Callable[..., None], number: signal.Signals
-) -> None:
-    ready = tmp_path / "ready"
-    signalled(ready, number)
-    outcome = start(STOPS.replace("sys.argv[1]", repr(str(ready))), saves=True)
-    assert outcome.exit_code == 75
-    assert outcome.message == f"stopped by {number.name} after step -2 and saved"
-
-
-def test_nohup_is_heeded(start: Start, tmp_path: Path, signalled: Callable[..., None]) -> None:
-    ready = tmp_path / "ready"
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        signalled(ready, signal.SIGHUP, signal.SIGHUP, signal.SIGTERM)
-        outcome = start(STOPS.replace("sys.argv[1]", repr(str(ready))), saves=True)
-    finally:
-        signal.signal(signal.SIGHUP, before)
-    assert outcome.message.startswith("stopped by SIGTERM")
-
-
-def test_ends_are_known_where_the_program_ignores_those_of_children(start: Start) -> None:
-    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    try:
-        assert start("sys.exit(3)").exit_code == 3
-        assert signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGCHLD, before)
-
-
-@pytest.mark.parametrize("option", ["trace", "profile"])
+@for_each("option", ["trace", "profile"])
 def test_what_is_not_ours_is_refused_before_any_work(
     start: Start, tmp_path: Path, option: str
 ) -> None:
     notes = tmp_path / ("timeline.json" if option == "profile" else "notes.txt")
     notes.write_text("Buy milk.\n")
-    place = str(notes if option == "trace" else tmp_path)
     began = f"pathlib.Path({str(tmp_path / 'began')!r}).touch()"
     with pytest.raises(LaunchError, match=f"--{option} .* onefold wrote"):
-        start(began, **{option: place})
+        start(began, **{option: str(notes if option == "trace" else tmp_path)})
     assert notes.read_text() == "Buy milk.\n"
     assert not (tmp_path / "began").exists()
 
 
-def test_a_timeline_that_cannot_be_written_does_not_fail_the_run(
+def test_a_timeline_that_is_lost_does_not_fail_the_run(
     start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    part = tmp_path / "part"
+    part, profile = tmp_path / "part", tmp_path / "profile"
     part.mkdir()
-    TimelinePart(part, "0-0").append(
-        [
-            *name_row(group=0, row=0, name="device 0"),
-            slice_of("a", "b", 0, 1, group=0, row=0, step=1),
-        ]
-    )
-    profile = tmp_path / "profile"
     profile.mkdir()
-    lines = f"""
+    row = [*name_row(group=0, row=0, name="device 0")]
+    TimelinePart(part, "0-0").append([*row, slice_of("a", "b", 0, 1, group=0, row=0, step=1)])
+    copied = f"""
 shutil.copy({str(part / "0-0.part")!r}, world["timeline_parts"])
 pathlib.Path({str(profile)!r}, "timeline.json").write_text("somebody's")
 """
-    outcome = start(lines, devices=1, profile=str(profile))
-    assert (outcome.exit_code, outcome.timeline) == (0, "")
-    assert "the timeline could not be written" in capsys.readouterr().err
+    for lines, words in (
+        ("shutil.rmtree(folder)", "was removed, and the timeline with it"),
+        (copied, "the timeline could not be written"),
+    ):
+        outcome = start(lines, devices=1, profile=str(profile))
+        assert (outcome.exit_code, outcome.timeline) == (0, "")
+        assert words in capsys.readouterr().err
     assert (profile / "timeline.json").read_text() == "somebody's"
 
 
@@ -354,3 +370,80 @@ pathlib.Path({str(said)!r}).write_text(json.dumps(modes))
     assert start(lines, devices=1).exit_code == 0
     names = ["/memfd:onefold-progress (deleted)", "/memfd:onefold-report-0 (deleted)"]
     assert json.loads(said.read_text()) == ["0o700", True, False, *names]
+
+
+# Signals
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_the_workers_and_leaves_nothing(
+    start: Start,
+    temporary: Path,
+    tmp_path: Path,
+    signalled: Callable[..., None],
+    number: signal.Signals,
+) -> None:
+    with handled(signal.SIGINT, signal.default_int_handler):
+        signalled(tmp_path / "ready", number)
+        outcome = start(f"pathlib.Path({str(tmp_path / 'ready')!r}).touch(); time.sleep(600)")
+    assert (outcome.exit_code, outcome.stopped_by) == (128 + number, number)
+    name = "Ctrl-C" if number == signal.SIGINT else number.name
+    assert outcome.message.startswith(f"stopped by {name} in step 0")
+    assert list(temporary.iterdir()) == []
+
+
+@for_each("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_the_workers_start_leaves_none(
+    start: Start, temporary: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    """At the worst moment: a worker is there, and Popen has not returned."""
+    real: Any = subprocess.Popen
+    started: list[int] = []
+
+    def popen(*arguments: Any, **how: Any) -> Any:
+        process = real(*arguments, **how)
+        started.append(process.pid)
+        signal.raise_signal(number)
+        return process
+
+    def handle(number: int, frame: object) -> None:
+        raise LookupError("of the program")
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    if number == signal.SIGTERM:
+        assert start("time.sleep(600)", devices=3).exit_code == 128 + number
+    else:
+        with handled(number, handle), pytest.raises(LookupError, match="of the program"):
+            start("time.sleep(600)")
+    assert len(started) == 1
+    assert is_collected(started[0])
+    assert list(temporary.iterdir()) == []
+
+
+STOPS = """
+import mmap, struct
+table = mmap.mmap(world["progress_descriptor"], 16 * (world["size"] + 1))
+pathlib.Path({ready!r}).touch()
+while not struct.unpack_from("<q", table, 16 * world["size"])[0]:
+    time.sleep(0.01)
+sys.exit(75)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_run_that_saves_itself_is_asked_to(
+    start: Start, tmp_path: Path, signalled: Callable[..., None], number: signal.Signals
+) -> None:
+    ready = tmp_path / "ready"
+    signalled(ready, number)
+    outcome = start(STOPS.format(ready=str(ready)), saves=True)
+    assert outcome.exit_code == 75
+    assert outcome.message == f"stopped by {number.name} after step -2 and saved"
+
+
+def test_nohup_is_heeded(start: Start, tmp_path: Path, signalled: Callable[..., None]) -> None:
+    ready = tmp_path / "ready"
+    with handled(signal.SIGHUP, signal.SIG_IGN):
+        signalled(ready, signal.SIGHUP, signal.SIGHUP, signal.SIGTERM)
+        outcome = start(STOPS.format(ready=str(ready)), saves=True)
+    assert outcome.message.startswith("stopped by SIGTERM")
