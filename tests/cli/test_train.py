@@ -18,7 +18,6 @@ from onefold.cli.main import main
 from onefold.jobs.catalog import JOBS
 from onefold.jobs.options import TrainOptions, write_config
 from onefold.jobs.run import Job
-from onefold.jobs.text import TextOptions
 from tests.tables import for_each
 
 each_job = for_each("job", JOBS)
@@ -171,13 +170,6 @@ def test_the_environment_decides_what_is_kept_where_the_command_does_not(
     assert asked("text", "--data", "here", "--keep", "host").keep == "host"
 
 
-def test_all_devices_may_be_more_than_the_shards(
-    asked: Train, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("onefold.run.devices.cores", lambda: 64)
-    assert asked("classify", "--data", "x", "--shards", "2").shards == 2
-
-
 # What is refused.
 
 
@@ -214,24 +206,6 @@ def test_what_cannot_be_done_is_one_line(end: End, arguments: str, words: str) -
 
 
 @for_each(
-    ("content", "words"),
-    [
-        ("speed = 1\n", "there is no option speed; known are "),
-        ("lr = '1'\n", "lr: expected a number, got '1'"),
-        ("job = 'poems'\n", "expected options of onefold train text, got those of poems"),
-        ("lr: 1\n", "expected a TOML file: "),
-        ("epochs = 0\n", "--epochs 0: expected 1 or more"),
-    ],
-)
-def test_a_file_that_is_not_right_is_one_line(end: End, content: str, words: str) -> None:
-    Path("c.toml").write_text(content, encoding="utf-8")
-    said = end("text", "--config", "c.toml", "--data", "x")
-    assert said.startswith("onefold: ")
-    assert words in said
-    assert said.count("\n") == 1
-
-
-@for_each(
     ("arguments", "words"),
     [
         (["text", "--epochs", "many"], "Invalid value for '--epochs'"),
@@ -254,10 +228,3 @@ def test_what_the_system_refuses_is_one_line(end: End, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(train, "run_job", run_job)
     assert end("text", "--data", "x") == "onefold: runs/one/report.html: Permission denied\n"
-
-
-def test_a_run_is_not_written_over(asked: Train) -> None:
-    Path("runs/one").mkdir(parents=True)
-    write_config(TextOptions(name="one"), "text", Path("runs/one/config.toml"))
-    result = invoke("text", "--data", "x", "--name", "one")
-    assert "runs/one is there already: --resume goes on with it" in str(result.exception)

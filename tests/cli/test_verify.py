@@ -66,18 +66,6 @@ def test_a_right_script_agrees_whatever_its_real_run_has_left(tmp_path: Path) ->
 
 @pytest.mark.full
 @pytest.mark.processes
-def test_the_shortest_script_of_the_readme_agrees(tmp_path: Path) -> None:
-    text = (ROOT / "README.md").read_text()
-    code = text.split("## The shortest script")[1].split("```python\n")[1].split("```")[0]
-    (tmp_path / "train.py").write_text(code)
-    exit_code, said = verify(tmp_path, tmp_path / "train.py")
-    assert exit_code == 0, said
-    assert BITS_AGREE in said
-    assert "The mathematics agree: 8 shards and one give the same" in said
-
-
-@pytest.mark.full
-@pytest.mark.processes
 def test_losses_that_are_not_meant_are_named(tmp_path: Path) -> None:
     code, said = verify(tmp_path, "losses_meant.py")
     assert code == 1, said

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -149,12 +148,6 @@ client = mlflow.MlflowClient()
 found = [[m.step, m.value] for m in client.get_metric_history(run.info.run_id, "train/loss")]
 print(json.dumps([found, losses, client.get_run(run.info.run_id).data.metrics["score"]]))
 """
-WANDB = """
-import wandb
-with wandb.init(mode="offline", dir=folder, project="onefold") as run:
-    losses = train(run)
-print(json.dumps(losses))
-"""
 
 
 def in_own_process(script: str, folder: Path) -> tuple[Any, str]:
@@ -177,13 +170,3 @@ def test_mlflow(tmp_path: Path) -> None:
     (steps, losses, score), _ = in_own_process(MLFLOW, tmp_path)
     assert steps == [[number, losses[number - 1]] for number in (1, 2, 4)]
     assert score == 0.5
-
-
-@pytest.mark.full
-def test_weights_and_biases(tmp_path: Path) -> None:
-    """What the library says of the run when it ends: the numbers of its last step."""
-    pytest.importorskip("wandb")
-    losses, said = in_own_process(WANDB, tmp_path)
-    summary = dict(re.findall(r"^wandb: +(\S+) ([\d.]+)$", said, re.MULTILINE))
-    assert float(summary["train/loss"]) == pytest.approx(losses[3], abs=1e-4)
-    assert float(summary["score"]) == 0.5

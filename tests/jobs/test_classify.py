@@ -14,7 +14,6 @@ from onefold.jobs.classify import ClassifyOptions, PictureModel, make_task, prep
 from onefold.jobs.finetune import best_checkpoint
 from onefold.models import resnet18
 from tests.jobs.tiny import CLASSES, run_here, write_pictures
-from tests.tables import for_each
 
 
 @pytest.fixture(scope="module")
@@ -129,19 +128,6 @@ def test_the_last_layer_is_new_even_where_the_old_one_would_fit(data: Path, run:
     assert torch.equal(reused.fc.bias, old.fc.bias)
 
 
-def test_classes_are_reused_by_name(run: Path, tmp_path: Path) -> None:
-    other = write_pictures(tmp_path / "data")
-    for part in ("train", "test"):
-        (other / part / "pear").rename(other / part / "a-new-one")
-    old = PictureModel.of_run(run).build()
-    onefold.load_weights(old, best_checkpoint(run))
-    model = model_of(other, pretrained=str(run), reuse_classes=True)
-    apple, plum = CLASSES.index("apple"), CLASSES.index("plum")
-    assert torch.equal(model.fc.weight[1], old.fc.weight[apple])
-    assert torch.equal(model.fc.weight[2], old.fc.weight[plum])
-    assert not any(torch.equal(model.fc.weight[0], row) for row in old.fc.weight)
-
-
 def test_classes_of_a_file_are_named_in_another(data: Path, run: Path, tmp_path: Path) -> None:
     weights = best_checkpoint(run) / "model.safetensors"
     with pytest.raises(LaunchError, match="a file of weights does not say its classes"):
@@ -190,27 +176,6 @@ def test_too_many_shards_for_batch_norm_are_refused(data: Path, tmp_path: Path) 
         run_here("classify", data, tmp_path, batch_size=8, shards=5)
 
 
-@for_each(
-    ("choices", "words"),
-    [
-        ({"holdout": 1.0}, "--holdout 1.0: expected more than 0 and less than 1"),
-        ({"model": "resnet"}, "--model resnet: expected lenet, .* or timm:NAME"),
-        ({"image_size": 4}, "--image-size 4: expected 8 or more"),
-        ({"reuse_classes": True}, "--reuse-classes: expected with --pretrained"),
-        ({"label_smoothing": 1.0}, "--label-smoothing 1.0: expected"),
-    ],
-)
-def test_an_option_out_of_range_is_refused(choices: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        ClassifyOptions(data="digits", **choices)
-
-
 def test_a_folder_that_is_not_there_is_refused() -> None:
     with pytest.raises(DataError, match=r"--data nowhere: expected a folder, or digits, mnist"):
         prepare(ClassifyOptions(data="nowhere"))
-
-
-def test_weights_of_another_model_are_refused(data: Path, tmp_path: Path) -> None:
-    torch.save(torch.nn.Linear(3, 3).state_dict(), tmp_path / "other.pth")
-    with pytest.raises(CheckpointError, match=r"other\.pth"):
-        model_of(data, pretrained=str(tmp_path / "other.pth"))

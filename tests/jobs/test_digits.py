@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import importlib.util
-import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from rich.console import Console
 import onefold
 from onefold.errors import LaunchError
 from onefold.jobs import digits
-from onefold.jobs.digits import Epoch, Run, draw_curves, results_table
+from onefold.jobs.digits import Epoch, Run, draw_curves
 
 pytestmark = pytest.mark.full
 
@@ -45,31 +44,6 @@ def test_the_split_is_stratified_disjoint_and_always_the_same() -> None:
     of_training = {image.numpy().tobytes() for image in train_set.images[:, 0, 1:-1, 1:-1]}
     of_test = {image.numpy().tobytes() for image in test_set.tensors[0][:, 0]}
     assert of_training.isdisjoint(of_test)
-
-
-def test_images_are_moved_by_at_most_one_pixel() -> None:
-    image = torch.zeros(1, 1, 8, 8)
-    image[0, 0, 3, 4] = 1.0
-    moved = digits.ShiftedDigits(image, torch.tensor([7]))
-    places = {tuple(moved[0][0][0].nonzero()[0].tolist()) for _ in range(200)}
-    assert places == {(row, column) for row in (2, 3, 4) for column in (3, 4, 5)}
-    assert (moved[0][0].shape, int(moved[0][1])) == ((1, 8, 8), 7)
-
-
-def test_the_table_has_a_row_for_each_run_and_whole_fingerprints() -> None:
-    def shown(width: int) -> str:
-        console = Console(width=width)
-        with console.capture() as capture:
-            console.print(results_table([run(1), run(2, epoch_s=1.25)]))
-        return capture.get()
-
-    lines = shown(120).splitlines()
-    assert [re.split(r"\s*[│┃]\s*", line)[1:-1] for line in lines if line[0] in "│┃"] == [
-        ["devices", "s/epoch", "samples/s", "speed-up", "test accuracy", "fingerprint"],
-        ["1 x cpu", "2.00", "500", "1.00", "96.67%", PRINT],
-        ["2 x cpu", "1.25", "800", "1.60", "96.67%", PRINT],
-    ]
-    assert shown(80).count(PRINT) == 2
 
 
 @pytest.mark.parametrize(
@@ -117,11 +91,6 @@ def test_what_cannot_begin_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
     words = r"not installed here \(sklearn, matplotlib\); run: pip install \"onefold\[demo\]\""
     with pytest.raises(LaunchError, match=words):
         digits.demo(tmp_path)
-
-
-def test_the_single_device_is_of_the_kind_asked_for() -> None:
-    alone = {"auto": "1", "4": "1", "cpu:2": "cpu:1", "cpu": "cpu:1", "cuda:3,cuda:1": "cuda:3"}
-    assert {devices: digits.one_of(devices) for devices in alone} == alone
 
 
 @pytest.mark.processes

@@ -106,20 +106,6 @@ def test_weights_of_another_architecture_are_refused(
         load_body([small, lambda: small(blocks=(3,))], tmp_path / "w.pth", "fc", key=None)
 
 
-def test_the_first_way_to_build_the_model_that_fits_is_taken(tmp_path: Path) -> None:
-    torch.save(small(small_images=False).state_dict(), tmp_path / "w.pth")
-    ways = [small, lambda: small(small_images=False), lambda: small(7, small_images=False)]
-    model = load_body(ways, tmp_path / "w.pth", "fc", key=None)
-    assert model.get_parameter("conv1.weight").shape[-1] == 7
-    assert model.get_parameter("fc.weight").shape[0] == 3
-
-
-def test_a_trainers_checkpoint_can_be_begun_with(tmp_path: Path) -> None:
-    trainer = train(small(seed=1), steps=1)
-    model = load_body([lambda: small(5)], trainer.save(tmp_path), "fc", key=None)
-    assert changed(bits(trainer.model), model) == {"fc.weight", "fc.bias"}
-
-
 @for_each(
     ("order", "scores", "expected"),
     [

@@ -7,11 +7,8 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from rich.progress import Progress
 
-import onefold
-from onefold.jobs.progress import ReadingBar, SpeedColumn, TrainingBar, epoch_line, phase_shares
-from tests.small import make_trainer, points
+from onefold.jobs.progress import ReadingBar, TrainingBar, epoch_line
 from tests.tables import for_each
 
 PHASES = ("data", "forward", "backward", "exchange", "update")
@@ -72,31 +69,6 @@ def test_an_epoch_is_told_in_one_line() -> None:
     assert "loss nan  accuracy nan%" in told
 
 
-@for_each(
-    ("devices", "shares"),
-    [
-        ([device(1, 0, 0, 0, 0)], (1.0, 0.0, 0.0)),
-        ([device(0, 1, 2, 0, 1)], (0.0, 1.0, 0.0)),
-        ([device(0, 1, 1, 1, 1), device(4, 0, 0, 0, 0)], (0.5, 0.375, 0.125)),
-        ([device(0, 0, 0, 0, 0)], (0.0, 0.0, 0.0)),
-    ],
-)
-def test_shares_are_of_the_time_of_all_devices(
-    devices: list[dict[str, Any]], shares: tuple[float, ...]
-) -> None:
-    names = ("data", "computing", "exchange")
-    assert phase_shares(devices) == dict(zip(names, shares, strict=True))
-
-
-def test_a_speed_is_told_once_it_is_known() -> None:
-    progress = Progress(SpeedColumn(), disable=True)
-    progress.add_task("", total=10)
-    (task,) = progress.tasks
-    assert SpeedColumn().render(task).plain == ""
-    task.finished_speed = 12345.6
-    assert SpeedColumn().render(task).plain == "12,346 samples/s"
-
-
 @for_each(("devices", "words"), [(1, "1 device "), (3, "3 devices ")])
 @for_each("done", [0, 40])
 def test_the_bar_counts_samples_and_tells_devices_epoch_and_loss(
@@ -128,12 +100,3 @@ def test_a_failure_takes_the_bar_down() -> None:
     with console.capture(), pytest.raises(KeyError, match="a label"), bar:
         raise KeyError("a label")
     assert not bar.progress.live.is_started
-
-
-def test_a_trainers_own_steps_move_the_bar(capsys: pytest.CaptureFixture[str]) -> None:
-    trainer = make_trainer(devices=2)
-    with TrainingBar(trainer, samples=9, epochs=1) as bar:
-        done: onefold.Step = trainer.step(points(9))
-        bar.advance(done, mean_loss=float(done.loss))
-    assert bar.progress.tasks[0].finished
-    assert f"epoch 1/1  loss {float(done.loss):.3f}" in capsys.readouterr().out

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image
 
 import onefold
 from onefold.data import scan
@@ -109,13 +108,6 @@ def test_what_can_be_known_early_is_refused_early(
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_run_of_another_job_is_refused_early(tmp_path: Path) -> None:
-    (tmp_path / "run.json").write_text('{"job": "text"}')
-    chosen = options_of("classify", "x", tmp_path / "runs", pretrained=str(tmp_path))
-    with pytest.raises(DataError, match="expected a run of onefold train classify, got text"):
-        run_job(unread("classify"), chosen)
-
-
 @pytest.mark.skipif(importlib.util.find_spec("timm") is not None, reason="timm is installed")
 def test_a_model_of_a_library_that_is_missing_is_refused_early(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match="needs the timm library"):
@@ -149,18 +141,6 @@ def mounted(tmp_path: Path) -> Iterator[Callable[..., Path]]:
     finally:
         if disk.is_mount():
             subprocess.run(["umount", str(disk)], check=True)
-
-
-@pytest.mark.full
-@pytest.mark.processes
-def test_a_read_only_disk_is_one_line(mounted: Callable[..., Path], tmp_path: Path) -> None:
-    disk = mounted("size=1m,ro")
-    code, told = train("classify", "--data", tmp_path, "--runs", disk / "runs")
-    assert code == 2
-    assert told == (
-        f"onefold: {disk}/runs/classify-1: expected a folder that can be written to, got Read-only "
-        f"file system in {disk}: --runs names another one"
-    )
 
 
 @pytest.mark.full
@@ -206,17 +186,6 @@ def test_a_run_that_was_begun_meanwhile_is_no_traceback(tmp_path: Path) -> None:
 
     with pytest.raises(LaunchError, match="runs/it is there already: --resume goes on with it"):
         run_job(replace(job_of("classify"), prepare=prepare), chosen)
-
-
-@pytest.mark.full
-@pytest.mark.processes
-def test_what_does_not_suit_the_model_is_told_in_one_line(tmp_path: Path) -> None:
-    data = write_pictures(tmp_path / "data")
-    code, told = train("classify", "--data", data, "--devices=cpu:2", "--shards=30", cwd=tmp_path)
-    assert code == 2
-    assert told.startswith("onefold: ")
-    assert "this model needs 2 or more in each of its 30 shards" in told
-    assert not (tmp_path / "runs").exists()
 
 
 # What is read.
@@ -273,26 +242,6 @@ def test_a_signal_while_the_data_are_read_writes_nothing(
     with pytest.raises(RunFailed, match="stopped while the data were read, before") as caught:
         run_job(job, options_of("text", "data", tmp_path / "runs"))
     assert caught.value.exit_code == 128 + number
-    assert not (tmp_path / "runs").exists()
-
-
-@pytest.mark.full
-@pytest.mark.processes
-def test_ctrl_c_is_heard_while_large_pictures_are_read(tmp_path: Path) -> None:
-    for number in range(24):
-        path = tmp_path / "data" / f"class {number % 2}" / f"{number}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.new("RGB", (4000, 3000), (number, 0, 0)).save(path, compress_level=1)
-    command = [*COMMAND, "classify", "--data", "data"]
-    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        assert process.stderr.readline() == "onefold: reading 24 files\n"
-        process.send_signal(signal.SIGINT)
-        rest = process.stderr.read()
-    assert process.returncode == 130
-    assert rest == (
-        "onefold: stopped while the data were read, before anything was trained or written\n"
-    )
     assert not (tmp_path / "runs").exists()
 
 

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
-import os
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from onefold.errors import DataError, LaunchError
-from onefold.jobs.classify import PictureModel
+from onefold.errors import LaunchError
 from onefold.jobs.options import TrainOptions, from_mapping, read_config
 from onefold.jobs.runfolder import RunFolder, check_folder, next_name, read_run
 from tests.tables import for_each
@@ -126,40 +122,6 @@ def test_only_the_lead_writes(tmp_path: Path) -> None:
     assert folder.lines() == []
 
 
-@for_each("fails", ["fsync", "replace"])
-def test_what_was_there_stays_whole_if_writing_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
-) -> None:
-    folder = begun(tmp_path)
-    before = files(tmp_path)
-
-    def fail(*arguments: object) -> None:
-        raise OSError("no space left")
-
-    monkeypatch.setattr(os, fails, fail)
-    with pytest.raises(OSError, match="no space left"):
-        folder.say(notes="x" * 9000)
-    with pytest.raises(OSError, match="no space left"):
-        folder.go_on(OTHER, "text", steps=0, epochs=0)
-    assert {name: value for name, value in files(tmp_path).items() if name in before} == before
-
-
-def test_a_file_is_whole_before_it_takes_its_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    placed = []
-
-    def note(source: Path, target: Path) -> None:
-        placed.append((target.name, len(source.read_bytes())))
-        source.rename(target)
-
-    monkeypatch.setattr(os, "replace", note)
-    begun(tmp_path).say(notes="x" * 9000)
-    assert [name for name, _ in placed] == ["words.json", "config.toml", "run.json", "run.json"]
-    assert all(length > 2 for _, length in placed)
-    assert placed[-1][1] == (tmp_path / "run.json").stat().st_size
-
-
 @for_each("number", [math.nan, math.inf, -math.inf])
 def test_numbers_that_are_not_finite_are_written_as_none(tmp_path: Path, number: float) -> None:
     def refuse(name: str) -> None:  # as readers other than Python's do
@@ -177,15 +139,6 @@ def test_numbers_that_are_not_finite_are_written_as_none(tmp_path: Path, number:
 
 
 # The metrics.
-
-
-def test_lines_come_back_as_they_were_added(tmp_path: Path) -> None:
-    folder = begun(tmp_path)
-    assert folder.lines() == []
-    added = [steps_line(1), {**steps_line(2), "note": "a\nb\u2028c\x85é"}, epoch_line(0, 2)]
-    for line in added:
-        folder.add(line)
-    assert folder.lines() == metrics(tmp_path) == added
 
 
 @for_each("cut", ['{"kind": "ste', "{", '{"kind": "steps", "epoch": 0}'])
@@ -230,16 +183,6 @@ def test_a_run_that_was_stopped_before_it_said_anything_goes_on(tmp_path: Path) 
     assert read_run(tmp_path) == {"job": "classify"}
 
 
-@for_each("size", [None, 10**9, "large"])
-def test_a_note_of_another_model_is_one_error(tmp_path: Path, size: object) -> None:
-    facts = {"name": "resnet18", "classes": ["a"], "mean": [0], "std": [1], "image_size": size}
-    model = {**facts, "mode": "RGB", "small_stem": True}
-    for kept in ({"picture_model": model}, {"picture_model": facts}, {"picture_model": 3}, {}):
-        (tmp_path / "run.json").write_text(json.dumps({"job": "classify", **kept}))
-        with pytest.raises(DataError, match=r"run\.json: expected what the run has kept of its m"):
-            PictureModel.of_run(tmp_path)
-
-
 # Events.
 
 
@@ -277,41 +220,3 @@ def test_metrics_are_events_as_well_and_later_ones_are_dropped(
     assert found["train/loss"] == [(1, 1.0), (2, 0.5), (8, 0.125)]
     assert (found["epoch/loss"], found["test/loss"]) == ([(2, 0.5)], [(2, 0.25)])
     assert [step for step, _ in found["train/lr"]] == [1, 2, 8]
-
-
-@for_each("failure", [None, OSError("no space left")])
-def test_the_events_are_whole_before_others_may_write(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: Exception | None
-) -> None:
-    tensorboard = pytest.importorskip("torch.utils.tensorboard")
-    held = []
-
-    class Events(tensorboard.SummaryWriter):  # type: ignore[misc, name-defined]
-        def close(self) -> None:
-            super().close()
-            held.append((tmp_path / ".lock").exists())
-            if failure is not None:
-                raise failure
-
-    monkeypatch.setattr(tensorboard, "SummaryWriter", Events)
-    folder = begun(tmp_path)
-    folder.open_events(1)
-    with pytest.raises(OSError, match="no space left") if failure else nullcontext():
-        folder.close()
-    assert held == [True]
-    # Closing again does nothing, and whoever comes next finds the lock free.
-    folder.close()
-    assert not (tmp_path / ".lock").exists()
-    gone_on(tmp_path).close()
-
-
-def test_without_tensorboard_there_are_no_events(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    folder = begun(tmp_path)
-    folder.open_events(1)
-    folder.add(steps_line(1))
-    folder.close()
-    assert metrics(tmp_path) == [steps_line(1)]
-    assert not (tmp_path / "tensorboard").exists()

@@ -158,14 +158,6 @@ def test_a_lock_that_was_lost_is_taken_again(tmp_path: Path) -> None:
     assert not (tmp_path / ".lock").exists()
 
 
-def test_a_file_in_place_of_the_checkpoints_is_told_at_once(tmp_path: Path) -> None:
-    begun(tmp_path).close()
-    require_room(tmp_path)
-    (tmp_path / "checkpoints").touch()
-    with pytest.raises(LaunchError, match="checkpoints: expected a folder that can be written to"):
-        require_room(tmp_path)
-
-
 def huge(path: Path) -> None:
     path.touch()
     os.truncate(path, RECORD_BYTES + 1)
@@ -205,24 +197,3 @@ def test_lines_that_no_run_has_written_are_left_out(
     with caplog.at_level(logging.WARNING, "onefold"):
         assert folder.lines() == good
     assert f"metrics.jsonl: {len(bad)} damaged lines were left out" in caplog.text
-
-
-@for_each("name", ["run.json", "config.toml", "words.json", "metrics.jsonl"])
-@for_each("aside", [True, False])
-def test_what_a_run_writes_does_not_follow_links(tmp_path: Path, name: str, aside: bool) -> None:
-    foreign = tmp_path / "foreign"
-    foreign.write_text("somebody else's")
-    (tmp_path / "run").mkdir()
-    if name != "config.toml" or aside:
-        (tmp_path / "run" / (f".{name}.new" if aside else name)).symlink_to(foreign)
-    folder = begun(tmp_path / "run")
-    folder.say(job="classify")
-    if name == "metrics.jsonl" and not aside:
-        with pytest.raises(OSError, match="symbolic links"):
-            folder.add({"kind": "steps", "epoch": 0, "step": 1})
-    else:
-        folder.go_on(OPTIONS, "classify", steps=0, epochs=0)
-        assert not (tmp_path / "run" / name).is_symlink()
-    folder.close()
-    assert foreign.read_text() == "somebody else's"
-    assert read_run(tmp_path / "run") == {"job": "classify"}

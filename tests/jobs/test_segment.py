@@ -17,20 +17,17 @@ from hypothesis import strategies as st
 from torch import nn
 
 import onefold
-from onefold.cli.verify import verify_script
-from onefold.core.options import RunOptions
 from onefold.data.augment import IMAGENET, Normalise
 from onefold.data.masks import VOID, MaskRule
 from onefold.data.pairs import Pair
 from onefold.errors import CheckpointError, DataError
 from onefold.jobs import segment
 from onefold.jobs.finetune import best_checkpoint
-from onefold.jobs.predict import PredictOptions, predict_run
 from onefold.jobs.segment import MaskModel, SegmentOptions
 from onefold.jobs.segment_pictures import Crops, Padded, WholePictures, inside, whole_logits
 from onefold.jobs.training import Task
 from onefold.models.unet import UNet
-from tests.masked import black_and_white, grey, on_cpu, run_here, save, save_pairs
+from tests.masked import black_and_white, grey, run_here, save, save_pairs
 from tests.small import bits, make_trainer
 from tests.tables import for_each
 
@@ -150,19 +147,6 @@ def test_crops_come_from_all_over_the_picture(tmp_path: Path) -> None:
     assert corners == {(row, column) for row in range(3) for column in range(2)}
 
 
-def test_jitter_changes_the_picture_and_not_the_mask(tmp_path: Path) -> None:
-    image = save(tmp_path / "image.png", grey(32, 32, 3))
-    pair = Pair(image, save(tmp_path / "mask.png", black_and_white(32, 32)))
-    whole, mask = WholePictures([pair], PLAIN)[0]
-    crops = Crops([pair], options(flip="no", jitter=0.2), PLAIN)
-    torch.manual_seed(0)
-    drawn = [crops[0] for _ in range(8)]
-    assert all(torch.equal(each, mask) for _, each in drawn)
-    changes = [float((changed - whole).abs().mean()) for changed, _ in drawn]
-    assert len(set(changes)) == len(changes)
-    assert 0 < max(changes) < 0.4
-
-
 # Padding.
 
 
@@ -280,19 +264,6 @@ def test_void_counts_neither_in_the_loss_nor_in_the_scores(tmp_path: Path, folde
     assert scores["loss"] == pytest.approx((3 * RIGHT + WRONG) / 4, rel=1e-6)
 
 
-def test_what_a_model_says_of_void_pixels_is_not_learnt(folder: Path) -> None:
-    masks = torch.zeros(2, 32, 32)
-    masks[:, :16], masks[:, :, 20:] = 1.0, VOID
-    batch = {"images": torch.rand(2, 3, 32, 32), "masks": masks}
-    batch["sizes"] = torch.tensor([[32, 32]] * 2)
-    logits = torch.zeros(2, 1, 32, 32, requires_grad=True)
-    loss = task_of(folder).loss(lambda _: logits, batch)  # type: ignore[arg-type, return-value]
-    assert float(loss.weight) == 2 * 32 * 20
-    loss.total.backward()
-    assert logits.grad is not None
-    assert torch.equal(logits.grad.squeeze(1) != 0, masks != VOID)
-
-
 VOID_OPTIONS: dict[str, Any] = {"foreground": ("2",), "void": ("255",)}
 
 
@@ -322,32 +293,6 @@ def test_void_is_kept_in_crops_and_does_not_weigh(voids: Path) -> None:
     counted = 40 * 44 - (24 * 32 - 480)
     facts = segment.make_task(asked, data).facts
     assert facts["pos_weight"] == pytest.approx((counted - 240) / 240, rel=1e-6)
-
-
-@pytest.mark.full
-def test_a_run_with_void_pixels_is_shown_and_predicts(voids: Path, tmp_path: Path) -> None:
-    how = {"epochs": 2, "crop": 32, **VOID_OPTIONS, **TINY}
-    run = run_here("segment", tmp_path / "run", data=str(voids), **how)
-    shown = json.loads((run / "examples.json").read_text())["samples"][0]
-    with pillow.open(run / shown["mask"]) as mask:
-        assert set(np.unique(np.asarray(mask)).tolist()) == {0, 128, 255}
-    chosen = PredictOptions(devices="cpu:1", output=tmp_path / "predicted")
-    with on_cpu():
-        rows = predict_run(run, [voids / "test" / "images"], chosen).rows
-    with pillow.open(tmp_path / "predicted" / rows[0]["mask"]) as predicted:
-        assert predicted.size == (44, 40)
-        assert set(np.unique(np.asarray(predicted)).tolist()) <= {0, 255}
-
-
-@pytest.mark.full
-@pytest.mark.processes
-def test_void_pixels_leave_the_bits_alone_on_any_number_of_devices(
-    voids: Path, tmp_path: Path
-) -> None:
-    words = f"--data {voids} --runs {tmp_path} --encoder resnet18 --width 4 --crop 32 --shards 3"
-    words += " --batch-size 4 --epochs 2 --workers 1 --foreground 2 --void 255"
-    command = ["-m", "onefold", "train", "segment", *words.split()]
-    assert verify_script(command, "1,2,3", steps=3, options=RunOptions(quiet=True)) == 0
 
 
 # Options that the data settle.
@@ -472,23 +417,3 @@ def test_a_run_shows_its_best_and_worst(run: Path) -> None:
     for each in shown["samples"]:
         assert all((run / each[part]).is_file() for part in ("image", "mask", "prediction"))
         assert each["dice"] == pytest.approx(2 * each["iou"] / (1 + each["iou"]))
-
-
-def test_a_frozen_encoder_keeps_its_bits(folder: Path) -> None:
-    for chosen, words in (
-        ({"freeze": ("backbone",)}, "--freeze backbone: the model has no such part.* encoder, dec"),
-        ({"freeze": ("head",)}, "would freeze the model's last layer, head"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            task_of(folder, **chosen)
-    task = task_of(folder, freeze=("encoder",))
-    names = [name for name, _ in task.model.named_parameters()]
-    assert task.facts["frozen"] == [name for name in names if name.startswith("encoder.")]
-    before = bits(task.model)
-    optimizer = torch.optim.SGD(list(task.groups), lr=0.1)
-    trainer = make_trainer(task.model, task.loss, optimizer=optimizer, shards=2)
-    torch.manual_seed(0)
-    trainer.step(Padded(32)([task.train_set[0]] * 2))
-    changed = {name for name, value in bits(trainer.model).items() if value != before[name]}
-    assert not any(name.startswith("encoder.") for name in changed)
-    assert {"head.weight", "decoder.0.conv1.weight", "decoder.0.bn1.running_mean"} <= changed

@@ -56,14 +56,6 @@ def test_a_model_learns_which_word_decides_and_is_built_again(data: Path, tmp_pa
     assert shapes[0] == shapes[1]
 
 
-def test_words_are_hidden_in_training_alone(data: Path) -> None:
-    task = make_task(*both(data, token_dropout=0.5))
-    mask = 4
-    assert any((task.train_set[i][0] == mask).any() for i in range(10))
-    assert not any((ids == mask).any() for ids, _ in task.test_set)
-    assert task.lengths == [len(ids) for ids, _ in task.train_set]
-
-
 def test_a_folder_with_a_pretrained_model_is_used(data: Path, tmp_path: Path) -> None:
     first, before = make_task(*both(data)), tmp_path / "before"
     before.mkdir()

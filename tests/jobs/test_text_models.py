@@ -135,12 +135,6 @@ def test_only_weights_that_are_no_code_are_read(folder: Path, change: Change) ->
     same_as_before(load_pretrained(folder, 4)[0])
 
 
-def test_weights_of_half_precision_are_loaded_in_full(folder: Path) -> None:
-    save(small(num_classes=4).half(), folder)
-    model, _ = load_pretrained(folder, 2)
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
-
-
 def test_an_older_tokenizer_is_made_anew(folder: Path, tokenizer: str) -> None:
     trained = json.loads((folder / "tokenizer.json").read_text())["model"]
     (folder / "tokenizer.json").unlink()
@@ -260,17 +254,6 @@ FETCHED = "names code that would be fetched and run"
 def test_a_description_that_cannot_be_built_is_one_error(config: str, words: str) -> None:
     with pytest.raises(CheckpointError, match=words):
         build_from_config(config)
-
-
-def test_code_of_a_description_is_never_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[object] = []
-    monkeypatch.setattr(
-        transformers.AutoModelForSequenceClassification,
-        "from_config",
-        lambda config, **how: asked.append(how["trust_remote_code"]) or small(),
-    )
-    build_from_config(config_of(auto_map={"AutoModel": "x--y.Z"}))
-    assert asked == [False]
 
 
 DISTIL = {"dim": 8, "n_heads": 2, "hidden_dim": 8}

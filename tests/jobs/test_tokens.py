@@ -2,9 +2,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 
 import pytest
@@ -22,12 +19,6 @@ tokenizers = pytest.importorskip("tokenizers", reason=NEEDS)
 # Some of what it imports sets variables of the environment: here, before any test looks.
 roberta = pytest.importorskip("transformers.models.roberta.modeling_roberta", reason=NEEDS)
 
-TRAIN_ELSEWHERE = """
-import json, sys
-from onefold.jobs.tokens import train_tokenizer
-sys.stdout.write(train_tokenizer(json.load(sys.stdin), 300))
-"""
-
 
 @pytest.fixture(scope="module")
 def tokenizer() -> str:
@@ -44,26 +35,6 @@ def test_the_same_texts_give_the_same_tokenizer_in_any_order(tokenizer: str) -> 
     # Ties are always broken alike.
     pairs = [first + second for first in "abcdefgh" for second in "abcdefgh"]
     assert len({train_tokenizer(pairs[turn:] + pairs[:turn], 280) for turn in range(20)}) == 1
-
-
-@pytest.mark.full
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    "settings",
-    [{"RAYON_NUM_THREADS": "5"}, {"TOKENIZERS_PARALLELISM": "false", "PYTHONHASHSEED": "7"}],
-    ids=["five threads", "one thread"],
-)
-def test_another_process_trains_the_same(tokenizer: str, settings: dict[str, str]) -> None:
-    answer = subprocess.run(
-        [sys.executable, "-c", TRAIN_ELSEWHERE],
-        input=json.dumps(TEXTS),
-        env=os.environ | settings,
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=600,
-    )
-    assert (answer.stdout, answer.stderr) == (tokenizer, "")
 
 
 def test_encoded_texts_decode_to_themselves_and_are_cut_before_their_end(tokenizer: str) -> None:

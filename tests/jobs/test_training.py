@@ -9,12 +9,10 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import onefold
 from onefold.cli.verify import verify_script
@@ -23,7 +21,7 @@ from onefold.errors import CheckpointError, DataError, LaunchError
 from onefold.jobs.catalog import JOBS, job_of
 from onefold.jobs.finetune import best_checkpoint
 from onefold.jobs.run import read_options, run_job
-from onefold.jobs.training import Task, read_saved
+from onefold.jobs.training import read_saved
 from tests.jobs.tiny import SMALL, WRITERS, run_here, write_pictures, write_texts
 from tests.tables import for_each
 
@@ -119,18 +117,6 @@ def test_a_run_goes_on_where_it_was_saved(
             assert [a[name] for name in names.split()] == [b[name] for name in names.split()]
 
 
-@pytest.mark.full
-@all_jobs
-def test_the_saved_options_give_the_same_run(job: str, tmp_path: Path) -> None:
-    data = WRITERS[job](tmp_path / "data")
-    folder, said = run_here(job, data, tmp_path / "runs", seed=3, precision="bf16")
-    kind = job_of(job)
-    asked = read_options(kind, {"name": "again"}, folder / "config.toml")
-    assert run_job(kind, asked)["fingerprint"] == said["fingerprint"]
-    other = read_options(kind, {"name": "full", "precision": "fp32"}, folder / "config.toml")
-    assert run_job(kind, other)["fingerprint"] != said["fingerprint"]
-
-
 # On several devices.
 
 
@@ -146,18 +132,6 @@ def test_every_job_has_the_same_bits_on_any_number_of_devices(job: str, tmp_path
     words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     command = ["-m", "onefold", "train", job, "--skip-bad", *words]
     assert verify_script(command, "1,2,3", steps=4, options=RunOptions(quiet=True)) == 0
-
-
-@pytest.mark.full
-@pytest.mark.processes
-def test_what_devices_keep_is_no_part_of_the_result(tmp_path: Path) -> None:
-    data, kind = write_texts(tmp_path / "data"), job_of("text")
-    values = {"data": str(data), "runs": str(tmp_path / "runs"), "devices": "cpu:2", "epochs": 1}
-    results = [
-        run_job(kind, read_options(kind, {**values, **SMALL["text"], "keep": keep}, None))
-        for keep in ("all", "span", "host")
-    ]
-    assert len({result["fingerprint"] for result in results}) == 1
 
 
 @pytest.mark.full
@@ -265,40 +239,6 @@ def test_a_training_that_is_over_ends_without_one_of_its_checkpoints(
         assert told.startswith("the last checkpoint cannot be loaded any more: ")
         assert "step-00000010 is damaged" in told
         assert "\n" not in told
-
-
-@pytest.mark.full
-@pytest.mark.processes
-@pytest.mark.parametrize("job", ["classify", "segment"])
-def test_examples_of_the_best_model_are_the_same_on_two_devices(job: str, tmp_path: Path) -> None:
-    """By a score that falls from step to step, so that the first epoch is the best."""
-    data, kind = WRITERS[job](tmp_path / "data"), job_of(job)
-    told = []
-    for devices in ("cpu:1", "cpu:2"):
-        values = {"data": str(data), "runs": str(tmp_path / devices), "devices": devices}
-        options = read_options(kind, {**values, "epochs": 2, **SMALL[job]}, None)
-        result = run_job(replace(kind, make_task=EarlyTask(job)), options)
-        examples = examples_of(Path(result["folder"]))
-        assert (result["best"]["epoch"], examples["epoch"]) == (0, 0)
-        told.append((result["fingerprint"], examples))
-    assert told[0] == told[1]
-
-
-class EarlyTask:
-    """Makes a task whose best epoch is the first."""
-
-    def __init__(self, job: str) -> None:
-        self.job = job
-
-    def __call__(self, options: Any, data: Any) -> Task:
-        task = job_of(self.job).make_task(options, data)
-
-        def score(model: Any, batch: Any) -> dict[str, Any]:
-            counts = [b for n, b in model.named_buffers() if n.endswith("num_batches_tracked")]
-            early = onefold.Mean(-counts[0].to(torch.float64), torch.ones((), dtype=torch.float64))
-            return {**task.score(model, batch), "early": early}
-
-        return replace(task, score=score, best="highest early")
 
 
 # What a run keeps in its checkpoints, and what somebody else has put there.

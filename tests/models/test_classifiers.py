@@ -74,15 +74,6 @@ def test_every_parameter_takes_part_and_a_seed_gives_the_same_gradients(name: st
     assert torch.equal(*gradients)
 
 
-def test_dropout_of_the_dense_cnn_acts_in_training_only_and_is_settable() -> None:
-    images = torch.randn(2, 1, 28, 28)
-    for dropout in (0.0, 0.5):
-        model = models.DenseCNN(dropout=dropout)
-        assert torch.equal(model(images), model(images)) is (dropout == 0.0)
-        model.eval()
-        assert torch.equal(model(images), model(images))
-
-
 @for_each(
     ("build", "words"),
     [

@@ -61,10 +61,3 @@ def test_feature_maps_have_the_channels_and_strides_that_the_model_tells(
     assert [tuple(m.shape) for m in maps] == [(2, c, 32 // s, 48 // s) for c, s in expected]
     assert model.strides == ((1, 1, 2, 4) if small_images else (2, 4, 8, 16))
     assert model.channels == ((4, 16, 32, 64) if bottleneck else (4, 4, 8, 16))
-
-
-def test_without_a_last_layer_the_mean_features_come_out() -> None:
-    model = ResNet(blocks=(1, 1), num_classes=None, width=4).eval()
-    images = torch.linspace(-1, 1, 2 * 3 * 64).view(2, 3, 8, 8)
-    assert torch.allclose(model(images), model.feature_maps(images)[-1].mean(dim=(2, 3)))
-    assert not any(name.startswith("fc") for name in model.state_dict())

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from onefold.models import UNet, resnet18, resnet34, resnet101, vgg16
-from onefold.models.unet import ENCODERS, DecoderStep
+from onefold.models.unet import ENCODERS
 from tests.tables import for_each
 
 STRIDES = {"vgg16": 16, "resnet18": 32, "resnet34": 32, "resnet101": 32}
@@ -36,16 +36,6 @@ def test_an_encoder_takes_published_weights_and_says_its_stride(encoder: str) ->
     assert 2 ** len(widths) == model.stride
 
 
-def test_a_decoder_step_doubles_the_features_and_sees_the_skip() -> None:
-    step = DecoderStep(2, 3, 4)
-    seen: list[torch.Tensor] = []
-    step.conv1.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
-    features, skip = torch.randn(1, 2, 2, 2), torch.randn(1, 3, 4, 4)
-    assert step(features, skip).shape == (1, 4, 4, 4)
-    doubled = features.repeat_interleave(2, dim=2).repeat_interleave(2, dim=3)
-    assert torch.equal(seen[0], torch.cat([doubled, skip], dim=1))
-
-
 def test_vgg16_is_that_of_torchvision_without_its_classifier() -> None:
     with torch.device("meta"):
         model = vgg16()
@@ -55,13 +45,3 @@ def test_vgg16_is_that_of_torchvision_without_its_classifier() -> None:
     assert tuple(pools) == POOLS
     # The published 138,357,544 less the three dense layers of the classifier.
     assert sum(parameter.numel() for parameter in model.parameters()) == 14_714_688
-
-
-def test_feature_maps_of_a_vgg_lie_before_its_max_pools() -> None:
-    model, images = vgg16(width=4), torch.linspace(-1, 1, 2 * 3 * 32 * 64).view(2, 3, 32, 64)
-    maps = model.feature_maps(images)
-    shapes = [(2, c, 32 // s, 64 // s) for c, s in zip(model.channels, model.strides, strict=True)]
-    assert [tuple(features.shape) for features in maps] == shapes
-    assert (model.channels, model.strides) == ((4, 8, 16, 32, 32), (1, 2, 4, 8, 16))
-    assert all(torch.equal(m, model.features[:i](images)) for m, i in zip(maps, POOLS, strict=True))
-    assert torch.equal(model(images), model.features[-1](maps[-1]))

@@ -31,19 +31,10 @@ def steps_line(step: int, *, loss: float | None, **others: Any) -> dict[str, Any
 
 def epoch_line(epoch: int, *, scores: dict[str, float | None], **others: Any) -> dict[str, Any]:
     device = {"device": "cpu", "data": 0.5, "forward": 25.0, "backward": 48.0, "update": 1.5}
-    return {
-        "kind": "epoch",
-        "epoch": epoch,
-        "step": 100 * (epoch + 1),
-        "loss": 2.0 / (epoch + 1),
-        "scores": scores,
-        "lr": 0.1,
-        "train_s": 80.0,
-        "evaluate_s": 20.0,
-        "samples_per_s": 62.5,
-        "devices": [{**device, "exchange": 4.0}, {**device, "exchange": 4.5}],
-        **others,
-    }
+    line = {"kind": "epoch", "epoch": epoch, "step": 100 * (epoch + 1), "loss": 2.0 / (epoch + 1)}
+    line |= {"lr": 0.1, "train_s": 80.0, "evaluate_s": 20.0, "samples_per_s": 62.5}
+    devices = [{**device, "exchange": 4.0}, {**device, "exchange": 4.5}]
+    return {**line, "scores": scores, "devices": devices, **others}
 
 
 def metrics_of(epochs: int, *, score: str = "accuracy") -> list[dict[str, Any]]:
@@ -58,25 +49,11 @@ def metrics_of(epochs: int, *, score: str = "accuracy") -> list[dict[str, Any]]:
 
 
 def facts_of(job: str, **others: Any) -> dict[str, Any]:
-    return {
-        "job": job,
-        "name": f"my {job}",
-        "onefold": "0.1.0",
-        "torch": "2.13.0",
-        "started": "2026-11-21T14:02:03+00:00",
-        "devices": ["cpu", "cpu"],
-        "shards": 8,
-        "train_samples": 5000,
-        "test_samples": 1000,
-        "left_out": [],
-        "parameters": 11173962,
-        "model": "resnet18",
-        "best": None,
-        "finished": None,
-        "fingerprint": None,
-        "score": "highest accuracy",
-        **others,
-    }
+    usual = {"job": job, "name": f"my {job}", "model": "resnet18", "score": "highest accuracy"}
+    usual |= {"onefold": "0.1.0", "torch": "2.13.0", "started": "2026-11-21T14:02:03+00:00"}
+    counts = {"shards": 8, "train_samples": 5000, "test_samples": 1000, "parameters": 11173962}
+    later = dict.fromkeys(("best", "finished", "fingerprint"))
+    return {**usual, **counts, "devices": ["cpu", "cpu"], "left_out": [], **later, **others}
 
 
 def write_run(
@@ -126,21 +103,16 @@ def examples_of(
     }
 
 
-def classified_run(
-    folder: Path, *, classes: Sequence[str] = ("cat", EVIL_CLASS, "ship"), epochs: int = 8
-) -> Path:
+def classified_run(folder: Path) -> Path:
     """A finished run that tells pictures apart."""
+    classes = ("cat", EVIL_CLASS, "ship")
     pictures = [f"pictures/{index:03}.png" for index in range(12)]
-    facts = facts_of(
-        "classify",
-        classes=list(classes),
-        best={"epoch": 6, "score": "accuracy", "value": 0.8286, "checkpoint": "checkpoints/step-1"},
-        finished="2026-11-21T14:20:03+00:00",
-        fingerprint="663f3e2011a53901",
-        left_out=["train/cat/<7>.jpg: cannot be read"],
-    )
+    best = {"epoch": 6, "score": "accuracy", "value": 0.8286, "checkpoint": "checkpoints/step-1"}
+    ended = {"finished": "2026-11-21T14:20:03+00:00", "fingerprint": "663f3e2011a53901"}
+    left_out = ["train/cat/<7>.jpg: cannot be read"]
+    facts = facts_of("classify", classes=classes, best=best, left_out=left_out, **ended)
     examples = examples_of("classify", classes, 12, picture=pictures)
-    write_run(folder, facts, metrics=metrics_of(epochs), examples=examples)
+    write_run(folder, facts, metrics=metrics_of(8), examples=examples)
     for index, name in enumerate(pictures):
         (folder / name).write_bytes(coloured(index))
     return folder

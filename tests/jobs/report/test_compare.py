@@ -56,31 +56,18 @@ def test_runs_are_side_by_side(tmp_path: Path) -> None:
     assert "The same model, to the last bit: 1. pets and 2. pets." in page.text
 
 
-def test_runs_with_the_same_options_are_told_so(tmp_path: Path) -> None:
-    folders = [run(tmp_path / name, fingerprint=name * 8) for name in ("aa", "bb")]
-    page = Page(compare_runs(folders, tmp_path / "all.html"))
-    assert "None: the runs were started with the same options." in page.text
-    assert "The same model" not in page.text
-
-
-def test_runs_that_have_all_just_begun_can_be_compared(tmp_path: Path) -> None:
-    page = Page(
-        compare_runs([runs.write_run(tmp_path / name) for name in "ab"], tmp_path / "all.html")
-    )
-    assert "None of the runs has ended an epoch yet" in page.text
-    check_sound(page)
-
-
-def test_jobs_of_different_scores_can_be_compared(tmp_path: Path) -> None:
+def test_runs_of_other_scores_or_none_can_be_compared(tmp_path: Path) -> None:
     folders = [run(tmp_path / "text"), runs.segmented_run(tmp_path / "segment")]
     page = Page(compare_runs(folders, tmp_path / "all.html"))
     assert page.course("Test iou") == "2. my segment: from 0.4 to 0.75"
-
-
-def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    begun = [runs.write_run(tmp_path / name) for name in "ab"]
+    page = Page(compare_runs(begun, tmp_path / "all.html"))
+    check_sound(page)
+    assert "None of the runs has ended an epoch yet" in page.text
+    assert "None: the runs were started with the same options." in page.text
+    assert "The same model" not in page.text
     with pytest.raises(ValueError, match="expected one run or more, got none"):
-        compare_runs([], tmp_path / "all.html")
-    good = run(tmp_path / "good")
+        compare_runs([], tmp_path / "none.html")
     with pytest.raises(DataError, match=r"none is not the folder of a run: there is no run\.json"):
-        compare_runs([good, tmp_path / "none"], tmp_path / "all.html")
-    assert not (tmp_path / "all.html").exists()
+        compare_runs([*folders, tmp_path / "none"], tmp_path / "none.html")
+    assert not (tmp_path / "none.html").exists()

@@ -87,17 +87,6 @@ def test_the_command_writes_where_it_is_told(tmp_path: Path, count: int) -> None
         assert "expected a file for the page, this is a folder" in str(done.exception)
 
 
-def test_nothing_global_of_matplotlib_is_touched(tmp_path: Path) -> None:
-    def state() -> tuple[bool, dict[str, object]]:
-        names = set(matplotlib.rcParams) - {"backend"}  # looking at that one would choose one
-        settings = {name: matplotlib.rcParams[name] for name in names}
-        return "matplotlib.pyplot" in sys.modules, settings
-
-    before = state()
-    page_of(tmp_path / "run", metrics=runs.metrics_of(2))
-    assert state() == before
-
-
 # What a page says.
 
 
@@ -199,17 +188,6 @@ def test_samples_are_shown_and_judged_in_words(pages: dict[str, Page]) -> None:
     assert "train/cat/<7>.jpg: cannot be read" in page.text
 
 
-@for_each(
-    ("epoch", "words"),
-    [(3, "by the model after epoch 4, the best one."), (9, "by the model after epoch 10.")],
-)
-def test_it_is_said_of_which_epoch_the_examples_are(tmp_path: Path, epoch: int, words: str) -> None:
-    facts = runs.facts_of("text", best={"epoch": 3, "score": "accuracy", "value": 0.5})
-    examples = {"kind": "text", "samples": [], "worst": [], "epoch": epoch}
-    page = page_of(tmp_path / "run", facts=facts, examples=examples)
-    assert f"What follows is {words}" in page.source
-
-
 @for_each("kind", ["classify", "segment", "text"])
 def test_everything_a_run_says_is_escaped(tmp_path: Path, kind: str) -> None:
     evil = "</b><img src=http://x onerror=alert(1)>{{ 7 * 7 }}'\""
@@ -239,20 +217,6 @@ def test_a_model_without_mistakes_is_told_so(tmp_path: Path) -> None:
     assert "There are none: every test sample was classified rightly." in page.text
 
 
-def test_many_classes_scroll_in_their_box(tmp_path: Path) -> None:
-    classes = [f"class {number}" for number in range(100)]
-    page = Page(build_report(runs.classified_run(tmp_path / "run", classes=classes, epochs=1)))
-    matrix = [row for row in page.rows if len(row) == 101]
-    assert len(matrix) == 101
-    assert matrix[2][:4] == ["class 1", "7", "90", "1"]
-    confusions = [row for row in page.rows if len(row) == 4 and row[0].startswith("class")]
-    assert len(confusions) == 10
-    assert confusions[0] == ["class 1", "class 0", "7", "7.1%"]
-    places = [given for _, given in page.elements]
-    (matrix_at,) = (at for at, given in enumerate(places) if given.get("class") == "many confusion")
-    assert (places[matrix_at - 1]["class"], places[matrix_at - 1]["tabindex"]) == ("scroll", "0")
-
-
 # Of a run that is not at its end.
 
 
@@ -278,13 +242,6 @@ def test_a_resumed_run_is_shown_as_one(tmp_path: Path) -> None:
     assert "training: from 3 to 2;" in page.course("Loss")
     assert page.figures["Time of training and tests"] == "3 min 20 s"
     assert page.figures["Best test accuracy"] == "60.0% in epoch 2"
-
-
-def test_a_long_run_is_drawn_with_fewer_points(tmp_path: Path) -> None:
-    lines = [runs.steps_line(step, loss=2 + step % 2) for step in range(1, 20001)]
-    page = page_of(tmp_path / "run", metrics=lines)
-    assert len(page.source) < 150_000
-    assert page.course("Loss") == "training: from 3 to 2"
 
 
 # What no run has written.
@@ -330,36 +287,19 @@ def test_lines_that_were_cut_short_or_have_another_shape_are_left_out(tmp_path: 
     assert page.figures["Last test accuracy"] == "75.0% after 2 epochs"
 
 
-@for_each(
-    ("name", "content"),
-    [
-        *(
-            ("run.json", json.dumps(each))
-            for each in (
-                *({"best": best} for best in (3, {"epoch": "x"}, {})),
-                *({"classes": 3}, {"devices": 3}, {"notes": True}, {"left_out": 1.5}, []),
-            )
-        ),
-        *(
-            ("examples.json", json.dumps({"kind": "text", **each}))
-            for each in (
-                {"kind": ["text"]},
-                {"samples": [3]},
-                {"worst": {"label": "a"}},
-                *({"confusion": each} for each in ([1, 2], [[-1]], [[1, 2], [3]])),
-                {"confusion": [[1]], "classes": ["a", "b"]},
-            )
-        ),
-        ("run.json", "{"),
-        ("examples.json", ""),
-        ("config.toml", "lr = "),
-        ("config.toml", "a = 1\n" + "#" * (1 << 20)),
-        ("config.toml", ".".join("a" * 5000) + " = 1"),
-    ],
-)
-def test_a_file_that_is_damaged_or_of_another_shape_is_named(
-    tmp_path: Path, name: str, content: str
-) -> None:
+SHAPES: list[dict[str, Any]] = [{"best": 3}, {"best": {"epoch": "x"}}, {"best": {}}]
+SHAPES += [{"classes": 3}, {"devices": 3}, {"notes": True}, {"left_out": 1.5}]
+EXAMPLES: list[dict[str, Any]] = [{"kind": ["text"]}, {"samples": [3]}, {"worst": {"label": "a"}}]
+EXAMPLES += [{"confusion": each} for each in ([1, 2], [[-1]], [[1, 2], [3]])]
+EXAMPLES += [{"confusion": [[1]], "classes": ["a", "b"]}]
+FILES = [("run.json", json.dumps(each)) for each in (*SHAPES, [])]
+FILES += [("examples.json", json.dumps({"kind": "text", **each})) for each in EXAMPLES]
+FILES += [("run.json", "{"), ("examples.json", ""), ("config.toml", "lr = ")]
+FILES += [("config.toml", "a = 1\n" + "#" * (1 << 20)), ("config.toml", "a." * 5000 + "a = 1")]
+
+
+@for_each(("name", "content"), FILES)
+def test_a_file_of_another_shape_is_named(tmp_path: Path, name: str, content: str) -> None:
     folder = runs.write_run(tmp_path / "run")
     (folder / name).write_text(content)
     with pytest.raises(DataError, match=rf"{re.escape(name)}: expected"):
@@ -386,19 +326,14 @@ def test_a_picture_that_is_not_the_runs_own_png_is_not_shown(tmp_path: Path, nam
     assert f"predicted: a ({NOTHING})" in page.text
 
 
-@for_each(
-    ("present", "missing"),
-    [
-        ((), "there is no run.json and no config.toml; give the folder that a training made"),
-        (("run.json",), "there is no config.toml"),
-        (("config.toml",), "there is no run.json"),
-    ],
-)
-def test_another_folder_is_refused(tmp_path: Path, present: tuple[str, ...], missing: str) -> None:
-    for name in present:
-        (tmp_path / name).touch()
-    with pytest.raises(DataError, match=f"{re.escape(str(tmp_path))} is not .* {missing}"):
-        build_report(tmp_path)
+def test_another_folder_is_refused(tmp_path: Path) -> None:
+    for missing in (
+        "no run.json and no config.toml; give the folder that a training made",
+        "no config.toml",
+    ):
+        with pytest.raises(DataError, match=f"{re.escape(str(tmp_path))} is not .* {missing}"):
+            build_report(tmp_path)
+        (tmp_path / "run.json").touch()
     assert not (tmp_path / "report.html").exists()
 
 
