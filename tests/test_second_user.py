@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from shutil import which
 
 import pytest
 
 import onefold
 from tests.somebody import needs_root
+from tests.warm import SCRIPTS
 
-pytestmark = pytest.mark.full
+needs_ip = pytest.mark.skipif(which("ip") is None, reason="needs ip, of iproute2")
+pytestmark = [pytest.mark.full, pytest.mark.processes, needs_root, needs_ip]
 
-SCRIPTS = Path(__file__).parent / "scripts"
-TRAIN = Path(__file__).parent / "soak" / "train.py"
+TRAIN = SCRIPTS.parent / "soak" / "train.py"
 SOURCE = Path(onefold.__file__).parent.parent
 LIMIT_S = 170
-needs_ip = pytest.mark.skipif(shutil.which("ip") is None, reason="needs ip, of iproute2")
 
 
 def run(folder: Path, *words: str) -> str:
@@ -37,137 +37,121 @@ def run(folder: Path, *words: str) -> str:
     ).stdout
 
 
-@needs_root
-@needs_ip
-@pytest.mark.processes
 @pytest.mark.parametrize(
-    ("attack", "exchange"),
-    [("everything", "shared"), ("everything", "collective"), ("places", "shared")],
+    ("attack", "way"),
+    [
+        *(("everything", "shared"), ("everything", "collective"), ("places", "shared")),
+        *(("code", launcher) for launcher in ("python", "onefold", "torchrun")),
+    ],
 )
 def test_another_user_gets_nothing_and_holds_nothing_up(
-    tmp_path: Path, attack: str, exchange: str
+    tmp_path: Path, attack: str, way: str
 ) -> None:
-    said = run(tmp_path, str(SCRIPTS / "attacked.py"), attack, exchange, str(tmp_path))
+    """Nor does compiled code lie where he can change it."""
+    (home := tmp_path / "home").mkdir(mode=0o700)
+    folder = home if attack == "code" else tmp_path
+    said = run(tmp_path, str(SCRIPTS / "attacked.py"), attack, way, str(folder))
     rounds, got, code, output, errors = json.loads(said)
-    assert got == []
+    assert (got, code) == ([], 0), errors
     assert rounds > 5
-    assert (code, output) == (0, run(tmp_path, str(TRAIN))), errors
+    if attack == "code":
+        assert len(output.split()[-1]) == 16
+        (kept,) = (home / ".cache" / "onefold" / "compiled").iterdir()
+        assert list(kept.rglob("*.so"))
+    else:
+        assert output == run(tmp_path, str(TRAIN)), errors
 
 
-@needs_root
-@pytest.mark.processes
-@pytest.mark.full
-@pytest.mark.parametrize("launcher", ["python", "onefold", "torchrun"])
-def test_no_compiled_code_lies_where_another_user_can_change_it(
-    tmp_path: Path, launcher: str
-) -> None:
-    home = tmp_path / "home"
-    home.mkdir(mode=0o700)
-    said = run(tmp_path, str(SCRIPTS / "attacked.py"), "code", launcher, str(home))
-    rounds, got, code, output, errors = json.loads(said)
-    assert got == []
-    assert rounds > 5
-    assert code == 0, errors
-    assert len(output.split()[-1]) == 16
-    (kept,) = (home / ".cache" / "onefold" / "compiled").iterdir()
-    assert list(kept.rglob("*.so"))
+Network = list[str]
+"""The beginning of a command that is run in one."""
 
 
 @pytest.fixture
-def networks() -> Iterator[tuple[list[str], list[str]]]:
-    """Two networks that reach each other, as commands to run something in one."""
+def networks() -> Iterator[tuple[Network, Network]]:
+    """Two that reach each other."""
     names = [f"onefold-{os.getpid()}-{n}" for n in (1, 2)]
     ways = [f"of{os.getpid() % 10**8}{n}" for n in "ab"]
 
-    def ip(*words: str) -> None:
-        subprocess.run(["ip", *words], check=True, capture_output=True)
+    def ip(*words: str, check: bool = True) -> None:
+        subprocess.run(["ip", *words], check=check, capture_output=True)
 
     try:
-        for name in names:
-            ip("netns", "add", name)
-        ip("link", "add", ways[0], "type", "veth", "peer", "name", ways[1])
-    except subprocess.CalledProcessError as error:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
-        pytest.skip(f"needs networks of its own: {error.stderr!r}")
-    try:
+        try:
+            for name in names:
+                ip("netns", "add", name)
+            ip("link", "add", ways[0], "type", "veth", "peer", "name", ways[1])
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"needs networks of its own: {error.stderr!r}")
         for number, (name, way) in enumerate(zip(names, ways, strict=True), 1):
             ip("link", "set", way, "netns", name)
             ip("-n", name, "link", "set", way, "name", "way")
             ip("-n", name, "addr", "add", f"10.77.0.{number}/24", "dev", "way")
             for device in ("way", "lo"):
                 ip("-n", name, "link", "set", device, "up")
-        yield tuple(["ip", "netns", "exec", name] for name in names)  # type: ignore[misc]
+        inside, outside = (["ip", "netns", "exec", name] for name in names)
+        yield inside, outside
     finally:
         for name in names:
-            ip("netns", "del", name)
+            ip("netns", "del", name, check=False)
 
 
 SECRET = {"ONEFOLD_SECRET": "long enough that nobody guesses it"}
+STORE = ("10.77.0.1", "29555")
+Process = subprocess.Popen[str]
+Start = Callable[..., Process]
 
 
-def start(where: list[str], *words: object, **more: str) -> subprocess.Popen[str]:
-    """Start something in a network; what it says is read by its user."""
-    common = {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29555", "WORLD_SIZE": "2"}
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts something in a network; what it says is read by its user."""
+    started: list[Process] = []
+    common = {"MASTER_ADDR": STORE[0], "MASTER_PORT": STORE[1], "WORLD_SIZE": "2"}
     alone = {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "GLOO_SOCKET_IFNAME": "way"}
-    return subprocess.Popen(
-        [*where, sys.executable, *map(str, words)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(SOURCE), **common, **alone, **more},
-    )
 
+    def begin(where: Network, script: str, *words: str, says: str = "", **more: str) -> Process:
+        process = subprocess.Popen(
+            [*where, sys.executable, str(SCRIPTS / script), *words],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(SOURCE), **common, **alone, **more},
+        )
+        started.append(process)
+        assert process.stdout is not None
+        assert not says or process.stdout.readline() == f"{says}\n"
+        return process
 
-def end(*processes: subprocess.Popen[str] | None) -> None:
-    for process in filter(None, processes):
+    yield begin
+    for process in started:
         process.kill()
         process.communicate()
 
 
-@needs_root
-@needs_ip
-@pytest.mark.processes
-@pytest.mark.full
 @pytest.mark.parametrize(("when", "rank"), [("early", 1), ("late", 0)])
 def test_a_stranger_who_reaches_the_store_does_not_get_between_devices(
-    networks: tuple[list[str], list[str]], when: str, rank: int
+    networks: tuple[Network, Network], start: Start, when: str, rank: int
 ) -> None:
     """Early: before the device comes whose part he takes; late: after it has said its own."""
     inside, outside = networks
-    first = start(inside, SCRIPTS / "apart.py", "train", RANK="0", **SECRET)
+    first = start(inside, "apart.py", "train", RANK="0", **SECRET)
     key = f"onefold/-29555-/kind/{rank}"
-    stranger = start(outside, SCRIPTS / "stranger.py", "10.77.0.1", "29555", key, "cpu")
-    second = None
-    try:
-        assert stranger.stdout is not None
-        assert stranger.stdout.readline() == "set\n"
-        second = start(inside, SCRIPTS / "apart.py", "train", RANK="1", **SECRET)
-        hurt = first if when == "early" else second
-        said = "".join(hurt.communicate(timeout=LIMIT_S))
-        assert hurt.returncode != 0
-        assert f"a value under {key} that was written without the secret" in said
-        assert "a stranger writes to the store" in said
-    finally:
-        end(first, second, stranger)
+    start(outside, "stranger.py", *STORE, key, "cpu", says="set")
+    second = start(inside, "apart.py", "train", RANK="1", **SECRET)
+    hurt = first if when == "early" else second
+    said = "".join(hurt.communicate(timeout=LIMIT_S))
+    assert hurt.returncode != 0
+    assert f"a value under {key} that was written without the secret" in said
+    assert "a stranger writes to the store" in said
 
 
-@needs_root
-@needs_ip
-@pytest.mark.processes
-@pytest.mark.full
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("when", "secret"),
-    [
-        # That he gets in between where there is no secret makes the others worth something.
-        ("late", {}),
-        ("late", SECRET),
-        ("early", SECRET),
-    ],
+    # That he gets in between where there is no secret makes the others worth something.
+    [("late", {}), ("late", SECRET), ("early", SECRET)],
 )
 def test_a_relay_in_another_network_does_not_get_between_devices(
-    networks: tuple[list[str], list[str]], when: str, secret: dict[str, str]
+    networks: tuple[Network, Network], start: Start, when: str, secret: dict[str, str]
 ) -> None:
     """Early: he is there before the devices, and writes their addresses before they do; late: when
     device 0 has said its own kind. He has the store and the connection that device 1 makes."""
@@ -175,34 +159,24 @@ def test_a_relay_in_another_network_does_not_get_between_devices(
     low, high = "10.76.0.2", "10.77.0.2"
     subprocess.run([*outside, "ip", "addr", "add", f"{low}/32", "dev", "way"], check=True)
     subprocess.run([*inside, "ip", "route", "add", f"{low}/32", "via", high], check=True)
-    between = (SCRIPTS / "between.py", "10.77.0.1", "29555", low, high)
-    relay = start(outside, *between) if when == "early" else None
-    first = start(inside, SCRIPTS / "apart.py", "train", RANK="0", **secret)
-    key, second = "onefold/-29555-/group/0/1/onefold//cpu//0/0", None
-    stranger = None
-    try:
-        if when == "early":
-            stranger = start(outside, SCRIPTS / "stranger.py", "10.77.0.1", "29555", key, "x")
-            assert stranger.stdout is not None
-            assert stranger.stdout.readline() == "set\n"
-        else:
-            registered = (SCRIPTS / "registered.py", "10.77.0.1", "29555", "onefold/-29555-/kind/0")
-            subprocess.run([*outside, sys.executable, *registered], check=True, timeout=LIMIT_S)
-            relay = start(outside, *between)
-        assert relay is not None
-        assert relay.stdout is not None
+    relay = start(outside, "between.py", *STORE, low, high) if when == "early" else None
+    first = start(inside, "apart.py", "train", RANK="0", **secret)
+    if relay is not None:
+        key = "onefold/-29555-/group/0/1/onefold//cpu//0/0"
+        start(outside, "stranger.py", *STORE, key, "x", says="set")
         assert relay.stdout.readline() == "ready\n"
-        place = {"MASTER_ADDR": high}
-        second = start(inside, SCRIPTS / "apart.py", "train", RANK="1", **secret, **place)
-        devices = (first, second)
-        said = ["".join(device.communicate(timeout=LIMIT_S)) for device in devices]
-        relay.kill()
-        done, _ = relay.communicate()
-        assert ("passed on" in done) == (not secret), said
-        assert "replaced" in done or when == "early"
-        assert all((device.returncode == 0) == (not secret) for device in devices), said
-        if secret:
-            assert any("that was written without the secret of this run" in each for each in said)
-            assert "a stranger writes to the store" in said[0] + said[1]
-    finally:
-        end(first, second, stranger, relay)
+    else:
+        waiting = start(outside, "registered.py", *STORE, "onefold/-29555-/kind/0")
+        assert waiting.wait(LIMIT_S) == 0
+        relay = start(outside, "between.py", *STORE, low, high, says="ready")
+    second = start(inside, "apart.py", "train", RANK="1", **secret, MASTER_ADDR=high)
+    devices = (first, second)
+    said = ["".join(device.communicate(timeout=LIMIT_S)) for device in devices]
+    relay.kill()
+    done, _ = relay.communicate()
+    assert ("passed on" in done) == (not secret), said
+    assert "replaced" in done or when == "early"
+    assert all((device.returncode == 0) == (not secret) for device in devices), said
+    if secret:
+        assert any("that was written without the secret of this run" in each for each in said)
+        assert "a stranger writes to the store" in said[0] + said[1]

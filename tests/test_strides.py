@@ -5,21 +5,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import onefold
-from onefold.core.flat import bits_of, same_bits
-from onefold.core.options import RunOptions
-from onefold.core.wire import decode, encode
-from onefold.core.world import World
-from tests.inside import engine_in
+from onefold.testing import simulate
 from tests.small import make_trainer
 from tests.tables import for_each
 
-Form = Callable[[], torch.Tensor]
+Layout = Callable[[torch.Tensor], torch.Tensor]
 
 
 def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -31,7 +28,7 @@ def complex_of(*shape: int) -> torch.Tensor:
     return torch.complex(drawn(*shape), drawn(*shape) - 1)
 
 
-REAL: dict[str, Form] = {
+REAL: dict[str, Callable[[], torch.Tensor]] = {
     "plain": lambda: drawn(3, 4),
     "transposed": lambda: drawn(4, 3).t(),
     "permuted": lambda: drawn(2, 3, 4).permute(2, 0, 1),
@@ -46,7 +43,7 @@ REAL: dict[str, Form] = {
     "bfloat16": lambda: drawn(4, 3, dtype=torch.bfloat16).t(),
     "float64": lambda: drawn(4, 3, dtype=torch.float64).t(),
 }
-CONSTANT: dict[str, Form] = {
+FORMS = REAL | {
     "expanded": lambda: drawn(3, 1).expand(3, 4),
     "int64": lambda: torch.arange(12).view(4, 3).t(),
     "uint8": lambda: torch.arange(24, dtype=torch.uint8)[::2],
@@ -54,14 +51,18 @@ CONSTANT: dict[str, Form] = {
     "complex64": lambda: complex_of(4, 3).t(),
     "conjugate bit": lambda: complex_of(4, 3).conj().t(),
 }
-FORMS = REAL | CONSTANT
 OF_EACH_SHARD = ("transposed", "channels_last", "conjugate bit")
+SAMPLES = drawn(10, 3)
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
     """The same values, contiguous."""
     laid = tensor.detach().resolve_conj().resolve_neg()
     return laid.clone(memory_format=torch.contiguous_format)
+
+
+def itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def total(tensor: torch.Tensor) -> torch.Tensor:
@@ -74,7 +75,7 @@ def total(tensor: torch.Tensor) -> torch.Tensor:
 class Cell(nn.Module):
     """A parameter and two buffers of one form; the buffers change in every shard."""
 
-    def __init__(self, name: str, laid_out: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def __init__(self, name: str, laid_out: Layout) -> None:
         super().__init__()
         # Complex and whole numbers cannot be trained.
         self.weight = nn.Parameter(laid_out(REAL.get(name, REAL["plain"])()))
@@ -91,48 +92,28 @@ class Cell(nn.Module):
         return x + 0.01 * (total(self.weight) + moved) * x.tanh()
 
 
-class Forms(nn.Module):
-    def __init__(self, laid_out: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.line = nn.ModuleList([Cell(name, laid_out) for name in FORMS])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for cell in self.line:
-            x = cell(x)
-        return x
-
-
-SAMPLES = drawn(10, 3)
-OUTPUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "expanded": lambda x: x[:, :1].expand(-1, 4),
-    "transposed": lambda x: x.t().contiguous().t(),
-    "channels_last": lambda x: (x[:, :, None, None] * torch.ones(2, 2)).contiguous(
-        memory_format=torch.channels_last
-    ),
-    "gaps": lambda x: x[:, ::2],
-    "conjugate bit": lambda x: torch.complex(x, x + 1).conj(),
-    "negative bit": lambda x: torch.complex(x, x + 1).conj().imag,
-}
-
-
 def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return model(x).square().mean(dim=1)  # type: ignore[no-any-return]
 
 
-def itself(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
+def outputs(model: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    pixels = x[:, :, None, None] * torch.ones(2, 2)
+    return {
+        "expanded": x[:, :1].expand(-1, 4),
+        "transposed": x.t().contiguous().t(),
+        "channels_last": pixels.contiguous(memory_format=torch.channels_last),
+        "gaps": x[:, ::2],
+        "conjugate bit": torch.complex(x, x + 1).conj(),
+        "negative bit": torch.complex(x, x + 1).conj().imag,
+    }
 
 
-def trainer_of(laid_out: Callable[[torch.Tensor], torch.Tensor], devices: int) -> onefold.Trainer:
-    model = Forms(laid_out)
-    trainer = make_trainer(
-        model,
-        loss,
-        optimizer=torch.optim.AdamW(model.parameters(), lr=0.01),
-        devices=devices,
-        stages=list(model.line),
-        buffers={f"line.{list(FORMS).index(name)}.*": "shard" for name in OF_EACH_SHARD},
-    )
+def trainer_of(laid_out: Layout, devices: int | None) -> onefold.Trainer:
+    model = nn.Sequential(*(Cell(name, laid_out) for name in FORMS))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    buffers = {f"{list(FORMS).index(name)}.*": "shard" for name in OF_EACH_SHARD}
+    choices = {"optimizer": optimizer, "stages": list(model), "buffers": buffers}
+    trainer = make_trainer(model, loss, devices=devices, **choices)
     trainer.average(decay=0.5)
     return trainer
 
@@ -154,77 +135,65 @@ def seen(trainer: onefold.Trainer) -> list[object]:
         found.append(trainer.fingerprint())
         with trainer.whole():
             found.append(of_model(trainer.model))
-    said = trainer.predict(
-        lambda _, x: {name: make(x) for name, make in OUTPUTS.items()}, SAMPLES, batch_size=7
-    )
-    return [*found, values(said.items()), trainer.fingerprint()]
+    return [*found, values(trainer.predict(outputs, SAMPLES, batch_size=7).items())]
 
 
-def story(
-    laid_out: Callable[[torch.Tensor], torch.Tensor], devices: int, others: int, folder: Path
-) -> list[object]:
-    """Train, save and go on; and load on another number of devices, and go on from there."""
-    found: list[object] = []
-    for count, loads in ((devices, False), (others, True)):
-        trainer = trainer_of(laid_out, count)
-        if loads:
-            trainer.load(folder)
-        else:
-            for _ in range(2):
-                trainer.step(SAMPLES)
+def story(laid_out: Layout, folder: Path, loads: bool) -> list[object]:
+    """Train, save and go on; or load, and go on from there."""
+    trainer, found = trainer_of(laid_out, None), []
+    if loads:
+        trainer.load(folder)
+    for saves in (not loads, False):
+        if saves:
+            trainer.step(SAMPLES)
+            trainer.step(SAMPLES)
             trainer.save(folder)
-        found.append(seen(trainer))
-        for _ in range(2):
+        elif found:
             trainer.step(SAMPLES)
         found.append(seen(trainer))
-        trainer.close()
-    assert found[:2] == found[2:]
+    trainer.close()
     return found
 
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> list[object]:
     """The story of a model whose tensors are all contiguous."""
-    return story(plain, 1, 1, tmp_path_factory.mktemp("plain"))
+    folder = tmp_path_factory.mktemp("plain")
+    found = simulate(story, 1, args=(plain, folder, False))[0]
+    assert simulate(story, 1, args=(plain, folder, True))[0] == found
+    return found  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(
-    ("keep", "devices", "others"),
-    [("all", 1, 3), ("all", 2, 1), ("span", 2, 3), ("stages", 3, 2), ("host", 1, 2)],
+    ("keep", "exchange", "devices", "others"),
+    [
+        ("all", "collective", 1, 3),
+        ("all", "shared", 2, 1),
+        ("span", "collective", 2, 3),
+        ("stages", "shared", 3, 2),
+        ("host", "shared", 1, 2),
+    ],
 )
 def test_values_do_not_depend_on_how_tensors_lie(
-    keep: str,
-    devices: int,
-    others: int,
-    expected: list[object],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    keep: str, exchange: Any, devices: int, others: int, expected: list[object], tmp_path: Path
 ) -> None:
-    world = World(options=RunOptions(keep=keep))  # type: ignore[arg-type]
-    monkeypatch.setattr("onefold.trainer.current_world", lambda: world)
-    assert story(itself, devices, others, tmp_path) == expected
+    for count, loads in ((devices, False), (others, True)):
+        args = (itself, tmp_path, loads)
+        found = simulate(story, count, args=args, keep=keep, exchange=exchange)
+        assert found == [expected] * count
 
 
 @for_each(("source", "target"), [(itself, plain), (plain, itself)])
 @for_each("kind", ["file", "checkpoint"])
 def test_weights_of_one_layout_load_into_another(
-    source: Callable[[torch.Tensor], torch.Tensor],
-    target: Callable[[torch.Tensor], torch.Tensor],
-    kind: str,
-    tmp_path: Path,
+    source: Layout, target: Layout, kind: str, tmp_path: Path
 ) -> None:
     trainer = trainer_of(source, 2)
     trainer.step(SAMPLES)
-    path = tmp_path / "weights.pth"
-    if kind == "checkpoint":
-        path = trainer.save(tmp_path)
-    else:
-        torch.save(trainer.model.state_dict(), path)
-    model = Forms(target)
-    for name, buffer in model.named_buffers():
-        if any(stride == 0 for size, stride in zip(buffer.shape, buffer.stride(), strict=True)):
-            owner, _, key = name.rpartition(".")
-            setattr(model.get_submodule(owner), key, plain(buffer))
+    path = trainer.save(tmp_path)
+    if kind == "file":
+        torch.save(trainer.model.state_dict(), path := tmp_path / "weights.pth")
+    model = trainer_of(target, 2).model
     onefold.load_weights(model, path)
     assert values(model.state_dict().items()) == values(trainer.model.state_dict().items())
 
@@ -233,34 +202,22 @@ def test_weights_of_one_layout_load_into_another(
 def test_rows_are_gathered_whatever_they_lie_in(name: str) -> None:
     """Into the loss of every shard, with the gradients that a contiguous tensor gets."""
 
-    def run(laid_out: Callable[[torch.Tensor], torch.Tensor]) -> tuple[list[object], str]:
-        form = laid_out(REAL[name]())
+    def run(laid_out: Layout) -> tuple[list[object], str]:
         rows: list[object] = []
 
         def gathering(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+            form = laid_out(REAL[name]())
             given = torch.empty_like(form).copy_(form) * model(x[: len(form)]).mean().to(form.dtype)
-            given = given if laid_out is itself else given.contiguous()
+            given = given.contiguous() if laid_out is plain else given
             everybody = onefold.gather(given)
             rows.append(values([("all", everybody)]))
             return everybody.square().flatten(1).mean(1).float()[: len(x)] + model(x).mean(1)
 
         trainer = make_trainer(loss=gathering, shards=2, devices=2)
-        trainer.step(drawn(2 * len(form), 3))
-        found = trainer.fingerprint()
-        trainer.close()
-        return rows, found
+        trainer.step(drawn(2 * len(REAL[name]()), 3))
+        return rows, trainer.fingerprint()
 
     assert run(itself) == run(plain)
-
-
-@for_each("name", FORMS)
-def test_bits_are_those_of_the_values(name: str) -> None:
-    """For comparisons, fingerprints, and what travels between devices."""
-    ours, theirs = FORMS[name](), plain(FORMS[name]())
-    assert same_bits(ours, theirs)
-    assert bits_of(ours).tolist() == theirs.reshape(-1).view(torch.uint8).tolist()
-    received = decode(encode(ours, "a form"))
-    assert values([(name, received)]) == values([(name, theirs)])
 
 
 class Rotating(torch.optim.Optimizer):
@@ -289,44 +246,34 @@ class Rotating(torch.optim.Optimizer):
         """An optimizer with methods of its own has the states of all parameters in `changing`."""
 
 
-def rotating(devices: int) -> onefold.Trainer:
+def rotated(folder: Path, loads: bool) -> list[object]:
+    """What a run ends with that is saved after two steps, or goes on from there."""
     torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(3, 24), nn.Tanh(), nn.Linear(24, 24), nn.Linear(24, 5))
-    weights = [layer.weight for layer in model if isinstance(layer, nn.Linear)]
-    for layer in model[::2]:
-        layer.bias.requires_grad_(False)
-    model[3].bias.requires_grad_(False)
-    return make_trainer(model, loss, optimizer=Rotating(weights), devices=devices, stages=[*model])
-
-
-def strides_of(trainer: onefold.Trainer) -> list[dict[str, tuple[int, ...]]]:
-    states = engine_in(trainer).update.optimizer_states()
-    return [{s.key: s.value.stride()} for s in sorted(states, key=lambda s: (s.piece, s.key))]
-
-
-@for_each("keep", ["all", "span", "host"])
-@for_each(("devices", "others"), [(1, 1), (1, 2), (2, 1)])
-def test_matrices_of_an_optimizer_lie_as_they_did(
-    keep: str, devices: int, others: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    world = World(options=RunOptions(keep=keep))  # type: ignore[arg-type]
-    monkeypatch.setattr("onefold.trainer.current_world", lambda: world)
-    trainer = rotating(devices)
-    for _ in range(2):
+    model = nn.Sequential(nn.Linear(3, 24, bias=False), nn.Tanh(), nn.Linear(24, 24, bias=False))
+    optimizer = Rotating(model.parameters())
+    trainer = make_trainer(model, loss, optimizer=optimizer, devices=None, stages=list(model))
+    if loads:
+        trainer.load(folder)
+    else:
         trainer.step(SAMPLES)
-    trainer.save(tmp_path)
-    expected = strides_of(trainer)
-    with trainer.changing():
-        pass  # states go to all devices and back
-    assert strides_of(trainer) == expected
-    assert (1, 24) in [stride for each in expected for stride in each.values()]
+        trainer.step(SAMPLES)
+        trainer.save(folder)
+    with trainer.changing():  # states go to all devices and back
+        states = [optimizer.state[p] for p in model.parameters()]
+        strides = [(key, value.stride()) for each in states for key, value in each.items()]
     for _ in range(3):
         trainer.step(SAMPLES)
-    resumed = rotating(others)
-    resumed.load(tmp_path)
-    assert strides_of(resumed) == expected
-    for _ in range(3):
-        resumed.step(SAMPLES)
-    assert resumed.fingerprint() == trainer.fingerprint()
+    found = [sorted(strides), trainer.fingerprint()]
     trainer.close()
-    resumed.close()
+    return found
+
+
+@for_each(
+    ("keep", "devices", "others"), [("all", 1, 1), ("all", 1, 2), ("span", 2, 1), ("host", 2, 2)]
+)
+def test_matrices_of_an_optimizer_lie_as_they_did(
+    keep: str, devices: int, others: int, tmp_path: Path
+) -> None:
+    (first, *_) = simulate(rotated, devices, args=(tmp_path, False), keep=keep)
+    assert ("mean", (1, 24)) in first[0]
+    assert simulate(rotated, others, args=(tmp_path, True), keep=keep) == [first] * others

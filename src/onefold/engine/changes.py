@@ -65,8 +65,10 @@ class WholeState:
 
     def show(self) -> None:
         """Have the script see the whole state on every device; called on all of them."""
-        # Several have theirs in one place, and each is to see its own.
-        if self._update.is_undivided and not isinstance(self._update.optimizer, Optimizers):
+        several = isinstance(self._update.optimizer, Optimizers)
+        # Several have theirs in one place, and each is to see its own. And a process that owns all
+        # of a small model has its state whole, but must meet the others, which have none.
+        if self._update.is_undivided and self._has_all_devices and not several:
             self._update.view.is_whole = True
             return
         texts = dict.fromkeys(self._devices, b"")
@@ -87,8 +89,12 @@ class WholeState:
         """Have nobody see it any more, and keep what has become of it."""
         self._update.adopt_assigned()
         self._left = self._update.view.hide(undivided=self._update.is_undivided)
-        if len(self._devices) == self._exchange.board.shape.devices:
+        if self._has_all_devices:
             self.hand_out()  # also where the block has failed, as parameters stay changed as well
+
+    @property
+    def _has_all_devices(self) -> bool:
+        return len(self._devices) == self._exchange.board.shape.devices
 
     def hand_out(self) -> None:
         """Have owners take their part of the lead's; called on all devices."""
