@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onefold.core.batch import as_if_copied, batch_digest, cut_batch, move
+from onefold.core.batch import batch_digest, cut_batch, move
 from onefold.core.shard import Plan
 from onefold.core.structure import parts_of
 from tests.tables import for_each
@@ -268,17 +268,3 @@ def test_an_object_is_moved_by_its_own_method(way: str) -> None:
     assert moved["a"][0].at.device == META
     packed = torch.nn.utils.rnn.pack_sequence([torch.ones(3, 2), torch.ones(1, 2)])
     assert type(move(packed, torch.device("cpu"))) is type(packed)
-
-
-def test_on_a_gpu_shards_begin_where_copies_do() -> None:
-    room = torch.zeros(4096, dtype=torch.uint8)
-    start = -room.data_ptr() % 512
-    whole = room[start : start + 1536].view(torch.float32).view(32, 12)
-    for other in (whole[1:], whole[:, :8], whole[:3, 1:]):
-        copied = as_if_copied(other)
-        assert copied.data_ptr() != other.data_ptr()
-        assert torch.equal(copied, other)
-        assert copied.stride() == torch.empty_like(other).stride()
-    assert as_if_copied(whole[:8]).data_ptr() == whole.data_ptr()
-    for same in (whole, whole[:0], whole.to_sparse()):
-        assert as_if_copied(same) is same

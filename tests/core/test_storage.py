@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from onefold.core.flat import Layout, lay_out
 from onefold.core.storage import (
-    cut_chunks,
     cut_pieces,
     cut_spans,
 )
@@ -61,27 +60,3 @@ def test_pieces_do_not_depend_on_the_number_of_devices_but_on_the_model() -> Non
     assert not any(piece.whole for piece in pieces)
     (piece,) = cut_pieces(layout_of(3), by_element=True)
     assert sorted(map(len, cut_spans([piece], 5))) == [0, 0, 0, 0, 1]
-
-
-@given(sizes=SIZES, devices=st.integers(1, 5))
-def test_chunks_cover_every_span_once_and_none_is_of_two_large_tensors(
-    sizes: list[int], devices: int
-) -> None:
-    layout = layout_of(*sizes)
-    pieces = cut_pieces(layout, by_element=True)
-    covered: list[int] = []
-    for span in cut_spans(pieces, devices):
-        for chunk in cut_chunks(layout, [pieces[i] for i in span]):
-            assert 0 < (chunk.stop - chunk.start) * 4 <= 4 << 20
-            inside = [
-                number
-                for number, entry in enumerate(layout.entries)
-                if entry.offset < chunk.stop and chunk.start < entry.offset + entry.numel
-            ]
-            large = [number for number in inside if layout.is_large(number)]
-            assert large == ([] if chunk.entry is None else [chunk.entry])
-            assert not large or inside == large
-            covered += [chunk.start, chunk.stop]
-    assert covered == sorted(covered)
-    elements = sum(b - a for a, b in zip(covered[::2], covered[1::2], strict=True))
-    assert sum(sizes) <= elements <= sum(layout.numels)

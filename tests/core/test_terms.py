@@ -10,7 +10,6 @@ from torch import nn
 
 import onefold
 from onefold.errors import LossError
-from tests import simulated
 from tests.small import Batch, bits, line, make_trainer, points, square
 from tests.tables import for_each
 
@@ -86,26 +85,6 @@ def test_loss_and_gradient_are_those_of_the_whole_batch(name: str, shards: int) 
         assert float(step.loss) == pytest.approx(value.item(), rel=1e-12)
     for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-14)
-
-
-def run_losses() -> list[tuple[str, list[float]]]:
-    """On each device of a run; some of them have no samples in the first batch."""
-    found = []
-    for name in LOSSES:
-        trainer = make_trainer(line(), LOSSES[name][0], shards=4, devices=None)
-        losses = [float(trainer.step(points(samples)).loss) for samples in (2, 11, 3)]
-        found.append((trainer.fingerprint(), losses))
-        trainer.close()
-    return found
-
-
-@for_each("exchange", ["shared", "collective"])
-def test_processes_trade_the_divisors(exchange: str) -> None:
-    found = simulated.launch(run_losses, devices="cpu:3", exchange=exchange)
-    for (name, (loss, _)), (fingerprint, losses) in zip(LOSSES.items(), found, strict=True):
-        trainer = make_trainer(line(), loss, shards=4)
-        expected = [float(trainer.step(points(samples)).loss) for samples in (2, 11, 3)]
-        assert (name, losses, fingerprint) == (name, expected, trainer.fingerprint())
 
 
 def test_a_step_in_which_no_term_weighs_anything_is_skipped() -> None:

@@ -16,7 +16,6 @@ from torch.utils.data import TensorDataset
 
 from onefold.data import mnist, read_idx
 from onefold.data.arrays import read_idx_folder, read_labelled
-from onefold.errors import DataError
 from tests.data.pictures import memory_limited
 from tests.tables import for_each
 
@@ -187,15 +186,6 @@ def test_files_that_are_not_mnist_are_refused(
         mnist(tmp_path, train=False)
 
 
-def test_the_real_mnist_reads(shared_data: Path) -> None:
-    for train, samples in ((True, 8000), (False, 2000)):
-        images, labels = mnist(shared_data / "mnist-small", train=train).tensors
-        assert len(images) == samples
-        assert abs(float(images.mean())) < 0.05
-        assert abs(float(images.std()) - 1) < 0.05
-        assert labels.bincount(minlength=10).min() > samples * 0.07
-
-
 # Data sets of pictures
 
 
@@ -214,22 +204,3 @@ def test_four_idx_files_are_a_data_set(tmp_path: Path) -> None:
     assert std == pytest.approx([pixels.std()], abs=1e-13)
     pets = ("ant", "cat", "dog")
     assert read_idx_folder(tmp_path, pets).classes == pets
-
-
-@for_each(
-    ("train", "test", "names", "words"),
-    [
-        ([0, 1], [2], "ab", "t10k-labels.*expected labels of the training set, 0 to 1, got 2"),
-        ([0, 0], [0], "ab", "train-labels.*expected two classes or more, found only 0"),
-        ([0, 2], [0], "ab", "train-labels.*expected labels 0 to 1, got 2"),
-        (list(range(60)), [0], "", "got 60 different ones on 60 samples, all of them numbers"),
-    ],
-)
-def test_idx_labels_that_are_no_classes_are_refused(
-    tmp_path: Path, train: list[int], test: list[int], names: str, words: str
-) -> None:
-    write_four(tmp_path, train, test)
-    with pytest.raises(DataError, match=words):
-        read_idx_folder(tmp_path, tuple(names) or None)
-    if not names:
-        assert len(read_idx_folder(tmp_path, labels_as_is=True).classes) == 60

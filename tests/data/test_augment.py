@@ -86,24 +86,6 @@ def test_changes_are_drawn_from_pytorchs_generator_alone(name: str) -> None:
     assert others() == before
 
 
-@for_each("size", [1, 7, 8, 12, 28, 64])
-def test_a_shift_is_an_eighth_at_the_most_and_black_comes_in(size: int) -> None:
-    torch.manual_seed(0)
-    picture = noise((size, size), "L", seed=size)
-    pixels, most = pixels_of(picture), size // 8
-    around = np.pad(pixels, most)
-    moved = {
-        (top - most, left - most): around[top : top + size, left : left + size].tobytes()
-        for top in range(2 * most + 1)
-        for left in range(2 * most + 1)
-    }
-    drawn = {pixels_of(RandomShift(size)(picture)).tobytes() for _ in range(60 * (most + 1))}
-    assert drawn <= set(moved.values())
-    shifts = [shift for shift, content in moved.items() if content in drawn]
-    assert {abs(top) for top, _ in shifts} == set(range(most + 1))
-    assert {abs(left) for _, left in shifts} == set(range(most + 1))
-
-
 def test_half_of_the_pictures_are_flipped() -> None:
     torch.manual_seed(0)
     picture = noise((5, 4))

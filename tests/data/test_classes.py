@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import pickle
 import re
 import shutil
@@ -106,13 +104,6 @@ def test_statistics_are_those_of_the_training_pictures_alone(tmp_path: Path) -> 
     torch.testing.assert_close(std, pixels.std(dim=0, correction=0), rtol=0, atol=1e-13)
 
 
-def test_pictures_are_grey_if_all_of_them_are(tmp_path: Path) -> None:
-    root = write_class_folders(tmp_path, PETS, mode="L")
-    assert (read(root).mode, len(read(root).sums.mean_and_std()[0])) == ("L", 1)
-    noise((12, 10)).save(root / "test/dog/1.jpg")
-    assert (read(root).mode, len(read(root).sums.mean_and_std()[0])) == ("RGB", 3)
-
-
 def test_hidden_files_are_passed_over_and_links_followed(given_test: Path, tmp_path: Path) -> None:
     expected = contents(read(given_test))
     cats = given_test / "train/cat"
@@ -133,19 +124,6 @@ def test_hidden_files_are_passed_over_and_links_followed(given_test: Path, tmp_p
     found = ["0.png", "2.png", "3.jpg", "4.png", "rest/1.jpg", "siamese/A.JPG"]
     assert names(data.train)[:6] == [f"train/cat/{name}" for name in found]
     assert data.sums == expected[-2]
-
-
-def test_odd_names_are_names(tmp_path: Path) -> None:
-    latin = [os.fsdecode(name) for name in (b"caf\xe8", b"caf\xe9")]
-    odd = ["ñandú", "猫", "a b", "'quoted'", "[x]", "%s", "-f", "train.png"]
-    data = read(write_class_folders(tmp_path, [*odd, *latin], train=2, test=1))
-    assert data.classes == tuple(sorted([*odd, "caf\\xe8", "caf\\xe9"]))
-    assert json.loads(json.dumps(data.classes)) == list(data.classes)
-    assert data.train.labels == [label for label in range(10) for _ in range(2)]
-    "\n".join(names(data.train)).encode()
-    write_class_folders(tmp_path, ["caf\\xe9"], train=2, test=1)
-    with pytest.raises(DataError, match="expected names of classes that can be told apart"):
-        read(tmp_path)
 
 
 # What cannot be used
@@ -244,14 +222,6 @@ def test_names_that_are_no_classes_are_refused_before_anything_is_read(
     monkeypatch.setattr("onefold.data.classes.scan_pictures", lambda *_: pytest.fail("read"))
     with pytest.raises(DataError, match=words):
         read(root)
-
-
-@for_each("folders", [("images", "texts"), ("masks", "faces")])
-def test_a_class_may_have_the_name_of_a_kind_of_file(
-    tmp_path: Path, folders: tuple[str, ...]
-) -> None:
-    root = write_class_folders(tmp_path, folders, train=2, test=0)
-    assert read(root).classes == tuple(sorted(folders))
 
 
 # Sets that are suspicious

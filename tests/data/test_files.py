@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from onefold.data.files import open_regular, read_json, read_whole, require_ours
-from tests.tables import for_each
 
 
 def test_only_regular_files_are_read_and_no_more_than_was_asked_for(tmp_path: Path) -> None:
@@ -31,20 +30,21 @@ def test_only_regular_files_are_read_and_no_more_than_was_asked_for(tmp_path: Pa
             read_json(path, 1 << 20)
 
 
-@for_each("kind", ["another file", "a link", "a folder", "a pipe"])
-def test_what_is_not_ours_is_not_written_over(tmp_path: Path, kind: str) -> None:
-    path = tmp_path / "a"
-    if kind == "another file":
-        path.write_bytes(b"theirs")
-    elif kind == "a link":
-        path.symlink_to(tmp_path / "elsewhere")
-    elif kind == "a folder":
-        path.mkdir()
-    else:
-        os.mkfifo(path)
-    with pytest.raises(ValueError, match=r"expected nothing there, .* is .*: remove it"):
-        require_ours(path, lambda head: head.startswith(b"ours"), "expected nothing there")
+def test_what_is_not_ours_is_not_written_over(tmp_path: Path) -> None:
+    for name, make in (
+        ("another file", lambda path: path.write_bytes(b"theirs")),
+        ("a link", lambda path: path.symlink_to(tmp_path / "elsewhere")),
+        ("a folder", Path.mkdir),
+        ("a pipe", os.mkfifo),
+    ):
+        make(tmp_path / name)
+        with pytest.raises(ValueError, match=r"expected nothing there, .* is .*: remove it"):
+            require_ours(tmp_path / name, is_ours, "expected nothing there")
     for content in (b"", b"ours too"):
         (tmp_path / "b").write_bytes(content)
-        require_ours(tmp_path / "b", lambda head: head.startswith(b"ours"), "nothing there")
-    require_ours(tmp_path / "c", lambda head: False, "expected nothing there")
+        require_ours(tmp_path / "b", is_ours, "nothing there")
+    require_ours(tmp_path / "c", is_ours, "expected nothing there")
+
+
+def is_ours(head: bytes) -> bool:
+    return head.startswith(b"ours")

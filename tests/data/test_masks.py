@@ -99,16 +99,6 @@ def test_smooth_edges_do_no_harm(tmp_path: Path, pixels: Any, soft: float) -> No
     assert np.array_equal(np.asarray(read_mask(path)) == 255, expected)
 
 
-@for_each(("quality", "in_colour"), [(30, True), (75, False), (75, True), (95, False)])
-def test_the_noise_of_jpeg_does_no_harm(tmp_path: Path, quality: int, in_colour: bool) -> None:
-    pixels = np.where(disc(96) > 127, 255, 0).astype(np.uint8)
-    if in_colour:
-        pixels = colours(pixels // 255, BLACK, WHITE)
-    path = save(tmp_path / "mask.jpg", pixels, quality=quality)
-    look = look_at_mask(path, PLAIN)
-    assert abs(look.foreground - int((disc(96) > 127).sum())) < 20
-
-
 @for_each(
     ("pixels", "words"),
     [

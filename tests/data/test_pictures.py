@@ -8,7 +8,6 @@ import os
 import pickle
 import random
 import re
-import threading
 import zlib
 from pathlib import Path
 
@@ -20,13 +19,12 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as numbers
 from PIL import Image
 
-from onefold.data.decoding import MOST_PIXELS, in_hand, is_picture, load_picture, open_picture
+from onefold.data.decoding import is_picture, load_picture, open_picture
 from onefold.data.pictures import (
     ArrayPictures,
     PictureFiles,
     Sums,
     look_at,
-    look_through,
     picture_paths,
     sum_looks,
 )
@@ -186,24 +184,6 @@ def test_a_picture_of_too_many_pixels_is_not_decoded(
     words = r"re\.png: .*: it has 12000x12000 pixels, more than the 134,217,728 .*: make it smaller"
     with pytest.raises(DataError, match=words):
         open_picture(file)
-
-
-def test_threads_wait_where_theirs_together_would_be_too_much() -> None:
-    lock, held, most = threading.Lock(), [0], [0]
-    tenth = MOST_PIXELS // 2 // 10  # of what threads decode together
-
-    def look(pixels: int) -> int:
-        in_hand.take(pixels)
-        with lock:
-            held[0] += pixels
-            most[0] = max(most[0], held[0])
-        with lock:
-            held[0] -= pixels
-        return pixels
-
-    sizes = [tenth * size for size in (4, 50, 6, 1)] * 40
-    assert look_through(look, sizes) == sizes
-    assert most[0] <= 50 * tenth
 
 
 def test_links_lead_neither_to_devices_nor_round_without_end(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from onefold.data.scan import Scanning, Seen, read_scan, scan_files, unpack_scan
 from onefold.data.splits import PictureClasses
 from onefold.errors import DataError
 from tests.data.pictures import noise, write_class_folders
-from tests.masked import save, save_pairs
+from tests.masked import save_pairs
 from tests.tables import for_each
 
 PETS = ("cat", "dog")
@@ -105,48 +105,22 @@ def test_masks_are_remembered_with_their_rule(
     assert (again.digest, again.foreground) == (first.digest, first.foreground)
 
 
-def test_what_was_seen_by_another_white_is_brought_to_the_new_one(tmp_path: Path) -> None:
-    for number in range(8):
-        values = np.random.default_rng(number).integers(0, 900, (6, 5)).astype(np.uint16)
-        path = save(tmp_path / PETS[number % 2] / f"{number}.png", values)
-    known = unpack_scan(read(tmp_path).scan)
-    values[0, 0] = 4000
-    save(path, values)
-    again = read(tmp_path, known)
-    assert (again.white, again.sums) == (4095, read(tmp_path).sums)
-
-
-PICTURE = [[4, 4], True, [16, [9], [9]], None, False, None]
-MASK = [[4, 4], 3, 0, 1, ["0", "1"], []]
-
-
 def test_a_damaged_memory_is_none(tmp_path: Path) -> None:
-    path = tmp_path / "scan.json"
+    path, picture = tmp_path / "scan.json", [[4, 4], True, [16, [9], [9]], None, False, None]
     assert read_scan(path) == {}
 
-    def remembered(kind: str, look: object) -> int:
+    def remembered(kind: str, look: list[Any]) -> int:
         files = {"a.png": [kind, "digest", None, look]}
         path.write_text(json.dumps({"format": 1, "files": files}))
         return len(read_scan(path))
 
-    for kind, look in (("picture", PICTURE), ("mask:", MASK)):
+    for kind, look in (("picture", picture), ("mask:", [[4, 4], 3, 0, 1, ["0", "1"], []])):
         assert remembered(kind, look) == 1
-        for at in range(6):
-            for odd in ("x", {}):
-                assert remembered(kind, [*look[:at], odd, *look[at + 1 :]]) == 0, (kind, at, odd)
-        assert remembered(kind, look[:3]) == remembered(kind, None) == 0
-    assert remembered("picture", [[4, 4], True, [16, ["a"], [9]], None, False, None]) == 0
-    for content in (
-        "",
-        "{",
-        "[]",
-        '{"format": 0, "files": {}}',
-        '{"format": 1, "files": {"a": [1]}}',
-    ):
-        path.write_text(content)
+        damaged = [[*look[:at], odd, *look[at + 1 :]] for at in range(6) for odd in ("x", {})]
+        assert [remembered(kind, each) for each in (*damaged, look[:3], [])] == [0] * 14
+    for content in (b"", b"{", b"[]", b'{"format": 0, "files": {}}', b"\xff"):
+        path.write_bytes(content)
         assert read_scan(path) == {}
-    path.write_bytes(b"\xff")
-    assert read_scan(path) == {}
 
 
 # Large JPEGs

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
@@ -173,11 +172,3 @@ def test_labels_and_lines_without_end_are_bad(tmp_path: Path) -> None:
         lines, bad = read_tsv(train)
     assert [(line.line_number, line.label) for line in lines] == [(1, "1"), (3, "2")]
     assert bad == [BadFile(train, "expected a line of at most 1,048,576 bytes, got more", 2)]
-
-
-def test_the_real_sst2_reads(shared_data: Path) -> None:
-    folder = shared_data / "sst2"
-    read = read_splits(folder / "train.tsv", folder / "dev.tsv")
-    assert (len(read.train), len(read.dev)) == (6920, 872)
-    assert (read.classes, read.left_out) == (["0", "1"], [])
-    assert not any(re.search(r"[\t\r\n]", line.text) for line in read.train)

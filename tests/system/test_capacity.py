@@ -13,6 +13,11 @@ from tests.tables import for_each
 
 CPU = torch.device("cpu")
 GROUP, MEMORY = "/proc/self/cgroup", "/sys/fs/cgroup"
+NESTED = {
+    GROUP: "12:cpu:/x\n0::/a/b\n",
+    f"{MEMORY}/a/b/memory.max": "7000\n",
+    f"{MEMORY}/memory.max": "9000\n",
+}
 
 
 @for_each(
@@ -21,15 +26,7 @@ GROUP, MEMORY = "/proc/self/cgroup", "/sys/fs/cgroup"
         ({}, None),
         ({GROUP: "4:pids:/x\n", f"{MEMORY}/memory.max": "6000\n"}, None),
         ({GROUP: "0::/a/b\n", f"{MEMORY}/a/memory.max": "5000\n"}, 5000),
-        (
-            {
-                GROUP: "12:cpu:/x\n0::/a/b\n",
-                f"{MEMORY}/a/memory.max": "max\n",
-                f"{MEMORY}/a/b/memory.max": "7000\n",
-                f"{MEMORY}/memory.max": "9000\n",
-            },
-            7000,
-        ),
+        ({**NESTED, f"{MEMORY}/a/memory.max": "max\n"}, 7000),
         (
             {
                 GROUP: "4:cpu,memory:/x/y\n3:pids:/\n",

@@ -10,7 +10,6 @@ import re
 from pathlib import Path
 
 import torch
-from torch import nn
 
 import onefold
 from onefold.system import compilers, hooks
@@ -44,22 +43,6 @@ def test_private_names_are_used_in_one_place_and_those_about_kernels_next_to_it(
     }
     rooms = ("compat", "compilers", "hooks", "tables")
     assert set(used) == {f"system/{name}.py" for name in rooms}
-
-
-def test_backward_hooks_are_hidden_for_a_while() -> None:
-    """Or a line of devices would have PyTorch call them with tensors that have no values."""
-    layer, called = nn.Linear(2, 2), []
-    assert not hooks.has_backward_hooks(layer)
-    layer.register_full_backward_hook(lambda *_: called.append("hook"))
-    layer.register_full_backward_pre_hook(lambda *_: called.append("before"))
-    assert hooks.has_backward_hooks(layer)
-    x = torch.ones(1, 2, requires_grad=True)
-    with hooks.hide_backward_hooks(layer):
-        assert not hooks.has_backward_hooks(layer)
-        layer(x).sum().backward()
-    assert called == []
-    layer(x).sum().backward()
-    assert called == ["before", "hook"]
 
 
 def test_differentiation_is_seen() -> None:
