@@ -22,11 +22,9 @@ CHANGES = (
 )
 """Events that a plain loop has as well."""
 EVENTS = (
-    *("evaluate", "predict", "changing on the lead", "changing otherwise elsewhere", "plan"),
-    *("save", "momentum", "buffer replaced", "back"),
+    *("evaluate", "changing on the lead", "changing otherwise elsewhere", "plan", "save"),
+    *("momentum", "buffer replaced"),
 )
-ALONE = ("in place", "data", "failing")
-"""What several processes refuse: each would change the parameters on its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +61,6 @@ class Case:
     collated: bool
     workers: int
     container: str
-    warm: bool
-    """Whether the optimizer has made a step before Trainer is made."""
     broken_off_after: int
     """After how many steps a pass is broken off; 0 for never."""
     steps: int
@@ -145,8 +141,7 @@ def draw(seed: int, exchange: str | None = None) -> Case:
         noisy=rng.random() < 0.5,
         collated=rng.random() < 0.3,
         workers=rng.choice((1, 2)) if rng.random() < 0.02 else 0,
-        container=rng.choice(("fields", "tuple", "list", "dict", "nested", "numpy")),
-        warm=rng.random() < 0.1,
+        container=rng.choice(("fields", "nested", "numpy")),
         broken_off_after=rng.choice((0, 0, 0, 2, 3)),
         steps=rng.randint(2, 4),
         events=(),
@@ -154,9 +149,7 @@ def draw(seed: int, exchange: str | None = None) -> Case:
         exchange_after=rng.choice(EXCHANGES),
         devices_after=rng.randint(1, shards),
     )
-    alone = case.exchange == case.exchange_after == "local"
-    choices = (*CHANGES, *EVENTS, *(ALONE if alone else ()))
-    return _made_possible(_with_events(case, rng, choices), rng)
+    return _made_possible(_with_events(case, rng, (*CHANGES, *EVENTS)), rng)
 
 
 def draw_plain(seed: int) -> Case:
@@ -221,26 +214,18 @@ def _made_possible(case: Case, rng: random.Random) -> Case:
     if case.optimizer == "muon" and case.hook == "dropped":
         case = replace(case, hook=None)
     if case.schedule is not None:
-        case = _without(case, "rate")
+        case = replace(case, events=tuple(each for each in case.events if each[1] != "rate"))
         if case.optimizer == "adam-tensor":
             case = replace(case, optimizer="adam")
     if any(trait.pairs for trait in case.traits) or case.loss == "mixed up":
         case = _with_pairs(case, rng)
-    if case.source != "own":
-        case = _without(case, "back")
     if case.stop is not None or case.source in ("own", "two"):
         case = replace(case, broken_off_after=0)
-    if case.warm and case.hook in ("dropped", "lent", "beside", "turned"):
-        case = replace(case, warm=False)
     if case.drop_last and case.samples < case.batch_size:
         case = replace(case, drop_last=False)
     if case.source == "two" and case.stop is not None:
         case = replace(case, stop=case.stop // 2 * 2 or None)
     return replace(case, shuffle=case.shuffle or case.lengths)
-
-
-def _without(case: Case, name: str) -> Case:
-    return replace(case, events=tuple(each for each in case.events if each[1] != name))
 
 
 def _with_pairs(case: Case, rng: random.Random) -> Case:

@@ -28,11 +28,6 @@ class Fields(NamedTuple):
     """(n,) of the model's dtype: weights, some of them 0."""
 
 
-class Pair(NamedTuple):
-    left: Any
-    right: Any
-
-
 def samples(number: int, dtype: torch.dtype, seed: int) -> Fields:
     """So many samples, the same for the same seed."""
     generator = torch.Generator().manual_seed(seed)
@@ -45,24 +40,15 @@ def samples(number: int, dtype: torch.dtype, seed: int) -> Fields:
 
 def wrapped(fields: Fields, container: str) -> object:
     """A batch as one script or another would hand it over."""
-    if container == "tuple":
-        return tuple(fields)
-    if container == "list":
-        return list(fields)
-    if container == "dict":
-        return fields._asdict()
     if container == "nested":
-        return {"in": Pair(fields.x, fields.tokens), "out": [fields.y, (fields.w,)]}
-    if container == "numpy":
-        return tuple(tensor.numpy() for tensor in fields)
-    return fields
+        return {"in": (fields.x, fields.tokens), "out": [fields.y, {"w": fields.w}]}
+    return tuple(tensor.numpy() for tensor in fields) if container == "numpy" else fields
 
 
 def read_fields(batch: Any) -> Fields:
     """The fields again, from whatever a loss or a score was given."""
     if isinstance(batch, dict) and "in" in batch:
-        pair, (y, (w,)) = batch["in"], batch["out"]
-        return Fields(pair.left, pair.right, y, w)
+        return Fields(*batch["in"], batch["out"][0], batch["out"][1]["w"])
     return Fields(**batch) if isinstance(batch, dict) else Fields(*batch)
 
 

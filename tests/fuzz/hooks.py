@@ -40,38 +40,6 @@ def _after(change: Callable[[torch.Tensor], torch.Tensor]) -> Attach:
     return lambda model, _: [p.register_post_accumulate_grad_hook(hook) for p in _weights(model)]
 
 
-def _turned(gradient: torch.Tensor) -> torch.Tensor:
-    """The same values in memory of other strides."""
-    if gradient.dim() < 2:
-        return gradient
-    return gradient.transpose(0, 1).contiguous().transpose(0, 1)
-
-
-def _lent(model: Any, _: torch.optim.Optimizer) -> None:
-    """A gradient of one parameter is another's too, in the same memory."""
-    first = model.head.bias
-
-    def hook(parameter: torch.Tensor) -> None:
-        if first.grad is not None:
-            parameter.grad = first.grad
-
-    for parameter in _weights(model):
-        if parameter.shape == first.shape and parameter is not first:
-            parameter.register_post_accumulate_grad_hook(hook)
-
-
-def _beside(model: Any, _: torch.optim.Optimizer) -> None:
-    """Looks at the gradient of another parameter."""
-    bias = model.head.bias
-
-    def hook(parameter: torch.Tensor) -> None:
-        if bias.grad is not None and parameter.grad is not None:
-            parameter.grad = parameter.grad + bias.grad.sum()
-
-    for parameter in _weights(model.stem):
-        parameter.register_post_accumulate_grad_hook(hook)
-
-
 def _dropped(model: Any, _: torch.optim.Optimizer) -> None:
     """None where a gradient was."""
     model.head.bias.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
@@ -89,13 +57,12 @@ def _at_step(when: str, change: Callable[[Any], object]) -> Attach:
     return lambda _, optimizer: getattr(optimizer, f"register_step_{when}_hook")(hook)
 
 
+TURNED = HookTraits(laid_out=False)
 HOOKS: dict[str, tuple[Attach, HookTraits]] = {
     "scaled": (_on_gradients(lambda g: g * 1.5), HookTraits()),
     "clamped": (_on_gradients(lambda g: g.clamp(-0.02, 0.02)), HookTraits(exact=False)),
     "after": (_after(lambda g: g * 0.5), HookTraits()),
-    "turned": (_after(_turned), HookTraits(laid_out=False)),
-    "lent": (_lent, HookTraits(exact=False)),
-    "beside": (_beside, HookTraits()),
+    "turned": (_after(lambda g: g.t().contiguous().t() if g.dim() == 2 else g), TURNED),
     "dropped": (_dropped, HookTraits()),
     "normalised": (_at_step("pre", lambda p: p.grad.div_(p.grad.norm() + 1e-3)), HookTraits()),
     "bounded": (_at_step("post", lambda p: p.clamp_(-0.9, 0.9)), HookTraits()),

@@ -13,7 +13,7 @@ from torch import nn
 
 import onefold
 from onefold.core.mean import Means
-from tests.fuzz.data import CLASSES, FEATURES, Fields, read_fields
+from tests.fuzz.data import CLASSES, Fields, read_fields
 
 __all__ = ["LOSSES", "OF_PYTORCH", "LossTraits", "score", "value_of"]
 
@@ -94,28 +94,6 @@ def _mixed_up(model: nn.Module, fields: Fields) -> torch.Tensor:
     return share * first + (1 - share) * F.cross_entropy(logits, fields.y[other], reduction="none")
 
 
-def _one_by_one(model: nn.Module, fields: Fields) -> torch.Tensor:
-    """Calls the model without its own parameters, as functional code does."""
-    logits = torch.func.functional_call(model, dict(model.named_parameters()), (fields,))
-    return F.cross_entropy(logits, fields.y, reduction="none")
-
-
-def _closing_over(model: Any) -> Loss:
-    """Has the model from elsewhere than its argument, and a teacher outside of it."""
-    with torch.random.fork_rng():
-        torch.manual_seed(11)
-        teacher = nn.Linear(FEATURES, CLASSES, dtype=torch.float32)
-    teacher.to(model.head.weight.dtype).eval().requires_grad_(False)
-
-    def loss(_: nn.Module, batch: object) -> torch.Tensor:
-        fields = read_fields(batch)
-        aim = teacher(fields.x).softmax(dim=1)
-        losses = -(aim * model(fields).log_softmax(dim=1)).sum(dim=1)
-        return losses + 0.01 * (fields.x[:, :8] @ model.head.weight.t()).square().mean(dim=1)
-
-    return loss
-
-
 LOSSES: dict[str, tuple[Callable[[nn.Module], Loss], LossTraits]] = {
     "each": (_of(_each), LossTraits()),
     "weighted": (_of(_weighted), LossTraits()),
@@ -125,8 +103,6 @@ LOSSES: dict[str, tuple[Callable[[nn.Module], Loss], LossTraits]] = {
     "attack": (_of(_attack), LossTraits(gradient_of_inputs=True)),
     "smooth": (_of(_smooth), LossTraits(twice=True, gradient_of_inputs=True)),
     "mixed up": (_of(_mixed_up), LossTraits(exact=False)),
-    "one by one": (_of(_one_by_one), LossTraits()),
-    "closing over": (_closing_over, LossTraits()),
 }
 
 OF_PYTORCH = {"ready": _of(partial(_ready, losses=F))}

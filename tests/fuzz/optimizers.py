@@ -36,21 +36,9 @@ class Lion(Optimizer):
                     average.mul_(0.99).add_(p.grad, alpha=0.01)
 
 
-class OwnStep(torch.optim.SGD):
-    """Normalises each gradient before it is used."""
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for p in (p for group in self.param_groups for p in group["params"]):
-            if p.grad is not None and p.numel():
-                p.grad.div_(p.grad.norm() + 1e-3)
-        super().step()
-
-
 OPTIMIZERS: dict[str, Callable[[Groups], Optimizer]] = {
     "sgd": lambda g: torch.optim.SGD(g, lr=0.05),
     "sgd-momentum": lambda g: torch.optim.SGD(g, lr=0.05, momentum=0.9, weight_decay=1e-3),
-    "sgd-own-step": lambda g: OwnStep(g, lr=0.05, momentum=0.9),
     "adam": lambda g: torch.optim.Adam(g, lr=1e-2),
     "adam-tensor": lambda g: torch.optim.Adam(g, lr=torch.tensor(1e-2), foreach=False),
     "adamw": lambda g: torch.optim.AdamW(g, lr=1e-2, foreach=True),

@@ -75,20 +75,6 @@ class Experts(nn.Module):
         return result
 
 
-class Joined(nn.Module):
-    """Parameters joined before use, so that their gradients are views of one tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts = nn.ParameterList(
-            [nn.Parameter(torch.randn(n, WIDTH) * 0.3) for n in (3, 5, 5, 3)]
-        )
-
-    def forward(self, h: torch.Tensor) -> torch.Tensor:
-        a, b, c, d = self.parts
-        return F.linear(h, torch.cat([a, b]) + torch.cat([c, d])).tanh()
-
-
 class Odd(Step):
     """Buffers of every type, strides of several kinds, and none, which nothing depends on."""
 
@@ -146,7 +132,6 @@ BLOCKS: dict[str, tuple[Callable[[], nn.Module], Traits]] = {
     "layernorm": (lambda: nn.LayerNorm(WIDTH), Traits()),
     "dropout": (lambda: nn.Dropout(0.2), Traits(exact=False)),
     "experts": (Experts, Traits()),
-    "joined": (Joined, Traits()),
     "odd": (Odd, Traits()),
     "shapes": (Shapes, Traits()),
     "sliced": (lambda: Shapes(sliced=True), Traits(seeded=False)),

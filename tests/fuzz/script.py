@@ -48,12 +48,6 @@ def build(case: Case) -> tuple[Any, torch.optim.Optimizer, Any]:
     optimizer = make_optimizer(case.optimizer, model, case.groups, case.seed)
     if case.hook is not None:
         HOOKS[case.hook][0](model, optimizer)
-    if case.warm:  # the optimizer has a state before onefold comes in
-        for number, parameter in enumerate(model.parameters()):
-            if parameter.requires_grad and number % 3:
-                parameter.grad = torch.full_like(parameter, 0.01 * number)
-        optimizer.step()
-        optimizer.zero_grad()
     schedule = None if case.schedule is None else SCHEDULES[case.schedule](optimizer)
     return model, optimizer, schedule
 
@@ -93,8 +87,8 @@ def change(model: Any, optimizer: torch.optim.Optimizer, event: str) -> None:
         model.head.bias.requires_grad_(event == "thaw")
     elif event == "hook":
         HOOKS["after"][0](model, optimizer)
-    elif event in ("changing", "in place", "data"):
-        scale(model, 0.9, through_data=event == "data")
+    elif event == "changing":
+        scale(model, 0.9)
     elif event.startswith("buffer"):
         for owner, name, buffer in _averages(model):
             if event == "buffer":
@@ -103,11 +97,11 @@ def change(model: Any, optimizer: torch.optim.Optimizer, event: str) -> None:
                 setattr(owner, name, buffer * 0.5)
 
 
-def scale(model: nn.Module, factor: float, *, through_data: bool = False) -> None:
+def scale(model: nn.Module, factor: float) -> None:
     """All parameters, by a factor."""
     with torch.no_grad():
         for parameter in model.parameters():
-            (parameter.data if through_data else parameter).mul_(factor)
+            parameter.mul_(factor)
 
 
 def _averages(model: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor]]:
@@ -133,10 +127,8 @@ class Script:
         self.case, self.lines, self.folder = case, lines, folder
         self.model, self.optimizer, self.schedule = build(case)
         self.loss = LOSSES[case.loss][0](self.model)
-        self.calls = 0
-        self.fails = False
         settings = settings_of(case, self.model, self.schedule, devices)
-        self.trainer = onefold.Trainer(self.model, self.optimizer, self._loss, **settings)
+        self.trainer = onefold.Trainer(self.model, self.optimizer, self.loss, **settings)
 
     def go(self, until: int, *, save_to: Path | None = None) -> None:
         """All steps up to one; saves, if asked to, before the loop is left."""
@@ -159,12 +151,6 @@ class Script:
         """Note everything that is left at the end."""
         self.lines.append(_digest_of(self.trainer.save(self.folder / "end")))
         self.trainer.close()
-
-    def _loss(self, model: nn.Module, batch: object) -> object:
-        self.calls += 1
-        if self.fails and self.calls == min(2, self.case.shards):
-            raise KeyError("a loss that fails")
-        return self.loss(model, batch)
 
     def _batches(self, until: int) -> Iterator[object]:
         case = self.case
@@ -222,20 +208,11 @@ class Script:
         if event == "evaluate":
             scores = trainer.evaluate(score, scored, batch_size=5)
             self.lines.append(f"scores {[(name, value.hex()) for name, value in scores.items()]}")
-        elif event == "predict":
-            logits = trainer.predict(
-                lambda m, b: {"logits": m(data.read_fields(b))}, scored, batch_size=4
-            )["logits"]
-            self.lines.append(f"predicted {_digest(logits)}")
         elif event.startswith("changing"):
             self._change(event)
         elif event == "plan":
             rng = random.Random(1000 * case.seed + number)
             trainer.plan = a_plan(rng, trainer.shards, len(trainer.devices))
-        elif event == "back":
-            self._go_back()
-        elif event == "failing":
-            self._fail()
         elif event == "save":
             trainer.save(self.folder / f"between-{number}", wait=number % 2 == 0)
         else:
@@ -250,29 +227,6 @@ class Script:
             elif event == "changing otherwise elsewhere":
                 scale(self.model, 0.1)
                 change(self.model, self.optimizer, "buffer replaced")
-
-    def _go_back(self) -> None:
-        """Save, make a step more, and load what was saved."""
-        before = self.trainer.fingerprint(), self.trainer.steps
-        batch = tuple(data.samples(2 * self.case.shards, self.case.torch_dtype, 77))
-        folder = self.folder / f"back-{before[1]}"
-        self.trainer.save(folder)
-        self.lines.append(f"before going back: {float(self.trainer.step(batch).loss).hex()}")
-        self.trainer.load(folder)
-        assert before == (self.trainer.fingerprint(), self.trainer.steps), "not as it was saved"
-
-    def _fail(self) -> None:
-        """A step whose loss raises, which the script survives."""
-        before = self.trainer.fingerprint()
-        batch = tuple(data.samples(3 * self.case.shards, self.case.torch_dtype, 78))
-        self.fails, self.calls, raised = True, 0, False
-        try:
-            self.trainer.step(batch)
-        except KeyError:
-            raised = True
-        self.fails = False
-        assert raised, "a loss that raises did not end the step"
-        assert before == self.trainer.fingerprint(), "a step that failed has changed the model"
 
 
 def batch_of(case: Case, number: int) -> object:

@@ -42,7 +42,7 @@ def main() -> int:
             kinds[told.course.fault, told.kind].append(told)
             if told.wrong:
                 wrong += 1
-                print(f"\nwrong: --start {told.course.seed} --runs 1: {told.course.describe()}")
+                print(f"\nwrong: --start {told.course.seed} --runs 1: {told.course}")
                 lines = "\n".join([told.kind, *told.wrong]).splitlines()
                 print("  " + "\n  ".join(lines), flush=True)
             if done % 20 == 0:

@@ -16,6 +16,7 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from tests.soak.faults import FAULTS, Fault
 from tests.soak.place import Place, has_own_mounts
@@ -24,8 +25,8 @@ SCRIPT = Path(__file__).parent / "train.py"
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 75.0
 """Of an attempt: all of it, the time for noticing what is silent, and that for saving."""
-_TIMEOUT_S, _GRACE_S = 15, 20
-_NOTICES = re.compile(
+TIMEOUT_S, GRACE_S = 15, 20
+NOTICES = re.compile(
     r"onefold: (going on after step|starting again|output of the other devices|timeline:"
     r"|.* has logs already|stopping after|.* was removed, and the timeline with it"
     r"|the timeline could not be written)"
@@ -45,17 +46,11 @@ class Course:
     after: int
     """Steps that the lead has begun when it happens; -1: anywhere before the first."""
 
-    def describe(self) -> str:
-        words = [self.fault, f"cpu:{self.devices}", self.exchange, *self.options]
-        return " ".join([*words, f"workers={self.workers}", f"after {self.after}"])
 
-
-@dataclass(frozen=True)
-class Whole:
-    """The run to which nothing happens."""
+class Whole(NamedTuple):
+    """The run to which nothing happens: its last line, and how long it takes."""
 
     end: str
-    """Its last line: steps and fingerprint."""
     seconds: float
 
 
@@ -116,8 +111,8 @@ class _Run:
                 [
                     sys.executable,
                     *("-m", "onefold", "run", f"--devices=cpu:{course.devices}"),
-                    *(f"--exchange={course.exchange}", f"--timeout={_TIMEOUT_S}"),
-                    *(f"--grace={_GRACE_S}", f"--checkpoint={place.checkpoints}"),
+                    *(f"--exchange={course.exchange}", f"--timeout={TIMEOUT_S}"),
+                    *(f"--grace={GRACE_S}", f"--checkpoint={place.checkpoints}"),
                     *course.options,
                     str(SCRIPT),
                 ],
@@ -176,7 +171,7 @@ class _Run:
     def errors(self) -> list[str]:
         """What it says of its end."""
         said = self.said.splitlines()
-        return [s for s in said if s.startswith("onefold: ") and not _NOTICES.match(s)]
+        return [s for s in said if s.startswith("onefold: ") and not NOTICES.match(s)]
 
     @property
     def said(self) -> str:
