@@ -166,17 +166,6 @@ def test_a_step_that_takes_too_long_is_not_waited_for(runs: Runs, second: bool) 
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("exchange", ["shared", "collective"])
-def test_a_trainer_that_is_closed_by_a_failing_device_hides_nothing(
-    runs: Runs, exchange: str
-) -> None:
-    code, _, errors = runs.start("fail", options=f"--every 3 --exchange {exchange}").finish()
-    assert code == 1
-    assert "device 1" in errors
-    assert "ArithmeticError: the fault that was asked for" in errors
-
-
-@pytest.mark.full
 @pytest.mark.parametrize(
     ("exchange", "devices", "more"),
     [("shared", 3, " --restarts-with fewer"), ("collective", 2, "")],

@@ -17,7 +17,7 @@ import torch
 
 from onefold.core.shard import Plan
 from onefold.reading.reader import Answer, BadSample, Request
-from onefold.reading.workers import Sending, allow_open_files
+from onefold.reading.workers import Sending
 from tests.tables import for_each
 
 REQUEST = Request(0, 2, 8, 24, Plan((1,)), 0, None, {0: [*range(8)]}, {}, -1)
@@ -88,18 +88,6 @@ def test_what_holds_no_tensors_passes(limit: int) -> None:
         assert Sending()(answer) is answer
 
 
-@pytest.mark.usefixtures("_limits")
-def test_a_process_allows_itself_what_the_system_does() -> None:
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limited(300)
-    allow_open_files()
-    soft, now = resource.getrlimit(resource.RLIMIT_NOFILE)
-    assert soft == min(hard, 1 << 16)
-    assert now == hard
-    allow_open_files()
-    assert resource.getrlimit(resource.RLIMIT_NOFILE) == (soft, hard)
-
-
 SCRIPT = """
 import os, resource, signal, torch, onefold
 resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))
@@ -130,15 +118,13 @@ def run(folder: Path, *, soft: int, hard: int, killed: str = "") -> tuple[str, s
 
 
 @pytest.mark.processes
-def test_too_few_open_files_end_the_run_with_a_word(tmp_path: Path) -> None:
+def test_too_few_open_files_end_the_run_with_a_word_where_they_cannot_be_more(
+    tmp_path: Path,
+) -> None:
+    assert run(tmp_path, soft=100, hard=1000) == ("trained 4\n", "")
     _, errors = run(tmp_path, soft=100, hard=100)
     assert "SampleError: sending the batch up to sample 16 in epoch 0 failed: OSError" in errors
     assert "(ulimit -n)" in errors
-
-
-@pytest.mark.processes
-def test_a_low_limit_that_may_be_raised_is_no_hindrance(tmp_path: Path) -> None:
-    assert run(tmp_path, soft=100, hard=1000) == ("trained 4\n", "")
 
 
 @pytest.mark.processes

@@ -84,14 +84,12 @@ def test_values_come_to_the_bit_and_tensors_stay(
 @for_each(
     ("source", "target"),
     [
-        (lambda m: m, lambda m: torch.compile(m, backend="eager")),
         (lambda m: nn.DataParallel(nn.Sequential(m)), nn.Sequential),
         (nn.Sequential, lambda m: nn.DataParallel(nn.Sequential(m))),
+        (lambda m: m, lambda m: torch.compile(m, backend="eager")),
     ],
 )
-def test_either_side_may_be_wrapped(
-    tmp_path: Path, source: Callable[..., Any], target: Callable[..., Any]
-) -> None:
+def test_either_side_may_be_wrapped(tmp_path: Path, source: Any, target: Any) -> None:
     torch.save(source(line(3)).state_dict(), tmp_path / "weights.pth")
     plain = nn.Linear(3, 1)
     assert load_weights(target(plain), tmp_path / "weights.pth") == NOTHING
@@ -138,22 +136,15 @@ def test_a_run_goes_on_as_if_the_model_had_had_the_weights(
 @for_each(
     ("dtype", "own", "fits"),
     [
-        (torch.float16, torch.float32, True),
-        (torch.bfloat16, torch.float32, True),
-        (torch.float64, torch.bfloat16, True),
-        (torch.float32, torch.complex64, True),
-        (torch.int32, torch.int64, True),
-        (torch.uint8, torch.bool, True),
-        (torch.int64, torch.float32, True),
-        (torch.float32, torch.int64, False),
-        (torch.float16, torch.bool, False),
-        (torch.complex64, torch.float32, False),
-        (torch.complex64, torch.uint8, False),
+        *((torch.bfloat16, torch.float32, True), (torch.float64, torch.bfloat16, True)),
+        *((torch.float32, torch.complex64, True), (torch.int32, torch.int64, True)),
+        *((torch.uint8, torch.bool, True), (torch.int64, torch.float32, True)),
+        *((torch.float32, torch.int64, False), (torch.float16, torch.bool, False)),
+        *((torch.complex64, torch.float32, False), (torch.complex64, torch.uint8, False)),
     ],
 )
-@for_each("strict", [True, False])
 def test_numbers_are_converted_where_there_is_room(
-    tmp_path: Path, dtype: torch.dtype, own: torch.dtype, fits: bool, strict: bool
+    tmp_path: Path, dtype: torch.dtype, own: torch.dtype, fits: bool
 ) -> None:
     model = line(3)
     model.register_buffer("values", torch.zeros(3, dtype=own))
@@ -161,13 +152,13 @@ def test_numbers_are_converted_where_there_is_room(
     torch.save({**other_values(model), "values": values}, tmp_path / "weights.pth")
     before = bits(model)
     if fits:
-        load_weights(model, tmp_path / "weights.pth", strict=strict)
+        load_weights(model, tmp_path / "weights.pth")
         assert model.values.dtype == own
         assert torch.equal(model.values, values.to(own))
         return
     words = f"values is {own} in the model and {dtype} in the f"
     with pytest.raises(CheckpointError, match=words):
-        load_weights(model, tmp_path / "weights.pth", strict=strict)
+        load_weights(model, tmp_path / "weights.pth", strict=False)
     assert bits(model) == before
 
 
@@ -176,8 +167,10 @@ def test_one_name_of_tied_parameters_is_enough(tmp_path: Path) -> None:
         model = Mixed()
         state = other_values(model)
         tied = state.pop(left_out)
+        del state["norm.num_batches_tracked"]  # as before PyTorch kept it
         torch.save(state, tmp_path / "weights.pth")
-        assert load_weights(model, tmp_path / "weights.pth") == NOTHING
+        lacking = Loaded(missing=("norm.num_batches_tracked",), unexpected=())
+        assert load_weights(model, tmp_path / "weights.pth") == lacking
         assert torch.equal(model.embedding.weight, tied)
     state["decoder.weight"] = tied + 1
     state["embedding.weight"] = tied
@@ -187,18 +180,6 @@ def test_one_name_of_tied_parameters_is_enough(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=r"embedding\.weight and decoder\.weight differ"):
             load_weights(model, tmp_path / "weights.pth", strict=strict)
     assert bits(model) == before
-
-
-def test_the_count_of_a_batch_norm_may_be_missing(tmp_path: Path) -> None:
-    model = norm_model()
-    model[1].num_batches_tracked.fill_(9)
-    state = other_values(model)
-    del state["1.num_batches_tracked"]
-    torch.save(state, tmp_path / "weights.pth")
-    loaded = load_weights(model, tmp_path / "weights.pth")
-    assert loaded == Loaded(missing=("1.num_batches_tracked",), unexpected=())
-    assert model[1].num_batches_tracked.item() == 9
-    assert torch.equal(model[1].running_var, state["1.running_var"])
 
 
 def odd(make: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
@@ -213,45 +194,25 @@ STRIDED = r"bias \(torch\.strided in the model, "
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @for_each(
-    ("changes", "told", "missing", "unexpected"),
+    ("name", "value", "told", "lacks", "adds"),
     [
-        ({"bias": None}, "1 missing in the file: bias", ("bias",), ()),
-        ({"head.w": torch.ones(2)}, r"1 unexpected in it: head\.w", (), ("head.w",)),
-        (
-            {"weight": torch.ones(3, 1)},
-            r"1 of another shape: weight \(\(1, 3\) in the model, \(3, 1\) in the file\)",
-            *[("weight",)] * 2,
-        ),
-        ({"bias": torch.tensor(1.0)}, r"bias \(\(1,\) in the model, \(\) in", *[("bias",)] * 2),
-        ({"bias": 3}, r"bias \(int in the file, and no tensor\)", *[("bias",)] * 2),
-        (
-            {"weight": torch.eye(3)[:1].to_sparse()},
-            r"weight \(torch\.strided in the model, torch\.sparse_coo in the file\)",
-            *[("weight",)] * 2,
-        ),
+        ("bias", None, "1 missing in the file: bias", True, False),
+        ("head.w", torch.ones(2), r"1 unexpected in it: head\.w", False, True),
+        ("weight", torch.ones(3, 1), r"weight \(\(1, 3\) in the model, \(3, 1\) in", True, True),
+        ("bias", torch.tensor(1.0), r"bias \(\(1,\) in the model, \(\) in", True, True),
+        ("bias", 3, r"bias \(int in the file, and no tensor\)", True, True),
+        ("weight", torch.eye(3)[:1].to_sparse(), r"weight \(.* torch\.sparse_coo in", True, True),
         # Of the last parameter, when the others would have been copied.
-        (
-            {"bias": torch.ones(1, device="meta")},
-            STRIDED + r"a tensor without values \(on the meta device\) in",
-            *[("bias",)] * 2,
-        ),
-        (
-            {"bias": QUANTIZED},
-            STRIDED + r"quantized \(torch\.per_tensor_affine\) in the file\)",
-            *[("bias",)] * 2,
-        ),
-        ({"bias": NESTED}, STRIDED + r"a nested tensor in the file\)", *[("bias",)] * 2),
+        ("bias", torch.ones(1, device="meta"), STRIDED + "a tensor without values", True, True),
+        ("bias", QUANTIZED, STRIDED + r"quantized \(torch\.per_tensor_affine\) in", True, True),
+        ("bias", NESTED, STRIDED + r"a nested tensor in the file\)", True, True),
     ],
 )
 def test_what_does_not_fit_is_told_and_what_fits_can_be_loaded_alone(
-    tmp_path: Path,
-    changes: dict[str, Any],
-    told: str,
-    missing: tuple[str, ...],
-    unexpected: tuple[str, ...],
+    tmp_path: Path, name: str, value: Any, told: str, lacks: bool, adds: bool
 ) -> None:
-    state = {**other_values(line(3)), **changes}
-    kept = {name: value for name, value in state.items() if value is not None}
+    state = {**other_values(line(3)), name: value}
+    kept = {each: tensor for each, tensor in state.items() if tensor is not None}
     torch.save(kept, tmp_path / "weights.pth")
     for devices in (0, 1, 2):
         model = line(3)
@@ -262,22 +223,10 @@ def test_what_does_not_fit_is_told_and_what_fits_can_be_loaded_alone(
         assert bits(model) == bits(line(3))
     model = line(3)
     loaded = load_weights(model, tmp_path / "weights.pth", strict=False)
-    assert loaded == Loaded(missing, unexpected)
-    for name, value in other_values(line(3)).items():
-        own = line(3).state_dict()[name]
-        assert torch.equal(model.state_dict()[name], own if name in missing else value)
-
-
-def test_of_many_names_a_few_are_told(tmp_path: Path) -> None:
-    model = nn.Sequential(*(line(2) for _ in range(6)))
-    state = {"0.weight": torch.ones(1, 2), **{f"x{i}": torch.ones(1) for i in range(20)}}
-    torch.save(state, tmp_path / "weights.pth")
-    told = (
-        r"11 missing in the file: 0\.bias, 1\.weight, 1\.bias, 2\.weight, 2\.bias and 6 more; "
-        r"20 unexpected in it: x0, x1, x2, x3, x4 and 15 more; strict"
-    )
-    with pytest.raises(CheckpointError, match=told):
-        load_weights(model, tmp_path / "weights.pth")
+    assert loaded == Loaded((name,) * lacks, (name,) * adds)
+    own, other = line(3).state_dict(), other_values(line(3))
+    for each, tensor in model.state_dict().items():
+        assert torch.equal(tensor, own[each] if each == name and lacks else other[each])
 
 
 @for_each("strict", [True, False])
@@ -349,22 +298,6 @@ def test_hooks_and_extra_state_of_the_model_apply(
     assert model[0].extra == {"seen": 7}
 
 
-@for_each(
-    ("arguments", "settings", "told"),
-    [
-        (({}, "a.pth"), {}, "expected model to be a torch.nn.Module, got dict"),
-        ((line(), {"weight": 1}), {}, "expected path to be a str or Path, got dict"),
-        ((line(), "a.pth"), {"key": 3}, "expected key to be a str or None, got int"),
-        ((line(), "a.pth"), {"strict": "no"}, "expected strict to be True or False, got str"),
-    ],
-)
-def test_a_wrong_argument_is_told(
-    arguments: tuple[Any, ...], settings: dict[str, Any], told: str
-) -> None:
-    with pytest.raises(TypeError, match=told):
-        load_weights(*arguments, **settings)
-
-
 def expanded() -> nn.Module:
     model = nn.Linear(3, 1)
     model.register_buffer("ones", torch.ones(1).expand(4))
@@ -394,24 +327,14 @@ def test_a_model_without_memory_to_copy_to_is_refused(
 @for_each(
     ("found", "own"),
     [
-        ("module.module.w", "w"),
-        ("module._orig_mod.w", "w"),
-        ("_orig_mod.module.w", "w"),
-        ("encoder._orig_mod.layer.w", "encoder.layer.w"),
-        ("features.module.0.w", "features.0.w"),
-        ("w", "_orig_mod.w"),
-        ("module.w", "_orig_mod.w"),
-        ("_orig_mod.w", "module.w"),
-        ("encoder.layer.w", "encoder._orig_mod.layer.w"),
-        ("module.module", "module"),
-        ("w", None),
-        ("modules.conv.w", None),
-        ("conv.module", None),
-        ("module", None),
+        *(("module.module.w", "w"), ("module._orig_mod.w", "w"), ("_orig_mod.module.w", "w")),
+        *(("a._orig_mod.b.w", "a.b.w"), ("a.module.0.w", "a.0.w"), ("module.module", "module")),
+        *(("w", "_orig_mod.w"), ("module.w", "_orig_mod.w"), ("_orig_mod.w", "module.w")),
+        *(("a.b.w", "a._orig_mod.b.w"), ("w", None), ("modules.a.w", None), ("a.module", None)),
     ],
 )
 def test_words_of_wrappers_are_left_out_on_either_side(found: str, own: str | None) -> None:
-    names = ["conv.w", "conv", "bias"] if own is None else [own, "other"]
+    names = ["a.w", "a", "bias"] if own is None else [own, "other"]
     assert match_names([found], names) == ({} if own is None else {found: own})
 
 
