@@ -22,6 +22,11 @@ def plain(model: nn.Module, batch: Any) -> Any:
     return model(batch)
 
 
+def of_data(model: nn.Module, batch: Any) -> Any:
+    """While a data set draws."""
+    return model(batch)
+
+
 def helper(x: Any) -> Any:
     return x + GENERATOR.normal()
 
@@ -62,22 +67,14 @@ class Keeping(nn.Linear):
         return super().forward(x)
 
 
-class Drawing(torch.utils.data.Dataset[Any]):
-    def __init__(self) -> None:
-        self.transform = Loss()
-
-    def __getitem__(self, index: int) -> Any:
-        return torch.full((1, 1), self.transform.generator.random())
-
-
-def changed_by(model: nn.Module, loss: Callable[..., Any], dataset: Any = None) -> StateWatch:
+def changed_by(model: nn.Module, loss: Callable[..., Any]) -> StateWatch:
     watch = StateWatch(model, [loss])
-    batch: Any = torch.ones(2, 1)
-    if dataset is not None:
-        watch.add(dataset)
-        batch = dataset[0]
+    dataset = Loss()
+    watch.add(dataset)
+    if loss is of_data:
+        dataset.generator.random()
     with watch.step():
-        loss(model, batch)
+        loss(model, torch.ones(2, 1))
     return watch
 
 
@@ -100,6 +97,7 @@ def test_attributes_of_modules_are_named_and_nothing_else() -> None:
     ("loss", "words"),
     [
         (with_global, "the global GENERATOR, which helper ("),
+        (of_data, "attribute generator of the data set (Loss)"),
         (Loss(), "the loss (Loss).generator"),
         (Loss().method, "the Loss of the loss.generator"),
         (partial(lambda g, m, b: m(b) * g.random(), random.Random(0)), "argument 0 of the loss"),
@@ -121,8 +119,3 @@ def test_what_a_loss_closes_over_or_changes_is_named() -> None:
     assert "test_state.py:" in found
     (found,) = changed_by(nn.Linear(1, 1), with_global).attributes
     assert found.startswith("the global HISTORY, which with_global (")
-
-
-def test_generators_of_a_data_set_are_named() -> None:
-    (found,) = changed_by(nn.Linear(1, 1), plain, Drawing()).generators
-    assert found == "attribute transform of the data set (Drawing).generator"

@@ -110,16 +110,6 @@ def test_a_trainer_that_makes_no_step_is_not_waited_for(compared: Compared) -> N
     assert loss.computed(lambda: second.step(points(6)))
 
 
-def test_a_trainer_that_is_closed_is_not_waited_for(compared: Compared) -> None:
-    loss = Counted()
-    first = compared.trainer(line(), loss)
-    first.step(points(6))
-    first.close()
-    second = compared.trainer(line(), loss)
-    made = [loss.computed(lambda: second.step(points(6))) for _ in range(4)]
-    assert made[2:] == [True, False]
-
-
 def test_gradients_count_as_steps_and_are_not_computed_either(compared: Compared) -> None:
     loss = Counted()
     trainer = compared.trainer(line(), loss)
@@ -155,19 +145,6 @@ def test_loaders_and_evaluations_go_on_unread(compared: Compared) -> None:
         for parameter in trainer.model.parameters():
             parameter.zero_()
     assert trainer.evaluate(score, data, batch_size=4)["error"] == 1 != error
-
-
-def test_a_stream_goes_on(compared: Compared) -> None:
-    class Endless(torch.utils.data.IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
-        def __iter__(self) -> Any:
-            while True:
-                yield torch.ones(3), torch.ones(1)
-
-    trainer = compared.trainer(line(), square)
-    batches = iter(trainer.loader(Endless(), batch_size=4))
-    for _ in range(50):
-        trainer.step(next(batches))
-    assert trainer.steps == 50
 
 
 def test_results_are_kept_by_call_and_model(compared: Compared) -> None:

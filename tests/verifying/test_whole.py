@@ -13,9 +13,7 @@ from onefold.core.randomness import kept_generators, same_in_all_shards, seed_ge
 from onefold.verifying.whole import (
     KeepingCollate,
     cast_floats,
-    second_dimension,
     whole_of,
-    whole_tensors,
 )
 from tests.tables import for_each
 
@@ -52,17 +50,6 @@ def test_shards_get_what_they_would_have_and_the_whole_has_all_samples() -> None
     assert [each.dtype for each in alone] == [torch.float64, torch.int64]
 
 
-def test_the_users_own_collate_makes_any_part() -> None:
-    """Padding depends on which samples come together."""
-
-    def padded(samples: list[Sample]) -> object:
-        longest = max(number for _, number in samples)
-        return torch.stack([torch.ones(longest + 1) for _ in samples]), longest
-
-    inputs, longest = made(padded)[0].payload([1, 3])
-    assert (inputs.shape, longest) == ((2, 4), 3)
-
-
 @for_each("draw", [lambda: float(torch.rand(())), random.random, lambda: float(np.random.rand())])
 def test_draws_of_the_shards_are_those_of_the_whole(draw: Callable[[], float]) -> None:
     def collate(samples: list[Sample]) -> object:
@@ -75,12 +62,6 @@ def test_draws_of_the_shards_are_those_of_the_whole(draw: Callable[[], float]) -
     assert torch.equal(found["noise"], expected)
     assert torch.equal(found["pair"][0], expected)
     assert torch.equal(again["noise"], expected[[5, 1]])
-
-
-def test_where_draws_cannot_be_joined_the_whole_has_its_own() -> None:
-    whole, payloads = made(lambda samples: torch.rand(len(samples), len(samples)))
-    assert payloads[0].shape == (3, 3)
-    assert whole.payload(range(6)).shape == (6, 6)
 
 
 def test_what_shards_draw_alike_in_collating_is_that_of_the_whole_batch() -> None:
@@ -103,15 +84,6 @@ def test_what_shards_draw_alike_in_collating_is_that_of_the_whole_batch() -> Non
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_any_rows_of_tensors_and_arrays() -> None:
-    batch = {"x": torch.arange(6.0), "y": (np.arange(6), [torch.arange(6) * 10])}
-    found: Any = whole_tensors(batch).payload([4, 1])
-    assert found["x"].tolist() == [4.0, 1.0]
-    assert found["y"][0].tolist() == [4, 1]
-    assert found["y"][1][0].tolist() == [40, 10]
-    assert isinstance(found["y"], tuple)
-
-
 @for_each("dtype", [torch.float64, torch.float16])
 def test_floating_point_is_cast_and_nothing_else(dtype: torch.dtype) -> None:
     words = np.array(["one", "two"])
@@ -129,16 +101,3 @@ def test_floating_point_is_cast_and_nothing_else(dtype: torch.dtype) -> None:
     assert found["name"] == ("word", None, 3.5, words)
     assert payload["x"].dtype == torch.float32
     assert cast_floats(payload, None) is payload
-
-
-@for_each(
-    ("payload", "expected"),
-    [
-        ([torch.zeros(4, 7), {"y": torch.zeros(4, 7, 2)}], 7),
-        ((torch.zeros(4, 7), torch.zeros(4, 6)), None),
-        ((torch.zeros(4, 7), torch.zeros(4)), None),
-        ("no tensors", None),
-    ],
-)
-def test_the_second_dimension_is_one_where_all_agree(payload: object, expected: int | None) -> None:
-    assert second_dimension(payload) == expected
