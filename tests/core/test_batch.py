@@ -215,29 +215,23 @@ def test_up_to_64_elements_count_the_first_and_last_among_them(n: int) -> None:
 X, Y = torch.ones(3), torch.zeros(3)
 
 
-@for_each(
-    ("one", "other", "same"),
-    [
-        (torch.zeros(2, 3), torch.zeros(3, 2), False),
-        (torch.zeros(2), torch.zeros(2, dtype=torch.int32), False),
-        ([X], {"x": X}, False),
-        ({"x": X}, {"y": X}, False),
-        ([X, Y], [Y, X], False),
-        (Fields(X, Y), Fields(Y, X), False),
-        (Fields(X, Y), {"x": X, "y": Y}, False),
-        (torch.zeros(0, 2), torch.zeros(0, 3), False),
-        (torch.tensor([1 + 2j]), torch.tensor([1 + 2j]).conj(), False),
-        (torch.zeros(2, device="meta"), torch.zeros(3, device="meta"), False),
-        (np.zeros(2), np.ones(2), False),
-        ({"x": X, "y": Y}, {"y": Y, "x": X}, True),
-        (torch.ones(3, requires_grad=True), X, True),
-        (torch.zeros(2, device="meta"), torch.zeros(2, device="meta"), True),
-        (torch.eye(2).to_sparse(), torch.zeros(2, 2).to_sparse(), True),
-        (np.arange(6)[::-1], np.arange(6)[::-1].copy(), True),
-    ],
-)
-def test_batches_have_one_digest_if_they_are_alike(one: object, other: object, same: bool) -> None:
-    assert (batch_digest(one) == batch_digest(other)) is same
+def test_batches_have_one_digest_if_they_are_alike() -> None:
+    different: list[object] = [
+        *(X, Y, Y.int(), [X], {"x": X}, {"y": X}, [X, Y], [Y, X], Fields(X, Y), Fields(Y, X)),
+        *({"x": X, "y": Y}, torch.zeros(2, 3), torch.zeros(3, 2)),
+        *(torch.zeros(0, 2), torch.zeros(0, 3), torch.tensor([1 + 2j]), torch.tensor([1 - 2j])),
+        *(torch.zeros(2, device="meta"), torch.zeros(3, device="meta")),
+    ]
+    assert len({batch_digest(batch) for batch in different}) == len(different)
+    alike: list[tuple[object, object]] = [
+        ({"x": X, "y": Y}, {"y": Y, "x": X}),
+        (torch.ones(3, requires_grad=True), X),
+        (torch.tensor([1 + 2j]).conj(), torch.tensor([1 - 2j])),
+        (torch.zeros(2, device="meta"), torch.zeros(2, device="meta")),
+        (torch.eye(2).to_sparse(), torch.zeros(2, 2).to_sparse()),
+        (np.arange(6)[::-1], np.arange(6)[::-1].copy()),
+    ]
+    assert all(batch_digest(one) == batch_digest(other) for one, other in alike)
 
 
 def test_a_digest_is_that_of_the_whole_batch_on_every_device_and_process() -> None:

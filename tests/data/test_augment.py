@@ -86,15 +86,6 @@ def test_changes_are_drawn_from_pytorchs_generator_alone(name: str) -> None:
     assert others() == before
 
 
-def test_half_of_the_pictures_are_flipped() -> None:
-    torch.manual_seed(0)
-    picture = noise((5, 4))
-    flipped = pixels_of(picture)[:, ::-1].tobytes()
-    drawn = [pixels_of(RandomFlip()(picture)).tobytes() for _ in range(1000)]
-    assert set(drawn) == {pixels_of(picture).tobytes(), flipped}
-    assert 440 < drawn.count(flipped) < 560
-
-
 @for_each("size", [(32, 32), (45, 32), (32, 45), (32, 33), (1000, 32)])
 def test_a_picture_with_a_right_side_is_only_cut(size: tuple[int, int]) -> None:
     for mode in ("L", "RGB"):

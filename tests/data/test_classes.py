@@ -13,7 +13,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
 
 from onefold.data.classes import read_folders
 from onefold.data.splits import PictureClasses, Split, held_out
@@ -256,26 +255,6 @@ def test_the_digest_is_that_of_each_picture_in_its_place(given_test: Path, tmp_p
     shutil.copy(root / "train/cat/0.png", root / "test/cat/0.png")
     digests.append(read(root).digest)
     assert len(set(digests)) == 4
-
-
-def test_pictures_of_twelve_bits_keep_their_greys(tmp_path: Path) -> None:
-    for number in range(12):
-        part, largest = ("test", 4000) if number > 7 else ("train", 150 + number)
-        values = np.random.default_rng(number).integers(0, largest + 1, (10, 12), dtype=np.uint16)
-        values[0, 0] = largest
-        folder = tmp_path / part / PETS[number % 2]
-        folder.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(values).save(folder / f"{number}.png")
-    data = read(tmp_path)
-    assert data.white == 4095  # of training and test together
-    assert "12 of 12 pictures have more than 8 bits a pixel and values up to 4000" in data.notes[0]
-    train, test = (
-        [np.asarray(split.pictures[i]) for i in range(len(split))]
-        for split in (data.train, data.test)
-    )
-    assert max(values.max() for values in train) == 157 * 255 // 4095
-    assert all(len(np.unique(values)) > 50 for values in test)
-    assert data.sums.totals == [int(np.stack(train).astype(np.int64).sum())]
 
 
 # What is held out

@@ -57,9 +57,8 @@ def test_labels_that_are_no_classes_are_refused(counts: dict[str, int], words: s
         check_labels(counts, "train.tsv")
 
 
-@for_each(
-    ("deep", "white"),
-    [
+def test_white_is_as_many_bits_as_the_largest_value_needs() -> None:
+    for deep, white in (
         ([], None),
         ([(0.4, True), (1.0, True)], 1),
         ([(0.4, True), (17.5, False)], 255),
@@ -67,13 +66,9 @@ def test_labels_that_are_no_classes_are_refused(counts: dict[str, int], words: s
         ([(65535.0, False), (1000.0, False)], 65535),
         ([(100000.0, False)], 131071),
         ([(-3.0, False)], 255),
-    ],
-)
-def test_white_is_as_many_bits_as_the_largest_value_needs(
-    deep: list[tuple[float, bool]], white: int | None
-) -> None:
-    looks = [Look((1, 1), True, Sums(), largest, fractions) for largest, fractions in deep]
-    assert white_of([Look((1, 1), True, Sums()), *looks]) == white
+    ):
+        looks = [Look((1, 1), True, Sums(), largest, fractions) for largest, fractions in deep]
+        assert white_of([Look((1, 1), True, Sums()), *looks]) == white
 
 
 def test_a_test_set_is_refused_if_more_than_half_of_it_was_trained_with() -> None:

@@ -103,8 +103,6 @@ def test_smooth_edges_do_no_harm(tmp_path: Path, pixels: Any, soft: float) -> No
     ("pixels", "words"),
     [
         (fields(0, 1, 2, 255), "0 .*, 1 .*, 2 .*, 255 .*more than two of"),
-        (fields(0, 1, 255), "the foreground may be 1, or what is brighter"),
-        (fields(0, 128, 255), "0 .*, 128 .*, 255 .*more than two of them"),
         (fields(*range(0, 250, 10), width=4), "and 19 more values: more than two"),
         # A thin border.
         (
@@ -115,7 +113,6 @@ def test_smooth_edges_do_no_harm(tmp_path: Path, pixels: Any, soft: float) -> No
         (fields(0, 1, 2).astype(np.uint16) * 1001, "0 .*, 1001 .*, 2002 .*more than two"),
         (fields(0, 1, 2, 3), "none of them is bright"),
         (fields(0, 127), r"0 \(50.0%\), 127 \(50.0%\): none of them is bright"),
-        (colours(fields(0, 1), RED, GREEN), "#00ff00 .*, #ff0000 .*all of them are"),
         (
             colours(fields(0, 1, 2), BLACK, RED, GREEN),
             "#000000 .*, #00ff00 .*, #ff0000 .*more than two",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -156,11 +157,9 @@ def test_a_test_set_that_says_nothing_is_refused(split: Path) -> None:
         save(split / "test" / "masks" / f"{number}.png", np.zeros(SQUARE, dtype=np.uint8))
     with pytest.raises(DataError, match="none of the 2 to test with has a foreground pixel"):
         read(split)
-    for kind in ("images", "masks"):
-        for number in (3, 4):
-            pixels = pixels_of(split / "train" / kind / f"{number - 3}.png")
-            save(split / "test" / kind / f"{number}.png", pixels)
-    with pytest.raises(DataError, match="2 of 2 test samples are in the training set as well"):
+    shutil.rmtree(split / "test")
+    shutil.copytree(split / "train", split / "test")
+    with pytest.raises(DataError, match="3 of 3 test samples are in the training set as well"):
         read(split)
 
 

@@ -16,13 +16,12 @@ import pytest
 from PIL import Image
 
 from onefold.data import scan
-from onefold.data.bad import BadFile
 from onefold.data.classes import read_folders
 from onefold.data.decoding import open_picture
 from onefold.data.masks import MaskRule
 from onefold.data.pairs import MaskedPictures, read_pairs
 from onefold.data.pictures import Look, Sums, look_at, look_through
-from onefold.data.scan import Scanning, Seen, read_scan, scan_files, unpack_scan
+from onefold.data.scan import Scanning, read_scan, unpack_scan
 from onefold.data.splits import PictureClasses
 from onefold.errors import DataError
 from tests.data.pictures import noise, write_class_folders
@@ -156,17 +155,6 @@ def test_a_large_jpeg_is_looked_at_in_less_detail_and_read_in_full(
 
 
 # How far it is, and how it stops
-
-
-def test_every_file_is_counted(tmp_path: Path) -> None:
-    paths = [tmp_path / f"{number}.png" for number in range(40)]
-    for path in paths[:39]:
-        noise((4, 4)).save(path)
-    seen: list[tuple[int, int]] = []
-    scanning = Scanning(watch=lambda done, total: seen.append((done, total)))
-    found = scan_files([(path, "picture", look_at) for path in paths], tmp_path, scanning)
-    assert seen == [(number, 40) for number in range(1, 41)]
-    assert [type(each) for each in found] == [Seen] * 39 + [BadFile]
 
 
 @for_each("raised", [KeyboardInterrupt, MemoryError])

@@ -73,16 +73,6 @@ def test_a_bad_line_is_named_and_the_others_are_read(
         assert bad == [BadFile(file, reason, 2)]
 
 
-def test_a_header_is_not_a_sample(tmp_path: Path) -> None:
-    file = tmp_path / "train.tsv"
-    file.write_text("sentence\tLabel\ngood\t1\nof a bottle\tlabel\n")
-    lines, bad = read_tsv(file)
-    assert [line.label for line in lines] == ["1", "label"]
-    assert [str(each) for each in bad] == [
-        rf"{file}, line 1: expected no header, got 'sentence\tLabel'; remove this line"
-    ]
-
-
 @for_each(
     ("content", "complaint"),
     [

@@ -6,8 +6,6 @@ import errno
 import gc
 import mmap
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -205,52 +203,15 @@ def test_a_disk_without_room_changes_nothing(
 # Limits of the system
 
 
-@for_each(
-    ("number", "words"),
-    [
+def test_each_limit_is_named() -> None:
+    for number, words in (
         (errno.ENOSPC, ".*--home or ONEFOLD_HOME; `onefold plan` shows how large"),
         (errno.EDQUOT, ".*--home or ONEFOLD_HOME"),
         (errno.EFBIG, r".*\(ulimit -f\)$"),
         (errno.ENOMEM, r".*\(ulimit -v\)"),
         (errno.EIO, "$"),
-    ],
-)
-def test_each_limit_is_named(number: int, words: str) -> None:
-    error = OSError(number, os.strerror(number))
-    text = rf"expected two pages, got: {os.strerror(number)}{words}"
-    with pytest.raises(OSError, match=text) as caught, naming_limits("two pages"):
-        raise error
-    assert caught.value.errno == number
-
-
-LIMITED = """
-import resource, sys
-from pathlib import Path
-from onefold.system.heap import BareMemory, DiskHeap
-folder = Path(sys.argv[1])
-heap = DiskHeap(folder)
-def limit(kind, nbytes):
-    resource.setrlimit(kind, (nbytes, resource.getrlimit(kind)[1]))
-def files(mebibytes):
-    limit(resource.RLIMIT_FSIZE, mebibytes << 20)
-def more(nbytes):
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    limit(resource.RLIMIT_AS, used + nbytes)
-"""
-
-
-def run(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    # Limits of a process cannot be raised again, so it is one of its own.
-    return subprocess.run(
-        [sys.executable, "-c", LIMITED + code, str(folder)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
-    )
-
-
-def test_a_limit_is_used_up_to_its_end(tmp_path: Path) -> None:
-    """Files grow by large parts where they may."""
-    code = "files(1); print(heap.empty(1 << 20).numel())"
-    assert run(code, tmp_path).stdout == f"{1 << 20}\n"
+    ):
+        text = rf"expected two pages, got: {os.strerror(number)}{words}"
+        with pytest.raises(OSError, match=text) as caught, naming_limits("two pages"):
+            raise OSError(number, os.strerror(number))
+        assert caught.value.errno == number

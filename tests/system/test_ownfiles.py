@@ -151,14 +151,12 @@ def test_what_was_there_stays_where_writing_fails(
 
 
 def test_only_the_owner_can_look_into_a_private_folder(temporary: Path) -> None:
-    with PrivateFolder() as folder:
+    with PrivateFolder() as folder, PrivateFolder() as gone:
         assert folder.path.parent == temporary
         assert folder.path.stat().st_mode & 0o777 == 0o700
         (folder.path / "file").touch()
-    assert os.listdir(temporary) == []
-    with PrivateFolder() as folder:  # which a cleaner removes
-        shutil.rmtree(folder.path)
-        assert not folder.is_there()
+        shutil.rmtree(gone.path)  # by a cleaner
+        assert not gone.is_there()
     assert os.listdir(temporary) == []
 
 

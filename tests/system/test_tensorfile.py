@@ -36,13 +36,7 @@ def values(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
 def test_the_library_reads_every_type_and_would_write_as_many_bytes(
     tmp_path: Path, dtype: torch.dtype
 ) -> None:
-    tensors = {
-        "b": values(dtype, (3, 5)),
-        "a": values(torch.bfloat16, (5,)),
-        "c": values(torch.int64, ()),
-        "d": values(torch.bool, (3,)),
-        "e": torch.zeros(0, 4),
-    }
+    tensors = {"b": values(dtype, (3, 5)), "a": values(torch.int64, ()), "c": torch.zeros(0, 4)}
     parts = [parts_of(name, t, [1, 2] if t.numel() > 2 else []) for name, t in tensors.items()]
     write_tensors(tmp_path / "ours", parts)
     read = load_file(tmp_path / "ours")
@@ -71,8 +65,7 @@ def test_other_strides_are_put_in_order(
 def test_the_seal_is_that_of_the_file(tmp_path: Path) -> None:
     path = tmp_path / "file"
     seal = write_tensors(path, [parts_of("t", torch.randn(3_000_000), [5, 2_000_000])])
-    content = path.read_bytes()
-    assert seal == Seal(len(content), hashlib.sha256(content).hexdigest())
+    assert seal == Seal(path.stat().st_size, hashlib.sha256(path.read_bytes()).hexdigest())
     assert digest_file(path, seal.size) == seal
     assert digest_file(path, seal.size - 1).sha256 == "", "a larger file is not read"
 
