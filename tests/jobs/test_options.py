@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import re
 import typing
@@ -92,59 +93,52 @@ POSITIVE = "more than 0"
 SHARE, BELOW_1 = "more than 0 and less than 1", "0 or more and less than 1"
 
 
-@for_each(
-    ("kind", "names", "values", "expected"),
-    [
-        (TrainOptions, COUNTS, [0], "1 or more"),
-        (TrainOptions, "lr clip_norm head_lr_scale", [0.0], POSITIVE),
-        (TrainOptions, "momentum", [1.0], BELOW_1),
-        (TrainOptions, "decay", [0.0, 1.1], "more than 0 and at most 1"),
-        (TrainOptions, "seed", [2**63], "a number of 64 bits"),
-        (TrainOptions, "keep", ["spam"], "all, span, host, stages, or stages:2 and so on"),
-        (TrainOptions, "runs", [""], "the name of a folder"),
-        (TrainOptions, "name", ["a/b", "..", "a/"], "a name without slashes"),
-        (CLASSIFY, "holdout", [0.0, 1.0], SHARE),
-        (CLASSIFY, "least_area", [0.0], "more than 0, at most 1"),
-        (CLASSIFY, "label_smoothing", [1.0], "0 to below 1"),
-        (CLASSIFY, "image_size", [7], "8 or more"),
-        (CLASSIFY, "model", ["resnet7"], "lenet, .* or timm:NAME"),
-        (SEGMENT, "holdout threshold", [0.0, 1.0], SHARE),
-        (SEGMENT, "jitter", [1.0], BELOW_1),
-        (SEGMENT, "width", [0, 7], "an even number above 0"),
-        (SEGMENT, "crop", [31], "32 or more"),
-        (SEGMENT, "evaluation_batch_size", [0], "1 or more"),
-        (SEGMENT, "pos_weight", ["0", "nan", "inf", "many"], "auto, or a number above 0 and at"),
-        (SEGMENT, "foreground", [("red",)], "values of the masks' pixels"),
-        (TEXT, "vocabulary", [260], "261 or more"),
-        (TEXT, "max_length", [2], "3 or more"),
-        (TEXT, "width", [30], "a multiple of 4"),
-        (TEXT, "heads", [0], "1 or more"),
-        (TEXT, "dropout token_dropout label_smoothing", [1.0], BELOW_1),
-    ],
-)
-def test_an_option_out_of_range_is_refused_with_its_name_and_value(
-    kind: type[Any], names: str, values: list[Any], expected: str
-) -> None:
-    for name in names.split():
-        for value in values:
-            told = f"{flag(name)} {value[0] if isinstance(value, tuple) else value}".rstrip()
-            with pytest.raises(ValueError, match=f"^{re.escape(told)}: expected {expected}"):
-                kind(**{name: value})
+REFUSED: list[tuple[type[Any], str, list[Any], str]] = [
+    (TrainOptions, COUNTS, [0], "1 or more"),
+    (TrainOptions, "lr clip_norm head_lr_scale", [0.0], POSITIVE),
+    (TrainOptions, "momentum", [1.0], BELOW_1),
+    (TrainOptions, "decay", [0.0, 1.1], "more than 0 and at most 1"),
+    (TrainOptions, "seed", [2**63], "a number of 64 bits"),
+    (TrainOptions, "keep", ["spam"], "all, span, host, stages, or stages:2 and so on"),
+    (TrainOptions, "runs", [""], "the name of a folder"),
+    (TrainOptions, "name", ["a/b", "..", "a/"], "a name without slashes"),
+    (CLASSIFY, "holdout", [0.0, 1.0], SHARE),
+    (CLASSIFY, "least_area", [0.0], "more than 0, at most 1"),
+    (CLASSIFY, "label_smoothing", [1.0], "0 to below 1"),
+    (CLASSIFY, "image_size", [7], "8 or more"),
+    (CLASSIFY, "model", ["resnet7"], "lenet, .* or timm:NAME"),
+    (SEGMENT, "holdout threshold", [0.0, 1.0], SHARE),
+    (SEGMENT, "jitter", [1.0], BELOW_1),
+    (SEGMENT, "width", [0, 7], "an even number above 0"),
+    (SEGMENT, "crop", [31], "32 or more"),
+    (SEGMENT, "evaluation_batch_size", [0], "1 or more"),
+    (SEGMENT, "pos_weight", ["0", "nan", "inf", "many"], "auto, or a number above 0 and at"),
+    (SEGMENT, "foreground", [("red",)], "values of the masks' pixels"),
+    (TEXT, "vocabulary", [260], "261 or more"),
+    (TEXT, "max_length", [2], "3 or more"),
+    (TEXT, "width", [30], "a multiple of 4"),
+    (TEXT, "heads", [0], "1 or more"),
+    (TEXT, "dropout token_dropout label_smoothing", [1.0], BELOW_1),
+]
+NEEDED: list[tuple[type[Any], dict[str, Any], str]] = [
+    (TrainOptions, {"resume": True}, "--resume: expected with --name, which run it is"),
+    (CLASSIFY, {"reuse_classes": True}, "--reuse-classes: expected with --pretrained"),
+    (CLASSIFY, {"pretrained_key": "a"}, "--pretrained-key: expected with --pretrained"),
+    (SEGMENT, {"pretrained_key": "a"}, "--pretrained-key: expected with --pretrained"),
+    (SEGMENT, {"foreground": ("1",), "void": ("0-3",)}, "--void 0-3: expected other values"),
+]
 
 
-@for_each(
-    ("kind", "values", "words"),
-    [
-        (TrainOptions, {"resume": True}, "--resume: expected with --name, which run it is"),
-        (CLASSIFY, {"reuse_classes": True}, "--reuse-classes: expected with --pretrained"),
-        (CLASSIFY, {"pretrained_key": "a"}, "--pretrained-key: expected with --pretrained"),
-        (SEGMENT, {"pretrained_key": "a"}, "--pretrained-key: expected with --pretrained"),
-        (SEGMENT, {"foreground": ("1",), "void": ("0-3",)}, "--void 0-3: expected other values"),
-    ],
-)
-def test_options_that_do_not_go_together_are_refused(
-    kind: type[Any], values: dict[str, Any], words: str
-) -> None:
+@for_each(("kind", "names", "values", "words"), REFUSED)
+def test_an_option_out_of_range_is_refused(kind: Any, names: str, values: Any, words: str) -> None:
+    for name, value in itertools.product(names.split(), values):
+        told = f"{flag(name)} {value[0] if isinstance(value, tuple) else value}".rstrip()
+        with pytest.raises(ValueError, match=f"^{re.escape(told)}: expected {words}"):
+            kind(**{name: value})
+
+
+@for_each(("kind", "values", "words"), NEEDED)
+def test_options_that_do_not_go_together_are_refused(kind: Any, values: Any, words: str) -> None:
     with pytest.raises(ValueError, match=f"^{words}"):
         kind(**values)
 
@@ -158,42 +152,24 @@ def test_a_name_that_is_no_option_is_refused_and_the_known_ones_told() -> None:
     assert set(listed) >= RUN_OPTIONS
 
 
-@for_each(
-    ("name", "value", "expected"),
-    [
-        ("epochs", 1.0, "a whole number, got 1.0"),
-        ("epochs", "3", "a whole number, got '3'"),
-        ("epochs", True, "a whole number, got True"),
-        ("shards", None, "a whole number, got None"),
-        ("lr", "0.1", "a number, got '0.1'"),
-        ("lr", False, "a number, got False"),
-        ("data", 3, "text, got 3"),
-        ("resume", 1, "true or false, got 1"),
-        ("optimizer", "\udce9", r"sgd, adam, adamw, got '\\udce9'"),
-        ("optimizer", ["sgd"], r"sgd, adam, adamw, got \['sgd'\]"),
-        ("freeze", "layer1", "a list of texts, got 'layer1'"),
-        ("freeze", ["a", 2], r"a list of texts, got \['a', 2\]"),
-        ("freeze_until", 4, "text, got 4"),
-        ("weight_decay", {}, "a number, got {}"),
-        ("colour", "green", "red, blue, got 'green'"),
-    ],
-)
+WHOLE, NUMBER, FEW, LIST = "a whole number", "a number", "sgd, adam, adamw", "a list of texts"
+TYPES = [("epochs", 1.0, WHOLE), ("epochs", "3", WHOLE), ("epochs", True, WHOLE)]
+TYPES += [("shards", None, WHOLE), ("lr", "0.1", NUMBER), ("lr", False, NUMBER)]
+TYPES += [("weight_decay", {}, NUMBER), ("data", 3, "text"), ("freeze_until", 4, "text")]
+TYPES += [("resume", 1, "true or false"), ("optimizer", ["sgd"], FEW), ("optimizer", "\udce9", FEW)]
+TYPES += [("freeze", "layer1", LIST), ("freeze", ["a", 2], LIST), ("colour", "green", "red, blue")]
+HELD = [("lr", 1, 1.0), ("clip_norm", None, None), ("freeze", ["a", "b.c"], ("a", "b.c"))]
+HELD += [("seed", -5, -5), ("colour", "red", "red"), ("colour", None, None)]
+
+
+@for_each(("name", "value", "expected"), TYPES)
 def test_a_value_of_another_type_is_refused(name: str, value: object, expected: str) -> None:
-    with pytest.raises(ValueError, match=rf"^c\.toml: {name}: expected {expected}$"):
+    words = rf"^c\.toml: {name}: expected {expected}, got {re.escape(repr(value))}$"
+    with pytest.raises(ValueError, match=words):
         from_mapping(Odd, {name: value}, "c.toml")
 
 
-@for_each(
-    ("name", "value", "held"),
-    [
-        ("lr", 1, 1.0),
-        ("clip_norm", None, None),
-        ("freeze", ["a", "b.c"], ("a", "b.c")),
-        ("seed", -5, -5),
-        ("colour", "red", "red"),
-        ("colour", None, None),
-    ],
-)
+@for_each(("name", "value", "held"), HELD)
 def test_a_value_is_held_as_its_option_has_it(name: str, value: object, held: object) -> None:
     found = getattr(from_mapping(Odd, {name: value}, "c.toml"), name)
     assert (found, type(found)) == (held, type(held))
