@@ -52,7 +52,7 @@ def main() -> int:
                 if verdict.wrong:
                     wrong.append(verdict.case.seed)
                     print(f"\nwrong: python -m tests.fuzz --case {verdict.case.seed}{again}")
-                    print(f"  {verdict.case.describe()}")
+                    print(f"  {verdict.case}")
                     for line in verdict.wrong[:4]:
                         print(f"  - {line[:600]}", flush=True)
             spent_s = time.monotonic() - start

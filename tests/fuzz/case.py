@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
-from tests.fuzz.hooks import HOOKS
 from tests.fuzz.losses import LOSSES
-from tests.fuzz.optimizers import OPTIMIZERS, SCHEDULES, UNSTABLE
+from tests.fuzz.optimizers import HOOKS, OPTIMIZERS, SCHEDULES, UNSTABLE
 from tests.fuzz.parts import BLOCKS, STEMS, Traits
 
 __all__ = ["EXCHANGES", "Case", "Verdict", "draw", "draw_plain"]
@@ -27,49 +28,8 @@ EVENTS = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """One run of a script, and in which ways it is run besides."""
-
-    seed: int
-    exchange: str
-    dtype: str
-    stem: str
-    blocks: tuple[str, ...]
-    loss: str
-    optimizer: str
-    groups: int
-    hook: str | None
-    clip_norm: float | None
-    schedule: str | None
-    buffers: str | None
-    """A rule for all buffers."""
-    shards: int
-    devices: int
-    plan: tuple[int, ...] | None
-    source: str
-    """Whose batches: the script's own, or of loaders."""
-    sizes: tuple[int, ...]
-    """Of the batches of a script's own."""
-    samples: int
-    """Of the data set of a loader."""
-    batch_size: int
-    shuffle: bool
-    drop_last: bool
-    lengths: bool
-    noisy: bool
-    collated: bool
-    workers: int
-    container: str
-    broken_off_after: int
-    """After how many steps a pass is broken off; 0 for never."""
-    steps: int
-    events: tuple[tuple[int, str], ...]
-    """After which step what is done."""
-    stop: int | None
-    """After which step the run is saved, and goes on elsewhere."""
-    exchange_after: str
-    devices_after: int
+class Case(SimpleNamespace):
+    """One run of a script, and in which ways it is run besides; see `draw`."""
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -81,16 +41,9 @@ class Case:
         """Of the model's parts."""
         return [STEMS[self.stem][1], *(BLOCKS[name][1] for name in self.blocks)]
 
-    @property
-    def happens(self) -> set[str]:
-        """All that is done between steps."""
-        return {event for _, event in self.events}
-
-    def describe(self) -> str:
-        """In one line, without what is as usual."""
-        shown = {each.name: getattr(self, each.name) for each in fields(self)}
-        usual = (None, (), False)
-        return " ".join(f"{name}={value!r}" for name, value in shown.items() if value not in usual)
+    def but(self, **other: Any) -> Case:
+        """The same case with other choices."""
+        return Case(**{**vars(self), **other})
 
 
 @dataclass
@@ -156,17 +109,16 @@ def draw_plain(seed: int) -> Case:
     """A case that a plain loop can be held against: with one shard to the bit, with more in float64
     and of parts whose gradient over a batch is that of its samples."""
     rng = random.Random(f"plain {seed}")
-    case = replace(draw(seed, "local"), source="own", stop=None, events=())
+    case = draw(seed, "local").but(source="own", stop=None, events=())
     if rng.random() < 0.4:
-        case = replace(case, shards=1, devices=1, plan=None)
+        case = case.but(shards=1, devices=1, plan=None)
     hook = None if case.hook is None or not HOOKS[case.hook][1].laid_out else case.hook
     parts = {"stem": STEMS, "blocks": BLOCKS}
     chosen = {
         kind: [n for n, (_, t) in each.items() if (t.seeded if case.shards == 1 else t.exact)]
         for kind, each in parts.items()
     }
-    case = replace(
-        case,
+    case = case.but(
         hook=hook,
         stem=rng.choice(chosen["stem"]),
         blocks=tuple(rng.choice(chosen["blocks"]) for _ in case.blocks),
@@ -174,15 +126,14 @@ def draw_plain(seed: int) -> Case:
     changes = CHANGES
     if case.shards > 1:
         changes = tuple(name for name in CHANGES if name != "dropout")
-        case = replace(
-            case,
+        case = case.but(
             dtype="float64",
             hook=None if hook is None or not HOOKS[hook][1].exact else hook,
             loss=rng.choice([name for name, (_, traits) in LOSSES.items() if traits.exact]),
             optimizer=rng.choice([name for name in OPTIMIZERS if name not in UNSTABLE]),
         )
         if case.loss == "positives" and "experts" in case.blocks:
-            case = replace(case, loss="each")  # a gradient of zeros, and none in shards of none
+            case = case.but(loss="each")  # a gradient of zeros, and none in shards of none
     return _made_possible(_with_events(case, rng, changes, stops=False), rng)
 
 
@@ -198,40 +149,38 @@ def _with_events(
     number = rng.choice((0, 1, 1, 2, 3, 4))
     events = sorted((rng.randint(1, case.steps), rng.choice(choices)) for _ in range(number))
     stop = rng.randint(1, case.steps - 1) if stops and rng.random() < 0.35 else None
-    return replace(case, events=tuple(events), stop=stop)
+    return case.but(events=tuple(events), stop=stop)
 
 
 def _made_possible(case: Case, rng: random.Random) -> Case:
     """Leave out what does not go together in plain PyTorch either."""
     loss = LOSSES[case.loss][1]
     if loss.gradient_of_inputs and case.stem not in ("linear", "conv", "conv-last"):
-        case = replace(case, stem="linear")
+        case = case.but(stem="linear")
     if loss.twice:
         kept = tuple(name for name in case.blocks if BLOCKS[name][1].twice)
-        case = replace(case, blocks=kept)
+        case = case.but(blocks=kept)
     if "odd" in case.blocks and case.buffers == "max":
-        case = replace(case, buffers=None)  # no number is the largest of complex ones
+        case = case.but(buffers=None)  # no number is the largest of complex ones
     if case.optimizer == "muon" and case.hook == "dropped":
-        case = replace(case, hook=None)
+        case = case.but(hook=None)
     if case.schedule is not None:
-        case = replace(case, events=tuple(each for each in case.events if each[1] != "rate"))
+        case = case.but(events=tuple(each for each in case.events if each[1] != "rate"))
         if case.optimizer == "adam-tensor":
-            case = replace(case, optimizer="adam")
+            case = case.but(optimizer="adam")
     if any(trait.pairs for trait in case.traits) or case.loss == "mixed up":
         case = _with_pairs(case, rng)
     if case.stop is not None or case.source in ("own", "two"):
-        case = replace(case, broken_off_after=0)
+        case = case.but(broken_off_after=0)
     if case.drop_last and case.samples < case.batch_size:
-        case = replace(case, drop_last=False)
+        case = case.but(drop_last=False)
     if case.source == "two" and case.stop is not None:
-        case = replace(case, stop=case.stop // 2 * 2 or None)
-    return replace(case, shuffle=case.shuffle or case.lengths)
+        case = case.but(stop=case.stop // 2 * 2 or None)
+    return case.but(shuffle=case.shuffle or case.lengths)
 
 
 def _with_pairs(case: Case, rng: random.Random) -> Case:
     """Batches of which every shard has at least two samples."""
     size = 2 * case.shards + rng.randint(0, case.shards)
     sizes = tuple(2 * case.shards + rng.randint(0, case.shards + 3) for _ in case.sizes)
-    return replace(
-        case, batch_size=size, sizes=sizes, samples=size * rng.randint(1, 3), drop_last=False
-    )
+    return case.but(batch_size=size, sizes=sizes, samples=size * rng.randint(1, 3), drop_last=False)

@@ -6,7 +6,6 @@ import logging
 import tempfile
 import warnings
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +51,7 @@ def _placed(case: Case, exchange: str, devices: int, folder: Path, part: str) ->
     if exchange == "local":
         return [run(case, devices, folder, part)]
     way: Any = exchange
-    given = (replace(case, devices=devices), None, folder, part)
+    given = (case.but(devices=devices), None, folder, part)
     return simulate(run, devices, seed=case.seed, args=given, exchange=way)
 
 
@@ -71,13 +70,5 @@ def _compare(
                 verdict.wrong.append(f"{len(lines)} lines and not {len(alone.lines)}")
             for mine, theirs in zip(alone.lines, lines, strict=False):
                 if mine != theirs:
-                    verdict.wrong.append(_shortened(mine, theirs))
+                    verdict.wrong.append(f"{theirs[:250]} and not {mine[:250]}")
                     return
-
-
-def _shortened(mine: str, theirs: str) -> str:
-    """The first place in which two lines differ."""
-    differ = (i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b)
-    place = next(differ, min(len(mine), len(theirs)))
-    start = max(0, place - 60)
-    return f"...{theirs[start : place + 60]}... and not ...{mine[start : place + 60]}..."

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from tests.fuzz.data import CLASSES, FEATURES, WORDS, Fields
+from tests.fuzz.losses import CLASSES, FEATURES, WORDS, Fields
 
 __all__ = ["BLOCKS", "STEMS", "Net", "Traits"]
 

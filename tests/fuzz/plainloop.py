@@ -13,8 +13,7 @@ from torch import nn
 import onefold
 from onefold.core.randomness import derive_seed, kept_generators, seed_generators
 from tests.fuzz.case import Case, Verdict
-from tests.fuzz.data import read_fields
-from tests.fuzz.losses import LOSSES, OF_PYTORCH, value_of
+from tests.fuzz.losses import LOSSES, OF_PYTORCH, read_fields, value_of
 from tests.fuzz.script import batch_of, build, bytes_of, change, settings_of
 
 __all__ = ["judge_plain"]

@@ -15,11 +15,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 import onefold
-from tests.fuzz import data
 from tests.fuzz.case import Case, a_plan
-from tests.fuzz.hooks import HOOKS
-from tests.fuzz.losses import LOSSES, score
-from tests.fuzz.optimizers import SCHEDULES, make_optimizer
+from tests.fuzz.losses import LOSSES, collate, data_set, samples, score, wrapped
+from tests.fuzz.optimizers import HOOKS, SCHEDULES, make_optimizer
 from tests.fuzz.parts import Net
 
 __all__ = ["Ending", "build", "bytes_of", "change", "run", "settings_of"]
@@ -181,13 +179,13 @@ class Script:
     def _loader(self) -> Any:
         case = self.case
         return self.trainer.loader(
-            data.data_set(case.samples, case.torch_dtype, case.seed, noisy=case.noisy),
+            data_set(case.samples, case.torch_dtype, case.seed, noisy=case.noisy),
             batch_size=case.batch_size,
             shuffle=case.shuffle,
             drop_last=case.drop_last,
             lengths=[i % 5 for i in range(case.samples)] if case.lengths else None,
             workers=case.workers,
-            collate=data.collate if case.collated else None,
+            collate=collate if case.collated else None,
         )
 
     def _step(self, batch: object) -> None:
@@ -204,7 +202,7 @@ class Script:
 
     def _happen(self, event: str, number: int) -> None:
         trainer, case = self.trainer, self.case
-        scored = data.data_set(7, case.torch_dtype, 5, noisy=case.noisy)
+        scored = data_set(7, case.torch_dtype, 5, noisy=case.noisy)
         if event == "evaluate":
             scores = trainer.evaluate(score, scored, batch_size=5)
             self.lines.append(f"scores {[(name, value.hex()) for name, value in scores.items()]}")
@@ -232,9 +230,7 @@ class Script:
 def batch_of(case: Case, number: int) -> object:
     """A batch of the script's own."""
     size = case.sizes[number % len(case.sizes)]
-    return data.wrapped(
-        data.samples(size, case.torch_dtype, 1000 * case.seed + number), case.container
-    )
+    return wrapped(samples(size, case.torch_dtype, 1000 * case.seed + number), case.container)
 
 
 def run(case: Case, devices: int | None, folder: Path, part: str = "whole") -> Ending:

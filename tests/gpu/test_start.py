@@ -87,18 +87,14 @@ def test_a_script_that_was_on_the_card_before_works_or_is_told_why(tmp_path: Pat
 
 def test_a_card_takes_one_process(tmp_path: Path) -> None:
     needs(ON_GPU, "a GPU")
-    code, text = program(tmp_path, "-m", "onefold", "run", "--devices", "cuda:0,cuda:0", "SCRIPT")
-    assert code != 0
-    assert "cuda:0 is named twice" in text
-
-
-def test_more_processes_than_cards_are_refused_by_name(tmp_path: Path) -> None:
-    needs(ON_GPU, "a GPU")
-    number = str(cards() + 1)
-    command = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", number)
-    code, text = program(tmp_path, *command, "SCRIPT")
-    assert code != 0
-    assert "expected a GPU for each of the" in text, text[-3000:]
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+    for command, words in (
+        (("-m", "onefold", "run", "--devices", "cuda:0,cuda:0"), "cuda:0 is named twice"),
+        ((*torchrun, str(cards() + 1)), "expected a GPU for each of the"),
+    ):
+        code, text = program(tmp_path, *command, "SCRIPT")
+        assert code != 0
+        assert words in text, text[-3000:]
 
 
 def test_two_cards_in_two_processes_have_the_bits_of_one(tmp_path: Path) -> None:

@@ -70,12 +70,6 @@ def test_a_finding_is_believed_with_the_numbers_that_go_with_it(
     assert (said in found) is (relation in BELIEVED[kind])
 
 
-def test_what_numbers_cannot_show_is_always_said() -> None:
-    for kind in ("weights-none", "ignored-none"):
-        for differences in (ALIKE, DIFFERENT):
-            only(seen(finding=finding(kind), **differences), f"a finding of kind {kind}.")
-
-
 @for_each(
     ("what", "words"),
     [
@@ -121,10 +115,3 @@ def test_what_could_not_be_compared_is_a_note_and_hides_nothing_that_was_found()
         assert words in note.text
         only(seen(relation="sum", **excuse), "the loss is a sum")
         only(seen(repeats=False, **excuse), "the same samples give another loss")
-
-
-def test_buffers_come_last_and_by_themselves() -> None:
-    found = seen(relation="sum", buffers={"count": "4 with the shards, 16 with one", "other": "x"})
-    *_, count, other = texts(found)
-    assert (count, other) == ("buffer count is 4 with the shards, 16 with one", "buffer other is x")
-    assert texts(seen(buffers={"count": "off"}, **ALIKE)) == ["buffer count is off"]
