@@ -224,8 +224,10 @@ def check_exchange(exchange: Exchange, sizes: Storage, begun: Start, own: range)
         now = first.next(spans=uneven_spans(first, step)) if step % 2 else first
         exchange.bind(now)
         check_step(exchange, sizes, own, step, plan, now)
-        rows = {d: torch.tensor([d, step / 3], dtype=torch.float64) for d in own}
-        assert exchange.transport.share(rows).tolist() == [[d, step / 3] for d in range(devices)]
+        odd = [step / 3, -0.0, torch.nan, torch.inf, 5e-324]
+        rows = [torch.tensor([d, 9.0, *odd], dtype=torch.float64)[::2] for d in range(devices)]
+        shared = exchange.transport.share({device: rows[device] for device in own})
+        assert shared.view(torch.int64).equal(torch.stack(rows).view(torch.int64))
     long = {d: torch.full((300_000,), float(d), dtype=torch.float64) for d in own}
     assert exchange.transport.share(long).sum(dim=1).tolist() == [
         300_000.0 * d for d in range(devices)

@@ -96,16 +96,6 @@ def test_a_run_over_hosts_without_a_secret_says_so(apart: type[Apart]) -> None:
     assert "without a secret" not in others
 
 
-def test_an_error_of_another_kind_is_no_lost_connection(apart: type[Apart]) -> None:
-    run = apart("memory")
-    (code, said), (_, others) = (run.finish(rank) for rank in (1, 0))
-    assert code != 0
-    assert "OutOfMemoryError: no room for 3.1 GiB" in said
-    assert "raised in step 3, on device 1" in said
-    assert "in no_memory" in said  # where it was raised
-    assert "device 1 failed in step 3: OutOfMemoryError: no room for 3.1 GiB" in others
-
-
 LAUNCHERS = {
     "shared": ["-m", "onefold", "run", "--devices", "cpu:2", "--exchange", "shared"],
     "collective": ["-m", "onefold", "run", "--devices", "cpu:2", "--exchange", "collective"],
@@ -116,14 +106,6 @@ LAUNCHERS = {
 def started(launcher: str, kind: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *LAUNCHERS[launcher], str(SCRIPT), kind]
     return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
-
-
-@pytest.mark.full
-@for_each("launcher", LAUNCHERS)
-def test_a_device_that_ends_before_its_trainer_is_named(launcher: str) -> None:
-    done = started(launcher, "early")
-    assert done.returncode != 0
-    assert "device 1 came to the end of its script without making this Trainer" in done.stderr
 
 
 @pytest.mark.full

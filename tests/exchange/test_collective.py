@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from onefold.errors import OnefoldError, PeerError, PeerFailed, PeerLost, PeerTimeout
+from onefold.errors import PeerError, PeerFailed, PeerLost, PeerTimeout
 from onefold.exchange import connections
 from onefold.exchange.collective import GroupTransport, Moving, Operation
 from onefold.system.compat import Groups
@@ -32,26 +32,14 @@ def transports(size: int, *, timeout_s: float = LIMIT_S) -> Iterator[Pair]:
             end.close()
 
 
-@pytest.fixture
-def pair() -> Iterator[Pair]:
-    with transports(2) as ends:
-        yield ends
-
-
 # Limits
 
 CALLS: dict[str, Callable[[GroupTransport], object]] = {
     "meet": lambda end: end.meet(b"word"),
-    "meet among": lambda end: end.meet_among([0, 1], b"word"),
-    "share": lambda end: end.share({end.rank: torch.ones(3, dtype=torch.float64)}),
-    "gather bytes": lambda end: end.gather_bytes({end.rank: b"some"}),
     "follow the lead": lambda end: end.follow_lead([torch.ones(3)]),
     "move a chunk": lambda end: by_chunks(end),
     "send and receive": lambda end: sent_and_received(end),
     "bring": lambda end: (end.room(LONG), end.bring()),
-    "hand out": lambda end: end.hand_out(
-        (lambda _: torch.ones(LONG, dtype=torch.uint8)) if end.rank == 0 else None
-    ),
 }
 LONG = 50_000_000
 """Bytes that do not leave before somebody takes them."""
@@ -106,21 +94,22 @@ def test_all_who_wait_in_vain_name_the_same_device(monkeypatch: pytest.MonkeyPat
 
 
 def test_receipts_go_before_what_leaves_and_tensors_of_nothing_not_at_all(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of two that both began with what they send, gloo would let one wait for the other."""
     started: list[dist.P2POp] = []
     monkeypatch.setattr(dist, "batch_isend_irecv", lambda ops: started.extend(ops) or [])
-    pair[0].move([Operation(True, 1, torch.zeros(0)), Operation(False, 1, torch.zeros(0))]).finish()
-    assert started == []
     places = [(True, 1), (True, 0), (False, 1), (True, None), (False, 0), (False, None)]
     sizes = {place: 1 + number for number, place in enumerate(places)}
-    pair[0].move(
-        [
-            Operation(sends, 1, torch.zeros(numel, dtype=torch.uint8), chunk)
-            for (sends, chunk), numel in sizes.items()
-        ]
-    )
+    with transports(2) as ends:
+        ends[0].move([Operation(sends, 1, torch.zeros(0)) for sends in (True, False)]).finish()
+        assert started == []
+        ends[0].move(
+            [
+                Operation(sends, 1, torch.zeros(numel, dtype=torch.uint8), chunk)
+                for (sends, chunk), numel in sizes.items()
+            ]
+        )
     wanted = [(False, None), (True, None), (False, 0), (True, 0), (False, 1), (True, 1)]
     assert [op.tensor.numel() for op in started] == [sizes[place] for place in wanted]
     assert [op.op is dist.isend for op in started] == [sends for sends, _ in wanted]
@@ -177,17 +166,6 @@ def test_the_first_failure_counts() -> None:
         assert len(words) < 4100
 
 
-def test_a_store_that_is_gone_is_no_error_for_who_fails(caplog: pytest.LogCaptureFixture) -> None:
-    class Gone:
-        def compare_set(self, *_: object) -> None:
-            raise RuntimeError("Broken pipe")
-
-    with joined(2) as parts:
-        end = GroupTransport(CPU, parts[1]._replace(store=cast(Any, Gone())), LIMIT_S)
-        end.close(ValueError("over"))
-    assert "device 1 could not tell the others of its failure: Broken pipe" in caplog.text
-
-
 @for_each(
     ("error", "is_of_a_peer"),
     [
@@ -216,12 +194,3 @@ def test_an_error_of_a_backend_is_one_of_a_peer_and_any_other_is_left_as_it_is(
     else:
         assert caught.value is error
         assert error.__notes__ == ["raised in step 3, on device 0"]
-
-
-def test_who_has_left_is_of_no_use_and_may_leave_again(pair: Pair) -> None:
-    pair[1].room(3)
-    pair[1].close()
-    pair[1].close()
-    for name in ("meet", "share", "bring", "hand out", "move a chunk", "follow the lead"):
-        with pytest.raises(OnefoldError, match="this trainer has left its run"):
-            CALLS[name](pair[1])

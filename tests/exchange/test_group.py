@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -21,15 +20,12 @@ from onefold.exchange import group
 from onefold.exchange.group import (
     agree_on_kind,
     agree_on_name,
-    gather_bytes,
     tell_end,
     watch_for_end,
 )
-from onefold.exchange.progress import Progress
 from onefold.exchange.waiting import Waiting
-from tests.exchange.together import LIMIT_S, endings, joined, together, worlds
+from tests.exchange.together import LIMIT_S, endings, together, worlds
 from tests.small import make_trainer, points
-from tests.tables import for_each
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "connecting.py"
 
@@ -99,41 +95,7 @@ def test_who_has_ended_is_not_waited_for_and_what_it_had_said_is_heard(three: li
     assert caught.value.device == 2
 
 
-def test_an_end_is_read_in_the_table_of_the_launcher() -> None:
-    made = os.memfd_create("test")
-    os.ftruncate(made, Progress.nbytes(2))
-    descriptor = os.dup2(made, 988)  # the table is found by this number from here on
-    has_ended = watch_for_end(World(size=2, progress_descriptor=descriptor), 2, 1)
-    assert not has_ended(1)
-    Progress(descriptor, 2).set_ended(1)
-    assert has_ended(1)
-    os.close(made)
-    os.close(descriptor)
-
-
-def test_an_end_that_nobody_hears_is_no_error(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def refuse(*_: object) -> None:
-        raise RuntimeError("Broken pipe")
-
-    monkeypatch.setattr(group, "reach_store", refuse)
-    caplog.set_level("INFO", logger="onefold")
-    tell_end(World(rank=1, size=2, launcher="torch", address="nowhere:1"))
-    assert "device 1 could not say that it ends: Broken pipe" in caplog.text
-
-
 # In the group
-
-
-@for_each("sizes", [(0, 0), (5, 0), (1, 70_000)])
-def test_texts_of_any_length_are_gathered(sizes: tuple[int, int]) -> None:
-    texts = [os.urandom(size) for size in sizes]
-    with joined(2) as parts:
-        said = together(2, lambda rank: gather_bytes(parts[rank].group, texts[rank]))
-        assert said == [texts] * 2
-        errors = endings(2, lambda rank: gather_bytes(parts[rank].group, texts[rank], most=1000))
-    assert [error is not None for error in errors] == [max(sizes) > 1000] * 2
 
 
 def beside_other_groups(place: str) -> list[object]:
@@ -172,12 +134,6 @@ def test_trainers_and_the_group_of_a_script_leave_each_other_alone(tmp_path: Pat
     ("broken", "wrong", "outcome"),
     [
         (([2], [1, 3]), ([], []), ["4 attempts, [b'0', b'1']"] * 2),
-        pytest.param(
-            ([1, 2, 3, 4], []),
-            ([], []),
-            ["RuntimeError: attempt 4 of device 0 is broken", "RuntimeError: "],
-            marks=pytest.mark.full,
-        ),
         (
             ([], []),
             ([], [1]),

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from onefold.core.world import World
-from onefold.exchange.progress import Progress, progress_of
+from onefold.exchange.progress import Progress
 
 DEVICES = 3
 
@@ -43,15 +42,3 @@ def test_everybody_sees_what_one_has_noted(descriptor: int) -> None:
     assert seen(worker) == ([-1, 0, 2**62], [True, False, True], True)
     with pytest.raises(ValueError, match="length is greater than file size"):
         Progress(descriptor, DEVICES + 1)
-
-
-def test_a_worker_finds_the_table_though_its_script_has_closed_the_file(descriptor: int) -> None:
-    assert progress_of(World()) is None
-    own = os.dup2(descriptor, 987)  # the table is found by this number from here on
-    world = World(rank=1, size=DEVICES, progress_descriptor=own)
-    found = progress_of(world)
-    os.close(own)
-    assert found is not None
-    assert progress_of(world) is found
-    found.set_step(1, 9)
-    assert Progress(descriptor, DEVICES).step_of(1) == 9

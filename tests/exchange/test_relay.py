@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-import pytest
 import torch
 
 from onefold.core.flat import storage_order
-from onefold.errors import PeerTimeout
 from onefold.exchange.collective import GroupTransport
 from onefold.exchange.private import GroupRelay
 from onefold.exchange.relay import LocalRelay, Message, Relay
@@ -119,36 +116,6 @@ def test_nobody_waits_until_it_is_taken(way: str) -> None:
 
         wanted = [[10.0 + n for n in range(count)], [1.0 * n for n in range(count)]]
         assert together(2, both_ways) == wanted
-
-
-def test_a_process_with_all_devices_receives_what_was_sent() -> None:
-    relay = LocalRelay()
-    relay.send(0, 1, Message(0))
-    assert [relay.has(1, 0), relay.has(0, 1)] == [True, False]
-    relay.clear()
-    assert not relay.has(1, 0)
-
-
-def test_no_file_stays_open() -> None:
-    with relays("host") as ends:
-        passed(ends, Message(0, [torch.ones(10)]))
-        before = os.listdir("/proc/self/fd")
-        for _ in range(20):
-            passed(ends, Message(0, [torch.ones(10), torch.empty(0)]))
-        assert os.listdir("/proc/self/fd") == before
-
-
-@for_each(
-    ("device", "source", "beyond"),
-    [(0, 1, 2), (2, 1, 0), (1, 2, None), (3, 4, 5), (5, 4, 3), (4, 3, None)],
-)
-def test_whoever_is_late_may_wait_for_others(device: int, source: int, beyond: int | None) -> None:
-    with mailboxes(6) as boxes:
-        boxes[device].timeout_s = 0.05
-        with pytest.raises(PeerTimeout, match=f"device {source} .*did not arrive") as caught:
-            HostRelay(boxes[device], 3).receive(device, source)
-    assert ("may itself have waited" in str(caught.value)) == (beyond is not None)
-    assert beyond is None or str(caught.value).endswith(f"for device {beyond}")
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -38,14 +38,6 @@ def test_processes_with_the_secret_understand_each_other(value: str) -> None:
         one.wait(["never"], timedelta(milliseconds=10))
 
 
-def test_only_the_first_failure_is_kept() -> None:
-    store = sealed(HashStore())
-    assert store.compare_set("key", "", "first") == b"first"
-    assert store.compare_set("key", "", "second") == b"first"
-    with pytest.raises(NotImplementedError):
-        store.compare_set("key", "first", "second")
-
-
 def rewritten(change: Callable[[str], str]) -> Callable[[HashStore], None]:
     def write(inner: HashStore) -> None:
         sealed(inner).set("key", "x")

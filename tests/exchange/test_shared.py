@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 from collections.abc import Iterator
 
 import pytest
 import torch
 
-from onefold.errors import PeerFailed, PeerLost
 from onefold.exchange import shared
 from onefold.exchange.shared import HostTransport, memory_of, new_file, take_file
-from tests.exchange.together import endings, mailboxes, together
+from tests.exchange.together import mailboxes, together
 from tests.tables import for_each
 
 
@@ -34,14 +32,6 @@ def test_new_memory_is_of_zeros_which_take_no_room(size: int) -> None:
     assert not memory[-100_001:].any()
     memory[-1] = 3
     assert memory[-1] == 3, "it outlives the descriptor"
-    del memory
-
-
-def test_there_is_memory_for_nothing_as_well() -> None:
-    """No mapping is of no length."""
-    descriptor, memory = new_file(0)
-    os.close(descriptor)
-    assert memory.numel() == 1
     del memory
 
 
@@ -70,18 +60,6 @@ def test_memory_that_is_refused_is_named_with_its_limits(
         new_file(12_345)
     assert caught.value.errno == errno.ENOMEM
     assert "ulimit -v" in str(caught.value)
-
-
-def test_a_limit_of_files_holds_for_memory() -> None:
-    """The kernel asks for it by a signal, which Python ignores."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
-    try:
-        words = r"expected 2,097,152 bytes .* got: File too large.*ulimit -f"
-        with pytest.raises(OSError, match=words):
-            new_file(2 << 20)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 # What processes hand to each other between steps
@@ -117,25 +95,3 @@ def test_what_was_handed_out_is_everybodys_own(pair: list[HostTransport]) -> Non
     nothing = torch.empty(0, dtype=torch.uint8)
     lead, _ = together(2, lambda rank: pair[rank].hand_out(None if rank else lambda _: nothing))
     assert lead.tolist() == []
-
-
-def test_an_error_while_it_is_made_closes_what_was_opened(pair: list[HostTransport]) -> None:
-    def make(rank: int) -> torch.Tensor:
-        raise ArithmeticError("nothing can be made")
-
-    def call(rank: int) -> None:
-        try:
-            pair[rank].hand_out(None if rank else make)
-        except ArithmeticError as error:
-            pair[rank].close(error)
-            raise
-
-    errors = endings(2, call)
-    assert [type(error) for error in errors] == [ArithmeticError, PeerFailed]
-    assert "ArithmeticError: nothing can be made" in str(errors[1])
-
-
-def test_a_lead_whose_peer_is_gone_closes_what_was_opened(pair: list[HostTransport]) -> None:
-    pair[1].close()
-    with pytest.raises(PeerLost, match="device 1"):
-        pair[0].hand_out(lambda rank: torch.zeros(3, dtype=torch.uint8))

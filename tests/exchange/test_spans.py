@@ -57,17 +57,6 @@ def test_large_gradients_are_copied_only_where_others_see_them_and_let_go() -> N
     assert all(view.eq(0).all() for view in flat.views)
 
 
-def test_a_gradient_of_other_strides_or_another_type_is_copied() -> None:
-    layout, spans = model()
-    for other in (torch.arange(120_000.0).view(400, 300).t(), torch.ones(300, 400).double()):
-        partial, given = Partial(FlatTensors(layout)), gradients(layout, 1.0)
-        given[1] = other
-        partial.write(given)
-        assert partial.flat.views[1].equal(other.float())
-        for piece in spans[0] + spans[1]:
-            assert partial.piece(piece).equal(partial.flat.piece(piece))
-
-
 def test_the_total_stays_in_the_leftmost_partial_sum_or_goes_home() -> None:
     layout, spans = model()
     plan = Plan((2, 1, 1))

@@ -5,11 +5,9 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 
-import pytest
 import torch
 
-from onefold.core.fold import fold_shards
-from onefold.exchange.stagefold import StageSum, StageSums
+from onefold.exchange.stagefold import StageSum
 from onefold.system.heap import ORDINARY, DiskHeap
 from tests.tables import for_each
 
@@ -49,32 +47,3 @@ def test_what_is_lent_is_not_written_to_and_copied_when_it_is_kept(
                     assert value.equal(number)
                     value.fill_(5.0)
             assert bits(found.tensors) == expected
-
-
-@for_each("on_disk", [False, True])
-def test_any_order_and_pieces_of_shards_add_up_to_the_fold(on_disk: bool, tmp_path: Path) -> None:
-    home = DiskHeap(tmp_path) if on_disk else ORDINARY
-    generator = torch.Generator().manual_seed(1)
-    parts: dict[int, list[Tensors]] = {
-        shard: [[torch.randn(LONG, generator=generator), None] for _ in range(1 + shard % 2)]
-        for shard in range(4)
-    }
-    parts[3][0][1] = torch.full((LONG,), -0.0)
-    shards = [parts[s][0] if len(parts[s]) == 1 else plus(*parts[s]) for s in range(4)]
-    expected = bits(fold_shards(shards, plus))
-    for number, order in enumerate(itertools.permutations(range(4))):
-        lent, sums = number % 2 == 0, StageSums(4, home)
-        for shard in order:
-            for place, part in enumerate(parts[shard], start=1):
-                # In memory that is written again as soon as it may be.
-                given = [None if tensor is None else tensor.clone() for tensor in part]
-                is_last = place == len(parts[shard])
-                sums.put(shard, StageSum(list(given), {0, 1} if lent else set()), last=is_last)
-                sums.settle()
-                for tensor in given if lent else ():
-                    if tensor is not None:
-                        tensor.fill_(torch.nan)
-        assert bits(list(sums.totals)) == expected
-        sums.clear()
-        with pytest.raises(KeyError, match="shard 0 has not come"):
-            sums.totals  # noqa: B018

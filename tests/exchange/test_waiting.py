@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 from typing import NoReturn
 
 import pytest
@@ -50,17 +46,6 @@ def test_what_is_waited_for_is_said_ever_more_rarely(
     assert [record.getMessage() for record in caplog.records] == [
         f"device 1 has waited for {second} s: nobody came" for second in (10, 30, 90)
     ]
-
-
-@for_each(
-    ("rank", "alone_on_host", "says"),
-    [(0, False, True), (1, False, True), (2, False, False), (2, True, True)],
-)
-def test_not_every_device_of_a_host_says_it(
-    rank: int, alone_on_host: bool, says: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    Waiting(rank, first_s=0, host_has_others=not alone_on_host).look(lambda: "words")
-    assert bool(caplog.text) is says
 
 
 @for_each(
@@ -116,23 +101,3 @@ def test_the_lead_need_not_know_the_name_by_which_others_reach_it(host: str) -> 
     served.set("key", "value")
     assert found.get("key") == b"value"
     assert found.timeout == timedelta(seconds=60)
-
-
-@pytest.mark.processes
-def test_it_reaches_the_screen_from_a_device_whose_output_is_a_log(tmp_path: Path) -> None:
-    """As that of every device but the lead is, under another launcher."""
-    code = (
-        "from onefold.core.world import World\n"
-        "from onefold.exchange.waiting import Waiting\n"
-        "from onefold.run.membership import hush_and_report\n"
-        "import sys\n"
-        "hush_and_report(World(rank=1, size=2, launcher='torch'))\n"
-        "print('to the log', file=sys.stderr)\n"
-        "Waiting(1, first_s=0).look(lambda: 'the lead')\n"
-        "print('torch' in sys.modules, file=sys.__stderr__)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=True
-    )
-    assert done.stderr == "device 1 has waited for 0 s: the lead\n"
-    assert logging.getLogger("onefold.waiting").handlers == []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -12,7 +11,6 @@ from torch import nn
 import onefold
 from onefold.core.options import ExchangeName, KeepName, RunOptions
 from onefold.core.world import World
-from onefold.engine.firstvalues import undrawn_of
 
 KEEPS: list[KeepName] = ["all", "span", "host"]
 
@@ -70,44 +68,6 @@ def test_the_values_are_those_of_the_plain_way(keep: KeepName) -> None:
     large = [each for each in built.parameters() if each.nbytes >= 4096]
     assert len(large) == 3
     assert {lies_in_a_file(each) for each in large} == {keep != "all"}
-
-
-def test_a_plan_needs_no_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(options=RunOptions(plan="plan.json"))
-    monkeypatch.setattr("onefold.run.recording.current_world", lambda: world)
-    built = onefold.build(nn.Linear, 300, 400)
-    assert undrawn_of(built.weight) is not None
-
-
-class Halves(nn.Module):
-    """Draws the parts of a parameter by views that it took before, or through NumPy's memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        whole = torch.zeros(192, 64)
-        self.weight = nn.Parameter(whole)
-        for part in whole.chunk(3):
-            nn.init.xavier_uniform_(part)
-        array = np.zeros((64, 32), dtype=np.float32)
-        self.read = nn.Parameter(torch.from_numpy(array))
-        array += 3.0
-        self.cast = nn.Parameter(torch.randn(40, 50, dtype=torch.float64).float())
-        self.same = nn.Parameter(self.cast.data.float())
-        self.drawn = nn.Parameter(torch.empty(33, 65).normal_())
-        self.listed = nn.Parameter(torch.tensor([[1.0, 2.0]] * 900))
-        self.register_buffer("mask", torch.ones(70, 70).tril())
-
-
-@pytest.mark.usefixtures("keep")
-def test_views_from_before_still_are_of_the_parameter() -> None:
-    torch.manual_seed(3)
-    plain = Halves()
-    torch.manual_seed(3)
-    built = onefold.build(Halves)
-    for name, value in plain.state_dict().items():
-        assert torch.equal(built.state_dict()[name], value), name
-    # As in the plain model.
-    assert built.same.data_ptr() == built.cast.data_ptr()
 
 
 @pytest.mark.usefixtures("keep")
@@ -186,53 +146,6 @@ def test_a_run_with_it_is_the_same(tmp_path: Path, precision: str | None) -> Non
         )
         assert found == alone, (keep, exchange)
     assert not list(tmp_path.iterdir())
-
-
-class Wide(nn.Module):
-    """64 MiB in 16 layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(1024, 1024, bias=False) for _ in range(16))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-def status_bytes(name: str) -> int:
-    """A number of /proc/self/status, which are in KiB there."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
-
-
-def taken_until_built() -> float:
-    """The most that a process takes until it has its Trainer, as a part of the model."""
-    # What the first layer, the first update and the first message load is none of the model's.
-    small = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
-    torch.optim.SGD(small.parameters(), lr=0.1).step()
-    onefold.Trainer(
-        small, torch.optim.SGD(small.parameters()), lambda model, x: model(x), shards=4, threads=1
-    )
-    Path("/proc/self/clear_refs").write_text("5")  # the most so far is forgotten
-    before = status_bytes("VmHWM")
-    model = onefold.build(Wide)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    trainer = onefold.Trainer(
-        model, optimizer, lambda model, x: model(x).mean(dim=1), shards=4, threads=1
-    )
-    most: int = max(trainer.gather(status_bytes("VmHWM") - before))
-    return most / (64 << 20)
-
-
-@pytest.mark.full
-@pytest.mark.processes
-@pytest.mark.parametrize("keep", ["span", "stages"])
-def test_no_device_has_more_than_its_part(keep: KeepName) -> None:
-    found = onefold.launch(taken_until_built, devices="cpu:4", keep=keep, exchange="collective")
-    # A quarter, and a layer while it is drawn; all of the model would be 1.
-    assert found < 0.6
 
 
 @pytest.mark.processes

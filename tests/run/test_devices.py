@@ -173,13 +173,6 @@ def test_a_choice_that_cannot_be_read_is_explained(
         select_devices(choice)
 
 
-def test_the_processor_is_described() -> None:
-    processor = list_devices()[-1]
-    assert processor.name
-    assert processor.count == cores() == len(os.sched_getaffinity(0))
-    assert 0 < processor.free_bytes <= processor.total_bytes
-
-
 @for_each("first", [BROKEN, "raise NVMLError('GPU is lost')", "raise ImportError('no module')"])
 def test_a_machine_without_a_driver_has_no_gpus(machine: Machine, first: str) -> None:
     machine(*ROWS, first=first)
@@ -267,14 +260,6 @@ def test_what_is_hidden_is_not_there(
 ) -> None:
     machine(*how.get("rows", ROWS), **{name: how[name] for name in how if name != "rows"})
     assert free() == expected
-
-
-def test_a_choice_counts_what_is_visible(machine: Machine) -> None:
-    machine(*ROWS, visible="3,1")
-    assert chosen(1) == ("cuda:1",)
-    assert chosen("auto") == ("cuda:0", "cuda:1")
-    with pytest.raises(LaunchError, match="this machine has cuda:0, cuda:1"):
-        select_devices("cuda:3")
 
 
 # Where PyTorch is asked

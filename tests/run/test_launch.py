@@ -16,7 +16,7 @@ import torch
 import onefold
 from onefold.core.options import RunOptions
 from onefold.core.world import World
-from onefold.errors import LaunchError, RunFailed
+from onefold.errors import LaunchError
 from tests.tables import for_each
 
 processes = pytest.mark.processes
@@ -49,11 +49,6 @@ def ranks(extra: int) -> tuple[int, str, int]:
     return int(os.environ["RANK"]) + extra, os.environ["WORLD_SIZE"], torch.get_num_threads()
 
 
-def fail() -> None:
-    if os.environ["RANK"] == "1":
-        raise LookupError("not here")
-
-
 @processes
 def test_the_leads_result_comes_back(capfd: pytest.CaptureFixture[str]) -> None:
     rank, size, _ = onefold.launch(ranks, devices="cpu:2", args=(10,))
@@ -62,33 +57,17 @@ def test_the_leads_result_comes_back(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 @processes
-def test_a_closure_can_be_launched() -> None:
-    number = 41
-    assert onefold.launch(lambda: number + 1, devices=["cpu"]) == 42
-
-
-@processes
-def test_a_failure_comes_back_with_its_traceback() -> None:
-    with pytest.raises(RunFailed, match=r"device 1 .* LookupError: not here\nTraceback") as caught:
-        onefold.launch(fail, devices="cpu:2")
-    assert caught.value.exit_code == 1
-
-
-@processes
-@pytest.mark.parametrize("exchange", ["shared", "collective"])
-def test_auto_takes_no_more_devices_than_shards(tmp_path: Path, exchange: str) -> None:
+@for_each(
+    ("devices", "code", "words"),
+    [("auto", 0, ""), ("2", 1, "ValueError: 2 devices cannot share 1 shards")],
+)
+def test_there_are_no_more_devices_than_shards(
+    devices: str, code: int, words: str, tmp_path: Path
+) -> None:
     (tmp_path / "train.py").write_text(TRAINING.format(shards=1))
-    done = cli("run", "--devices", "auto", "--exchange", exchange, "train.py", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("1 ")
-
-
-@processes
-def test_more_devices_than_shards_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(TRAINING.format(shards=1))
-    done = cli("run", "--devices", "2", "train.py", cwd=tmp_path)
-    assert done.returncode == 1
-    assert "ValueError: 2 devices cannot share 1 shards" in done.stderr
+    done = cli("run", "--devices", devices, "train.py", cwd=tmp_path)
+    assert (done.returncode, words in done.stderr) == (code, True), done.stderr
+    assert done.stdout.startswith("1 " if not code else "")
 
 
 @processes
@@ -107,18 +86,13 @@ def test_the_scripts_own_arguments_and_the_trace(tmp_path: Path) -> None:
 
 BAD: list[tuple[Sequence[str], str]] = [
     (("run", "nowhere.py"), "there is no script nowhere.py"),
-    (("verify", "nowhere.py"), "there is no script nowhere.py"),
     (("run", "--devices", "0", "x.py"), "expected at least one device"),
-    (("run", "--devices", "two", "x.py"), "'two' is none of these"),
-    (("run", "--devices", "cuda:0", "x.py"), "cuda:0 is not there: this machine has no GPU"),
     (("run", "--exchange", "pigeon", "x.py"), "expected the exchange to be auto, shared or"),
-    (("run", "--timeout", "-1", "x.py"), "expected the timeout to be more than 0"),
     (
         ("run", "--timeout", "1e12", "x.py"),
         "expected the timeout to be finite and at most 2073600 s",
     ),
     (("run", "--checkpoint", "c", "--grace", "inf", "x.py"), "expected the grace to be finite"),
-    (("verify", "--timeout", "1e300", "x.py"), "expected the timeout to be finite and at most"),
     (("run", "--trace", "x.py", "x.py"), "x.py is there, and is not a trace that onefold wrote"),
     (("run", "--trace", "no/where", "x.py"), "there is no folder"),
     (("verify", "--steps", "0", "x.py"), "expected at least one step"),
@@ -137,11 +111,6 @@ def test_bad_arguments_are_refused_before_any_work(
     assert "the script was started" not in done.stderr
 
 
-def test_launch_options_are_checked() -> None:
-    with pytest.raises(ValueError, match="auto, shared or collective"):
-        RunOptions(exchange="pigeon")  # type: ignore[arg-type]
-
-
 @for_each(("command", "devices"), [("run", "3"), ("verify", "3,5")])
 def test_the_environment_decides_what_is_kept_where_the_command_does_not(
     command: str, devices: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -158,38 +127,22 @@ def test_the_environment_decides_what_is_kept_where_the_command_does_not(
     assert "expected keep to be one of all, span, host, stages, got 'some'" in refused.stderr
 
 
-def test_launch_keeps_what_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ONEFOLD_KEEP", "stages:2")
-    with pytest.raises(ValueError, match=r"a multiple of 2 with --keep stages:2, .* got 3"):
-        onefold.launch(ranks, devices="cpu:3", args=(0,))
-    with pytest.raises(ValueError, match=r"a multiple of 4 with --keep stages:4, .* got 3"):
-        onefold.launch(ranks, devices="cpu:3", args=(0,), keep="stages:4")
-
-
 @for_each(
     ("asked", "said", "launcher"),
-    [("span", "all", "onefold"), ("span", "host", "torch"), (None, "all", "torch")],
+    [
+        ("span", "all", "onefold"),
+        ("span", "host", "torch"),
+        (None, "all", "torch"),
+        ("span", "all", "torch"),
+    ],
 )
 def test_the_command_decides_what_is_kept(
     asked: str | None, said: str, launcher: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = World(size=2, launcher=launcher, options=RunOptions(keep=said))
     monkeypatch.setattr("onefold.run.launch.current_world", lambda: world)
-    assert onefold.launch(lambda: 42, keep=asked) == 42
-
-
-def test_what_another_launcher_was_not_asked_to_keep_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    world = World(size=2, launcher="torch")
-    monkeypatch.setattr("onefold.run.launch.current_world", lambda: world)
-    with pytest.raises(LaunchError, match="Set ONEFOLD_KEEP=span for all of its processes"):
-        onefold.launch(lambda: 42, keep="span")
-
-
-@processes
-def test_devices_are_shown(tmp_path: Path) -> None:
-    done = cli("devices", cwd=tmp_path)
-    assert done.returncode == 0
-    assert "memory free" in done.stdout
-    assert "cpu" in done.stdout
+    if (asked, said, launcher) == ("span", "all", "torch"):  # it was not asked to
+        with pytest.raises(LaunchError, match="Set ONEFOLD_KEEP=span for all of its processes"):
+            onefold.launch(lambda: 42, keep=asked)
+    else:
+        assert onefold.launch(lambda: 42, keep=asked) == 42

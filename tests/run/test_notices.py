@@ -14,12 +14,9 @@ from pathlib import Path
 import pytest
 
 import onefold
-from onefold.core.options import RunOptions
-from onefold.core.world import World
 from onefold.errors import LaunchError
 from onefold.run.world import read_world
 from onefold.system.process import requests_by_signals
-from tests.run.test_other_launchers import free_port, torch_protocol
 from tests.small import make_trainer, points
 from tests.tables import for_each
 
@@ -61,26 +58,6 @@ def test_a_notice_is_agreed_on_in_the_next_step(
     assert again.asked_to_stop
 
 
-def test_the_second_request_does_what_the_signal_does(
-    noticing: Callable[[str], onefold.Trainer],
-) -> None:
-    came: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
-    trainer = noticing("TERM")
-    os.kill(os.getpid(), signal.SIGTERM)
-    assert came == []
-    os.kill(os.getpid(), signal.SIGTERM)
-    assert came == [signal.SIGTERM]
-    trainer.close()
-
-
-def test_without_the_variable_a_signal_is_the_scripts(
-    noticing: Callable[[str], onefold.Trainer],
-) -> None:
-    noticing("")
-    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
-
-
 @for_each("names", ["KILL", "usr1", "10", "USR1,STOP"])
 def test_a_signal_that_nobody_can_take_is_refused(names: str) -> None:
     words = "ONEFOLD_STOP_SIGNAL.*expected some of INT, TERM, HUP, USR1, USR2"
@@ -98,18 +75,6 @@ def test_a_trainer_of_another_thread_takes_no_signals(
     assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
 
 
-def test_the_option_travels() -> None:
-    options = RunOptions(stop_signals=("USR1",))
-    assert options.may_stop
-    assert World.from_json(World(options=options).to_json()).options == options
-
-
-def bits_of_one(folder: Path) -> str:
-    folder.mkdir()
-    subprocess.run([sys.executable, SCRIPT, folder, "0", str(LAST)], check=True, timeout=600)
-    return (folder / "bits").read_text()
-
-
 def written(path: Path, by: subprocess.Popen[str]) -> str:
     for _ in range(1200):
         if path.exists() and (text := path.read_text()):
@@ -119,36 +84,14 @@ def written(path: Path, by: subprocess.Popen[str]) -> str:
     pytest.fail(f"{path} was not written")
 
 
-def start(folder: Path, words: tuple[str, ...], seconds: str, **more: str) -> subprocess.Popen[str]:
+def start(folder: Path, seconds: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, *words, SCRIPT, folder, seconds, str(LAST)],
+        [sys.executable, *TORCHRUN, SCRIPT, folder, seconds, str(LAST)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "ONEFOLD_STOP_SIGNAL": "USR1,TERM", **more},
+        env={**os.environ, "ONEFOLD_STOP_SIGNAL": "USR1,TERM"},
     )
-
-
-@pytest.mark.full
-@pytest.mark.processes
-@pytest.mark.timeout(170)
-def test_one_notice_stops_all_devices_after_the_same_step(tmp_path: Path) -> None:
-    expected, folder = bits_of_one(tmp_path / "one"), tmp_path / "two"
-    folder.mkdir()
-
-    def pair(seconds: str) -> list[subprocess.Popen[str]]:
-        port = free_port()
-        return [start(folder, (), seconds, **torch_protocol(rank, port)) for rank in (0, 1)]
-
-    first = pair("0.1")
-    pids = [int(written(folder / f"pid-{n}", each)) for n, each in enumerate(first)]
-    os.kill(pids[1], signal.SIGUSR1)
-    said = [process.communicate(timeout=600) for process in first]
-    assert [process.returncode for process in first] == [75, 75], said
-    stopped = {(folder / f"stopped-{rank}").read_text() for rank in (0, 1)}
-    assert len(stopped) == 1
-    said = [process.communicate(timeout=600) for process in pair("0")]
-    assert (folder / "bits").read_text() == expected, said
 
 
 @pytest.mark.processes
@@ -157,9 +100,11 @@ def test_one_notice_stops_all_devices_after_the_same_step(tmp_path: Path) -> Non
 @pytest.mark.parametrize("who", ["one", "all", "torchrun"])
 def test_a_notice_under_torchrun(who: str, tmp_path: Path) -> None:
     """To the process of one device, to those of all, and to torchrun itself, which ends them."""
-    expected, folder = bits_of_one(tmp_path / "one"), tmp_path / "two"
+    alone, folder = tmp_path / "one", tmp_path / "two"
+    alone.mkdir()
     folder.mkdir()
-    first = start(folder, TORCHRUN, "0.1")
+    subprocess.run([sys.executable, SCRIPT, alone, "0", str(LAST)], check=True, timeout=600)
+    first = start(folder, "0.1")
     pids = [int(written(folder / f"pid-{rank}", first)) for rank in (0, 1)]
     if who == "torchrun":
         first.send_signal(signal.SIGTERM)
@@ -170,7 +115,7 @@ def test_a_notice_under_torchrun(who: str, tmp_path: Path) -> None:
     stopped = [(folder / f"stopped-{rank}").read_text() for rank in (0, 1)]
     assert stopped[0] == stopped[1], said
     assert 0 < int(stopped[0]) < LAST
-    again = start(folder, TORCHRUN, "0")
+    again = start(folder, "0")
     said = again.communicate(timeout=120)
     assert again.returncode == 0, said
-    assert (folder / "bits").read_text() == expected
+    assert (folder / "bits").read_text() == (alone / "bits").read_text()

@@ -72,10 +72,6 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_nobody_looks_on_who_was_not_asked_to(found: Found) -> None:
-    assert found() == []
-
-
 # The trace
 
 
@@ -97,30 +93,14 @@ def test_a_line_is_written_for_each_step(
             model.weight.add_(1)  # type: ignore[operator, union-attr]
         prints.append(fingerprint_of(tensor_digests(named_tensors(model))))
         trace(step(number, loss=number / 3), SPANS)
-    assert lines(tmp_path / "trace") == [
+    trace(step(11, math.nan, {"accuracy": torch.tensor(0.25, dtype=torch.float64)}), SPANS)
+    *first, last = lines(tmp_path / "trace")
+    assert (math.isnan(last["loss"]), last["values"]) == (True, {"accuracy": 0.25})
+    assert first == [
         {"step": 9, "epoch": 0, "loss": 3.0, "samples": 32, "fingerprint": prints[0]},
         {"step": 10, "epoch": 1, "loss": 10 / 3, "samples": 32, "fingerprint": prints[1]},
     ]
     assert prints[0] != prints[1]
-
-
-def test_values_beside_the_loss_are_written_where_there_are_some(
-    found: Found, tmp_path: Path
-) -> None:
-    (trace,) = found(trace=str(tmp_path / "trace"))
-    trace(step(1, values={"accuracy": torch.tensor(0.25, dtype=torch.float64)}), SPANS)
-    trace(step(2), SPANS)
-    first, second = lines(tmp_path / "trace")
-    assert first["values"] == {"accuracy": 0.25}
-    assert list(first) == ["step", "epoch", "loss", "samples", "values", "fingerprint"]
-    assert "values" not in second
-
-
-def test_a_loss_that_is_no_number_is_written_as_well(found: Found, tmp_path: Path) -> None:
-    """That of a step which was skipped."""
-    (trace,) = found(trace=str(tmp_path / "trace"))
-    trace(step(1, loss=math.nan), SPANS)
-    assert math.isnan(lines(tmp_path / "trace")[0]["loss"])
 
 
 @pytest.mark.parametrize(("done", "kept"), [(0, []), (2, [1, 2]), (9, [1, 2, 3])])
@@ -135,46 +115,7 @@ def test_a_trace_begins_where_the_run_does(
     assert [line["step"] for line in lines(path)] == kept
 
 
-def test_steps_that_are_made_again_take_the_place_of_the_first_ones(
-    found: Found, tmp_path: Path
-) -> None:
-    """A script has gone back to a checkpoint, and then on from a later one."""
-    path = tmp_path / "trace"
-    (trace,) = found(trace=str(path))
-    for number, loss in [(1, 1.0), (2, 1.0), (3, 1.0), (2, 5.0), (3, 5.0), (7, 5.0)]:
-        trace(step(number, loss), SPANS)
-    found_lines = [(line["step"], line["loss"]) for line in lines(path)]
-    assert found_lines == [(1, 1.0), (2, 5.0), (3, 5.0), (7, 5.0)]
-
-
 # The comparison of runs
-
-
-def compared(tmp_path: Path, **more: Any) -> dict[str, Any]:
-    return {"probe": str(tmp_path), "probe_run": "a", "probe_steps": 2, **more}
-
-
-def test_a_comparison_notes_the_begin_and_so_many_steps(found: Found, tmp_path: Path) -> None:
-    (probe,) = found(**compared(tmp_path), probe_records=True)
-    assert [line["step"] for line in lines(tmp_path / "a-0.jsonl")] == [0]
-    for number in (11, 12, 13):  # a script may go on from a checkpoint
-        probe(step(number, loss=number), SPANS)
-    assert [(line["step"], line["loss"]) for line in lines(tmp_path / "a-0.jsonl")] == [
-        (0, None),
-        (1, 11.0),
-        (2, 12.0),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("rank", "mathematics", "observers_found"), [(0, "", 1), (1, "", 0), (0, "float64", 0)]
-)
-def test_the_lead_notes(
-    found: Found, tmp_path: Path, rank: int, mathematics: str, observers_found: int
-) -> None:
-    options = compared(tmp_path, probe_mathematics=mathematics)
-    assert len(found(rank=rank, **options)) == observers_found
-    assert (tmp_path / "a-0.jsonl").exists() is bool(observers_found)
 
 
 # The timeline
@@ -193,16 +134,3 @@ def test_a_folder_that_a_cleaner_has_removed_does_not_end_the_run(
 ) -> None:
     assert found(timeline_parts=str(tmp_path / "gone")) == []
     assert "gone was removed meanwhile: this trainer is missing in the timeline" in caplog.text
-
-
-def test_they_are_told_in_one_order(found: Found, tmp_path: Path) -> None:
-    (tmp_path / "parts").mkdir()
-    options = compared(tmp_path, trace=str(tmp_path / "trace"))
-    made = found(timeline_parts=str(tmp_path / "parts"), **options)
-    assert len(made) == 3
-    made[0](step(1), SPANS)
-    assert len(list((tmp_path / "parts").iterdir())) == 1
-    made[1](step(1), SPANS)
-    assert len(lines(tmp_path / "trace")) == 1
-    made[2](step(1), SPANS)
-    assert len(lines(tmp_path / "a-0.jsonl")) == 2

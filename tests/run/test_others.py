@@ -111,18 +111,6 @@ def test_who_is_alone_by_right_may_train(name: str, monkeypatch: pytest.MonkeyPa
     assert read_world(NOT_REFUSED[name]) == World()
 
 
-@for_each("name", [*PROCESSES, *NODES])
-def test_a_device_of_a_run_is_not_alone(name: str) -> None:
-    """Of `onefold run`, and of torchrun, inside of such a job."""
-    around = PROCESSES.get(name) or NODES[name]
-    mine = World(rank=1, size=2, launcher="onefold")
-    assert read_world({**around, "ONEFOLD_WORLD": mine.to_json()}) == mine
-    torchrun = {"RANK": "1", "WORLD_SIZE": "6", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-    place = {"MASTER_ADDR": "a", "MASTER_PORT": "1"}
-    world = read_world({**around, **torchrun, **place})
-    assert (world.rank, world.size, world.others, world.refusal) == (1, 6, "", "")
-
-
 @for_each(
     ("environment", "words"),
     [

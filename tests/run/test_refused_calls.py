@@ -71,12 +71,6 @@ def test_a_worker_is_watched_and_killed_without_pidfds(
     os.close(writer)
 
 
-def test_other_errors_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    refusing(errno.EMFILE, "memfd_create", monkeypatch)
-    with pytest.raises(OSError, match="Too many open files"):
-        memory_file()
-
-
 @for_each("number", NUMBERS)
 def test_memory_without_memfds(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     before = set(os.listdir("/dev/shm"))

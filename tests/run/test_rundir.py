@@ -41,25 +41,6 @@ def write_all(logs: Logs, ranks: range, text: bytes) -> None:
         os.write(descriptor, text)
 
 
-def test_logs_of_others_stay_as_they_are(tmp_path: Path) -> None:
-    """Two runs at a time, one of before, and somebody's own files."""
-    (tmp_path / "device-2.log").write_text("somebody's")
-    with closing(Logs(tmp_path, range(1, 3))) as one, closing(Logs(tmp_path, range(1, 2))) as two:
-        assert (one.size(), one.descriptor(0)) == (0, None)
-        write_all(one, range(1, 3), b"one")
-        write_all(two, range(1, 2), b"two")
-        assert (one.number, two.number, one.size()) == (2, 1, 6)
-    with closing(Logs(tmp_path, range(1, 2))) as three:
-        assert three.pattern == str(tmp_path / "device-*.run-3.log")
-    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
-        "device-1.log": "two",
-        "device-2.log": "somebody's",
-        "device-1.run-2.log": "one",
-        "device-2.run-2.log": "one",
-        "device-1.run-3.log": "",
-    }
-
-
 @for_each("there", [True, False])
 def test_a_log_follows_no_link(tmp_path: Path, there: bool) -> None:
     target, folder = tmp_path / "notes.txt", tmp_path / "logs"

@@ -40,15 +40,6 @@ def without(name: str) -> dict[str, str]:
     return {key: value for key, value in SRUN.items() if key != name}
 
 
-def test_a_task_of_srun_is_a_device_of_a_run() -> None:
-    world = read_world(SRUN)
-    assert (world.rank, world.size, world.local_rank, world.local_size) == (5, 6, 1, 2)
-    assert (world.launcher, world.launched, world.one_host) == ("torch", True, False)
-    assert world.address.startswith("gpu03:")
-    assert 10_000 <= int(world.address.partition(":")[2]) < 30_000
-    assert world.run_id == "slurm-4711-0-0"
-
-
 ALONE: dict[str, dict[str, str]] = {
     "the script of a job": SBATCH,
     "the shell of salloc": {"SLURM_JOB_ID": "4711", "SLURM_NTASKS": "4", "SLURM_NNODES": "1"},
@@ -140,18 +131,6 @@ def test_a_task_whose_place_cannot_be_read_is_refused(
 ) -> None:
     with pytest.raises(LaunchError, match=words):
         read_world(environment)
-
-
-@for_each(
-    ("environment", "size"),
-    [
-        ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "2(x3),1", "SLURM_NODEID": "3"}, 1),
-        ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "4(x2)", "SLURM_NODEID": "1"}, 4),
-        (without("SLURM_STEP_TASKS_PER_NODE") | {"SLURM_NTASKS_PER_NODE": "3"}, 3),
-    ],
-)
-def test_how_many_tasks_a_node_has(environment: dict[str, str], size: int) -> None:
-    assert read_world(environment).local_size == size
 
 
 def test_a_pod_of_several_processes_needs_torchrun() -> None:

@@ -20,7 +20,7 @@ from onefold.core.options import RunOptions
 from onefold.errors import LaunchError
 from onefold.run.crew import Outcome
 from onefold.run.devices import Selection
-from onefold.run.launch import newest_step, supervise, words_of_restart
+from onefold.run.launch import supervise
 from onefold.watch.timeline import TimelinePart, name_row, slice_of
 from tests.tables import for_each
 
@@ -171,23 +171,6 @@ os._exit(0)
     assert not stat.exists() or ") Z" in stat.read_text()
 
 
-def test_a_worker_that_has_left_its_group_is_ended(start: Start, tmp_path: Path) -> None:
-    pid = tmp_path / "pid"
-    lines = f"""
-if world["rank"] == 1:
-    time.sleep(0.5)
-    sys.exit(1)
-child = subprocess.Popen(["sleep", "600"], process_group=0)
-os.setpgid(0, child.pid) if os.getpid() != os.getsid(0) else None
-pathlib.Path({str(pid)!r}).write_text(f"{{os.getpid()}} {{child.pid}}")
-time.sleep(600)
-"""
-    assert start(lines).exit_code == 1
-    worker, child = map(int, pid.read_text().split())
-    assert is_collected(worker)
-    os.kill(child, signal.SIGKILL)  # it has made itself independent, and is this test's to end
-
-
 # Starts after failures
 
 
@@ -220,37 +203,6 @@ sys.exit(1)
 """
     outcome = start(lines, devices=1, checkpoint=str(tmp_path / "checkpoints"), restarts=2)
     assert (outcome.exit_code, list(map(int, tries.read_text().split()))) == (code, left_out)
-
-
-@for_each(
-    ("failed_in", "words"),
-    [
-        ([], ""),
-        ([6], ""),
-        ([6, 7], ""),
-        ([6, 6, 9], ""),
-        ([6, 6], "one checkpoint further back than the newest: it failed in step 6 2 times"),
-        ([3, 6, 6, 6], "2 checkpoints further back than the newest: it failed in step 6 3 times"),
-        ([-1, -1], "one checkpoint further back than the newest: it failed before the first step"),
-    ],
-)
-def test_it_is_said_how_far_it_goes_back_and_why(failed_in: list[int], words: str) -> None:
-    said = words_of_restart(failed_in)
-    assert said.startswith(f", {words}" if words else "")
-    assert bool(said) == bool(words)
-
-
-def test_how_far_a_run_has_come_is_seen_by_its_checkpoints(tmp_path: Path) -> None:
-    assert newest_step("") == newest_step(str(tmp_path)) == newest_step(str(tmp_path / "no")) == -1
-    for name in (
-        "step-00000003",
-        "step-00000012",
-        "step-00000007.part",
-        ".step-00000099",
-        "step-x",
-    ):
-        (tmp_path / name).mkdir()
-    assert newest_step(str(tmp_path)) == 12
 
 
 @for_each(
@@ -310,18 +262,6 @@ def test_a_good_run_leaves_nothing_and_a_bad_one_its_logs(start: Start, temporar
     assert left == Path(outcome.logs, "device-1.log")
     assert left.read_text() == "words of a device\n"
     assert [path.name for path in temporary.iterdir()] == [left.parent.name]
-
-
-def test_logs_of_two_runs_in_one_folder_stay_apart(
-    start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    logs = tmp_path / "logs"
-    assert start("", logs=str(logs)).exit_code == 0
-    assert capsys.readouterr().err == ""
-    outcome = start("sys.exit(1)", logs=str(logs))
-    assert outcome.logs == str(logs / "device-*.run-2.log")
-    assert outcome.logs in capsys.readouterr().err
-    assert sorted(each.name for each in logs.iterdir()) == ["device-1.log", "device-1.run-2.log"]
 
 
 @for_each("option", ["trace", "profile"])
@@ -439,11 +379,3 @@ def test_a_run_that_saves_itself_is_asked_to(
     outcome = start(STOPS.format(ready=str(ready)), saves=True)
     assert outcome.exit_code == 75
     assert outcome.message == f"stopped by {number.name} after step -2 and saved"
-
-
-def test_nohup_is_heeded(start: Start, tmp_path: Path, signalled: Callable[..., None]) -> None:
-    ready = tmp_path / "ready"
-    with handled(signal.SIGHUP, signal.SIG_IGN):
-        signalled(ready, signal.SIGHUP, signal.SIGHUP, signal.SIGTERM)
-        outcome = start(STOPS.format(ready=str(ready)), saves=True)
-    assert outcome.message.startswith("stopped by SIGTERM")

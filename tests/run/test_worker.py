@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
-import textwrap
 from pathlib import Path
 
 import pytest
-import torch
 
 import onefold
 from onefold.core.world import World
-from onefold.errors import LaunchError
-from onefold.run import world
 from onefold.run.world import current_world, take_world
+from tests.small import make_trainer, points
 from tests.tables import for_each
 
-pytestmark = pytest.mark.fresh  # how a process starts is what is tested here
+fresh = pytest.mark.fresh  # how a process starts is what is tested
 
 SOURCE = str(Path(onefold.__file__).parent.parent)
 COMMAND = "from onefold.cli.main import main\nmain()\n"
@@ -50,12 +48,6 @@ def run(
     return done
 
 
-def trainer() -> onefold.Trainer:
-    model = torch.nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return onefold.Trainer(model, optimizer, lambda m, b: m(b).square().mean(dim=1), shards=1)
-
-
 def said_by_child(call: object) -> str:
     """What a call says in a forked child, or the exception that it raises there."""
     reader, writer = os.pipe()
@@ -82,29 +74,30 @@ def test_the_record_of_a_worker_is_taken_out_of_the_environment() -> None:
     assert not take_world(environment).launched
 
 
-@for_each("launcher", ["onefold", "torch"])
-def test_a_forked_child_of_a_device_is_not_the_device(
-    launcher: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mine = World(size=2, launcher=launcher)  # type: ignore[arg-type]
-    monkeypatch.setattr(world, "_own_world", lambda: (mine, parent))
-    parent = os.getpid()
-    assert current_world() is mine
-    words = said_by_child(trainer)
-    assert words.startswith("LaunchError: process ")
-    assert f"was forked from process {parent}, which is device 0 of a run" in words
+def said_by_children_of_a_device() -> list[str]:
+    calls = (
+        lambda: make_trainer(devices=None, shards=1),
+        lambda: onefold.launch(len, devices="cpu:1"),
+        lambda: current_world().launched,
+    )
+    return [str(os.getpid()), *(said_by_child(call) for call in calls)]
 
 
-def test_a_process_of_no_run_may_fork() -> None:
-    assert not current_world().launched
-    assert said_by_child(lambda: current_world().launched) == "False"
+@pytest.mark.processes
+def test_a_forked_child_of_a_device_is_not_the_device() -> None:
+    parent, *said = onefold.launch(said_by_children_of_a_device, devices="cpu:1")
+    for words in said:
+        assert words.startswith("LaunchError: process ")
+        assert f"was forked from process {parent}, which is device 0 of a run" in words
+        assert "only that one is part of the run" in words
+    assert said_by_child(lambda: current_world().launched) == "False", "of no run"
 
 
 def test_a_trainer_is_of_no_use_in_a_forked_child(tmp_path: Path) -> None:
-    mine = trainer()
-    mine.step(torch.ones(2, 4))
+    mine = make_trainer()
+    mine.step(points(8))
     for call in (
-        lambda: mine.step(torch.ones(2, 4)),
+        lambda: mine.step(points(8)),
         lambda: mine.save(tmp_path),
         lambda: mine.load(tmp_path, if_any=True),
         lambda: mine.gather({}),
@@ -114,15 +107,7 @@ def test_a_trainer_is_of_no_use_in_a_forked_child(tmp_path: Path) -> None:
         words = said_by_child(call)
         assert words.startswith(f"RuntimeError: the Trainer was made in process {os.getpid()}")
     assert list(tmp_path.iterdir()) == []
-    assert mine.step(torch.ones(2, 4)).number == 2
-
-
-def test_launching_in_a_forked_child_of_a_device_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(world, "_own_world", lambda: (World(launcher="onefold"), os.getppid()))
-    with pytest.raises(LaunchError, match="only that one is part of the run"):
-        onefold.launch(len, devices="cpu:1")
+    assert mine.step(points(8)).number == 2
 
 
 CHILDREN = """
@@ -164,9 +149,10 @@ if __name__ == "__main__":
 """
 
 
+@fresh
 @pytest.mark.full
 @pytest.mark.processes
-@pytest.mark.parametrize("end", ["SystemExit(0)", "SystemExit(3)", "LookupError('of the child')"])
+@pytest.mark.parametrize("end", ["SystemExit(0)", "LookupError('of the child')"])
 def test_what_a_script_starts_or_forks_is_not_part_of_the_run(tmp_path: Path, end: str) -> None:
     (tmp_path / "train.py").write_text(CHILDREN.replace("{end}", end))
     checkpoint = tmp_path / "checkpoints"
@@ -179,15 +165,14 @@ def test_what_a_script_starts_or_forks_is_not_part_of_the_run(tmp_path: Path, en
 
 
 SHADOWS = ("pickle", "json", "typing_extensions", "sympy", "numpy", "cloudpickle")
-PATH = """
-import json, sys
-import helper
-print(json.dumps(sys.path))
-"""
+PATH = "import json, sys\nimport helper\nprint(json.dumps(sys.path))\n"
 
 
+@fresh
 @pytest.mark.processes
-@pytest.mark.parametrize("how", ["script", "module", "link", "safe"])
+@pytest.mark.parametrize(
+    "how", ["link", *(pytest.param(how, marks=pytest.mark.full) for how in ("module", "safe"))]
+)
 def test_the_current_folder_is_no_place_of_libraries(tmp_path: Path, how: str) -> None:
     folder = tmp_path / "everybodys"
     folder.mkdir()
@@ -206,49 +191,21 @@ def test_the_current_folder_is_no_place_of_libraries(tmp_path: Path, how: str) -
     assert path[how != "safe"] == SOURCE, "an entry of somebody else was overwritten"
 
 
-CALL = textwrap.dedent("""
-    import os, pathlib, shutil, tempfile, time
-    import onefold
-
-    def work(seconds):
-        for each in pathlib.Path(tempfile.gettempdir()).iterdir():
-            shutil.rmtree(each, ignore_errors=True)
-        time.sleep(seconds)
-        return os.getpid()
-
-    if __name__ == "__main__":
-        ready = os.environ["READY"]
-        print(onefold.launch(lambda: (pathlib.Path(ready).touch(), work({seconds}))[1],
-              devices="cpu:2") != os.getpid())
-""")
+def clean_up_and_return() -> int:
+    """As a cleaner of temporary files does meanwhile."""
+    for each in Path(tempfile.gettempdir()).iterdir():
+        shutil.rmtree(each, ignore_errors=True)
+    return os.getpid()
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("stopped", [False, True])
-def test_a_call_needs_no_file_and_leaves_none(tmp_path: Path, stopped: bool) -> None:
-    """A cleaner removes all temporary files meanwhile; SIGTERM does in the end what it does."""
-    script, temporary = tmp_path / "call.py", tmp_path / "temporary"
-    script.write_text(CALL.replace("{seconds}", "600" if stopped else "0"))
-    temporary.mkdir()
-    variables = {
-        "TMPDIR": str(temporary),
-        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path),
-        "READY": str(tmp_path / "ready"),
-    }
-    with subprocess.Popen(
-        [sys.executable, str(script)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **variables},
-    ) as process:
-        if stopped:
-            while not (tmp_path / "ready").exists():
-                assert process.poll() is None
-            process.terminate()
-        output, errors = process.communicate(timeout=600)
-    assert (process.returncode, output) == ((-15, "") if stopped else (0, "True\n")), errors
-    assert list(temporary.iterdir()) == []
+def test_a_call_needs_no_file_and_leaves_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    assert onefold.launch(clean_up_and_return, devices="cpu:1") != os.getpid()
+    assert [each for each in tmp_path.iterdir() if not each.name.startswith("torch")] == []
 
 
 ENDS = """
@@ -284,6 +241,7 @@ if last and sys.argv[1] == "thread":
     [
         ("exit", 1, "onefold: device 1 ended by sys.exit(0) in step 1, which all devices must do"),
         ("silent", 1, "failed in step 1: Silent: its message cannot be shown, as its own str()"),
+        ("thread", 0, "waits for its threads 'uploads', which are no daemons"),
     ],
 )
 def test_the_end_of_one_device_is_told_as_what_it_was(
@@ -294,12 +252,3 @@ def test_the_end_of_one_device_is_told_as_what_it_was(
     done = run(tmp_path, *options, "ends.py", how)
     assert done.returncode == code
     assert words in done.stderr
-
-
-def test_threads_that_a_finished_run_waits_for_are_named(tmp_path: Path) -> None:
-    """Which are another device's; the run ends well as soon as they have ended."""
-    (tmp_path / "ends.py").write_text(ENDS)
-    done = run(tmp_path, "--devices", "cpu:2", "ends.py", "thread")
-    assert done.returncode == 0, done.stderr
-    assert "the script has ended, and device 1" in done.stderr
-    assert "waits for its threads 'uploads', which are no daemons" in done.stderr
