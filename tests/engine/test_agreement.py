@@ -11,8 +11,6 @@ import torch
 from torch import nn
 
 import onefold
-from onefold.core.head import plan_number
-from onefold.core.shard import Plan
 from onefold.engine.agreement import GroupSettings
 from onefold.errors import DisagreementError
 from tests import simulated
@@ -73,11 +71,6 @@ def test_what_settles_everything_asks_for_nothing_of_it(tmp_path: Path) -> None:
     trainer.step(points(8))  # nobody else could have others
     with trainer.changing(), pytest.raises(RuntimeError, match=r"^trainer.step was called inside"):
         trainer.step(points(8))
-
-
-def test_plans_have_different_numbers() -> None:
-    plans = [Plan(counts) for counts in ((4,), (2, 2), (3, 1), (1, 3), (2, 1, 1))]
-    assert len(set(map(plan_number, plans))) == len(plans)
 
 
 # The settings of an optimizer's groups, as a number that tells them apart.

@@ -224,19 +224,6 @@ def test_with_one_shard_numbers_of_float64_are_those_of_the_plain_loop() -> None
 
 
 @both
-def test_buffers_keep_their_identity_and_shape(devices: int) -> None:
-    def note(module: Noting, inputs: torch.Tensor) -> None:
-        module.image.add_(inputs.mean())
-
-    image = torch.zeros(1, 2, 3, 4).to(memory_format=torch.channels_last)
-    module = Noting(note, image=image, nothing=torch.zeros(0), scalar=torch.tensor(1.5))
-    step(module, devices)
-    assert module.image is image
-    assert module.image.is_contiguous(memory_format=torch.channels_last)
-    assert (module.nothing.shape, module.scalar.shape) == ((0,), ())
-
-
-@both
 @for_each(
     ("value", "came"),
     [

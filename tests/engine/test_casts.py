@@ -101,21 +101,6 @@ def test_nothing_that_autocast_casts_counts_as_sure() -> None:
 
 
 @for_each(
-    ("name", "args", "unsure"),
-    [
-        ("linear", (), True),
-        ("softmax", (), False),
-        ("to", (torch.bfloat16,), False),
-        ("float", (), False),
-    ],
-)
-def test_what_is_made_of_what_is_sure(name: str, args: Any, unsure: bool) -> None:
-    with torch.autocast("cpu", torch.bfloat16):
-        assert gives_unsure(name, args, {}, [(ROW, False)], "cpu") == unsure
-    assert not gives_unsure(name, args, {}, [(ROW, False)], "cpu")
-
-
-@for_each(
     ("name", "other", "unsure"),
     [
         ("add", ROW, False),

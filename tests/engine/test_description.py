@@ -111,23 +111,6 @@ def test_other_hashes_of_text_are_a_warning(caplog: pytest.LogCaptureFixture) ->
     assert [m for m in caplog.messages if "set PYTHONHASHSEED=0" in m]
 
 
-@for_each(
-    ("what", "value"),
-    [
-        ("the kind of device", "cpu"),
-        ("the threads of a device", "1 (Trainer(threads=...))"),
-        ("the version of torch", torch.__version__),
-        ("the default dtype", "torch.float32"),
-        ("the precision of matrix products", "highest"),
-    ],
-)
-def test_what_bits_depend_on_beside_the_script_is_compared(what: str, value: str) -> None:
-    found = said()
-    assert found[what] == value
-    with pytest.raises(DisagreementError, match=rf"^{what} is .* and other on device 1"):
-        compared(found, {**found, what: "other"})
-
-
 def test_scripts_may_set_the_precision_of_products_for_one_kind_of_device() -> None:
     """Asked in the old way after it was set in the new one, PyTorch raises."""
     matmul = torch.backends.cuda.matmul

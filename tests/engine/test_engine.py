@@ -154,22 +154,6 @@ def test_a_model_whose_update_broke_off_is_not_saved_until_it_is_loaded(tmp_path
     trainer.save(tmp_path)
 
 
-def test_a_step_that_broke_off_before_its_update_has_torn_nothing(tmp_path: Path) -> None:
-    spoils = [True]
-
-    def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
-        return square(model, batch) * (torch.nan if spoils[0] else 1.0)
-
-    trainer = make_trainer(loss=loss)
-    before = trainer.fingerprint()
-    with pytest.raises(onefold.errors.LossError, match="step 1, shard 0 is nan"):
-        trainer.step(points(8))
-    assert trainer.fingerprint() == before
-    trainer.save(tmp_path)
-    spoils[0] = False
-    assert trainer.step(points(8)).number == 1
-
-
 @for_each(
     ("error", "words"),
     [

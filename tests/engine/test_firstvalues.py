@@ -17,7 +17,7 @@ from torch import nn
 from onefold.core.flat import lay_out
 from onefold.core.recipe import Around, Made, Recipe, Reference, View
 from onefold.engine.assembly import values_of_entry
-from onefold.engine.firstvalues import Undrawn, put_off, reveal, revealed, undrawn_of
+from onefold.engine.firstvalues import Undrawn, put_off, undrawn_of
 from onefold.system.heap import BareMemory
 from tests.tables import for_each
 
@@ -85,18 +85,6 @@ def test_what_is_put_in_its_place_counts(parameter: nn.Parameter) -> None:
     assert torch.equal(parameter, torch.full(SHAPE, 2.0))
 
 
-def test_after_an_error_it_still_says_when_it_is_used(parameter: nn.Parameter) -> None:
-    def fail() -> None:
-        with revealed([parameter]):
-            assert type(parameter) is nn.Parameter
-            raise ArithmeticError
-
-    with pytest.raises(ArithmeticError):
-        fail()
-    assert undrawn_of(parameter) is not None
-    assert torch.equal(parameter, expected())
-
-
 def test_who_asks_about_it_draws_nothing(parameter: nn.Parameter) -> None:
     assert (parameter.shape, parameter.stride(), parameter.dtype) == (SHAPE, (50, 1), torch.float32)
     assert parameter.is_contiguous()
@@ -104,18 +92,6 @@ def test_who_asks_about_it_draws_nothing(parameter: nn.Parameter) -> None:
     parameter.requires_grad_(requires_grad=False)
     torch.optim.AdamW([parameter])
     assert undrawn_of(parameter) is not None
-
-
-def test_values_may_go_elsewhere(parameter: nn.Parameter) -> None:
-    values = undrawn_of(parameter)
-    assert values is not None
-    there = torch.empty(SHAPE)
-    values.write_to(there)
-    assert torch.equal(there, expected())
-    parameter.data = there
-    reveal([parameter, nn.Parameter(torch.ones(2))])
-    assert parameter.data_ptr() == there.data_ptr()
-    assert torch.equal(parameter, expected())
 
 
 def test_a_disk_that_is_full_is_told_and_nothing_is_lost(

@@ -272,44 +272,6 @@ def test_with_one_shard_they_may_be_written_to_as_in_a_plain_loop() -> None:
 # Clipping.
 
 
-class TwoPrecisions(nn.Module):
-    """One layer in half precision, one in single."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.low = nn.Linear(3, 90, dtype=torch.bfloat16)
-        self.single = nn.Linear(90, 1)
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return self.single(self.low(inputs.bfloat16()).float().tanh())
-
-
-@for_each(
-    ("build", "limit", "choices"),
-    [
-        (layered, 0.01, {"lr": 0.1, "momentum": 0.9, "fused": False}),
-        (layered, 0.01, {"lr": 0.1, "momentum": 0.9, "fused": True}),
-        (TwoPrecisions, 0.3, {"lr": 1.0}),  # the factor is not rounded to bfloat16 first
-    ],
-)
-def test_clipping_with_one_shard_has_pytorchs_bits(
-    build: Callable[[], nn.Module], limit: float, choices: dict[str, Any]
-) -> None:
-    torch.manual_seed(0)
-    ours = build()
-    theirs = copy.deepcopy(ours)
-    optimizer = torch.optim.SGD(ours.parameters(), **choices)
-    trainer = make_trainer(ours, optimizer=optimizer, shards=1, clip_norm=limit)
-    plain = torch.optim.SGD(theirs.parameters(), **choices)
-    for _ in range(4):
-        trainer.step(points(8))
-        plain.zero_grad()
-        square(theirs, points(8)).mean().backward()
-        clip_grad_norm_(theirs.parameters(), limit)
-        plain.step()
-    assert bits(ours) == bits(theirs)
-
-
 @for_each("foreach", [None, False, True])
 def test_lines_of_a_plain_loop_that_do_nothing_any_more_are_refused(foreach: bool | None) -> None:
     """But for parameters of others; and none are kept alive."""

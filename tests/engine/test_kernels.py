@@ -54,10 +54,6 @@ def in_place() -> Made:
     return model, square
 
 
-def the_loss() -> Made:
-    return line(), torch.compile(square, backend=recorded)
-
-
 def called_by_the_loss() -> Made:
     compiled = torch.compile(square, backend=recorded)
     return line(), lambda model, batch: compiled(model, batch)
@@ -70,7 +66,7 @@ def an_attribute() -> Made:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@for_each("way", [by_function, in_place, the_loss, called_by_the_loss, an_attribute])
+@for_each("way", [by_function, in_place, called_by_the_loss, an_attribute])
 def test_shapes_are_fixed_however_many_there_are(way: Callable[[], Made]) -> None:
     """After a second shape, PyTorch would make code for shapes that vary."""
     torch._dynamo.reset()

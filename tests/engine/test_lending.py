@@ -171,25 +171,6 @@ def read_in_the_block() -> tuple[bool, list[float], list[float], str]:
     return same, array.tolist(), copied[0].bias.tolist(), trainer.fingerprint()
 
 
-def distilled() -> tuple[str, str]:
-    """A student learns from a model that another Trainer of the run has trained."""
-    first = skipping()
-    trained(first, 2)
-    teacher = first.model
-
-    def distil(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            goal = teacher(batch)
-        return (model(batch) - goal).square().mean(dim=1)
-
-    second = trainer_of(lambda: nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Tanh()), distil)
-    with first.whole():
-        for batch in batches(2):
-            second.step(batch)
-    second.barrier()
-    return first.fingerprint(), second.fingerprint()
-
-
 def changed_and_averaged() -> list[Any]:
     trainer = skipping()
     trainer.average(decay=0.5)
@@ -205,24 +186,9 @@ def changed_and_averaged() -> list[Any]:
     return [*found, trained(trainer, 2)]
 
 
-@for_each("work", [read_in_the_block, distilled, changed_and_averaged])
+@for_each("work", [read_in_the_block, changed_and_averaged])
 def test_blocks_of_the_script_come_to_what_one_device_comes_to(work: Callable[[], Any]) -> None:
     assert run(work) == work()
-
-
-def distilled_without_the_block() -> None:
-    first = skipping()
-    second = trainer_of(
-        Skipping, lambda model, batch: (model(batch) - first.model(batch)).mean(dim=1)
-    )
-    second.step(batches(1)[0])
-
-
-def test_a_teacher_that_is_not_there_is_named_where_it_is_used() -> None:
-    words = r"parameter layers.3.weight was read on device \d, .* `with trainer\.whole\(\):`"
-    with pytest.raises(Elsewhere, match=words) as caught:
-        run(distilled_without_the_block)
-    assert any("raised in step 1, shard" in note for note in caught.value.__notes__)
 
 
 # Models that write to parameters

@@ -69,22 +69,17 @@ FOUND: dict[str, dict[str, Loss]] = {
         "nll": lambda v: F.nll_loss(v["x"].log_softmax(1), v["y"], v["w"], reduction="sum"),
         "mse": mse_sum,
         "huber": lambda v: F.huber_loss(v["x"], v["soft"], reduction="sum"),
-        "bce": lambda v: F.binary_cross_entropy(v["x"].sigmoid(), v["soft"], reduction="sum"),
         "bce with logits": lambda v: F.binary_cross_entropy_with_logits(
             v["x"], v["soft"], reduction="sum"
         ),
-        "soft margin": lambda v: F.soft_margin_loss(v["x"], v["each"], reduction="sum"),
         "halved": lambda v: 0.5 * mse_sum(v),
-        "a column": lambda v: mse_sum(v).view(1).squeeze(0),
         "its mean": lambda v: mse_sum(v).mean(),
         "of a variational autoencoder": lambda v: mse_sum(v) - 0.5 * v["x"].exp().sum(),
     },
     "maybe-sum": {
-        "by hand, its mean": lambda v: squares(v).sum().mean(),
         "beside a mean, stacked": lambda v: torch.stack([v["x"].mean(), mse_sum(v)]).mean(),
         "l1": lambda v: F.l1_loss(v["x"], v["soft"], reduction="sum"),
         "by hand": lambda v: squares(v).sum(),
-        "by hand, halved": lambda v: 0.5 * squares(v).sum(),
         "of samples": lambda v: squares(v).mean(1).sum(0),
     },
     "weights": {
@@ -94,7 +89,6 @@ FOUND: dict[str, dict[str, Loss]] = {
     },
     "ignored": {
         "targets": lambda v: F.cross_entropy(v["x"], v["holes"]),
-        "a class": lambda v: F.cross_entropy(v["x"], v["y"], ignore_index=2),
         "tokens": lambda v: F.cross_entropy(v["seq"], v["padded"]),
         "all": lambda v: F.nll_loss(v["x"].log_softmax(1), torch.full((SAMPLES,), -100)),
     },
@@ -103,7 +97,6 @@ FOUND: dict[str, dict[str, Loss]] = {
             v["seq"].transpose(1, 2)[v["mask"]], v["tokens"][v["mask"]]
         ),
         "sum over count": lambda v: (token_losses(v) * v["mask"]).sum() / v["mask"].sum(),
-        "sum over number": lambda v: F.cross_entropy(v["seq"], v["padded"], reduction="sum") / 15,
         "mse by weights": lambda v: F.mse_loss(v["x"], v["soft"], weight=v["each"]),
     },
     "weights-none": {
@@ -114,9 +107,6 @@ FOUND: dict[str, dict[str, Loss]] = {
         "targets": lambda v: 2 * F.cross_entropy(v["x"], v["holes"], reduction="none"),
         "a class": lambda v: F.nll_loss(
             v["x"].log_softmax(1), v["y"], ignore_index=0, reduction="none"
-        ),
-        "means of samples": lambda v: F.cross_entropy(v["seq"], v["padded"], reduction="none").mean(
-            1
         ),
     },
 }
@@ -129,24 +119,15 @@ NOT_FOUND: dict[str, Loss] = {
         v["x"], v["soft"], v["each"], pos_weight=v["w"]
     ),
     "values": ce_values,
-    "values, added up to a mean": lambda v: F.cross_entropy(
-        v["x"], v["holes"], v["w"], reduction="none"
-    ).mean(),
     "a sum over the samples": lambda v: mse_sum(v) / len(v["x"]),
     "a sum times one over the samples": lambda v: squares(v).sum() * (1.0 / SAMPLES),
-    "a sum over the elements": lambda v: squares(v).sum() / v["x"].numel(),
-    "half a sum over the samples": lambda v: -0.5 * squares(v).sum() / len(v["x"]),
     "a sum of each sample": lambda v: squares(v).sum(1),
     "a mean of each sample's own tokens": lambda v: (
         (token_losses(v) * v["mask"]).sum(1) / v["mask"].sum(1)
     ),
     "a penalty beside a mean": lambda v: squares(v).mean() + penalty(v),
-    "a mean of means": lambda v: squares(v).mean(1).mean().mean(),
     "a learned factor": lambda v: squares(v).sum() * v["parameter"][0],
-    "one number of the model": lambda v: v["x"][0, 0],
-    "a maximum": lambda v: v["x"].max(),
     "no graph": lambda v: v["y"].float().sum(),
-    "a leaf": lambda v: v["x"],
     "a mean with its weight": lambda v: losses.cross_entropy(v["x"], v["holes"], v["w"]),
     "a sum that says so": lambda v: onefold.Sum(squares(v).sum()),
     "several terms": lambda v: onefold.Sum(squares(v).sum()) + onefold.Mean(v["x"].sum(), 3),

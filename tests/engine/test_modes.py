@@ -96,32 +96,6 @@ def test_what_a_loss_changes_of_modes_and_frozen_parameters_is_its_shards_alone(
     assert trained(freezing, 1) == trained(freezing, 2)
 
 
-class Merging(nn.Linear):
-    """Adds its other weight to the first one in evaluation mode, as low-rank adapters do."""
-
-    def __init__(self) -> None:
-        super().__init__(3, 3)
-        self.calls: list[bool] = []
-
-    def train(self, mode: bool = True) -> Merging:
-        self.calls.append(mode)
-        super().train(mode)
-        return self
-
-
-def test_what_a_part_does_for_an_evaluation_it_undoes_afterwards() -> None:
-    part, kept = Merging(), Merging()
-    module = nn.Sequential(part, nn.Dropout(0.5), nn.Sequential(kept, nn.Dropout(0.5)), line())
-    kept.eval()
-    module[1].eval()
-    before = [each.training for each in module.modules()]
-    trainer = make_trainer(module)
-    part.calls, kept.calls = [], []
-    trainer.evaluate(scored, data(), batch_size=8)
-    assert (part.calls, kept.calls) == ([False, True], [False])
-    assert [each.training for each in module.modules()] == before
-
-
 # Parts
 
 
@@ -156,19 +130,6 @@ def test_a_model_that_was_given_other_parts_is_refused(
     for call in (lambda: trainer.step(points(8)), lambda: trainer.save("nowhere")):
         with pytest.raises(ValueError, match=words):
             call()
-
-
-def test_parts_without_parameters_may_come_and_go() -> None:
-    module = tied().append(nn.Sequential())
-    trainer = make_trainer(module)
-    for change in (
-        lambda: module.append(nn.Dropout(0.0)),
-        lambda: setattr(module, "4", nn.ReLU()),
-        lambda: module.pop(3),
-    ):
-        change()
-        trainer.step(points(8))
-    assert trainer.steps == 3
 
 
 # State beside the model

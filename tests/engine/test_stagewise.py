@@ -11,9 +11,6 @@ import torch
 from torch import nn
 
 import onefold
-from onefold.core.options import RunOptions
-from onefold.errors import PeerFailed
-from onefold.testing import outcomes
 from tests.engine.lent import (
     FEATURES,
     LAYER_BYTES,
@@ -100,14 +97,6 @@ def looking(model: nn.Module, batch: torch.Tensor) -> dict[str, Any]:
     }
 
 
-def differentiating(model: nn.Module, batch: torch.Tensor) -> dict[str, Any]:
-    """Has gradients computed in an evaluation."""
-    with torch.enable_grad():
-        inputs = batch.clone().requires_grad_()
-        (slopes,) = torch.autograd.grad(model(inputs).square().sum(), inputs)
-    return {"slope": slopes.square().mean(dim=1)}
-
-
 class Attending(nn.Module):
     """A transformer, which PyTorch computes in another way in evaluation."""
 
@@ -123,65 +112,16 @@ class Attending(nn.Module):
         return self.head(self.encoder(tokens, src_key_padding_mask=padding)).flatten(1)  # type: ignore[no-any-return]
 
 
-class AttendingInside(Attending):
-    """Calls a part of a layer and not the layer itself."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        tokens = x.view(len(x), 8, 8)
-        layer: Any = self.encoder.layers[1]
-        return super().forward(x + layer.self_attn(tokens, tokens, tokens)[0].flatten(1))
-
-
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @for_each(
     ("make", "score"),
     [
         (Layered, looking),
-        (Layered, differentiating),
         (Attending, scored),
-        (AttendingInside, scored),
     ],
 )
 def test_a_score_may_use_the_model_as_it_likes(make: Callable[[], nn.Module], score: Any) -> None:
     assert run(evaluated, make, score)[:2] == evaluated(make, score)[:2]
-
-
-def in_blocks() -> tuple[Any, list[int]]:
-    trainer = trained()
-    trainer.average(decay=0.5)
-    trainer.step(samples())
-    with torch.inference_mode():
-        found = [trainer.evaluate(scored, samples(), batch_size=4)]
-    with torch.no_grad():
-        found.append(trainer.evaluate(scored, samples(), batch_size=4))
-    with trainer.whole():
-        found.append(trainer.evaluate(scored, samples(), batch_size=4))
-    with trainer.averaged():
-        found.append(trainer.evaluate(scored, samples(), batch_size=4))
-        found.append(trainer.predict(rows, samples(), batch_size=4)["outputs"].tolist())
-    trainer.step(samples())
-    found.append(trainer.fingerprint())
-    return found, [part.numel() for part in trainer.model.parameters()]
-
-
-def test_in_blocks_of_the_script() -> None:
-    found = run(in_blocks)
-    assert found == in_blocks()
-    assert found[0][0] == found[0][1] == found[0][2] != found[0][3]
-
-
-def with_compiled_score() -> tuple[Any, int]:
-    trainer = trained()
-    score: Any = torch.compile(scored, backend="eager")
-    with watched(trainer) as found:
-        scores = trainer.evaluate(score, samples(8), batch_size=8)
-    return scores, found.whole
-
-
-def test_compiled_code_has_all_parameters() -> None:
-    scores, whole = run(with_compiled_score)
-    assert scores == with_compiled_score()[0]
-    assert whole == 1
 
 
 # What is refused
@@ -267,23 +207,3 @@ def refusal(call: str, whole: bool) -> str:
 def test_what_an_evaluation_cannot_do_is_said_and_works_in_the_block(call: str, words: str) -> None:
     assert words in run(refusal, call, False)
     assert run(refusal, call, True) == "none"
-
-
-def failing_on_one_device() -> None:
-    trainer = trained()
-
-    def failing(model: nn.Module, batch: torch.Tensor) -> dict[str, torch.Tensor]:
-        model(batch)
-        if not trainer.is_lead:
-            raise ZeroDivisionError("of device 1")
-        return scored(model, batch)
-
-    trainer.evaluate(failing, samples(), batch_size=9)
-
-
-def test_a_failure_on_one_device_ends_the_others_wait() -> None:
-    options = RunOptions(keep="span", exchange="collective")
-    lead, other = outcomes(failing_on_one_device, 2, options=options)
-    with pytest.raises(PeerFailed, match="of device 1"):
-        raise lead.error
-    assert isinstance(other.error, ZeroDivisionError)

@@ -137,26 +137,6 @@ def test_a_model_that_computes_what_is_saved_has_all_parameters(tmp_path: Path) 
     assert (saves, both) == (1, 3)
 
 
-def blocks(directory: str) -> tuple[str, str]:
-    trainer = trained(Odd)
-    trainer.average(decay=0.5)
-    trainer.step(samples())
-    with trainer.averaged():
-        shown = trainer.save(f"{directory}/shown")
-    with trainer.whole():
-        inside = trainer.save(f"{directory}/inside")
-        trainer.load(f"{directory}/shown")
-        trainer.load(f"{directory}/inside")
-    trainer.step(samples())
-    return str(shown), str(inside)
-
-
-def test_in_blocks_of_the_script(tmp_path: Path) -> None:
-    spans = run(blocks, str(tmp_path / "span"))
-    others = run(blocks, str(tmp_path / "all"), keep="all")
-    assert list(map(files_of, spans)) == list(map(files_of, others))
-
-
 # Saves and loads that fail.
 
 

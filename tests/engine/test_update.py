@@ -129,29 +129,6 @@ def test_groups_that_were_changed_afterwards_are_refused(change: str) -> None:
     assert bits(model) == before
 
 
-@for_each(("devices", "fails"), [(1, False), (3, False), (1, True)])
-def test_the_groups_hold_the_users_parameters_again_after_a_step(devices: int, fails: bool) -> None:
-    class Failing(torch.optim.SGD):
-        def step(self, closure: object = None) -> None:  # type: ignore[override]
-            if fails:
-                raise KeyError("no state")
-            super().step()
-
-    model = nn.Sequential(nn.Linear(3, 200), nn.Linear(200, 100), nn.Linear(100, 1))
-    optimizer = Failing(model.parameters(), lr=0.1)
-    users = optimizer.param_groups[0]["params"]
-    trainer = make_trainer(model, optimizer=optimizer, devices=devices)
-    if fails:
-        with pytest.raises(KeyError, match="no state"):
-            trainer.step(points(4))
-    else:
-        trainer.step(points(4))
-    held = optimizer.param_groups[0]["params"]
-    assert held is users
-    assert [id(p) for p in held] == [id(p) for p in model.parameters()]
-    assert all(p.grad is None for p in held)
-
-
 @both
 def test_what_is_unused_or_frozen_for_a_step_is_skipped_as_in_plain_pytorch(devices: int) -> None:
     """Weight decay would change them, and so would a gradient of zeros."""

@@ -15,7 +15,6 @@ from torch import nn
 import onefold
 from onefold.core.options import KeepName, RunOptions
 from onefold.core.world import World
-from onefold.engine.update import SpanOptimizer
 from onefold.engine.visits import Visits
 from onefold.system.heap import DiskHeap
 from tests.apart import TwoMemories, apart
@@ -120,15 +119,6 @@ def test_memories_are_not_mixed_and_the_device_computes(
     assert seen.at_home <= EXACT
 
 
-def test_that_a_mixture_would_be_seen(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = make()
-    trainer.step(LONG)
-    monkeypatch.setattr(SpanOptimizer, "is_apart", False)
-    with TwoMemories(home_of(trainer)) as seen:
-        trainer.step(LONG)
-    assert seen.at_home >= {"addcmul_", "lerp_"}
-
-
 def test_between_steps_the_device_has_nothing(make: Make) -> None:
     trainer = make()
     trainer.average(decay=0.9)
@@ -223,21 +213,3 @@ def test_what_a_script_changes_while_all_is_there_is_kept(
         trainer.step(LONG)
         found.append(trainer.fingerprint())
     assert found[0] == found[1]
-
-
-@for_each("shards", [1, 4])
-def test_what_a_loss_writes_to_a_parameter_is_refused_at_any_step(shards: int, make: Make) -> None:
-    masks = False
-
-    def masked(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-        if masks:
-            with torch.no_grad():
-                model.get_parameter("head.weight").mul_(1.5)
-        return next_token(model, tokens)
-
-    trainer = make(loss=masked, shards=shards)
-    for _ in range(5):
-        trainer.step(LONG)
-    masks = True
-    with pytest.raises(onefold.errors.StateError, match=r"head\.weight"):
-        trainer.step(LONG)
