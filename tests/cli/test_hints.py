@@ -13,17 +13,6 @@ def state(step: int, **changes: Any) -> State:
     return State(step=step, **{**fields, **changes})
 
 
-def test_what_was_seen_is_named_and_nothing_else() -> None:
-    assert hints_of(1, {0: [state(1)]}, {0: [state(1)], 1: [state(1)]}) == []
-    calls = {"unseeded": ["numpy.random.seed() without a seed (x.py:3)"]}
-    start, call = hints_of(0, {0: [state(1, **calls)]}, {0: [state(1)]})
-    assert "torch.manual_seed(0)" in start
-    assert call.startswith("numpy.random.seed() without a seed (x.py:3): ")
-    seen = {"attributes": ["attribute a of module m"], "generators": ["g"]}
-    hints = hints_of(1, {0: [state(1)]}, {0: [state(1)], 1: [state(1, **seen)]})
-    assert [hint.split(":")[0] for hint in hints] == ["g", "attribute a of module m"]
-
-
 @for_each(
     ("name", "digests", "found"),
     [

@@ -55,14 +55,6 @@ def cli(folder: Path, script: str, *arguments: str) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
-@pytest.mark.full
-@pytest.mark.processes
-@pytest.mark.parametrize("how", [["train.py"], ["-m", "train"], ["--", "train.py"]])
-def test_a_script_has_options_of_the_same_names(tmp_path: Path, how: list[str]) -> None:
-    done = cli(tmp_path, TRAINING, "run", "--devices", "cpu:2", *how, *ARGUMENTS)
-    assert done[:2] == (0, f"2 {ARGUMENTS}\n"), done
-
-
 @pytest.mark.processes
 def test_verify_leaves_them_to_the_script_too(tmp_path: Path) -> None:
     script = TRAINING + f"assert sys.argv[1:] == {ARGUMENTS}\n"

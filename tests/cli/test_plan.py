@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from rich.console import Console
-
-from onefold.cli.plan import device_table
-from onefold.run.devices import DeviceInfo
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "planned.py"
 
@@ -98,17 +93,3 @@ def test_what_cannot_be_planned_is_told(what: str, options: str, text: str) -> N
     done = planned(what, *options.split())
     assert done.returncode == 2
     assert text in re.sub(r"\s+", " ", done.stderr)
-
-
-def test_devices_are_shown_in_a_row_each_by_their_names() -> None:
-    console = Console(file=io.StringIO(), width=120, color_system=None)
-    how = {"total_bytes": 2**34, "free_bytes": 3 * 2**29}
-    gpu = DeviceInfo(index=1, kind="cuda", name="Card [bold]", **how)
-    processor = DeviceInfo(index=0, kind="cpu", name="Xeon", count=64, **how)
-    console.print(device_table([gpu, processor]))
-    assert isinstance(console.file, io.StringIO)
-    assert rows(console.file.getvalue().replace("┃", "│")) == [
-        ["index", "kind", "name", "memory total", "memory free"],
-        ["1", "cuda", "Card [bold]", "16.0 GiB", "1.5 GiB"],
-        ["0", "cpu", "Xeon (64 cores)", "16.0 GiB", "1.5 GiB"],
-    ]

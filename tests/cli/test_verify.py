@@ -12,8 +12,6 @@ import pytest
 
 from onefold import RunOptions
 from onefold.cli.verify import Difference, first_difference, verify_script
-from onefold.errors import LaunchError
-from onefold.run.devices import Selection
 
 ROOT = Path(__file__).parent.parent.parent
 SCRIPTS = ROOT / "tests" / "scripts"
@@ -200,16 +198,6 @@ def test_what_a_script_does_is_said(
     assert all(each in said for each in words), said
 
 
-@pytest.mark.full
-@pytest.mark.processes
-def test_what_devices_keep_is_compared_as_well(tmp_path: Path) -> None:
-    code, said = verify(tmp_path, "verified.py", "none", devices="2", keep="all,span")
-    assert code == 0, said
-    assert BITS_AGREE in said
-    assert "│ 2 │ all │" in said
-    assert "│ 2 │ span │" in said
-
-
 def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
     code, said = verify(tmp_path, "verified.py", "raise")
     assert code == 2
@@ -223,18 +211,3 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
         verify_script(missing, "1,2", steps=2, options=options, keep="all,spam")
     with pytest.raises(ValueError, match="--steps 0: expected at least one step"):
         verify_script(missing, "1,2", steps=0, options=options)
-
-
-def test_where_there_are_too_few_gpus_that_is_said_before_anything_runs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def one_gpu(choice: str) -> Selection:
-        if not choice.startswith("cpu:"):
-            raise LaunchError(f"{choice} devices were asked for")
-        raise SystemExit(choice)
-
-    monkeypatch.setattr("onefold.cli.verify.select_devices", one_gpu)
-    with pytest.raises(LaunchError, match="2 devices were asked for"):
-        verify_script(["missing.py"], "1,2", steps=2, options=RunOptions(quiet=True))
-    with pytest.raises(SystemExit, match="cpu:2"):
-        verify_script(["missing.py"], "cpu:1, cpu:2", steps=2, options=RunOptions(quiet=True))

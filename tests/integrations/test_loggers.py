@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +11,6 @@ import torch
 import onefold
 from onefold.integrations.loggers import log_steps
 from tests import simulated
-from tests.conftest import ROOT
 from tests.integrations.logging import EVERY, STEPS, logged, trainer_of
 from tests.small import points
 
@@ -124,49 +118,3 @@ def test_tensorboard(tmp_path: Path) -> None:
     expected = [(number, losses[number - 1]) for number in (1, 2, 4)]
     assert found == [(number, pytest.approx(loss)) for number, loss in expected]
     assert [(event.step, event.value) for event in events.Scalars("score")] == [(4, 0.5)]
-
-
-WORDS = """
-import json, pathlib, sys
-from onefold.integrations.loggers import log_steps
-from tests.integrations.logging import trainer_of
-from tests.small import points
-folder, trainer = pathlib.Path(sys.argv[1]), trainer_of(None)
-def train(logger):
-    log = log_steps(trainer, logger, every=2)
-    losses = [float(trainer.step(points(8)).loss) for _ in range(4)]
-    log({"score": 0.5})
-    return losses
-"""
-MLFLOW = """
-import mlflow
-mlflow.set_tracking_uri(folder.as_uri())
-mlflow.set_experiment("onefold")
-with mlflow.start_run() as run:
-    losses = train(mlflow)
-client = mlflow.MlflowClient()
-found = [[m.step, m.value] for m in client.get_metric_history(run.info.run_id, "train/loss")]
-print(json.dumps([found, losses, client.get_run(run.info.run_id).data.metrics["score"]]))
-"""
-
-
-def in_own_process(script: str, folder: Path) -> tuple[Any, str]:
-    """What a script, whose library keeps threads, prints last, and its errors."""
-    found = subprocess.run(
-        [sys.executable, "-c", WORDS + script, str(folder)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "MLFLOW_ALLOW_FILE_STORE": "true"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert found.returncode == 0, found.stderr
-    return json.loads(found.stdout.splitlines()[-1]), found.stderr
-
-
-@pytest.mark.full
-def test_mlflow(tmp_path: Path) -> None:
-    pytest.importorskip("mlflow")
-    (steps, losses, score), _ = in_own_process(MLFLOW, tmp_path)
-    assert steps == [[number, losses[number - 1]] for number in (1, 2, 4)]
-    assert score == 0.5

@@ -59,25 +59,14 @@ def test_the_bits_on_any_number_of_devices_that_go_on_with_another(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", KINDS)
-def test_with_one_shard_it_is_the_loop_itself(kind: str, tmp_path: Path) -> None:
-    theirs = run(kind, tmp_path, exact=True, plain=True)
-    close(run(kind, tmp_path, exact=True, shards=1), theirs)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("kind", ["own loss", "classes", "tags"])
-def test_with_four_it_has_the_same_mathematics(kind: str, tmp_path: Path) -> None:
-    theirs = run(kind, tmp_path, exact=True, plain=True, choices={"optim": "sgd"})
-    close(run(kind, tmp_path, exact=True, choices={"optim": "sgd"}), theirs, 1e-10)
-
-
-@pytest.mark.full
-def test_it_goes_on_from_a_checkpoint_of_the_plain_loop(tmp_path: Path) -> None:
-    rest = {**PART, "max_steps": 6}
-    whole = run("tags", tmp_path / "whole", exact=True, plain=True, choices=rest)
-    run("tags", tmp_path / "part", exact=True, plain=True, choices=PART)
-    close(run("tags", tmp_path / "part", exact=True, choices=rest, go_on=True, shards=1), whole)
+@pytest.mark.parametrize("shards", [1, 4])
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_with_any_shards_it_has_the_mathematics_of_the_loop(
+    kind: str, shards: int, tmp_path: Path
+) -> None:
+    sgd = {"optim": "sgd"}
+    theirs = run(kind, tmp_path, exact=True, plain=True, choices=sgd)
+    close(run(kind, tmp_path, exact=True, choices=sgd, shards=shards), theirs, 1e-10)
 
 
 def test_other_shards_are_another_run(tmp_path: Path) -> None:
@@ -136,10 +125,3 @@ def test_what_would_not_do_what_it_says_is_refused(
     monkeypatch.setattr(looped, "own_loss", lambda *a, **k: plain(*a, **k) + 1)
     with pytest.raises(ValueError, match="shards would add it up"):
         run("own loss", tmp_path)
-
-
-@pytest.mark.full
-def test_bf16(tmp_path: Path) -> None:
-    alone = run("words", tmp_path, precision="bf16")
-    same_bits(run("words", tmp_path, precision="bf16", **on(2)), alone)
-    assert alone.losses != run("words", tmp_path).losses

@@ -9,7 +9,7 @@ import sklearn  # noqa: F401  # sets variables of the environment when it is loa
 import torch
 
 import onefold
-from onefold.errors import CheckpointError, DataError, LaunchError
+from onefold.errors import LaunchError
 from onefold.jobs.classify import ClassifyOptions, PictureModel, make_task, prepare, settle
 from onefold.jobs.finetune import best_checkpoint
 from onefold.models import resnet18
@@ -72,21 +72,6 @@ def test_fine_tuning_is_shorter_and_gentler_by_default(data: Path, run: Path) ->
     assert options.lr == pytest.approx(0.01)
 
 
-def test_digits_are_grey_and_not_mirrored() -> None:
-    options = ClassifyOptions(data="digits")
-    prepared = prepare(options)
-    chosen = settle(options, prepared)
-    assert (chosen.image_size, chosen.flip) == (8, "no")
-    assert make_task(chosen, prepared).facts["picture_model"]["mode"] == "L"
-    assert len(prepared.train) + len(prepared.test) == 1797
-
-
-def test_idx_files_are_read(shared_data: Path) -> None:
-    _, prepared = settled(shared_data / "mnist-small", model="lenet")
-    assert (len(prepared.train), len(prepared.test)) == (8000, 2000)
-    assert prepared.classes == tuple("0123456789")
-
-
 def test_pictures_are_normalised_by_the_training_set(data: Path) -> None:
     task = make_task(*settled(data, augment="none", flip="no"))
     pixels = torch.stack([task.train_set[i][0] for i in range(len(task.train_set))])
@@ -106,12 +91,6 @@ def test_a_file_of_weights_brings_its_stem_and_imagenets_numbers(
     facts = facts_of(data, **chosen)
     assert facts["small_stem"] is False
     assert facts["mean"] == (0.485, 0.456, 0.406)
-
-
-def test_the_stem_that_was_asked_for_must_be_the_files(data: Path, tmp_path: Path) -> None:
-    torch.save(resnet18(small_images=False).state_dict(), tmp_path / "published.pth")
-    with pytest.raises(CheckpointError, match=r"it has none for conv1\.weight"):
-        model_of(data, pretrained=str(tmp_path / "published.pth"), stem="small")
 
 
 def test_the_last_layer_is_new_even_where_the_old_one_would_fit(data: Path, run: Path) -> None:
@@ -145,14 +124,6 @@ def test_classes_of_a_file_are_named_in_another(data: Path, run: Path, tmp_path:
     assert torch.equal(model.fc.weight[CLASSES.index("apple")], old.fc.weight[2])
 
 
-def test_a_run_brings_its_size_and_its_numbers(data: Path, run: Path, tmp_path: Path) -> None:
-    other = write_pictures(tmp_path / "data", train=2)
-    mine, before = facts_of(other, pretrained=str(run)), PictureModel.of_run(run)
-    assert (mine["mean"], mine["std"]) == (before.mean, before.std)
-    assert mine["image_size"] == before.image_size
-    assert mine["name"] == before.name
-
-
 def test_the_rate_of_the_last_layer_and_what_is_frozen(data: Path, run: Path) -> None:
     chosen = settled(data, pretrained=str(run), head_lr_scale=10.0, freeze_until="layer3", lr=0.1)
     task = make_task(*chosen)
@@ -174,8 +145,3 @@ def test_a_short_last_batch_that_starves_batch_norm_is_left_out(data: Path, tmp_
 def test_too_many_shards_for_batch_norm_are_refused(data: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="this model needs 2 or more in each of its 5 shards"):
         run_here("classify", data, tmp_path, batch_size=8, shards=5)
-
-
-def test_a_folder_that_is_not_there_is_refused() -> None:
-    with pytest.raises(DataError, match=r"--data nowhere: expected a folder, or digits, mnist"):
-        prepare(ClassifyOptions(data="nowhere"))

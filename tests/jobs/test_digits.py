@@ -1,15 +1,12 @@
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 
 import onefold
-from onefold.errors import LaunchError
 from onefold.jobs import digits
 from onefold.jobs.digits import Epoch, Run, draw_curves
 
@@ -46,31 +43,6 @@ def test_the_split_is_stratified_disjoint_and_always_the_same() -> None:
     assert of_training.isdisjoint(of_test)
 
 
-@pytest.mark.parametrize(
-    ("second", "code", "words"),
-    [
-        (run(2), 0, [f"1 x cpu and 2 x cpu have the fingerprint {PRINT}"]),
-        (
-            run(1),
-            0,
-            [f"both runs on 1 x cpu have the fingerprint {PRINT}", "Only one device was f"],
-        ),
-        (run(2, fingerprint="f" * 16), 1, [f"{PRINT} on 1 x cpu, ffffffffffffffff on"]),
-    ],
-)
-def test_the_report_says_and_returns_whether_fingerprints_agree(
-    tmp_path: Path, second: Run, code: int, words: list[str]
-) -> None:
-    console = Console(width=200)
-    with console.capture() as capture:
-        assert digits.report(console, run(1), second, tmp_path / "new") == code
-    said = " ".join(capture.get().split())
-    assert f"The learning curves are in {tmp_path}/new/digits.png" in said
-    assert (tmp_path / "new" / "digits.png").read_bytes().startswith(PNG_MAGIC)
-    assert all(each in said for each in words)
-    assert ("Only one device" in said) == (len(words) == 2)
-
-
 def test_a_picture_of_others_is_not_written_over(tmp_path: Path) -> None:
     picture = tmp_path / "one.png"
     picture.write_bytes(PNG_MAGIC + b"theirs")
@@ -81,16 +53,6 @@ def test_a_picture_of_others_is_not_written_over(tmp_path: Path) -> None:
     for each in (run(1), run(1, epochs=1)):
         draw_curves([each], picture)
         assert picture.read_bytes().startswith(PNG_MAGIC)
-
-
-def test_what_cannot_begin_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for epochs in (0, -1):
-        with pytest.raises(ValueError, match=f"expected 1 epoch or more, got {epochs}"):
-            digits.demo(tmp_path, epochs=epochs)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    words = r"not installed here \(sklearn, matplotlib\); run: pip install \"onefold\[demo\]\""
-    with pytest.raises(LaunchError, match=words):
-        digits.demo(tmp_path)
 
 
 @pytest.mark.processes

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from onefold.jobs.examples import (
     SHOWN,
     choose_examples,
-    classifier_examples,
     confusion_matrix,
     save_picture,
 )
@@ -47,27 +46,6 @@ def test_samples_are_from_all_over_and_the_worst_are_the_surest_mistakes(
     assert confusion_matrix(truth, predicted, 5) == [
         [pairs[label, said] for said in range(5)] for label in range(5)
     ]
-
-
-def test_each_example_is_told_with_what_was_said_of_it() -> None:
-    said = torch.tensor([[0.75, 0.25], [0.625, 0.375], [0.125, 0.875]])
-    shown: list[int] = []
-    told = classifier_examples(
-        "text", said, [0, 1, 1], ["ant", "bee"], lambda n: shown.append(n) or {"name": f"n{n}"}
-    )
-    lines = [
-        {"name": "n0", "label": "ant", "predicted": "ant", "confidence": 0.75},
-        {"name": "n1", "label": "bee", "predicted": "ant", "confidence": 0.625},
-        {"name": "n2", "label": "bee", "predicted": "bee", "confidence": 0.875},
-    ]
-    assert told == {
-        "kind": "text",
-        "classes": ["ant", "bee"],
-        "confusion": [[1, 0], [1, 1]],
-        "samples": lines,
-        "worst": [lines[1]],
-    }
-    assert shown == [0, 1, 2, 1]
 
 
 @for_each(

@@ -4,7 +4,6 @@ import re
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from rich.console import Console
 
@@ -93,10 +92,3 @@ def test_lines_come_above_the_bar_as_they_are_and_from_the_lead_alone() -> None:
             bar.say(text)
         found = re.sub(r"\x1b\[[0-9?]*[a-zA-Z]|\r", "", shown.get())
         assert text in found if is_lead else found == ""
-
-
-def test_a_failure_takes_the_bar_down() -> None:
-    bar, console, _ = bar_of()
-    with console.capture(), pytest.raises(KeyError, match="a label"), bar:
-        raise KeyError("a label")
-    assert not bar.progress.live.is_started

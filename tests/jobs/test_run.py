@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from onefold.jobs.catalog import JOBS, job_of
 from onefold.jobs.run import Job, read_options, run_job
 from onefold.system.process import stopped_by_signals
 from onefold.system.record import read_record
-from tests.checkpoint.folders import steps_in
+from tests.checkpoint.folders import full_disk, steps_in
 from tests.jobs.tiny import SMALL, WRITERS, run_here, write_pictures, write_texts
 from tests.tables import for_each
 
@@ -114,51 +113,15 @@ def test_a_model_of_a_library_that_is_missing_is_refused_early(tmp_path: Path) -
         run_job(unread("classify"), options_of("classify", "x", tmp_path, model="timm:resnet10t"))
 
 
-@for_each("epochs", ["x", None, [1]])
-def test_a_number_of_epochs_that_is_none_is_one_error(epochs: object, tmp_path: Path) -> None:
-    (tmp_path / "it").mkdir()
-    (tmp_path / "it" / "config.toml").write_text('data = "digits"\nname = "it"')
-    (tmp_path / "it" / "run.json").write_text(json.dumps({"finished": "now", "epochs": epochs}))
-    with pytest.raises(DataError, match=r"run\.json: expected a number of epochs, got"):
-        run_job(unread("classify"), resumed(tmp_path))
-
-
-@pytest.fixture
-def mounted(tmp_path: Path) -> Iterator[Callable[..., Path]]:
-    """A small disk of its own."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-
-    def mount(how: str) -> Path:
-        command = ["mount", "-t", "tmpfs", "-o", how, "tmpfs", str(disk)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            pytest.skip(f"no disk can be mounted here: {done.stderr.strip()}")
-        return disk
-
-    try:
-        yield mount
-    finally:
-        if disk.is_mount():
-            subprocess.run(["umount", str(disk)], check=True)
-
-
-@pytest.mark.full
-@pytest.mark.processes
-@pytest.mark.parametrize("devices", [1, 2])
-def test_a_full_disk_is_one_line_and_the_run_can_go_on(
-    mounted: Callable[..., Path], tmp_path: Path, devices: int
+def test_a_full_disk_is_one_error_that_says_how_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    disk, data = mounted("size=110m"), write_pictures(tmp_path / "data")
-    choice = "--model resnet18 --shards 2 --batch-size 8 --epochs 4 --name it --runs runs"
-    words = ["classify", "--data", data, *choice.split(), "--devices", devices]
-    code, told = train(*words, cwd=disk)
-    assert code == 2
-    assert told.startswith("onefold: runs/it: the run cannot be written any more: ")
-    assert "No space left on device" in told
-    assert told.endswith("--runs runs --name it --resume goes on from its last checkpoint")
-    left = list((disk / "runs/it/checkpoints").iterdir())
-    assert left, "the disk was full before there was a checkpoint"
+    monkeypatch.setattr(onefold, "launch", lambda main, *, args, **_: main(*args))
+    options = options_of("text", write_texts(tmp_path / "data"), tmp_path / "runs", name="it")
+    words = "runs/it: the run cannot be written any more: .*--name it --resume goes on from its la"
+    with full_disk(20_000), pytest.raises(RunFailed, match=words) as failed:
+        run_job(job_of("text"), options)
+    assert failed.value.exit_code == 2
 
 
 @pytest.mark.processes
@@ -171,21 +134,6 @@ def test_a_run_whose_checkpoints_are_damaged_is_one_line(tmp_path: Path) -> None
     code, told = train("classify", *again, "--devices", "cpu:2")
     assert code == 2
     assert told.startswith(f"onefold: no checkpoint of {folder}/checkpoints can be used: ")
-
-
-@pytest.mark.full
-@pytest.mark.processes
-def test_a_run_that_was_begun_meanwhile_is_no_traceback(tmp_path: Path) -> None:
-    data = write_pictures(tmp_path / "data")
-    chosen = options_of("classify", data, tmp_path / "runs", name="it", devices="cpu:2")
-
-    def prepare(options: Any, scanning: Any) -> Any:
-        options.folder.mkdir(parents=True)
-        (options.folder / "config.toml").touch()
-        return job_of("classify").prepare(options, scanning)
-
-    with pytest.raises(LaunchError, match="runs/it is there already: --resume goes on with it"):
-        run_job(replace(job_of("classify"), prepare=prepare), chosen)
 
 
 # What is read.

@@ -176,47 +176,4 @@ def test_lines_after_the_checkpoint_are_taken_back(
     assert metrics(tmp_path) == lines[:kept]
 
 
-def test_a_run_that_was_stopped_before_it_said_anything_goes_on(tmp_path: Path) -> None:
-    RunFolder(tmp_path, is_lead=True).create(OPTIONS, "classify", {})
-    check_folder(tmp_path, resume=True)
-    gone_on(tmp_path).say(job="classify")
-    assert read_run(tmp_path) == {"job": "classify"}
-
-
 # Events.
-
-
-def events_in(path: Path) -> dict[str, list[tuple[int, float]]]:
-    """What TensorBoard would show."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(path))
-    events.Reload()
-    return {
-        name: [(event.step, event.value) for event in events.Scalars(name)]
-        for name in events.Tags()["scalars"]
-    }
-
-
-def test_metrics_are_events_as_well_and_later_ones_are_dropped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("tensorboard", reason='needs pip install "onefold[report]"')
-    from tensorboard.summary.writer import event_file_writer
-
-    # Files of one second are read by their number in the process, as text: 10 would come before 9.
-    counter = type(event_file_writer._global_uid)(0)
-    monkeypatch.setattr(event_file_writer, "_global_uid", counter)
-    folder = begun(tmp_path)
-    folder.open_events(1)
-    for line in (steps_line(1), steps_line(2), epoch_line(0, 2), steps_line(4, 1)):
-        folder.add(line)
-    folder.close()
-    folder.open_events(3)
-    folder.add(steps_line(8, 1))
-    folder.close()
-    folder.close()
-    found = events_in(tmp_path / "tensorboard")
-    assert found["train/loss"] == [(1, 1.0), (2, 0.5), (8, 0.125)]
-    assert (found["epoch/loss"], found["test/loss"]) == ([(2, 0.5)], [(2, 0.25)])
-    assert [step for step, _ in found["train/lr"]] == [1, 2, 8]

@@ -12,11 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from onefold.errors import DataError, LaunchError
+from onefold.errors import LaunchError
 from onefold.jobs.options import TrainOptions
-from onefold.jobs.runfolder import RunFolder, read_run, require_room
+from onefold.jobs.runfolder import RunFolder, require_room
 from onefold.system.folderlock import lock_of_checkpoints
-from onefold.system.ownfiles import RECORD_BYTES
 from tests.somebody import NOBODY, needs_root, somebody_else
 from tests.tables import for_each
 
@@ -156,33 +155,6 @@ def test_a_lock_that_was_lost_is_taken_again(tmp_path: Path) -> None:
     lock.let_go()
     lock.keep()  # and nothing is taken that was let go of
     assert not (tmp_path / ".lock").exists()
-
-
-def huge(path: Path) -> None:
-    path.touch()
-    os.truncate(path, RECORD_BYTES + 1)
-
-
-RECORDS: dict[str, Callable[[Path], object]] = {
-    "deep": lambda path: path.write_text("[" * 100_000 + "]" * 100_000),
-    "digits": lambda path: path.write_text(f'{{"job": {DIGITS}}}'),
-    "a list": lambda path: path.write_text("[]"),
-    "nothing": lambda path: path.touch(),
-    "no JSON": lambda path: path.write_text("{"),
-    "no UTF-8": lambda path: path.write_bytes(b'{"job": "\xff"}'),
-    "a FIFO": lambda path: os.mkfifo(path),
-    "a device": lambda path: path.symlink_to("/dev/zero"),
-    "a folder": lambda path: path.mkdir(),
-    "huge": huge,
-    "none": lambda path: None,
-}
-
-
-@for_each("kind", RECORDS)
-def test_a_record_that_no_run_has_written(tmp_path: Path, kind: str) -> None:
-    RECORDS[kind](tmp_path / "run.json")
-    with pytest.raises(DataError, match=r"run\.json"):
-        read_run(tmp_path)
 
 
 def test_lines_that_no_run_has_written_are_left_out(

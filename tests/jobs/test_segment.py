@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -386,13 +385,3 @@ def test_a_whole_run_is_gone_on_from_and_keeps_what_its_model_needs(
     (tmp_path / "run.json").write_text('{"job": "text"}')
     with pytest.raises(DataError, match="expected a run of onefold train segment, got text"):
         task_of(folder, pretrained=str(tmp_path))
-
-
-def test_a_run_shows_its_best_and_worst(run: Path) -> None:
-    shown = json.loads((run / "examples.json").read_text())
-    assert [each["name"] for each in shown["samples"]] == ["5.png", "6.png", "7.png"]
-    worst = [each["iou"] for each in shown["worst"]]
-    assert worst == sorted(worst)
-    for each in shown["samples"]:
-        assert all((run / each[part]).is_file() for part in ("image", "mask", "prediction"))
-        assert each["dice"] == pytest.approx(2 * each["iou"] / (1 + each["iou"]))

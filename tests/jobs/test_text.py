@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,37 +88,3 @@ def test_what_is_not_there_is_told(name: str, words: str, tmp_path: Path) -> Non
         prepare(options_for(tmp_path / name))
     two_files = options_for(data / "train.tsv", dev=str(data / "dev.tsv"))
     assert len(prepare(two_files).dev) == 12
-
-
-def write_lines(path: Path, lines: Sequence[tuple[str, str]]) -> None:
-    path.write_text("".join(f"{text}\t{label}\n" for text, label in lines))
-
-
-def test_training_texts_to_score_on_are_mentioned_or_refused(data: Path) -> None:
-    first = (data / "train.tsv").read_text().splitlines()[0]
-    with (data / "dev.tsv").open("a") as file:
-        file.write(f"{first}\n")
-    (note,) = prepare(options_for(data)).notes
-    assert note.endswith(f"line 13 is the same as line 1 of {data}/train.tsv")
-    shutil.copy(data / "train.tsv", data / "dev.tsv")
-    words = r"dev\.tsv: 40 of 40 test samples are in the training set as well \(line 1 is the same"
-    with pytest.raises(DataError, match=words):
-        prepare(options_for(data))
-
-
-def test_labels_that_name_no_classes_are_refused(data: Path) -> None:
-    write_lines(data / "train.tsv", [(f"text {n}", f"{n / 4}") for n in range(40)])
-    write_lines(data / "dev.tsv", [("other", "0.25")])
-    with pytest.raises(DataError, match=r"train\.tsv: expected labels that name classes, got 40"):
-        prepare(options_for(data))
-    prepared = prepare(options_for(data, labels_as_is=True))
-    assert len(prepared.classes) == 40
-    (note,) = prepared.notes
-    assert note == (
-        f"{data}/dev.tsv: the test set has no sample of 39 of the 40 classes (0.0, 0.5, 0.75, 1.0, "
-        f"1.25 and 34 more): the score says nothing about them"
-    )
-    write_lines(data / "train.tsv", [("a", "Good"), ("b", "good"), ("c", "bad")])
-    write_lines(data / "dev.tsv", [("d", "bad")])
-    with pytest.raises(DataError, match="expected one spelling of every class, got 'Good' and"):
-        prepare(options_for(data, skip_bad=True))

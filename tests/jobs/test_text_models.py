@@ -8,13 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from onefold.errors import CheckpointError
-from onefold.jobs import text_models
 from onefold.jobs.text_models import build_from_config, load_pretrained, most_tokens
-from onefold.jobs.tokens import encode_texts, train_tokenizer
+from onefold.jobs.tokens import train_tokenizer
 from tests.jobs.sentences import TEXTS, VOCABULARY_SIZE, logits, shard, small
 from tests.tables import for_each
 
@@ -31,30 +29,6 @@ Change = Callable[[Path], object]
 @pytest.fixture(scope="module")
 def tokenizer() -> str:
     return train_tokenizer(TEXTS, VOCABULARY_SIZE)
-
-
-@pytest.fixture
-def _deterministic() -> Any:
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@pytest.mark.usefixtures("_deterministic")
-@for_each("attention", ["eager", "sdpa"])
-def test_a_step_gives_the_same_bits_again(tokenizer: str, attention: str) -> None:
-    batch = shard(tokenizer)
-
-    def gradients() -> list[torch.Tensor]:
-        model = small(num_classes=2)
-        model.set_attn_implementation(attention)
-        torch.manual_seed(5)
-        F.cross_entropy(logits(model, batch), batch["labels"]).backward()
-        return [parameter.grad for parameter in model.parameters()]
-
-    first, second = gradients(), gradients()
-    assert all(map(torch.equal, first, second))
-    assert sum(gradient.abs().max() > 0 for gradient in first) > len(first) / 2
 
 
 def test_the_longest_text_fits_and_padding_changes_little(tokenizer: str) -> None:
@@ -134,17 +108,6 @@ def in_several_files(folder: Path) -> None:
 def test_only_weights_that_are_no_code_are_read(folder: Path, change: Change) -> None:
     change(folder)
     same_as_before(load_pretrained(folder, 4)[0])
-
-
-def test_an_older_tokenizer_is_made_anew(folder: Path, tokenizer: str) -> None:
-    trained = json.loads((folder / "tokenizer.json").read_text())["model"]
-    (folder / "tokenizer.json").unlink()
-    (folder / "vocab.json").write_text(json.dumps(trained["vocab"]))
-    merges = [" ".join(pair) for pair in trained["merges"]]
-    (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *merges, ""]))
-    _, made = load_pretrained(folder, 2)
-    ours, theirs = (encode_texts(TEXTS, each, max_length=12) for each in (tokenizer, made))
-    assert all(map(torch.equal, ours, theirs))
 
 
 def without(name: str) -> Change:
@@ -265,13 +228,6 @@ def tiny(kind: str, **others: Any) -> Any:
     sizes |= {"num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 20}
     config = transformers.AutoConfig.for_model(kind, **{**sizes, **others})
     return transformers.AutoModelForSequenceClassification.from_config(config).eval()
-
-
-def test_the_parts_beside_the_body_are_the_head() -> None:
-    assert text_models.head_parts(small()) == ("classifier",)
-    parts = text_models.head_parts(tiny("distilbert", **DISTIL))
-    assert {"pre_classifier", "classifier"} <= set(parts)
-    assert "distilbert" not in parts
 
 
 POSITIONS: list[tuple[str, dict[str, Any], int]] = [

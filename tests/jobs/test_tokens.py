@@ -1,17 +1,14 @@
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Callable
 
 import pytest
 import torch
 
-from onefold.errors import LaunchError
 from onefold.jobs import tokens
-from onefold.jobs.text_models import load_pretrained
 from onefold.jobs.tokens import EncodedTexts, encode_texts, pad_shard, train_tokenizer
-from tests.jobs.sentences import TEXTS, VOCABULARY_SIZE, small
+from tests.jobs.sentences import TEXTS, VOCABULARY_SIZE
 from tests.tables import for_each
 
 NEEDS = 'needs pip install "onefold[text]"'
@@ -105,21 +102,4 @@ ONE = [torch.tensor([0, 2])]
 )
 def test_what_does_not_fit_is_refused(call: Callable[[], object], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        call()
-
-
-@for_each(
-    "call",
-    [
-        lambda: train_tokenizer(["a"], 300),
-        lambda: encode_texts(["a"], "{}", max_length=9),
-        small,
-        lambda: load_pretrained("nowhere", 2),
-    ],
-)
-def test_missing_packages_are_named(
-    call: Callable[[], object], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(LaunchError, match=r'ers\); run: pip install "onefold\[text\]"'):
         call()

@@ -48,17 +48,6 @@ def test_a_model_of_the_catalog_has_its_shape_and_last_layer() -> None:
 
 
 @for_each(
-    ("image_size", "small_images", "kernel"),
-    [(64, None, 3), (65, None, 7), (224, None, 7), (224, True, 3), (32, False, 7)],
-)
-def test_the_stem_follows_the_image_size_unless_it_is_chosen(
-    image_size: int, small_images: bool | None, kernel: int
-) -> None:
-    model = build("resnet50", image_size=image_size, small_images=small_images)
-    assert model.get_submodule("conv1").kernel_size == (kernel, kernel)
-
-
-@for_each(
     ("name", "sizes", "words"),
     [
         *(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import doctest
 from collections.abc import Callable
-from importlib import import_module
 
 import pytest
 import torch
@@ -100,10 +98,3 @@ def test_every_parameter_takes_part_and_a_seed_gives_the_same_gradients(name: st
 def test_a_shape_that_cannot_be_is_refused(build: Callable[[], object], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         build()
-
-
-@for_each("module", ["catalog", "lenet", "resnet", "unet"])
-def test_examples_in_docstrings_run(module: str) -> None:
-    result = doctest.testmod(import_module(f"onefold.models.{module}"))
-    assert result.attempted > 0
-    assert result.failed == 0

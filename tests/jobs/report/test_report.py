@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from onefold.cli.main import app
-from onefold.errors import DataError, LaunchError
+from onefold.errors import DataError
 from onefold.jobs.report import build_report
 from onefold.jobs.report.page import page, write_page
 from onefold.jobs.report.words import NOTHING
@@ -210,13 +209,6 @@ def test_everything_a_run_says_is_escaped(tmp_path: Path, kind: str) -> None:
     check_sound(page)
 
 
-def test_a_model_without_mistakes_is_told_so(tmp_path: Path) -> None:
-    examples = {"kind": "text", "classes": ["a", "b"], "confusion": [[5, 0], [0, 0]]}
-    page = page_of(tmp_path / "run", examples=examples)
-    assert page.row("a") == ["a", "5 100.0%", "0"]
-    assert "There are none: every test sample was classified rightly." in page.text
-
-
 # Of a run that is not at its end.
 
 
@@ -335,11 +327,3 @@ def test_another_folder_is_refused(tmp_path: Path) -> None:
             build_report(tmp_path)
         (tmp_path / "run.json").touch()
     assert not (tmp_path / "report.html").exists()
-
-
-def test_matplotlib_is_asked_for_where_it_is_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(LaunchError, match=r'run: pip install "onefold\[report\]"'):
-        page_of(tmp_path / "run", metrics=runs.metrics_of(1))
