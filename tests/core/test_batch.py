@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict, UserDict, defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -42,51 +41,21 @@ class Encoding(UserDict[str, object]):
         self.kept = kept
 
 
-def nested(samples: int) -> st.SearchStrategy[Any]:
-    """Containers of tensors with ``samples`` rows each, at any depth."""
-    tensors = st.lists(st.integers(1, 3), max_size=2).map(
-        lambda shape: torch.arange(samples * int(np.prod(shape))).view(samples, *shape)
-    )
-    return st.recursive(
-        tensors,
-        lambda inner: (
-            st.lists(inner, min_size=1, max_size=3)
-            | st.lists(inner, min_size=1, max_size=3).map(tuple)
-            | st.dictionaries(st.sampled_from("xyz"), inner, min_size=1)
-            | st.builds(Pair, inner, inner)
-        ),
-        max_leaves=4,
-    )
-
-
-def zipped(check: Callable[[list[torch.Tensor]], None], *trees: Any) -> None:
-    """Call ``check`` with the tensors of the same place; the containers must be alike."""
-    first = trees[0]
-    assert {type(tree) for tree in trees} == {type(first)}
-    if isinstance(first, torch.Tensor):
-        check(list(trees))
-        return
-    assert {len(tree) for tree in trees} == {len(first)}
-    for key in first if isinstance(first, dict) else range(len(first)):
-        zipped(check, *(tree[key] for tree in trees))
-
-
 # Shards of a batch
 
 
-@given(samples=st.integers(1, 20), shards=st.integers(1, 25), data=st.data())
-def test_the_shards_together_are_the_batch(samples: int, shards: int, data: st.DataObject) -> None:
-    batch = data.draw(nested(samples))
-    cut = cut_batch(batch, Plan((shards,)), range(shards))
-    assert cut.samples == samples
+@given(samples=st.integers(1, 20), shards=st.integers(1, 25), dim=st.integers(0, 1))
+def test_the_shards_together_are_the_batch(samples: int, shards: int, dim: int) -> None:
+    x = torch.arange(6 * samples).view((samples, 3, 2) if dim == 0 else (3, samples, 2))
+    batch = {"x": [x, (x.numpy()[..., 0],)], "y": Pair(x + 1, x)}
+    cut = cut_batch(batch, Plan((shards,)), range(shards), dim=dim)
+    assert (cut.samples, cut.dim) == (samples, dim)
     assert sorted(cut.shards) == list(range(min(samples, shards)))
-    parts = [cut.shards[shard] for shard in sorted(cut.shards)]
-
-    def check(tensors: list[torch.Tensor]) -> None:
-        assert torch.equal(torch.cat(tensors[1:]), tensors[0])
-        assert [len(part) for part in tensors[1:]] == [cut.size_of(s) for s in sorted(cut.shards)]
-
-    zipped(check, batch, *parts)
+    parts: list[Any] = [cut.shards[shard] for shard in sorted(cut.shards)]
+    assert [part["y"].right.shape[dim] for part in parts] == [*map(cut.size_of, sorted(cut.shards))]
+    assert torch.equal(torch.cat([part["x"][0] for part in parts], dim), x)
+    assert torch.equal(torch.cat([part["x"][1][0] for part in parts], dim), x[..., 0])
+    assert torch.equal(torch.cat([part["y"].left for part in parts], dim), x + 1)
     assert -(2**63) <= batch_digest(batch) < 2**63
 
 

@@ -38,7 +38,6 @@ NESTED = torch.nested.nested_tensor([rows(2), rows(3)], layout=torch.jagged)
         ([[rows(K, F), rows(K, 2)], rows(K)], Count(K)),
         ({"x": {"a": rows(K, F), "b": rows(K)}, "y": rows(K)}, Count(K)),
         ({"x": rows(K, F), "scale": torch.tensor(2.0), "name": "train"}, Count(K)),
-        ((rows(K, F), ["text"] * K), Count(K)),
         ([rows(0, F), rows(0)], Count(0)),
         (rows(1, F), Count(1)),
         ({"x": NESTED, "y": rows(2)}, Count(2)),
@@ -47,7 +46,6 @@ NESTED = torch.nested.nested_tensor([rows(2), rows(3)], layout=torch.jagged)
         *((payload, ALL) for payload in ([rows(T, N, F), rows(N)], {"x": rows(N), "w": rows(3)})),
         *((payload, ALL) for payload in (([PICTURE] * N, [BOXES] * N), [PICTURE] * N)),
         *((payload, ALL) for payload in ([(PICTURE, 1)] * N, [BOXES] * N, ["text"] * N)),
-        *((payload, ALL) for payload in (torch.tensor(1.0), object(), {})),
         # It cannot be told: time first, as many features, fields or samples.
         *((payload, UNSURE) for payload in ([rows(T, N, F), rows(T, N)], rows(K, N))),
         *((payload, UNSURE) for payload in ([PICTURE] * K, ([PICTURE] * K, [BOXES] * K))),
@@ -56,7 +54,6 @@ NESTED = torch.nested.nested_tensor([rows(2), rows(3)], layout=torch.jagged)
             (payload, UNSURE)
             for payload in ([rows(K, F), rows(K, F)], {"x": rows(T), "n": rows(K)})
         ),
-        ({"x": rows(K, F), "weights": rows(100)}, UNSURE),
     ],
 )
 def test_samples_are_counted_where_that_is_possible(payload: Any, count: Count) -> None:

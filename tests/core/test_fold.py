@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onefold.core.fold import Block, blocks_of, fold, fold_shards, max_blocks, published_by
+from onefold.core.fold import Block, fold, fold_shards, published_by
 from onefold.core.shard import Plan
 from onefold.exchange.stagefold import RunningFold
 
@@ -26,20 +26,6 @@ def plans(draw: st.DrawFn, most: int = 33) -> Plan:
 
 def named(left: str, right: str) -> str:
     return f"({left}{right})"
-
-
-@given(shards=st.integers(1, 70), data=st.data())
-def test_any_range_splits_into_whole_blocks_that_cover_it_once(
-    shards: int, data: st.DataObject
-) -> None:
-    start = data.draw(st.integers(0, shards))
-    stop = data.draw(st.integers(start, shards))
-    blocks = blocks_of(range(start, stop), shards)
-    assert [s for block in blocks for s in range(*block)] == list(range(start, stop))
-    assert len(blocks) <= max_blocks(shards)
-    for block in blocks:  # aligned ranges of a power of two, but for the end
-        widths = [1 << power for power in range(8) if block.start % (1 << power) == 0]
-        assert block.stop in {min(block.start + width, shards) for width in widths}
 
 
 @given(plan=plans(), data=st.data())

@@ -36,14 +36,6 @@ def two_means_plain(model: nn.Module, batch: Batch) -> torch.Tensor:
     return first + 0.5 * model(batch[0]).abs().mean()
 
 
-def summed(model: nn.Module, batch: Batch) -> onefold.Sum:
-    return onefold.Sum(square(model, batch).sum())
-
-
-def summed_plain(model: nn.Module, batch: Batch) -> torch.Tensor:
-    return square(model, batch).sum()
-
-
 def mean_and_sum(model: nn.Module, batch: Batch) -> onefold.Means:
     chosen = counted(batch)
     return onefold.Mean((square(model, batch) * chosen).sum(), chosen.sum()) + onefold.Sum(
@@ -59,7 +51,6 @@ def mean_and_sum_plain(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 LOSSES: dict[str, tuple[Loss, Callable[[nn.Module, Batch], torch.Tensor]]] = {
     "two means": (two_means, two_means_plain),
-    "sum": (summed, summed_plain),
     "mean and sum": (mean_and_sum, mean_and_sum_plain),
 }
 

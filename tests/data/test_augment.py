@@ -53,9 +53,7 @@ def normalise(mode: Mode) -> Normalise:
     name=st.sampled_from(sorted(TO_A_SQUARE)),
     seed=st.integers(0, 99),
 )
-@example(width=1, height=1, size=224, mode="RGB", name="centre", seed=0)
 @example(width=20_000, height=1, size=224, mode="RGB", name="centre", seed=0)
-@example(width=1, height=20_000, size=32, mode="L", name="shift", seed=0)
 @example(width=20_000, height=1, size=32, mode="L", name="small crop", seed=0)
 def test_every_picture_becomes_a_square_of_numbers(
     width: int, height: int, size: int, mode: Mode, name: str, seed: int

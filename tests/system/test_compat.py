@@ -5,44 +5,9 @@ Where one of these fails with a newer PyTorch, its message says what would break
 
 from __future__ import annotations
 
-import ast
-import re
-from pathlib import Path
-
 import torch
 
-import onefold
 from onefold.system import compilers, hooks
-
-SOURCE = Path(onefold.__file__).parent
-TABLES = {"_parameters", "_buffers", "_modules", "_version", "_post_accumulate_grad_hooks"}
-"""Attributes of PyTorch's modules and tensors, whatever they are called upon."""
-
-
-def private_names(text: str) -> set[str]:
-    """What a module's text uses of PyTorch's or NumPy's own names."""
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.ImportFrom):
-            parts = [*str(node.module).split("."), *(alias.name for alias in node.names)]
-            if parts[0] in ("torch", "numpy"):
-                found |= {part for part in parts if re.match(r"_[^_]", part)}
-        if isinstance(node, ast.Attribute) and re.match(r"_[^_]", node.attr):
-            owner = ast.unparse(node.value)
-            of_library = re.match(r"(torch|np|numpy|dist)\b", owner) is not None
-            if of_library or (node.attr in TABLES and owner not in ("self", "self.parts")):
-                found.add(node.attr)
-    return found
-
-
-def test_private_names_are_used_in_one_place_and_those_about_kernels_next_to_it() -> None:
-    used = {
-        path.relative_to(SOURCE).as_posix(): names
-        for path in SOURCE.rglob("*.py")
-        if (names := private_names(path.read_text()))
-    }
-    rooms = ("compat", "compilers", "hooks", "tables")
-    assert set(used) == {f"system/{name}.py" for name in rooms}
 
 
 def test_differentiation_is_seen() -> None:

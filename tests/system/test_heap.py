@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from onefold.system import heap as heaps
 from onefold.system.heap import ORDINARY, BareMemory, DiskHeap, naming_limits, new_disk_file
 from tests.tables import for_each
 
@@ -180,24 +179,6 @@ def test_it_takes_no_memory_and_holds_values_once_it_is_provided(tmp_path: Path)
     for _ in range(20):
         heap.provide(heap.room(9 * MIB))
     assert counted()[1] <= mappings + 2
-
-
-def test_a_disk_without_room_changes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mentioned: list[Path] = []
-    monkeypatch.setattr(heaps, "warn_of_memory", mentioned.append)
-    heap = BareMemory(tmp_path)
-    room = heap.room(5000)
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "posix_fallocate", full)
-        with pytest.raises(OSError, match=r"room for 8,192 more bytes of the model .*--home"):
-            heap.provide(room)
-    assert bool((room == 255).all())
-    heap.provide(room)
-    heap.provide(heap.room(10))
-    assert not room.any()
-    assert mentioned == [tmp_path]
 
 
 # Limits of the system
