@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import UserDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,15 +21,6 @@ from tests.tables import for_each
 from tests.verifying.compared import Compared, compared
 
 __all__ = ["compared"]
-
-
-class Encoding(UserDict[str, torch.Tensor]):
-    """As tokenizers return them: items are attributes too."""
-
-    def __getattr__(self, name: str) -> torch.Tensor:
-        if name == "data":
-            raise AttributeError(name)
-        return self.data[name]
 
 
 @dataclass(frozen=True)
@@ -54,7 +44,7 @@ def of_fields(model: nn.Module, batch: Any) -> torch.Tensor:
     return square(model, (batch.inputs, batch.targets))
 
 
-@for_each("make", [lambda x, y: Encoding(inputs=x, targets=y), Points, encoded])
+@for_each("make", [Points, encoded])
 @for_each("options", [{}, {"microbatch": 2}, {"devices": 2, "plan": (3, 1)}])
 def test_a_step_takes_batches_of_each_kind(make: Any, options: dict[str, Any]) -> None:
     seen: set[object] = set()
@@ -114,26 +104,6 @@ def as_lists(samples: list[Any]) -> Any:
     return [picture for picture, _ in samples], [target for _, target in samples]
 
 
-def as_zip(samples: list[Any]) -> Any:
-    return tuple(zip(*samples, strict=True))
-
-
-class Graphs:
-    """As the batches of libraries for graphs: no container, and moved by itself."""
-
-    def __init__(self, samples: list[Any]) -> None:
-        self.parts = as_lists(samples)
-
-    def to(self, device: torch.device) -> Graphs:
-        pictures, targets = self.parts
-        moved = [{name: t.to(device) for name, t in each.items()} for each in targets]
-        self.parts = [p.to(device) for p in pictures], moved
-        return self
-
-    def __iter__(self) -> Any:
-        return iter(self.parts)
-
-
 def of_boxes(model: nn.Module, batch: Any) -> tuple[onefold.Mean, dict[str, object]]:
     """By box: many shards have none."""
     pictures, targets = batch
@@ -146,45 +116,38 @@ def of_boxes(model: nn.Module, batch: Any) -> tuple[onefold.Mean, dict[str, obje
     }
 
 
-def found_boxes(collate: Any, devices: int = 1, **options: Any) -> torch.Tensor:
+def found_boxes(devices: int = 1, **options: Any) -> torch.Tensor:
     """The weights of a run."""
     model = Finder()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     trainer = onefold.Trainer(
         model, optimizer, of_boxes, threads=1, devices=["cpu"] * devices, **options
     )
-    batches = trainer.loader(Boxes(), batch_size=7, collate=collate)
+    batches = trainer.loader(Boxes(), batch_size=7, collate=as_lists)
     values = [float(trainer.step(b).values["boxes"]) for _ in trainer.epochs(2) for b in batches]
     assert values == [9, 10] * 2
     return model.layer.weight.detach()
 
 
-@for_each("collate", [as_lists, as_zip, Graphs])
-def test_detection_trains_alike_on_any_number_of_devices(collate: Any) -> None:
-    expected = found_boxes(as_lists, shards=3)
-    assert torch.equal(found_boxes(collate, 2, shards=3), expected)
-    assert torch.equal(found_boxes(collate, 3, shards=3, plan=(0, 2, 1)), expected)
-
-
-@for_each(("collate", "shards"), [(as_lists, 1), (as_zip, 2), (as_lists, 3)])
-def test_pieces_of_detection_are_of_samples(collate: Any, shards: int) -> None:
+@for_each("shards", [1, 2, 3])
+def test_detection_trains_alike_on_any_number_of_devices_and_in_pieces(shards: int) -> None:
     """Whatever the numbers of samples, channels and boxes are."""
-    whole = found_boxes(collate, shards=shards)
+    whole = found_boxes(shards=shards)
+    if shards == 3:
+        assert torch.equal(found_boxes(2, shards=3), whole)
+        assert torch.equal(found_boxes(3, shards=3, plan=(0, 2, 1)), whole)
     for microbatch in (1, 2):
-        found = found_boxes(collate, shards=shards, microbatch=microbatch)
+        found = found_boxes(shards=shards, microbatch=microbatch)
         torch.testing.assert_close(found, whole, rtol=0, atol=1e-6)
 
 
 def test_what_is_no_batch_is_refused() -> None:
-    words = "batch: expected tensors, or tuples, .* got Graphs. Use more shards instead"
-    with pytest.raises(TypeError, match=words):
-        found_boxes(Graphs, shards=2, microbatch=1)
     samples = [{"x": torch.ones(n, 3)} for n in (1, 2, 3)]
     words = r"batch\[0\]\['x'\] has 1.* trainer.loader and its collate"
     with pytest.raises(ValueError, match=words):
         make_trainer().step(samples)
-    with pytest.raises(TypeError, match=r"got Graphs. Use trainer.loader .* its collate makes"):
-        make_trainer().step(Graphs([]))
+    with pytest.raises(TypeError, match=r"got object. Use trainer.loader .* its collate makes"):
+        make_trainer().step(object())
 
 
 # Time first
@@ -249,30 +212,6 @@ def test_time_major_batches_are_cut_along_their_samples(plan: Any, tmp_path: Pat
     first.save(tmp_path)
     second.load(tmp_path)
     assert read(first, 2, 4) == read(second, 2, 4) == read(reading(microbatch=2), 0, 4)
-
-
-class Rows(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    def __len__(self) -> int:
-        return 7
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        x, y = texts(7)
-        return x[:, index], y[:, index]
-
-
-def time_first(samples: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.stack([x for x, _ in samples], 1), torch.stack([y for _, y in samples], 1)
-
-
-def test_pieces_of_a_loaders_time_major_shards_follow_the_dimension() -> None:
-    trainer = reading(microbatch=2)
-    batches = trainer.loader(Rows(), batch_size=7, collate=time_first)
-    for batch in batches:
-        trainer.step(batch, dim=1)
-    assert trainer.fingerprint() == read(reading(microbatch=2), 0, 1)
-    (batch,) = batches
-    with pytest.raises(ValueError, match=r"batch\[0\]: expected a first dimension of 3"):
-        trainer.step(batch)
 
 
 @for_each(

@@ -17,7 +17,7 @@ from onefold.errors import DisagreementError, PeerFailed
 from onefold.run.world import current_world
 from onefold.testing import outcomes, simulate
 from tests.between import mine, shown
-from tests.small import line, make_trainer, points, sgd, square
+from tests.small import bits, line, make_trainer, points, sgd, square
 from tests.tables import for_each
 
 
@@ -139,68 +139,70 @@ def test_what_the_lead_draws_alone_shifts_nobody() -> None:
 # Changes
 
 
-def through_data(model: Any, optimizer: torch.optim.Optimizer, factor: float = 0.5) -> None:
+class Small(nn.Module):
+    """Parts whose attributes matter, and one of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.drop, self.line, self.factor = (
+            nn.BatchNorm1d(3),
+            nn.Dropout(0.3),
+            line(),
+            1.0,
+        )
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.line(self.drop(self.norm(inputs))) * self.factor  # type: ignore[no-any-return]
+
+
+def through_data(model: Any, factor: float) -> None:
     """As an average is swapped in and out."""
     for parameter in model.parameters():
         parameter.data.copy_(parameter.data * factor)
 
 
-def in_place(model: Any, optimizer: torch.optim.Optimizer) -> None:
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(0.5)
+@torch.no_grad()
+def in_place(model: Any) -> None:
+    for parameter in model.parameters():
+        parameter.mul_(0.5)
 
 
-def slower(model: Any, optimizer: torch.optim.Optimizer) -> None:
-    optimizer.param_groups[0].update(lr=0.01, momentum=0.5)
+BY_ALL: list[Callable[[Any, torch.optim.Optimizer], object]] = [
+    lambda model, optimizer: through_data(model, 0.5),
+    lambda model, optimizer: through_data(model, 2.0),
+    lambda model, optimizer: in_place(model),
+    lambda model, optimizer: model.norm.reset_running_stats(),
+    lambda model, optimizer: optimizer.param_groups[0].update(lr=0.01, momentum=0.5),
+]
 
 
-def statistics(model: Any, optimizer: torch.optim.Optimizer) -> None:
-    model[0].reset_running_stats()
-
-
-Change = Callable[[Any, torch.optim.Optimizer], object]
-CHANGES: dict[str, tuple[Change, ...]] = {
-    "average": (through_data, lambda model, optimizer: through_data(model, optimizer, 2.0)),
-    "in place": (in_place,),
-    "slower": (slower,),
-    "statistics": (statistics,),
-}
-
-
-def run(name: str, lead_alone: bool, devices: int | None) -> list[object]:
-    model = nn.Sequential(nn.BatchNorm1d(3), line())
+def changed(lead_alone: bool, devices: int | None = None) -> list[object]:
+    """Scores and fingerprints after each change, and after each step that follows."""
+    model = Small()
     optimizer = sgd(model)
     trainer = make_trainer(model, optimizer=optimizer, devices=devices)
     found: list[object] = []
-    for change in CHANGES[name]:
+    for change in BY_ALL:
         trainer.step(points(8))
+        found.append(trainer.fingerprint())
         with trainer.changing():
             if trainer.is_lead or not lead_alone:
                 change(model, optimizer)
-        scores = trainer.evaluate(
-            lambda m, b: {"loss": square(m, b)}, TensorDataset(*points(12)), batch_size=5
-        )
+        data = TensorDataset(*points(12))
+        scores = trainer.evaluate(lambda m, b: {"loss": square(m, b)}, data, batch_size=5)
         found += [scores, trainer.fingerprint()]
     trainer.barrier()
     trainer.step(points(8))
-    found.append(trainer.fingerprint())
-    trainer.close()
-    return found
-
-
-def run_all(lead_alone: bool) -> list[list[object]]:
-    return [run(name, lead_alone, None) for name in CHANGES]
+    return [*found, trainer.fingerprint()]
 
 
 @for_each(
     ("exchange", "lead_alone"), [("shared", True), ("collective", True), ("collective", False)]
 )
 def test_what_is_changed_has_one_result(exchange: Any, lead_alone: bool) -> None:
-    expected = [run(name, False, 1) for name in CHANGES]
-    assert [run(name, False, 3) for name in CHANGES] == expected
-    for found in simulate(run_all, 3, args=(lead_alone,), exchange=exchange):
-        assert found == expected
+    expected = changed(False, 1)
+    assert changed(False, 3) == expected
+    assert simulate(changed, 3, args=(lead_alone,), exchange=exchange) == [expected] * 3
 
 
 @for_each("call", ["step", "gather", "broadcast", "barrier"])
@@ -212,7 +214,37 @@ def test_calls_of_the_trainer_are_refused_where_devices_may_differ(call: str) ->
         getattr(trainer, call)(*given)
 
 
-def test_an_exception_in_the_block_is_the_users() -> None:
-    trainer = make_trainer()
-    with pytest.raises(KeyError, match="mine"), trainer.changing():
-        raise KeyError("mine")
+IN_ONE_PROCESS: list[Callable[[Any], object]] = [
+    in_place,
+    lambda model: through_data(model, 0.5),
+    lambda model: model.line.weight.register_hook(lambda gradient: gradient * 0.5),
+    lambda model: model.line.register_forward_hook(lambda module, inputs, output: output + 1),
+    lambda model: setattr(model, "factor", 3.0),
+    lambda model: setattr(model, "drop", nn.Identity()),
+    lambda model: setattr(model.drop, "p", 0.9),
+    lambda model: setattr(model.norm, "momentum", 0.5),
+    lambda model: setattr(model.norm.running_mean, "data", torch.ones(3)),
+    lambda model: model.norm.running_mean.add_(1),
+    lambda model: model.norm.eval(),
+    lambda model: model.line.bias.requires_grad_(False),
+]
+
+
+def trained(devices: int, change: Callable[[Any], object], at: int) -> dict[str, bytes]:
+    """With a change before a step, without a block."""
+    model = Small()
+    if at == 0:
+        change(model)
+    trainer = make_trainer(model, shards=6, devices=devices)
+    for step in range(3):
+        if 0 < at == step:
+            change(model)
+        trainer.step(points(18))
+    return bits(model)
+
+
+@for_each("at", [0, 1])
+def test_what_is_done_to_the_model_holds_on_all_devices_of_a_process(at: int) -> None:
+    unchanged = trained(1, lambda model: None, at)
+    for number, change in enumerate(IN_ONE_PROCESS):
+        assert trained(3, change, at) == trained(1, change, at) != unchanged, number

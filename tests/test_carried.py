@@ -109,14 +109,6 @@ def test_a_plain_loop_over_whole_batches_comes_to_the_same(
         torch.testing.assert_close(mine, other, rtol=1e-9, atol=1e-11)
 
 
-def test_the_bits_do_not_depend_on_who_runs_a_shard() -> None:
-    moved = trainer_of(3, plan=(0, 3, 1))
-    for number in range(7):
-        moved.step(batch_of(number))
-        moved.plan = [(2, 1, 1), (0, 0, 4), (1, 3, 0)][number % 3]
-    assert moved.fingerprint() == train(trainer_of(), 0, 6)
-
-
 @for_each("devices", [(1, 3, 2), (2, 1, 3)])
 def test_a_stopped_run_goes_on_with_what_shards_have_left(
     devices: tuple[int, int, int], tmp_path: Path
@@ -130,16 +122,6 @@ def test_a_stopped_run_goes_on_with_what_shards_have_left(
     begun_anew = trainer_of()
     begun_anew.load(tmp_path, changed=["shards"])
     assert train(begun_anew, 3, 7) != whole.fingerprint()
-
-
-def test_the_module_keeps_the_value_that_all_begin_with() -> None:
-    trainer = trainer_of(2)
-    train(trainer, 1, 3)
-    assert not trainer.model.hidden.any()
-    seen = trainer.evaluate(
-        lambda m, batch: {"h": m.hidden.abs().sum()}, torch.ones(8, 2), batch_size=4
-    )
-    assert seen == {"h": 0.0}
 
 
 def test_what_a_script_writes_has_all_shards_begin_anew(tmp_path: Path) -> None:
@@ -176,17 +158,3 @@ def test_a_step_that_is_skipped_leaves_them_alone() -> None:
 def test_pieces_of_a_shard_are_refused() -> None:
     with pytest.raises(ValueError, match="as large as a shard, and microbatch runs a shard in pie"):
         trainer_of(microbatch=2)
-
-
-def test_an_evaluation_of_averages_leaves_them_alone() -> None:
-    found = set()
-    for looks in (False, True):
-        trainer = trainer_of()
-        trainer.average(decay=0.9)
-        fill(trainer, 5.0)
-        train(trainer, 1, 2)
-        if looks:
-            with trainer.averaged():
-                trainer.evaluate(lambda m, x: {"x": x.mean(1)}, torch.ones(6, 2), batch_size=6)
-        found.add(train(trainer, 3, 4))
-    assert len(found) == 1

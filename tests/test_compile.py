@@ -21,10 +21,9 @@ from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
 import onefold
-from onefold.engine import compiling, kernels
-from onefold.errors import CheckpointError, LossError, StateError
+from onefold.errors import LossError, StateError
 from tests.tables import for_each
-from tests.verifying.compared import Compared, compared
+from tests.verifying.compared import compared
 
 __all__ = ["compared"]
 
@@ -133,18 +132,6 @@ def run(
     for number, samples in enumerate(sizes, first):
         step = trainer.step(batch_of(samples, number))
     return trainer.fingerprint(), float(step.loss)
-
-
-@for_each("by_user", [False, True])
-def test_code_is_kept_where_no_other_user_can_put_any(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_user: bool
-) -> None:
-    build = (lambda: torch.compile(Net(), backend="eager")) if by_user else Net
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    trainer_of(build=build, compile=not by_user)
-    tmp_path.chmod(0o777)
-    with pytest.raises(ValueError, match=r"TORCHINDUCTOR_CACHE_DIR names .*others may write to"):
-        trainer_of(build=build, compile=not by_user)
 
 
 @pytest.mark.usefixtures("traced")
@@ -269,22 +256,6 @@ def test_what_compiled_code_hides_is_seen_by_running_the_loss_as_it_is_written(
 
 
 @pytest.mark.usefixtures("traced")
-def test_many_shapes_are_mentioned_and_too_many_refused(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(compiling, "_MANY_SHAPES", 2)
-    monkeypatch.setattr(kernels, "_SHAPES", 4)
-    trainer = trainer_of(shards=1)
-    with caplog.at_level(logging.WARNING, "onefold"):
-        for samples in (2, 3, 4, 5):
-            trainer.step(batch_of(samples))
-        with pytest.raises(LossError, match=r"made for as many shapes as it may be.* multiples"):
-            trainer.step(batch_of(6))
-    (said,) = [r.getMessage() for r in caplog.records if "have had" in r.getMessage()]
-    assert "shards have had 3 shapes so far" in said
-
-
-@pytest.mark.usefixtures("traced")
 def test_losses_and_layers_of_the_whole_batch_are_refused_by_name() -> None:
     trainer = trainer_of(lambda m, b: of_each(m, b) + onefold.gather(m(b[0])).sum())
     before = trainer.fingerprint()
@@ -306,18 +277,6 @@ def test_what_is_missing_is_named_before_work_begins() -> None:
         trainer_of()
     with pytest.raises(TypeError, match="expected compile to be True or False, got 'max-auto"):
         trainer_of(compile="max-autotune")
-
-
-@pytest.mark.usefixtures("traced")
-def test_a_stopped_run_goes_on_with_the_same_bits(tmp_path: Path) -> None:
-    first, second, third = trainer_of(devices=3), trainer_of(devices=2), trainer_of(compile=False)
-    run(first, (8,))
-    first.save(tmp_path)
-    second.load(tmp_path)
-    assert run(second, (8, 8), first=1) == run(trainer_of(), (8, 8, 8))
-    with pytest.raises(CheckpointError, match=r"saved with compile True, this run has False"):
-        third.load(tmp_path)
-    assert third.load(tmp_path, changed={"compile"}).step == 1
 
 
 def tiny() -> nn.Module:
@@ -352,9 +311,3 @@ def test_kernels_give_the_same_bits_on_any_number_of_devices(
         written = with_kernels(1, compile=False)
     assert written[1] == pytest.approx(launched[1], rel=1e-4)
     assert written[0] != launched[0]
-
-
-def test_verify_compares_the_mathematics_of_what_is_written(compared: Compared) -> None:
-    line = compared.step(Net(), of_each, batch_of(9), compile=True)
-    assert line["loss_difference"] < 1e-9
-    assert line["gradient_difference"] < 1e-9

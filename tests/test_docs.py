@@ -79,17 +79,6 @@ def test_a_program_that_launches_runs_as_it_stands_there(tmp_path: Path) -> None
     assert 0 <= float(output_of(tmp_path, "program.py")) < 10
 
 
-@pytest.mark.full
-@pytest.mark.processes
-@pytest.mark.fresh
-def test_the_guide_to_samplers_and_streams_runs(tmp_path: Path) -> None:
-    """All of it as one script, on two devices."""
-    script = "\n".join(blocks(GUIDES / "samplers-and-streams.md"))
-    (tmp_path / "train.py").write_text(script)
-    found = output_of(tmp_path, "-m", "onefold", "run", "--devices", "cpu:2", "train.py")
-    assert found == "12 ['loss']\n8 True\n16 12\n26 16\n"
-
-
 # Guides
 
 
@@ -147,35 +136,6 @@ def test_the_gradient_without_the_update(tmp_path: Path) -> None:
     )
     inputs = script["batch"][0]
     assert trainer.step((inputs, inputs.flip(0))).number == 1
-
-
-def test_mixing_does_not_depend_on_shards_or_devices(tmp_path: Path) -> None:
-    script = script_of("mixup.md", tmp_path)
-    torch.manual_seed(2)
-    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10)).double()
-    images, labels = torch.randn(4, 11, 1, 8, 8).double(), torch.randint(10, (4, 11))
-
-    def trained(shards: int, devices: int) -> tuple[str, torch.Tensor]:
-        own = copy.deepcopy(model)
-        trainer = onefold.Trainer(
-            own,
-            torch.optim.SGD(own.parameters(), lr=0.1),
-            script["loss"],
-            shards=shards,
-            devices=["cpu"] * devices,
-            threads=1,
-        )
-        for batch in zip(images, labels, strict=True):
-            trainer.step(batch)
-        return trainer.fingerprint(), own.get_parameter("1.weight").detach().clone()
-
-    one, two, three = (trained(4, devices) for devices in (1, 2, 3))
-    assert one[0] == two[0] == three[0]
-    torch.testing.assert_close(one[1], trained(1, 1)[1], rtol=1e-12, atol=1e-13)
-    assert script["step"].number == 8
-    mixed, targets = script["mixed_batch"](1, torch.Generator().manual_seed(0))
-    assert mixed.shape == (30, 1, 8, 8)
-    torch.testing.assert_close(targets.sum(dim=1), torch.ones(30))
 
 
 # Docstrings

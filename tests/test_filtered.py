@@ -137,23 +137,3 @@ def test_what_cannot_be_seen_is_said_once(caplog: pytest.LogCaptureFixture) -> N
     assert "onefold.Mean(losses.sum(), len(losses))" in said
     with pytest.raises(LossError, match=r"collate leaves out .* onefold\.Mean\(losses\.sum\(\)"):
         trainer_of(lambda m, b: squares(m, b)[1:], shards=2).step(X)
-
-
-def trained(turns: bool) -> torch.Tensor:
-    def turned(samples: list[torch.Tensor]) -> torch.Tensor:
-        x = torch.stack(samples).view(len(samples), 1, 4).expand(-1, 2, -1)
-        return x.transpose(0, 1) if turns else x
-
-    def loss(m: nn.Module, b: torch.Tensor) -> torch.Tensor:
-        out = nn.functional.linear(b.transpose(0, 1) if turns else b, m.weight)
-        return (out - 1).square().mean()
-
-    trainer = trainer_of(loss, shards=3)
-    for batch in trainer.loader(X, batch_size=BATCH, collate=turned):
-        trainer.step(batch)
-    return trainer.model.get_parameter("weight").detach()
-
-
-def test_time_first_is_no_filter() -> None:
-    """Time first, and of that fewer rows than samples."""
-    torch.testing.assert_close(trained(True), trained(False), rtol=1e-12, atol=1e-14)

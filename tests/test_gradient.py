@@ -21,7 +21,6 @@ from onefold.testing import outcomes, simulate
 from tests.averaged import Net, batch_of, data, loss, trained, trainer_of
 from tests.small import Batch, line, make_trainer, points, square
 from tests.tables import for_each
-from tests.test_gather import Towers, batches, of_own_rows, of_terms
 from tests.verifying.compared import Compared, compared
 
 __all__ = ["compared"]
@@ -89,6 +88,7 @@ def test_it_has_the_form_of_its_parameter_and_is_the_scripts_own(dtype: torch.dt
     trainer = gradient_of(2, model=model, function=lambda m, x: m(x).square().mean(dim=1))
     trainer.gradient(torch.randn(8, 2, 4, 4, dtype=dtype))
     kept, copies = [p.grad for p in model.parameters()], gradients_in(model)
+    trainer.evaluate(lambda m, x: {"x": m(x)[:, 0]}, torch.ones(8, 2, 4, 4).to(dtype), batch_size=8)
     for parameter, grad in zip(model.parameters(), kept, strict=True):
         assert (grad.stride(), grad.dtype) == (parameter.stride(), dtype)
     trainer.gradient(torch.randn(8, 2, 4, 4, dtype=dtype))
@@ -98,10 +98,10 @@ def test_it_has_the_form_of_its_parameter_and_is_the_scripts_own(dtype: torch.dt
     assert torch.equal(kept[0], copies[0])
 
 
-@for_each("devices", [1, 2])
-def test_it_is_what_step_would_have_used(devices: int) -> None:
+@for_each(("devices", "precision"), [(1, None), (2, "fp16"), (3, "bf16")])
+def test_it_is_what_step_would_have_used(devices: int, precision: Any) -> None:
     """Also with an optimizer, clipped as step clips it."""
-    options: Any = {"clip_norm": 0.05, "clip_value": 0.01}
+    options: Any = {"clip_norm": 0.05, "clip_value": 0.01, "precision": precision}
     stepping, asking = (trainer_of(devices, **options) for _ in range(2))
     optimizer = torch.optim.AdamW(trained(asking.model), lr=1e-2)
     for number in (1, 2, 3):
@@ -149,42 +149,7 @@ def test_an_error_in_a_search_may_be_survived() -> None:
     assert trainer.gradient(points(8)).number == 2
 
 
-@for_each("function", [of_own_rows, of_terms])
-def test_losses_of_the_whole_batch_have_one_too(function: Any) -> None:
-    batch = batches(1, 11)[0]
-    step = make_trainer(Towers(restless=True), function, shards=5).step(batch)
-    found = []
-    for devices in (1, 3):
-        model = Towers(restless=True)
-        asked = gradient_of(devices, model=model, function=function, shards=5).gradient(batch)
-        assert (float(asked.loss), asked.grad_norm) == (float(step.loss), step.grad_norm)
-        found.append(bits_of(model))
-    assert found[0] == found[1]
-
-
 # Updates
-
-
-class Sam:
-    """The two passes of sharpness-aware minimisation around an ordinary optimizer."""
-
-    def __init__(self, model: nn.Module, rho: float = 0.05) -> None:
-        self._base, self._parameters, self._rho = sgd(model), trained(model), rho
-        self._saved: list[torch.Tensor] = []
-
-    @torch.no_grad()
-    def climb(self) -> None:
-        used = [p for p in self._parameters if p.grad is not None]
-        norm = torch.stack([p.grad.norm() for p in used if p.grad is not None]).norm()
-        self._saved = [p.clone() for p in self._parameters]
-        for p in used:
-            p.add_(p.grad * (self._rho / (norm + 1e-12)))
-
-    @torch.no_grad()
-    def step(self) -> None:
-        for p, saved in zip(self._parameters, self._saved, strict=True):
-            p.copy_(saved)
-        self._base.step()
 
 
 class Plain:
@@ -227,88 +192,46 @@ def line_search(trainer: Any, steps: Sequence[Batch]) -> Losses:
 
 
 def two_passes(trainer: Any, steps: Sequence[Batch]) -> Losses:
-    """Both passes in one block."""
-    sam = Sam(trainer.model)
-    for batch in steps:
-        with trainer.changing():
-            trainer.gradient(batch)
-            sam.climb()
-            yield float(trainer.gradient(batch).loss)
-            sam.step()
-
-
-def two_blocks(trainer: Any, steps: Sequence[Batch]) -> Losses:
-    """The same, with the gradients outside of the blocks."""
-    sam = Sam(trainer.model)
+    """Sharpness-aware minimisation: the gradient of a step is taken uphill of the model."""
+    optimizer = sgd(trainer.model)
     for batch in steps:
         trainer.gradient(batch)
+        used = [p for p in trainer.model.parameters() if p.grad is not None]
+        with trainer.changing(), torch.no_grad():
+            saved = [p.clone() for p in used]
+            norm = torch.stack([p.grad.norm() for p in used]).norm()
+            for p in used:
+                p.add_(0.05 * p.grad / norm)
         with trainer.changing():
-            sam.climb()
-        yield float(trainer.gradient(batch).loss)
-        with trainer.changing():
-            sam.step()
-
-
-def surgery(trainer: Any, steps: Sequence[Batch]) -> Losses:
-    """Clipped, noisy, and normalised by layer, before the update; evaluated in between."""
-    optimizer = torch.optim.Adam(trained(trainer.model), lr=1e-2)
-    for batch in steps:
-        yield float(trainer.gradient(batch).loss)
-        before = bits_of(trainer.model)
-        trainer.evaluate(lambda m, b: {"loss": loss(m, b)}, data(), batch_size=9)
-        assert bits_of(trainer.model) == before
-        torch.nn.utils.clip_grad_value_(trained(trainer.model), 0.01)
-        torch.nn.utils.clip_grad_norm_(trained(trainer.model), 1.0)
-        with trainer.changing():
-            for parameter in trained(trainer.model):
-                if parameter.grad is not None:
-                    parameter.grad += 1e-3 * torch.randn(parameter.shape)
-                    parameter.grad /= parameter.grad.norm() + 1e-3
+            yield float(trainer.gradient(batch).loss)
+            with torch.no_grad():
+                for p, value in zip(used, saved, strict=True):
+                    p.copy_(value)
             optimizer.step()
 
 
 Program = Callable[[Any, Sequence[Batch]], Losses]
-PROGRAMS: list[Program] = [plain_updates, searches, line_search, two_passes, two_blocks]
+STEPS = [exact(number) for number in range(1, 5)]
 
 
-def run(program: Program, devices: int | None, **options: Any) -> tuple[Any, ...]:
-    """The fingerprint, and each step's loss and gradient, to the last bit."""
-    trainer = gradient_of(devices, **options)
-    steps = [batch_of(number) for number in range(1, 4)]
-    seen = [f"{value} {bits_of(trainer.model)}" for value in program(trainer, steps)]
-    assert trainer.steps == len(steps)
-    trainer.close()
-    return trainer.fingerprint(), *seen
+def run(program: Program, devices: int | None, **options: Any) -> list[Any]:
+    """The loss of each step, and all values, to the last bit."""
+    trainer = gradient_of(devices, model=smooth(), **options)
+    losses = list(program(trainer, STEPS))
+    assert trainer.steps == len(STEPS)
+    return [losses, [p.tolist() for p in trainer.model.parameters()]]
 
 
-@for_each(
-    ("program", "exchange", "options"),
-    [
-        (plain_updates, "shared", {"precision": "fp16"}),
-        (plain_updates, "collective", {"precision": "bf16"}),
-        (searches, "collective", {}),
-        (line_search, "shared", {}),
-        (two_passes, "collective", {}),
-        (two_blocks, "shared", {}),
-        (surgery, "collective", {"microbatch": 3}),
-    ],
-)
-def test_the_bits_do_not_depend_on_the_devices(
-    program: Program, exchange: Any, options: dict[str, Any]
-) -> None:
-    alone = run(program, 1, **options)
-    assert run(program, 3, plan=(0, 3, 1), **options) == alone
-    assert set(simulate(lambda: run(program, None, **options), 2, exchange=exchange)) == {alone}
-
-
-@for_each("program", PROGRAMS)
-def test_updates_are_those_of_a_plain_loop(program: Program) -> None:
-    model, expected = smooth(), smooth()
-    steps = [exact(number) for number in range(1, 5)]
-    found = list(program(gradient_of(2, model=model), steps))
-    assert found == pytest.approx(list(program(Plain(expected), steps)), rel=1e-9)
-    for mine, other in zip(model.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-7, atol=1e-9)
+@for_each("program", [plain_updates, searches, line_search, two_passes])
+def test_updates_are_those_of_a_plain_loop_on_any_number_of_devices(program: Program) -> None:
+    losses, values = alone = run(program, 1)
+    assert run(program, 3, plan=(0, 3, 1)) == alone
+    for exchange in ("shared", "collective"):
+        assert simulate(lambda: run(program, None), 2, exchange=exchange) == [alone] * 2
+    plain = smooth()
+    assert losses == pytest.approx(list(program(Plain(plain), STEPS)), rel=1e-9)
+    for mine, other in zip(values, plain.parameters(), strict=True):
+        torch.testing.assert_close(torch.tensor(mine).double(), other, rtol=1e-6, atol=1e-7)
 
 
 def run_with_loader(devices: int, folder: Path, stop: int | None = None) -> Any:
@@ -378,24 +301,22 @@ def test_the_same_batch_for_ever_is_warned_of(caplog: pytest.LogCaptureFixture) 
 # What is refused
 
 
-def test_two_batches_in_a_block_are_refused() -> None:
+def averaged() -> None:
+    trainer = trainer_of()
+    trainer.average(decay=0.9)
+    trainer.gradient(batch_of(1))
+
+
+def two_batches() -> None:
     trainer = gradient_of(2)
-    inputs, labels = batch_of(1)
-    words = r"two batches in one block .* the very same object .*Make it before the block"
-    optimizer = torch.optim.LBFGS(trained(trainer.model))
-    with pytest.raises(RuntimeError, match=words), trainer.changing():
-        optimizer.step(lambda: trainer.gradient((inputs, labels)).loss)
+    with trainer.changing():
+        for number in (1, 2):
+            trainer.gradient(batch_of(number))
 
 
 def scheduled() -> None:
     model = Net()
     gradient_of(model=model, schedule=StepLR(sgd(model), 1))
-
-
-def averaged() -> None:
-    trainer = trainer_of()
-    trainer.average(decay=0.9)
-    trainer.gradient(batch_of(1))
 
 
 def searching() -> None:
@@ -409,6 +330,7 @@ REFUSED: dict[str, Callable[[], object]] = {
     "no parameter that requires": lambda: gradient_of(model=Net().requires_grad_(False)),
     "would be lost in rounding": lambda: trainer_of(precision="bf16-params").gradient(batch_of(1)),
     "would not see the script's": averaged,
+    "two batches in one block .* the very same object .*Make it before the block": two_batches,
     "step the schedule in the script": scheduled,
     r"needs a closure.*Give Trainer None .*trainer.gradient\(batch\).loss": searching,
 }
@@ -420,60 +342,47 @@ def test_what_does_not_go_together_is_refused(words: str) -> None:
         REFUSED[words]()
 
 
-def another_batch(trainer: Any) -> None:
-    trainer.gradient(batch_of(1 if trainer.is_lead else 2))
-
-
-def unlike_calls(trainer: Any) -> None:
+def unlike_calls(trainer: Any, rank: int) -> None:
     batch = batch_of(1)
     trainer.gradient(batch)
-    trainer.gradient(batch if trainer.is_lead else batch_of(1))
+    trainer.gradient(batch if rank == 0 else batch_of(1))
 
 
-def outside_of_the_block(trainer: Any) -> None:
-    batch = batch_of(1)
-    trainer.gradient(batch)
-    sgd(trainer.model).step()
-    trainer.gradient(batch)
+def outside_of_the_block(trainer: Any, rank: int) -> None:
+    for _ in range(2):
+        trainer.gradient(batch_of(1))
+        sgd(trainer.model).step()
 
 
-def by_the_lead_alone(trainer: Any) -> None:
-    if trainer.is_lead:
-        list(searches(trainer, [batch_of(1)]))
-    else:
-        with trainer.changing():
-            pass
+def by_the_lead_alone(trainer: Any, rank: int) -> None:
+    with trainer.changing():
+        if rank == 0:
+            trainer.gradient(batch_of(1))
     trainer.barrier()
+
+
+def failing_in_a_search(trainer: Any, rank: int) -> None:
+    def give(module: nn.Module, given: Any, made: Any) -> None:
+        calls.append(1)
+        if len(calls) > 5 and rank == 1:
+            raise LossError("the fault")
+
+    calls: list[int] = []
+    trainer.model.register_forward_hook(give)
+    list(searches(trainer, [batch_of(1)]))
 
 
 @for_each(
     ("script", "words"),
     [
         (by_the_lead_alone, r"device 1 calls trainer.barrier while device 0 calls .*gradient"),
-        (another_batch, r"trainer.gradient: device 1 was given another batch.*fork_rng"),
+        (lambda t, rank: t.gradient(batch_of(rank)), r"device 1 was given another batch.*fork_rng"),
         (unlike_calls, r"device 1 is in step 2 and device 0 in step 1"),
         (outside_of_the_block, r"outside of `with trainer.changing\(\):`"),
+        (failing_in_a_search, "the fault"),
     ],
 )
-def test_devices_that_differ_are_named(script: Any, words: str) -> None:
-    for ended in outcomes(lambda: script(gradient_of(None)), 2):
+def test_devices_that_differ_or_fail_are_named(script: Any, words: str) -> None:
+    for ended in outcomes(lambda: script(gradient_of(None), current_world().rank), 2):
         with pytest.raises(OnefoldError, match=words):
             raise ended.error
-
-
-def failing_in_a_search() -> None:
-    def spoilt(model: nn.Module, batch: Batch) -> torch.Tensor:
-        calls.append(1)
-        if len(calls) > 5 and current_world().rank == 1:
-            raise ArithmeticError("the fault")
-        return loss(model, batch)
-
-    calls: list[int] = []
-    list(searches(gradient_of(None, function=spoilt), [batch_of(1)]))
-
-
-def test_a_device_that_fails_in_a_search_is_named() -> None:
-    lead, other = outcomes(failing_in_a_search, 2)
-    assert isinstance(other.error, ArithmeticError)
-    with pytest.raises(OnefoldError, match=r"device 1 .*ArithmeticError: the fault"):
-        raise lead.error

@@ -14,8 +14,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ExponentialLR, LRScheduler, StepLR
 
 import onefold
-from onefold.core.options import RunOptions
-from onefold.core.world import World
 from tests.small import Batch, bits, points
 from tests.tables import for_each
 
@@ -108,27 +106,6 @@ def test_bits_do_not_depend_on_devices(
             averaged = each.fingerprint()
         found.add((each.fingerprint(), averaged))
     assert len(found) == 1
-
-
-@each_way
-@for_each("keep", ["host", "stages"])
-def test_what_devices_keep_is_no_matter(
-    make: Any, keep: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = train(trainer_of(make)).fingerprint()
-    world = World(options=RunOptions(keep=keep))
-    monkeypatch.setattr("onefold.trainer.current_world", lambda: world)
-    trainer = train(trainer_of(make, devices=2))
-    assert trainer.fingerprint() == expected
-    trainer.close()
-
-
-def test_a_schedule_may_be_missing_in_a_list() -> None:
-    model = model_of()
-    optimizers = sgd_and_adam(model)
-    schedule = [None, ExponentialLR(optimizers[1], 0.5)]
-    train(onefold.Trainer(model, optimizers, loss, shards=1, threads=1, schedule=schedule), 1, 2)
-    assert [each.param_groups[0]["lr"] for each in optimizers] == [0.1, 0.0025]
 
 
 @for_each(

@@ -299,28 +299,6 @@ def test_a_sample_without_a_batch_and_a_target_for_all_are_taken(
     torch.testing.assert_close(mean.total / mean.weight, expected)
 
 
-@for_each("shards", [1, 3, 8])
-def test_a_trainer_has_the_plain_loops_gradient(shards: int) -> None:
-    """With class weights and ignored targets, of which some shards have nothing else."""
-    ours, theirs = (torch.nn.Linear(4, 3, dtype=torch.float64) for _ in range(2))
-    theirs.load_state_dict(ours.state_dict())
-    x = torch.randn(16, 4, dtype=torch.float64)
-    y = torch.tensor([-100] * 6 + [0, 1, 2, 2, 2, -100, 1, 1, 0, 0])
-    weight = torch.tensor([1.0, 5.0, 0.2], dtype=torch.float64)
-
-    def loss(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> onefold.Mean:
-        return losses.cross_entropy(model(batch[0]), batch[1], weight)
-
-    optimizer, plain = (torch.optim.SGD(m.parameters(), lr=0.5) for m in (ours, theirs))
-    step = onefold.Trainer(ours, optimizer, loss, shards=shards).step((x, y))
-    expected = F.cross_entropy(theirs(x), y, weight)
-    expected.backward()
-    plain.step()
-    assert float(step.loss) == pytest.approx(expected.item(), rel=1e-12)
-    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-14)
-
-
 # One shard
 
 
@@ -368,64 +346,6 @@ def test_one_shard_has_the_bits_of_pytorchs_loss(case: Case, dtype: torch.dtype)
         )
 
 
-def penalty(m: Any) -> torch.Tensor:
-    return m.scale.square() * 3 + m.scale
-
-
-EXPRESSIONS: list[Any] = [
-    lambda a, b, m, over: 0.3 * a,
-    lambda a, b, m, over: a / 3,
-    lambda a, b, m, over: a * m.scale,
-    lambda a, b, m, over: 2 * a - b / 7,
-    lambda a, b, m, over: sum([a, b, a]),
-    lambda a, b, m, over: (a + 0.3 * b) / 3,
-    lambda a, b, m, over: a + (b + 0.7 * a),
-    lambda a, b, m, over: a + 0.01 * over(penalty(m), 1),
-    lambda a, b, m, over: 0.1 * (over(penalty(m), None) - a),
-    lambda a, b, m, over: 0.1 * (over(penalty(m), 7) + b),
-]
-
-
-@for_each("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@for_each("kind", ["mean", "sum"])
-@for_each("combined", EXPRESSIONS)
-def test_one_shard_has_the_bits_of_an_expression_of_losses(
-    combined: Any, kind: str, dtype: torch.dtype
-) -> None:
-    def ours(here: Case, m: Any) -> Any:
-        def over(total: Any, count: Any) -> Any:
-            return onefold.Mean(total, count) if count else onefold.Sum(total)
-
-        x = m.leaves()["input"]
-        return combined(here.ours(kind, input=x), losses.mse_loss(x, x * m.scale), m, over)
-
-    def theirs(here: Case, m: Any) -> Any:
-        x = m.leaves()["input"]
-        mean = F.mse_loss(x, x * m.scale)
-        return combined(here.theirs(kind, input=x), mean, m, lambda total, n: total / (n or 1))
-
-    assert_bits_of_plain_loop(CASES[0], dtype, ours, theirs, steps=3)
-
-
-@for_each("change", ["written to", "replaced", "made anew"])
-def test_a_total_that_the_script_changes_is_the_one_that_counts(change: str) -> None:
-    def loss(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> onefold.Mean:
-        mean = losses.mse_loss(model(batch[0]), batch[1])
-        if change == "written to":
-            mean.total.mul_(2)
-            return mean
-        if change == "replaced":
-            return replace(mean, total=mean.total * 2)
-        return onefold.Mean(mean.total * 2, mean.weight)
-
-    model = torch.nn.Linear(3, 2)
-    x, y = torch.randn(5, 3), torch.randn(5, 2)
-    expected = 2 * F.mse_loss(model(x), y).item()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = onefold.Trainer(model, optimizer, loss, shards=1).step((x, y))
-    assert float(step.loss) == pytest.approx(expected, rel=1e-6)
-
-
 @for_each("empty", [False, True])
 @for_each("beside", [False, True])
 def test_one_shard_in_which_a_mean_has_nothing_to_count(empty: bool, beside: bool) -> None:
@@ -443,3 +363,30 @@ def test_one_shard_in_which_a_mean_has_nothing_to_count(empty: bool, beside: boo
     step = onefold.Trainer(model, optimizer, loss, shards=1).step(torch.randn(5, 3))
     assert bool(step.skipped) is not beside
     assert step.loss.isnan() if not beside else float(step.loss) == pytest.approx(2)
+
+
+@for_each("combined", [lambda a, b: 2 * a - b / 7, lambda a, b: (a + (b + 0.3 * a)) / 3])
+@for_each("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_one_shard_has_the_bits_of_an_expression_of_losses(combined: Any, dtype: Any) -> None:
+    def of(kit: Any, method: str) -> Any:
+        def loss(here: Case, m: Any) -> Any:
+            x = m.leaves()["input"]
+            own = getattr(here, method)("mean", input=x)
+            return combined(own, kit.mse_loss(x, x * m.scale))
+
+        return loss
+
+    assert_bits_of_plain_loop(CASES[0], dtype, of(losses, "ours"), of(F, "theirs"), steps=3)
+
+
+@for_each("change", [lambda mean: mean.total.mul_(2), lambda mean: None])
+def test_a_total_that_the_script_changes_is_the_one_that_counts(change: Any) -> None:
+    def loss(model: torch.nn.Module, x: torch.Tensor) -> onefold.Mean:
+        mean = losses.mse_loss(model(x), torch.zeros(5, 2))
+        return mean if change(mean) is not None else replace(mean, total=mean.total * 2)
+
+    model, x = torch.nn.Linear(3, 2), torch.randn(5, 3)
+    expected = 2 * model(x).square().mean().item()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = onefold.Trainer(model, optimizer, loss, shards=1).step(x)
+    assert float(step.loss) == pytest.approx(expected, rel=1e-6)
