@@ -292,56 +292,33 @@ def test_tensors_of_the_wrong_form(original: Path, tmp_path: Path, name: str, ki
             onefold.load_weights(line(), folder)
 
 
-def change_tensors(path: Path, **changes: torch.Tensor | None) -> None:
-    """Put other tensors into a file, or take them out, and seal its folder again."""
-    tensors = {**load_file(path), **changes}
-    save_file({name: value for name, value in tensors.items() if value is not None}, path)
-    reseal(path.parent)
-
-
-def test_an_optimizer_of_other_shapes_is_refused_before_anything_is_changed(
-    original: Path, tmp_path: Path
-) -> None:
-    folder = copied(original, tmp_path)
-    change_tensors(folder / "optimizer.safetensors", **{"weight.exp_avg": None})
-    assert "weight.exp_avg is not among its tensors" in refusal(folder)
+def normed() -> onefold.Trainer:
+    return make_trainer(torch.nn.Sequential(torch.nn.BatchNorm1d(3), line()))
 
 
 @for_each(
-    ("name", "value", "words"),
+    ("file", "name", "value", "words"),
     [
-        ("0.running_mean", None, "is not among"),
-        ("0.running_mean", torch.zeros(4), "is F32 (4,), expected F32 (3,)"),
-        ("1.weight", torch.zeros(()), "is F32 (), expected F32 (1, 3)"),
-        ("1.weight", torch.zeros(1, 3).double(), "is F64 (1, 3), expected F32 (1, 3)"),
-        ("1.bias", None, "is not among"),
+        ("optimizer", "1.weight.momentum_buffer", None, "is not among its tensors"),
+        ("optimizer", "0.running_mean.onefold.average", None, "is not among"),
+        ("optimizer", "0.running_mean.onefold.average", torch.zeros(4), "is F32 (4,), expected F3"),
+        ("optimizer", "1.weight.onefold.average", torch.zeros(1, 3).double(), "is F64 (1, 3), ex"),
+        ("training", "1.weight", torch.zeros(1, 9), "is F32 (1, 9) in the checkpoint and F32 (1"),
     ],
 )
-def test_averages_of_the_wrong_form(
-    tmp_path: Path, name: str, value: torch.Tensor | None, words: str
+def test_tensors_of_another_kind_are_refused(
+    tmp_path: Path, file: str, name: str, value: torch.Tensor | None, words: str
 ) -> None:
-    def normed() -> onefold.Trainer:
-        return make_trainer(torch.nn.Sequential(torch.nn.BatchNorm1d(3), line()))
-
     trainer = normed()
     trainer.average(mean=True)
     trainer.step(points(8))
-    folder = trainer.save(tmp_path / "kept")
-    name += ".onefold.average"
-    change_tensors(folder / "optimizer.safetensors", **{name: value})
-    trainer = normed()
-    assert f"{name} {words}" in refusal(folder, trainer)
-    # They are not looked at where they are not wanted.
-    trainer.load(folder, changed=["average"])
-
-
-def test_a_model_beside_the_averages_of_another_form_is_refused(tmp_path: Path) -> None:
-    trainer = trainer_of()
-    trainer.average(mean=True)
     with trainer.averaged():
         folder = trainer.save(tmp_path / "kept")
-    change_tensors(folder / "training.safetensors", weight=torch.zeros(1, 9))
-    assert "weight is F32 (1, 9) in the checkpoint and F32 (1, 3)" in refusal(folder)
+    path = folder / f"{file}.safetensors"
+    tensors = {**load_file(path), name: value}
+    save_file({each: value for each, value in tensors.items() if value is not None}, path)
+    reseal(folder)
+    assert f"{name} {words}" in refusal(folder, normed())
 
 
 def test_what_is_loaded_is_what_can_be_saved(tmp_path: Path) -> None:
@@ -372,21 +349,3 @@ def test_weights_of_a_damaged_checkpoint_are_refused(original: Path, tmp_path: P
         with pytest.raises(CheckpointError, match=r"is damaged: model\.safetensors has other"):
             onefold.load_weights(line(), place)
     assert sealed(path)["size"] == len(content)
-
-
-def test_what_could_not_be_read_is_not_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By the reader's own checks, whatever made it so."""
-    trainer = trainer_of()
-    trainer.step(points(8))
-    kept = trainer.save(tmp_path)
-    trainer.step(points(8))
-    words = "step-00000002 is not written, as it could not be read again: expected threads to be"
-    with monkeypatch.context() as patch:
-        patch.setattr("torch.get_num_threads", lambda: 0)
-        with pytest.raises(CheckpointError, match=words):
-            trainer.save(tmp_path)
-    assert names_in(tmp_path) == {kept.name}
-    assert trainer_of().load(tmp_path).step == 1
-    assert trainer.save(tmp_path).name == "step-00000002"

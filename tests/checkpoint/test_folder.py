@@ -134,15 +134,6 @@ def test_what_cannot_be_written_leaves_what_was_there(
     assert names_in(tmp_path / "run") == {ONE}
 
 
-@for_each("below", ["", "/deeper"])
-def test_a_file_where_a_folder_should_be_is_told(tmp_path: Path, below: str) -> None:
-    (tmp_path / "run").write_text("mine")
-    with pytest.raises(OSError, match="run"):
-        make_trainer().save(f"{tmp_path}/run{below}")
-    assert (tmp_path / "run").read_text() == "mine"
-    assert names_in(tmp_path) == {"run"}
-
-
 def test_what_a_killed_process_left_is_swept_up_and_nothing_else(tmp_path: Path) -> None:
     def left(suffix: str, name: str = "model.safetensors", number: int = 1) -> Path:
         rest = tmp_path / f".step-0000000{number}.0123abcd.{suffix}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -12,9 +11,8 @@ import pytest
 
 from onefold.checkpoint.saving import Lead
 from onefold.errors import PeerLost
-from tests.engine.assembled import engine_of, team_of
+from tests.engine.assembled import team_of
 from tests.engine.meeting import Seat, together
-from tests.tables import for_each
 
 Result = TypeVar("Result")
 
@@ -25,26 +23,8 @@ def lead_at(seat: Seat, timeout_s: float = 10.0) -> Lead:
     return Lead(cast(Any, engine), team_of(2, own=[seat.number]), timeout_s)
 
 
-def alone(devices: int = 1) -> Lead:
-    return Lead(engine_of(devices=devices), team_of(devices), 10.0)
-
-
 def both(work: Callable[[Lead, Seat], Result], timeout_s: float = 10.0) -> list[Result | Exception]:
     return together(lambda seat: work(lead_at(seat, timeout_s), seat))
-
-
-def test_the_number_of_the_lead_is_everybodys() -> None:
-    assert both(lambda lead, _: lead.is_here) == [True, False]
-    assert both(lambda lead, seat: lead.share(1.5 + seat.number)) == [1.5, 1.5]
-
-
-@for_each("devices", [1, 3])
-def test_a_process_alone_does_all_of_it_in_its_own_thread(devices: int) -> None:
-    lead = alone(devices)
-    assert lead.is_here
-    assert lead.share(2.5) == 2.5
-    assert lead.do("it", threading.current_thread) is threading.current_thread()
-    assert lead.do("it", None) is None
 
 
 def test_the_work_and_its_result_are_the_leads_alone(caplog: pytest.LogCaptureFixture) -> None:
@@ -53,9 +33,9 @@ def test_the_work_and_its_result_are_the_leads_alone(caplog: pytest.LogCaptureFi
 
     def work(lead: Lead, seat: Seat) -> object:
         lead.do("it", lambda: did.append(seat.number))
-        return lead.do("it", (lambda: 7) if lead.is_here else None)
+        return lead.do("it", (lambda: 7) if lead.is_here else None), lead.share(1.5 + seat.number)
 
-    assert both(work) == [7, None]
+    assert both(work) == [(7, 1.5), (None, 1.5)]
     assert did == [0]
     assert not caplog.messages, "quick work is not mentioned"
 

@@ -517,7 +517,11 @@ def test_what_could_not_go_on_is_refused(runs: Runs, script: Script, words: str)
         assert runs.whole(script) == ""
 
 
-def test_a_directory_that_is_none_is_refused(runs: Runs, tmp_path: Path) -> None:
+def seeded(life: Life) -> str:
+    return result(begun(life, seed=7)[0])
+
+
+def test_a_directory_of_nothing_that_fits_is_refused(runs: Runs, tmp_path: Path) -> None:
     assert runs.start(for_longer(1), 2)
     directory = runs.folder
     runs.folder = directory / "step-00000003"
@@ -525,6 +529,9 @@ def test_a_directory_that_is_none_is_refused(runs: Runs, tmp_path: Path) -> None
     with pytest.raises(ValueError, match=words):
         runs.start(for_longer(1))
     runs.folder = directory
+    with pytest.raises(CheckpointError, match="seed 0, this run has 7"):
+        runs.start(seeded)
+    assert runs.start(seeded, changed=("shards", "seed"))
     for path in directory.glob("*/model.safetensors"):
         path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(CheckpointError, match=r"no checkpoint of .*model\.safetensors has"):
@@ -540,19 +547,3 @@ def test_a_directory_that_is_none_is_refused(runs: Runs, tmp_path: Path) -> None
         runs.start(for_longer(1))
     assert file.read_text() == "mine"
     assert names_in(tmp_path / "full") == set()
-
-
-def test_what_was_changed_on_purpose_may_be_said(runs: Runs) -> None:
-    def cut_in(shards: int) -> Script:
-        def script(life: Life) -> str:
-            trainer, loader = begun(life, shards=shards)
-            for _ in trainer.epochs(shards):
-                through(life, trainer, loader)
-            return str(trainer.steps)
-
-        return script
-
-    assert runs.start(cut_in(1)) == "3"
-    with pytest.raises(CheckpointError, match="shards 1, this run has 2"):
-        runs.start(cut_in(2))
-    assert runs.start(cut_in(2), changed=("shards", "seed")) == "6"

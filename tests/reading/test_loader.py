@@ -290,6 +290,9 @@ def test_a_tensor_data_set_is_read_as_pytorch_would() -> None:
         ({1, 2}, {}, "a length and an item for .* set"),
         (TensorDataset(torch.zeros(0, 3)), {}, "the data set is empty: expected at least one sam"),
         (CountedStream(), {"shuffle": True}, "CountedStream is a stream.* shuffle cannot be follo"),
+        (CountedStream(), {"sampler": [1]}, "so sampler cannot be followed"),
+        (CountedStream(), {"lengths": [1], "shuffle": True}, "so shuffle and lengths cannot be fo"),
+        (CountedStream(), {"workers": 2}, "expected workers of 0 or 1, got 2"),
         (range(9), {"batch_size": 0}, "expected batch_size of at least 1, got 0"),
         (range(9), {"batch_size": 2.0}, "expected batch_size to be a whole number, got 2.0"),
         (range(9), {"batch_size": True}, "expected batch_size to be a whole number, got True"),
@@ -444,18 +447,6 @@ def digests(data: Any, **choices: Any) -> list[int]:
     """Of each batch of two passes."""
     loader = make_loader(data, Plan((1, 3)), digest=True, **choices)
     return [batch.data_digest for _ in range(2) for batch in loader]
-
-
-def test_three_samples_are_read_for_a_digest_in_each_pass() -> None:
-    data = Noted()
-    loader = make_loader(data, Plan((1,)), shuffle=False, digest=True)
-    batches = iter(loader)
-    next(batches)
-    assert data.read == [0, 10, 19, *range(6)]
-    data.read.clear()
-    list(batches)
-    list(loader)
-    assert data.read == [*range(6, 20), 0, 10, 19, *range(20)]
 
 
 @with_workers

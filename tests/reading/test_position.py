@@ -90,17 +90,6 @@ def cycling(script: Script) -> Iterator[None]:
         yield
 
 
-def ending_early(script: Script) -> Iterator[None]:
-    train = script.loader(samples=20)
-    for _ in script.position.epochs(3):
-        for batch in train:
-            script.step(batch)
-            if script.position.step % 3 == 0:
-                break
-            yield
-        yield
-
-
 def reading_ahead(script: Script) -> Iterator[None]:
     train = script.loader()
     for _ in script.position.epochs(3):
@@ -147,7 +136,7 @@ LENGTHS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
 by_length = functools.partial(simple, lengths=LENGTHS)
 SCRIPTS: list[Body] = [
     *(simple, by_length, functools.partial(simple, drop_last=True), two_in_turn, numbered),
-    *(with_others_that_are_only_read, cycling, ending_early, plain_counting, warming_up),
+    *(with_others_that_are_only_read, cycling, plain_counting, warming_up),
 ]
 
 
@@ -290,26 +279,10 @@ def test_another_loader_is_refused_by_name(
     assert (next_pass.number, next_pass.used) == (0, 6)
 
 
-def test_another_batch_size_still_gives_each_sample_once() -> None:
-    whole, saves = saves_of(simple)
-    script = Script()
-    script.position.go_to(saves[1], ("batch_size",))
-    train = script.loader(batch_size=2)
-    rest = [sample for batch in train for sample in batch.shards[0]]  # type: ignore[attr-defined]
-    used = [sample for _, _, samples in whole.used[:2] for sample in samples]
-    assert sorted([*used, *rest]) == list(range(10))
-
-
 def before_numbers(saved: dict[str, Any]) -> dict[str, Any]:
     """As it was saved before loaders were numbered."""
     loaders = [{k: v for k, v in each.items() if k != "loader"} for each in saved["position"]]
     return {**saved, "position": loaders}
-
-
-def test_what_was_saved_before_loaders_had_numbers_loads() -> None:
-    whole, saves = saves_of(simple)
-    for saved in saves:
-        check_goes_on(before_numbers(saved), whole)
 
 
 def test_a_loader_with_another_number_is_refused_by_name() -> None:
@@ -356,44 +329,3 @@ def test_an_iterator_of_an_epoch_before_ends_nothing() -> None:
         for _ in range(2):
             script.step(next(batches))
     assert [epoch for _, epoch, _ in script.used] == [0, 0, 1, 1, 2, 2]
-
-
-def test_an_epoch_that_is_left_is_not_gone_through_twice() -> None:
-    script = Script()
-    train = script.loader()
-    for epoch in script.position.epochs(5):
-        for batch in train:
-            script.step(batch)
-        if epoch == 1:
-            break
-    assert script.position.to_json()["epoch"] == 2
-    assert list(script.position.epochs(4)) == [2, 3]
-
-
-def test_a_save_between_two_loops_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    script = Script()
-    first, second = script.loader(), script.loader(samples=4)
-    for _ in script.position.epochs(1):
-        for batch in first:
-            script.step(batch)
-        script.position.note_save()
-        for batch in second:
-            script.step(batch)
-    assert caplog.text.count("was made between two loops of epoch 0") == 1
-
-
-def test_many_passes_outside_the_epochs_are_told_in_a_word() -> None:
-    script = Script()
-    train = script.loader()
-    for _ in range(1000):
-        for batch in train:
-            script.step(batch)
-    saved = script.position.to_json()
-    assert len(str(saved)) < 300
-    again = Script(saved)
-    train = again.loader()
-    lengths = [sum(1 for _ in train) for _ in range(1002)]
-    assert lengths == [0] * 1000 + [4, 4]
-    middle = again.position.to_json()["position"][0]
-    assert (middle["first_pass"], middle["empty_passes"]) == (0, 1000)
-    assert [number for number, _ in middle["passes"]] == [1000, 1001]

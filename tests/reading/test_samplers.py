@@ -85,19 +85,6 @@ def test_samples_that_come_twice_have_two_augmentations() -> None:
     assert (len(devices[0]), len(alone)) == (7, 5)
 
 
-def test_batches_of_a_batch_sampler_are_those_of_all_devices() -> None:
-    batches = [[3, 4], [0], [5, 1, 2, 6, 7]]
-    plan = Plan((1, 2))
-    loaders = [
-        make_loader(range(8), plan, [own], shuffle=False, batch_sampler=batches, batch_size=None)
-        for own in range(2)
-    ]
-    read = united([list(loader) for loader in loaders])
-    assert [samples_in([batch]) for batch in read] == batches
-    assert [batch.samples for batch in read] == [2, 1, 5]
-    assert (len(loaders[0]), loaders[0].batch_size) == (3, None)
-
-
 class Epochs(Sampler[int]):
     def __init__(self) -> None:
         self.epochs: list[int] = []

@@ -6,7 +6,6 @@ import os
 import resource
 import subprocess
 import sys
-import tempfile
 import types
 from collections import deque
 from collections.abc import Iterator
@@ -59,24 +58,6 @@ def test_what_cannot_be_sent_is_said_with_the_limit() -> None:
     assert "each of the 200 tensors of a batch" in found.text
 
 
-@pytest.mark.usefixtures("_limits")
-def test_what_fits_once_others_are_taken_waits_for_that(monkeypatch: pytest.MonkeyPatch) -> None:
-    limited(256)
-    sending = Sending()
-    sending(answer_of(100))
-    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(180)]
-
-    def pause(_: float) -> None:
-        for _ in range(60):
-            if held:
-                os.close(held.pop())
-
-    monkeypatch.setattr("onefold.reading.workers.time.sleep", pause)
-    after = answer_of(100)
-    assert sending(after) is after
-    assert held == []
-
-
 @for_each("limit", [64, 4000])
 @pytest.mark.usefixtures("_limits")
 def test_what_holds_no_tensors_passes(limit: int) -> None:
@@ -89,7 +70,7 @@ def test_what_holds_no_tensors_passes(limit: int) -> None:
 
 
 SCRIPT = """
-import os, resource, signal, torch, onefold
+import resource, torch, onefold
 resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))
 model = torch.nn.Linear(4, 4)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -99,14 +80,12 @@ trainer = onefold.Trainer(
 data = torch.utils.data.TensorDataset(*[torch.ones(64, 4) for _ in range(20)])
 for batch in trainer.loader(data, batch_size=16, workers=2):
     step = trainer.step(batch)
-    if step.number == 2 and os.environ["RANK"] == {killed!r}:
-        os.kill(os.getpid(), signal.SIGKILL)
 print("trained", step.number)
 """
 
 
-def run(folder: Path, *, soft: int, hard: int, killed: str = "") -> tuple[str, str]:
-    (folder / "train.py").write_text(SCRIPT.format(soft=soft, hard=hard, killed=killed))
+def run(folder: Path, *, soft: int, hard: int) -> tuple[str, str]:
+    (folder / "train.py").write_text(SCRIPT.format(soft=soft, hard=hard))
     done = subprocess.run(
         [sys.executable, "-m", "onefold", "run", "--devices", "2", str(folder / "train.py")],
         capture_output=True,
@@ -125,15 +104,3 @@ def test_too_few_open_files_end_the_run_with_a_word_where_they_cannot_be_more(
     _, errors = run(tmp_path, soft=100, hard=100)
     assert "SampleError: sending the batch up to sample 16 in epoch 0 failed: OSError" in errors
     assert "(ulimit -n)" in errors
-
-
-@pytest.mark.processes
-def test_sockets_of_workers_do_not_outlive_a_device_that_is_killed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # The path of a socket has room for a short one alone.
-    with tempfile.TemporaryDirectory(dir="/tmp") as temporary:
-        monkeypatch.setenv("TMPDIR", temporary)
-        _, errors = run(tmp_path, soft=1000, hard=1000, killed="1")
-        assert "was killed by SIGKILL" in errors
-        assert [each for each in os.listdir(temporary) if each.startswith("pymp-")] == []

@@ -131,21 +131,6 @@ class Harmless(DataLoader[int]):
     """As those of libraries that only bring a collate function."""
 
 
-class BatchSamplerShard:
-    """As Accelerate's."""
-
-    __module__ = "accelerate.data_loader"
-
-    def __init__(self) -> None:
-        self.batch_sampler = [[1]]
-
-    def __len__(self) -> int:
-        return 1
-
-    def __iter__(self) -> Any:
-        return iter(self.batch_sampler)
-
-
 @for_each(
     ("loader", "words"),
     [
@@ -154,7 +139,6 @@ class BatchSamplerShard:
             DataLoader(DATA, 4, sampler=DistributedSampler(DATA, 2, 1)),  # type: ignore[arg-type]
             "sampler is or holds a DistributedSampler, which deals the samples out to devices",
         ),
-        (DataLoader(DATA, batch_sampler=BatchSamplerShard()), "holds a BatchSamplerShard, which"),  # type: ignore[arg-type]
         (DataLoader(Stream(), batch_size=None), "a stream of whole batches"),
         (
             DataLoader(range(8), batch_size=None, sampler=BatchSampler(range(8), 4, False)),  # type: ignore[arg-type]
