@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onefold.core.finite import all_finite, first_not_finite, names_with_nan
+from onefold.core.finite import all_finite, names_with_nan
 from tests.tables import for_each
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2]
@@ -36,22 +36,6 @@ def test_it_is_what_python_says(values: list[float]) -> None:
     tensor = torch.nn.Parameter(torch.tensor(values))
     assert all_finite(tensor) is all(map(math.isfinite, values))
     assert names_with_nan({"it": tensor}) == ({"it"} if any(map(math.isnan, values)) else set())
-
-
-def named(**values: float) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-    """Values by name, in one section."""
-    section = torch.tensor(list(values.values()))
-    return [section], dict(zip(values, section.unbind(), strict=True))
-
-
-def test_the_first_one_that_is_not_finite_is_named() -> None:
-    assert first_not_finite(*named(a=1.0, b=INF, c=NAN)) == "b"
-    assert first_not_finite(*named(a=1.0, b=3e38, c=3e38)) is None
-    # Any section may be the one; padding between tensors may hold anything, and belongs to nobody.
-    sections, tensors = named(a=1.0)
-    (second,), two = named(b=NAN)
-    assert first_not_finite([*sections, second], {**tensors, **two}) == "b"
-    assert first_not_finite([*sections, second], tensors) is None
 
 
 @for_each("dtype", FLOATS)

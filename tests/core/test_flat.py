@@ -9,30 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from onefold.core.flat import FlatTensors, fingerprint_of, lay_out, named_tensors, tensor_digests
+from onefold.core.flat import fingerprint_of, named_tensors, tensor_digests
 from tests.tables import for_each
-
-
-def test_a_section_a_dtype_and_a_view_a_tensor() -> None:
-    tensors = {
-        "a": torch.randn(8, 4, 3, 3).to(memory_format=torch.channels_last),
-        "b": torch.ones(5, dtype=torch.bfloat16),
-        "expanded": torch.arange(3.0).expand(4, 3),
-    }
-    layout = lay_out(tensors)
-    assert (layout.dtypes, layout.numels) == ((torch.float32, torch.bfloat16), (384, 128))
-    flat = FlatTensors(layout)
-    flat.write(list(tensors.values()))
-    for view, tensor in zip(flat.views, tensors.values(), strict=True):
-        assert torch.equal(view, tensor)
-        # Saving one does not save the others.
-        assert view.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize
-    assert flat.views[0].stride() == tensors["a"].stride()
-    assert flat.views[2].is_contiguous()
-    flat.write([None, *list(tensors.values())[1:]])
-    assert not flat.views[0].any()
-    assert torch.equal(flat.views[2], tensors["expanded"])
-
 
 # Fingerprints
 

@@ -45,13 +45,6 @@ def test_the_order_is_a_binary_tree_over_shard_numbers() -> None:
     assert fold_shards(values, torch.add) != sum(values)
 
 
-def test_as_many_devices_as_shards_publish_one_sum_each() -> None:
-    places = published_by(Plan.even(shards=7, devices=7))
-    assert sorted((place.device, place.slot) for place in places.values()) == [
-        (device, 0) for device in range(7)
-    ]
-
-
 def test_a_shard_that_nobody_publishes_is_noticed() -> None:
     with pytest.raises(KeyError, match="no part covers shard 1"):
         fold({Block(0, 1): "a"}.get, Block(0, 2), named)

@@ -10,7 +10,7 @@ from torch import nn
 
 import onefold
 from onefold.errors import LossError
-from tests.small import Batch, bits, line, make_trainer, points, square
+from tests.small import Batch, line, make_trainer, points, square
 from tests.tables import for_each
 
 SAMPLES = 11
@@ -76,18 +76,6 @@ def test_loss_and_gradient_are_those_of_the_whole_batch(name: str, shards: int) 
         assert float(step.loss) == pytest.approx(value.item(), rel=1e-12)
     for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-14)
-
-
-def test_a_step_in_which_no_term_weighs_anything_is_skipped() -> None:
-    def loss(model: nn.Module, batch: Batch) -> onefold.Means:
-        nothing = onefold.Mean(square(model, batch).sum() * 0, 0)
-        return nothing + nothing
-
-    model = line()
-    before = bits(model)
-    step = make_trainer(model, loss, shards=2).step(points(8))
-    assert step.skipped
-    assert bits(model) == before
 
 
 def test_shards_whose_losses_are_of_other_kinds_are_refused() -> None:

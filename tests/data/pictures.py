@@ -26,16 +26,10 @@ def write_class_folders(
     test: int = 3,
     mode: str = "RGB",
 ) -> Path:
-    """Write ``train/CLASS/...`` and ``test/CLASS/...``, PNG and JPEG in turn, or ``CLASS/...``.
+    """Write ``train/CLASS/...`` and ``test/CLASS/...``, PNG and JPEG in turn.
 
-    The classes differ in brightness, so that they can be learnt.
-
-    Args:
-        root: the folder; it may be there.
-        classes: names.
-        train: training pictures of each class.
-        test: test pictures of each class; with 0 the class folders lie in ``root`` itself.
-        mode: ``L``, ``RGB`` or another that Pillow writes as PNG and as JPEG.
+    Without test pictures the class folders lie in ``root`` itself. The classes differ in brightness,
+    so that they can be learnt.
     """
     generator = np.random.default_rng(0)
     parts = {"train": train, "test": test} if test else {"": train}

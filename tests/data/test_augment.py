@@ -84,17 +84,6 @@ def test_changes_are_drawn_from_pytorchs_generator_alone(name: str) -> None:
     assert others() == before
 
 
-@for_each("size", [(32, 32), (45, 32), (32, 45), (32, 33), (1000, 32)])
-def test_a_picture_with_a_right_side_is_only_cut(size: tuple[int, int]) -> None:
-    for mode in ("L", "RGB"):
-        picture = noise(size, mode)
-        left, top = (size[0] - 32) // 2, (size[1] - 32) // 2
-        expected = picture.crop((left, top, left + 32, top + 32))
-        assert CentreCrop(32, 1.0)(picture).tobytes() == expected.tobytes()
-    test = noise((256, 256))  # 256 for 224
-    assert CentreCrop(224)(test).tobytes() == test.crop((16, 16, 240, 240)).tobytes()
-
-
 @for_each("least_area", [0.05, 0.35, 0.9])
 def test_a_random_box_is_large_enough_and_within_the_picture(least_area: float) -> None:
     """Columns and rows of a picture that grows evenly say which box was resized."""

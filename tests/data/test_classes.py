@@ -7,6 +7,7 @@ import re
 import shutil
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,15 +24,8 @@ from tests.tables import for_each
 PETS = ("cat", "dog")
 
 
-def read(
-    root: Path,
-    *,
-    holdout: float = 0.3,
-    seed: int = 0,
-    skip: bool = False,
-    labels_as_is: bool = False,
-) -> PictureClasses:
-    return read_folders(root, holdout=holdout, seed=seed, skip_bad=skip, labels_as_is=labels_as_is)
+def read(root: Path, *, skip: bool = False, **choices: Any) -> PictureClasses:
+    return read_folders(root, **{"holdout": 0.3, "seed": 0, "skip_bad": skip, **choices})
 
 
 def names(split: Split) -> list[str]:
@@ -262,9 +256,8 @@ def test_the_digest_is_that_of_each_picture_in_its_place(given_test: Path, tmp_p
 
 def test_the_parts_are_the_whole_and_the_seed_decides(unsplit: Path) -> None:
     data = read(unsplit)
-    train, test = names(data.train), names(data.test)
     files = sorted(str(path.relative_to(unsplit)) for path in unsplit.rglob("*.*"))
-    assert sorted(train + test) == files
+    assert sorted(names(data.train) + names(data.test)) == files
     assert (Counter(data.train.labels), Counter(data.test.labels)) == ({0: 7, 1: 7}, {0: 3, 1: 3})
     assert contents(read(unsplit)) == contents(data)
     assert len({tuple(names(read(unsplit, seed=seed).test)) for seed in range(4)}) > 1

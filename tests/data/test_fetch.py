@@ -158,7 +158,6 @@ FAULTS = {
     "slow head": (drip(b"X-Slow: "), r"expected the whole file within 0\.5 s, got 0 bytes"),
     "too slow": (drip(b"\r\n"), r"expected the whole file within 0\.5 s, got \d+ bytes"),
     "to a file": (lead_to("file:///etc/passwd"), "url 'file:///etc/passwd' is not allowed"),
-    "to ftp": (lead_to("ftp://127.0.0.1/x"), "led on by http, got 'ftp://"),
 }
 
 
