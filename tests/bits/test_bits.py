@@ -15,7 +15,10 @@ from tests.bits.test_smoke import check
 from tests.capabilities import NO_LSTM
 
 # One test worker has them all: each of them needs the runs on one device that others need too.
-pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("bits"), pytest.mark.timeout(7200)]
+pytestmark = [
+    *(pytest.mark.full, pytest.mark.processes),
+    *(pytest.mark.xdist_group("bits"), pytest.mark.timeout(7200)),
+]
 
 WAYS = [
     *(("shared", "all", 2), ("collective", "all", 4), ("shared", "span", 4)),

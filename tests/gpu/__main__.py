@@ -37,8 +37,6 @@ LIMIT_S = 530.0
 """For all parts together."""
 LEAST_S = 5.0
 """A part that has less than this left is not begun."""
-MACHINE_LIMIT_S = 90
-NEEDED = ("torch", "numpy", "safetensors")
 TESTS_AT_ONCE = 6
 
 MACHINE = """
@@ -61,8 +59,7 @@ def main() -> int:
     parser.add_argument("--device", choices=["cuda:0", "cpu"], default="cuda:0")
     parser.add_argument("--parts", nargs="+", default=[], help="only those with one of these words")
     options = parser.parse_args()
-    lacking = missing(NEEDED)
-    if lacking:
+    if lacking := missing(("torch", "numpy", "safetensors")):
         print(f"{sys.executable} has no {', '.join(lacking)}: onefold needs it", file=sys.stderr)
         return 2
     machine = describe_machine()
@@ -85,25 +82,16 @@ def main() -> int:
 
 def describe_machine() -> dict[str, Any]:
     """The card and the versions, asked in a process of its own: this one must not use the card."""
-    done = subprocess.run(
-        [sys.executable, "-c", MACHINE],
-        capture_output=True,
-        text=True,
-        timeout=MACHINE_LIMIT_S,
-        check=True,
-    )
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    said = subprocess.check_output([sys.executable, "-c", MACHINE], text=True, timeout=90)
+    found: dict[str, Any] = json.loads(said.splitlines()[-1])
     return found
 
 
 def run(wanted: Sequence[Part], machine: Mapping[str, Any], device: str, results: Path) -> int:
     """Run the parts, and write what is known after each."""
     results.mkdir(parents=True, exist_ok=True)
-    left_out = {
-        part.name: f"there is no {', '.join(missing(part.needs))}"
-        for part in wanted
-        if missing(part.needs)
-    }
+    lacking = {part.name: ", ".join(missing(part.needs)) for part in wanted}
+    left_out = {name: f"there is no {packages}" for name, packages in lacking.items() if packages}
     if missing(["pytest"]):
         left_out["pytest"] = "not there: the tests are run one by one, without looking for leaks"
     found: dict[str, Any] = {
@@ -135,11 +123,8 @@ def results_of(
     at_once = min(TESTS_AT_ONCE, len(os.sched_getaffinity(0)) // 2) if device != "cpu" else 1
     with ThreadPoolExecutor(max(1, at_once)) as pool:
         under_way = [pool.submit(begin, part) for part in parts if not part.alone]
-        for future in as_completed(under_way):
-            yield future.result()
-    for part in parts:
-        if part.alone:
-            yield begin(part)
+        yield from (future.result() for future in as_completed(under_way))
+    yield from (begin(part) for part in parts if part.alone)
 
 
 def begun(part: Part, *, environment: Mapping[str, str], folder: Path, end: float) -> Result:
