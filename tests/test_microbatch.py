@@ -17,7 +17,7 @@ from torch import nn
 import onefold
 from onefold.engine.advice import is_shortage
 from onefold.errors import CheckpointError, LossError
-from tests import simulated
+from onefold.testing import simulate
 from tests.inside import engine_in
 from tests.small import Batch, make_trainer
 from tests.tables import for_each
@@ -128,19 +128,6 @@ def test_pieces_that_hold_a_whole_shard_change_nothing(loss: Loss, shards: int) 
         for m in (None, 12, 100)
     }
     assert len(found) == 1
-
-
-def test_a_hook_may_hand_over_a_tensor_that_it_keeps() -> None:
-    model = Words()
-    memory = torch.zeros_like(model.out.weight)
-
-    def put(parameter: nn.Parameter) -> None:
-        assert parameter.grad is not None
-        parameter.grad = memory.copy_(parameter.grad)
-
-    model.out.weight.register_post_accumulate_grad_hook(put)
-    found = result(trainer_of(model=model, microbatch=1), batches(2))
-    assert found == result(trainer_of(microbatch=1), batches(2))
 
 
 def test_no_piece_begins_while_the_graph_of_another_is_there() -> None:
@@ -330,8 +317,7 @@ def test_the_second_look_waits_for_the_first_update() -> None:
 
 def of_one_process() -> tuple[int | None, str]:
     """On the lead two samples fit, elsewhere all of them."""
-    loss = Small(100)
-    trainer = trainer_of(loss, microbatch="auto", model=Words(), devices=None)
+    trainer = trainer_of(loss := Small(100), microbatch="auto", model=Words(), devices=None)
     loss.fits = 2 if trainer.is_lead else 100
     found = result(trainer, batches(3))
     return found_by(trainer), found[0]
@@ -339,5 +325,5 @@ def of_one_process() -> tuple[int | None, str]:
 
 @for_each("exchange", ["shared", "collective"])
 def test_processes_agree_on_the_smallest(exchange: Any) -> None:
-    found = simulated.launch(of_one_process, devices="cpu:2", exchange=exchange)
-    assert found == (2, result(trainer_of(model=Words(), microbatch=2), batches(3))[0])
+    whole = result(trainer_of(model=Words(), microbatch=2), batches(3))[0]
+    assert simulate(of_one_process, 2, exchange=exchange) == [(2, whole)] * 2

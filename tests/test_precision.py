@@ -131,27 +131,6 @@ def test_plain_pytorch_comes_to_nearly_the_same(precision: str) -> None:
         assert torch.allclose(mine.float(), theirs, atol=0.01)
 
 
-@for_each("precision", [None, "bf16", "fp16-params"])
-def test_the_norm_of_one_shard_is_that_of_its_gradient(precision: str | None) -> None:
-    """Also where backward gives strides of its own, as to a convolution of 1 x 1."""
-    model = nn.Conv2d(200, 200, 1)
-    images = torch.randn(4, 200, 5, 5).to(memory_format=torch.channels_last)
-
-    def loss(model: nn.Module, batch: tuple[torch.Tensor]) -> torch.Tensor:
-        return model(batch[0]).float().square().mean(dim=(1, 2, 3))
-
-    plain = copy.deepcopy(model)
-    loss(plain, (images,)).mean().backward()
-    expected = float(torch.nn.utils.get_total_norm([p.grad for p in plain.parameters()]))
-    before = model.weight.detach().clone()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    choices = {"shards": 1, "precision": precision, "clip_norm": expected / 10}
-    trainer = make_trainer(model, loss, optimizer=optimizer, **choices)
-    assert trainer.step((images,)).grad_norm == pytest.approx(expected, rel=0.02)
-    moved = float((model.weight.detach().float() - before).norm())
-    assert moved == pytest.approx(expected / 10, rel=0.1)
-
-
 def test_gradients_are_added_up_in_float32() -> None:
     """Of a model that is all in bfloat16, by its user: their sum is that of float32."""
     model = nn.Linear(30, 30).bfloat16()

@@ -184,40 +184,13 @@ def test_values_do_not_depend_on_how_tensors_lie(
 
 
 @for_each(("source", "target"), [(itself, plain), (plain, itself)])
-@for_each("kind", ["file", "checkpoint"])
 def test_weights_of_one_layout_load_into_another(
-    source: Layout, target: Layout, kind: str, tmp_path: Path
+    source: Layout, target: Layout, tmp_path: Path
 ) -> None:
-    trainer = trainer_of(source, 2)
+    trainer, model = trainer_of(source, 2), trainer_of(target, 2).model
     trainer.step(SAMPLES)
-    path = trainer.save(tmp_path)
-    if kind == "file":
-        torch.save(trainer.model.state_dict(), path := tmp_path / "weights.pth")
-    model = trainer_of(target, 2).model
-    onefold.load_weights(model, path)
+    onefold.load_weights(model, trainer.save(tmp_path))
     assert values(model.state_dict().items()) == values(trainer.model.state_dict().items())
-
-
-@for_each("name", [name for name in REAL if name not in ("single number", "empty")])
-def test_rows_are_gathered_whatever_they_lie_in(name: str) -> None:
-    """Into the loss of every shard, with the gradients that a contiguous tensor gets."""
-
-    def run(laid_out: Layout) -> tuple[list[object], str]:
-        rows: list[object] = []
-
-        def gathering(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-            form = laid_out(REAL[name]())
-            given = torch.empty_like(form).copy_(form) * model(x[: len(form)]).mean().to(form.dtype)
-            given = given.contiguous() if laid_out is plain else given
-            everybody = onefold.gather(given)
-            rows.append(values([("all", everybody)]))
-            return everybody.square().flatten(1).mean(1).float()[: len(x)] + model(x).mean(1)
-
-        trainer = make_trainer(loss=gathering, shards=2, devices=2)
-        trainer.step(drawn(2 * len(REAL[name]()), 3))
-        return rows, trainer.fingerprint()
-
-    assert run(itself) == run(plain)
 
 
 class Rotating(torch.optim.Optimizer):
