@@ -266,19 +266,6 @@ def test_losses_and_layers_of_the_whole_batch_are_refused_by_name() -> None:
         trainer_of(build=lambda: onefold.SyncBatchNorm.convert(Net()))
 
 
-def test_what_is_missing_is_named_before_work_begins() -> None:
-    from torch._dynamo import config as tracer
-    from torch._inductor import config as generator
-
-    missing = pytest.raises(ValueError, match=r"no-such-.* apt install g\+\+ .*leave out compile")
-    with generator.patch({"cpp.cxx": (None, "no-such-compiler")}), missing:
-        trainer_of()
-    with tracer.patch(disable=True), pytest.raises(ValueError, match="TORCH_COMPILE_DISABLE"):
-        trainer_of()
-    with pytest.raises(TypeError, match="expected compile to be True or False, got 'max-auto"):
-        trainer_of(compile="max-autotune")
-
-
 def tiny() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Dropout(0.1), nn.Linear(16, 3))
 

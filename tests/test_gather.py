@@ -161,20 +161,6 @@ def test_one_shard_has_the_bits_of_a_plain_loop(loss: LossOf) -> None:
     assert all(map(torch.equal, model.parameters(), expected.parameters()))
 
 
-def test_a_step_may_gather_and_the_next_one_not() -> None:
-    found = set()
-    for devices in (1, 2):
-        trainer = trainer_of(now_and_then, devices=devices)
-        found.add(result(trainer, [(x.abs() * sign, y) for x, y in batches(2) for sign in (1, -1)]))
-    assert len(found) == 1
-
-
-def now_and_then(model: nn.Module, batch: Batch) -> torch.Tensor:
-    one, other = model(batch)
-    gathers = bool((batch[0] > 0).all())
-    return of_own_rows(model, batch) if gathers else (one - other).square().sum(dim=1)
-
-
 class Keeping(Towers):
     """Changes attributes, buffers, modes and random numbers before it gathers."""
 
