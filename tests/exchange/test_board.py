@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -62,13 +60,3 @@ def test_what_a_shard_gave_travels_in_the_row_of_its_device() -> None:
     assert row.equal(received.row(1, range(2, 5))), "it is a copy"
     with pytest.raises(ValueError, match=r"reshape|size"):
         received.take_row(1, range(2, 5), sent.row(0, range(2)))
-
-
-def test_values_for_which_there_is_no_room_yet_are_kept_beside() -> None:
-    narrow = board()
-    given = replace(result(1.0, 1.0, True, True, True), buffers=None)
-    narrow.record(1, 3, given)
-    assert (narrow.given, narrow.width) == ({3: given.values}, 0)
-    narrow.widen(1)
-    narrow.clear_rows(1, range(SHARDS))
-    assert narrow.given == {}

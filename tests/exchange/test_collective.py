@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, cast
+from typing import cast
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from onefold.errors import PeerError, PeerFailed, PeerLost, PeerTimeout
 from onefold.exchange import connections
-from onefold.exchange.collective import GroupTransport, Moving, Operation
+from onefold.exchange.collective import GroupTransport, Operation
 from onefold.system.compat import Groups
 from tests.exchange.together import CPU, LIMIT_S, endings, joined, together
 from tests.tables import for_each
@@ -88,64 +88,6 @@ def test_all_who_wait_in_vain_name_the_same_device(monkeypatch: pytest.MonkeyPat
     assert [cast(PeerTimeout, error).device for error in errors] == [2, 2]
     words = "device 2 did not arrive within 1.5 s in step 4, where device 0 waits"
     assert str(errors[0]).startswith(words)
-
-
-# Tensors on their way
-
-
-def test_receipts_go_before_what_leaves_and_tensors_of_nothing_not_at_all(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Of two that both began with what they send, gloo would let one wait for the other."""
-    started: list[dist.P2POp] = []
-    monkeypatch.setattr(dist, "batch_isend_irecv", lambda ops: started.extend(ops) or [])
-    places = [(True, 1), (True, 0), (False, 1), (True, None), (False, 0), (False, None)]
-    sizes = {place: 1 + number for number, place in enumerate(places)}
-    with transports(2) as ends:
-        ends[0].move([Operation(sends, 1, torch.zeros(0)) for sends in (True, False)]).finish()
-        assert started == []
-        ends[0].move(
-            [
-                Operation(sends, 1, torch.zeros(numel, dtype=torch.uint8), chunk)
-                for (sends, chunk), numel in sizes.items()
-            ]
-        )
-    wanted = [(False, None), (True, None), (False, 0), (True, 0), (False, 1), (True, 1)]
-    assert [op.tensor.numel() for op in started] == [sizes[place] for place in wanted]
-    assert [op.op is dist.isend for op in started] == [sends for sends, _ in wanted]
-
-
-class Work:
-    """Notes when it is waited for; gloo would hang the second time."""
-
-    def __init__(self, name: str, waited: list[str]) -> None:
-        self._name, self._waited = name, waited
-
-    def wait(self, limit: timedelta | None = None) -> None:
-        assert self._name not in self._waited
-        self._waited.append(self._name)
-
-
-@for_each(
-    ("names", "after_first_chunk"),
-    [(["row", "1", "2", "out", "3"], ["1", "2"]), (["all"], ["all"])],
-)
-def test_each_is_waited_for_once(names: list[str], after_first_chunk: list[str]) -> None:
-    part, waited = torch.zeros(1), list[str]()
-    places = [(False, 1, None), (False, 1, 0), (False, 2, 0), (True, 1, 0), (False, 1, 1)]
-    works = cast(Any, [Work(name, waited) for name in names])
-    moving = Moving(
-        [Operation(sends, peer, part, chunk) for sends, peer, chunk in places],
-        works,
-        timedelta(seconds=LIMIT_S),
-    )
-    moving.wait_for(0)
-    assert waited == after_first_chunk
-    moving.wait_for(0)
-    moving.wait_for(1)
-    moving.finish()
-    moving.finish()
-    assert sorted(waited) == sorted(names)
 
 
 # Those who are gone

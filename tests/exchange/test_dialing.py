@@ -64,11 +64,6 @@ def test_who_has_ended_is_not_waited_for(rank: int, gone: int) -> None:
     assert caught.value.device == gone
 
 
-def test_devices_of_two_runs_do_not_meet() -> None:
-    errors = endings(2, lambda rank: connected(drawn(), rank, 2, SHORT_S))
-    assert [type(error) for error in errors] == [PeerTimeout] * 2
-
-
 # Strangers, who may list the names of all sockets of the machine
 
 

@@ -12,15 +12,14 @@ import torch
 
 from onefold.core.options import RunOptions
 from onefold.core.roster import Team
-from onefold.core.shard import Plan
 from onefold.core.world import World
 from onefold.errors import DisagreementError, PeerFailed
 from onefold.exchange import joining
 from onefold.exchange.exchange import Exchange
-from onefold.exchange.joining import DevicesMemory, OneDeviceMemory, join, local_exchange
+from onefold.exchange.joining import DevicesMemory, OneDeviceMemory, join
 from onefold.exchange.shared import HostMemory, HostTransport
 from onefold.exchange.transport import Alone
-from tests.exchange.contract import SHARDS, roster, start, storage, tensors
+from tests.exchange.contract import roster, start, storage
 from tests.exchange.together import CPU, LIMIT_S, endings, together, worlds
 from tests.tables import for_each
 
@@ -60,22 +59,6 @@ def test_a_process_that_drives_all_devices_asks_nobody(devices: int, kind: type)
 
     exchange = joined(World(), compare, own=range(devices))
     assert (type(exchange.memory), type(exchange.transport)) == (kind, Alone)
-
-
-def test_gradients_of_one_device_are_used_where_backward_left_them_and_let_go() -> None:
-    sizes = storage(1)
-    exchange = local_exchange(sizes, start(0, sizes), roster(sizes))
-    given: list[torch.Tensor | None] = [torch.ones_like(t) for t in tensors().values()]
-    given[2] = None
-    exchange.publish(0, 0, given)
-    exchange.collect(Plan((SHARDS,)))
-    for piece, total in zip(sizes.pieces, exchange.totals(0), strict=True):
-        gradient = given[piece.entry]
-        assert (total is None) == (gradient is None), "no zeros are made where no shard gave one"
-        if total is not None and gradient is not None:
-            assert total.untyped_storage().data_ptr() == gradient.untyped_storage().data_ptr()
-    exchange.spread()
-    assert list(exchange.totals(0)) == []
 
 
 @for_each(("asked", "launcher"), [("auto", "onefold"), ("shared", "onefold"), ("auto", "torch")])
@@ -145,30 +128,3 @@ def test_memory_that_cannot_be_shared_is_refused(
     words = "the shared exchange is for CPU processes of one host; use --exchange collective"
     with pytest.raises(ValueError, match=words):
         joined(world, device=device)
-
-
-@for_each(
-    ("launcher", "exchange", "asks"),
-    [("onefold", "auto", False), ("onefold", "collective", True), ("torch", "auto", True)],
-)
-def test_processes_that_chose_their_devices_compare_them_first(
-    launcher: Any, exchange: Any, asks: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Before any of them joins what processes of another kind would wait for in vain."""
-
-    class ReachedError(Exception):
-        pass
-
-    asked: list[tuple[str, int]] = []
-
-    def reach(*_: object, **__: object) -> None:
-        raise ReachedError
-
-    monkeypatch.setattr(joining, "agree_on_kind", lambda w, kind, n, limit: asked.append((kind, n)))
-    monkeypatch.setattr(joining, "agree_on_name", lambda *_: "drawn")
-    monkeypatch.setattr(joining, "connected", reach)
-    monkeypatch.setattr(joining, "join_group", reach)
-    options = RunOptions(exchange=exchange)
-    with worlds(2, options=options) as made, pytest.raises(ReachedError):
-        joined(replace(made[1], launcher=launcher))
-    assert asked == ([("cpu", 2)] if asks else [])

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from onefold.exchange import shared
-from onefold.exchange.shared import HostTransport, memory_of, new_file, take_file
-from tests.exchange.together import mailboxes, together
+from onefold.exchange.shared import memory_of, new_file, take_file
+from tests.exchange.together import mailboxes
 from tests.tables import for_each
 
 
@@ -60,38 +60,3 @@ def test_memory_that_is_refused_is_named_with_its_limits(
         new_file(12_345)
     assert caught.value.errno == errno.ENOMEM
     assert "ulimit -v" in str(caught.value)
-
-
-# What processes hand to each other between steps
-
-
-@pytest.fixture
-def pair() -> Iterator[list[HostTransport]]:
-    with mailboxes(2) as boxes:
-        ends = [HostTransport(box) for box in boxes]
-        yield ends
-        for end in ends:
-            end.close()
-
-
-def test_rooms_are_not_copied_and_one_that_was_brought_is_not_written_over(
-    pair: list[HostTransport],
-) -> None:
-    rooms = [end.room(100) for end in pair]
-    assert pair[0].room(20).data_ptr() == rooms[0].data_ptr()
-    brought, _ = together(2, lambda rank: pair[rank].bring())
-    rooms[0][3], rooms[1][3] = 5, 6
-    assert [memory[3].item() for memory in brought] == [5, 6]
-    larger = pair[0].room(101)
-    larger[:] = 1
-    assert (larger.numel() >= 101, brought[0][3].item(), brought[0][4].item()) == (True, 5, 0)
-
-
-def test_what_was_handed_out_is_everybodys_own(pair: list[HostTransport]) -> None:
-    source = torch.zeros(4, dtype=torch.uint8)
-    _, got = together(2, lambda rank: pair[rank].hand_out(None if rank else lambda _: source))
-    source.fill_(9)
-    assert got.tolist() == [0] * 4
-    nothing = torch.empty(0, dtype=torch.uint8)
-    lead, _ = together(2, lambda rank: pair[rank].hand_out(None if rank else lambda _: nothing))
-    assert lead.tolist() == []

@@ -5,10 +5,8 @@ from __future__ import annotations
 import torch
 
 from onefold.core.flat import FlatTensors, Layout, Piece, lay_out
-from onefold.core.fold import Published
-from onefold.core.shard import Plan
 from onefold.core.storage import cut_chunks, cut_pieces, cut_spans
-from onefold.exchange.spans import Partial, SpanFold, SpanTensors
+from onefold.exchange.spans import Partial, SpanTensors
 from tests.exchange.together import CPU
 
 
@@ -55,21 +53,3 @@ def test_large_gradients_are_copied_only_where_others_see_them_and_let_go() -> N
     assert partial.chunk(large).eq(0).all()
     partial.write([None, None, None])
     assert all(view.eq(0).all() for view in flat.views)
-
-
-def test_the_total_stays_in_the_leftmost_partial_sum_or_goes_home() -> None:
-    layout, spans = model()
-    plan = Plan((2, 1, 1))
-    memory = {Published(device, 0): Partial(FlatTensors(layout)) for device in range(plan.devices)}
-    span_fold = SpanFold(layout, spans[0], plan.shards)
-    home = FlatTensors(layout)
-    for where in (None, home):
-        for device in range(plan.devices):
-            memory[Published(device, 0)].write(gradients(layout, 10.0**device))
-        arrived: list[int] = []
-        span_fold.fold(plan, memory.__getitem__, home=where, arrived=arrived.append)
-        assert arrived == list(range(len(span_fold.chunks)))
-        source = memory[Published(0, 0)] if where is None else home
-        for piece, total in zip(spans[0], span_fold.totals, strict=True):
-            assert total.eq(111).all()
-            assert total.data_ptr() == source.piece(piece).data_ptr()

@@ -14,9 +14,8 @@ from torch.distributed import TCPStore
 
 from onefold.core.world import World
 from onefold.errors import LaunchError, PeerTimeout
-from onefold.exchange import group, waiting
+from onefold.exchange import group
 from onefold.exchange.group import reach_store
-from onefold.exchange.waiting import Waiting
 from tests.tables import for_each
 
 WORLD = World(rank=1, size=3, run_id="run", launcher="torch", local_rank=0, local_size=1)
@@ -32,20 +31,6 @@ def listening() -> Iterator[int]:
 def free_port() -> int:
     with closing(socket.create_server(("127.0.0.1", 0))) as server:
         return int(server.getsockname()[1])
-
-
-def test_what_is_waited_for_is_said_ever_more_rarely(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    now = 100.0
-    monkeypatch.setattr(waiting.time, "monotonic", lambda: now)
-    mine = Waiting(1)
-    for second in range(100):
-        now = 100.0 + second
-        mine.look(lambda: "nobody came")
-    assert [record.getMessage() for record in caplog.records] == [
-        f"device 1 has waited for {second} s: nobody came" for second in (10, 30, 90)
-    ]
 
 
 @for_each(

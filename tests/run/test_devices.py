@@ -11,7 +11,6 @@ from typing import Any
 
 import pynvml
 import pytest
-import torch
 
 from onefold.errors import LaunchError
 from onefold.run.devices import Selection, cores, list_devices, select_devices
@@ -345,20 +344,3 @@ def test_who_does_not_answer_is_named(machine: Machine, monkeypatch: pytest.Monk
     words = r"NVML did not answer within \d+ s, and PyTorch did not answer within \d+ s"
     with pytest.raises(LaunchError, match=LOADED + words):
         select_devices(1)
-
-
-@pytest.mark.full
-@pytest.mark.processes
-def test_the_real_libraries_answer_as_well(machine: Machine, tmp_path: Path) -> None:
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError as error:
-        machine(signs=["version"], cuda=None, first_of_torch="raise ImportError('of ours')")
-        (tmp_path / "modules" / "pynvml.py").unlink()
-        with pytest.raises(LaunchError, match=f"asking NVML failed: pynvml.*: {error}"):
-            list_devices()
-        (tmp_path / "modules" / "torch.py").unlink()
-        assert len(list_devices()) == 1 + torch.cuda.device_count()
-    else:
-        pynvml.nvmlShutdown()
-        pytest.skip("there is a driver")

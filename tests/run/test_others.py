@@ -14,7 +14,7 @@ from onefold.errors import LaunchError
 from onefold.run import others, team
 from onefold.run.others import others_of
 from onefold.run.world import read_world, worker_environment
-from tests.run.test_slurm import SBATCH, SRUN
+from tests.run.test_slurm import SRUN
 from tests.tables import for_each
 
 POD = {
@@ -94,8 +94,6 @@ NOT_REFUSED = {
     "one node": {"SKYPILOT_NUM_NODES": "1", "DSTACK_NODES_NUM": "1", "SM_HOSTS": '["algo-1"]'},
     "one pod": {**POD, "PET_NNODES": "1", "PET_NPROC_PER_NODE": "4"},
     "what is no number": {"PMI_SIZE": "", "FLUX_JOB_SIZE": "many", "SM_HOSTS": "[algo"},
-    "the script of a Slurm job": SBATCH,
-    "a shell of salloc": {"SLURM_JOB_ID": "4711", "SLURM_NTASKS": "4"},
     "a terminal of srun": {**SRUN, "SLURM_PTY_PORT": "1", "PMI_SIZE": "6", "PMI_RANK": "5"},
     "a program that a device starts": {
         name: value
@@ -144,15 +142,6 @@ def test_a_pod_with_one_process_joins_the_others() -> None:
     assert read_world(without).size == 3
     for same in ({"PMI_SIZE": "6", "PMI_RANK": "5"}, {"PMIX_RANK": "5"}, NODES["SkyPilot"]):
         assert read_world({**SRUN, **same}).size == 6, "whatever MPI says of the tasks of srun"
-
-
-def test_torchrun_on_each_node_is_told_of_the_other_nodes(caplog: pytest.LogCaptureFixture) -> None:
-    torchrun = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "a", "MASTER_PORT": "4711"}
-    world = read_world({**NODES["SkyPilot"], **torchrun})
-    for _ in range(2):
-        team.form_team(world, None, shards=2, module=torch.nn.Linear(1, 1))
-    assert caplog.text.count("SKYPILOT_NUM_NODES=3") == 1
-    assert "each trains a model of its own" in caplog.text
 
 
 @pytest.mark.processes

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
-import platform
 import signal
 import subprocess
 import sys
-import textwrap
-from pathlib import Path
 
 import pytest
 
@@ -17,21 +14,7 @@ from onefold.run.crew import Worker, wait_for_end
 from onefold.system.ownfiles import memory_file
 from tests.tables import for_each
 
-REFUSING = Path(__file__).parents[1] / "scripts" / "refusing.py"
 NUMBERS = (errno.ENOSYS, errno.EPERM)
-SCRIPT = """
-    import sys, torch, onefold
-    torch.manual_seed(0)
-    model = torch.nn.Linear(4, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loss = lambda m, x: m(x).square().mean(1)
-    trainer = onefold.Trainer(model, optimizer, loss, shards=2)
-    trainer.step(torch.ones(4, 4))
-    if "fail" in sys.argv and not trainer.is_lead:
-        raise ValueError("as it should")
-    trainer.step(torch.ones(4, 4))
-    print(trainer.fingerprint())
-"""
 
 
 def refusing(number: int, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,27 +68,3 @@ def test_memory_without_memfds(number: int, monkeypatch: pytest.MonkeyPatch) -> 
         assert set(os.listdir("/dev/shm")) <= before
     finally:
         os.close(descriptor)
-
-
-@pytest.mark.processes
-@pytest.mark.full
-@pytest.mark.fresh
-@pytest.mark.skipif(platform.machine() not in ("x86_64", "aarch64"), reason="other system calls")
-@pytest.mark.parametrize("number", NUMBERS)
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_run_in_a_container_that_refuses_them(
-    tmp_path: Path, number: int, *, fails: bool
-) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(textwrap.dedent(SCRIPT))
-    words = ["-m", "onefold", "run", "--devices", "cpu:2", str(script), *["fail"] * fails]
-    done = subprocess.run(
-        [sys.executable, REFUSING, str(number), *words],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
-    )
-    assert done.returncode == int(fails), done.stderr
-    assert ("device 1" in done.stderr and "as it should" in done.stderr) is fails
-    assert fails or len(done.stdout.split()[-1]) == 16

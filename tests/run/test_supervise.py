@@ -21,7 +21,6 @@ from onefold.errors import LaunchError
 from onefold.run.crew import Outcome
 from onefold.run.devices import Selection
 from onefold.run.launch import supervise
-from onefold.watch.timeline import TimelinePart, name_row, slice_of
 from tests.tables import for_each
 
 Start = Callable[..., Outcome]
@@ -244,16 +243,6 @@ while not struck.exists():
 # What stays behind
 
 
-@for_each("lines", ["", "sys.exit(1)"])
-def test_a_cleaner_that_removes_the_folders_changes_nothing(
-    start: Start, temporary: Path, lines: str
-) -> None:
-    clean = f"for each in pathlib.Path({str(temporary)!r}).iterdir(): shutil.rmtree(each, True)\n"
-    outcome = start(clean + lines)
-    assert (outcome.exit_code, outcome.logs) == (1 if lines else 0, "")
-    assert list(temporary.iterdir()) == []
-
-
 def test_a_good_run_leaves_nothing_and_a_bad_one_its_logs(start: Start, temporary: Path) -> None:
     assert start("").logs == ""
     assert list(temporary.iterdir()) == []
@@ -275,28 +264,6 @@ def test_what_is_not_ours_is_refused_before_any_work(
         start(began, **{option: str(notes if option == "trace" else tmp_path)})
     assert notes.read_text() == "Buy milk.\n"
     assert not (tmp_path / "began").exists()
-
-
-def test_a_timeline_that_is_lost_does_not_fail_the_run(
-    start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    part, profile = tmp_path / "part", tmp_path / "profile"
-    part.mkdir()
-    profile.mkdir()
-    row = [*name_row(group=0, row=0, name="device 0")]
-    TimelinePart(part, "0-0").append([*row, slice_of("a", "b", 0, 1, group=0, row=0, step=1)])
-    copied = f"""
-shutil.copy({str(part / "0-0.part")!r}, world["timeline_parts"])
-pathlib.Path({str(profile)!r}, "timeline.json").write_text("somebody's")
-"""
-    for lines, words in (
-        ("shutil.rmtree(folder)", "was removed, and the timeline with it"),
-        (copied, "the timeline could not be written"),
-    ):
-        outcome = start(lines, devices=1, profile=str(profile))
-        assert (outcome.exit_code, outcome.timeline) == (0, "")
-        assert words in capsys.readouterr().err
-    assert (profile / "timeline.json").read_text() == "somebody's"
 
 
 def test_a_worker_gets_a_folder_and_memory_of_its_owner_alone(start: Start, tmp_path: Path) -> None:
