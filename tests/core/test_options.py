@@ -68,9 +68,8 @@ def test_limits_of_time_are_positive_and_what_the_system_can_wait() -> None:
     assert poller.poll(check_seconds("it", MOST_S) * 1000)
 
 
-@for_each(
-    ("name", "value", "words"),
-    [
+def test_settings_out_of_bounds_are_named() -> None:
+    for name, value, words in (
         ("shards", 0, "of at least 1, got 0"),
         ("shards", 2**31 + 1, "of at most 2147483648"),
         ("shards", True, "to be a whole number, got True"),
@@ -81,8 +80,6 @@ def test_limits_of_time_are_positive_and_what_the_system_can_wait() -> None:
         ("clip_norm", math.nan, "to be more than 0, got nan"),
         ("clip_norm", math.inf, "to be finite"),
         ("clip_norm", "1", "to be a number"),
-    ],
-)
-def test_settings_out_of_bounds_are_named(name: str, value: object, words: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=f"^expected {name} {words}"):
-        dataclasses.replace(CHOSEN, **{name: value})
+    ):
+        with pytest.raises((TypeError, ValueError), match=f"^expected {name} {words}"):
+            dataclasses.replace(CHOSEN, **{name: value})

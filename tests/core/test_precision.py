@@ -41,17 +41,14 @@ def test_a_scale_doubles_after_two_thousand_good_steps_and_an_overflow_halves_it
     assert scale.after(overflow=True) == LossScale(2.0**15, 0)
 
 
-def test_a_scale_ends_where_it_could_not_be_the_cause() -> None:
-    assert LossScale(2.0).can_shrink
-    scale = LossScale(2.0).after(overflow=True)
-    assert scale == LossScale(1.0) == scale.after(overflow=True)
-    assert not scale.can_shrink
-
-
 @given(st.lists(st.booleans(), max_size=60), st.integers(0, 32))
-def test_a_scale_is_always_a_power_of_two(overflows: list[bool], first: int) -> None:
+def test_a_scale_is_a_power_of_two_and_ends_where_it_could_not_be_the_cause(
+    overflows: list[bool], first: int
+) -> None:
     scale = LossScale(2.0**first, 1990)
     for overflow in overflows:
-        scale = scale.after(overflow=overflow)
+        before, scale = scale, scale.after(overflow=overflow)
         assert math.frexp(scale.value)[0] == 0.5
         assert 1.0 <= scale.value <= 2.0**32
+        assert before.can_shrink == (before.value > 1.0)
+        assert not overflow or scale == LossScale(max(before.value / 2, 1.0))

@@ -16,7 +16,6 @@ from onefold.core.values import (
     split,
 )
 from onefold.errors import DisagreementError, LossError
-from tests.tables import for_each
 
 HERE = "step 7, shard 3"
 LOSS = torch.ones(2)
@@ -64,20 +63,17 @@ def test_values_are_read_as_losses_are_and_nothing_is_kept_of_the_graph() -> Non
     assert len(found.lines) == 7
 
 
-@for_each(
-    ("values", "words"),
-    [
+def test_what_is_no_value_is_named() -> None:
+    for values, words in (
         ({"": LOSS}, "expected names of one line for values, got ''"),
         ({"a\nb": LOSS}, r"expected names of one line for values, got 'a\\nb'"),
         ({3: LOSS}, "expected names of one line for values, got 3"),
         ({"a": 0.5}, f"the value 'a' of {HERE}: expected a tensor .* got float"),
         ({"a": torch.ones(5)}, f"the value 'a' of {HERE}: expected shape \\(2,\\)"),
         ({str(n): LOSS for n in range(MOST + 1)}, "at most 32 numbers beside the loss, got 33 .0,"),
-    ],
-)
-def test_what_is_no_value_is_named(values: dict[Any, Any], words: str) -> None:
-    with pytest.raises(LossError, match=words):
-        read_values(values, {}, 2, HERE)
+    ):
+        with pytest.raises(LossError, match=words):
+            read_values(values, {}, 2, HERE)
 
 
 def test_pieces_add_up_and_their_names_must_agree() -> None:

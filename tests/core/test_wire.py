@@ -52,9 +52,8 @@ NESTED: list[object] = []
 NESTED.append(NESTED)
 
 
-@for_each(
-    ("value", "words"),
-    [
+def test_everything_else_is_refused_by_name() -> None:
+    for value, words in (
         (object(), "the value is of type object, which no device can send"),
         ([1, {2}], r"the value\[1\] is of type set"),
         ({"a": (Colour.RED,)}, r"the value\['a'\]\[0\] is of type Colour"),
@@ -68,11 +67,9 @@ NESTED.append(NESTED)
         (1 + 2j, "of type complex"),
         (lambda: None, "of type function"),
         (NESTED, "nested more than 50 levels deep"),
-    ],
-)
-def test_everything_else_is_refused_by_name(value: object, words: str) -> None:
-    with pytest.raises(TypeError, match=words):
-        encode(value, "the value")
+    ):
+        with pytest.raises(TypeError, match=words):
+            encode(value, "the value")
 
 
 @for_each("tree", [["object"], ["tensor", "load", [1]], ["array", "|O", [1]], ["scalar", "<U3"]])

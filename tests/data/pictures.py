@@ -28,8 +28,7 @@ def write_class_folders(
 ) -> Path:
     """Write ``train/CLASS/...`` and ``test/CLASS/...``, PNG and JPEG in turn.
 
-    Without test pictures the class folders lie in ``root`` itself. The classes differ in brightness,
-    so that they can be learnt.
+    Without test pictures the class folders lie in ``root``. The classes differ in brightness.
     """
     generator = np.random.default_rng(0)
     parts = {"train": train, "test": test} if test else {"": train}

@@ -44,12 +44,6 @@ def given_test(tmp_path: Path) -> Path:
     return write_class_folders(tmp_path / "pets", PETS)
 
 
-@pytest.fixture
-def unsplit(tmp_path: Path) -> Path:
-    """Cats and dogs, ten of each."""
-    return write_class_folders(tmp_path / "pets", PETS, train=10, test=0)
-
-
 # What is read
 
 
@@ -254,7 +248,8 @@ def test_the_digest_is_that_of_each_picture_in_its_place(given_test: Path, tmp_p
 # What is held out
 
 
-def test_the_parts_are_the_whole_and_the_seed_decides(unsplit: Path) -> None:
+def test_the_parts_are_the_whole_and_the_seed_decides(tmp_path: Path) -> None:
+    unsplit = write_class_folders(tmp_path, PETS, train=10, test=0)
     data = read(unsplit)
     files = sorted(str(path.relative_to(unsplit)) for path in unsplit.rglob("*.*"))
     assert sorted(names(data.train) + names(data.test)) == files

@@ -93,13 +93,6 @@ def test_a_file_without_a_sound_line_is_refused(
         read_tsv(tmp_path / "nowhere")
 
 
-def test_another_encoding_is_named_rather_than_a_want_of_classes(tmp_path: Path) -> None:
-    train, dev = splits(tmp_path, "good\t1\nbetter\t1\n", "good\t1\n")
-    train.write_bytes(train.read_bytes() + "mauvais café\t0\nétrange\t0\n".encode("latin-1"))
-    with pytest.raises(DataError, match=r"2 others cannot, .*line 3: expected UTF-8, .* Latin-1"):
-        read_splits(train, dev)
-
-
 def splits(folder: Path, train: str, dev: str) -> tuple[Path, Path]:
     """The two files, written."""
     paths = folder / "train.tsv", folder / "dev.tsv"
