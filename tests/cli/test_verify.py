@@ -7,11 +7,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from onefold import RunOptions
-from onefold.cli.verify import Difference, first_difference, verify_script
+from onefold.cli.verify import Difference, State, first_difference, hints_of, verify_script
+from tests.tables import for_each
 
 ROOT = Path(__file__).parent.parent.parent
 SCRIPTS = ROOT / "tests" / "scripts"
@@ -211,3 +213,29 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
         verify_script(missing, "1,2", steps=2, options=options, keep="all,spam")
     with pytest.raises(ValueError, match="--steps 0: expected at least one step"):
         verify_script(missing, "1,2", steps=0, options=options)
+
+
+def state(step: int, **changes: Any) -> State:
+    fields = {"states": {}, "unseeded": [], "attributes": [], "generators": []}
+    return State(step=step, **{**fields, **changes})
+
+
+@for_each(
+    ("name", "digests", "found"),
+    [
+        ("torch's", [["a", "b"], ["a", "b"]], False),
+        ("torch's", [["a", "b"], ["a", "c"]], True),
+        ("NumPy's", [["a", "a"], ["x", "x"]], False),
+        ("NumPy's", [["a", "b"], ["x", "y"]], False),
+        ("NumPy's", [["a", "b"], ["x", "x"]], True),
+    ],
+)
+def test_draws_of_some_devices_alone_are_named(
+    name: str, digests: list[list[str]], found: bool
+) -> None:
+    run = {
+        device: [state(step, states={name: digest}) for step, digest in enumerate(each, 1)]
+        for device, each in enumerate(digests)
+    }
+    hints = hints_of(2, {0: run[0]}, run)
+    assert [hint.startswith(f"{name} before step 2: ") for hint in hints] == [True] * found

@@ -9,7 +9,7 @@ import sklearn  # noqa: F401  # sets variables of the environment when it is loa
 import torch
 
 import onefold
-from onefold.errors import LaunchError
+from onefold.errors import CheckpointError, LaunchError
 from onefold.jobs.classify import ClassifyOptions, PictureModel, make_task, prepare, settle
 from onefold.jobs.finetune import best_checkpoint
 from onefold.models import resnet18
@@ -33,47 +33,33 @@ def settled(data: Path, **choices: Any) -> tuple[ClassifyOptions, Any]:
     return settle(options, prepared), prepared
 
 
-def model_of(data: Path, **choices: Any) -> torch.nn.Module:
-    return make_task(*settled(data, **choices)).model
+def task_of(data: Path, **choices: Any) -> Any:
+    return make_task(*settled(data, **choices))
 
 
-def facts_of(data: Path, **choices: Any) -> Any:
-    return make_task(*settled(data, **choices)).facts["picture_model"]
+SIZES: list[tuple[list[tuple[int, int]], str, int, str]] = [
+    ([(300, 200), (500, 400), (90, 800)], "resnet18", 200, "crop"),
+    ([(900, 800)] * 3, "resnet18", 224, "crop"),
+    ([(16, 16)] * 3, "resnet18", 16, "shift"),
+    ([(28, 28)] * 3, "lenet", 28, "shift"),
+    ([(32, 32)] * 3, "mnist-cnn", 32, "shift"),
+    ([(32, 32), (32, 40)], "lenet", 28, "shift"),
+    ([(30, 30)] * 3, "lenet", 28, "shift"),
+]
 
 
-def test_small_pictures_are_kept_and_shifted(data: Path) -> None:
-    options, _ = settled(data)
-    assert (options.image_size, options.augment, options.flip) == (16, "shift", "yes")
-    assert (options.epochs, options.lr) == (10, 0.05)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "model", "size", "augment"),
-    [
-        ([(300, 200), (500, 400), (90, 800)], "resnet18", 200, "crop"),
-        ([(900, 800)] * 3, "resnet18", 224, "crop"),
-        ([(28, 28)] * 3, "lenet", 28, "shift"),
-        ([(32, 32)] * 3, "mnist-cnn", 32, "shift"),
-        ([(32, 32), (32, 40)], "lenet", 28, "shift"),
-        ([(30, 30)] * 3, "lenet", 28, "shift"),
-    ],
-)
-def test_the_size_is_chosen_by_pictures_and_model(
-    data: Path, sizes: list[tuple[int, int]], model: str, size: int, augment: str
-) -> None:
-    options = ClassifyOptions(data=str(data), model=model)
-    chosen = settle(options, replace(prepare(options), sizes=sizes))
-    assert (chosen.image_size, chosen.augment) == (size, augment)
-
-
-def test_fine_tuning_is_shorter_and_gentler_by_default(data: Path, run: Path) -> None:
-    options, _ = settled(data, pretrained=str(run))
-    assert options.epochs == 5
-    assert options.lr == pytest.approx(0.01)
+def test_the_size_is_chosen_by_pictures_and_model(data: Path, run: Path) -> None:
+    for sizes, model, size, augment in SIZES:
+        options = ClassifyOptions(data=str(data), model=model)
+        chosen = settle(options, replace(prepare(options), sizes=sizes))
+        assert (chosen.image_size, chosen.augment, chosen.flip) == (size, augment, "yes")
+        assert (chosen.epochs, chosen.lr) == (10, 0.05)
+    fine, _ = settled(data, pretrained=str(run))
+    assert (fine.epochs, fine.lr) == (5, pytest.approx(0.01))
 
 
 def test_pictures_are_normalised_by_the_training_set(data: Path) -> None:
-    task = make_task(*settled(data, augment="none", flip="no"))
+    task = task_of(data, augment="none", flip="no")
     pixels = torch.stack([task.train_set[i][0] for i in range(len(task.train_set))])
     assert pixels.mean(dim=(0, 2, 3)) == pytest.approx(torch.zeros(3), abs=1e-5)
     assert pixels.std(dim=(0, 2, 3)) == pytest.approx(torch.ones(3), abs=1e-3)
@@ -82,53 +68,43 @@ def test_pictures_are_normalised_by_the_training_set(data: Path) -> None:
 def test_a_file_of_weights_brings_its_stem_and_imagenets_numbers(
     data: Path, tmp_path: Path
 ) -> None:
-    large = resnet18(num_classes=1000, small_images=False)
-    torch.save(large.state_dict(), tmp_path / "published.pth")
-    chosen = {"pretrained": str(tmp_path / "published.pth"), "image_size": 32}
-    model = model_of(data, **chosen)
-    assert torch.equal(model.conv1.weight, large.conv1.weight)
-    assert model.fc.weight.shape == (3, 512)
-    facts = facts_of(data, **chosen)
-    assert facts["small_stem"] is False
-    assert facts["mean"] == (0.485, 0.456, 0.406)
+    large, path = resnet18(num_classes=1000, small_images=False), str(tmp_path / "published.pth")
+    torch.save(large.state_dict(), path)
+    task = task_of(data, pretrained=path, image_size=32)
+    assert torch.equal(task.model.conv1.weight, large.conv1.weight)
+    assert task.model.fc.weight.shape == (3, 512)
+    facts = task.facts["picture_model"]
+    assert (facts["small_stem"], facts["mean"]) == (False, (0.485, 0.456, 0.406))
+    with pytest.raises(CheckpointError, match=r"it has none for conv1\.weight"):
+        task_of(data, pretrained=path, stem="small")
 
 
-def test_the_last_layer_is_new_even_where_the_old_one_would_fit(data: Path, run: Path) -> None:
-    old = PictureModel.of_run(run).build()
-    onefold.load_weights(old, best_checkpoint(run))
-    model = model_of(data, pretrained=str(run))
-    assert torch.equal(model.layer4[1].conv2.weight, old.layer4[1].conv2.weight)
-    assert not torch.equal(model.fc.weight, old.fc.weight)
-    bound = (6 / (512 + 3)) ** 0.5
-    assert 0.5 * bound < float(model.fc.weight.detach().abs().max()) <= bound
-    assert not model.fc.bias.any()
-    reused = model_of(data, pretrained=str(run), reuse_classes=True)
-    assert torch.equal(reused.fc.weight, old.fc.weight)
-    assert torch.equal(reused.fc.bias, old.fc.bias)
-
-
-def test_classes_of_a_file_are_named_in_another(data: Path, run: Path, tmp_path: Path) -> None:
-    weights = best_checkpoint(run) / "model.safetensors"
-    with pytest.raises(LaunchError, match="a file of weights does not say its classes"):
-        model_of(data, pretrained=str(weights), reuse_classes=True, stem="small")
-    (tmp_path / "names").write_text("plum\nnothing\napple\n")
-    model = model_of(
-        data,
-        pretrained=str(weights),
-        reuse_classes=True,
-        pretrained_classes=str(tmp_path / "names"),
-    )
+def test_the_last_layer_is_new_or_reused_by_name(data: Path, run: Path, tmp_path: Path) -> None:
+    weights, names = best_checkpoint(run) / "model.safetensors", tmp_path / "names"
     old = PictureModel.of_run(run).build()
     onefold.load_weights(old, weights)
+    model = task_of(data, pretrained=str(run)).model
+    assert torch.equal(model.layer4[1].conv2.weight, old.layer4[1].conv2.weight)
+    bound = (6 / (512 + 3)) ** 0.5  # Xavier, without a bias
+    assert not torch.equal(model.fc.weight, old.fc.weight)
+    assert 0.5 * bound < float(model.fc.weight.detach().abs().max()) <= bound
+    assert not model.fc.bias.any()
+    reused = task_of(data, pretrained=str(run), reuse_classes=True).model
+    assert torch.equal(reused.fc.weight, old.fc.weight)
+    assert torch.equal(reused.fc.bias, old.fc.bias)
+    with pytest.raises(LaunchError, match="a file of weights does not say its classes"):
+        task_of(data, pretrained=str(weights), reuse_classes=True, stem="small")
+    names.write_text("plum\nnothing\napple\n")
+    how = {"reuse_classes": True, "pretrained_classes": str(names)}
+    model = task_of(data, pretrained=str(weights), **how).model
     assert torch.equal(model.fc.weight[CLASSES.index("plum")], old.fc.weight[0])
     assert torch.equal(model.fc.weight[CLASSES.index("apple")], old.fc.weight[2])
 
 
 def test_the_rate_of_the_last_layer_and_what_is_frozen(data: Path, run: Path) -> None:
-    chosen = settled(data, pretrained=str(run), head_lr_scale=10.0, freeze_until="layer3", lr=0.1)
-    task = make_task(*chosen)
-    rates = [group["lr"] for group in task.groups]
-    assert rates == pytest.approx([0.1, 1.0])
+    how = {"head_lr_scale": 10.0, "freeze_until": "layer3", "lr": 0.1}
+    task = task_of(data, pretrained=str(run), **how)
+    assert [group["lr"] for group in task.groups] == pytest.approx([0.1, 1.0])
     assert [p.shape for p in task.groups[1]["params"]] == [(3, 512), (3,)]
     names = {name for name, p in task.model.named_parameters() if not p.requires_grad}
     assert names == set(task.facts["frozen"])

@@ -19,7 +19,6 @@ from onefold.jobs.finetune import (
     freeze,
     is_run,
     load_body,
-    new_head,
     parameter_groups,
     reuse_rows,
 )
@@ -146,21 +145,6 @@ def test_the_best_weights_of_a_run_are_where_it_says(tmp_path: Path) -> None:
 
 
 # The last layer.
-
-
-def test_a_new_head_is_drawn_after_xavier_from_the_generator_and_without_a_bias() -> None:
-    heads = [nn.Sequential(nn.Linear(200, 100), nn.Tanh(), nn.Conv2d(100, 2, 1)) for _ in "ab"]
-    before = bits(heads[0])
-    for head in heads:
-        torch.manual_seed(7)
-        new_head(head)
-    assert bits(heads[0]) == bits(heads[1])
-    assert changed(before, heads[0]) == set(before)
-    weight, bias = heads[0][0].weight.detach(), heads[0][0].bias.detach()
-    bound = math.sqrt(6 / (200 + 100))
-    assert 0.99 * bound < float(weight.abs().max()) <= bound
-    assert float(weight.std()) == pytest.approx(bound / math.sqrt(3), rel=0.02)
-    assert not bias.any()
 
 
 @for_each("bias", [True, False])

@@ -59,22 +59,6 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-@for_each(("kind", "field", "hint"), DECLARED)
-def test_every_option_has_a_help_of_one_line_and_tells_its_default(
-    kind: type[Any], field: dataclasses.Field[Any], hint: Any
-) -> None:
-    assert re.fullmatch(r"\S.*\.", field.metadata["help"])
-    shown = field.metadata["shown"]
-    assert shown or (shown is None and field.default not in (None, ""))
-    if typing.get_origin(hint) is Literal:
-        choices = typing.get_args(hint)
-        assert field.default in choices
-        with pytest.raises(
-            ValueError, match=f"{field.name}: expected {', '.join(choices)}, got 'o"
-        ):
-            from_mapping(kind, {field.name: "odd"}, "here")
-
-
 @for_each(("kind", "field"), NUMBERS)
 def test_every_number_but_the_seed_has_bounds(
     kind: type[Any], field: dataclasses.Field[Any]
@@ -158,8 +142,6 @@ TYPES += [("shards", None, WHOLE), ("lr", "0.1", NUMBER), ("lr", False, NUMBER)]
 TYPES += [("weight_decay", {}, NUMBER), ("data", 3, "text"), ("freeze_until", 4, "text")]
 TYPES += [("resume", 1, "true or false"), ("optimizer", ["sgd"], FEW), ("optimizer", "\udce9", FEW)]
 TYPES += [("freeze", "layer1", LIST), ("freeze", ["a", 2], LIST), ("colour", "green", "red, blue")]
-HELD = [("lr", 1, 1.0), ("clip_norm", None, None), ("freeze", ["a", "b.c"], ("a", "b.c"))]
-HELD += [("seed", -5, -5), ("colour", "red", "red"), ("colour", None, None)]
 
 
 @for_each(("name", "value", "expected"), TYPES)
@@ -167,12 +149,6 @@ def test_a_value_of_another_type_is_refused(name: str, value: object, expected: 
     words = rf"^c\.toml: {name}: expected {expected}, got {re.escape(repr(value))}$"
     with pytest.raises(ValueError, match=words):
         from_mapping(Odd, {name: value}, "c.toml")
-
-
-@for_each(("name", "value", "held"), HELD)
-def test_a_value_is_held_as_its_option_has_it(name: str, value: object, held: object) -> None:
-    found = getattr(from_mapping(Odd, {name: value}, "c.toml"), name)
-    assert (found, type(found)) == (held, type(held))
 
 
 # Files.

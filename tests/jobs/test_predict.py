@@ -256,19 +256,6 @@ def test_each_picture_is_told_once_in_the_order_of_the_input(
 
 
 @here
-def test_any_size_kind_and_name_of_picture_is_read(classifier: Path, tmp_path: Path) -> None:
-    save(tmp_path / "large.jpg", grey(50, 90, 3))
-    save(tmp_path / "small.bmp", grey(3, 4))
-    save(tmp_path / "sheer.PNG", grey(16, 16, 4))
-    for name in ODD[:4]:
-        save(tmp_path / name, grey(16, 16))
-    save(tmp_path / "no picture.txt", grey(16, 16), format="PNG")
-    expected = sorted([*ODD[:4], "large.jpg", "sheer.PNG", "small.bmp"])
-    assert sorted(names(predicted(classifier, tmp_path))) == expected
-    assert names(predicted(classifier, tmp_path / "no picture.txt")) == ["no picture.txt"]
-
-
-@here
 def test_what_cannot_be_read_is_left_out_when_asked(kinds: Kinds, tmp_path: Path) -> None:
     run, bad = kinds.run["classify"], tmp_path / "b.png"
     save(tmp_path / "a.png", grey(16, 16))

@@ -310,60 +310,7 @@ def test_pixels_that_are_fewer_weigh_more(folder: Path) -> None:
             segment.settle(options(pos_weight="auto"), one_kind)
 
 
-def test_what_is_left_open_is_settled_by_the_data(folder: Path, tmp_path: Path) -> None:
-    _, data = settled(folder)
-    for shortest, crop in ((9, 32), (32, 32), (63, 32), (64, 64), (250, 224), (1000, 256)):
-        smallest = replace(data, shortest=shortest)
-        assert segment.settle(options(crop=None), smallest).crop == crop
-        assert segment.settle(options(crop=100), smallest).crop == 100
-    for chosen, rate, epochs in (
-        ({}, 0.001, 40),
-        ({"optimizer": "sgd"}, 0.05, 40),
-        ({"pretrained": "x"}, 0.0002, 20),
-        ({"lr": 0.3, "pretrained": "x"}, 0.3, 20),
-    ):
-        found = segment.settle(SegmentOptions(**chosen), data)
-        assert (found.lr, found.epochs) == (pytest.approx(rate), epochs)
-    zero = ((0.0,) * 3, (1.0,) * 3)
-    by_data = data.sums.mean_and_std()
-    for way, numbers in (("imagenet", IMAGENET), ("none", zero), ("auto", by_data)):
-        kept = task_of(folder, normalise=way).facts["mask_model"]
-        assert (kept["mean"], kept["std"]) == tuple(numbers)
-    with pytest.raises(DataError, match=f"--data {tmp_path}/x: expected a folder with images"):
-        settled(tmp_path / "x")
-
-
 # Pretrained weights and frozen parts.
-
-
-@for_each("key", [None, "state_dict"])
-def test_the_encoder_begins_with_a_file_of_torchvisions_names(
-    tmp_path: Path, folder: Path, key: str | None
-) -> None:
-    path = tmp_path / "resnet18.pth"
-
-    def write(encoder: str = "resnet18", width: int = 4, without: str = "!") -> Any:
-        state = UNet(encoder, width=width).encoder.state_dict()
-        kept = {n: torch.rand_like(v.float()) for n, v in state.items() if "num_b" not in n}
-        kept = {name: value for name, value in kept.items() if without not in name}
-        last = {"fc.weight": torch.zeros(10, 32), "fc.bias": torch.zeros(10)}
-        torch.save({key: {**kept, **last}} if key else {**kept, **last}, path)
-        return kept
-
-    state = write()
-    task = task_of(folder, pretrained=str(path), pretrained_key=key)
-    loaded = task.model.get_submodule("encoder").state_dict()
-    assert all(torch.equal(loaded[name], value) for name, value in state.items())
-    assert {"conv1.weight", "layer4.1.bn2.running_var"} <= set(state)
-    assert task.facts["mask_model"]["mean"] == IMAGENET[0]
-    for others, words in (
-        ({"without": "layer4.1.conv2"}, r"whole encoder, it has none for layer4\.1\.conv2\.weight"),
-        ({"encoder": "vgg16"}, "does not fit the model, which is unchanged"),
-        ({"width": 8}, r"resnet18\.pth .*another shape: conv1\.weight .* 95 more"),
-    ):
-        write(**others)
-        with pytest.raises(CheckpointError, match=words):
-            task_of(folder, pretrained=str(path), pretrained_key=key)
 
 
 def test_a_whole_run_is_gone_on_from_and_keeps_what_its_model_needs(
