@@ -44,17 +44,10 @@ class Table:
 
 
 class Seat(Transport):
-    """One device's place at a table.
-
-    Args:
-        table: the same for all.
-        number: of the device.
-    """
+    """One device's place at a table."""
 
     def __init__(self, table: Table, number: int) -> None:
-        self.number = number
-        self.rounds = 0
-        """How many times this device has met the others."""
+        self.number, self.rounds = number, 0
         self._table = table
         self._room = torch.empty(0, dtype=torch.uint8)
 
@@ -71,8 +64,7 @@ class Seat(Transport):
 
     def hand_out(self, make: Callable[[int], torch.Tensor] | None) -> torch.Tensor:
         made = None if make is None else [make(number) for number in range(self._table.seats)]
-        given: torch.Tensor = self._trade(made)[0][self.number]
-        return given
+        return self._trade(made)[0][self.number]  # type: ignore[no-any-return]
 
     def close(self, failure: BaseException | None = None) -> None:
         self._table.leave()

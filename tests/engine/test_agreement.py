@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-import onefold
 from onefold.engine.agreement import GroupSettings
 from onefold.errors import DisagreementError
 from tests import simulated
@@ -124,13 +123,3 @@ def test_a_rate_in_a_tensor_counts_by_its_value_and_keeps_its_identity() -> None
     settings.adopt(GroupSettings(lead).as_json())
     assert other.param_groups[0]["lr"] is rate
     assert float(rate) == pytest.approx(0.3)
-
-
-def test_a_setting_that_cannot_travel_is_named(tmp_path: Path) -> None:
-    model = line()
-    optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1)
-    trainer: onefold.Trainer = make_trainer(model, optimizer=optimizer)
-    trainer.save(tmp_path / "a")  # names of parameters are no settings
-    optimizer.param_groups[0]["schedule"] = object()
-    with pytest.raises(TypeError, match="schedule of the optimizer's group 0 is of type object"):
-        trainer.save(tmp_path / "b")

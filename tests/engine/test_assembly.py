@@ -10,7 +10,6 @@ from torch import nn
 
 import onefold
 from onefold.core.options import KeepName, RunOptions
-from onefold.core.roster import Team
 from onefold.core.shard import Plan
 from onefold.core.world import World
 from onefold.engine import assembly
@@ -47,26 +46,6 @@ def test_names_are_those_of_a_model_that_is_not_compiled(tmp_path: Path) -> None
     assert list(bits(plain).values()) == list(bits(wrapped).values())
 
 
-def put_together(module: nn.Module, came: list[Exchange]) -> None:
-    assemble(
-        module,
-        sgd(module),
-        {"": square},
-        settings=settings_of(shards=2),
-        team=team_of(2),
-        plan=Plan((1, 1)),
-        schedule=None,
-        joined=came.append,
-    )
-
-
-def test_an_optimizer_that_trains_nothing_is_refused_before_anybody_is_joined() -> None:
-    came: list[Exchange] = []
-    with pytest.raises(ValueError, match="holds no parameter that requires a gradient"):
-        put_together(line().requires_grad_(False), came)
-    assert not came
-
-
 def test_whoever_waits_is_known_before_anything_else_can_fail(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -78,16 +57,17 @@ def test_whoever_waits_is_known_before_anything_else_can_fail(
     came: list[Exchange] = []
     monkeypatch.setattr(assembly, "Replica", fail)
     with pytest.raises(ArithmeticError, match="while replicas are made"):
-        put_together(line(), came)
+        assemble(
+            module := line(),
+            sgd(module),
+            {"": square},
+            settings=settings_of(shards=2),
+            team=team_of(2),
+            plan=Plan((1, 1)),
+            schedule=None,
+            joined=came.append,
+        )
     assert len(came) == 1
-
-
-def test_several_gpus_of_one_process_keep_all() -> None:
-    world = World(options=RunOptions(keep="host"))
-    gpus = torch.device("cuda:0"), torch.device("cuda:1")
-    team = Team(devices=gpus, own=(0, 1), world=world, trainer=0)
-    with pytest.raises(ValueError, match=r"expected one cuda device .* onefold run --devices"):
-        assembly._heap(team)
 
 
 WIDTH = 64

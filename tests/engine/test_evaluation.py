@@ -126,19 +126,6 @@ def test_samples_that_collate_leaves_out_do_not_count(devices: int) -> None:
     assert scores == {"mean": 4.0}
 
 
-@pytest.mark.processes
-@for_each("call", ["evaluate", "predict"])
-def test_workers_and_collate_are_those_of_a_loader(call: str) -> None:
-    found = getattr(make_trainer(), call)(
-        lambda model, batch: {"value": batch}, range(10), batch_size=4, workers=2, collate=doubled
-    )
-    assert float(found["value"].mean() if call == "predict" else found["value"]) == 9.0
-
-
-def doubled(samples: list[int]) -> torch.Tensor:
-    return 2.0 * torch.tensor(samples)
-
-
 # What an evaluation leaves as it was.
 
 
@@ -242,24 +229,23 @@ def test_wrong_numbers_are_refused(call: str, choice: dict[str, int]) -> None:
 # Sums.
 
 Two = Callable[[torch.Tensor, torch.Tensor], Any]
-SUMS: list[Two] = [
-    lambda x, y: F.mse_loss(x, y, reduction="sum"),
-    lambda x, y: nn.MSELoss(size_average=False)(x, y),
-    lambda x, y: -F.huber_loss(x, y, reduction="sum").detach().double(),
-    lambda x, y: F.mse_loss(x, y, reduction="sum").view(1).reshape(()),
-    lambda x, y: F.mse_loss(x, y, reduction="sum") + F.l1_loss(x, y, reduction="sum"),
-]
-NO_SUMS: list[Two] = [
-    F.mse_loss,
-    lambda x, y: F.mse_loss(x, y, reduction="sum") / len(x),
-    lambda x, y: F.mse_loss(x, y, reduction="sum").div_(len(x)),
-    lambda x, y: onefold.Mean(F.mse_loss(x, y, reduction="sum"), len(x)),
-    lambda x, y: onefold.losses.mse_loss(x, y, reduction="sum") / 6,
-]
+
+
+def total(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(x, y, reduction="sum")
 
 
 @for_each("batch_size", [3, 6])
-@for_each("form", SUMS)
+@for_each(
+    "form",
+    [
+        total,
+        lambda x, y: nn.MSELoss(size_average=False)(x, y),
+        lambda x, y: -F.huber_loss(x, y, reduction="sum").detach().double(),
+        lambda x, y: total(x, y).view(1).reshape(()),
+        lambda x, y: total(x, y) + F.l1_loss(x, y, reduction="sum"),
+    ],
+)
 @pytest.mark.filterwarnings("ignore:size_average")
 def test_a_sum_is_not_read_as_a_mean(form: Two, batch_size: int) -> None:
     """Of one sample a shard, or of two."""
@@ -269,7 +255,14 @@ def test_a_sum_is_not_read_as_a_mean(form: Two, batch_size: int) -> None:
         )
 
 
-@for_each("form", NO_SUMS)
+@for_each(
+    "form",
+    [
+        lambda x, y: total(x, y).div_(len(x)),
+        lambda x, y: onefold.Mean(total(x, y), len(x)),
+        lambda x, y: onefold.losses.mse_loss(x, y, reduction="sum") / 6,
+    ],
+)
 def test_what_is_divided_is_no_sum(form: Two) -> None:
     model, (inputs, targets) = line(), points(6)
     expected = F.mse_loss(model(inputs), targets).item()

@@ -143,29 +143,6 @@ def test_a_gradient_that_a_hook_lays_out_otherwise_has_the_same_bits(
     assert found[0] == found[1] == found[2]
 
 
-def test_gradients_that_no_optimizer_takes_are_their_shards_too() -> None:
-    """A hook may look at them: they must not pile up on a device."""
-
-    def train(devices: int) -> dict[str, bytes]:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
-
-        def looking(parameter: nn.Parameter) -> None:
-            assert parameter.grad is not None
-            beside = model[1].bias.grad
-            parameter.grad = parameter.grad + (0.0 if beside is None else beside.mean())
-
-        model[0].weight.register_post_accumulate_grad_hook(looking)
-        optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
-        trainer = make_trainer(model, optimizer=optimizer, shards=SHARDS, devices=devices)
-        for _ in range(2):
-            trainer.step(points(SAMPLES))
-        assert all(p.grad is None for p in model.parameters())
-        return bits(model)
-
-    assert train(1) == train(3) == train(8)
-
-
 def test_a_tensor_that_is_given_for_two_shards_behind_the_hooks_is_refused() -> None:
     """By a hook of autograd's own node, which a parameter does not know of."""
     model = line()

@@ -59,14 +59,8 @@ def called_by_the_loss() -> Made:
     return line(), lambda model, batch: compiled(model, batch)
 
 
-def an_attribute() -> Made:
-    model = line()
-    model.activation = torch.compile(torch.tanh, backend=recorded)
-    return model, lambda m, b: square(lambda x: m.activation(m(x)), b)
-
-
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@for_each("way", [by_function, in_place, called_by_the_loss, an_attribute])
+@for_each("way", [by_function, in_place, called_by_the_loss])
 def test_shapes_are_fixed_however_many_there_are(way: Callable[[], Made]) -> None:
     """After a second shape, PyTorch would make code for shapes that vary."""
     torch._dynamo.reset()
@@ -77,15 +71,6 @@ def test_shapes_are_fixed_however_many_there_are(way: Callable[[], Made]) -> Non
         trainer.step(points(samples))
     assert len(SYMBOLIC) > 10
     assert not any(SYMBOLIC)
-
-
-def test_what_is_compiled_for_shapes_that_vary_is_refused() -> None:
-    made = torch.compile(line(), backend=recorded, dynamic=True)
-    for model in (made, nn.Sequential(made)):
-        with pytest.raises(ValueError, match=r"is compiled with dynamic=True: its bits would"):
-            make_trainer(model)
-    with pytest.raises(ValueError, match=r"^the loss is compiled with dynamic=True"):
-        make_trainer(line(), torch.compile(square, backend=recorded, dynamic=True))
 
 
 @for_each("deterministic", [True, False])

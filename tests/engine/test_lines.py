@@ -29,14 +29,12 @@ WIDTH, DEVICES = 6, 3
 class Layers(nn.Module):
     """Layers that each are a stage, called as a function says."""
 
-    calls: torch.Tensor
     mean: torch.Tensor
 
     def __init__(self, forward: Forward, layer: Callable[[], nn.Module]) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layer() for _ in range(6))
         self.scale = nn.Parameter(torch.ones(WIDTH))
-        self.register_buffer("calls", torch.zeros(()))
         self.register_buffer("mean", torch.zeros(WIDTH))
         self._forward = forward
 
@@ -77,16 +75,6 @@ class Thinning(Linear):
             return super().forward(x) * factor, factor
         self.factor = factor
         return super().forward(x) * factor
-
-
-class Choosing(Linear):
-    """A layer that computes with some of its rows, as experts do."""
-
-    def forward(self, x: torch.Tensor, *others: Any) -> Any:
-        out = x.clone()
-        chosen = x.sum(dim=1) > 0
-        out[chosen] = super().forward(x[chosen])
-        return out
 
 
 def by(numbers: Any = range(6), given: Callable[[int, torch.Tensor], Any] | None = None) -> Forward:
@@ -151,11 +139,6 @@ def rerun(reentrant: bool = False, **choices: Any) -> Callable[[Forward], Forwar
     return wrap
 
 
-def counting(model: Layers, y: torch.Tensor) -> torch.Tensor:
-    model.calls += 1
-    return in_order(model, y)
-
-
 def with_the_batch(model: Layers, x: torch.Tensor) -> torch.Tensor:
     y = x
     for number, layer in enumerate(model.layers):
@@ -212,7 +195,6 @@ class Refused(NamedTuple):
     forward: Forward = in_order
     loss: Callable[..., Any] = far
     layer: Callable[[], nn.Module] = Linear
-    has_hook: bool = False
     stops_early: bool = True
     precision: Any = "fp32"
     in_processes: str = ""
@@ -227,10 +209,6 @@ REFUSED = {
         "tensor of shape .* there, and .* here",
         by(given=lambda _, x: (x if type(x) is torch.Tensor else x[:1],)),
     ),
-    "numbers": Refused(
-        r"argument .* is 1 there, and argument .* is 0 here",
-        by(given=lambda _, x: (int(type(x) is torch.Tensor),)),
-    ),
     "drawn": Refused("draws random numbers, and gives a number", drawing, layer=Thinning),
     "kept": Refused("draws random numbers, and .* keeps one", layer=Thinning),
     "draws": Refused("random numbers between two stages", around(lambda _, x: x * torch.rand(()))),
@@ -244,17 +222,12 @@ REFUSED = {
         "stage layers.0 is called after stage layers", loss=lambda m, b: far(m, b) + far(m, b + 1)
     ),
     "left out": Refused("came to its end on device 1", by(range(4))),
-    "experts": Refused(
-        r"stage layers.0 is another device's, and computes __getitem__, .* depends on values",
-        layer=Choosing,
-    ),
     "no early stop": Refused("would be computed once more", rerun()(in_order), stops_early=False),
     "reentrant": Refused("use_reentrant=True", rerun(True)(in_order)),
     "other draws": Refused(
         "once more with other random numbers",
         rerun(preserve_rng_state=False)(around(lambda _, x: F.dropout(x, 0.3))),
     ),
-    "counting": Refused("changes a buffer of the model before stage", rerun()(counting)),
     "batch": Refused(
         "the loss changes its batch",
         with_the_batch,
@@ -274,11 +247,6 @@ REFUSED = {
     "terms": Refused("several terms with divisors of their own", loss=of_two_terms),
     "grad": Refused("the loss differentiates something itself", loss=differentiating),
     "dtype": Refused("asks for the dtype", with_its_dtype, precision="bf16"),
-    "hook": Refused(
-        "has a backward hook, and stages on several devices",
-        loss=lambda model, batch: far(model, batch.clone().requires_grad_()),
-        has_hook=True,
-    ),
 }
 
 
@@ -287,8 +255,6 @@ def attempt(name: str, devices: list[str] | None = None) -> None:
     case = REFUSED[name]
     torch.manual_seed(3)
     model = Layers(case.forward, case.layer)
-    if case.has_hook:
-        model.register_full_backward_hook(lambda *_: None)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     trainer = onefold.Trainer(
         model,

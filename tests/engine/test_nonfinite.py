@@ -89,19 +89,6 @@ def test_a_gradient_that_is_not_finite_is_refused_and_used_by_nobody(
     assert trainer.fingerprint() == before
 
 
-def test_what_a_shard_raises_because_of_it_does_not_hide_it() -> None:
-    loss = Spoils()
-    trainer = late(loss)
-    loss.on = True
-    trainer.step(points(8))
-    loss.raises = "these are no probabilities"
-    with pytest.raises(LossError, match="loss of step 1, shard 0 is nan"):
-        trainer.step(points(8))
-    # What it has told once is over: this is the script's own error.
-    with pytest.raises(RuntimeError, match="these are no probabilities"):
-        trainer.step(points(8))
-
-
 def score(model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
     return {"loss": square(model, batch)}
 

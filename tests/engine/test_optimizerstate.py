@@ -166,19 +166,6 @@ def test_it_follows_each_so_many_steps_and_warms_up_by_its_updates() -> None:
         assert [s for s, _ in pairs] == pytest.approx([e for _, e in pairs])
 
 
-@for_each("dtype", [torch.bfloat16, torch.float16])
-def test_low_precision_is_averaged_in_float32(dtype: torch.dtype) -> None:
-    """In which a decay of 0.9999 does not stand still."""
-    values = torch.zeros(4, dtype=dtype)
-    averages = begun(AverageRule(0.9999), values)
-    averages.steps = 10**6
-    values.fill_(1.0)
-    for _ in range(3):
-        averages.follow({0: values}, flat_of())
-    assert averages.pieces[0].dtype == torch.float32
-    assert averages.pieces[0].tolist() == pytest.approx([1 - 0.9999**3] * 4, rel=1e-3)
-
-
 def test_what_does_not_change_does_not_drift() -> None:
     values = torch.randn(1000) * 1e3
     averages = begun(AverageRule(0.9), values, table=values)

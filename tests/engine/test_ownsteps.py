@@ -43,11 +43,6 @@ def by_itself(optimizer: Optimizer, *_: Any) -> None:
         p.grad.mul_((0.01 / (p.grad.norm() + 1e-6)).clamp(max=1.0))
 
 
-def one_by_one(optimizer: Optimizer, *_: Any) -> None:
-    for p in parameters_of(optimizer):
-        clip_grad_norm_(p, 0.01)
-
-
 def by_value(optimizer: Optimizer, *_: Any) -> None:
     clip_grad_value_(parameters_of(optimizer), 0.001)
 
@@ -118,7 +113,6 @@ def trained(way: str, hook: Hook, *, clip: float | None = None, shards: int, dev
         ("before", by_itself, 0.05),
         ("of all", by_itself, None),
         ("wrapped", by_itself, None),
-        ("before", one_by_one, 0.05),
         ("before", by_value, 0.05),
         ("after", to_unit_rows, 0.05),
     ],
@@ -137,11 +131,6 @@ def of_all_together(optimizer: Optimizer, *_: Any) -> None:
     clip_grad_norm_(parameters_of(optimizer), 0.01)
 
 
-def of_each_list(optimizer: Optimizer, *_: Any) -> None:
-    for p in parameters_of(optimizer):
-        clip_grad_norm_([p], 0.01)
-
-
 class Together(torch.optim.SGD):
     def step(self, closure: Any = None) -> Any:
         of_all_together(self)
@@ -149,7 +138,7 @@ class Together(torch.optim.SGD):
 
 
 @for_each("devices", [1, 3])
-@for_each("hook", [of_all_together, of_each_list, None])
+@for_each("hook", [of_all_together, None])
 def test_a_norm_of_several_is_refused(hook: Hook | None, devices: int) -> None:
     model = model_of()
     optimizer = adam(model) if hook else Together(model.parameters(), lr=0.1)

@@ -104,20 +104,6 @@ def test_every_dtype_and_shape_keeps_its_bits(devices: int) -> None:
     assert raw(said) == raw(expected)
 
 
-def test_what_was_said_is_the_callers_own_and_copied_at_once() -> None:
-    values = torch.arange(8.0)
-    predict(values)["value"].zero_()
-    assert values.sum() > 0
-    buffer = torch.zeros(2)
-
-    def function(model: nn.Module, batch: torch.Tensor) -> Said:
-        buffer.copy_(batch)
-        return {"rows": buffer, "list": [buffer[:1], buffer[1:]]}
-
-    said = make_trainer().predict(function, range(8), batch_size=8)
-    assert said["rows"].tolist() == [int(each) for each in said["list"]] == list(range(8))
-
-
 # Predictions of another size for every sample, such as boxes.
 
 

@@ -13,7 +13,7 @@ import torch
 from torch.optim import lr_scheduler as lrs
 
 from onefold.engine.schedule import check_schedule, read_schedule, write_schedule
-from tests.small import line, make_trainer, points, sgd, square
+from tests.small import line, make_trainer, points, sgd
 from tests.tables import for_each
 
 Make = Callable[[torch.optim.Optimizer], lrs.LRScheduler]
@@ -67,20 +67,6 @@ def test_a_schedule_goes_on_where_it_was(tmp_path: Path, name: str) -> None:
         state = copy.deepcopy(one.state_dict())
         read_schedule(other, write_schedule(one))
     assert other.state_dict() == state
-
-
-def test_it_steps_like_plain_pytorch() -> None:
-    optimizer, plain = sgd(model := line()), sgd(other := line())
-    schedules = [lrs.ExponentialLR(o, 0.7) for o in (optimizer, plain)]
-    trainer = make_trainer(model, optimizer=optimizer, shards=1, schedule=schedules[0])
-    for _ in range(5):
-        trainer.step(points(6))
-        plain.zero_grad()
-        square(other, points(6)).mean().backward()
-        plain.step()
-        schedules[1].step()
-    assert torch.equal(model.weight, other.weight)
-    assert schedules[0].get_last_lr() == schedules[1].get_last_lr()
 
 
 def strange(optimizer: torch.optim.Optimizer) -> Any:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from onefold.core.options import RunOptions
-from onefold.errors import CheckpointError, PeerFailed, StateError
+from onefold.errors import PeerFailed, StateError
 from onefold.testing import outcomes
 from tests.engine.lent import Layered, run, samples, trained, trainer_of, watched
 from tests.inside import engine_in
@@ -197,18 +197,3 @@ def test_a_failure_ends_the_wait_of_all_and_leaves_no_file(
         with pytest.raises(kind, match=words):
             raise each.error
     assert not list(tmp_path.iterdir())
-
-
-def damaged(directory: str) -> tuple[str, str, str]:
-    trainer = trained()
-    before = trainer.fingerprint()
-    with pytest.raises(CheckpointError) as caught:
-        trainer.load(directory)
-    return str(caught.value), before, trainer.fingerprint()
-
-
-def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
-    run(saved, str(tmp_path), {}, False)
-    text, before, after = run(damaged, str(tmp_path))
-    assert "does not fit" in text
-    assert before == after

@@ -11,11 +11,8 @@ import torch
 from torch import nn
 
 import onefold
-from onefold.core.shard import Plan
-from onefold.engine.valuetrade import RowTrade, Standing
 from onefold.errors import LossError
 from tests import simulated
-from tests.engine.assembled import cut, engine_of
 from tests.small import Batch, line, make_trainer, points
 from tests.tables import for_each
 
@@ -106,15 +103,6 @@ def test_gradients_of_rows_are_added_in_the_folds_order(plan: tuple[int, ...]) -
 
 
 # Shards in turns
-
-
-def test_shards_that_stand_elsewhere_are_named() -> None:
-    plan = Plan((2, 2))
-    engine = engine_of(shards=4, devices=2)
-    trade = RowTrade(engine.exchange.transport, engine.replicas, cut(points(8), plan), 7)
-    gathers = Standing("gather", dtype="torch.int64", shape=(2,))
-    with pytest.raises(LossError, match=r"of step 7 .*shard 0 gathers int64 \(2,\), without a gra"):
-        trade.agree({0: gathers, 1: gathers, 2: Standing("end", terms=1), 3: gathers})
 
 
 def test_a_failure_while_others_wait_comes_out_and_ends_their_threads() -> None:

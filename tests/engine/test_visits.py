@@ -57,7 +57,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
         model.blocks[0].requires_grad_(False)
         trained = [p for p in model.parameters() if p.requires_grad]
         settings = {"shards": 4, "clip_norm": 0.1, "loss": next_token, **settings}
-        optimizer = settings.pop("optimizer", KINDS["adamw"])(trained)
+        optimizer = torch.optim.AdamW(trained, lr=0.1)
         made.append(onefold.Trainer(model, optimizer, threads=1, **settings))
         return made[-1]
 
@@ -123,11 +123,8 @@ def test_between_steps_the_device_has_nothing(make: Make) -> None:
     trainer = make()
     trainer.average(decay=0.9)
     trainer.step(LONG)
-    update, exchange, home = (
-        engine_in(trainer).update,
-        engine_in(trainer).exchange,
-        home_of(trainer),
-    )
+    engine, home = engine_in(trainer), home_of(trainer)
+    update, exchange = engine.update, engine.exchange
     kept = [item.values for item in update.owned] + [*update.averages.pieces.values()]
     for item in update.owned:
         kept += [v for v in update.state[item.values].values() if v.dim()]
@@ -139,16 +136,6 @@ def test_between_steps_the_device_has_nothing(make: Make) -> None:
     (flat,) = exchange.memory.trained.values()
     assert not flat.is_there
     assert not frozen.flat.is_there
-
-
-KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "adamw": lambda p: torch.optim.AdamW(p, lr=0.1),
-    "fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
-    "nadam": lambda p: torch.optim.NAdam(p, lr=0.1),
-    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.1),
-    "amsgrad": lambda p: torch.optim.Adam(p, lr=0.1, amsgrad=True),
-}
 
 
 def test_all_go_home_when_an_update_fails_or_one_cannot_come(
