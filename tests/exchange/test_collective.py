@@ -20,19 +20,15 @@ from onefold.system.compat import Groups
 from tests.exchange.together import CPU, LIMIT_S, endings, joined, together
 from tests.tables import for_each
 
-Pair = list[GroupTransport]
-
 
 @contextmanager
-def transports(size: int, *, timeout_s: float = LIMIT_S) -> Iterator[Pair]:
+def transports(size: int, *, timeout_s: float = LIMIT_S) -> Iterator[list[GroupTransport]]:
     with joined(size, timeout_s=timeout_s) as parts:
         ends = [GroupTransport(CPU, part, timeout_s) for part in parts]
         yield ends
         for end in ends:
             end.close()
 
-
-# Limits
 
 CALLS: dict[str, Callable[[GroupTransport], object]] = {
     "meet": lambda end: end.meet(b"word"),
@@ -88,9 +84,6 @@ def test_all_who_wait_in_vain_name_the_same_device(monkeypatch: pytest.MonkeyPat
     assert [cast(PeerTimeout, error).device for error in errors] == [2, 2]
     words = "device 2 did not arrive within 1.5 s in step 4, where device 0 waits"
     assert str(errors[0]).startswith(words)
-
-
-# Those who are gone
 
 
 def test_the_first_failure_counts() -> None:

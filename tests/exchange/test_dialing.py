@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from onefold.errors import PeerLost, PeerTimeout
+from onefold.errors import PeerTimeout
 from onefold.exchange import mailbox
 from onefold.exchange.mailbox import Mailbox, connected
 from onefold.exchange.waiting import Waiting
@@ -48,20 +48,6 @@ def test_those_who_do_not_join_are_named(
     assert os.listdir("/proc/self/fd") == before
     said = f"device {rank} has waited for 0 s: not yet there: device {missing}"
     assert (said in caplog.text) == (rank < 2)
-
-
-def test_those_who_did_join_are_let_go() -> None:
-    before, address = os.listdir("/proc/self/fd"), drawn()
-    errors = endings(2, lambda rank: connected(address, rank, 3, 1.0))
-    assert ["2 did not join" in str(error) for error in errors] == [True, True]
-    assert os.listdir("/proc/self/fd") == before
-
-
-@for_each(("rank", "gone"), [(0, 1), (1, 0)])
-def test_who_has_ended_is_not_waited_for(rank: int, gone: int) -> None:
-    with pytest.raises(PeerLost, match=f"device {gone} came to the end of its script") as caught:
-        connected(drawn(), rank, 2, LIMIT_S, ended=lambda number: number == gone)
-    assert caught.value.device == gone
 
 
 # Strangers, who may list the names of all sockets of the machine

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -223,13 +223,3 @@ def test_who_does_not_come_is_named_at_the_limit_and_who_is_stopped_before(
         with pytest.raises(kind, match=rf"^device 1 \(process {os.getpid()}\) {words}") as caught:
             WAITS[wait](boxes[0])
     assert (caught.value.device, caught.value.step) == (1, 4)
-
-
-@for_each("starts_s", [(), (0, 0.2, 0, 0)])
-def test_all_who_do_not_come_are_named_by_number(starts_s: Sequence[float]) -> None:
-    """Device 2 has come, and has given up since."""
-    with mailboxes(4, timeouts_s=(SHORT_S, LIMIT_S, SHORT_S), starts_s=starts_s) as boxes:
-        with pytest.raises(PeerTimeout, match=r"^device 0 .*, 1 .*, 3 \(process \d+\) did not"):
-            boxes[2].meet()
-        with pytest.raises(PeerTimeout, match=r"^device 1 \(process \d+\), 3 \(process \d+\) did"):
-            boxes[0].meet()

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from onefold.exchange import shared
-from onefold.exchange.shared import memory_of, new_file, take_file
-from tests.exchange.together import mailboxes
+from onefold.exchange.shared import new_file
 from tests.tables import for_each
 
 
@@ -33,18 +32,6 @@ def test_new_memory_is_of_zeros_which_take_no_room(size: int) -> None:
     memory[-1] = 3
     assert memory[-1] == 3, "it outlives the descriptor"
     del memory
-
-
-def test_what_one_writes_all_see() -> None:
-    descriptor, one = new_file(8)
-    other = memory_of(descriptor)
-    with mailboxes(2) as boxes:
-        boxes[0].send_file(1, descriptor)
-        taken = take_file(boxes[1], 0)
-    os.close(descriptor)
-    one[2], other[5], taken[7] = 7, 9, 1
-    assert one.tolist() == other.tolist() == taken.tolist() == [0, 0, 7, 0, 0, 9, 0, 1]
-    del one, other, taken
 
 
 @for_each("refused", ["ftruncate", "mmap"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -62,7 +61,6 @@ def mailboxes(
     *,
     timeout_s: float = LIMIT_S,
     timeouts_s: Sequence[float] = (),
-    starts_s: Sequence[float] = (),
 ) -> Iterator[list[Mailbox]]:
     """Those of all devices, connected.
 
@@ -70,12 +68,10 @@ def mailboxes(
         size: how many.
         timeout_s: the limit of all.
         timeouts_s: the limit of each, once they are connected.
-        starts_s: when each begins to connect; at once, if not given.
     """
     address = f"test-{uuid.uuid4()}"
 
     def reached(rank: int) -> Mailbox:
-        time.sleep(starts_s[rank] if starts_s else 0)
         return Mailbox(connected(address, rank, size, timeout_s), rank=rank, timeout_s=timeout_s)
 
     boxes = together(size, reached)

@@ -12,6 +12,8 @@ from torch import nn
 import onefold
 from onefold.core.options import ExchangeName, KeepName, RunOptions
 from onefold.core.world import World
+from onefold.testing import simulate
+from tests.tables import for_each
 
 KEEPS: list[KeepName] = ["all", "span", "host"]
 
@@ -105,30 +107,23 @@ def trained(precision: str | None = None) -> tuple[str, float]:
     return trainer.fingerprint(), after
 
 
-WAYS: list[tuple[str, ExchangeName]] = [
-    ("span", "shared"),
-    ("span", "collective"),
-    ("host", "shared"),
-    ("stages", "shared"),
-]
-WAYS += [("stages", "collective"), ("host", "collective")]
-
-
-@pytest.mark.full
-@pytest.mark.processes
-@pytest.mark.parametrize("precision", [None, "bf16-params"])
-def test_a_run_with_it_is_the_same(tmp_path: Path, precision: str | None) -> None:
-    alone = onefold.launch(trained, args=(precision,), devices="cpu:1")
-    for keep, exchange in WAYS:
-        found = onefold.launch(
-            trained,
-            args=(precision,),
-            devices="cpu:2",
-            keep=keep,
-            exchange=exchange,
-            home=str(tmp_path),
-        )
-        assert found == alone, (keep, exchange)
+@for_each(
+    ("precision", "keep", "exchange"),
+    [
+        (None, "span", "shared"),
+        ("bf16-params", "span", "collective"),
+        (None, "host", "collective"),
+        ("bf16-params", "host", "shared"),
+        (None, "stages", "collective"),
+        ("bf16-params", "stages", "shared"),
+    ],
+)
+def test_a_run_with_it_is_the_same(
+    precision: str | None, keep: KeepName, exchange: ExchangeName, tmp_path: Path
+) -> None:
+    options = RunOptions(keep=keep, exchange=exchange, home=str(tmp_path) * (keep == "host"))
+    alone = simulate(trained, 1, args=(precision,))
+    assert simulate(trained, 2, args=(precision,), options=options) == alone * 2
     assert not list(tmp_path.iterdir())
 
 

@@ -50,17 +50,3 @@ def test_what_another_process_could_not_have_is_refused_before_any_work(
 ) -> None:
     with pytest.raises(TypeError, match=f"<lambda> cannot be sent to the devices' .*{text}"):
         onefold.launch(make(), devices="cpu:2")
-
-
-def test_a_trial_or_a_study_itself_is_refused_before_any_work() -> None:
-    """Every device would have a copy, and the study would know nothing of what it suggests."""
-    optuna = pytest.importorskip("optuna", reason="needs optuna")
-    optuna.logging.set_verbosity(optuna.logging.CRITICAL)
-    study = optuna.create_study()
-    text = r"refers to an Optuna trial: ask it for values before, pass trial\.params"
-    with pytest.raises(TypeError, match=text):
-        study.optimize(lambda t: onefold.launch(lambda: t.suggest_float("a", 0, 1)), n_trials=1)
-    with pytest.raises(TypeError, match=text):
-        study.optimize(lambda trial: onefold.launch(len, args=(trial,)), n_trials=1)
-    with pytest.raises(TypeError, match="refers to an Optuna study: call launch from the obj"):
-        onefold.launch(lambda: study.best_value)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -92,7 +91,6 @@ BAD: list[tuple[Sequence[str], str]] = [
         ("run", "--timeout", "1e12", "x.py"),
         "expected the timeout to be finite and at most 2073600 s",
     ),
-    (("run", "--checkpoint", "c", "--grace", "inf", "x.py"), "expected the grace to be finite"),
     (("run", "--trace", "x.py", "x.py"), "x.py is there, and is not a trace that onefold wrote"),
     (("run", "--trace", "no/where", "x.py"), "there is no folder"),
     (("verify", "--steps", "0", "x.py"), "expected at least one step"),
@@ -109,22 +107,6 @@ def test_bad_arguments_are_refused_before_any_work(
     assert message in done.stderr
     assert "Traceback" not in done.stderr
     assert "the script was started" not in done.stderr
-
-
-@for_each(("command", "devices"), [("run", "3"), ("verify", "3,5")])
-def test_the_environment_decides_what_is_kept_where_the_command_does_not(
-    command: str, devices: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "x.py").write_text("raise SystemExit('the script was started')")
-    monkeypatch.setenv("ONEFOLD_KEEP", "stages:2")
-    refused = cli(command, "--devices", devices, "x.py", cwd=tmp_path)
-    assert refused.returncode == 2
-    assert re.search("expected a (number of devices that is a )?multiple of", refused.stderr)
-    started = cli("run", "--keep", "all", "--devices", "cpu:1", "x.py", cwd=tmp_path)
-    assert "the script was started" in started.stderr
-    monkeypatch.setenv("ONEFOLD_KEEP", "some")
-    refused = cli(command, "--devices", devices, "x.py", cwd=tmp_path)
-    assert "expected keep to be one of all, span, host, stages, got 'some'" in refused.stderr
 
 
 @for_each(

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from onefold.run import membership
-from onefold.run.membership import abandon, at_good_end, end_well, register
+from onefold.run.membership import abandon, register
 from tests.tables import for_each
 
 
@@ -50,39 +50,6 @@ def test_every_run_hears_of_a_failure_and_is_left_at_the_end(
     (leave,) = at_exit
     leave()
     assert [member.closed for member in members] == [[failure, None]] * 2
-
-
-def test_a_good_end_calls_each_once_and_in_order_until_an_error() -> None:
-    calls: list[object] = []
-
-    def fail() -> None:
-        raise OSError("the disk is full")
-
-    for number in range(3):
-        at_good_end(lambda number=number: calls.append(number))
-    at_good_end(lambda: at_good_end(lambda: calls.append("later")))
-    end_well()
-    end_well()
-    assert calls == [0, 1, 2, "later"]
-    at_good_end(fail)
-    at_good_end(lambda: calls.append("after it"))
-    with pytest.raises(OSError, match="the disk is full"):
-        end_well()
-    assert calls == [0, 1, 2, "later"]
-
-
-def test_a_forked_child_is_part_of_no_run() -> None:
-    member, ended = Member(), []
-    register(member)
-    at_good_end(lambda: ended.append(1))
-    pid = os.fork()
-    if pid == 0:
-        abandon(ValueError("over"))
-        end_well()
-        os._exit(bool(member.closed or ended))
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    end_well()
-    assert ended == [1], "its parent is, as before"
 
 
 # Under a launcher that is not ours

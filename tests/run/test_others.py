@@ -131,19 +131,6 @@ def test_what_is_not_enough_to_join(environment: dict[str, str], words: str) -> 
         assert "or set MASTER_PORT as well, or unset WORLD_SIZE" in world.refusal
 
 
-def test_a_pod_with_one_process_joins_the_others() -> None:
-    worlds = [read_world({**POD, "PET_NODE_RANK": str(rank)}) for rank in range(3)]
-    for rank, world in enumerate(worlds):
-        assert (world.rank, world.size, world.local_rank, world.local_size) == (rank, 3, 0, 1)
-        assert (world.launcher, world.address) == ("torch", "trainer-node-0-0.trainer:29400")
-        assert (world.one_host, world.others, world.refusal) == (False, "", "")
-    assert len({world.run_id for world in worlds}) == 1
-    without = {name: value for name, value in POD.items() if name != "PET_NPROC_PER_NODE"}
-    assert read_world(without).size == 3
-    for same in ({"PMI_SIZE": "6", "PMI_RANK": "5"}, {"PMIX_RANK": "5"}, NODES["SkyPilot"]):
-        assert read_world({**SRUN, **same}).size == 6, "whatever MPI says of the tasks of srun"
-
-
 @pytest.mark.processes
 def test_a_script_is_refused_and_onefold_run_is_not(tmp_path: object) -> None:
     script = (

@@ -1,7 +1,6 @@
-"""Runs that Slurm, Open MPI and Ray Train have started, with the bits of one device.
+"""Runs that Slurm has started, with the bits of one device.
 
-Slurm and Open MPI are Debian's (``apt-get install slurm-wlm munge openmpi-bin``), with all nodes on
-this machine; Ray Train is PyPI's (``pip install "ray[train]"``).
+It is Debian's (``apt-get install slurm-wlm munge``), with all nodes on this machine.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "placed.py"
-RAY = Path(__file__).parent.parent / "scripts" / "with_ray.py"
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sinfo", "unshare")
 pytestmark = [
     pytest.mark.full,

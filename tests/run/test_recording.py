@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import ctypes
 import math
 import warnings
 from collections.abc import Callable
@@ -58,17 +57,6 @@ class Drawn(nn.Module):
             part.bias.data.zero_()
 
 
-def in_double() -> nn.Module:
-    """Made in another default dtype than the one in which it is drawn."""
-    torch.set_default_dtype(torch.float64)
-    try:
-        model = nn.Sequential(nn.Linear(30, 40), nn.BatchNorm1d(40))
-        model.register_parameter("more", nn.Parameter(torch.rand(30, 30)))
-        return model
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
 def from_meta() -> nn.Module:
     """A model without memory, which is given some and filled."""
     with torch.device("meta"):
@@ -83,7 +71,6 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "drawn": Drawn,
     "resnet18": lambda: resnet18(in_channels=3),
     "attention": lambda: nn.MultiheadAttention(32, 4),
-    "double": in_double,
     "halved": lambda: nn.Sequential(nn.Linear(30, 40), nn.Linear(40, 30)).half().float(),
     "from meta": from_meta,
 }
@@ -280,36 +267,3 @@ ODD: dict[str, Callable[[], nn.Module]] = {
 def test_odd_ways_have_the_bits_of_the_plain_way(name: str, tmp_path: Path) -> None:
     share = check_alike(ODD[name], tmp_path)
     assert name != "scaled" or share == 1
-
-
-def test_graphs_are_kept_and_addresses_are_those_of_values(tmp_path: Path) -> None:
-    read: list[float] = []
-
-    def make() -> list[torch.Tensor]:
-        small, model = torch.ones(30, requires_grad=True), Row(torch.full((40, 30), 3.0))
-        read.append(ctypes.c_float.from_address(model.weight.data_ptr()).value)
-        cut = torch.empty(40, 30).normal_()
-        cut[0] = small
-        joined = torch.cat([torch.empty(40, 30).normal_(), small[None]])
-        return [cut, joined, model.weight.to(torch.bfloat16), model.weight.clone()]
-
-    made: Any = noted(make, tmp_path)
-    assert [each.requires_grad for each in made] == [True] * 4
-    assert read == [3.0]
-
-
-def test_what_is_gone_takes_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def make() -> dict[str, nn.Module]:
-        model = nn.Linear(300, 300).to(torch.bfloat16).to(torch.float32)
-        with torch.no_grad():
-            model.weight.copy_(torch.empty(300, 300).normal_())
-        return {"in a container": model}
-
-    provided: list[torch.Tensor] = []
-    before = vars(nn.init).copy()
-    monkeypatch.setattr(BareMemory, "provide", lambda _, memory: provided.append(memory))
-    made: Any = noted(make, tmp_path)
-    torch.optim.Adagrad(made["in a container"].parameters(), initial_accumulator_value=0.5)
-    assert share_undrawn(made["in a container"]) == 1
-    assert not provided
-    assert vars(nn.init) == before, "nothing of PyTorch stays replaced"

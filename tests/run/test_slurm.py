@@ -131,12 +131,3 @@ def test_a_task_whose_place_cannot_be_read_is_refused(
 ) -> None:
     with pytest.raises(LaunchError, match=words):
         read_world(environment)
-
-
-def test_a_pod_of_several_processes_needs_torchrun() -> None:
-    pod = {"RANK": "0", "WORLD_SIZE": "8", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
-    assert read_world(pod).size == 8
-    assert read_world({**pod, "PET_NPROC_PER_NODE": "auto"}).size == 8
-    with pytest.raises(LaunchError, match=r"PET_NPROC_PER_NODE says 4 .* expected torchrun"):
-        read_world({**pod, "PET_NPROC_PER_NODE": "4"})
-    assert read_world({**pod, "PET_NPROC_PER_NODE": "4", "LOCAL_RANK": "1"}).size == 8

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 
 import pytest
 import torch
@@ -12,8 +11,7 @@ from onefold.core.roster import Team
 from onefold.core.world import World
 from onefold.errors import LaunchError
 from onefold.run import team
-from onefold.run.team import form_team, settle_process
-from tests.engine.assembled import settings_of
+from onefold.run.team import form_team
 from tests.tables import for_each
 
 runs = itertools.count()
@@ -81,33 +79,3 @@ def test_fewer_gpus_than_processes_are_refused(
     )
     with pytest.raises(LaunchError, match=words):
         torchrun(monkeypatch, gpus, visible, rank, 4, rank, 4)
-
-
-def test_without_gpus_processes_compute(monkeypatch: pytest.MonkeyPatch) -> None:
-    formed, current = torchrun(monkeypatch, 0, None, 1, 3, 1, 3)
-    assert (formed.devices, formed.own, current) == ((torch.device("cpu"),) * 3, (1,), [])
-
-
-@for_each(
-    ("kind", "deterministic", "before", "after"),
-    [
-        ("cuda", True, None, ":4096:8"),
-        ("cuda", True, ":16:8", ":16:8"),
-        ("cuda", False, None, None),
-        ("cpu", True, None, None),
-    ],
-)
-def test_cublas_repeats_its_bits_on_gpus(
-    kind: str,
-    deterministic: bool,
-    before: str | None,
-    after: str | None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    name = "CUBLAS_WORKSPACE_CONFIG"
-    monkeypatch.setenv(name, before or "")
-    if before is None:
-        monkeypatch.delenv(name)
-    formed = Team(devices=(torch.device(kind, 0),), own=(0,), world=World(), trainer=1)
-    settle_process(formed, settings_of(shards=1, deterministic=deterministic))
-    assert os.environ.get(name) == after

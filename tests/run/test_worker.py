@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
 import tempfile
-import threading
-import time
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 import onefold
 from onefold.core.world import World
 from onefold.run.world import current_world, take_world
 from tests.small import make_trainer, points
-from tests.tables import for_each
 
 fresh = pytest.mark.fresh  # how a process starts is what is tested
 
@@ -157,46 +151,3 @@ def test_a_call_needs_no_file_and_leaves_none(
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     assert onefold.launch(clean_up_and_return, devices="cpu:1") != os.getpid()
     assert [each for each in tmp_path.iterdir() if not each.name.startswith("torch")] == []
-
-
-class Silent(Exception):
-    def __str__(self) -> str:
-        raise KeyError("no words")
-
-
-def ends(how: str) -> None:
-    """Device 1 ends in the middle of a step, or behind the end of its script."""
-    is_last = current_world().rank == 1
-
-    def loss(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        if is_last and how == "exit":
-            sys.exit(0)
-        if is_last and how == "silent":
-            raise Silent
-        return model(batch).square().mean(dim=1)
-
-    make_trainer(loss=loss, devices=None).step(torch.ones(4, 3))
-    if is_last and how == "thread":
-        threading.Thread(target=time.sleep, args=(6.5,), name="uploads").start()
-
-
-@pytest.mark.full
-@for_each("exchange", ["shared", "collective"])
-@for_each(
-    ("how", "words"),
-    [
-        ("exit", r"device 1 ended by sys.exit\(0\) in step 1, which all devices must do"),
-        ("silent", r"in step 1: Silent: its message cannot be shown, as its own str\(\)"),
-        ("thread", "device 1 .*waits for its threads 'uploads', which are no daemons"),
-    ],
-)
-def test_the_end_of_one_device_is_told_as_what_it_was(
-    how: str, words: str, exchange: Any, capfd: pytest.CaptureFixture[str]
-) -> None:
-    said = ""
-    try:
-        onefold.launch(ends, devices="cpu:2", args=(how,), exchange=exchange)
-    except onefold.errors.RunFailed as error:
-        said = str(error)
-    assert bool(said) == (how != "thread")
-    assert re.search(words, said or capfd.readouterr().err)

@@ -1,8 +1,7 @@
 """Processes that know each other by PyTorch's variables: ``apart.py KIND``.
 
-``train``: four steps, and the fingerprint. ``early``: device 1 ends without one. ``memory``: device
-1 has no memory left for a message of step 3. ``listen``: which ports are open. ``fork``: a child
-that ends at once is forked before there is a Trainer.
+``train``: four steps, and the fingerprint. ``listen``: which ports are open. ``fork``: a child that
+ends at once is forked before there is a Trainer.
 """
 
 from __future__ import annotations
@@ -12,15 +11,10 @@ import sys
 from contextlib import suppress
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import onefold
 from onefold.run.world import current_world
-
-
-def no_memory(*_: object, **__: object) -> None:
-    raise torch.OutOfMemoryError("no room for 3.1 GiB")
 
 
 def listening() -> list[str]:
@@ -39,8 +33,6 @@ def listening() -> list[str]:
 
 def main(kind: str) -> None:
     rank = int(os.environ["RANK"])
-    if kind == "early" and rank == 1:
-        return
     if kind == "fork":
         current_world()
         if (child := os.fork()) == 0:
@@ -55,8 +47,6 @@ def main(kind: str) -> None:
 
     trainer = onefold.Trainer(model, optimizer, loss, shards=2, timeout_s=600)
     for number in range(1, 5):
-        if kind == "memory" and (rank, number) == (1, 3):
-            dist.batch_isend_irecv = no_memory
         trainer.step(torch.full((4, 3), float(number)))
     if kind == "listen":
         print(f"{rank} {' '.join(listening())}", flush=True)
