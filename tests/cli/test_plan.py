@@ -59,25 +59,6 @@ def test_stages_and_memory_are_shown(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("what", "bytes_", "known"),
-    [
-        ("sgd", 4 * 4 * NUMBERS, True),
-        ("own", 6 * 4 * NUMBERS, False),
-        ("adamw", 6 * 4 * NUMBERS, True),
-        # A low precision has masters.
-        ("bf16", 2 * (NUMBERS - 512) + 4 * 512 + 4 * NUMBERS * (1 + 2 + 2 + 1), True),
-    ],
-)
-def test_what_an_optimizer_keeps_is_found(what: str, bytes_: int, known: bool) -> None:
-    done = planned(what, "--devices", "1")
-    assert done.returncode == 0, done.stderr
-    found = float(rows(done.stdout)[-1][1].replace(",", ""))
-    assert abs(found - (bytes_ + FROZEN_BYTES) / 2**20) <= 0.051
-    assert ("keeps is not known" in done.stdout) == (not known)
-
-
 @pytest.mark.parametrize(
     ("what", "options", "text"),
     [

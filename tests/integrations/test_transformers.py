@@ -49,9 +49,7 @@ def close(mine: Result, theirs: Result, tolerance: float = 1e-12) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_bits_on_any_number_of_devices_that_go_on_with_another(
-    kind: str, tmp_path: Path
-) -> None:
+def test_the_bits_on_any_devices_that_go_on_with_others(kind: str, tmp_path: Path) -> None:
     whole = run(kind, tmp_path / "whole", choices={**PART, "max_steps": 6})
     run(kind, tmp_path / "part", choices=PART, **on(2, plan=(3, 1)))
     rest = {**PART, "max_steps": 6}
@@ -61,9 +59,7 @@ def test_the_bits_on_any_number_of_devices_that_go_on_with_another(
 @pytest.mark.full
 @pytest.mark.parametrize("shards", [1, 4])
 @pytest.mark.parametrize("kind", KINDS[1:])
-def test_with_any_shards_it_has_the_mathematics_of_the_loop(
-    kind: str, shards: int, tmp_path: Path
-) -> None:
+def test_it_has_the_mathematics_of_the_loop(kind: str, shards: int, tmp_path: Path) -> None:
     sgd = {"optim": "sgd"}
     theirs = run(kind, tmp_path, exact=True, plain=True, choices=sgd)
     close(run(kind, tmp_path, exact=True, choices=sgd, shards=shards), theirs, 1e-10)
@@ -104,9 +100,7 @@ def test_lora(tmp_path: Path) -> None:
     assert any("lora_B" in name and bool(p.any()) for name, p in theirs.parameters.items())
 
 
-def test_what_would_not_do_what_it_says_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_would_do_nothing_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("ACCELERATE_DYNAMO_BACKEND", "ACCELERATE_DYNAMO_MODE"):
         monkeypatch.setenv(name, "")  # transformers sets them: afterwards they are gone again
         monkeypatch.delenv(name)

@@ -65,9 +65,7 @@ def test_pictures_are_normalised_by_the_training_set(data: Path) -> None:
     assert pixels.std(dim=(0, 2, 3)) == pytest.approx(torch.ones(3), abs=1e-3)
 
 
-def test_a_file_of_weights_brings_its_stem_and_imagenets_numbers(
-    data: Path, tmp_path: Path
-) -> None:
+def test_a_file_of_weights_brings_its_stem_and_normalisation(data: Path, tmp_path: Path) -> None:
     large, path = resnet18(num_classes=1000, small_images=False), str(tmp_path / "published.pth")
     torch.save(large.state_dict(), path)
     task = task_of(data, pretrained=path, image_size=32)

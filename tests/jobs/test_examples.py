@@ -1,20 +1,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onefold.jobs.examples import (
-    SHOWN,
-    choose_examples,
-    confusion_matrix,
-    save_picture,
-)
-from tests.tables import for_each
+from onefold.jobs.examples import SHOWN, choose_examples, confusion_matrix
 
 
 @st.composite
@@ -28,9 +20,7 @@ def answers(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 @settings(max_examples=40)
 @given(answers())
-def test_samples_are_from_all_over_and_the_worst_are_the_surest_mistakes(
-    given_: tuple[torch.Tensor, ...],
-) -> None:
+def test_samples_are_from_all_over_and_the_worst_surest(given_: tuple[torch.Tensor, ...]) -> None:
     truth, predicted, sure = given_
     samples, worst = choose_examples(*given_)
     count = len(truth)
@@ -46,21 +36,3 @@ def test_samples_are_from_all_over_and_the_worst_are_the_surest_mistakes(
     assert confusion_matrix(truth, predicted, 5) == [
         [pairs[label, said] for said in range(5)] for label in range(5)
     ]
-
-
-@for_each(
-    ("size", "kept"),
-    [((28, 20), (28, 20)), ((448, 100), (224, 50)), ((10, 900), (2, 224)), ((1, 1), (1, 1))],
-)
-@for_each("mode", ["L", "RGB"])
-def test_a_picture_is_made_small_enough(
-    tmp_path: Path, size: tuple[int, int], kept: tuple[int, int], mode: str
-) -> None:
-    images = pytest.importorskip("PIL.Image", reason='needs pip install "onefold[images]"')
-    picture = images.new(mode, size, "white")
-    folder = tmp_path / "pictures"
-    assert save_picture(picture, folder, "seven") == "pictures/seven.png"
-    assert save_picture(picture, folder, 7) == "pictures/7.png"
-    assert picture.size == size
-    with images.open(folder / "7.png") as written:
-        assert (written.size, written.mode) == (kept, mode)

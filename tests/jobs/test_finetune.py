@@ -13,15 +13,8 @@ from torch import nn
 
 import onefold
 from onefold.checkpoint.folder import prune
-from onefold.errors import CheckpointError, DataError, LaunchError
-from onefold.jobs.finetune import (
-    best_checkpoint,
-    freeze,
-    is_run,
-    load_body,
-    parameter_groups,
-    reuse_rows,
-)
+from onefold.errors import CheckpointError, DataError
+from onefold.jobs.finetune import best_checkpoint, freeze, is_run, load_body, parameter_groups
 from onefold.jobs.options import TrainOptions
 from onefold.models.resnet import ResNet
 from tests.small import Batch, bits, make_trainer
@@ -66,9 +59,6 @@ def names_under(model: nn.Module, *parts: str) -> set[str]:
     return {name for name in model.state_dict() if name.startswith(tuple(f"{p}." for p in parts))}
 
 
-# Weights of somebody else.
-
-
 @for_each("prefix", ["", "module._orig_mod."])
 @for_each("without", ["nothing", "fc.", "num_batches_tracked"])
 def test_the_body_is_loaded_whatever_the_head(tmp_path: Path, prefix: str, without: str) -> None:
@@ -105,9 +95,7 @@ TIES += [("highest", (math.nan, 0.9, math.nan), 2), ("highest", (0.9, math.nan, 
 
 
 @for_each(("order", "scores", "best"), TIES)
-def test_the_best_that_is_found_is_the_one_that_stays(
-    tmp_path: Path, order: str, scores: tuple[float, ...], best: int
-) -> None:
+def test_the_best_found_is_what_stays(tmp_path: Path, order: str, scores: Any, best: int) -> None:
     """Where older checkpoints are deleted: a tie goes to the newer one, and NaN beats nothing."""
     trainer, folder = train(small(), steps=0), tmp_path / "checkpoints"
     for value in scores:
@@ -142,24 +130,6 @@ def test_the_best_weights_of_a_run_are_where_it_says(tmp_path: Path) -> None:
     refused(CheckpointError, "step-00000003: expected the run's best weights")
     (tmp_path / where).mkdir(parents=True)
     assert best_checkpoint(tmp_path) == tmp_path / where
-
-
-# The last layer.
-
-
-@for_each("bias", [True, False])
-def test_rows_are_reused_by_name(bias: bool) -> None:
-    old, new = nn.Linear(5, 4, bias=bias), nn.Linear(5, 3, bias=bias)
-    before = copy.deepcopy(new)
-    shared = reuse_rows(new, ["cat", "newt", "dog"], old, ["ant", "dog", "bee", "cat"])
-    assert shared == ["cat", "dog"]
-    for name, mine in new.named_parameters():
-        theirs, was = old.get_parameter(name), before.get_parameter(name)
-        assert torch.equal(mine, torch.stack([theirs[3], was[1], theirs[1]]))
-        assert mine.requires_grad
-    words = r"--reuse-classes: no class of the data \(a, b, c, d, e and 1 more\) .* \(A, B\)"
-    with pytest.raises(LaunchError, match=words):
-        reuse_rows(nn.Linear(5, 6), list("abcdef"), nn.Linear(5, 2), ["A", "B"])
 
 
 # What is frozen.
@@ -220,7 +190,7 @@ def test_what_cannot_be_frozen_is_refused(parts: Any, until: Any, words: str) ->
     ("frozen", "kept"),
     [((), ()), (("conv1", "bn1", "layer1"),) * 2, (("bn1.weight",), ("bn1.weight",))],
 )
-def test_frozen_parts_alone_keep_their_values_and_statistics(
+def test_only_frozen_parts_stay_as_they_were(
     frozen: tuple[str, ...], kept: tuple[str, ...]
 ) -> None:
     prints = set()
@@ -261,21 +231,3 @@ def test_a_frozen_batch_norm_normalises_with_its_kept_statistics(training: bool 
 
 
 # Rates.
-
-
-@for_each("head_scale", [1.0, 8.0])
-@for_each("until", [None, "layer2", "fc"])
-def test_the_head_goes_as_many_times_as_far_as_was_asked(
-    head_scale: float, until: str | None
-) -> None:
-    moved = []
-    for scale in (1.0, head_scale):
-        model = small()
-        freeze(model, TrainOptions(freeze_until=until), "fc")
-        before = copy.deepcopy(model.state_dict())
-        train(model, steps=1, rate=0.125, head_scale=scale)
-        moved.append({n: value.detach() - before[n] for n, value in model.named_parameters()})
-    for name, way in moved[1].items():
-        factor = head_scale if name.startswith("fc.") else 1.0
-        torch.testing.assert_close(way, moved[0][name] * factor, rtol=1e-4, atol=1e-6)
-        assert bool(way.any()) == model.get_parameter(name).requires_grad

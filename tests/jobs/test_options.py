@@ -60,9 +60,7 @@ def flag(name: str) -> str:
 
 
 @for_each(("kind", "field"), NUMBERS)
-def test_every_number_but_the_seed_has_bounds(
-    kind: type[Any], field: dataclasses.Field[Any]
-) -> None:
+def test_every_number_has_its_bounds(kind: type[Any], field: dataclasses.Field[Any]) -> None:
     most = field.metadata["most"]
     for value in (-1, 1e308, 10**400, 1e308 if most is None else max(most + 1, most * (1 + 1e-9))):
         with pytest.raises(ValueError, match=rf"^{flag(field.name)} .*: expected "):
@@ -151,9 +149,6 @@ def test_a_value_of_another_type_is_refused(name: str, value: object, expected: 
         from_mapping(Odd, {name: value}, "c.toml")
 
 
-# Files.
-
-
 def config(path: Path, content: str | bytes) -> Path:
     file = path / "c.toml"
     file.write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -187,9 +182,7 @@ DIGITS = "7" * 5000
         (b"#" * (2 << 20), "a file of at most 1,048,576 bytes"),
     ],
 )
-def test_a_file_that_no_run_has_written_is_one_error(
-    tmp_path: Path, content: bytes, expected: str
-) -> None:
+def test_a_file_of_no_run_is_one_error(tmp_path: Path, content: bytes, expected: str) -> None:
     with pytest.raises(ValueError, match=rf"c\.toml: expected {expected}"):
         read_config(config(tmp_path, content), "text")
 
@@ -207,9 +200,7 @@ TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
     epochs=st.none() | st.integers(1, 10**9),
     skip_bad=st.booleans(),
 )
-def test_saved_options_come_back_and_without_resume(
-    tmp_path_factory: pytest.TempPathFactory, **values: Any
-) -> None:
+def test_saved_options_come_back(tmp_path_factory: pytest.TempPathFactory, **values: Any) -> None:
     path = tmp_path_factory.getbasetemp() / "any.toml"
     for job in JOBS:
         options = job.options(**values, name="é 1")

@@ -143,9 +143,6 @@ def drawn(folder: Path) -> dict[Path, bytes]:
     return {path.relative_to(folder): path.read_bytes() for path in found}
 
 
-# The same as in training, and for everyone.
-
-
 @here
 def test_every_kind_gets_the_scores_of_the_run(kinds: Kinds, tmp_path: Path) -> None:
     def scores(kind: str) -> dict[str, float]:
@@ -233,15 +230,11 @@ def test_several_devices_give_the_bytes_of_one(kind: str, kinds: Kinds, tmp_path
     assert len(one) == (4 if kind == "segment" else 1)
 
 
-# What is read.
-
 ODD = ["a,b.png", 'say "x".png', "two\nlines.png", " .png", "é.png", os.fsdecode(b"\xff.png")]
 
 
 @here
-def test_each_picture_is_told_once_in_the_order_of_the_input(
-    classifier: Path, tmp_path: Path
-) -> None:
+def test_each_picture_is_told_once_in_the_given_order(classifier: Path, tmp_path: Path) -> None:
     for name in ("b/2.png", "b/10.png", "b/a/1.png", "z.png", "a.png"):
         save(tmp_path / name, grey(16, 16))
     (tmp_path / "linked").symlink_to(tmp_path / "b")
@@ -286,9 +279,6 @@ def test_texts_are_read_as_in_training(kinds: Kinds, tmp_path: Path, end: str) -
     ]
 
 
-# What is refused before any device is started.
-
-
 @nowhere
 def test_what_cannot_be_looked_at_is_refused(kinds: Kinds, tmp_path: Path) -> None:
     run, text = kinds.run["classify"], kinds.run["text"]
@@ -321,9 +311,7 @@ def test_what_is_no_run_or_has_no_weights_is_refused(classifier: Path, tmp_path:
 
 
 @nowhere
-def test_an_output_that_does_not_suit_or_loses_inputs_is_refused(
-    kinds: Kinds, tmp_path: Path
-) -> None:
+def test_an_output_that_does_not_suit_is_refused(kinds: Kinds, tmp_path: Path) -> None:
     run, text, masks = (kinds.run[kind] for kind in ("classify", "text", "segment"))
     picture, file = save(tmp_path / "a" / "x.png", grey(8, 8)), tmp_path / "x.txt"
     file.write_text("fine\n")
@@ -342,9 +330,6 @@ def test_an_output_that_does_not_suit_or_loses_inputs_is_refused(
         other = save(tmp_path / name, grey(8, 8))
         words = r"x\..* and .*x\..* would have a mask .* x\.png"
         refused(words, masks, picture, other, output=tmp_path / "masks")
-
-
-# Which weights.
 
 
 @here
@@ -410,16 +395,14 @@ OF_ONE = r"expected model_config\.json and run\.json to be of one"
         ("text", {"classes": ["good"]}, OF_ONE),
     ],
 )
-def test_a_run_that_says_what_none_says_is_refused(
-    kind: str, changes: dict[str, object], words: str, kinds: Kinds, tmp_path: Path
+def test_facts_of_no_run_refused(
+    kind: str, changes: Any, words: str, kinds: Kinds, tmp_path: Path
 ) -> None:
     outer = set(changes) <= {*FACTS.values(), "shards"} or (kind == "text" and "classes" in changes)
     change = lambda said: (said if outer else said[FACTS[kind]]).update(changes)  # noqa: E731
     run = changed(kinds.run[kind], tmp_path / "run", change)
     refused(words, run, kinds.tested[kind], output=tmp_path / "out")
 
-
-# What is written.
 
 FOUND = [{"class": CLASSES[2], "confidence": 0.75}, {"class": CLASSES[0], "confidence": 0.25}]
 
@@ -508,9 +491,7 @@ def test_no_cell_is_a_formula(text: str) -> None:
 
 @here
 @for_each("format", ["csv", "json"])
-def test_masks_have_the_size_and_the_place_of_their_pictures(
-    kinds: Kinds, tmp_path: Path, format: Any
-) -> None:
+def test_masks_have_the_size_of_their_pictures(kinds: Kinds, tmp_path: Path, format: Any) -> None:
     sizes = {"a/x.jpg": (40, 30), "a/b/x.1.png": (33, 70), "y.bmp": (1, 65)}
     for name, size in sizes.items():
         save(tmp_path / "in" / name, grey(*size, 3))

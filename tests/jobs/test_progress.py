@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from onefold.jobs.progress import ReadingBar, TrainingBar, epoch_line
+from onefold.jobs.progress import TrainingBar, epoch_line
 from tests.tables import for_each
 
 PHASES = ("data", "forward", "backward", "exchange", "update")
@@ -40,23 +40,6 @@ def step(epoch: int = 0) -> Any:
     return SimpleNamespace(samples=10, epoch=epoch)
 
 
-@for_each(("terminal", "files"), [(False, 3), (True, 3), (True, 0)])
-def test_files_that_are_read_are_a_bar_on_a_terminal_and_else_one_line(
-    terminal: bool, files: int
-) -> None:
-    console = Console(width=100, force_terminal=terminal, color_system=None)
-    with console.capture() as shown, ReadingBar(console) as bar:
-        for done in range(files):
-            bar.watch(done + 1, 3000)
-    text = shown.get()
-    if terminal and files:
-        assert "reading files" in text
-        assert "3/3000" in text
-        assert "onefold: reading" not in text
-    else:
-        assert text == ("onefold: reading 3,000 files\n" if files else "")
-
-
 def test_an_epoch_is_told_in_one_line() -> None:
     assert epoch_line(line(), 30) == (
         "epoch  2/30  loss 0.1234  test loss 0.2346  accuracy 98.77%  lr 0.046  9.8 s  "
@@ -70,9 +53,7 @@ def test_an_epoch_is_told_in_one_line() -> None:
 
 @for_each(("devices", "words"), [(1, "1 device "), (3, "3 devices ")])
 @for_each("done", [0, 40])
-def test_the_bar_counts_samples_and_tells_devices_epoch_and_loss(
-    devices: int, words: str, done: int
-) -> None:
+def test_the_bar_counts_samples_and_tells_the_loss(devices: int, words: str, done: int) -> None:
     bar, console, task = bar_of(devices=devices, done=done)
     assert (task.completed, task.total) == (done, 120)
     with console.capture() as shown, bar:

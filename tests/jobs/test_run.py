@@ -53,9 +53,6 @@ def train(*words: object, **how: Any) -> tuple[int, str]:
     return done.returncode, done.stderr.splitlines()[-1]
 
 
-# What is refused before the data are read.
-
-
 @for_each(
     ("given", "error", "words"),
     [
@@ -70,9 +67,7 @@ def train(*words: object, **how: Any) -> tuple[int, str]:
         ),
     ],
 )
-def test_what_cannot_begin_is_refused(
-    given: dict[str, Any], error: type[Exception], words: str, tmp_path: Path
-) -> None:
+def test_what_cannot_begin_is_refused(given: Any, error: Any, words: str, tmp_path: Path) -> None:
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "config.toml").write_text('data = "x"\nname = "old"\nlr = 0.02\n')
     with pytest.raises(error, match=words):
@@ -99,8 +94,8 @@ def test_what_cannot_begin_is_refused(
         ("classify", {"runs": f"{__file__}/runs"}, LaunchError, "expected a folder that can be wr"),
     ],
 )
-def test_what_can_be_known_early_is_refused_early(
-    job: str, chosen: dict[str, Any], error: type[Exception], words: str, tmp_path: Path
+def test_much_is_refused_early(
+    job: str, chosen: Any, error: Any, words: str, tmp_path: Path
 ) -> None:
     with pytest.raises(error, match=words):
         run_job(unread(job), options_of(job, "data", tmp_path / "runs", **chosen))
@@ -113,9 +108,7 @@ def test_a_model_of_a_library_that_is_missing_is_refused_early(tmp_path: Path) -
         run_job(unread("classify"), options_of("classify", "x", tmp_path, model="timm:resnet10t"))
 
 
-def test_a_full_disk_is_one_error_that_says_how_the_run_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(onefold, "launch", lambda main, *, args, **_: main(*args))
     options = options_of("text", write_texts(tmp_path / "data"), tmp_path / "runs", name="it")
     words = "runs/it: the run cannot be written any more: .*--name it --resume goes on from its la"
@@ -136,13 +129,8 @@ def test_a_run_whose_checkpoints_are_damaged_is_one_line(tmp_path: Path) -> None
     assert told.startswith(f"onefold: no checkpoint of {folder}/checkpoints can be used: ")
 
 
-# What is read.
-
-
 @pytest.mark.full
-def test_a_run_that_goes_on_reads_no_picture_again_even_if_they_have_moved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_picture_is_read_a_second_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data, runs = write_pictures(tmp_path / "data"), tmp_path / "runs"
     for name in ("here", "moved"):
         run_job(job_of("classify"), options_of("classify", data, runs, name=name))
@@ -179,9 +167,7 @@ def test_other_data_are_refused(job: str, tmp_path: Path) -> None:
 
 
 @for_each("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_while_the_data_are_read_writes_nothing(
-    number: signal.Signals, tmp_path: Path
-) -> None:
+def test_a_signal_while_data_are_read_stops(number: signal.Signals, tmp_path: Path) -> None:
     def prepare(options: Any, scanning: Any) -> Any:
         with stopped_by_signals():
             signal.raise_signal(number)
@@ -193,9 +179,6 @@ def test_a_signal_while_the_data_are_read_writes_nothing(
     assert not (tmp_path / "runs").exists()
 
 
-# How it ends.
-
-
 @pytest.mark.processes
 @pytest.mark.parametrize(
     "number",
@@ -204,9 +187,7 @@ def test_a_signal_while_the_data_are_read_writes_nothing(
         *(pytest.param(n, marks=pytest.mark.full) for n in (signal.SIGHUP, signal.SIGINT)),
     ],
 )
-def test_a_signal_saves_and_the_run_goes_on_from_there(
-    number: signal.Signals, tmp_path: Path
-) -> None:
+def test_a_signal_saves_and_says_how_to_go_on(number: signal.Signals, tmp_path: Path) -> None:
     data = write_texts(tmp_path / "data", train=160)
     choice = "--vocabulary 300 --width 16 --heads 2 --shards 2 --batch-size 4 --save-every 100000"
     words = ["text", "--data", str(data), *choice.split(), "--epochs", "5"]
@@ -235,9 +216,7 @@ def test_a_signal_saves_and_the_run_goes_on_from_there(
 
 
 @for_each("step", [4, 10], ids=["in an epoch", "at its end"])
-def test_a_run_that_was_asked_to_stop_ends_with_the_bits_of_one_that_was_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
-) -> None:
+def test_a_stop_changes_no_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     data, runs = write_texts(tmp_path / "data"), tmp_path / "runs"
     options = {"epochs": 2, "batch_size": 4}
     _, whole = run_here("text", data, runs, name="whole", **options)
@@ -253,35 +232,25 @@ def test_a_run_that_was_asked_to_stop_ends_with_the_bits_of_one_that_was_not(
     assert numbers == [0, 1]
 
 
-@for_each("missing", ["matplotlib", "nothing"])
 def test_notes_and_the_want_of_a_report_are_mentioned_before_training(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    missing: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("matplotlib")
-    data = write_pictures(tmp_path / "data")
+    data, before = write_pictures(tmp_path / "data"), []
     shutil.copy(data / "train/plum/0.png", data / "test/plum/9.png")
-    find_spec = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == missing else find_spec(name)
-    )
-    before: list[str] = []
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
 
     def launch(*_: Any, **__: Any) -> Any:
         before.append(capsys.readouterr().err)
-        return {"is_lead": False}
+        return {"is_lead": True}
 
     monkeypatch.setattr(onefold, "launch", launch)
-    result = run_job(job_of("classify"), options_of("classify", data, tmp_path / "runs"))
-    assert result["report"] is None
-    report = (
+    options = options_of("classify", data, tmp_path / "runs")
+    assert run_job(job_of("classify"), options)["report"] is None
+    (said,) = before
+    assert said == (
+        "onefold: reading 37 files\n"
+        f"onefold: {data}: 1 of 13 test samples is in the training set as well: test/plum/9.png is "
+        "the same as train/plum/0.png\n"
         "onefold: there will be no report, as matplotlib is not installed here: after pip install "
         '"onefold[report]", onefold report makes it from the folder of the run\n'
     )
-    assert before == [
-        "onefold: reading 37 files\n"
-        f"onefold: {data}: 1 of 13 test samples is in the training set as well: test/plum/9.png is "
-        "the same as train/plum/0.png\n" + (report if missing == "matplotlib" else "")
-    ]

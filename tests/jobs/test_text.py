@@ -8,7 +8,7 @@ import torch
 import transformers  # noqa: F401  # sets variables of the environment when it is loaded
 from safetensors.torch import save_file
 
-from onefold.errors import CheckpointError, DataError
+from onefold.errors import CheckpointError
 from onefold.jobs.text import (
     TextModel,
     TextOptions,
@@ -19,7 +19,6 @@ from onefold.jobs.text import (
     settle,
 )
 from tests.jobs.tiny import SMALL, run_here, write_texts
-from tests.tables import for_each
 
 
 @pytest.fixture
@@ -71,20 +70,3 @@ def test_a_folder_with_a_pretrained_model_is_used(data: Path, tmp_path: Path) ->
     folder, said = run_here("text", data, tmp_path / "runs", model=str(before))
     assert said["model"] == str(before)
     assert build_of_run(folder).num_labels == 2  # type: ignore[comparison-overlap]
-
-
-@for_each(
-    ("name", "words"),
-    [
-        ("nowhere", "--data .*nowhere: expected a folder with train.tsv and dev.tsv"),
-        ("data/train.tsv", "expected --dev with it"),
-        ("empty", r"empty/train\.tsv: expected a TSV file of text and label"),
-    ],
-)
-def test_what_is_not_there_is_told(name: str, words: str, tmp_path: Path) -> None:
-    data = write_texts(tmp_path / "data")
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match=words):
-        prepare(options_for(tmp_path / name))
-    two_files = options_for(data / "train.tsv", dev=str(data / "dev.tsv"))
-    assert len(prepare(two_files).dev) == 12

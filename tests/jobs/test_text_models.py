@@ -44,9 +44,6 @@ def test_the_longest_text_fits_and_padding_changes_little(tokenizer: str) -> Non
         small(heads=3)
 
 
-# What was trained before.
-
-
 def save(model: Any, folder: Path) -> None:
     """As its author would have."""
     folder.mkdir(exist_ok=True)
@@ -72,7 +69,7 @@ def same_as_before(model: Any, but: set[str] | None = None) -> None:
 
 @pytest.mark.parametrize("num_classes", [2, 4])
 def test_what_was_trained_before_is_loaded(
-    folder: Path, tokenizer: str, num_classes: int, capfd: pytest.CaptureFixture[str]
+    folder: Path, tokenizer: str, num_classes: int, capfd: Any
 ) -> None:
     found = []
     for path in (folder, str(folder)):
@@ -181,15 +178,10 @@ def with_kernel(folder: Path) -> None:
         (with_kernel, "'o/n' names code that would be fetched and run"),
     ],
 )
-def test_a_folder_that_lacks_something_or_holds_code_is_refused(
-    folder: Path, damage: Change, complaint: str
-) -> None:
+def test_a_damaged_folder_is_refused(folder: Path, damage: Change, complaint: str) -> None:
     damage(folder)
     with pytest.raises(CheckpointError, match=complaint):
         load_pretrained(folder, 2)
-
-
-# What describes a model.
 
 
 def config_of(**changes: Any) -> str:

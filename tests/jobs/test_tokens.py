@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -81,25 +80,3 @@ def test_a_shard_is_as_long_as_its_longest_text(pad_id: int) -> None:
     assert made["attention_mask"].tolist() == [[1, 1, 0, 0], [1, 1, 1, 1]]
     assert made["labels"].tolist() == [3, 1]
     assert {tensor.dtype for tensor in made.values()} == {torch.int64}
-
-
-ONE = [torch.tensor([0, 2])]
-
-
-@for_each(
-    ("call", "words"),
-    [
-        (lambda: train_tokenizer(["a"], 260), "a vocabulary of 261 tokens or more .*, got 260"),
-        (lambda: train_tokenizer([], 300), "expected texts .* got none"),
-        (
-            lambda: encode_texts(["a"], train_tokenizer(["a"], 300), max_length=2),
-            "expected max_length of 3 or more, got 2",
-        ),
-        (lambda: EncodedTexts(ONE, [0, 1]), "a label for each text, got 2 for 1"),
-        (lambda: EncodedTexts(ONE, [0], token_dropout=1.0), "from 0 to below 1, got 1.0"),
-        (lambda: EncodedTexts(ONE, [0], token_dropout=-0.1), "from 0 to below 1, got -0.1"),
-    ],
-)
-def test_what_does_not_fit_is_refused(call: Callable[[], object], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        call()

@@ -91,9 +91,7 @@ def test_a_finished_run_is_left_alone_or_given_more_epochs(tmp_path: Path) -> No
 
 
 @for_each("epochs_first", [0, 1])
-def test_a_run_goes_on_where_it_was_saved(
-    epochs_first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_goes_on(epochs_first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data, runs = write_pictures(tmp_path / "data"), tmp_path / "runs"
     small = {"model": "lenet", "augment": "shift", "epochs": 3}
     whole, said = run_here("classify", data, runs, name="whole", **small)
@@ -115,9 +113,6 @@ def test_a_run_goes_on_where_it_was_saved(
     for kind, names in (("steps", "step lr"), ("epoch", "step lr loss scores")):
         for a, b in zip(lines(whole, kind), lines(folder, kind), strict=True):
             assert [a[name] for name in names.split()] == [b[name] for name in names.split()]
-
-
-# On several devices.
 
 
 @pytest.mark.full
@@ -154,9 +149,6 @@ def test_the_command_trains_and_predicts(tmp_path: Path) -> None:
     assert len(rows) == 13
 
 
-# Whose examples.
-
-
 @pytest.fixture
 def chosen_scores(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
     """What evaluations return one after the other, so that a certain epoch is the best."""
@@ -171,22 +163,13 @@ def chosen_scores(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
     return values
 
 
-@for_each(
-    ("job", "scores", "best"),
-    [
-        ("classify", (0.9, 0.2, 0.1), 0),
-        ("segment", (0.1, 0.9, 0.2), 1),
-        ("text", (0.9, 0.2, 0.1), 0),
-        ("text", (0.1, 0.2, 0.9), 2),
-    ],
-)
+CHOSEN = [("classify", (0.9, 0.2, 0.1), 0), ("segment", (0.1, 0.9, 0.2), 1)]
+CHOSEN += [("text", (0.9, 0.2, 0.1), 0), ("text", (0.1, 0.2, 0.9), 2)]
+
+
+@for_each(("job", "scores", "best"), CHOSEN)
 def test_examples_are_of_the_best_model_and_the_last_one_stays(
-    job: str,
-    scores: tuple[float, ...],
-    best: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    chosen_scores: list[float],
+    job: str, scores: Any, best: int, tmp_path: Path, monkeypatch: Any, chosen_scores: list[float]
 ) -> None:
     chosen_scores[:] = scores
     shown: list[str] = []
@@ -211,11 +194,7 @@ def test_examples_are_of_the_best_model_and_the_last_one_stays(
 
 @for_each("damaged", ["best", "last"])
 def test_a_training_that_is_over_ends_without_one_of_its_checkpoints(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    chosen_scores: list[float],
-    damaged: str,
+    damaged: str, tmp_path: Path, monkeypatch: Any, caplog: Any, chosen_scores: list[float]
 ) -> None:
     """It is damaged while the examples of the best model are made."""
     real_load = onefold.Trainer.load
@@ -240,8 +219,6 @@ def test_a_training_that_is_over_ends_without_one_of_its_checkpoints(
         assert "step-00000010 is damaged" in told
         assert "\n" not in told
 
-
-# What a run keeps in its checkpoints, and what somebody else has put there.
 
 BEST = {"epoch": 0, "score": "iou", "value": 0.5, "checkpoint": "checkpoints/step-00000003"}
 SAVED = {"part": {"samples": 8.0, "total": math.inf}, "epochs_done": 1, "best": BEST}

@@ -49,15 +49,3 @@ def test_a_bottleneck_strides_in_its_3x3_convolution_and_adds_its_input() -> Non
     torch.nn.init.zeros_(last.bn3.weight)
     features = torch.linspace(-1, 1, 32 * 9).view(1, 32, 3, 3)
     assert torch.equal(last(features), features.relu())
-
-
-@for_each(("small_images", "bottleneck"), [(True, False), (False, True)])
-def test_feature_maps_have_the_channels_and_strides_that_the_model_tells(
-    small_images: bool, bottleneck: bool
-) -> None:
-    model = ResNet(blocks=(1, 1, 1), width=4, small_images=small_images, bottleneck=bottleneck)
-    maps = model.feature_maps(torch.zeros(2, 3, 32, 48))
-    expected = zip(model.channels, model.strides, strict=True)
-    assert [tuple(m.shape) for m in maps] == [(2, c, 32 // s, 48 // s) for c, s in expected]
-    assert model.strides == ((1, 1, 2, 4) if small_images else (2, 4, 8, 16))
-    assert model.channels == ((4, 16, 32, 64) if bottleneck else (4, 4, 8, 16))

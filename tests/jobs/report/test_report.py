@@ -37,9 +37,6 @@ def page_of(folder: Path, **contents: Any) -> Page:
     return Page(build_report(runs.write_run(folder, **contents)))
 
 
-# Where the page lies.
-
-
 def test_the_page_lies_in_the_folder_or_elsewhere_and_is_always_the_same(tmp_path: Path) -> None:
     folder = runs.text_run(tmp_path / "run")
     before = {path.name for path in folder.iterdir()}
@@ -85,9 +82,6 @@ def test_the_command_writes_where_it_is_told(tmp_path: Path, count: int) -> None
     if count == 1:
         done = CliRunner().invoke(app, [*words, str(tmp_path)])
         assert "expected a file for the page, this is a folder" in str(done.exception)
-
-
-# What a page says.
 
 
 def test_the_summary_is_whole(pages: dict[str, Page]) -> None:
@@ -210,9 +204,6 @@ def test_everything_a_run_says_is_escaped(tmp_path: Path, kind: str) -> None:
     check_sound(page)
 
 
-# Of a run that is not at its end.
-
-
 def test_a_run_that_has_just_begun_has_a_page(tmp_path: Path) -> None:
     page = page_of(tmp_path / "run")
     assert page.figures["Best test accuracy"] == NOTHING
@@ -236,8 +227,6 @@ def test_a_resumed_run_is_shown_as_one(tmp_path: Path) -> None:
     assert page.figures["Time of training and tests"] == "3 min 20 s"
     assert page.figures["Best test accuracy"] == "60.0% in epoch 2"
 
-
-# What no run has written.
 
 HUGE = 10**400
 
@@ -318,19 +307,6 @@ def test_a_picture_that_is_not_the_runs_own_png_is_not_shown(tmp_path: Path, nam
     assert "no picture" in page.text
     assert f"predicted: a ({NOTHING})" in page.text
 
-
-def test_another_folder_is_refused(tmp_path: Path) -> None:
-    for missing in (
-        "no run.json and no config.toml; give the folder that a training made",
-        "no config.toml",
-    ):
-        with pytest.raises(DataError, match=f"{re.escape(str(tmp_path))} is not .* {missing}"):
-            build_report(tmp_path)
-        (tmp_path / "run.json").touch()
-    assert not (tmp_path / "report.html").exists()
-
-
-# Several runs on one page.
 
 ONE_CPU = 'lr = 0.1\nbatch = 64\ndata = "pets"\ndevices = "cpu:1"\n'
 TWO_CPUS = 'devices = "cpu:2"\ndata = "pets"\nbatch = 64\nlr = 0.2\nwarmup = true\n'
