@@ -148,24 +148,6 @@ def test_a_signal_to_every_process_saves_however_often_it_comes(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("second", [True, False])
-def test_a_step_that_takes_too_long_is_not_waited_for(runs: Runs, second: bool) -> None:
-    """After a second signal, or when the time for saving is over."""
-    run = runs.start("steps", "600", "3", options="--every 3" if second else "--grace 1")
-    run.wait_until_ready()
-    run.process.send_signal(signal.SIGTERM)
-    if second:
-        time.sleep(0.3)
-        assert run.process.poll() is None
-        run.process.send_signal(signal.SIGINT)
-    code, _, errors = run.finish()
-    assert code == 143
-    why = "as a second signal came" if second else "as its time for saving was over"
-    assert f"before it had saved itself, {why}" in errors
-    assert "Traceback" not in errors
-
-
-@pytest.mark.full
 @pytest.mark.parametrize(
     ("exchange", "devices", "more"),
     [("shared", 3, " --restarts-with fewer"), ("collective", 2, "")],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -224,38 +223,6 @@ def test_words_that_cannot_be_read(original: Path, tmp_path: Path, kind: str) ->
         content = (folder / "run.json").read_bytes().replace("\u00ff".encode(), b"\xff\xfe")
         (folder / "run.json").write_bytes(content)
     refusal(folder)
-
-
-def link(path: Path) -> None:
-    target = path.rename(path.parent.parent / "elsewhere")
-    path.symlink_to(target)
-
-
-def turn_into(make: Callable[[Path], object]) -> Callable[[Path], None]:
-    def change(path: Path) -> None:
-        path.unlink()
-        make(path)
-
-    return change
-
-
-PLACES: list[Callable[[Path], None]] = [
-    link,
-    turn_into(lambda path: path.symlink_to("/dev/zero")),
-    turn_into(os.mkfifo),
-    turn_into(Path.mkdir),
-    lambda path: os.truncate(path, 1 << 30),
-]
-
-
-@for_each("name", ["run.json", "model.safetensors", "optimizer.safetensors"])
-@for_each("change", PLACES)
-def test_what_is_no_plain_file_is_not_read(
-    original: Path, tmp_path: Path, name: str, change: Callable[[Path], None]
-) -> None:
-    folder = copied(original, tmp_path)
-    change(folder / name)
-    assert name in refusal(folder)
 
 
 def headed(header: str, data: bytes = bytes(4)) -> bytes:

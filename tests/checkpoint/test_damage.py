@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -127,11 +128,6 @@ def cut(path: Path, length: int) -> None:
     path.write_bytes(path.read_bytes()[:length])
 
 
-def turn_into_folder(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
-
-
 def size(path: Path) -> int:
     return path.stat().st_size
 
@@ -144,7 +140,9 @@ DAMAGES: dict[str, Callable[[Path, Saved], object]] = {
     "byte of the header flipped": lambda path, saved: flip(path, 20),
     "last byte flipped": lambda path, saved: flip(path, -1),
     "missing": lambda path, saved: path.unlink(),
-    "a folder": lambda path, saved: turn_into_folder(path),
+    "a folder": lambda path, saved: (path.unlink(), path.mkdir()),
+    "a FIFO": lambda path, saved: (path.unlink(), os.mkfifo(path)),
+    "a device": lambda path, saved: (path.unlink(), path.symlink_to("/dev/zero")),
     "of the older": lambda path, saved: shutil.copy(saved.older / path.name, path),
     "of another run": lambda path, saved: shutil.copy(saved.other / path.name, path),
 }
@@ -169,7 +167,7 @@ def check_goes_on(trainer: onefold.Trainer, saved: Saved, folder: Path) -> None:
     assert state(trainer, folder) == saved.states[4]
 
 
-@for_each("name", FILES)
+@pytest.mark.parametrize("name", FILES)
 @for_each("kind", DAMAGES)
 def test_a_damaged_checkpoint_is_refused_by_name_and_the_older_used(
     originals: Saved, tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, kind: str

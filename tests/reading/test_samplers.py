@@ -166,17 +166,6 @@ def test_an_order_that_does_not_repeat_is_noticed_when_a_run_goes_on() -> None:
         list(begun(other, 5))
 
 
-def test_the_digest_covers_the_order() -> None:
-    def digest(sampler: Any) -> set[int]:
-        loader = make_loader(
-            list(range(9)), Plan((1,)), shuffle=False, sampler=sampler, digest=True
-        )
-        return {batch.data_digest for batch in loader}
-
-    assert digest([1, 2, 3]) == digest(range(1, 4))
-    assert digest([1, 2, 3]) != digest([1, 3, 2])
-
-
 @pytest.fixture
 def in_small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"WHOLE_MOST": 20, "_PART": 7, "_PART_BATCHES": 1}.items():

@@ -26,7 +26,7 @@ from tests.reading.test_loader import (
     samples_in,
     united,
 )
-from tests.small import make_trainer, points, square
+from tests.small import make_trainer, points
 from tests.tables import for_each
 
 with_worker = pytest.mark.parametrize("workers", [0, pytest.param(1, marks=processes)])
@@ -211,20 +211,6 @@ def test_a_sample_that_cannot_be_read_is_named(workers: int) -> None:
     next(batches)
     with pytest.raises(SampleError, match=r"reading sample 8 in epoch 0 failed: OSError: no such"):
         next(batches)
-
-
-def test_a_stream_can_be_evaluated() -> None:
-    rows, trainer = [*zip(*points(20), strict=True)], make_trainer(devices=3)
-    stream = make_plain(rows)
-    score: Any = lambda m, b: {"loss": square(m, b)}  # noqa: E731
-    expected = trainer.evaluate(score, rows, batch_size=6)
-    assert trainer.evaluate(score, stream, batch_size=6) == expected
-    with pytest.raises(ValueError, match="the stream yields nothing"):
-        trainer.evaluate(score, Plain(0), batch_size=6)
-
-
-def make_plain(rows: list[Any]) -> Plain:
-    return type("Rows", (Plain,), {"__iter__": lambda self: iter(rows)})(0)
 
 
 class Holding(IterableDataset[Any]):

@@ -178,6 +178,11 @@ def test_wrong_arguments_are_refused(data: Any, choices: dict[str, Any], words: 
             call(lambda m, b: {}, data, **choices)
 
 
+class Stream20(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(zip(*points(20), strict=True))
+
+
 @for_each("shuffle", [False, True])
 def test_evaluation_takes_loaders_in_the_order_of_their_data(shuffle: bool) -> None:
     data = TensorDataset(*points(20))
@@ -185,6 +190,7 @@ def test_evaluation_takes_loaders_in_the_order_of_their_data(shuffle: bool) -> N
     trainer = make_trainer(line())
     score: Any = lambda m, b: {"loss": square(m, b)}  # noqa: E731
     assert trainer.evaluate(score, loader) == trainer.evaluate(score, data, batch_size=6)
+    assert trainer.evaluate(score, DataLoader(Stream20(), 6)) == trainer.evaluate(score, loader)
     found = trainer.predict(lambda m, b: {"x": b[0]}, loader)["x"]
     assert torch.equal(found, data.tensors[0])
     part = trainer.predict(lambda m, b: {"x": b[0]}, data, batch_size=2, sampler=[3, 1, 2])["x"]

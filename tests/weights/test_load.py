@@ -105,32 +105,26 @@ def norm_model() -> nn.Sequential:
 def test_a_run_goes_on_as_if_the_model_had_had_the_weights(
     tmp_path: Path, devices: int, steps: int
 ) -> None:
-    """Whether they come before the run or between its steps; without momentum only they count.
-
-    The weights come from a checkpoint of a Trainer.
-    """
+    """Those of a checkpoint, before the run or between its steps; nothing else counts here."""
 
     def trainer_of(model: nn.Module) -> onefold.Trainer:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         return make_trainer(model, optimizer=optimizer, devices=devices)
 
-    start = norm_model()
-    state = {name: value.abs() for name, value in other_values(start).items()}
-    start.load_state_dict(state)
-    expected = trainer_of(start)
+    model, start = norm_model(), norm_model()
+    start.load_state_dict({name: value.abs() for name, value in other_values(start).items()})
+    expected, trainer = trainer_of(start), trainer_of(model)
     folder = expected.save(tmp_path)
-    model = norm_model()
-    trainer = trainer_of(model)
     for _ in range(steps):
         trainer.step(points(8))
     before = places(model)
     assert load_weights(model, folder) == NOTHING
     assert places(model) == before
-    assert bits(model) == bits(start)
     for batch in (points(8), points(9)):
+        assert bits(model) == bits(start)
         trainer.step(batch)
         expected.step(batch)
-        assert trainer.fingerprint() == expected.fingerprint()
+    assert trainer.fingerprint() == expected.fingerprint()
 
 
 @for_each(
