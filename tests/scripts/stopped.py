@@ -2,13 +2,11 @@
 
 ``steps SECONDS LAST``: each step takes so long. ``workers SECONDS LAST``: likewise, with a loader
 worker. ``crash FOLDER TIMES CHECKPOINTS``: device 0 is killed in step 7 so many times, once a
-checkpoint is there. ``fail``: an exception in step 7 of device 1, with the trainer closed whatever
-happens. ``child``: a process of its own that is ended.
+checkpoint is there.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import sys
@@ -53,22 +51,10 @@ def main() -> None:
     workers = int(kind == "workers")
     train = trainer.loader(data, batch_size=40 // STEPS_OF_AN_EPOCH, shuffle=True, workers=workers)
     kind = "steps" if workers else kind
-    if kind == "child":
-        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
-        child.start()
-        time.sleep(1)  # a signal that comes while it is being made is lost to Python
-        child.terminate()
-        child.join(20)
-        print(f"exit code {child.exitcode}", flush=True)
     print("ready", flush=True)
     for _ in trainer.epochs(3 if kind != "steps" else 100):
         for batch in train:
             step = trainer.step(batch)
-            if kind == "fail" and step.number == 7 and not trainer.is_lead:
-                try:
-                    raise ArithmeticError("the fault that was asked for")
-                finally:
-                    trainer.close()
             if kind == "steps":
                 time.sleep(float(arguments[0]))
             if kind == "crash" and trainer.is_lead and step.number == 7:
