@@ -18,6 +18,23 @@ NOBODY = 65534
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 
 
+def fork(call: Callable[[], object]) -> int:
+    """The id of a process of another user that makes a call; of this one where not root."""
+    child = os.fork()
+    if not child:
+        try:
+            if os.geteuid() == 0:
+                os.setgroups([])
+                os.setgid(NOBODY)
+                os.setuid(NOBODY)
+            call()
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+    return child
+
+
 @contextmanager
 def somebody_else(call: Callable[..., object], path: Path, *arguments: Any) -> Iterator[None]:
     """While it lasts, a process of another user that has made a call; of this one where not root.
@@ -31,20 +48,14 @@ def somebody_else(call: Callable[..., object], path: Path, *arguments: Any) -> I
         for folder in path.parents[:-2]:
             folder.chmod(folder.stat().st_mode | 0o011)
     ready, said = os.pipe()
-    child = os.fork()
-    if not child:
-        try:
-            if os.geteuid() == 0:
-                os.setgroups([])
-                os.setgid(NOBODY)
-                os.setuid(NOBODY)
-            call(path, *arguments)
-            os.write(said, b"1")
-            signal.pause()
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(1)
+
+    def main() -> None:
+        kept = call(path, *arguments)
+        os.write(said, b"1")
+        signal.pause()
+        del kept
+
+    child = fork(main)
     os.close(said)
     try:
         assert os.read(ready, 1), "it has failed, see above"
@@ -66,20 +77,14 @@ def somebody_trying(attack: Callable[[], Iterable[str]]) -> Iterator[list[str]]:
         A list that has, after the end, how often it was tried and all that it has got hold of.
     """
     reader, writer = os.pipe()
-    child = os.fork()
-    if not child:
-        try:
-            os.setgroups([])
-            os.setgid(NOBODY)
-            os.setuid(NOBODY)
-            while True:
-                for each in (*attack(), ""):  # the empty line counts
-                    os.write(writer, f"{each}\n".encode())
-                time.sleep(0.01)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(1)
+
+    def main() -> None:
+        while True:
+            for each in (*attack(), ""):  # the empty line counts
+                os.write(writer, f"{each}\n".encode())
+            time.sleep(0.01)
+
+    child = fork(main)
     os.close(writer)
     said: list[str] = []
     lines: list[str] = []

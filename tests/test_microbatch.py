@@ -216,8 +216,15 @@ class Small:
         return mean + onefold.Sum(mean.total) if self._terms > 1 else mean
 
 
-@for_each(("fits", "found", "devices"), [(4, None, 2), (3, 2, 1), (2, 2, 3), (1, 1, 2)])
-@for_each("where", [{}, {"backward": True}, {"backward": True, "terms": 2}])
+@for_each(
+    ("fits", "found", "devices", "where"),
+    [
+        (4, None, 2, {}),
+        (3, 2, 1, {}),
+        (2, 2, 3, {"backward": True}),
+        (1, 1, 2, {"backward": True, "terms": 2}),
+    ],
+)
 def test_the_largest_pieces_that_fit_are_found(
     fits: int, found: int | None, devices: int, where: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -2,8 +2,7 @@
 
 A new file there is tested by being there. Its ``main`` takes ``epochs`` or ``steps`` and returns
 the trainer's fingerprint. One that takes ``checkpoint`` saves and resumes itself, and is tested by
-a crash; the others are run with ``onefold run --checkpoint``, and stopped by a signal. The versions
-for other libraries print what the plain loop prints, but for the numbers.
+a crash; the others are run with ``onefold run --checkpoint``, and stopped by a signal.
 """
 
 from __future__ import annotations
@@ -12,10 +11,8 @@ import inspect
 import os
 import re
 import runpy
-import socket
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -25,10 +22,8 @@ from tests.warm import SCRIPTS
 
 FOLDER = ROOT / "examples" / "ports"
 PORTS = sorted(path for path in FOLDER.glob("*.py") if path.name != "count_lines.py")
-VERSIONS = sorted([*FOLDER.glob("ddp/*.py"), *FOLDER.glob("accelerate/*.py")])
-LENGTHS = {"epochs": (2, 2), "steps": (24, 10)}
-"""How long the runs of ports are, and those of versions, in what the script counts."""
-ON_CPU = {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true", "MASTER_ADDR": "127.0.0.1"}
+SHORT = {"epochs": 2, "steps": 24}
+"""How long the runs are, in what the script counts."""
 MEANT = (
     "The mathematics agree: 4 shards and one give the same",
     "Not compared: hidden, cell has the rule 'shard'",  # which no whole batch can have
@@ -65,10 +60,10 @@ def end_of(run: Done) -> tuple[int, str]:
 @each_port
 def test_a_run_that_is_stopped_ends_as_one_that_is_not(port: Path, tmp_path: Path) -> None:
     parameters = inspect.signature(runpy.run_path(str(port))["main"]).parameters
-    (counted,) = LENGTHS.keys() & parameters.keys()
+    (counted,) = SHORT.keys() & parameters.keys()
     saves_itself = "checkpoint" in parameters
     options = [] if saves_itself else ["--checkpoint", "saved", "--every", "1000"]
-    choices = [f"{counted}={LENGTHS[counted][0]}", *["checkpoint=saved"] * saves_itself]
+    choices = [f"{counted}={SHORT[counted]}", *["checkpoint=saved"] * saves_itself]
 
     def run(devices: int, how: str = "never", stop: int = 0) -> Done:
         script = [str(SCRIPTS / "port.py"), str(port), how, str(stop)]
@@ -95,42 +90,3 @@ def test_one_result_on_any_number_of_devices_and_the_one_that_was_meant(
     assert done.returncode == 0, done.stdout + done.stderr
     assert "The bits agree after each of 3 steps." in said
     assert any(words in said for words in MEANT)
-
-
-def printed(path: Path, processes: int) -> list[str]:
-    """What each of a script's processes prints."""
-    (counted,) = re.findall(r"^def main\((\w+)=", path.read_text(), flags=re.MULTILINE)
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        port = str(found.getsockname()[1])
-    together = {**os.environ, **ON_CPU, "WORLD_SIZE": str(processes), "MASTER_PORT": port}
-    words = [str(SCRIPTS / "port_version.py"), str(path), f"{counted}={LENGTHS[counted][1]}"]
-    started = [
-        subprocess.Popen(
-            [sys.executable, *words],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**together, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-        )
-        for rank in range(processes)
-    ]
-    try:
-        ended = [process.communicate(timeout=600) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    assert [process.returncode for process in started] == [0] * processes, ended
-    return [re.sub(r"-?\d[\d.]*(e-?\d+)?", "#", out) for out, _ in ended]
-
-
-of_the_plain_loop = cache(lambda name: printed(FOLDER / "plain" / name, 1))
-
-
-@pytest.mark.parametrize("version", VERSIONS, ids=lambda path: f"{path.parent.stem}-{path.stem}")
-@pytest.mark.parametrize("processes", [1, 2])
-def test_a_version_prints_what_the_plain_loop_prints(version: Path, processes: int) -> None:
-    """The first of its processes does, and no other prints."""
-    if version.parent.name == "accelerate":
-        pytest.importorskip("accelerate")
-    expected = [*of_the_plain_loop(version.name), *[""] * (processes - 1)]
-    assert printed(version, processes) == expected

@@ -109,34 +109,13 @@ def test_two_loaders_in_one_shard_are_the_plain_loop() -> None:
     trainer, model = trainer_of(shards=1), line()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for labelled, others in itertools.islice(zipped(trainer), 5):
-        trainer.step({"labelled": labelled, "others": others})
+        batch = {"labelled": labelled, "others": others}
+        assert trainer.gradient(batch).samples == trainer.step(batch).samples
         (x, y), (u, _) = labelled.shards[0], others.shards[0]
         optimizer.zero_grad()
         ((model(x) - y).square().mean() + 0.5 * model(u).square().mean()).backward()
         optimizer.step()
     torch.testing.assert_close(trainer.model.state_dict(), model.state_dict())
-
-
-def test_a_device_reads_its_own_shards_of_both_loaders() -> None:
-    seen: list[tuple[int, int]] = []
-
-    def loss(model: nn.Module, batch: Any) -> onefold.Means:
-        seen.append((len(batch["labelled"][0]), len(batch["others"][0])))
-        return two_losses(model, batch)
-
-    labelled, others = next(zipped(trainer := trainer_of(loss=loss, shards=4)))
-    trainer.step({"labelled": labelled, "others": others})
-    assert sorted(set(seen)) == [(1, 2), (1, 3)]
-
-
-def test_gradients_of_two_loaders_are_those_of_a_step() -> None:
-    grads = []
-    for devices in (1, 2):
-        trainer = trainer_of(devices)
-        labelled, others = next(zipped(trainer))
-        assert trainer.gradient({"labelled": labelled, "others": others}).samples == 4
-        grads.append([p.grad.tolist() for p in trainer.model.parameters() if p.grad is not None])
-    assert grads[0] == grads[1] != []
 
 
 def test_an_iterator_that_a_resumed_script_finds_empty_says_why(tmp_path: Path) -> None:

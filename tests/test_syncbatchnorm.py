@@ -145,7 +145,7 @@ def test_nothing_of_a_step_stays_in_memory() -> None:
     assert [each for each in seen if each() is not None] == []
 
 
-def test_evaluation_and_other_calls_are_those_of_batch_norm() -> None:
+def test_evaluation_and_layers_that_are_not_in_training_are_those_of_batch_norm() -> None:
     model, other = synced(), Net()
     images = batches(1)[0][0]
     assert torch.equal(model(images), other(images))
@@ -153,17 +153,14 @@ def test_evaluation_and_other_calls_are_those_of_batch_norm() -> None:
     found = trainer_of(model).predict(lambda m, b: {"v": m(b)}, list(images), batch_size=11)
     torch.testing.assert_close(torch.as_tensor(found["v"]), other.eval()(images).detach())
     assert model.training
-
-
-def test_layers_that_are_not_in_training_take_no_part() -> None:
-    found = set()
+    prints = set()
     for devices in (1, 2):
         model = synced()
         for part in model.modules():
             part.train(not isinstance(part, onefold.SyncBatchNorm))
-        found.add(result(trainer_of(model, devices=devices), batches(2)))
+        prints.add(result(trainer_of(model, devices=devices), batches(2)))
         assert torch.equal(model.first[1].running_mean, torch.zeros(4))
-    assert len(found) == 1
+    assert len(prints) == 1
 
 
 def test_onefold_verify_finds_it_right(compared: Compared) -> None:

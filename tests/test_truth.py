@@ -156,16 +156,6 @@ def test_many_shards_agree_with_the_whole_batch(
     torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=1e-12, atol=1e-14)
 
 
-def test_the_bits_of_a_penalty_do_not_depend_on_the_devices() -> None:
-    prints = set()
-    for devices in (1, 2, 3):
-        trainer = make_trainer(build("wide"), with_penalty, devices=devices)
-        for batch in batches("wide"):
-            trainer.step(batch)
-        prints.add(trainer.fingerprint())
-    assert len(prints) == 1
-
-
 @for_each(("name", "devices"), [("sgd", 3), ("adamw", 1), ("adagrad", 3), ("adafactor", 3)])
 def test_state_that_an_optimizer_already_has_is_kept(name: str, devices: int) -> None:
     ours, optimizer, theirs, other = both("wide", name, torch.float64)

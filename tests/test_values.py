@@ -306,8 +306,8 @@ def test_the_example_of_the_documents_runs(capsys: pytest.CaptureFixture[str]) -
 
 def words_of(rows: list[Any]) -> dict[str, Any]:
     """A collate with each kind of part."""
-    boxes = [{"box": row[0][: 1 + n]} for n, row in enumerate(rows)]
     names = [f"{row[1].item():.3f}" for row in rows]
+    boxes = [{"box": row[0][: 1 + n]} for n, row in enumerate(rows)]
     return {"x": torch.stack([row[0] for row in rows]), "names": names, "b": boxes, "n": 4}
 
 
