@@ -87,7 +87,7 @@ def test_a_device_that_is_lost_ends_the_run_on_all(
 @for_each("exchange", EXCHANGES)
 def test_a_late_device_changes_nothing(exchange: ExchangeName) -> None:
     options = RunOptions(exchange=exchange, keep="span")
-    for call in range(1, 40, 3):
+    for call in range(1, 40, 5):
         faults = [Fault(device=call % 3, call=call, kind="delay")]
         found = outcomes(trained, 3, seed=call, options=options, faults=faults)
         assert [each.value for each in found] == [reference()] * 3
