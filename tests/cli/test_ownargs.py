@@ -75,13 +75,3 @@ def test_a_script_that_refuses_one_of_ours_is_explained(tmp_path: Path) -> None:
     code, _, errors = cli(tmp_path, script, *ours, "--lr", "5")
     assert code == 2
     assert "what stands after" not in errors
-
-
-@for_each("command", ["run", "verify"])
-def test_an_option_that_nobody_has_is_named_before_the_script(tmp_path: Path, command: str) -> None:
-    script = "raise SystemExit('the script was started')"
-    code, _, errors = cli(tmp_path, script, command, "--device", "2", "train.py")
-    assert code == 2
-    assert "No such option" in errors
-    assert "--devices" in errors
-    assert "the script was started" not in errors

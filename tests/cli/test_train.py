@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 from onefold.cli import train
 from onefold.cli.main import main
 from onefold.jobs.catalog import JOBS
-from onefold.jobs.options import TrainOptions, write_config
+from onefold.jobs.options import TrainOptions
 from onefold.jobs.run import Job
 from tests.tables import for_each
 
@@ -102,27 +102,12 @@ def test_the_help_shows_every_option_with_its_help_and_default(job: Job) -> None
         assert f"{field.metadata['help']} [default: {default}]" in told(result.output)
 
 
-def test_the_end_of_a_run_is_told(asked: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_of_a_run_is_told(asked: Train) -> None:
     assert invoke("text", "--data", "x").output.splitlines() == [
         "Best: accuracy 0.9876 after epoch 5, kept in runs/one/checkpoints/step-9",
         "Fingerprint: 0123456789abcdef",
         "No report, without matplotlib; later: onefold report runs/one",
     ]
-    monkeypatch.setitem(RESULT, "best", None)
-    monkeypatch.setitem(RESULT, "report", "runs/[one]/report.html")
-    assert invoke("text", "--data", "x").output.splitlines() == [
-        "Fingerprint: 0123456789abcdef",
-        "Report: runs/[one]/report.html",
-    ]
-
-
-@each_job
-def test_options_have_defaults_and_can_be_given_again_as_a_file(asked: Train, job: Job) -> None:
-    assert asked(job.name, "--data", "x") == job.options(data="x", name=f"{job.name}-1")
-    first = asked(job.name, "--data", "x", "--name", "one", "--freeze", "a,b", "--lr", "1e-4")
-    write_config(first, job.name, Path("c.toml"))
-    assert asked(job.name, "--config", "c.toml") == first
-    assert asked(job.name, "--config", "c.toml", "--name", "two").name == "two"
 
 
 @for_each(

@@ -109,24 +109,6 @@ def test_every_trainer_is_compared_and_what_differs_is_named(tmp_path: Path) -> 
         assert f"Hint: {hint}" in after
 
 
-@pytest.mark.full
-@pytest.mark.processes
-@pytest.mark.parametrize("end", ["", "fail"])
-def test_trainers_one_after_the_other_are_all_compared(end: str, tmp_path: Path) -> None:
-    (tmp_path / "best.pt").write_bytes(b"of the real run")
-    code, said = verify(tmp_path, "rounds.py", end)
-    assert code == 0, said
-    for trainer in range(3):
-        assert f"The bits of trainer {trainer} agree after each of 2 steps." in said
-        assert f"The mathematics of trainer {trainer} agree" in said
-    assert "Compared: 6 steps of 3 Trainers, at most 2 of each." in said
-    assert [path.name for path in tmp_path.iterdir()] == ["best.pt"]
-    assert (tmp_path / "best.pt").read_bytes() == b"of the real run"
-    failed = "The script failed after the compared steps on 2 devices: "
-    assert (failed in said) == bool(end)
-    assert ("AssertionError: the accuracy is too low" in said) == bool(end)
-
-
 SMALL = """
 import os, sys, torch, onefold
 fault, runs = sys.argv[1:]

@@ -63,19 +63,10 @@ def own_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tenso
 
 
 def arguments(folder: str | Path, **more: Any) -> TrainingArguments:
-    choices: dict[str, Any] = {
-        "per_device_train_batch_size": BATCH,
-        "max_steps": STEPS,
-        "learning_rate": 1e-2,
-        "warmup_steps": 2,
-        "max_grad_norm": 0.5,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "dataloader_pin_memory": False,
-    }
+    choices: dict[str, Any] = {"per_device_train_batch_size": BATCH, "max_steps": STEPS}
+    choices |= {"learning_rate": 1e-2, "warmup_steps": 2, "max_grad_norm": 0.5, "logging_steps": 1}
+    choices |= {"save_strategy": "no", "report_to": [], "disable_tqdm": True, "use_cpu": True}
+    choices |= {"dataloader_pin_memory": False}
     return TrainingArguments(output_dir=str(folder), **{**choices, **more})
 
 

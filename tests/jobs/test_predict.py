@@ -176,22 +176,6 @@ def test_every_kind_gets_the_scores_of_the_run(kinds: Kinds, tmp_path: Path) -> 
 
 
 @here
-def test_pictures_of_twelve_bits_are_read_as_in_training(tmp_path: Path) -> None:
-    data, masks = tmp_path / "data", tmp_path / "masks"
-    for number in range(10):
-        values = np.random.default_rng(number).integers(0, 200 + 400 * number, (40, 40))
-        save(data / "images" / f"{number}.png", values.astype(np.uint16))
-        save(data / "masks" / f"{number}.png", (values > 150).astype(np.uint8) * 255)
-    options = {**SMALL["segment"], "batch_size": 4, "shards": 2}
-    run = run_here("segment", tmp_path / "run", data=str(data), **options)
-    assert facts_of(run)["mask_model"]["white"] == 4095
-    shown = json.loads((run / "examples.json").read_text())["samples"][0]
-    row = predicted(run, data / "images" / shown["name"], output=masks).rows[0]
-    expected = pillow.open(run / shown["prediction"])
-    assert np.array_equal(pillow.open(masks / row["mask"]), expected)
-
-
-@here
 def test_the_batch_size_and_an_older_record_change_nothing(kinds: Kinds, tmp_path: Path) -> None:
     run, data = kinds.run["classify"], kinds.tested["classify"]
     # Earlier versions knew no white.

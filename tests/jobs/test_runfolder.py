@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from onefold.errors import LaunchError
-from onefold.jobs.options import TrainOptions, from_mapping, read_config
-from onefold.jobs.runfolder import RunFolder, check_folder, next_name, read_run, require_room
+from onefold.jobs.options import TrainOptions
+from onefold.jobs.runfolder import RunFolder, check_folder, next_name, require_room
 from onefold.system.folderlock import lock_of_checkpoints
 from tests.somebody import NOBODY, needs_root, somebody_else
 from tests.tables import for_each
@@ -76,35 +76,6 @@ def test_a_new_run_needs_a_new_folder_and_one_that_goes_on_an_old_one(tmp_path: 
     words = "--resume: there is no run in .*new; leave --resume out to begin one"
     with pytest.raises(LaunchError, match=words):
         check_folder(tmp_path / "new", resume=True)
-
-
-@for_each("resume", [False, True])
-@for_each("kind", ["folder", "file"])
-def test_what_is_no_run_is_left_alone(tmp_path: Path, resume: bool, kind: str) -> None:
-    """Neither answer may be to try the other one."""
-    path = tmp_path / "photos"
-    path.mkdir() if kind == "folder" else path.touch()
-    with pytest.raises(LaunchError, match="photos is there, but holds no run: another --name"):
-        check_folder(path, resume=resume)
-
-
-def test_a_run_begins_with_its_options_and_files_and_says_more_and_more(tmp_path: Path) -> None:
-    path = tmp_path / "a" / "b"
-    folder = begun(path)
-    assert sorted(files(path)) == [".lock", "config.toml", "run.json", "words.json"]
-    values = read_config(path / "config.toml", "classify")
-    assert from_mapping(TrainOptions, values, "it") == OPTIONS
-    assert (path / "words.json").read_text() == "[1]"
-    assert read_run(path) == {"job": "classify", "best": None}
-    folder.say(best={"epoch": 1}, finished=None)
-    folder.say(finished="now")
-    expected = {"job": "classify", "best": {"epoch": 1}, "finished": "now"}
-    assert read_run(path) == expected
-    gone_on(path, options=OTHER).say(finished=None)
-    assert read_run(path) == {**expected, "finished": None}
-    values = read_config(path / "config.toml", "classify")
-    assert values["epochs"] == 30
-    assert "resume" not in values
 
 
 def test_only_the_lead_writes(tmp_path: Path) -> None:

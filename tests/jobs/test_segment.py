@@ -22,9 +22,8 @@ from onefold.errors import CheckpointError, DataError
 from onefold.jobs import segment
 from onefold.jobs.finetune import best_checkpoint
 from onefold.jobs.segment import MaskModel, SegmentOptions
-from onefold.jobs.segment_pictures import Crops, Padded, WholePictures, inside, whole_logits
+from onefold.jobs.segment_pictures import Crops, Padded, WholePictures, inside
 from onefold.jobs.training import Task
-from onefold.models.unet import UNet
 from tests.masked import black_and_white, grey, run_here, save, save_pairs
 from tests.small import bits, make_trainer
 from tests.tables import for_each
@@ -114,29 +113,6 @@ def test_picture_and_mask_turn_together(doubles: list[Pair], flip: Any, turns: A
     assert seen == {4 * m + q for m in range(2 if flip == "yes" else 1) for q in quarters}
 
 
-def test_crops_come_from_all_over_and_jitter_leaves_the_mask(tmp_path: Path) -> None:
-    numbers = np.arange(34 * 33).reshape(34, 33)
-    coded = np.stack([numbers // 256, numbers % 256, numbers * 0], axis=2).astype(np.uint8)
-    path = save(tmp_path / "x.png", coded)
-    pair = Pair(path, save(tmp_path / "mask.png", np.full((34, 33), 255, dtype=np.uint8)))
-    crops, jittered = (Crops([pair], options(flip="no", jitter=j), PLAIN) for j in (0.0, 0.2))
-    whole = PLAIN(pillow.open(path))
-    corners, changes = set(), set()
-    for seed in range(60):
-        torch.manual_seed(seed)
-        image, _ = crops[0]
-        row, column = (whole == image[:, :1, :1]).all(dim=0).nonzero()[0].tolist()
-        assert torch.equal(image, whole[:, row : row + 32, column : column + 32])
-        corners.add((row, column))
-        torch.manual_seed(seed)
-        other, mask = jittered[0]
-        assert torch.equal(mask, torch.ones(32, 32))
-        changes.add(float((other - image).abs().mean()))
-    assert corners == {(row, column) for row in range(3) for column in range(2)}
-    assert len(changes) > 50
-    assert 0 < max(changes) < 0.4
-
-
 @settings(max_examples=50)
 @given(
     sizes=st.lists(st.tuples(st.integers(1, 70), st.integers(1, 70)), min_size=1, max_size=4),
@@ -183,21 +159,6 @@ def test_padding_counts_neither_in_the_loss_nor_in_scores(folder: Path, part: st
             assert each.total.detach().item() == pytest.approx(by_hand, rel=1e-5)
     for name in ("iou", "dice"):
         assert len({(float(each[name].total), float(each[name].weight)) for each in scores}) == 1
-
-
-def test_what_is_said_of_a_picture_does_not_depend_on_the_others() -> None:
-    torch.manual_seed(0)
-    model = UNet("resnet18", width=8).eval()
-    sizes = [(40, 30), (90, 70), (60, 33)]
-    samples = [(torch.randn(3, *size), torch.zeros(size)) for size in sizes]
-    with torch.no_grad():
-        together = whole_logits(model, Padded(32)(samples), 32)
-        for row, sample in enumerate(samples):
-            alone = model(Padded(32)([sample])["images"])[0, 0]
-            height, width = alone.shape
-            torch.testing.assert_close(together[row, :height, :width], alone, rtol=1e-4, atol=1e-4)
-            assert not together[row, height:].any()
-            assert not together[row, :, width:].any()
 
 
 SAID = ([[1, 1, 0, 0]], [[1], [0], [0]], [[0, 0], [0, 0]])

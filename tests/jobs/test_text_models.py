@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from onefold.errors import CheckpointError
-from onefold.jobs.text_models import build_from_config, load_pretrained, most_tokens
+from onefold.jobs.text_models import build_from_config, load_pretrained
 from onefold.jobs.tokens import train_tokenizer
 from tests.jobs.sentences import TEXTS, VOCABULARY_SIZE, logits, shard, small
 from tests.tables import for_each
@@ -209,37 +209,3 @@ CONFIGS += [(config_of(**each), "names code that would be fetched and run") for 
 def test_a_description_that_cannot_be_built_is_one_error(config: str, words: str) -> None:
     with pytest.raises(CheckpointError, match=words):
         build_from_config(config)
-
-
-DISTIL = {"dim": 8, "n_heads": 2, "hidden_dim": 8}
-
-
-def tiny(kind: str, **others: Any) -> Any:
-    """A classifier of another family, with 20 positions."""
-    sizes = {"vocab_size": 64, "hidden_size": 8, "intermediate_size": 8, "num_labels": 2}
-    sizes |= {"num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 20}
-    config = transformers.AutoConfig.for_model(kind, **{**sizes, **others})
-    return transformers.AutoModelForSequenceClassification.from_config(config).eval()
-
-
-POSITIONS: list[tuple[str, dict[str, Any], int]] = [
-    ("bert", {"pad_token_id": 0}, 20),
-    ("gpt2", {"pad_token_id": 63}, 20),
-    ("distilbert", {"pad_token_id": 0, **DISTIL}, 20),
-    ("roberta", {"pad_token_id": 1}, 18),
-    ("roberta", {"pad_token_id": 0}, 19),
-    ("camembert", {"pad_token_id": 3}, 16),
-    ("mpnet", {"pad_token_id": 5}, 18),  # they begin behind 1 whatever stands for the padding
-]
-
-
-@for_each(("kind", "others", "most"), POSITIONS)
-def test_a_text_has_at_most_the_models_positions(kind: str, others: Any, most: int) -> None:
-    model = tiny(kind, **others)
-    assert most_tokens(model) == most
-    assert model(input_ids=torch.full((1, most), 7)).logits.shape == (1, 2)
-    with pytest.raises((IndexError, RuntimeError)):
-        model(input_ids=torch.full((1, most + 1), 7))
-    endless = torch.nn.Linear(1, 1)
-    endless.config = transformers.AutoConfig.for_model("t5")  # type: ignore[assignment]
-    assert most_tokens(endless) is None

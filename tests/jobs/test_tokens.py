@@ -45,15 +45,6 @@ def test_encoded_texts_decode_to_themselves_and_are_cut_before_their_end(tokeniz
             assert cut.tolist() == [*ids[: length - 1].tolist(), 2]
 
 
-def test_a_text_is_read_with_its_label_and_length_and_without_dropout_draws_nothing() -> None:
-    ids = [torch.tensor([0, 9, 8, 2]), torch.tensor([0, 7, 2])]
-    texts = EncodedTexts(ids, [1, 0])
-    before = torch.get_rng_state()
-    assert (len(texts), texts[0][0].tolist(), texts[0][1]) == (2, [0, 9, 8, 2], 1)
-    assert torch.equal(torch.get_rng_state(), before)
-    assert (texts.lengths.tolist(), texts.lengths.dtype) == ([4, 3], torch.int64)
-
-
 def test_token_dropout_masks_its_share_and_nothing_special() -> None:
     ids = torch.cat([torch.arange(5), torch.full((20_000,), 9), torch.arange(5)])
     texts = EncodedTexts([ids], [0], token_dropout=0.25)

@@ -224,19 +224,13 @@ BEST = {"epoch": 0, "score": "iou", "value": 0.5, "checkpoint": "checkpoints/ste
 SAVED = {"part": {"samples": 8.0, "total": math.inf}, "epochs_done": 1, "best": BEST}
 
 
-@for_each(
-    "extra",
-    [
-        *(None, 3, {}),
-        *({**SAVED, "part": each} for each in (3, {"samples": "x"})),
-        *({**SAVED, "epochs_done": each} for each in ("x", -1, True)),
-        *({**SAVED, "best": each} for each in (3, {"epoch": 0})),
-        *(
-            {**SAVED, "best": {**BEST, "checkpoint": each}}
-            for each in ("../../other", "checkpoints/step-00000003\n")
-        ),
-    ],
-)
+STRANGE: list[Any] = [None, 3, {}, *({**SAVED, "part": each} for each in (3, {"samples": "x"}))]
+STRANGE += [{**SAVED, "epochs_done": each} for each in ("x", -1, True)]
+PLACES = ("../../other", "checkpoints/step-00000003\n")
+BESTS = (3, {"epoch": 0}, *({**BEST, "checkpoint": each} for each in PLACES))
+
+
+@for_each("extra", [*STRANGE, *({**SAVED, "best": each} for each in BESTS)])
 def test_what_another_script_has_saved_is_refused(extra: Any, tmp_path: Path) -> None:
     assert read_saved(SAVED, tmp_path) == (SAVED["part"], 1, BEST)
     assert read_saved({"part": {}, "epochs_done": 0, "best": None}, tmp_path) == ({}, 0, None)
