@@ -125,26 +125,21 @@ def descendants(pid: int) -> list[int]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_to_every_process_saves_however_often_it_comes(
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
+def test_a_notice_to_every_process_saves_however_often_it_comes(
     runs: Runs, number: signal.Signals
 ) -> None:
-    """As Slurm sends its notice to all, loader workers too, again, and the end soon after."""
-    notice = number in (signal.SIGUSR1, signal.SIGUSR2)
-    kind = "workers" if notice else "steps"
-    run = runs.start(kind, "0.05", "1000", options="--every 1000 --restarts 1")
+    """As Slurm sends it, to loader workers too, and again, and the end soon after."""
+    run = runs.start("workers", "0.05", "1000", options="--every 1000 --restarts 1")
     run.wait_until_ready()
     time.sleep(0.5)  # into the loop, where the loader's workers are
-    for pid in descendants(run.process.pid):
+    for pid in (*descendants(run.process.pid), run.process.pid):
         os.kill(pid, number)
-    if notice:
-        run.process.send_signal(number)
-        run.process.send_signal(signal.SIGTERM)
+    run.process.send_signal(signal.SIGTERM)
     code, _, errors = run.finish()
     assert code == 75, errors
     assert len(steps_in(runs.directory)) == 1
-    who = number.name if notice else "a signal to a device"
-    assert f"onefold: stopped by {who} after step" in errors
+    assert f"onefold: stopped by {number.name} after step" in errors
 
 
 @pytest.mark.full

