@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
@@ -20,19 +21,18 @@ FEATURES, LAYERS = 64, 6
 LAYER_BYTES = 4 * (FEATURES * FEATURES + FEATURES)
 
 
+@dataclass
 class AtHand:
     """What of the parameters was on this device in a block, besides what it keeps."""
 
-    def __init__(self) -> None:
-        self.whole = 0
-        """How many times all of them were brought."""
-        self.most_bytes = 0
-        """The most that was brought for a while."""
-        self.most_stages = 0
-        self.stages: list[int] = []
-        """Those that were brought, in their order."""
-        self.ahead: list[bool] = []
-        """Whether each was brought before it was needed."""
+    whole: int = 0
+    """How many times all of them were brought."""
+    most_bytes: int = 0
+    most_stages: int = 0
+    stages: list[int] = field(default_factory=list)
+    """Those that were brought, in their order."""
+    ahead: list[bool] = field(default_factory=list)
+    """Whether each was brought before it was needed."""
 
 
 @contextmanager

@@ -72,9 +72,6 @@ def test_what_settles_everything_asks_for_nothing_of_it(tmp_path: Path) -> None:
         trainer.step(points(8))
 
 
-# The settings of an optimizer's groups, as a number that tells them apart.
-
-
 def adam(rate: float | torch.Tensor = 0.1) -> torch.optim.Adam:
     model = line()
     groups = [{"params": [model.weight]}, {"params": [model.bias], "weight_decay": 0.5}]

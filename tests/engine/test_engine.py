@@ -125,9 +125,6 @@ def test_a_step_tells_where_its_time_went() -> None:
     assert min(seconds.forward, seconds.backward, seconds.exchange, seconds.update) > 0
 
 
-# A step that broke off.
-
-
 class Breaking(torch.optim.SGD):
     """Fails in its update while it is set to."""
 

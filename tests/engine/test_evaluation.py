@@ -126,9 +126,6 @@ def test_samples_that_collate_leaves_out_do_not_count(devices: int) -> None:
     assert scores == {"mean": 4.0}
 
 
-# What an evaluation leaves as it was.
-
-
 def numbers() -> tuple[float, ...]:
     return torch.rand(()).item(), random.random(), float(np.random.rand())
 
@@ -199,9 +196,6 @@ def test_a_run_goes_on_after_an_evaluation_that_failed(
     assert with_failure.fingerprint() == without.fingerprint()
 
 
-# What is refused.
-
-
 @for_each(
     ("result", "words"),
     [
@@ -211,7 +205,6 @@ def test_a_run_goes_on_after_an_evaluation_that_failed(
         ({"accuracy": 0.5}, "^the value 'accuracy' of batch 0 .*, shard 0: .* got float"),
         ({"accuracy": torch.ones(2, 3)}, r"^the value 'accuracy' of .* got shape \(2, 3\)"),
         ({0: torch.ones(2)}, "expected names of one line"),
-        ({"two\nlines": torch.ones(2)}, "expected names of one line"),
     ],
 )
 def test_a_score_of_another_kind_is_refused(result: object, words: str) -> None:

@@ -134,8 +134,9 @@ def test_a_gradient_that_a_hook_lays_out_otherwise_has_the_same_bits(
     """The norm by which it is clipped is added up in the order of the memory."""
 
     def build() -> nn.Module:
-        model = nn.Sequential(nn.Linear(3, 37), nn.Tanh(), nn.Linear(37, 64), nn.Linear(64, 1))
-        for part in (model[0], model[2]):
+        middle = [nn.Linear(64, 64) for _ in range(9)]
+        model = nn.Sequential(nn.Linear(3, 37), nn.Linear(37, 64), *middle, nn.Linear(64, 1))
+        for part in (model[0], model[1]):
             part.weight.register_post_accumulate_grad_hook(hook)
         return model
 

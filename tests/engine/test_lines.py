@@ -250,21 +250,18 @@ REFUSED = {
 }
 
 
-def attempt(name: str, devices: list[str] | None = None) -> None:
+def trainer_of(model: nn.Module, loss: Any, devices: int, **choices: Any) -> onefold.Trainer:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    named = ["cpu"] * devices or None
+    return onefold.Trainer(model, optimizer, loss, shards=4, threads=1, devices=named, **choices)
+
+
+def attempt(name: str, devices: int = 0) -> None:
     """Make a step that is refused."""
     case = REFUSED[name]
     torch.manual_seed(3)
     model = Layers(case.forward, case.layer)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    trainer = onefold.Trainer(
-        model,
-        optimizer,
-        case.loss,
-        shards=4,
-        threads=1,
-        precision=case.precision,
-        devices=devices,
-    )
+    trainer = trainer_of(model, case.loss, devices, precision=case.precision)
     try:
         with set_checkpoint_early_stop(case.stops_early):
             trainer.step(F.normalize(torch.randn(9, WIDTH)))
@@ -288,13 +285,13 @@ def in_line(monkeypatch: pytest.MonkeyPatch) -> Callable[[KeepName], None]:
 @pytest.mark.usefixtures("in_line")
 def test_devices_of_one_process(name: str) -> None:
     with pytest.raises(LineError, match=REFUSED[name].match):
-        attempt(name, devices=["cpu"] * DEVICES)
+        attempt(name, DEVICES)
 
 
 @for_each("name", REFUSED)
 def test_one_device_computes_it(name: str) -> None:
     """Or the refusal would say nothing about lines."""
-    attempt(name, devices=["cpu"])
+    attempt(name, 1)
 
 
 @for_each(
@@ -310,12 +307,6 @@ def test_devices_of_several_processes(name: str, exchange: ExchangeName) -> None
     causes = [str(error) for error in errors if isinstance(error, LineError)]
     assert re.search(case.in_processes or case.match, causes[0])
     assert all("LineError" in str(error) for error in errors if isinstance(error, PeerFailed))
-
-
-def trainer_of(model: nn.Module, loss: Any, devices: int, **choices: Any) -> onefold.Trainer:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    named = ["cpu"] * devices
-    return onefold.Trainer(model, optimizer, loss, shards=4, threads=1, devices=named, **choices)
 
 
 # What a line does with what it has computed, and how often it computes.

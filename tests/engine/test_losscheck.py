@@ -173,9 +173,6 @@ def test_a_finding_says_what_it_is_and_what_to_write(
     assert [word for word in words if word not in finding.text] == []
 
 
-# One sample.
-
-
 def one(v: Values) -> Values:
     """The first sample alone."""
     return {n: t[:1] if len(t) == SAMPLES else t for n, t in v.items()}
@@ -186,13 +183,10 @@ OF_ONE_SAMPLE: list[tuple[str | None, Loss]] = [
     ("maybe-sum", lambda v: ce_values(v).sum()),
     ("maybe-sum", lambda v: 1.0 * mse_sum(v)),  # by a scale or a count
     (None, lambda v: squares(v)[0, 0]),
-    (None, lambda v: ce_values(v).squeeze()),
-    (None, lambda v: squares(v).sum(1).mean()),
     (None, lambda v: squares(v).sum(1).sum() / len(v["x"])),
     (None, lambda v: 0.5 * mse_sum(v) / len(v["x"])),
     (None, lambda v: mse_sum(v) / torch.tensor(len(v["x"]))),
     (None, lambda v: F.kl_div(v["x"].log_softmax(1), v["soft"], reduction="batchmean")),
-    (None, lambda v: squares(v).mean() + v["x"].square().mean()),
     (None, lambda v: squares(v).mean().sum()),
 ]
 # Apart from counts: of one sample, any number of tokens is a multiple.
@@ -238,9 +232,6 @@ def test_a_step_is_that_of_the_plain_loop_or_the_loss_is_refused_or_mentioned(
     assert (float(trainer.step(batch).loss) == pytest.approx(expected)) is not misread
     said = [text for text in caplog.messages if "a scalar that was added up" in text]
     assert len(said) == misread
-
-
-# Graphs.
 
 
 def test_the_graph_is_left_as_it_was_and_not_walked_to_its_end(values: Values) -> None:

@@ -96,9 +96,6 @@ def test_what_can_be_folded_is_not_refused(make: Callable[[], nn.Module]) -> Non
     check_model(make())
 
 
-# Low precision.
-
-
 def model() -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(8, 3), nn.LayerNorm(3)

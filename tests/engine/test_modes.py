@@ -32,9 +32,6 @@ def data() -> TensorDataset:
     return TensorDataset(*points(8))
 
 
-# Modes
-
-
 @both
 def test_parts_in_evaluation_mode_stay_there(devices: int) -> None:
     module = model()
@@ -96,9 +93,6 @@ def test_what_a_loss_changes_of_modes_and_frozen_parameters_is_its_shards_alone(
     assert trained(freezing, 1) == trained(freezing, 2)
 
 
-# Parts
-
-
 def tied() -> nn.Sequential:
     made = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), line())
     made[1].weight = made[0].weight
@@ -130,9 +124,6 @@ def test_a_model_that_was_given_other_parts_is_refused(
     for call in (lambda: trainer.step(points(8)), lambda: trainer.save("nowhere")):
         with pytest.raises(ValueError, match=words):
             call()
-
-
-# State beside the model
 
 
 def refused(loss: Any, words: str, devices: int) -> None:

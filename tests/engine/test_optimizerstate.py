@@ -47,9 +47,6 @@ def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return wide.view(dtype).squeeze(-1)
 
 
-# Bytes.
-
-
 VALUES = [None, 3, 2.5, float("inf"), "word", True, [1, [2]], (0.9, 0.999), {"a": (1,)}]
 
 
@@ -133,9 +130,6 @@ def test_a_divided_parameter_has_no_state_of_another_shape() -> None:
     taken = take_apart({"wide": ["row"]}, {}, lambda name: torch.zeros(70), [1], PIECES, LAYOUT)
     with pytest.raises(ValueError, match=r"wide\.row has shape \(70,\), expected"):
         list(taken)
-
-
-# Averages.
 
 
 def begun(rule: AverageRule, *values: torch.Tensor, **buffers: torch.Tensor) -> Averages:

@@ -104,9 +104,6 @@ def test_every_dtype_and_shape_keeps_its_bits(devices: int) -> None:
     assert raw(said) == raw(expected)
 
 
-# Predictions of another size for every sample, such as boxes.
-
-
 def sizes(inputs: torch.Tensor) -> list[int]:
     return [int(row.abs().sum() * 10) % 4 for row in inputs]
 
@@ -174,9 +171,6 @@ def test_entries_of_other_kinds_are_refused(
         predict(points(23)[0], function, batch_size=23)
 
 
-# What is refused.
-
-
 OTHERS: list[Callable[[torch.Tensor], Said]] = [
     lambda value: {"other": value},
     lambda value: {"value": value, "more": value},
@@ -222,9 +216,6 @@ def test_what_has_not_one_row_a_sample_is_refused(value: object, came: str, devi
         predict(
             torch.arange(8.0), lambda model, batch: {"value": value}, batch_size=8, devices=devices
         )
-
-
-# Numbers that devices tell each other.
 
 
 @both

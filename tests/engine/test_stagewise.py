@@ -45,9 +45,6 @@ def test_a_fingerprint_brings_a_stage_at_a_time(settings: dict[str, Any], device
     assert 0 < most_bytes <= LAYER_BYTES
 
 
-# Evaluation and prediction
-
-
 def scored(model: nn.Module, batch: torch.Tensor) -> dict[str, torch.Tensor]:
     outputs = model(batch)
     return {"loss": outputs.square().mean(dim=1), "high": outputs[:, 0] > 0}
@@ -122,9 +119,6 @@ class Attending(nn.Module):
 )
 def test_a_score_may_use_the_model_as_it_likes(make: Callable[[], nn.Module], score: Any) -> None:
     assert run(evaluated, make, score)[:2] == evaluated(make, score)[:2]
-
-
-# What is refused
 
 
 class Row(nn.Module):

@@ -137,9 +137,6 @@ def test_a_model_that_computes_what_is_saved_has_all_parameters(tmp_path: Path) 
     assert (saves, both) == (1, 3)
 
 
-# Saves and loads that fail.
-
-
 def spoilt(directory: str, where: str) -> str:
     trainer = trained()
     with trainer.changing():

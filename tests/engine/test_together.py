@@ -102,9 +102,6 @@ def test_gradients_of_rows_are_added_in_the_folds_order(plan: tuple[int, ...]) -
     assert model.weight.item() == -2 * tiny  # and not 0, as in another order
 
 
-# Shards in turns
-
-
 def test_a_failure_while_others_wait_comes_out_and_ends_their_threads() -> None:
     seen: list[str] = []
 

@@ -60,22 +60,12 @@ def close(ours: nn.Module, theirs: nn.Module) -> None:
     torch.testing.assert_close(dict(ours.named_parameters()), dict(theirs.named_parameters()))
 
 
-@for_each(
-    ("kind", "by_element"),
-    [
-        (torch.optim.SGD, True),
-        (torch.optim.AdamW, True),
-        (torch.optim.Rprop, True),
-        (torch.optim.Adafactor, False),
-        (torch.optim.Muon, False),
-        (OwnSGD, False),
-    ],
-)
-def test_which_optimizers_may_cut_a_parameter(
-    kind: type[torch.optim.Optimizer], by_element: bool
-) -> None:
+def test_which_optimizers_may_cut_a_parameter() -> None:
+    kinds = torch.optim.SGD, torch.optim.AdamW, torch.optim.Rprop
+    others = torch.optim.Adafactor, torch.optim.Muon, OwnSGD
     model = nn.Linear(2, 2, bias=False)
-    assert updates_by_element(kind(model.parameters(), lr=0.1)) == by_element
+    for kind in (*kinds, *others):
+        assert updates_by_element(kind(model.parameters(), lr=0.1)) == (kind in kinds)
 
 
 def with_a_strange_parameter(model: nn.Module) -> torch.optim.Optimizer:

@@ -179,9 +179,6 @@ def test_all_go_home_when_an_update_fails_or_one_cannot_come(
     assert places() == stay
 
 
-# What one device alone may do, it may do here as well.
-
-
 @for_each("inside", [False, True])
 @for_each("precision", [None, "bf16-params"])
 def test_what_a_script_changes_while_all_is_there_is_kept(
