@@ -154,12 +154,6 @@ def _with_events(
 
 def _made_possible(case: Case, rng: random.Random) -> Case:
     """Leave out what does not go together in plain PyTorch either."""
-    loss = LOSSES[case.loss][1]
-    if loss.gradient_of_inputs and case.stem not in ("linear", "conv", "conv-last"):
-        case = case.but(stem="linear")
-    if loss.twice:
-        kept = tuple(name for name in case.blocks if BLOCKS[name][1].twice)
-        case = case.but(blocks=kept)
     if "odd" in case.blocks and case.buffers == "max":
         case = case.but(buffers=None)  # no number is the largest of complex ones
     if case.optimizer == "muon" and case.hook == "dropped":

@@ -95,9 +95,6 @@ class LossTraits:
 
     exact: bool = True
     """Over a batch it is what it is over one shard that holds it all, to full precision."""
-    twice: bool = False
-    """It needs the gradient of a gradient by the inputs."""
-    gradient_of_inputs: bool = False
 
 
 def _of(inner: Callable[[Any, Fields], object]) -> Callable[[nn.Module], Loss]:
@@ -135,25 +132,6 @@ def _ready(model: nn.Module, fields: Fields, losses: Any = onefold.losses) -> ob
     )
 
 
-def _attack(model: nn.Module, fields: Fields) -> torch.Tensor:
-    """As tutorials have it: a backward of its own, and zero_grad."""
-    x = fields.x.clone().requires_grad_(True)
-    F.cross_entropy(model(fields._replace(x=x)), fields.y, reduction="sum").backward()
-    assert x.grad is not None
-    attacked = (x + 0.1 * x.grad.sign()).detach()
-    model.zero_grad()
-    return _each(model, fields._replace(x=attacked))
-
-
-def _smooth(model: nn.Module, fields: Fields) -> torch.Tensor:
-    """A penalty on the gradient by the inputs."""
-    x = fields.x.clone().requires_grad_(True)
-    logits = model(fields._replace(x=x))
-    (slope,) = torch.autograd.grad(logits.square().sum(), x, create_graph=True)
-    losses = F.cross_entropy(logits, fields.y, reduction="none")
-    return losses + 0.1 * slope.square().sum(dim=1)
-
-
 def _mixed_up(model: nn.Module, fields: Fields) -> torch.Tensor:
     """Draws in the loss."""
     other = torch.randperm(len(fields.y))
@@ -169,8 +147,6 @@ LOSSES: dict[str, tuple[Callable[[nn.Module], Loss], LossTraits]] = {
     "positives": (_of(_positives), LossTraits()),
     "two means": (_of(_two_means), LossTraits()),
     "ready": (_of(_ready), LossTraits()),
-    "attack": (_of(_attack), LossTraits(gradient_of_inputs=True)),
-    "smooth": (_of(_smooth), LossTraits(twice=True, gradient_of_inputs=True)),
     "mixed up": (_of(_mixed_up), LossTraits(exact=False)),
 }
 

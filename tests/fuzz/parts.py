@@ -33,8 +33,6 @@ class Traits:
     """With one shard it has the bits of a plain loop that draws from the same seed."""
     pairs: bool = False
     """Each shard needs two samples."""
-    twice: bool = True
-    """Its gradient has a gradient."""
 
 
 class Step(nn.Module):
@@ -135,7 +133,7 @@ BLOCKS: dict[str, tuple[Callable[[], nn.Module], Traits]] = {
     "odd": (Odd, Traits()),
     "shapes": (Shapes, Traits()),
     "sliced": (lambda: Shapes(sliced=True), Traits(seeded=False)),
-    "reentrant": (Checkpointed, Traits(exact=False, twice=False)),
+    "reentrant": (Checkpointed, Traits(exact=False)),
     "spectralnorm": (
         lambda: parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)),
         Traits(exact=False),
@@ -182,8 +180,8 @@ STEMS: dict[str, tuple[Callable[[], nn.Module], Traits]] = {
     "linear": (LinearStem, Traits()),
     "conv": (ConvStem, Traits()),
     "conv-last": (lambda: ConvStem(last=True), Traits()),
-    "bag": (WordStem, Traits(twice=False)),
-    "lstm": (lambda: WordStem(recurrent=True), Traits(twice=False)),
+    "bag": (WordStem, Traits()),
+    "lstm": (lambda: WordStem(recurrent=True), Traits()),
 }
 
 
