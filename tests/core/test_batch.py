@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onefold.core.batch import batch_digest, cut_batch, move
+from onefold.core.batch import as_if_copied, batch_digest, cut_batch, move
 from onefold.core.shard import Plan
 from onefold.core.structure import parts_of
 from tests.tables import for_each
@@ -62,9 +62,8 @@ def test_the_shards_together_are_the_batch(samples: int, shards: int, dim: int) 
 NUMBERS = torch.arange(5)
 
 
-@for_each(
-    "container",
-    [
+def test_containers_of_any_kind_keep_their_type() -> None:
+    for container in (
         [NUMBERS, NUMBERS],
         {"a": NUMBERS, "b": NUMBERS},
         Pair(NUMBERS, NUMBERS.numpy()),
@@ -73,20 +72,20 @@ NUMBERS = torch.arange(5)
         defaultdict(list, a=NUMBERS, b=NUMBERS),
         Encoding({"a": NUMBERS, "b": NUMBERS}, kept="more"),
         MappingProxyType({"a": NUMBERS, "b": NUMBERS}),
-    ],
-)
-def test_containers_of_any_kind_keep_their_type(container: Any) -> None:
-    before = [part is NUMBERS for _, part in parts_of(container) or ()]
-    part: Any = cut_batch([container], HALVES, [1]).shards[1][0]  # type: ignore[index]
-    moved = move(container, META)
-    assert type(part) is type(moved) is type(container)
-    assert getattr(part, "kept", "more") == "more"
-    assert [values.tolist() for _, values in parts_of(part) or ()] == [[3, 4]] * 2
-    assert [path for path, _ in parts_of(part) or ()] == [path for path, _ in parts_of(moved) or ()]
-    assert all(
-        values.device == META for _, values in parts_of(moved) or () if torch.is_tensor(values)
-    )
-    assert [part is NUMBERS for _, part in parts_of(container) or ()] == before
+    ):
+        before = [part is NUMBERS for _, part in parts_of(container) or ()]
+        part: Any = cut_batch([container], HALVES, [1]).shards[1][0]  # type: ignore[index]
+        moved = move(container, META)
+        assert type(part) is type(moved) is type(container)
+        assert getattr(part, "kept", "more") == "more"
+        assert [values.tolist() for _, values in parts_of(part) or ()] == [[3, 4]] * 2
+        assert [path for path, _ in parts_of(part) or ()] == [
+            path for path, _ in parts_of(moved) or ()
+        ]
+        assert all(
+            values.device == META for _, values in parts_of(moved) or () if torch.is_tensor(values)
+        )
+        assert [part is NUMBERS for _, part in parts_of(container) or ()] == before
 
 
 def test_only_the_shards_asked_for_are_kept_and_nothing_is_copied() -> None:
@@ -100,9 +99,8 @@ def test_only_the_shards_asked_for_are_kept_and_nothing_is_copied() -> None:
 ONES = torch.ones(2)
 
 
-@for_each(
-    ("batch", "words"),
-    [
+def test_a_batch_that_cannot_be_cut_is_explained() -> None:
+    for batch, words in (
         ((torch.ones(3), ONES), r"batch\[0\] has 3, batch\[1\] has 2"),
         (
             {"x": [np.ones(3), torch.ones(3)], "y": torch.ones(4)},
@@ -121,11 +119,9 @@ ONES = torch.ones(2)
         ([np.zeros(2, [("a", "f4")])], r"is an array of \[\('a', '<f4'\)\]"),
         ([np.zeros(2, np.longdouble)], "is an array of float128"),
         ([np.ma.masked_equal([1, 2], 2)], r"batch\[0\] is a masked array"),
-    ],
-)
-def test_a_batch_that_cannot_be_cut_is_explained(batch: object, words: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=words):
-        cut_batch(batch, HALVES, range(2))
+    ):
+        with pytest.raises((TypeError, ValueError), match=words):
+            cut_batch(batch, HALVES, range(2))
 
 
 # Arrays
@@ -150,22 +146,19 @@ BETWEEN_OTHERS = np.array([(1, n) for n in range(6)], dtype=[("a", "i1"), ("b", 
 SQUARE = np.arange(24.0).reshape(6, 4)
 
 
-@for_each(
-    ("array", "copied"),
-    [
+def test_arrays_are_copied_only_where_pytorch_cannot_use_them() -> None:
+    for array, copied in (
         *((array, False) for array in (SQUARE, SQUARE[::2], SQUARE.T, SQUARE[:, 1:3])),
         (read_only(), True),
         (np.arange(6.0)[::-1], True),
         (SQUARE[:, ::-1], True),
         (np.broadcast_to(np.arange(6.0), (6, 6)), True),
         (BETWEEN_OTHERS, True),
-    ],
-)
-def test_arrays_are_copied_only_where_pytorch_cannot_use_them(array: Any, copied: bool) -> None:
-    cut = cut_batch(array, HALVES, range(2))
-    parts: list[Any] = [cut.shards[shard].numpy() for shard in range(2)]  # type: ignore[attr-defined]
-    assert np.array_equal(np.concatenate(parts), array)
-    assert [np.shares_memory(part, array) for part in parts] == [not copied] * 2
+    ):
+        cut = cut_batch(array, HALVES, range(2))
+        parts: list[Any] = [cut.shards[shard].numpy() for shard in range(2)]  # type: ignore[attr-defined]
+        assert np.array_equal(np.concatenate(parts), array)
+        assert [np.shares_memory(part, array) for part in parts] == [not copied] * 2
 
 
 # Digests
@@ -231,3 +224,14 @@ def test_an_object_is_moved_by_its_own_method(way: str) -> None:
     assert moved["a"][0].at.device == META
     packed = torch.nn.utils.rnn.pack_sequence([torch.ones(3, 2), torch.ones(1, 2)])
     assert type(move(packed, torch.device("cpu"))) is type(packed)
+
+
+def test_on_a_gpu_shards_begin_where_copies_do() -> None:
+    room = torch.zeros(4096, dtype=torch.uint8)
+    start = -room.data_ptr() % 512
+    whole = room[start : start + 1536].view(torch.float32).view(32, 12)
+    for other in (whole[1:], whole[:, :8]):
+        copied = as_if_copied(other)
+        assert copied.data_ptr() != other.data_ptr()
+        assert copied.stride() == torch.empty_like(other).stride()
+    assert as_if_copied(whole) is whole

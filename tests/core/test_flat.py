@@ -77,17 +77,14 @@ def test_how_the_elements_lie_in_memory_does_not_matter(shape: list[int], order:
 WIDE = torch.arange(12.0).view(3, 4)
 
 
-@for_each(
-    ("view", "values"),
-    [
+def test_views_count_for_what_they_show() -> None:
+    for view, values in (
         (WIDE[:, 1], WIDE[:, 1].clone()),
         (WIDE[:1].expand(5, 4), WIDE[:1].repeat(5, 1)),
         (torch.tensor([1 + 1j, 2 - 3j]).conj(), torch.tensor([1 - 1j, 2 + 3j])),
         (torch.tensor([math.nan, math.inf]), torch.tensor([math.nan, math.inf])),
-    ],
-)
-def test_views_count_for_what_they_show(view: torch.Tensor, values: torch.Tensor) -> None:
-    assert fingerprint(x=view) == fingerprint(x=values)
+    ):
+        assert fingerprint(x=view) == fingerprint(x=values)
 
 
 def test_tensors_count_under_their_own_names_and_tied_ones_once() -> None:

@@ -63,6 +63,14 @@ def test_a_tensor_or_array_keeps_type_shape_and_bits() -> None:
         assert (back.dtype, back.tobytes()) == (array.dtype, array.tobytes())
 
 
+def test_an_array_of_another_kind_is_refused() -> None:
+    with pytest.raises(TypeError, match="it is of type ndarray, which a checkpoint"):
+        to_json(np.zeros(2, "O"), "it")
+    for dtype in ("O", "U3", "f8,f8", "nothing"):
+        with pytest.raises(ValueError, match="a value is not as a checkpoint has it"):
+            from_json({**to_json(np.zeros(2), "it"), "dtype": dtype})
+
+
 @for_each(("value", "where"), [({"f": print}, r"it\['f'\]"), ([1, object()], r"it\[1\]")])
 def test_anything_else_is_refused_by_its_place(value: object, where: str) -> None:
     with pytest.raises(TypeError, match=rf"{where} is of type .*, which a checkpoint cannot hold"):

@@ -52,9 +52,8 @@ RIGHT = Mean(torch.tensor(1.0), 1)
 NO_NUMBERS = ("3", None, torch.ones(2), True, np.bool_(True), torch.tensor(True), torch.tensor(1j))
 
 
-@for_each(
-    ("result", "words"),
-    [
+def test_anything_else_is_refused_and_named() -> None:
+    for result, words in (
         *(
             (torch.ones(shape), rf": .*\(3,\).* got shape {re.escape(str(shape))}")
             for shape in ((2,), (4,), (4, 1), (1, 3), (3, 3), (3, 1, 1), (0,))
@@ -76,11 +75,9 @@ NO_NUMBERS = ("3", None, torch.ones(2), True, np.bool_(True), torch.tensor(True)
         (Means((torch.ones(()),)), r".*the terms of onefold\.Means must be .*, got Tensor"),  # type: ignore[arg-type]
         (Means(()), r".*expected a tuple of terms in onefold\.Means, got"),
         (Means([RIGHT]), r".*expected a tuple of terms in onefold\.Means, got"),  # type: ignore[arg-type]
-    ],
-)
-def test_anything_else_is_refused_and_named(result: object, words: str) -> None:
-    with pytest.raises(LossError, match=f"^the loss of shard 3{words}"):
-        weigh(result, 3, "the loss of shard 3")
+    ):
+        with pytest.raises(LossError, match=f"^the loss of shard 3{words}"):
+            weigh(result, 3, "the loss of shard 3")
 
 
 # Terms

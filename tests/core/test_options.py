@@ -6,7 +6,6 @@ import dataclasses
 import math
 import select
 from functools import partial
-from typing import Any
 
 import pytest
 
@@ -14,14 +13,12 @@ import onefold
 from onefold.core.numbers import MOST_S, check_seconds
 from onefold.core.options import RunOptions
 from onefold.core.settings import Settings
-from tests.tables import for_each
 
 CHOSEN = Settings(shards=4, seed=0, clip_norm=None, deterministic=True, timeout_s=5.0, threads=None)
 
 
-@for_each(
-    ("chosen", "words"),
-    [
+def test_options_that_make_no_sense_are_refused_by_name() -> None:
+    for chosen, words in (
         ({"every": 0}, "^expected every of at least 1, got 0"),
         ({"keep_last": 0}, "^expected keep_last of at least 1, got 0"),
         ({"keep": 3}, "^expected keep to be one of all, span, host, stages, got 3; .* --keep-last"),
@@ -31,14 +28,12 @@ CHOSEN = Settings(shards=4, seed=0, clip_norm=None, deterministic=True, timeout_
         ({"restarts": -1, "checkpoint": "kept"}, "^expected restarts of at least 0, got -1"),
         ({"restarts": 1}, "^restarts go on from the last checkpoint: name a directory"),
         ({"exchange": "mpi"}, "^expected the exchange to be auto, shared or collective, got 'mpi'"),
-    ],
-)
-def test_options_that_make_no_sense_are_refused_by_name(chosen: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        RunOptions(**chosen)
-    with pytest.raises(ValueError, match=words):
-        dataclasses.replace(RunOptions(), **chosen)
-    assert dataclasses.replace(RunOptions(), every=0, every_s=60).every == 0
+    ):
+        with pytest.raises(ValueError, match=words):
+            RunOptions(**chosen)
+        with pytest.raises(ValueError, match=words):
+            dataclasses.replace(RunOptions(), **chosen)
+        assert dataclasses.replace(RunOptions(), every=0, every_s=60).every == 0
 
 
 def test_how_many_devices_compute_a_shard() -> None:

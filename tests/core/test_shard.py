@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onefold.core.shard import Plan, Search, cut_bounds, pieces_of, rows_of
-from tests.tables import for_each
 
 SIZES = st.integers(1, 300)
 COUNTS = st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(any).map(tuple)
@@ -132,21 +131,18 @@ def test_what_cannot_be_cut_is_named() -> None:
             rows_of(payload, (0, 2), 5, dim=dim)
 
 
-@for_each(
-    "rows",
-    [
+def test_a_list_of_samples_is_cut_by_sample() -> None:
+    for rows in (
         [{"boxes": torch.ones(n, 4)} for n in range(5)],
         [{"boxes": torch.ones(5, 4)} for _ in range(5)],
         [Boxes(torch.ones(n, 4)) for n in range(5)],
         [object() for _ in range(5)],
         [torch.ones(3, n, 6) for n in range(5)],
         tuple(np.ones((3, n)) for n in range(5)),
-    ],
-)
-def test_a_list_of_samples_is_cut_by_sample(rows: Any) -> None:
-    cut = rows_of({"rows": rows}, (1, 3), 5)["rows"]
-    assert (type(cut), len(cut)) == (type(rows), 2)
-    assert all(one is other for one, other in zip(cut, rows[1:3], strict=True))
+    ):
+        cut = rows_of({"rows": rows}, (1, 3), 5)["rows"]
+        assert (type(cut), len(cut)) == (type(rows), 2)
+        assert all(one is other for one, other in zip(cut, rows[1:3], strict=True))
 
 
 def test_lists_that_may_be_of_samples_or_of_fields() -> None:

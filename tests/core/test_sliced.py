@@ -28,25 +28,24 @@ def gradients(layer: nn.Module, *inputs: Any, **more: Any) -> list[torch.Tensor]
     return [result.detach(), given.grad]
 
 
-@for_each(
-    ("dim", "slices", "bias", "shape"),
-    [
+def test_a_linear_layer() -> None:
+    for dim, slices, bias, shape in (
         (None, 3, False, (4, 5)),
         (0, 5, True, (2, 3, 5)),
         (0, 2, False, (0, 5)),
         (1, 1, False, (2, 3, 5)),
         (1, 2, True, (4, 5)),
         (1, 5, True, (0, 5)),
-    ],
-)
-def test_a_linear_layer(dim: int | None, slices: int, bias: bool, shape: tuple[int, ...]) -> None:
-    layer = nn.Linear(5, 7, bias=bias, dtype=WIDE)
-    sliced = Sliced(copy.deepcopy(layer), slices, dim)
-    inputs = torch.randn(shape, dtype=WIDE)
-    torch.testing.assert_close(gradients(sliced, inputs), gradients(layer, inputs), **CLOSE)
-    joined = torch.cat([part.weight.grad for part in sliced.slices], dim=dim or 0)
-    torch.testing.assert_close(joined, layer.weight.grad, **CLOSE)
-    assert sum(p.numel() for p in sliced.parameters()) == sum(p.numel() for p in layer.parameters())
+    ):
+        layer = nn.Linear(5, 7, bias=bias, dtype=WIDE)
+        sliced = Sliced(copy.deepcopy(layer), slices, dim)
+        inputs = torch.randn(shape, dtype=WIDE)
+        torch.testing.assert_close(gradients(sliced, inputs), gradients(layer, inputs), **CLOSE)
+        joined = torch.cat([part.weight.grad for part in sliced.slices], dim=dim or 0)
+        torch.testing.assert_close(joined, layer.weight.grad, **CLOSE)
+        assert sum(p.numel() for p in sliced.parameters()) == sum(
+            p.numel() for p in layer.parameters()
+        )
 
 
 def attention(**options: Any) -> nn.MultiheadAttention:
@@ -160,9 +159,8 @@ LINEAR, HOOKED = nn.Linear(3, 4), nn.Linear(3, 4)
 HOOKED.register_forward_hook(lambda *_: None)
 
 
-@for_each(
-    ("layer", "arguments", "text"),
-    [
+def test_what_cannot_be_cut_is_refused() -> None:
+    for layer, arguments, text in (
         (LINEAR, (5,), "expected 1 to 4 slices, as the layer has 4 outputs"),
         (LINEAR, (4, 1), "expected 1 to 3 slices, as the layer has 3 input"),
         (LINEAR, (True,), "expected 1 to 4 slices, .* got True"),
@@ -174,11 +172,9 @@ HOOKED.register_forward_hook(lambda *_: None)
         (nn.Conv2d(1, 2, 3), (2,), r"expected an nn\.Linear or .* got Conv2d"),
         (nn.utils.parametrizations.weight_norm(nn.Linear(3, 4)), (2,), "got ParametrizedLinear"),
         (HOOKED, (2,), "expected a layer without hooks"),
-    ],
-)
-def test_what_cannot_be_cut_is_refused(layer: nn.Module, arguments: Any, text: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=text):
-        Sliced(layer, *arguments)
+    ):
+        with pytest.raises((TypeError, ValueError), match=text):
+            Sliced(layer, *arguments)
 
 
 def test_what_attention_cannot_be_given_is_refused() -> None:

@@ -11,6 +11,7 @@ from onefold.core.mean import Mean, Sum
 from onefold.core.values import (
     MOST,
     ShardValues,
+    detached,
     names_of,
     read_values,
     split,
@@ -87,3 +88,12 @@ def test_pieces_add_up_and_their_names_must_agree() -> None:
     kinds = [read(v).kind for v in ({"a": torch.zeros(())}, {"b": LOSS}, {"a": Sum(LOSS.sum())})]
     assert first.kind == kinds[0] > 0
     assert len(set(kinds)) == 3
+
+
+def test_compiled_code_leaves_values_out_of_its_graph() -> None:
+    value = torch.ones(2, requires_grad=True) * 2
+    given = {"a": value, "b": Mean(value.sum(), 2), "c": 3, "d": Sum(value.sum()) + Sum(value[0])}
+    loss, values = detached((value, given))  # type: ignore[misc]
+    assert loss is value is detached(value)
+    totals = [values["a"], values["b"].total, *(term.total for term in values["d"].terms)]
+    assert not any(total.requires_grad for total in totals)

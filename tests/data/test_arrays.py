@@ -16,6 +16,7 @@ from torch.utils.data import TensorDataset
 
 from onefold.data import mnist, read_idx
 from onefold.data.arrays import read_idx_folder, read_labelled
+from onefold.errors import DataError
 from tests.data.pictures import memory_limited
 from tests.tables import for_each
 
@@ -156,9 +157,8 @@ def test_mnist_is_normalised_images_and_labels(tmp_path: Path) -> None:
         torch.testing.assert_close(images, ((stored / 255 - 0.1307) / 0.3081)[:, None])
 
 
-@for_each(
-    ("kind", "array", "words"),
-    [
+def test_files_that_are_not_mnist_are_refused(tmp_path: Path) -> None:
+    for kind, array, words in (
         (
             KINDS[1],
             None,
@@ -169,17 +169,13 @@ def test_mnist_is_normalised_images_and_labels(tmp_path: Path) -> None:
         (KINDS[0], np.zeros((4, 28, 28), np.float32), "expected uint8 numbers of 3 dimensions"),
         (KINDS[0], counted(4, 0, 4), r"one image of at least one pixel, got shape \(4, 0, 4\)"),
         (KINDS[0], counted(4, 5, 0), r"one image of at least one pixel, got shape \(4, 5, 0\)"),
-    ],
-)
-def test_files_that_are_not_mnist_are_refused(
-    tmp_path: Path, kind: str, array: np.ndarray | None, words: str
-) -> None:
-    path = write_four(tmp_path, [1], list(range(4))) / f"t10k-{kind}"
-    path.unlink()
-    if array is not None:
-        path.write_bytes(encode(array))
-    with pytest.raises((FileNotFoundError, ValueError), match=words):
-        mnist(tmp_path, train=False)
+    ):
+        path = write_four(tmp_path, [1], list(range(4))) / f"t10k-{kind}"
+        path.unlink()
+        if array is not None:
+            path.write_bytes(encode(array))
+        with pytest.raises((FileNotFoundError, ValueError), match=words):
+            mnist(tmp_path, train=False)
 
 
 # Data sets of pictures
@@ -200,3 +196,13 @@ def test_four_idx_files_are_a_data_set(tmp_path: Path) -> None:
     assert std == pytest.approx([pixels.std()], abs=1e-13)
     pets = ("ant", "cat", "dog")
     assert read_idx_folder(tmp_path, pets).classes == pets
+
+
+def test_idx_labels_that_are_no_classes_are_refused(tmp_path: Path) -> None:
+    for train, test, words in (
+        ([0, 1], [2], "t10k-labels.*expected labels of the training set, 0 to 1, got 2"),
+        ([0, 0], [0], "train-labels.*expected two classes or more, found only 0"),
+        ([0, 2], [0], "train-labels.*expected labels 0 to 1, got 2"),
+    ):
+        with pytest.raises(DataError, match=words):
+            read_idx_folder(write_four(tmp_path, train, test), ("ant", "cat"))

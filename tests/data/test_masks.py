@@ -12,7 +12,6 @@ import pytest
 from onefold.data.masks import VOID, MaskLook, MaskRule, look_at_mask, mask_tensor, read_mask
 from onefold.errors import DataError
 from tests.masked import save
-from tests.tables import for_each
 
 pillow = pytest.importorskip("PIL.Image", reason='needs pip install "onefold[images]"')
 
@@ -34,9 +33,8 @@ def written(folder: Path, pixels: Any) -> Path:
     return folder / "mask.png"
 
 
-@for_each(
-    ("pixels", "inverted"),
-    [
+def test_every_kind_of_mask_means_the_same(tmp_path: Path) -> None:
+    for pixels, inverted in (
         *((MEANT * value, False) for value in (1, 128, 255)),
         (np.where(MEANT > 0, 255, 127).astype(np.uint8), False),
         *((MEANT.astype(np.uint16) * value, False) for value in (1, 255, 65535)),
@@ -49,16 +47,14 @@ def written(folder: Path, pixels: Any) -> Path:
         (with_palette(MEANT, BLACK, WHITE), False),
         (with_palette(MEANT, BLACK, (128, 0, 0)), False),
         (with_palette(MEANT, WHITE, BLACK), True),
-    ],
-)
-def test_every_kind_of_mask_means_the_same(tmp_path: Path, pixels: Any, inverted: bool) -> None:
-    path = written(tmp_path, pixels)
-    mask, look = read_mask(path), look_at_mask(path, PLAIN)
-    expected = 1 - MEANT if inverted else MEANT
-    assert mask.mode == "L"
-    assert (look.size, look.foreground, look.void) == ((3, 2), int(expected.sum()), 0)
-    assert np.array_equal(np.asarray(mask), expected * 255)
-    assert mask_tensor(mask).tolist() == expected.astype(float).tolist()
+    ):
+        path = written(tmp_path, pixels)
+        mask, look = read_mask(path), look_at_mask(path, PLAIN)
+        expected = 1 - MEANT if inverted else MEANT
+        assert mask.mode == "L"
+        assert (look.size, look.foreground, look.void) == ((3, 2), int(expected.sum()), 0)
+        assert np.array_equal(np.asarray(mask), expected * 255)
+        assert mask_tensor(mask).tolist() == expected.astype(float).tolist()
 
 
 # Masks that have more values than two.
@@ -80,9 +76,8 @@ def colours(numbers: Any, *table: tuple[int, int, int]) -> Any:
     return np.array(table, dtype=np.uint8)[numbers]
 
 
-@for_each(
-    ("pixels", "soft"),
-    [
+def test_smooth_edges_do_no_harm(tmp_path: Path) -> None:
+    for pixels, soft in (
         (disc(), 1.0),
         (disc(soft=12.0), 12.0),
         (with_palette(disc(), *((v, v, v) for v in range(256))), 1.0),
@@ -91,17 +86,14 @@ def colours(numbers: Any, *table: tuple[int, int, int]) -> Any:
         (disc().astype(np.uint16), 1.0),
         # Near white.
         (np.where(disc() > 127, 252 + np.arange(1600).reshape(40, 40) % 4, 0).astype("u1"), 1.0),
-    ],
-)
-def test_smooth_edges_do_no_harm(tmp_path: Path, pixels: Any, soft: float) -> None:
-    path, expected = written(tmp_path, pixels), disc(soft=soft) > 127
-    assert look_at_mask(path, PLAIN).foreground == int(expected.sum())
-    assert np.array_equal(np.asarray(read_mask(path)) == 255, expected)
+    ):
+        path, expected = written(tmp_path, pixels), disc(soft=soft) > 127
+        assert look_at_mask(path, PLAIN).foreground == int(expected.sum())
+        assert np.array_equal(np.asarray(read_mask(path)) == 255, expected)
 
 
-@for_each(
-    ("pixels", "words"),
-    [
+def test_a_mask_of_more_meanings_than_two_is_refused(tmp_path: Path) -> None:
+    for pixels, words in (
         (fields(0, 1, 2, 255), "0 .*, 1 .*, 2 .*, 255 .*more than two of"),
         (fields(*range(0, 250, 10), width=4), "and 19 more values: more than two"),
         # A thin border.
@@ -121,14 +113,10 @@ def test_smooth_edges_do_no_harm(tmp_path: Path, pixels: Any, soft: float) -> No
             with_palette(fields(0, 1, 2, 3), *VOC),
             "the palette's 0 .*, 1 .*, 2 .*, 3 .*more than two",
         ),
-    ],
-)
-def test_a_mask_of_more_meanings_than_two_is_refused(
-    tmp_path: Path, pixels: Any, words: str
-) -> None:
-    expected = rf"mask\.png: expected a mask of 0 and 1, or of 0 and 255, got .*{words}"
-    with pytest.raises(DataError, match=f"{expected}.*--foreground.*--void"):
-        look_at_mask(written(tmp_path, pixels), PLAIN)
+    ):
+        expected = rf"mask\.png: expected a mask of 0 and 1, or of 0 and 255, got .*{words}"
+        with pytest.raises(DataError, match=f"{expected}.*--foreground.*--void"):
+            look_at_mask(written(tmp_path, pixels), PLAIN)
 
 
 # Rules.
@@ -140,9 +128,8 @@ def read_by(path: Path, *foreground: str, void: tuple[str, ...] = ()) -> Any:
     return [VOID if value == VOID else int(value) for value in mask[0, ::8].tolist()]
 
 
-@for_each(
-    ("foreground", "void", "expected"),
-    [
+def test_values_are_foreground_background_or_void(tmp_path: Path) -> None:
+    for foreground, void, expected in (
         (("15",), (), [0, 1, 0, 0]),
         (("15", "200"), (), [0, 1, 1, 0]),
         (("15-200",), (), [0, 1, 1, 0]),
@@ -150,18 +137,14 @@ def read_by(path: Path, *foreground: str, void: tuple[str, ...] = ()) -> Any:
         (("0",), ("200-255",), [1, 0, VOID, VOID]),
         (("#0f0f0f",), ("#ffffff",), [0, 1, 0, VOID]),
         ((), ("15", "200"), [0, VOID, VOID, 1]),
-    ],
-)
-def test_values_are_foreground_background_or_void(
-    tmp_path: Path, foreground: tuple[str, ...], void: tuple[str, ...], expected: list[float]
-) -> None:
-    path = save(tmp_path / "mask.png", fields(0, 15, 200, 255))
-    assert read_by(path, *foreground, void=void) == expected
-    look = look_at_mask(path, MaskRule(foreground, void))
-    counts = [24 * 8 * expected.count(value) for value in (1, VOID)]
-    assert [look.foreground, look.void] == counts
-    assert sorted(look.named) == sorted([*foreground, *void])
-    assert MaskLook.unpacked(look.packed()) == look
+    ):
+        path = save(tmp_path / "mask.png", fields(0, 15, 200, 255))
+        assert read_by(path, *foreground, void=void) == expected
+        look = look_at_mask(path, MaskRule(foreground, void))
+        counts = [24 * 8 * expected.count(value) for value in (1, VOID)]
+        assert [look.foreground, look.void] == counts
+        assert sorted(look.named) == sorted([*foreground, *void])
+        assert MaskLook.unpacked(look.packed()) == look
 
 
 def test_colours_and_wide_numbers_are_named_as_they_are(tmp_path: Path) -> None:

@@ -73,24 +73,19 @@ def test_a_bad_line_is_named_and_the_others_are_read(
         assert bad == [BadFile(file, reason, 2)]
 
 
-@for_each(
-    ("content", "complaint"),
-    [
+def test_a_file_without_a_sound_line_is_refused(tmp_path: Path) -> None:
+    for content, complaint in (
         (b"", "lines of .*got an empty file"),
         (b"\xef\xbb\xbf\r\n \n", "lines of .*got an empty file"),
         (b"one\ntwo\n", "lines of .*none; of 2 bad ones the first is line 1: .* no tab in 'one'"),
         (b"caf\xe9\t1\n", "lines of .*first is line 1: expected UTF-8, got e9 as byte 4"),
         ("fine\t1\n".encode("utf-16"), "text in UTF-8, this is UTF-16: convert it"),
-    ],
-)
-def test_a_file_without_a_sound_line_is_refused(
-    tmp_path: Path, content: bytes, complaint: str
-) -> None:
-    (tmp_path / "train.tsv").write_bytes(content)
-    with pytest.raises(DataError, match=rf"train\.tsv: expected {complaint}"):
-        read_tsv(tmp_path / "train.tsv")
-    with pytest.raises(FileNotFoundError, match="nowhere"):
-        read_tsv(tmp_path / "nowhere")
+    ):
+        (tmp_path / "train.tsv").write_bytes(content)
+        with pytest.raises(DataError, match=rf"train\.tsv: expected {complaint}"):
+            read_tsv(tmp_path / "train.tsv")
+        with pytest.raises(FileNotFoundError, match="nowhere"):
+            read_tsv(tmp_path / "nowhere")
 
 
 def splits(folder: Path, train: str, dev: str) -> tuple[Path, Path]:
@@ -126,19 +121,14 @@ def test_bad_lines_of_both_files_are_told_in_order(tmp_path: Path) -> None:
     assert "(0, 1, 2, 3, 4, 5, 6, 7, 8, 9 and 2 more), got '12'" in bad[0].reason
 
 
-@for_each(
-    ("train", "dev", "complaint"),
-    [
+def test_splits_that_cannot_be_trained_on_are_refused(tmp_path: Path) -> None:
+    for train, dev, complaint in (
         ("a\t1\nb\t1\n", "a\t1\n", "train.tsv: expected labels of two .* '1' on all 2 sound lines"),
         ("a\t1\nb\t0\n", "", "dev.tsv: expected lines of text, tab and label, got an empty file"),
         ("a\t1\nb\t0\n", "a\t2\n", r"dev.tsv: expected a line that can .* \(0, 1\), got '2'"),
-    ],
-)
-def test_splits_that_cannot_be_trained_on_are_refused(
-    tmp_path: Path, train: str, dev: str, complaint: str
-) -> None:
-    with pytest.raises(DataError, match=complaint):
-        read_splits(*splits(tmp_path, train, dev))
+    ):
+        with pytest.raises(DataError, match=complaint):
+            read_splits(*splits(tmp_path, train, dev))
 
 
 def test_labels_and_lines_without_end_are_bad(tmp_path: Path) -> None:

@@ -6,8 +6,24 @@ Where one of these fails with a newer PyTorch, its message says what would break
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 from onefold.system import compilers, hooks
+
+
+def test_backward_hooks_are_hidden_for_a_while() -> None:
+    """Or a line of devices would have PyTorch call them with tensors that have no values."""
+    layer, called = nn.Linear(2, 2), []
+    layer.register_full_backward_hook(lambda *_: called.append("hook"))
+    layer.register_full_backward_pre_hook(lambda *_: called.append("before"))
+    assert hooks.has_backward_hooks(layer)
+    x = torch.ones(1, 2, requires_grad=True)
+    with hooks.hide_backward_hooks(layer):
+        assert not hooks.has_backward_hooks(layer)
+        layer(x).sum().backward()
+    assert called == []
+    layer(x).sum().backward()
+    assert called == ["before", "hook"]
 
 
 def test_differentiation_is_seen() -> None:
