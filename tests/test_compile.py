@@ -21,7 +21,8 @@ from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
 import onefold
-from onefold.errors import LossError, StateError
+from onefold.engine import compiling, kernels
+from onefold.errors import CheckpointError, LossError, StateError
 from tests.tables import for_each
 from tests.verifying.compared import compared
 
@@ -81,17 +82,15 @@ class Net(nn.Module):
         return self.second(F.dropout(hidden.tanh(), 0.1, self.training))
 
 
-class Again(nn.Module):
+class Again(nn.Linear):
     """A layer that is computed twice, with its dropout, and a weight that is used twice."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.5))
-        self.second = nn.Linear(8, 8, bias=False)
-        self.second.weight = self.first[0].weight
+        super().__init__(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(checkpoint(self.first, x, use_reentrant=False))
+        again = lambda x: F.dropout(F.linear(x, self.weight, self.bias).tanh(), 0.5)  # noqa: E731
+        return F.linear(checkpoint(again, x, use_reentrant=False), self.weight)
 
 
 def of_each(model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -264,6 +263,43 @@ def test_losses_and_layers_of_the_whole_batch_are_refused_by_name() -> None:
     assert trainer.fingerprint() == before
     with pytest.raises(ValueError, match=r"compile=True: norm is an onefold\.SyncBatchNorm"):
         trainer_of(build=lambda: onefold.SyncBatchNorm.convert(Net()))
+
+
+def test_what_is_missing_or_open_to_others_is_named_before_work_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._dynamo import config as tracer
+    from torch._inductor import config as generator
+
+    missing = pytest.raises(ValueError, match=r"no-such-.* apt install g\+\+ .*leave out compile")
+    with generator.patch({"cpp.cxx": (None, "no-such-compiler")}), missing:
+        trainer_of()
+    with tracer.patch(disable=True), pytest.raises(ValueError, match="TORCH_COMPILE_DISABLE"):
+        trainer_of()
+    with pytest.raises(TypeError, match="expected compile to be True or False, got 'max-auto"):
+        trainer_of(compile="max-autotune")
+    trainer_of(compile=False).save(tmp_path / "run")
+    with pytest.raises(CheckpointError, match=r"saved with compile False, this run has True"):
+        trainer_of().load(tmp_path / "run")
+    tmp_path.chmod(0o777)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    with pytest.raises(ValueError, match=r"TORCHINDUCTOR_CACHE_DIR names .*others may write to"):
+        trainer_of()
+
+
+@pytest.mark.usefixtures("traced")
+def test_many_shapes_are_mentioned_and_too_many_refused(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiling, "_MANY_SHAPES", 2)
+    monkeypatch.setattr(kernels, "_SHAPES", 4)
+    trainer = trainer_of(shards=1)
+    with caplog.at_level(logging.WARNING, "onefold"):
+        run(trainer, (2, 3, 4, 5))
+        with pytest.raises(LossError, match=r"made for as many shapes as it may be.* multiples"):
+            trainer.step(batch_of(6))
+    (said,) = [r.getMessage() for r in caplog.records if "have had" in r.getMessage()]
+    assert "shards have had 3 shapes so far" in said
 
 
 def tiny() -> nn.Module:
