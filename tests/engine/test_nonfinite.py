@@ -79,7 +79,7 @@ def test_a_gradient_that_is_not_finite_is_refused_and_used_by_nobody(
     trainer = make_trainer(devices=devices)
     trainer.step(points(8))
     before = trainer.fingerprint()
-    hook = trainer.model.weight.register_hook(lambda gradient: gradient * value)
+    hook = trainer.model.weight.register_hook(lambda gradient: torch.full_like(gradient, value))
     with pytest.raises(GradientError, match=r"step 2, shard 0 .*: the gradient of weight is not"):
         trainer.step(points(8))
     hook.remove()
