@@ -55,15 +55,8 @@ class _Moving(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        to_device = isinstance(kwargs.get("device") if kwargs else None, torch.device) or (
-            len(args) > 1 and isinstance(args[1], torch.device)
-        )
-        if (
-            func is torch.Tensor.to
-            and to_device
-            and result is args[0]
-            and _is_in(result, self._home)
-        ):
+        moves = any(isinstance(each, torch.device) for each in (*args, *(kwargs or {}).values()))
+        if func is torch.Tensor.to and moves and result is args[0] and _is_in(result, self._home):
             return torch.empty_like(result, requires_grad=False).copy_(result.detach())
         return result
 

@@ -249,8 +249,7 @@ def test_steps_that_are_not_finite_may_be_skipped(precision: str | None) -> None
 
 def test_samples_of_a_data_set_are_named_by_number() -> None:
     trainer = trainer_of(None, loss=Loss(math.nan, itself=True))
-    first, second, _ = trainer.loader(TensorDataset(*batches(1)[0]), batch_size=6)
-    trainer.step(first)
+    _, second, _ = trainer.loader(TensorDataset(*batches(1)[0]), batch_size=6)
     with pytest.raises(LossError, match=r"samples 0 to 1 .*, which are 6, 7 of the data set"):
         trainer.step(second)
 
