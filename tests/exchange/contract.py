@@ -364,7 +364,6 @@ CALLS: dict[str, Callable[[Exchange, Start], object]] = {
         None if current_world().rank else lambda _: torch.ones(9, dtype=torch.uint8)
     ),
 }
-"""Those in which devices wait for each other; in the last two, for one of them alone."""
 
 
 def brought(exchange: Exchange) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -113,7 +114,6 @@ def test_who_is_alone_by_right_may_train(name: str, monkeypatch: pytest.MonkeyPa
     ("environment", "words"),
     [
         ({"PMIX_RANK": "1"}, "PMIX_RANK=1 says that a launcher of MPI has started other processes"),
-        ({"PALS_RANKID": "3"}, "PALS_RANKID=3 says that a launcher of MPI has started other"),
         ({**POD, "PET_NNODES": "1:4"}, "PET_NNODES=1:4 says that Kubeflow Trainer has started"),
         ({**POD, "PET_NPROC_PER_NODE": "auto"}, "on 3 nodes"),
         ({"PET_NNODES": "3"}, "on 3 nodes"),
@@ -131,23 +131,31 @@ def test_what_is_not_enough_to_join(environment: dict[str, str], words: str) -> 
         assert "or set MASTER_PORT as well, or unset WORLD_SIZE" in world.refusal
 
 
+SCRIPT = """
+import torch, onefold
+m = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
+trainer = onefold.Trainer(m, optimizer, lambda m, x: m(x).square().mean(1), shards=2)
+print(trainer.step(torch.ones(4, 2)).number)
+"""
+REFUSED = "LaunchError: OMPI_COMM_WORLD_SIZE=4 says that Open MPI has started 4 processes"
+
+
 @pytest.mark.processes
-def test_a_script_is_refused_and_onefold_run_is_not(tmp_path: object) -> None:
-    script = (
-        "import torch, onefold; m = torch.nn.Linear(2, 1); "
-        "t = onefold.Trainer(m, torch.optim.SGD(m.parameters(), lr=0.1), "
-        "lambda m, x: m(x).square().mean(1), shards=2); print(t.step(torch.ones(4, 2)).number)"
-    )
-    path = f"{tmp_path}/train.py"
-    with open(path, "w") as file:
-        file.write(script)
-    around = {**os.environ, **PROCESSES["Open MPI"]}
-    for command, code, words in (
-        ([], 1, "LaunchError: OMPI_COMM_WORLD_SIZE=4 says that Open MPI has started 4 processes"),
+@pytest.mark.parametrize(
+    ("command", "code", "words"),
+    [
+        ([], 1, REFUSED),
         (["-m", "onefold", "run", "--devices", "cpu:1"], 0, "This is a run of its own, on this"),
-    ):
-        done = subprocess.run(
-            [sys.executable, *command, path], env=around, capture_output=True, text=True
-        )
-        assert (done.returncode, done.stdout) == (code, "" if code else "1\n"), done.stderr
-        assert words in done.stderr
+    ],
+)
+def test_a_script_is_refused_and_onefold_run_is_not(
+    tmp_path: Path, command: list[str], code: int, words: str
+) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    around = {**os.environ, **PROCESSES["Open MPI"]}
+    command = [sys.executable, *command, str(path)]
+    done = subprocess.run(command, env=around, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (code, "" if code else "1\n"), done.stderr
+    assert words in done.stderr

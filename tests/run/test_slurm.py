@@ -80,7 +80,6 @@ TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "
     [
         *(({"SLURM_PROCID": str(r), "SLURM_NODEID": str(r // 4)}, "gpu03:") for r in range(6)),
         (ONE_NODE, "127.0.0.1:"),  # no name need resolve
-        ({**ONE_NODE, "MASTER_ADDR": "a"}, "a:"),
         ({"MASTER_ADDR": "10.0.0.1"}, "10.0.0.1:"),
         ({"MASTER_PORT": "29500"}, "gpu03:29500"),
         ({"MASTER_ADDR": "fe80::1", "MASTER_PORT": "1234"}, "[fe80::1]:1234"),

@@ -45,12 +45,6 @@ FULL = World(
 )
 
 
-@for_each("environment", [{}, {"RANK": "1"}, {"WORLD_SIZE": "1", "RANK": "0"}, {"LOCAL_RANK": "0"}])
-def test_without_a_launcher_a_process_is_alone(environment: dict[str, str]) -> None:
-    assert read_world(environment) == World()
-    assert not World().launched
-
-
 @for_each(("local", "one_host"), [("8", True), ("4", False), ("1", False)])
 def test_pytorchs_protocol_is_understood(local: str, one_host: bool) -> None:
     local_rank = "1" if local != "1" else "0"
