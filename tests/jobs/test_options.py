@@ -142,18 +142,6 @@ def config(path: Path, content: str | bytes) -> Path:
     return file
 
 
-def test_a_config_file_has_the_names_of_the_options_and_perhaps_its_job(tmp_path: Path) -> None:
-    lines = ["lr = 1", 'freeze = ["a", "b"]', "skip_bad = true", 'data = "träge/日本"', ""]
-    values = read_config(config(tmp_path, "\n".join(lines)), "text")
-    options = from_mapping(TEXT, values, "c.toml")
-    assert options == TEXT(lr=1.0, freeze=("a", "b"), skip_bad=True, data="träge/日本")
-    path = config(tmp_path, "\n".join(['job = "text"', *lines]))
-    assert read_config(path, "text") == values
-    words = r"c\.toml: expected options of onefold train classify, got those of text"
-    with pytest.raises(ValueError, match=words):
-        read_config(path, "classify")
-
-
 FILES = [(b"lr: 0.1\n", "a TOML file: "), (b"lr = 0.1\nlr = 0.2\n", "a TOML file: ")]
 FILES += [(b'data = "\xff"\n', "a TOML file: "), (b"seed = " + b"7" * 5000, "a TOML file: ")]
 FILES += [(b"a = " + b"[" * 50_000, "a TOML file, got lists without end")]
@@ -185,5 +173,9 @@ def test_saved_options_come_back(tmp_path_factory: pytest.TempPathFactory, **val
     for job in JOBS:
         options = job.options(**values, name="é 1")
         write_config(dataclasses.replace(options, resume=True), job.name, path)
+        with pytest.raises(
+            ValueError, match=f"expected options of onefold train x, got .*{job.name}"
+        ):
+            read_config(path, "x")
         saved = read_config(path, job.name)
         assert from_mapping(job.options, saved, str(path)) == options

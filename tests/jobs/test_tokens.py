@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from onefold.jobs import tokens
-from onefold.jobs.tokens import EncodedTexts, encode_texts, pad_shard, train_tokenizer
+from onefold.jobs.tokens import EncodedTexts, encode_texts, train_tokenizer
 from tests.jobs.sentences import TEXTS, VOCABULARY_SIZE
-from tests.tables import for_each
 
 NEEDS = 'needs pip install "onefold[text]"'
 tokenizers = pytest.importorskip("tokenizers", reason=NEEDS)
@@ -62,12 +61,3 @@ def test_token_dropout_masks_its_share_and_nothing_special() -> None:
     read = EncodedTexts([ids], [0], **others)[0][0]  # type: ignore[arg-type]
     assert read[[0, -1]].tolist() == [101, 102]
     assert (read[1:-1] == 103).float().mean() > 0.8
-
-
-@for_each("pad_id", [1, 0])
-def test_a_shard_is_as_long_as_its_longest_text(pad_id: int) -> None:
-    made = pad_shard([(torch.tensor([0, 2]), 3), (torch.tensor([0, 9, 9, 2]), 1)], pad_id)
-    assert made["input_ids"].tolist() == [[0, 2, pad_id, pad_id], [0, 9, 9, 2]]
-    assert made["attention_mask"].tolist() == [[1, 1, 0, 0], [1, 1, 1, 1]]
-    assert made["labels"].tolist() == [3, 1]
-    assert {tensor.dtype for tensor in made.values()} == {torch.int64}

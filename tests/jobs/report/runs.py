@@ -56,13 +56,17 @@ def facts_of(job: str, **others: Any) -> dict[str, Any]:
     return {**usual, **counts, "devices": ["cpu", "cpu"], "left_out": [], **later, **others}
 
 
+OPTIONS = 'job = "classify"\nlr = 0.1\ndevices = "cpu:2"\n'
+Facts = dict[str, Any] | None
+
+
 def write_run(
     folder: Path,
-    facts: dict[str, Any] | None = None,
+    facts: Facts = None,
     *,
-    metrics: Sequence[dict[str, Any]] | None = None,
-    examples: dict[str, Any] | None = None,
-    options: str = 'job = "classify"\nlr = 0.1\ndevices = "cpu:2"\n',
+    metrics: Any = None,
+    examples: Facts = None,
+    options: str = OPTIONS,
 ) -> Path:
     """A run's folder with these contents, of text by default; what is None is not there yet."""
     (folder / "pictures").mkdir(parents=True)
