@@ -58,7 +58,6 @@ TABLE: list[tuple[list[dict[str, Any]], bool, str]] = [
         ),
     ),
     ([{"evaluation": False}], True, "The loss cannot be computed in evaluation mode"),
-    ([{"skipped": True}], True, "skipped"),
     ([{}, ROUNDED], True, f"A part of the loss is computed in a lower precision|{AGREE} 0.0001"),
 ]
 

@@ -28,17 +28,12 @@ ARGUMENTS = ["--keep", "7", "-m", "mine", "--timeout", "1", "--devices=9", "--he
 @for_each(
     ("given", "taken"),
     [
-        ("train.py --devices 2", "train.py --devices 2"),
         ("-m train --devices 2", "-m train -- --devices 2"),
-        ("-m train", "-m train"),
         ("-mtrain -m x", "-mtrain -- -m x"),
         ("--devices 2 -m train x -m y", "--devices 2 -m train -- x -m y"),
-        ("--devices=2 -m train -x", "--devices=2 -m train -- -x"),
         ("-m train -- --devices 2", "-m train -- --devices 2"),
         ("-- train.py -m x", "-- train.py -m x"),
         ("--keep -m -m train -x", "--keep -m -m train -- -x"),
-        ("train.py -m x", "train.py -m x"),
-        ("-m", "-m"),
     ],
 )
 def test_the_commands_own_end_with_the_script(given: str, taken: str) -> None:

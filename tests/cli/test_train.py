@@ -117,7 +117,6 @@ def test_the_end_of_a_run_is_told(asked: Train) -> None:
         ("--lr 1", "lr", 1.0),
         ("--lr 3e-5", "lr", 3e-5),
         ("--seed -4", "seed", -4),
-        ("--workers 0", "workers", 0),
         ("--optimizer adam", "optimizer", "adam"),
         ("--skip-bad", "skip_bad", True),
         ("--no-skip-bad", "skip_bad", False),
@@ -137,12 +136,6 @@ def test_the_command_line_decides(asked: Train, arguments: str, name: str, value
         assert (found, type(found)) == (value, type(value))
         for other in set(others) - {name}:
             assert getattr(options, other) == filed[other]
-
-
-def test_the_environment_says_what_is_kept(asked: Train, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ONEFOLD_KEEP", "span")
-    assert asked("text", "--data", "here").keep == "span"
-    assert asked("text", "--data", "here", "--keep", "host").keep == "host"
 
 
 SHARED = "devices cannot share {} shards: a shard is never divided. Use --devices {} or fewer"
@@ -165,10 +158,8 @@ SHARED = "devices cannot share {} shards: a shard is never divided. Use --device
         ("classify --data x --devices cpu:3 --shards 2", SHARED.format(2, 2)),
         ("text --data x --devices cuda:0", "cuda:0 is not there: this machine has no GPU"),
         ("classify --data data.zip", "; this is a file"),
-        ("segment --data data.zip", "; this is a file"),
         ("classify --data data", "there is no such folder in "),
         ("text --data data", "--data data: expected a folder with train.tsv and dev.tsv"),
-        ("text --data data.zip", "expected --dev with it"),
     ],
 )
 def test_what_cannot_be_done_is_one_line(end: End, arguments: str, words: str) -> None:

@@ -183,9 +183,6 @@ def test_a_run_that_has_just_begun_has_a_page(tmp_path: Path) -> None:
     assert "There are no sample predictions yet" in page.text
     assert [text for _, text in page.headings] == ["my text", "Options"]
     check_sound(page)
-    page = page_of(tmp_path / "steps", metrics=[runs.steps_line(50, loss=2.5)])
-    assert page.course("Loss") == "training: from 2.5 to 2.5"
-    assert page.figures["Samples/s in training"] == "61.0"
 
 
 def test_a_resumed_run_is_shown_as_one(tmp_path: Path) -> None:
