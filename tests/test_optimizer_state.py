@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 
 import onefold
 from tests import simulated
-from tests.inside import engine_in
 from tests.small import Batch, bits, make_trainer, points
 from tests.tables import for_each
 
@@ -286,10 +285,6 @@ class Lookahead(Optimizer):
             slow = self.base.state[p].setdefault("slow", p.clone())
             p.copy_(slow.lerp_(p, 0.5))
 
-    def sync(self) -> None:
-        for p in self.param_groups[0]["params"]:
-            self.base.state[p]["slow"].copy_(p.data)
-
 
 def test_an_optimizer_in_another_is_not_taken_for_one(tmp_path: Path) -> None:
     found = []
@@ -301,6 +296,3 @@ def test_an_optimizer_in_another_is_not_taken_for_one(tmp_path: Path) -> None:
         with pytest.raises(TypeError, match=words):
             trainer.save(tmp_path)
     assert found[0] == found[1]
-    trainer, _ = stepped(lambda model: Lookahead(adam(model)), devices=2)
-    with pytest.raises(RuntimeError, match="the state of Adam was looked up"), trainer.changing():
-        engine_in(trainer).update.optimizer.sync()

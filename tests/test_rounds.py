@@ -12,7 +12,6 @@ from torch import nn
 from torch.nn.utils import prune
 
 import onefold
-from onefold.engine.assembly import digests_of_held
 from onefold.testing import simulate
 from tests import simulated
 from tests.small import bits, line, make_trainer, points
@@ -179,10 +178,3 @@ def test_a_refused_trainer_takes_nothing() -> None:
     with pytest.raises(ValueError, match="clip_norm"):
         make_trainer(model, clip_norm=-1.0)
     assert trainer.step(points(8)).number == 1
-
-
-def test_the_first_trainer_may_be_given_what_was_drawn_anywhere() -> None:
-    """The lead's values become everybody's: of parts that no Trainer has held."""
-    model = nn.Sequential(line(), nn.Linear(1, 1))
-    make_trainer(model[0]).close()
-    assert list(digests_of_held(model)) == ["0.weight", "0.bias"]

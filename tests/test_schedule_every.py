@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 import onefold
 from onefold.engine.schedule import RunSchedule, write_schedule
-from onefold.errors import CheckpointError, DisagreementError
+from onefold.errors import CheckpointError
 from tests import simulated
 from tests.small import Batch, line, make_trainer, points, sgd, square
 from tests.tables import for_each
@@ -203,16 +203,3 @@ def test_what_makes_no_sense_is_refused() -> None:
     for every in ("step", "epoch"):
         with pytest.raises(TypeError, match=r'needs a score .*schedule_every="script", and call'):
             make_trainer(model, optimizer=optimizer, schedule=plateau, schedule_every=every)
-
-
-def lead_alone() -> None:
-    trainer, schedule = halving("script", None)
-    trainer.step(points(8))
-    if trainer.is_lead:
-        schedule.step()
-    trainer.step(points(8))
-
-
-def test_a_script_that_steps_it_on_the_lead_alone_is_named() -> None:
-    with pytest.raises(DisagreementError, match="the optimizer's settings of device 1"):
-        simulated.launch(lead_alone, devices="cpu:2")

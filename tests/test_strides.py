@@ -183,16 +183,6 @@ def test_values_do_not_depend_on_how_tensors_lie(
         assert found == [expected] * count
 
 
-@for_each(("source", "target"), [(itself, plain), (plain, itself)])
-def test_weights_of_one_layout_load_into_another(
-    source: Layout, target: Layout, tmp_path: Path
-) -> None:
-    trainer, model = trainer_of(source, 2), trainer_of(target, 2).model
-    trainer.step(SAMPLES)
-    onefold.load_weights(model, trainer.save(tmp_path))
-    assert values(model.state_dict().items()) == values(trainer.model.state_dict().items())
-
-
 class Rotating(torch.optim.Optimizer):
     """Keeps matrices beside whole parameters, as SOAP and Shampoo do: some lie column by column."""
 

@@ -117,20 +117,6 @@ def test_the_bits_do_not_depend_on_the_devices(options: dict[str, Any]) -> None:
     assert len(found) == 1
 
 
-def test_hooks_run_once_a_shard_with_its_own_gradient() -> None:
-    found = []
-    for devices in (1, 2):
-        seen: list[float] = []
-        model = synced()
-        model.out.weight.register_post_accumulate_grad_hook(
-            lambda p, seen=seen: seen.append(float(p.grad.norm()))
-        )
-        result(trainer_of(model, devices=devices), batches(1))
-        found.append(sorted(seen))
-    assert len(found[0]) == 5
-    assert found[0] == found[1]
-
-
 def test_nothing_of_a_step_stays_in_memory() -> None:
     seen: list[weakref.ref[torch.Tensor]] = []
 
