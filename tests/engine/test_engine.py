@@ -120,9 +120,16 @@ def test_random_numbers_are_other_ones_in_every_step_and_shard_and_with_every_se
     assert train(0, devices) == alone
 
 
-def test_a_step_tells_where_its_time_went() -> None:
-    seconds = make_trainer(devices=2).step(points(8)).seconds
-    assert min(seconds.forward, seconds.backward, seconds.exchange, seconds.update) > 0
+@for_each("precision", ["fp16", "fp16-params"])
+def test_the_scale_of_losses_is_taken_off_their_gradients(precision: str) -> None:
+    model, plain = line(), line()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = make_trainer(model, optimizer=optimizer, precision=precision)
+    while trainer.step(points(8)).skipped:
+        assert trainer.steps < 20
+    square(plain, points(8)).mean().backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.float(), theirs - 0.1 * theirs.grad, rtol=0, atol=0.01)
 
 
 class Breaking(torch.optim.SGD):

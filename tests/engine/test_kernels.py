@@ -67,14 +67,13 @@ def test_shapes_are_fixed_however_many_there_are(way: Callable[[], Made]) -> Non
     SYMBOLIC.clear()
     model, loss = way()
     trainer = make_trainer(model, loss, shards=2)
-    for samples in (9, 8, 15, 20, 31, 33, 40, 43, 47, 50, 60):  # more than PyTorch's own limit
+    for samples in (9, 8, 15, 20, 31, 33, 40, 43, 47):  # more than PyTorch's own limit
         trainer.step(points(samples))
     assert len(SYMBOLIC) > 10
     assert not any(SYMBOLIC)
 
 
-@for_each("deterministic", [True, False])
-def test_settings_of_compiler_and_kernels_are_put_back(deterministic: bool) -> None:
+def test_settings_of_compiler_and_kernels_are_put_back() -> None:
     from torch._dynamo import config
     from torch._inductor import config as inductor
 
@@ -89,10 +88,12 @@ def test_settings_of_compiler_and_kernels_are_put_back(deterministic: bool) -> N
         return square(model, batch)
 
     model = torch.compile(line(), backend=recorded)
-    make_trainer(model, loss, deterministic=deterministic).step(points(8))
-    assert {kernels for _, kernels in seen} == {deterministic}
-    assert all(compiled for compiled, _ in seen) or not deterministic
+    make_trainer(model, loss).step(points(8))
+    assert set(seen) == {(True, True)}
     assert settings() == before
+    seen.clear()
+    make_trainer(line(), loss, deterministic=False).step(points(8))
+    assert not any(kernels for _, kernels in seen)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")

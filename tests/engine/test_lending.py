@@ -61,9 +61,6 @@ def trained(trainer: onefold.Trainer, steps: int = 4) -> str:
     return trainer.fingerprint()
 
 
-# Steps
-
-
 def terms(model: nn.Module, batch: torch.Tensor) -> Any:
     values = model(batch)
     many = (values > 0).sum()
@@ -110,9 +107,6 @@ def test_a_step_brings_one_stage_after_the_other() -> None:
     assert ahead == [False] * (1 + 8 + 1) + [True] * 7
     assert most == 4  # the root, the stage, the one before it, and the one after it
     assert not is_there
-
-
-# Between steps
 
 
 def looked_at_between_steps() -> dict[str, str]:
@@ -162,9 +156,6 @@ def test_a_script_reads_and_trains_in_the_block() -> None:
     assert run(read_in_the_block) == read_in_the_block()
 
 
-# Models that write to parameters
-
-
 class Masked(nn.Module):
     """Writes to a parameter in its forward pass, so that PyTorch does not count it."""
 
@@ -211,9 +202,6 @@ def test_what_a_model_writes_to_is_named(
 ) -> None:
     with pytest.raises(StateError, match=words):
         run(with_a_write, make, call, keep=keep)
-
-
-# Frozen parameters
 
 
 class Following(nn.Module):

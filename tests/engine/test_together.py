@@ -12,7 +12,7 @@ from torch import nn
 
 import onefold
 from onefold.errors import LossError
-from tests import simulated
+from onefold.testing import simulate
 from tests.small import Batch, line, make_trainer, points
 from tests.tables import for_each
 
@@ -75,14 +75,14 @@ def told(rows: list[float]) -> Any:
     return seen[-1:], found
 
 
-@for_each("devices", [1, 2, 3])
-@for_each("exchange", ["shared", "collective"])
+@for_each(("devices", "exchange"), [(1, "auto"), (2, "shared"), (3, "collective")])
 def test_rows_are_gathered_in_the_order_of_the_batch(devices: int, exchange: Any) -> None:
-    rows = [3.0, 1.0, 2.0, 7.0, 5.0]
-    options: Any = {"devices": f"cpu:{devices}", "exchange": exchange}
-    seen, found = simulated.launch(told, args=(rows,), **options)
-    assert (seen, found) == ([rows], 18 * 18 / 5)
-    assert simulated.launch(told, args=([2.0, 1.0],), **options)[0] == [[2.0, 1.0]]
+    for rows in ([3.0, 1.0, 2.0, 7.0, 5.0], [2.0, 1.0]):  # of few, some devices have none
+        found = simulate(told, devices, seed=0, args=(rows,), exchange=exchange)
+        assert {each[1] for each in found} == {sum(rows) ** 2 / len(rows)}
+        assert [each[0] for each in found if each[0]] == [[rows]] * min(
+            devices, (len(rows) + 1) // 2
+        )
 
 
 @for_each("plan", PLANS)

@@ -187,9 +187,6 @@ def test_state_under_a_key_that_is_no_parameter_is_kept(devices: int, tmp_path: 
         trainer.save(tmp_path)
 
 
-# Optimizers that draw random numbers.
-
-
 class Noisy(torch.optim.SGD):
     """Draws in its steps from some number on, as annealed noise or stochastic rounding does."""
 
