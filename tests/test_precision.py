@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -165,13 +166,14 @@ def test_models_hold_low_precision_and_small_updates_are_not_lost() -> None:
 
 
 @for_each("devices", [1, 2])
+@for_each("change", [onefold.Trainer.changing, nullcontext])
 def test_what_is_changed_between_steps_reaches_the_exact_values(
-    devices: int, tmp_path: Path
+    change: Callable[[onefold.Trainer], AbstractContextManager[Any]], devices: int, tmp_path: Path
 ) -> None:
     first, second = trainer_of("bf16-params", devices), trainer_of("bf16-params", 3)
     first.step(batches(1)[0])
-    # One device may do so at any time.
-    with nullcontext() if devices == 1 else first.changing(), torch.no_grad():
+    # A process that has all devices may do so at any time.
+    with change(first), torch.no_grad():
         first.model.get_parameter("4.bias").fill_(3.0)
     first.save(tmp_path)
     second.load(tmp_path)

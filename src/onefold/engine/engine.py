@@ -466,10 +466,10 @@ class Engine:
         return norm
 
     def follow_parameters(self) -> None:
-        """Have what is kept follow what one device alone, which may, changed between steps."""
+        """Have what is kept follow what a process with all devices changed between steps."""
         # They are not to follow averages that the model shows, nor parameters that are not here.
         here = self.lending.is_whole and not self.averaging.is_shown
-        if self._alone and here and (self._is_lent or self.update.storage.rounds):
+        if not self.with_others and here and (self._is_lent or self.update.storage.rounds):
             self.update.follow_parameters()
             self.exchange.memory.follow_lead(self.replicas[0].buffers.flat)
 

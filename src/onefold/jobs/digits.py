@@ -181,7 +181,7 @@ def require_new(path: Path) -> None:
 
 SHARDS = 8
 BATCH_SIZE = 64
-EPOCHS = 12
+EPOCHS = 6
 LEARNING_RATE = 2e-3
 SEED = 0
 TEST_SHARE = 0.2
