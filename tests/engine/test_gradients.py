@@ -33,12 +33,11 @@ def trained(
     steps: int = 3,
     **settings: Any,
 ) -> dict[str, bytes]:
-    """The bits after some steps."""
+    """The bits after some steps, and the norms of their gradients."""
     torch.manual_seed(0)
     trainer = make_trainer(build(), loss, shards=SHARDS, devices=devices, **settings)
-    for _ in range(steps):
-        trainer.step(points(SAMPLES))
-    return bits(trainer.model)
+    norms = [trainer.step(points(SAMPLES)).grad_norm for _ in range(steps)]
+    return bits(trainer.model) | {"norms": repr(norms).encode()}
 
 
 def fgsm(model: nn.Module, batch: Batch) -> torch.Tensor:
