@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +18,7 @@ import torch
 import onefold
 from onefold.integrations.loggers import log_steps
 from tests import simulated
+from tests.conftest import ROOT
 from tests.small import Batch, line, points, sgd
 
 Written = list[tuple[int, dict[str, float]]]
@@ -136,3 +141,70 @@ def test_tensorboard(tmp_path: Path) -> None:
     expected = [(number, losses[number - 1]) for number in (1, 2, 4)]
     assert found == [(number, pytest.approx(loss)) for number, loss in expected]
     assert [(event.step, event.value) for event in events.Scalars("score")] == [(4, 0.5)]
+
+
+def in_own_process(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a script whose library keeps threads; it has a trainer and a folder."""
+    words = (
+        "import json, pathlib, sys",
+        "from onefold.integrations.loggers import log_steps",
+        "from tests.integrations.test_loggers import trainer_of",
+        "from tests.small import points",
+        "folder, trainer = pathlib.Path(sys.argv[1]), trainer_of(None)",
+        script,
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", "\n".join(words), str(folder)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "MLFLOW_ALLOW_FILE_STORE": "true"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert found.returncode == 0, found.stderr
+    return found
+
+
+MLFLOW = """
+import mlflow
+
+mlflow.set_tracking_uri(folder.as_uri())
+mlflow.set_experiment("onefold")
+with mlflow.start_run() as run:
+    log = log_steps(trainer, mlflow, every=2)
+    losses = [float(trainer.step(points(8)).loss) for _ in range(4)]
+    log({"score": 0.5})
+client = mlflow.MlflowClient()
+found = [[m.step, m.value] for m in client.get_metric_history(run.info.run_id, "train/loss")]
+print(json.dumps([found, losses, client.get_run(run.info.run_id).data.metrics["score"]]))
+"""
+
+
+@pytest.mark.full
+def test_mlflow(tmp_path: Path) -> None:
+    pytest.importorskip("mlflow")
+    steps, losses, score = json.loads(in_own_process(MLFLOW, tmp_path).stdout.splitlines()[-1])
+    assert steps == [[number, losses[number - 1]] for number in (1, 2, 4)]
+    assert score == 0.5
+
+
+WANDB = """
+import wandb
+
+with wandb.init(mode="offline", dir=folder, project="onefold") as run:
+    log = log_steps(trainer, run, every=2)
+    losses = [float(trainer.step(points(8)).loss) for _ in range(4)]
+    log({"score": 0.5})
+print(json.dumps(losses))
+"""
+
+
+@pytest.mark.full
+def test_weights_and_biases(tmp_path: Path) -> None:
+    """What the library says of the run when it ends: the numbers of its last step."""
+    pytest.importorskip("wandb")
+    found = in_own_process(WANDB, tmp_path)
+    losses = json.loads(found.stdout.splitlines()[-1])
+    summary = dict(re.findall(r"^wandb: +(\S+) ([\d.]+)$", found.stderr, re.MULTILINE))
+    assert float(summary["train/loss"]) == pytest.approx(losses[3], abs=1e-4)
+    assert float(summary["score"]) == 0.5

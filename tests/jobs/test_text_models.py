@@ -209,3 +209,16 @@ CONFIGS += [(config_of(**each), "names code that would be fetched and run") for 
 def test_a_description_that_cannot_be_built_is_one_error(config: str, words: str) -> None:
     with pytest.raises(CheckpointError, match=words):
         build_from_config(config)
+
+
+def test_code_of_a_description_is_never_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(
+        transformers.AutoModelForSequenceClassification,
+        "from_config",
+        lambda config, **how: asked.append(how["trust_remote_code"]) or small(),
+    )
+    build_from_config(
+        '{"model_type": "roberta", "num_labels": 3, "auto_map": {"AutoModel": "x--y.Z"}}'
+    )
+    assert asked == [False]

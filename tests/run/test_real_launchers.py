@@ -1,10 +1,12 @@
-"""Runs that Slurm has started, with the bits of one device.
+"""Runs that Slurm, Open MPI and Ray Train have started, with the bits of one device.
 
-It is Debian's (``apt-get install slurm-wlm munge``), with all nodes on this machine.
+Slurm and Open MPI are Debian's (``apt-get install slurm-wlm munge openmpi-bin``), with all nodes on
+this machine; Ray Train is PyPI's (``pip install "ray[train]"``).
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import signal
@@ -19,6 +21,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "placed.py"
+RAY = Path(__file__).parent.parent / "scripts" / "with_ray.py"
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sinfo", "unshare")
 pytestmark = [
     pytest.mark.full,
@@ -143,3 +146,60 @@ def test_srun_gives_the_bits_of_one_device(slurm: dict[str, str], options: list[
     assert done.returncode == 0, done.stderr
     size = "3" if "-n3" in options else "2"
     assert done.stdout == alone().replace("1 ", f"{size} ", 1)
+
+
+def test_one_node_need_not_have_a_name_that_resolves(slurm: dict[str, str]) -> None:
+    command = ["srun", "-n2", "--overcommit", "-wnowhere", sys.executable, str(SCRIPT), "main"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, **slurm}, timeout=600
+    )
+    assert (done.returncode, done.stdout) == (0, alone().replace("1 ", "2 ", 1)), done.stderr
+
+
+def test_a_name_that_does_not_resolve_is_named(slurm: dict[str, str], tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    nodes = ["-N2", "-n2", "-m", "plane=1", "-wnowhere,node1"]
+    # The lead is the first in Slurm's order, which is that of the configuration.
+    place = {"MASTER_ADDR": "nowhere"}
+    command = ["srun", "--overcommit", *nodes, sys.executable, str(SCRIPT), "main"]
+    with running(command, log, **slurm, **place):
+        for _ in range(400):
+            if "does not resolve" in log.read_text():
+                break
+            time.sleep(0.1)
+    said = log.read_text()
+    assert "device 1 has waited for 1" in said
+    assert "device 0 cannot be reached at nowhere:" in said
+    assert "the name nowhere does not resolve on " in said
+
+
+def test_mpirun_is_refused_with_the_command_that_works() -> None:
+    if shutil.which("mpirun") is None:
+        pytest.skip("Open MPI is not installed")
+    mpirun = "mpirun --oversubscribe --allow-run-as-root -np 2"
+    script = f"{sys.executable} {SCRIPT} main"
+    refused = subprocess.run(f"{mpirun} {script}", shell=True, capture_output=True, text=True)
+    assert (refused.returncode, refused.stdout) == (1, "")
+    (line,) = {line for line in refused.stderr.splitlines() if line.startswith("    mpirun")}
+    command = line.partition("  (HOST")[0].replace("mpirun", mpirun, 1)
+    command = command.replace("python train.py", script).replace("HOST", "127.0.0.1")
+    port = str(free_ports(1)[0])
+    done = subprocess.run(
+        command.replace("29500", port), shell=True, capture_output=True, text=True, timeout=600
+    )
+    assert (done.returncode, done.stdout) == (0, alone().replace("1 ", "2 ", 1)), done.stderr
+
+
+def test_ray_train_gives_the_bits_of_one_device(tmp_path: Path) -> None:
+    if importlib.util.find_spec("ray") is None:
+        pytest.skip("Ray Train is not installed")
+    done = subprocess.run(
+        [sys.executable, str(RAY), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_TRAIN_V2_ENABLED": "1"},
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    bits = [(tmp_path / f"bits-{rank}").read_text() for rank in range(2)]
+    assert bits == [alone().split()[1]] * 2

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from onefold.system import caches, compilers
 from onefold.system.caches import check_cache, default_of_torch, other_caches, place_of_code
@@ -145,3 +147,56 @@ def test_the_compiler_keeps_nothing_elsewhere(home: Path, monkeypatch: pytest.Mo
     assert implementations._OnDiskCacheImpl()._base_dir == home / "cache"
     for module in (cache_dir_utils, runtime_utils, codecache):
         assert (module.default_cache_dir(), module.cache_dir()) == (str(home), str(home))
+
+
+LOOKED_AT = """
+    _dynamo/config.py default_debug_dir_root: inside Meta alone; else the current folder
+    _dynamo/convert_frame.py profile_wrapper: written, where TORCH_COMPILE_CPROFILE asks for it
+    _dynamo/debug_utils.py minifier_dir: never reached
+    _inductor/cache.py base_dir: of a class that nobody uses as it is
+    _inductor/codecache.py <module>: headers, which are moved
+    _inductor/codecache.py _load_library: an error message
+    _inductor/codecache.py build_standalone_runtime: its default is replaced
+    _inductor/compile_fx_ext.py _send_to_child: debugging
+    _inductor/debug.py save_args_for_compile_fx_inner: debugging
+    _inductor/exc.py _record_missing_op: written, where TORCHINDUCTOR_WRITE_MISSING_OPS asks for it
+    _inductor/runtime/cache_dir_utils.py cache_dir: its default is replaced
+    _inductor/runtime/cache_dir_utils.py default_cache_dir: is replaced
+    _inductor/runtime/caching/implementations.py _base_dir: its default is replaced
+    _inductor/wrapper_benchmark.py <module>: benchmarks
+    _inductor/wrapper_benchmark.py ncu_analyzer: benchmarks
+    _inductor/wrapper_benchmark.py collect_memory_snapshot: benchmarks
+    _vendor/quack/autotuner.py __init__: the home's; TORCH_VENDOR_QUACK_CACHE_DIR
+    _vendor/quack/cache/jit.py get_cache_path: QUACK_CACHE_DIR
+    _vendor/quack/_compile_payload.py load_epilogue_from_source: on Hopper, in a script's own
+        flex_gemm; docs/security.md says so
+"""
+"""Functions of PyTorch's compiler that use a predictable name in the temporary directory."""
+
+
+def test_every_place_of_the_compiler_was_looked_at() -> None:
+    known = LOOKED_AT.replace("\n        ", " ").strip().splitlines()
+    known_places = {line.strip().split(": ")[0] for line in known}
+    root = Path(torch.__file__).parent
+    found = set()
+    for room in ("_dynamo", "_inductor", "_functorch", "_vendor"):
+        for path in (root / room).rglob("*.py"):
+            text = path.read_text()
+            if "gettempdir" in text or "default_cache_dir" in text:
+                module = path.relative_to(root).as_posix()
+                found |= {f"{module} {place}" for place in _places(ast.parse(text))}
+    assert found
+    assert found <= known_places
+
+
+def _places(tree: ast.AST, name: str = "<module>") -> set[str]:
+    """The innermost functions that call one of the two."""
+    found = set()
+    for node in ast.iter_child_nodes(tree):
+        inside = node.name if isinstance(node, ast.FunctionDef) else name
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func).rpartition(".")[2]
+            if called in ("gettempdir", "default_cache_dir"):
+                found.add(name)
+        found |= _places(node, inside)
+    return found

@@ -1,0 +1,68 @@
+"""Tests use public names of onefold: the exceptions are few, and listed here."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parent
+SOURCE = TESTS.parent / "src" / "onefold"
+
+EXCEPTIONS: dict[tuple[str, str], str] = {
+    ("inside.py", "_session"): "the one way into a trainer",
+}
+"""Why a file below tests/ uses a private name of onefold."""
+MOST = 40
+THEIRS = {"_C", "_asdict", "_buffers", "_fields", "_modules", "_parameters", "_replace"}
+"""What Python and PyTorch have under such names."""
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and name != "_"
+
+
+def defined(tree: ast.AST) -> Iterator[str]:
+    """Names of functions, classes, variables and attributes that a file itself makes."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.arg):
+            yield node.arg
+        elif (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.ctx, ast.Store)
+            and isinstance(node.value, ast.Name)
+            and node.value.id in ("self", "cls")
+        ):
+            yield node.attr
+
+
+def used(tree: ast.AST) -> Iterator[str]:
+    """Names of attributes and imports, and texts that may be names for ``monkeypatch``."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.ImportFrom):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value.rpartition(".")[2]
+
+
+def test_private_names_are_listed_with_a_reason() -> None:
+    private = {
+        name
+        for path in SOURCE.rglob("*.py")
+        for name in defined(ast.parse(path.read_text()))
+        if is_private(name) and name not in THEIRS
+    }
+    assert len(private) > 100
+    found = set()
+    for path in set(TESTS.rglob("*.py")) - {TESTS / "mutants.py", Path(__file__)}:
+        tree = ast.parse(path.read_text())
+        foreign = private.difference(defined(tree)).intersection(used(tree))
+        found |= {(path.relative_to(TESTS).as_posix(), name) for name in foreign}
+    assert sorted(found) == sorted(EXCEPTIONS)
+    assert len(EXCEPTIONS) <= MOST
