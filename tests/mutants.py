@@ -320,10 +320,10 @@ MUTANTS: list[Mutant] = [
         "",
     ),
     Mutant(
-        "gathered rows come in the order of devices",
+        "of what a device gives for gathered rows its first block counts for all",
         "engine/valuetrade.py",
-        "torch.cat([parts[shard] for shard in sorted(parts)])",
-        "torch.cat([parts[shard] for shard in parts])",
+        "(unpacked_bytes(table[device], dtype, shapes)[slot],)",
+        "(unpacked_bytes(table[device], dtype, shapes)[0],)",
     ),
     # Data
     Mutant(

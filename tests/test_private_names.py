@@ -10,7 +10,24 @@ TESTS = Path(__file__).resolve().parent
 SOURCE = TESTS.parent / "src" / "onefold"
 
 EXCEPTIONS: dict[tuple[str, str], str] = {
+    ("apart.py", "_heap"): "puts in a home apart, which only a GPU would have",
+    ("apart.py", "_live"): "tells in which memory a tensor lies",
+    ("checkpoint/inprocess.py", "_autosave"): "a script that dies in a test gives its lock back",
+    ("checkpoint/inprocess.py", "_trainers"): "each of its starts counts trainers anew",
+    ("engine/test_nonfinite.py", "_finite"): "to look late happens on accelerators alone",
+    ("engine/test_nonfinite.py", "_is_late"): "to look late happens on accelerators alone",
+    ("exchange/together.py", "_Options"): "PyTorch's, of a group by gloo",
+    ("exchange/together.py", "_devices"): "PyTorch's, of a group by gloo",
+    ("exchange/together.py", "_world"): "PyTorch's, the groups of a process",
     ("inside.py", "_session"): "the one way into a trainer",
+    ("reading/test_samplers.py", "_PART"): "a part of an order is 131,072 samples long",
+    ("reading/test_samplers.py", "_PART_BATCHES"): "a part of an order is 131,072 samples long",
+    ("test_compile.py", "_MANY_SHAPES"): "the real number takes many compilations",
+    ("test_compile.py", "_SHAPES"): "the real number takes many compilations",
+    ("testing/test_simulation.py", "_world"): "PyTorch's, the groups of a process",
+    ("verifying/compared.py", "_progress"): "trainers of earlier tests would be compared too",
+    ("verifying/test_verifying.py", "_LONGEST"): "the real limit is 100,000 steps",
+    ("warm.py", "_pid"): "Python's, of a process that it believes to have started",
 }
 """Why a file below tests/ uses a private name of onefold."""
 MOST = 40
