@@ -265,10 +265,15 @@ def main() -> int:
     names = [problem.name for problem in problems()]
     assert len(set(names)) == len(names), "two problems have one name"
     chosen = [number for number, name in enumerate(names) if options.only in name]
-    known = json.loads(FILE.read_text()) if FILE.exists() else {"torch": "", "bits": {}}
     version, kind = torch.__version__.partition("+")[0], processor()
-    bits: dict[str, dict[str, Found]] = known["bits"] if known["torch"] == version else {}
-    here = bits.get(kind, {})
+    known = json.loads(FILE.read_text()) if FILE.exists() else {"torch": ""}
+    if known["torch"] != version:
+        known = {"torch": version, "bits": {}, "kinds": {}}
+    bits: dict[str, Found] = known["bits"]
+    kinds: dict[str, dict[str, Found]] = known["kinds"]
+    here = {**bits, **kinds[kind]} if kind in kinds else {}
+    if options.write and options.only and not here:
+        parser.error(f"nothing is known for {kind} with torch {version}: write all of them first")
     results = []
     with ProcessPoolExecutor(PROCESSES) as pool:
         for result in pool.map(computed, chosen):
@@ -287,11 +292,24 @@ def main() -> int:
     for name, values in changed.items():
         print(f"{name}: {values}, was {here[name]}")
     if new:
-        print(f"{len(new)} of {len(results)} problems have no bits for {kind} with torch {version}")
+        alike = sum(bits.get(name) == ones[name] for name in new)
+        print(
+            f"{len(new)} of {len(results)} problems have no bits for {kind} with torch {version}; "
+            f"{alike} of them have those of other kinds"
+        )
     if options.write:
-        kept = here if options.only else {}
-        bits[kind] = {**kept, **ones}
-        FILE.write_text(json.dumps({"torch": version, "bits": bits}, indent=1) + "\n")
+        own = kinds.setdefault(kind, {})
+        for name, one in ones.items():
+            # What this kind alone has differed before; all else is every kind's.
+            if name in own or (name in new and name in bits and bits[name] != one):
+                own[name] = one
+            else:
+                bits[name] = one
+        if not options.only:
+            for kept in (bits, *kinds.values()):
+                for name in kept.keys() - ones.keys():
+                    del kept[name]
+        FILE.write_text(json.dumps(known, indent=1) + "\n")
         changed = {}
     every = problems()
     ways_of_all = sum(len(every[number].ways) for number in chosen[: len(results)])

@@ -18,7 +18,6 @@ CASES = (
     "mixed-adamw-4 shards-microbatch 1",
     "option-gather",
     "loader-stream",
-    "stages-tied-adamw",
     "line-text-adamw",
 )
 IN_LINES = tuple(name for name in CASES if name.startswith("line"))
