@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -64,29 +63,13 @@ def state(trainer: onefold.Trainer, folder: Path) -> State:
     return files
 
 
-@dataclass(frozen=True)
 class Saved:
-    """Checkpoints of two steps of a run, and one of another run of as many steps."""
+    """Checkpoints of two steps of a run, with its states by step, and one of another run."""
 
-    root: Path
-    states: dict[int, State]
-    """Of the run, by step."""
-
-    @property
-    def directory(self) -> Path:
-        return self.root / "run"
-
-    @property
-    def older(self) -> Path:
-        return self.directory / OLDER
-
-    @property
-    def newer(self) -> Path:
-        return self.directory / NEWER
-
-    @property
-    def other(self) -> Path:
-        return self.root / "other" / NEWER
+    def __init__(self, root: Path, states: dict[int, State]) -> None:
+        self.root, self.states, self.directory = root, states, root / "run"
+        self.older, self.newer = self.directory / OLDER, self.directory / NEWER
+        self.other = root / "other" / NEWER
 
     def copied(self, place: Path) -> Saved:
         """A copy, to be damaged."""
@@ -106,8 +89,6 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> Saved:
             one.save(saved.directory)
     other.model.passing.fill_(-1)
     other.save(saved.other.parent)
-    for path in (saved.older, saved.newer, saved.other):
-        assert sorted(file.name for file in path.iterdir()) == sorted(FILES)
     return saved
 
 
@@ -118,27 +99,14 @@ def elsewhere() -> onefold.Trainer:
     return trainer
 
 
-def flip(path: Path, place: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[place] ^= 1
-    path.write_bytes(data)
-
-
 def cut(path: Path, length: int) -> None:
     path.write_bytes(path.read_bytes()[:length])
 
 
-def size(path: Path) -> int:
-    return path.stat().st_size
-
-
 DAMAGES: dict[str, Callable[[Path, Saved], object]] = {
-    "cut by one byte": lambda path, saved: cut(path, -1),
-    "cut to half": lambda path, saved: cut(path, size(path) // 2),
     "cut to nothing": lambda path, saved: cut(path, 0),
     "one byte more": lambda path, saved: path.write_bytes(path.read_bytes() + b"\0"),
-    "byte of the header flipped": lambda path, saved: flip(path, 20),
-    "last byte flipped": lambda path, saved: flip(path, -1),
+    "the last byte another": lambda path, saved: path.write_bytes(path.read_bytes()[:-1] + b"\1"),
     "missing": lambda path, saved: path.unlink(),
     "a folder": lambda path, saved: (path.unlink(), path.mkdir()),
     "a FIFO": lambda path, saved: (path.unlink(), os.mkfifo(path)),
@@ -214,58 +182,32 @@ def test_no_byte_can_be_another_or_missing(
     assert state(trainer, tmp_path) == saved.states[4]
 
 
-def empty(folder: Path) -> Path:
-    shutil.rmtree(folder)
-    folder.mkdir()
-    return folder
-
-
-def renamed(name: str) -> Callable[[Path], Path]:
-    return lambda folder: folder.rename(folder.with_name(name))
-
-
-OTHERS = "its run.json is that of step 4, from another folder"
-
-
-@for_each(
-    ("damage", "text"),
-    [
-        (empty, "run.json is missing"),
-        (renamed("step-00000007"), OTHERS),
-        (renamed("step-00000003"), OTHERS),
-    ],
-)
+@for_each("name", ["step-00000007", "step-00000003"])
 def test_a_folder_that_is_no_longer_that_of_its_checkpoint(
-    originals: Saved,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    damage: Callable[[Path], Path],
-    text: str,
+    originals: Saved, tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
     saved, trainer = originals.copied(tmp_path), elsewhere()
-    folder = damage(saved.newer)
+    folder = saved.newer.rename(saved.newer.with_name(name))
+    text = "its run.json is that of step 4, from another folder"
     assert refusal(trainer, folder) == f"{folder} is damaged: {text}"
     trainer.load(saved.directory)
     assert caplog.messages == [f"{folder} is damaged: {text}; {saved.older} is used instead"]
     check_goes_on(trainer, saved, tmp_path)
 
 
-@for_each("newer_format", [False, True])
+@for_each(
+    ("changes", "words"),
+    [
+        ({"seed": 2}, "saved with seed 2, this run has 1"),
+        ({"format": 2}, "is of format 2, this version of onefold knows formats up to 1: install"),
+    ],
+)
 def test_another_run_or_format_is_no_reason_to_use_an_older_one(
-    originals: Saved, tmp_path: Path, newer_format: bool
+    originals: Saved, tmp_path: Path, changes: dict[str, Any], words: str
 ) -> None:
     """It is whole: somebody has mixed up two runs, or has a newer onefold."""
     saved, trainer = originals.copied(tmp_path), elsewhere()
-    if newer_format:
-        reseal(saved.newer, format=2)
-        words = (
-            f"{saved.newer} is of format 2, this version of onefold knows formats up to 1: install "
-            f"a newer onefold"
-        )
-    else:
-        shutil.rmtree(saved.newer)
-        shutil.copytree(saved.other, saved.newer)
-        words = "saved with seed 2, this run has 1"
+    reseal(saved.newer, **changes)
     before = state(trainer, tmp_path)
     for path in (saved.newer, saved.directory):
         assert words in refusal(trainer, path)
@@ -287,19 +229,3 @@ def test_a_place_without_checkpoints_is_told(tmp_path: Path, make: Any, text: st
     words = f"there is no checkpoint in {tmp_path / 'run'}: expected folders called"
     assert said.startswith(words)
     assert said.endswith(text)
-
-
-def test_the_newest_is_missed_though_its_step_is_an_earlier_one(
-    originals: Saved, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The run went back from step 4 to step 2 and has saved step 3 since."""
-    saved, trainer = originals.copied(tmp_path), elsewhere()
-    trainer.load(saved.older)
-    step(trainer)
-    newest = trainer.save(saved.directory)
-    assert trainer.load(saved.directory).folder == newest
-    cut(newest / "model.safetensors", -1)
-    assert trainer.load(saved.directory).folder == saved.newer
-    (record,) = caplog.records
-    check_named(record.getMessage(), newest, "model.safetensors")
-    assert record.getMessage().endswith(f"; {saved.newer} is used instead")

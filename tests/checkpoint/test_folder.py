@@ -60,8 +60,6 @@ def test_what_was_saved_loads_into_a_fresh_model(tmp_path: Path, devices: int) -
     fresh = Tied()
     fresh.load_state_dict(load_file(folder / "model.safetensors"))
     assert bits(fresh) == bits(trainer.model)
-    numbers = sum(value.nbytes for value in fresh.state_dict().values())
-    assert numbers < (folder / "model.safetensors").stat().st_size < numbers + 2000
     assert load_file(folder / "buffers.safetensors").keys() == {"passing"}
     other = make_trainer(Tied(), loss, devices=devices)
     places = [value.data_ptr() for value in other.model.state_dict().values()]
@@ -110,7 +108,7 @@ def linked(folder: Path) -> None:
     [
         *(
             (lambda f, n=n: (f / n).mkdir(), {}, 9999, FileExistsError, f"{ONE} holds {n}, which i")
-            for n in ("notes.txt", "model.safetensors.bak", "src")
+            for n in ("notes.txt", "model.safetensors.bak")
         ),
         (linked, {}, 9999, FileExistsError, "is a link"),
         (lambda folder: None, {}, 64, OSError, "model.safetensors could not be written: File too"),
@@ -199,7 +197,9 @@ def test_the_newest_is_the_one_written_last(tmp_path: Path) -> None:
     """A run that went back and on from there is not taken for the one that was further."""
     for step in (100, 200, 150):
         write(tmp_path / f"step-00000{step}", step // 10)
-    assert find_checkpoint(tmp_path).folder.name == "step-00000150"
+    for name in ("step-00000150", "step-00000200"):
+        assert find_checkpoint(tmp_path).folder.name == name
+        (tmp_path / name / "model.safetensors").write_text("damaged")
 
 
 def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import math
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -88,16 +89,6 @@ def test_every_optimizer_goes_on_where_it_was(tmp_path: Path, name: str) -> None
     assert run(2, 6, tmp_path / "b", None) == whole
 
 
-def test_a_checkpoint_of_a_checkpoint_is_the_same(tmp_path: Path) -> None:
-    first, second = (odd_trainer(OPTIMIZERS["adam"], devices) for devices in (3, 2))
-    first.step(points(9))
-    folder = first.save(tmp_path / "a")
-    second.load(folder)
-    again = second.save(tmp_path / "b")
-    for path in folder.glob("*.safetensors"):
-        assert path.read_bytes() == (again / path.name).read_bytes()
-
-
 def test_a_loss_scale_doubles_when_it_would_have(tmp_path: Path) -> None:
     """After 2,000 good steps, however often the run was stopped meanwhile."""
 
@@ -116,9 +107,11 @@ def test_a_loss_scale_doubles_when_it_would_have(tmp_path: Path) -> None:
 
 def test_what_was_given_comes_back_as_it_was(tmp_path: Path) -> None:
     extra: dict[object, Any] = {"best": (0.9, 3), 7: [1.0, math.inf], "seen": {1, 2}, "words": []}
-    trainer = make_trainer()
+    trainer = make_trainer(devices=2)
+    prints = []
     for _ in trainer.epochs(3):
         trainer.step(points(4))
+        prints.append(trainer.fingerprint())
         scores = {"loss": trainer.steps / 4, "worst": math.nan}
         trainer.save(tmp_path, scores=scores, extra=extra, wait=False)
         extra["words"].append("later")
@@ -131,7 +124,9 @@ def test_what_was_given_comes_back_as_it_was(tmp_path: Path) -> None:
     assert found.folder == tmp_path / "step-00000003"
     json.loads((found.folder / "run.json").read_text(), parse_constant=lambda name: 1 / 0)
     assert again.step(points(4)).number == 4
-    assert make_trainer().load(tmp_path / "step-00000002").step == 2
+    for step, fingerprint in enumerate(prints, 1):
+        assert again.load(tmp_path / f"step-{step:08d}").step == step
+        assert again.fingerprint() == fingerprint
 
 
 def test_a_run_that_may_be_the_first_begins_without_a_checkpoint(tmp_path: Path) -> None:
@@ -180,17 +175,16 @@ def test_a_refused_load_is_survived_by_all_devices_and_a_failed_save_by_none(
 def test_a_new_optimizer_has_the_schedules_rate_and_a_new_schedule_its_own(
     tmp_path: Path, kind: Any, changed: str
 ) -> None:
-    def make(kind: Any, schedule: Any, *given: Any) -> tuple[onefold.Trainer, Any]:
+    def make(kind: Any, schedule: Any) -> tuple[onefold.Trainer, Any]:
         optimizer = kind((model := line()).parameters(), lr=0.1)
-        made = make_trainer(model, optimizer=optimizer, schedule=schedule(optimizer, *given))
-        return made, optimizer
+        return make_trainer(model, optimizer=optimizer, schedule=schedule(optimizer)), optimizer
 
-    trainer, _ = make(torch.optim.SGD, ExponentialLR, 0.5)
+    decay, by_step = partial(ExponentialLR, gamma=0.5), partial(StepLR, step_size=1, gamma=0.5)
+    trainer, _ = make(torch.optim.SGD, decay)
     for _ in range(3):
         trainer.step(points(8))
     trainer.save(tmp_path)
-    schedule = (ExponentialLR, 0.5) if changed == "optimizer" else (StepLR, 1, 0.5)
-    other, optimizer = make(kind, *schedule)
+    other, optimizer = make(kind, decay if changed == "optimizer" else by_step)
     other.load(tmp_path, changed=[changed])
     assert not optimizer.state
     done = 3 if changed == "optimizer" else 0
@@ -220,23 +214,6 @@ def test_the_settings_of_the_optimizer_are_those_of_the_checkpoint(
         assert optimizer.param_groups[0]["fused"] is False
         other.step(points(8))
     assert "lr of the optimizer's group 0 was 0.1 when the run began and is 0.3 in" in caplog.text
-
-
-def test_a_run_may_go_back(tmp_path: Path) -> None:
-    """And saving does not change it."""
-    trainer, unsaved = make_trainer(devices=2), make_trainer(devices=2)
-    seen = []
-    for number in range(6):
-        if number == 4:
-            trainer.load(tmp_path)
-        trainer.step(points(4 + trainer.steps))
-        seen.append(trainer.fingerprint())
-        if number < 4:
-            unsaved.step(points(4 + unsaved.steps))
-            assert unsaved.fingerprint() == seen[-1]
-        if number == 1:
-            trainer.save(tmp_path)
-    assert seen[4:] == seen[2:4]
 
 
 def with_buffer(value: torch.Tensor, persistent: bool = True) -> nn.Module:
@@ -271,39 +248,29 @@ def test_another_model_is_refused_by_the_first_name_that_differs(
     trainer.close()
 
 
-CHANGES: dict[str, tuple[dict[str, Any], str, str]] = {
-    "seed": ({"seed": 1}, "seed 0, this run has 1", "another order"),
-    "shards": ({"shards": 2}, "shards 4, this run has 2", "bit for bit"),
-    "clip_norm": ({"clip_norm": 1.0}, "clip_norm None, this run has 1.0", "other steps"),
-    "optimizer": (
-        {"optimizer": lambda m: torch.optim.Adam(m.parameters())},
-        "optimizer SGD, this run has Adam",
-        "begins anew",
-    ),
-    "schedule": (
-        {"schedule": lambda o: ExponentialLR(o, 0.5)},
-        "schedule None, this run has ExponentialLR",
-        "begins anew",
-    ),
+CHANGES: dict[str, tuple[Any, str, str]] = {
+    "seed": (1, "seed 0, this run has 1", "another order"),
+    "shards": (2, "shards 4, this run has 2", "bit for bit"),
+    "clip_norm": (1.0, "clip_norm None, this run has 1.0", "other steps"),
+    "optimizer": (torch.optim.Adam, "optimizer SGD, this run has Adam", "begins anew"),
+    "schedule": (ExponentialLR, "schedule None, this run has ExponentialLR", "begins anew"),
 }
 
 
-def changed_trainer(choices: dict[str, Any]) -> onefold.Trainer:
+def changed_trainer(what: str, value: Any) -> onefold.Trainer:
     model = line()
-    choices = dict(choices)
-    optimizer = choices.pop("optimizer", sgd)(model)
-    if "schedule" in choices:
-        choices["schedule"] = choices["schedule"](optimizer)
-    return make_trainer(model, optimizer=optimizer, **choices)
+    optimizer = value(model.parameters()) if what == "optimizer" else sgd(model)
+    value = value(optimizer, 0.5) if what == "schedule" else value
+    return make_trainer(model, **{what: value, "optimizer": optimizer})
 
 
 @for_each("what", CHANGES)
 def test_another_run_is_refused_by_name_and_taken_on_request(tmp_path: Path, what: str) -> None:
-    choices, said, promise = CHANGES[what]
+    value, said, promise = CHANGES[what]
     trainer = make_trainer()
     trainer.step(points(8))
     trainer.save(tmp_path)
-    other = changed_trainer(choices)
+    other = changed_trainer(what, value)
     before = bits(other.model)
     with pytest.raises(CheckpointError) as caught:
         other.load(tmp_path)
@@ -320,7 +287,7 @@ def test_another_run_is_refused_by_name_and_taken_on_request(tmp_path: Path, wha
     assert (bits(other.model), other.steps) == (bits(trainer.model), 1)
     other.step(points(8))
     other.save(tmp_path)
-    assert changed_trainer(choices).load(tmp_path).step == 2, "it is the run's own from then on"
+    assert changed_trainer(what, value).load(tmp_path).step == 2, "it is the run's own from then on"
 
 
 # Which checkpoints stay
@@ -347,25 +314,20 @@ class Keeping(nn.Linear):
         return {"calls": 3}
 
 
+COMPLEX = torch.zeros(1, dtype=torch.complex128)
+
+
 @for_each(
     ("model", "choices", "text"),
     [
         (line(), {"keep": 0}, "expected keep of at least 1, got 0"),
         (line(), {"keep": 2.5}, "expected keep to be a whole number or None, got 2.5"),
         (line(), {"best": "accuracy"}, 'expected best to be "highest NAME"'),
-        (line(), {"best": "highest "}, 'expected best to be "highest NAME"'),
         (line(), {"best": "lowest loss"}, "expected a score of that name among scores"),
         (line(), {"scores": {"loss": "low"}}, "expected scores to be numbers by name"),
         (line(), {"extra": {"f": print}}, r"extra\['f'\] is of type builtin_function"),
         (Keeping(3, 1), {}, "holds _extra_state, which is no parameter and no buffer"),
-        *(
-            (
-                with_buffer(torch.zeros(1, dtype=torch.complex128), persistent),
-                {},
-                r"count is of torch\.complex128, which no safetensors file can hold",
-            )
-            for persistent in (True, False)
-        ),
+        *((with_buffer(COMPLEX, kept), {}, r"count is of torch\.complex128") for kept in (0, 1)),
     ],
 )
 def test_what_cannot_be_saved_is_refused_before_anything_is_written(
@@ -428,19 +390,6 @@ def test_a_failed_write_is_raised_at_the_next_call(tmp_path: Path, call: str) ->
     assert names_in(tmp_path / "bad") == set()
 
 
-def test_saves_in_the_background_follow_one_another(tmp_path: Path) -> None:
-    trainer, again = make_trainer(devices=2), make_trainer()
-    prints = []
-    for _ in range(8):
-        trainer.step(points(5))
-        trainer.save(tmp_path, wait=False, keep=None)
-        prints.append(trainer.fingerprint())
-    trainer.close()
-    for step, fingerprint in enumerate(prints, 1):
-        again.load(tmp_path / f"step-{step:08d}")
-        assert again.fingerprint() == fingerprint
-
-
 def load(directory: Path) -> None:
     make_trainer(devices=None).load(directory)
 
@@ -452,6 +401,6 @@ def test_what_fails_in_the_leads_work_ends_all(tmp_path: Path, exchange: Any) ->
     with mock.patch.object(resume, "find_checkpoint", fail):
         lead, other = outcomes(load, 2, args=(tmp_path,), options=RunOptions(exchange=exchange))
     assert fail.call_count == 1
-    assert isinstance(lead.error, ArithmeticError)
+    assert lead.error is fail.side_effect
     with pytest.raises(PeerFailed, match="ArithmeticError: the fault that was asked for"):
         raise other.error
