@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 from torch import nn
 
 import onefold
@@ -19,20 +18,6 @@ from tests.engine.assembled import settings_of, team_of
 from tests.inside import engine_in
 from tests.small import bits, line, make_trainer, points, sgd, square
 from tests.tables import for_each
-
-
-def test_parameters_keep_values_and_identity_in_the_engines_memory() -> None:
-    module = nn.Sequential(nn.BatchNorm1d(3), line(), nn.Linear(3, 1))
-    module[2].weight = module[1].weight  # tied: one place
-    before, held = bits(module), dict(module.named_parameters())
-    first, second = engine_in(make_trainer(module, devices=2)).replicas
-    assert bits(module) == before
-    assert list(first.parts.trained) == list(held)
-    for place, (name, parameter) in enumerate(module.named_parameters()):
-        assert parameter is held[name]
-        assert parameter.data_ptr() == first.trained.views[place].data_ptr()
-        assert torch.equal(second.trained.views[place], parameter)
-        assert second.trained.views[place].data_ptr() != parameter.data_ptr()
 
 
 def test_names_are_those_of_a_model_that_is_not_compiled(tmp_path: Path) -> None:

@@ -60,14 +60,21 @@ def train(make: Make, devices: int | None = None, *, changes: bool = True) -> li
     return prints
 
 
-@for_each("make", [by_element, by_parameter])
-def test_spans_and_shares_change_hands_in_one_process(make: Make) -> None:
-    assert train(make, 3) == train(make, 1, changes=False)
-
-
-@for_each(("exchange", "keep"), [("shared", "all"), ("collective", "all"), ("collective", "span")])
-def test_spans_and_shares_change_hands_between_processes(exchange: Any, keep: str) -> None:
-    moved = simulated.launch(
-        train, devices="cpu:3", args=(by_element,), exchange=exchange, keep=keep
-    )
-    assert moved == train(by_element, 1, changes=False)
+@for_each(
+    ("make", "exchange", "keep"),
+    [
+        (by_element, "", "all"),
+        (by_parameter, "", "all"),
+        (by_element, "shared", "all"),
+        (by_element, "collective", "all"),
+        (by_element, "collective", "span"),
+    ],
+)
+def test_spans_and_shares_change_hands(make: Make, exchange: Any, keep: str) -> None:
+    """In one process, and between processes."""
+    if exchange:
+        how: Any = {"exchange": exchange, "keep": keep}
+        moved = simulated.launch(train, devices="cpu:3", args=(make,), **how)
+    else:
+        moved = train(make, 3)
+    assert moved == train(make, 1, changes=False)

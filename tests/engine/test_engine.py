@@ -81,22 +81,6 @@ def test_one_shard_with_weight_has_all_devices_update(devices: int) -> None:
 
 
 @both
-def test_the_loss_is_added_up_in_the_folds_order(devices: int) -> None:
-    totals = [1e16, 1.0, -1e16, 1.0]
-    folded = (totals[0] + totals[1]) + (totals[2] + totals[3])
-    assert folded != sum(totals)
-
-    def loss(model: nn.Module, batch: Batch) -> onefold.Mean:
-        return onefold.Mean((model(batch[0]) * 0 + batch[1]).sum(), 0.25)
-
-    inputs = torch.zeros(4, 3, dtype=torch.float64)
-    targets = torch.tensor(totals, dtype=torch.float64)[:, None]
-    step = make_trainer(line().double(), loss, devices=devices).step((inputs, targets))
-    assert step.loss.dtype == torch.float64
-    assert float(step.loss) == folded
-
-
-@both
 def test_random_numbers_are_other_ones_in_every_step_and_shard_and_with_every_seed(
     devices: int,
 ) -> None:
@@ -197,6 +181,3 @@ def test_a_lack_of_memory_names_step_and_shard_and_says_what_to_do(devices: int)
     assert trainer.fingerprint() == before
     fails[0] = False
     assert trainer.step(batch).number == 2
-
-
-# Memory.

@@ -114,18 +114,6 @@ def test_the_bits_do_not_depend_on_the_devices(samples: int) -> None:
             assert several.evaluate(score, data(samples), batch_size=7) == alone
 
 
-@both
-def test_samples_that_collate_leaves_out_do_not_count(devices: int) -> None:
-    def even(samples: list[int]) -> torch.Tensor:
-        return torch.tensor([number for number in samples if number % 2 == 0])
-
-    trainer = make_trainer(devices=devices)
-    scores = trainer.evaluate(
-        lambda model, batch: {"mean": batch.double().mean()}, range(10), batch_size=8, collate=even
-    )
-    assert scores == {"mean": 4.0}
-
-
 def numbers() -> tuple[float, ...]:
     return torch.rand(()).item(), random.random(), float(np.random.rand())
 
@@ -218,8 +206,6 @@ def test_wrong_numbers_are_refused(call: str, choice: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="of at least"):
         getattr(make_trainer(), call)(loss_of, data(), **choice)
 
-
-# Sums.
 
 Two = Callable[[torch.Tensor, torch.Tensor], Any]
 

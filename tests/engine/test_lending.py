@@ -271,6 +271,3 @@ def test_frozen_parameters_come_to_what_they_are_on_one_device(
     work: Callable[[], str], keep: str
 ) -> None:
     assert run(work, keep=keep) == work()
-
-
-# What stands for a parameter that is elsewhere

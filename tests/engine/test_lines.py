@@ -17,10 +17,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import onefold
-from onefold.core.options import ExchangeName, KeepName, RunOptions
+from onefold.core.options import ExchangeName, RunOptions
 from onefold.core.world import World
 from onefold.errors import LineError, PeerFailed
 from onefold.testing import outcomes
+from tests import simulated
 from tests.tables import for_each
 
 WIDTH, DEVICES = 6, 3
@@ -270,28 +271,19 @@ def attempt(name: str, devices: int = 0) -> None:
 
 
 @pytest.fixture
-def in_line(monkeypatch: pytest.MonkeyPatch) -> Callable[[KeepName], None]:
-    """A process that nobody launched, whose devices are a line unless it is told otherwise."""
-
-    def choose(keep: KeepName) -> None:
-        world = World(options=RunOptions(keep=keep))
-        monkeypatch.setattr("onefold.trainer.current_world", lambda: world)
-
-    choose("stages")
-    return choose
+def _in_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that nobody launched, whose devices are a line."""
+    world = World(options=RunOptions(keep="stages"))
+    monkeypatch.setattr("onefold.trainer.current_world", lambda: world)
 
 
 @for_each("name", REFUSED)
-@pytest.mark.usefixtures("in_line")
+@pytest.mark.usefixtures("_in_line")
 def test_devices_of_one_process(name: str) -> None:
+    """What one device computes, or the refusal would say nothing about lines."""
+    attempt(name, 1)
     with pytest.raises(LineError, match=REFUSED[name].match):
         attempt(name, DEVICES)
-
-
-@for_each("name", REFUSED)
-def test_one_device_computes_it(name: str) -> None:
-    """Or the refusal would say nothing about lines."""
-    attempt(name, 1)
 
 
 @for_each(
@@ -326,7 +318,7 @@ class Noted(nn.Module):
         return F.dropout(self.norm(self.linear(x)), 0.2)
 
 
-@pytest.mark.usefixtures("in_line")
+@pytest.mark.usefixtures("_in_line")
 def test_a_step_computes_each_stage_once_and_leaves_nothing_to_the_collector() -> None:
     """What a device was sent would wait there, and each file with it."""
     torch.manual_seed(1)
@@ -351,30 +343,26 @@ def test_a_step_computes_each_stage_once_and_leaves_nothing_to_the_collector() -
     trainer.close()
 
 
+def given_a_dtype(by_name: bool, devices: int = 0) -> str:
+    """The fingerprint of a model between whose stages a tensor takes the dtype of another."""
+    torch.manual_seed(1)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(5, 5), nn.Dropout()) for _ in range(4)])
+    places = torch.randn(5, dtype=torch.float64)
+
+    def loss(model: nn.Sequential, batch: torch.Tensor) -> torch.Tensor:
+        first = model[0](batch)
+        x = first + (places.to(tensor=first) if by_name else places.to(first, False))
+        for layer in model[1:]:
+            x = layer(x)
+        return x.square().mean(dim=1)
+
+    trainer = trainer_of(model, loss, devices)
+    trainer.step(torch.ones(8, 5))
+    return trainer.fingerprint()
+
+
 @for_each("by_name", [False, True])
-def test_the_dtype_of_what_another_device_gives_may_be_taken(
-    by_name: bool, in_line: Callable[[KeepName], None]
-) -> None:
-    """`x.to(tensor)` between stages needs no values of the other tensor; nor do random numbers
-    within stages."""
-
-    def fingerprint(keep: KeepName, devices: int) -> str:
-        in_line(keep)
-        torch.manual_seed(1)
-        model = nn.Sequential(*[nn.Sequential(nn.Linear(5, 5), nn.Dropout()) for _ in range(4)])
-        places = torch.randn(5, dtype=torch.float64)
-
-        def loss(model: nn.Sequential, batch: torch.Tensor) -> torch.Tensor:
-            first = model[0](batch)
-            x = first + (places.to(tensor=first) if by_name else places.to(first, False))
-            for layer in model[1:]:
-                x = layer(x)
-            return x.square().mean(dim=1)
-
-        trainer = trainer_of(model, loss, devices)
-        trainer.step(torch.ones(8, 5))
-        found = trainer.fingerprint()
-        trainer.close()
-        return found
-
-    assert fingerprint("stages", 2) == fingerprint("all", 1)
+def test_the_dtype_of_what_another_device_gives_may_be_taken(by_name: bool) -> None:
+    """`x.to(tensor)` needs no values of it; nor do random numbers within stages."""
+    found = simulated.launch(given_a_dtype, devices="cpu:2", args=(by_name,), keep="stages")
+    assert found == given_a_dtype(by_name, 1)

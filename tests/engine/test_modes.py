@@ -24,27 +24,8 @@ def model() -> nn.Module:
     return nn.Sequential(nn.BatchNorm1d(3), nn.Dropout(0.5), line())
 
 
-def scored(model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
-    return {"loss": square(model, batch)}
-
-
 def data() -> TensorDataset:
     return TensorDataset(*points(8))
-
-
-@both
-def test_parts_in_evaluation_mode_stay_there(devices: int) -> None:
-    module = model()
-    module[0].eval()
-    before = bits(module[0])
-    trainer = make_trainer(module, devices=devices)
-    for _ in range(2):
-        trainer.step(points(8))
-        trainer.evaluate(scored, data(), batch_size=4)
-    after = {n: v for n, v in bits(module[0]).items() if "running" in n or "tracked" in n}
-    assert after == {name: before[name] for name in after}
-    assert [part.training for part in module] == [False, True, True]
-    assert module.training
 
 
 def test_a_model_in_evaluation_mode_trains_as_in_a_plain_loop_and_says_so_once(

@@ -82,8 +82,6 @@ def test_what_no_file_holds_is_refused(value: object, words: str) -> None:
         packed([PieceState(0, "it", value, False)])
 
 
-# Whole tensors.
-
 LAYOUT = lay_out(
     {
         "wide": torch.zeros(70, 600),  # of three pieces, the last one short
@@ -93,8 +91,6 @@ LAYOUT = lay_out(
 )
 PIECES = cut_pieces(LAYOUT, by_element=True)
 
-
-# What was saved is looked at first.
 
 KEYS = {"wide": ["exp_avg", "step"], "turned": ["exp_avg"]}
 SAVED: dict[str, Any] = {

@@ -15,11 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import TensorDataset
 
-import onefold
-from onefold.core.options import RunOptions
 from onefold.errors import DisagreementError, LossError
-from onefold.run.world import current_world
-from onefold.testing import outcomes
 from tests import simulated
 from tests.small import make_trainer, points
 from tests.tables import for_each
@@ -218,31 +214,6 @@ def test_what_has_not_one_row_a_sample_is_refused(value: object, came: str, devi
         )
 
 
-@both
-def test_a_device_tells_its_numbers_to_all(devices: int) -> None:
-    numbers = {"b": 0.1, "a é": -0.0, "nan": math.nan, "inf": math.inf, "whole": 3}
-    trainer = make_trainer(devices=devices)
-    expected = [(name, np.float64(value).tobytes()) for name, value in numbers.items()]
-    for told in trainer.gather(numbers):
-        assert [(name, np.float64(value).tobytes()) for name, value in told.items()] == expected
-    assert trainer.gather({}) == [{}] * devices
+def test_names_of_numbers_have_one_line() -> None:
     with pytest.raises(ValueError, match="expected names of one line for numbers"):
-        trainer.gather({"two\nlines": 1.0})
-
-
-def telling(*names: str) -> list[dict[str, float]]:
-    """Tell the number of this device, under a name that each may have for itself."""
-    rank = current_world().rank
-    trainer = make_trainer(devices=None)
-    return trainer.gather({names[min(rank, len(names) - 1)]: float(rank)})
-
-
-@for_each("exchange", ["shared", "collective"])
-def test_numbers_come_in_the_order_of_the_devices_and_names_are_alike(exchange: Any) -> None:
-    told = simulated.launch(telling, devices="cpu:3", args=("rank",), exchange=exchange)
-    assert told == [{"rank": 0.0}, {"rank": 1.0}, {"rank": 2.0}]
-    options = RunOptions(exchange=exchange)
-    for found in outcomes(telling, 2, args=("even", "odd"), options=options):
-        words = r"device 1 has \['odd'\] and another one \['even'\]"
-        with pytest.raises(onefold.errors.DisagreementError, match=words):
-            raise found.error
+        make_trainer().gather({"two\nlines": 1.0})

@@ -141,31 +141,6 @@ def test_what_is_unused_or_frozen_for_a_step_is_skipped_as_in_plain_pytorch(devi
         assert (after["usual.bias"] == before["usual.bias"]) is rests
 
 
-@both
-def test_what_is_frozen_or_held_by_no_optimizer_stays(devices: int) -> None:
-    model = Branches()
-    model.rare.bias.requires_grad_(False)
-    before = bits(model)
-    batch = points(8)
-    batch[0][:, 0] = 99.0
-    make_trainer(model, optimizer=decaying(model.rare), devices=devices).step(batch)
-    assert {name for name, value in bits(model).items() if value != before[name]} == {"rare.weight"}
-    assert all(p.grad is None for p in model.parameters())
-
-
-@both
-def test_a_parameter_that_is_unfrozen_later_is_refused_by_name(devices: int) -> None:
-    model = Branches()
-    model.rare.weight.requires_grad_(False)
-    trainer = make_trainer(model, devices=devices)
-    trainer.step(points(8))
-    before = bits(model)
-    model.rare.weight.requires_grad_(True)
-    with pytest.raises(ValueError, match=r"^parameter rare\.weight was frozen when Trainer was"):
-        trainer.step(points(8))
-    assert bits(model) == before
-
-
 class Counting(torch.optim.SGD):
     """Keeps a number that belongs to no parameter."""
 
