@@ -2,45 +2,64 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from threading import BrokenBarrierError
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
+import torch
 
 from onefold.checkpoint.saving import Lead
-from onefold.errors import PeerLost
 from tests.engine.assembled import team_of
-from tests.engine.meeting import Seat, together
+from tests.exchange.together import endings, together
 
 Result = TypeVar("Result")
-
-
 LIMIT_S = 0.2
 
 
-def both(work: Callable[[Lead, Seat], Result]) -> list[Result | Exception]:
-    """In two processes, with engines that have nothing but their exchange."""
+class Table:
+    """What two devices, which are threads, show each other, and how often."""
 
-    def start(seat: Seat) -> Result:
-        engine: Any = SimpleNamespace(with_others=True, exchange=SimpleNamespace(transport=seat))
-        return work(Lead(engine, team_of(2, own=[seat.number]), LIMIT_S), seat)
+    def __init__(self) -> None:
+        self.barrier = threading.Barrier(2, timeout=20)
+        self.given: dict[int, torch.Tensor] = {}
+        self.rounds = 0
 
-    return together(start)
+    def share(self, rows: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        self.rounds += 0 in rows
+        self.given.update(rows)
+        self.barrier.wait()
+        table = torch.stack([self.given[0], self.given[1]])
+        self.barrier.wait()
+        return table
+
+
+def seated(table: Table, work: Callable[[Lead], Result]) -> Callable[[int], Result]:
+    """Does the lead's work on a device; whoever fails is waited for no longer."""
+
+    def start(number: int) -> Result:
+        engine: Any = SimpleNamespace(with_others=True, exchange=SimpleNamespace(transport=table))
+        try:
+            return work(Lead(engine, team_of(2, own=[number]), LIMIT_S))
+        except BaseException:
+            table.barrier.abort()
+            raise
+
+    return start
 
 
 def test_all_hear_while_it_takes_longer_than_they_wait(caplog: pytest.LogCaptureFixture) -> None:
     """Otherwise they would give the lead up for lost."""
 
-    def work(lead: Lead, seat: Seat) -> int:
+    def work(lead: Lead) -> None:
         lead.do("reading", (lambda: time.sleep(3 * LIMIT_S)) if lead.is_here else None)
-        return seat.rounds
 
-    one, other = both(work)
-    assert one == other
-    assert isinstance(one, int)
-    assert one >= 6  # it looks four times as often as they would give up
+    table = Table()
+    together(2, seated(table, work))
+    assert table.rounds >= 6  # it looks four times as often as they would give up
     said = [m for m in caplog.messages if m.startswith("reading has taken 0 s so far, and goes on")]
     assert 1 <= len(said) <= 3
     assert len(said) == len(caplog.messages)
@@ -49,8 +68,8 @@ def test_all_hear_while_it_takes_longer_than_they_wait(caplog: pytest.LogCapture
 def test_a_lead_that_hears_of_anothers_failure_still_ends_its_thread() -> None:
     ended: list[bool] = []
 
-    def work(lead: Lead, seat: Seat) -> object:
-        if seat.number == 1:
+    def work(lead: Lead) -> object:
+        if not lead.is_here:
             raise ArithmeticError("mine")
 
         def slow() -> None:
@@ -59,7 +78,6 @@ def test_a_lead_that_hears_of_anothers_failure_still_ends_its_thread() -> None:
 
         return lead.do("writing", slow)
 
-    one, other = both(work)
-    assert isinstance(one, PeerLost)
-    assert isinstance(other, ArithmeticError)
+    found = endings(2, seated(Table(), work))
+    assert [type(error) for error in found] == [BrokenBarrierError, ArithmeticError]
     assert ended == [True]
