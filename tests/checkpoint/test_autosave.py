@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -19,21 +19,17 @@ from tests.checkpoint.folders import steps_in
 from tests.tables import for_each
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "stopped.py"
-pytestmark = [
-    pytest.mark.processes,
-    pytest.mark.xdist_group("faults"),
-]
+pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("faults")]
 
 
 class Run:
     """``onefold run`` of the script, with what it says."""
 
-    def __init__(self, folder: Path, options: list[str], arguments: list[str]) -> None:
+    def __init__(self, folder: Path, options: list[str], arguments: Sequence[str]) -> None:
         self.output, self.errors = folder / "stdout", folder / "stderr"
-        command = [sys.executable, "-m", "onefold", "run", *options, str(SCRIPT), *arguments]
         with self.output.open("wb") as out, self.errors.open("wb") as err:
             self.process = subprocess.Popen(
-                command,
+                [sys.executable, "-m", "onefold", "run", *options, str(SCRIPT), *arguments],
                 stdout=out,
                 stderr=err,
                 env={**os.environ, "TMPDIR": str(folder)},
@@ -58,13 +54,12 @@ class Runs:
     """Starts runs in a folder."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.directory = folder / "checkpoints"
+        self.folder, self.directory = folder, folder / "checkpoints"
         self.started: list[Run] = []
 
     def start(self, *arguments: str, devices: int = 2, options: str = "--every 3") -> Run:
         whole = ["--devices", f"cpu:{devices}", "--checkpoint", str(self.directory)]
-        self.started.append(Run(self.folder, [*whole, *options.split()], list(arguments)))
+        self.started.append(Run(self.folder, [*whole, *options.split()], arguments))
         return self.started[-1]
 
     def whole(self, steps: int) -> str:
@@ -170,8 +165,7 @@ def test_a_crash_too_many_ends_the_run(runs: Runs) -> None:
     (runs.folder / "crashes").mkdir()
     arguments = ["crash", str(runs.folder / "crashes"), "9", str(runs.directory)]
     code, _, errors = runs.start(*arguments, options="--every 6 --restarts 1").finish()
-    assert code == 137
-    assert errors.count("starting again") == 1
+    assert (code, errors.count("starting again")) == (137, 1)
     assert (runs.directory / "step-00000006").is_dir()
 
 
@@ -213,13 +207,8 @@ def test_a_directory_belongs_to_one_run_at_a_time(runs: Runs, tmp_path: Path) ->
     other.directory = runs.directory
     code, _, errors = other.start("steps", "0", "3", options="--grace 1").finish()
     assert code == 2
-    at, who = re.escape(str(runs.directory)), r"process \d+"
-    assert re.fullmatch(
-        rf"{who} is at work in {at}: waiting\n"
-        rf"onefold: {at}: another process is at work in this folder \({who}\); wait for its end, "
-        rf"or give this run another --checkpoint; waited for 1 s\n",
-        errors,
-    )
+    words = r"(?s).*: waiting\n.*: another process is at work in this folder .*; waited for 1 s\n"
+    assert re.fullmatch(words, errors)
     first.process.send_signal(signal.SIGTERM)
     # Before that has saved itself, perhaps.
     code, _, errors = other.start("steps", "0", "3").finish()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
 from torch.utils.data import Subset, TensorDataset
 
 import onefold
@@ -140,14 +142,21 @@ def updates_of_its_own(life: Life) -> str:
     return result(trainer)
 
 
-def averages_and_schedule(life: Life) -> str:
-    """The schedule is stepped where an epoch begins, by a score; the average begins with one."""
+def scheduled(life: Life, kind: Any, *given: Any, **more: Any) -> tuple[Any, Any, Any]:
+    """A trainer, its loader, and a schedule that the script steps."""
     model = network()
     optimizer = adam(model)
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
+    schedule = kind(optimizer, *given, **more)
     choices = {"optimizer": optimizer, "schedule": schedule, "schedule_every": "script"}
-    trainer, loader = begun(life, model, **choices)
+    return *begun(life, model, **choices), schedule
+
+
+def averages_and_schedule(life: Life) -> str:
+    """From the second epoch on: averages, a schedule, and a layer that was frozen before."""
+    trainer, loader, schedule = scheduled(life, ExponentialLR, 0.7)
+    trainer.model[0].requires_grad_(False)
     for epoch in trainer.epochs(EPOCHS):
+        trainer.model[0].requires_grad_(epoch > 0)
         if epoch == 1:
             trainer.average(decay=0.9)
         if epoch > 0:
@@ -160,11 +169,7 @@ def averages_and_schedule(life: Life) -> str:
 
 def plateau_and_batches_used_twice(life: Life) -> str:
     """A schedule that follows a score, or each batch; some batches are used for two steps."""
-    model = network()
-    optimizer = adam(model)
-    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.9)
-    choices = {"optimizer": optimizer, "schedule": schedule, "schedule_every": "script"}
-    trainer, loader = begun(life, model, **choices)
+    trainer, loader, schedule = scheduled(life, ReduceLROnPlateau, patience=0, threshold=0.9)
     for epoch in trainer.epochs(EPOCHS):
         for batch in loader:
             for _ in range(1 + epoch % 2):
@@ -191,20 +196,9 @@ def side_by_side(life: Life) -> str:
     return result(trainer)
 
 
-def unfreezing(life: Life) -> str:
-    """Frozen at first, and trained from the second epoch on."""
-    trainer, loader = begun(life)
-    trainer.model[0].requires_grad_(False)  # type: ignore[index, operator]
-    for epoch in trainer.epochs(EPOCHS):
-        if epoch >= 1:
-            trainer.model[0].requires_grad_(True)  # type: ignore[index, operator]
-        through(life, trainer, loader)
-    return result(trainer)
-
-
 SCRIPTS = (
     *(changed_at_each_epoch, counted_steps, plain_range, updates_of_its_own),
-    *(unfreezing, averages_and_schedule, plateau_and_batches_used_twice, side_by_side),
+    *(averages_and_schedule, plateau_and_batches_used_twice, side_by_side),
 )
 
 
@@ -333,58 +327,54 @@ def test_a_run_that_is_stopped_goes_on_behind_its_last_epoch(
 
 def test_checkpoints_of_earlier_versions_go_on(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     """They say neither where they were made, which was in a step, nor what was trained."""
-    record = RunState.record
+    record: Any = RunState.record
 
-    def without(self: RunState, *given: object) -> dict[str, object]:
-        kept = record(self, *given)  # type: ignore[arg-type]
-        return {key: value for key, value in kept.items() if key not in ("place", "trained")}
+    def without(*given: object) -> dict[str, object]:
+        return {k: v for k, v in record(*given).items() if k not in ("place", "trained")}
 
     whole = runs.whole(for_longer(3))
     monkeypatch.setattr(RunState, "record", without)
     for dies in (3, 5, 8):
         runs.folder = runs.folder.with_name(f"run{dies}")
         runs.start(for_longer(3), 2, dies=dies)
-        assert runs.start(for_longer(3), 1) == whole
-        assert runs.start(for_longer(3), 3) == whole
+        assert [runs.start(for_longer(3), devices) for devices in (1, 3)] == [whole] * 2
 
 
 # When a checkpoint is made.
 
 
-@pytest.mark.parametrize(
-    ("every", "keep_last", "steps"), [(2, 4, [4, 6, 8, 9]), (4, 9, [4, 8, 9]), (9, 9, [9])]
+@for_each(
+    ("script", "every", "keep_last", "steps"),
+    [
+        (for_longer(3), 2, 4, [4, 6, 8, 9]),
+        (for_longer(3), 9, 9, [9]),
+        # Steps 4 and 5, 6 and 7, 8 and 9 are those of one batch each.
+        (plateau_and_batches_used_twice, 4, 20, [5, 9, 12]),
+        (plateau_and_batches_used_twice, 5, 20, [5, 10, 12]),
+    ],
 )
-def test_checkpoints_come_every_so_many_steps(
-    runs: Runs, every: int, keep_last: int, steps: list[int]
+def test_checkpoints_come_every_so_many_steps_and_at_the_end(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    script: Script,
+    every: int,
+    keep_last: int,
+    steps: list[int],
 ) -> None:
-    """And the end is saved as well."""
-    assert runs.start(for_longer(3), 2, every=every, keep_last=keep_last)
-    assert steps_in(runs.folder) == steps
-
-
-@pytest.mark.parametrize(("every", "steps"), [(4, [5, 9, 12]), (5, [5, 10, 12])])
-def test_no_checkpoint_is_made_between_the_steps_of_a_batch(
-    runs: Runs, every: int, steps: list[int]
-) -> None:
-    """Steps 4 and 5, 6 and 7, 8 and 9 are those of one batch each."""
-    assert runs.start(plateau_and_batches_used_twice, 2, every=every, keep_last=20)
-    assert steps_in(runs.folder) == steps
+    assert Runs(tmp_path, monkeypatch).start(script, 2, every=every, keep_last=keep_last)
+    assert steps_in(tmp_path) == steps
 
 
 @pytest.mark.parametrize("closes", [False, True])
 def test_the_end_of_a_run_that_survived_an_error_is_saved(runs: Runs, closes: bool) -> None:
     def script(life: Life) -> str:
-        bad = [closes or float("nan")]
-        model = network()
-        trainer = life.trainer(model, lambda m, b: square(m, b) * bad[0], optimizer=adam(model))
+        factors = {0: 1.0 if closes else float("nan")}
+        trainer = life.trainer(network(), lambda m, b: square(m, b) * factors.get(0, 1.0))
         for batch in trainer.loader(data(), batch_size=8):
-            try:
+            with suppress(LossError):
                 trainer.step(batch)
-                if closes:
-                    raise ArithmeticError
-            except LossError:
-                bad[0] = 1.0
-            except ArithmeticError:
+            factors.clear()
+            if closes:
                 trainer.close()
                 break
         return "well"
@@ -421,48 +411,29 @@ def test_by_time_all_devices_save_after_the_same_steps(
 # What is refused at the start.
 
 
-def own_batches(life: Life) -> str:
-    begun(life)[0].step(points(8))
-    return ""
+def a_schedule_of_the_scripts(life: Life) -> None:
+    optimizer = adam(model := network())
+    ExponentialLR(optimizer, 0.5)
+    through(life, *begun(life, model, optimizer=optimizer))
 
 
-def two_trainers(life: Life) -> str:
-    begun(life)
-    begun(life)
-    return ""
-
-
-def a_schedule_of_the_scripts(life: Life) -> str:
-    model = network()
-    optimizer = adam(model)
-    torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    trainer, loader = begun(life, model, optimizer=optimizer)
-    through(life, trainer, loader)
-    return ""
-
-
-def without_an_optimizer(life: Life) -> str:
-    trainer = onefold.Trainer(network(), None, square, shards=4, threads=1, devices=["cpu"])
-    life.made = trainer
-    for batch in trainer.loader(data(), batch_size=8):
-        trainer.gradient(batch)
-    return ""
+def without_an_optimizer(life: Life) -> None:
+    life.made = onefold.Trainer(network(), None, square, shards=4, threads=1, devices=["cpu"])
+    life.made.gradient(next(iter(life.made.loader(data(), batch_size=8))))
 
 
 @pytest.mark.parametrize(
     ("script", "words"),
     [
-        (own_batches, "--checkpoint goes on at the very sample where a run stopped"),
-        (two_trainers, "onefold run --checkpoint follows one Trainer"),
+        (lambda life: begun(life)[0].step(points(8)), "goes on at the very sample where a run"),
+        (lambda life: (begun(life), begun(life)), "onefold run --checkpoint follows one Trainer"),
         (a_schedule_of_the_scripts, "a learning-rate schedule is attached to the optimizer"),
         (without_an_optimizer, "what the script's own keeps would be lost. Call trainer.save"),
     ],
 )
-def test_what_could_not_go_on_is_refused(runs: Runs, script: Script, words: str) -> None:
+def test_what_could_not_go_on_is_refused(runs: Runs, script: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         runs.start(script)
-    if script is without_an_optimizer:
-        assert runs.whole(script) == ""
 
 
 def seeded(life: Life) -> str:
