@@ -6,7 +6,6 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 from onefold.core.fold import fold_shards
 from onefold.errors import GradientError, StateError
-from tests.small import Batch, bits, line, make_trainer, points, square
+from tests.small import Batch, bits, line, make_trainer, points, sgd, square
 from tests.tables import for_each
 
 SHARDS = 8
@@ -91,9 +90,6 @@ def test_the_optimizer_is_given_the_fold_over_the_gradients_of_shards(
     assert given == [gradient.numpy().tobytes() for gradient in expected]
 
 
-# Hooks of parameters.
-
-
 def test_a_hook_sees_the_gradient_of_its_shard_alone_and_may_put_another_there() -> None:
     seen: list[float] = []
 
@@ -150,15 +146,9 @@ def test_a_tensor_that_is_given_for_two_shards_behind_the_hooks_is_refused() -> 
     trainer = make_trainer(model)
     node = model.weight.view_as(model.weight).grad_fn.next_functions[0][0]
 
-    def keep(*_: object) -> None:
-        model.weight.grad = kept
-
-    node.register_hook(keep)
+    node.register_hook(lambda *_: setattr(model.weight, "grad", kept))
     with pytest.raises(GradientError, match=r"the same tensor into \.grad for two shards"):
         trainer.step(points(8))
-
-
-# A backward of the loss's own.
 
 
 def test_what_an_inner_backward_leaves_is_refused_unless_it_is_nothing() -> None:
@@ -174,9 +164,6 @@ def test_what_an_inner_backward_leaves_is_refused_unless_it_is_nothing() -> None
         trained(line, loss)
     zeroes[0] = True
     assert trained(line, loss) == trained(line)
-
-
-# Parameters that are written to while shards run.
 
 
 class Written(nn.Module):
@@ -221,21 +208,18 @@ def test_parameters_that_the_forward_pass_writes_to_are_refused(
 ) -> None:
     trainer = make_trainer(Written(how), devices=devices)
     where = "step 1" if call == "step" else "an evaluation"
-    if call == "step":
-        work = partial(trainer.step, points(8))
-    else:
-        work = partial(getattr(trainer, call), summed, TensorDataset(*points(8)), batch_size=8)
+    data: Any = TensorDataset(*points(8))
+    given = (points(8),) if call == "step" else (summed, data)
+    how = {} if call == "step" else {"batch_size": 8}
     with pytest.raises(StateError, match=f"{where}: {name} was written to while "):
-        work()
+        getattr(trainer, call)(*given, **how)
 
 
 def test_with_one_shard_they_may_be_written_to_as_in_a_plain_loop() -> None:
     ours = Written("max_norm")
     theirs = copy.deepcopy(ours)
     trainer = make_trainer(ours, shards=1)
-    optimizer = torch.optim.SGD(
-        [p for p in theirs.parameters() if p.requires_grad], lr=0.1, momentum=0.9
-    )
+    optimizer = sgd(theirs)
     for _ in range(3):
         trainer.step(points(8))
         optimizer.zero_grad()
@@ -244,9 +228,6 @@ def test_with_one_shard_they_may_be_written_to_as_in_a_plain_loop() -> None:
     assert bits(ours) == bits(theirs)
     trainer.evaluate(summed, TensorDataset(*points(8)), batch_size=8)
     trainer.step(points(8))
-
-
-# Clipping.
 
 
 @for_each("foreach", [None, False, True])

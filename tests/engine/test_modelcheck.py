@@ -134,17 +134,17 @@ class Joined(nn.Module):
         return self.joins(self.first(x), x)
 
 
-@for_each("call", ["step", "evaluate"])
+@for_each(
+    "call",
+    [
+        lambda trainer, x: trainer.step(x),
+        lambda trainer, x: trainer.evaluate(lambda m, x: {"y": m(x).mean(1)}, x, batch_size=6),
+    ],
+)
 @for_each("name", ["bf16", "fp16-params"])
-def test_a_layer_without_a_kernel_is_named(name: Any, call: str) -> None:
+def test_a_layer_without_a_kernel_is_named(name: Any, call: Callable[..., Any]) -> None:
     low = Precision(name).compute
-    assert low is not None
     trainer = make_trainer(Joined(), lambda m, x: m(x).square().mean(1), shards=2, precision=name)
-    x = torch.randn(6, 4)
-    dtype = str(low)[6:]
-    words = rf'joins .Bilinear. cannot be computed in {dtype} on this processor .*precision="fp32"'
+    words = rf'joins .Bilinear. cannot be computed in {str(low)[6:]} on this .*precision="fp32"'
     with pytest.raises(onefold.errors.PrecisionError, match=words):
-        if call == "step":
-            trainer.step(x)
-        else:
-            trainer.evaluate(lambda m, x: {"y": m(x).mean(1)}, x, batch_size=6)
+        call(trainer, torch.randn(6, 4))

@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from onefold.errors import StateError
-from tests.small import Batch, bits, line, make_trainer, points, square
+from tests.small import Batch, bits, line, make_trainer, points, sgd, square
 from tests.tables import for_each
 
 both = for_each("devices", [1, 2])
@@ -32,8 +31,7 @@ def test_a_model_in_evaluation_mode_trains_as_in_a_plain_loop_and_says_so_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     ours, theirs = model().eval(), model().eval()
-    trainer = make_trainer(ours, shards=1)
-    optimizer = torch.optim.SGD(theirs.parameters(), lr=0.1, momentum=0.9)
+    trainer, optimizer = make_trainer(ours, shards=1), sgd(theirs)
     with caplog.at_level(logging.WARNING, "onefold"):
         for _ in range(3):
             trainer.step(points(8))
@@ -88,9 +86,7 @@ def tied() -> nn.Sequential:
         (lambda m: m.append(nn.Linear(1, 1)), r"^parameter 3\.weight of the model was put in"),
         (lambda m: m.register_buffer("new", torch.ones(1)), "^buffer new of the model was put in"),
         (lambda m: m.insert(0, nn.Linear(3, 3)), "^parameter 0.weight (of the model was|has been)"),
-        (lambda m: m[1].register_parameter("new", nn.Parameter(torch.ones(1))), "new of the model"),
         (lambda m: setattr(m, "1", nn.Linear(3, 3)), r"^parameter 1\.weight (of the|has been)"),
-        (lambda m: setattr(m[1], "weight", nn.Parameter(torch.ones(3, 3))), r"^parameter 1\.weig"),
         (lambda m: m.pop(1), r"^parameter 1\.\w+ of the model was put in, taken out"),
         (lambda m: setattr(m, "extra", nn.BatchNorm1d(3, affine=False)), "was put in, taken out"),
     ],
@@ -105,11 +101,6 @@ def test_a_model_that_was_given_other_parts_is_refused(
     for call in (lambda: trainer.step(points(8)), lambda: trainer.save("nowhere")):
         with pytest.raises(ValueError, match=words):
             call()
-
-
-def refused(loss: Any, words: str, devices: int) -> None:
-    with pytest.raises(StateError, match=words):
-        make_trainer(line(), loss, devices=devices).step(points(8))
 
 
 @both
@@ -132,9 +123,13 @@ def test_statistics_and_teachers_that_the_loss_changes_are_refused(devices: int)
         follows(model)
         return value
 
-    refused(normed, r"step 1, the loss: a module of BatchNorm1d is called .* running_mean", devices)
-    for loss in (before, after):
-        refused(loss, r"a module of Linear is called .* parameter weight", devices)
+    for loss, words in (
+        (normed, r"step 1, the loss: a module of BatchNorm1d is called .* running_mean"),
+        (before, r"a module of Linear is called .* parameter weight"),
+        (after, r"a module of Linear is called .* parameter weight"),
+    ):
+        with pytest.raises(StateError, match=words):
+            make_trainer(line(), loss, devices=devices).step(points(8))
     with pytest.raises(StateError, match=r"first batch of an evaluation: .* buffer running_mean"):
         make_trainer(devices=devices).evaluate(
             lambda m, b: {"x": second(b[0]).mean(dim=1)}, data(), batch_size=8

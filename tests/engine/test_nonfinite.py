@@ -87,10 +87,10 @@ def test_a_gradient_that_is_not_finite_is_refused_and_used_by_nobody(
 
 
 def test_whoever_uses_the_model_hears_of_it_first(tmp_path: Path) -> None:
-    data = TensorDataset(*points(8))
+    score, data = lambda m, b: {"x": square(m, b)}, TensorDataset(*points(8))
     for use in (
         lambda trainer: trainer.save(tmp_path),
-        lambda trainer: trainer.evaluate(lambda m, b: {"x": square(m, b)}, data, batch_size=4),
+        lambda trainer: trainer.evaluate(score, data, batch_size=4),
     ):
         loss = Spoils()
         trainer = late(loss)

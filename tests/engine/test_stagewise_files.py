@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -157,40 +157,29 @@ def test_what_is_not_finite_is_named(where: str, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def trained_and_saved(directory: str) -> None:
-    trained().save(directory)
-
-
-def failing_meanwhile(directory: str) -> None:
-    """Where device 1 fails after the lead has begun to write."""
+def failing(directory: str, meanwhile: bool) -> None:
+    """Save; device 1 may fail after the lead has begun to write."""
     trainer = trained()
     transport: Any = engine_in(trainer).exchange.transport
-    bring, brought = transport.bring, [0]
+    bring, brought = transport.bring, itertools.count(1)
 
-    def failing() -> Any:
-        brought[0] += 1
-        if brought[0] > 2 and not trainer.is_lead:
+    def bring_or_fail() -> Any:
+        if meanwhile and next(brought) > 2 and not trainer.is_lead:
             raise ZeroDivisionError("of device 1")
         return bring()
 
-    with mock.patch.object(transport, "bring", failing):
+    with mock.patch.object(transport, "bring", bring_or_fail):
         trainer.save(directory)
 
 
-@for_each(
-    ("work", "kinds", "words"),
-    [
-        (trained_and_saved, (OSError, PeerFailed), "no space left on this disk"),
-        (failing_meanwhile, (PeerFailed, ZeroDivisionError), "of device 1"),
-    ],
-)
-def test_a_failure_ends_the_wait_of_all_and_leaves_no_file(
-    work: Callable[[str], None], kinds: Any, words: str, tmp_path: Path
-) -> None:
+@for_each("kinds", [(OSError, PeerFailed), (PeerFailed, ZeroDivisionError)])
+def test_a_failure_ends_the_wait_of_all_and_leaves_no_file(kinds: Any, tmp_path: Path) -> None:
+    """A full disk, or one of another device."""
+    is_full = kinds[0] is OSError
     full = mock.Mock(side_effect=OSError(28, "no space left on this disk"))
-    with mock.patch("os.fsync", full if work is trained_and_saved else os.fsync):
-        found = outcomes(work, 2, args=(str(tmp_path),), options=SPANS)
+    with mock.patch("os.fsync", full if is_full else os.fsync):
+        found = outcomes(failing, 2, args=(str(tmp_path), not is_full), options=SPANS)
     for each, kind in zip(found, kinds, strict=True):
-        with pytest.raises(kind, match=words):
+        with pytest.raises(kind, match="no space left on this" if is_full else "of device 1"):
             raise each.error
     assert not list(tmp_path.iterdir())

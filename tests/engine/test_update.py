@@ -100,19 +100,21 @@ def test_optimizers_that_cannot_be_divided_are_refused(
         make_trainer(model, optimizer=optimizer)
 
 
-@for_each("change", ["a group more", "a group less", "a parameter more"])
-def test_groups_that_were_changed_afterwards_are_refused(change: str) -> None:
+CHANGES: list[Callable[[torch.optim.Optimizer, nn.Module], object]] = [
+    lambda o, m: o.add_param_group({"params": list(m.parameters())}),
+    lambda o, m: o.param_groups.pop(),
+    lambda o, m: o.param_groups[1]["params"].append(m.weight),
+]
+
+
+@for_each("change", CHANGES)
+def test_groups_that_were_changed_afterwards_are_refused(change: Callable[..., object]) -> None:
     model = nn.Sequential(line(), nn.Linear(1, 1), nn.Linear(1, 1))
     groups = [{"params": list(model[i].parameters()), "lr": 0.1} for i in range(2)]
     optimizer = torch.optim.SGD(groups, lr=0.1)
     trainer = make_trainer(model, optimizer=optimizer)
     before = bits(model)
-    if change == "a group more":
-        optimizer.add_param_group({"params": list(model[2].parameters())})
-    elif change == "a group less":
-        optimizer.param_groups.pop()
-    else:
-        optimizer.param_groups[1]["params"].append(model[2].weight)
+    change(optimizer, model[2])
     for call in (lambda: trainer.save("nowhere"), lambda: trainer.step(points(4))):
         with pytest.raises(ValueError, match="parameter groups were changed after Trainer was"):
             call()
@@ -176,10 +178,10 @@ class Noisy(torch.optim.SGD):
         return super().step(closure)
 
 
-def noisy(draw: Callable[[], object], devices: int = 1, begins: int = 1) -> onefold.Trainer:
+def noisy(draw: Any, devices: int = 1, begins: int = 1, own: Any = None) -> onefold.Trainer:
     model = line()
-    optimizer = Noisy(model.parameters(), lr=0.1)
-    optimizer.draw, optimizer.begins = draw, begins
+    optimizer: Any = Noisy(model.parameters(), lr=0.1)
+    optimizer.draw, optimizer.begins, optimizer.own = draw, begins, own
     return make_trainer(model, optimizer=optimizer, devices=devices)
 
 
@@ -213,12 +215,9 @@ def test_one_that_begins_later_or_has_a_generator_of_its_own_is_noticed() -> Non
     with pytest.raises(StateError, match="Noisy draws"):
         train()
     assert trainer.steps > 5
-    model = line()
-    optimizer = Noisy(model.parameters(), lr=0.1)
-    optimizer.own = np.random.default_rng(1)  # type: ignore[attr-defined]
-    optimizer.draw = lambda: optimizer.own.normal()  # type: ignore[attr-defined]
+    own = np.random.default_rng(1)
     with pytest.raises(StateError, match=r"Noisy draws .*, from a generator of its own"):
-        make_trainer(model, optimizer=optimizer).step(points(8))
+        noisy(own.normal, own=own).step(points(8))
 
 
 def test_an_optimizer_of_the_script_is_called_once_for_the_whole_model(

@@ -3,6 +3,7 @@ behind there."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -73,11 +74,6 @@ def home_of(trainer: onefold.Trainer) -> DiskHeap:
     return found
 
 
-def whole(trainer: onefold.Trainer, _: Path) -> None:
-    with trainer.whole():
-        assert all(bool(p.isfinite().all()) for p in trainer.model.parameters())
-
-
 def changed(trainer: onefold.Trainer, _: Path) -> None:
     with trainer.changing(), torch.no_grad():
         for parameter in trainer.model.parameters():
@@ -87,33 +83,25 @@ def changed(trainer: onefold.Trainer, _: Path) -> None:
 def averaged(trainer: onefold.Trainer, _: Path) -> None:
     with trainer.averaged():
         trainer.evaluate(scored, LONG[:4], batch_size=4)
+    with trainer.whole():
+        assert all(bool(p.isfinite().all()) for p in trainer.model.parameters())
 
 
 def saved(trainer: onefold.Trainer, folder: Path) -> None:
     trainer.save(folder)
     trainer.load(folder)
+    trainer.fingerprint()
 
 
-CALLS: dict[str, Callable[[onefold.Trainer, Path], object]] = {
-    "step": lambda trainer, _: trainer.step(LONG[:4]),
-    "fingerprint": lambda trainer, _: trainer.fingerprint(),
-    "evaluate": lambda trainer, _: trainer.evaluate(scored, LONG[:4], batch_size=4),
-    "whole": whole,
-    "changing": changed,
-    "averaged": averaged,
-    "save": saved,
-}
-
-
-@for_each("name", CALLS)
+@for_each("call", [changed, averaged, saved])
 def test_memories_are_not_mixed_and_the_device_computes(
-    name: str, make: Make, tmp_path: Path
+    call: Callable[..., None], make: Make, tmp_path: Path
 ) -> None:
     trainer = make(clip_value=0.01, shards=2)
     trainer.average(decay=0.9)
     trainer.step(LONG[:4])
     with TwoMemories(home_of(trainer)) as seen:
-        CALLS[name](trainer, tmp_path / "saved")
+        call(trainer, tmp_path / "saved")
         trainer.step(LONG[:4])
     assert seen.mixed <= SEEN_ON_THE_HOST
     assert seen.at_home <= EXACT
@@ -147,7 +135,6 @@ def test_all_go_home_when_an_update_fails_or_one_cannot_come(
     for parameter in parameters:
         parameter.grad = torch.ones(2000)
     optimizer.step()
-    kept = [optimizer.state[parameter]["momentum_buffer"] for parameter in parameters]
 
     def places() -> list[int]:
         state = [optimizer.state[parameter]["momentum_buffer"] for parameter in parameters]
@@ -158,18 +145,15 @@ def test_all_go_home_when_an_update_fails_or_one_cannot_come(
             parameters[1].data.fill_(2)
             raise ArithmeticError
 
-    stay = [tensor.data_ptr() for tensor in (*parameters, *kept)]
+    stay = places()
     with pytest.raises(ArithmeticError):
         failing()
     assert places() == stay
     assert bool((parameters[1] == 2).all())
-    moved = torch.Tensor.to
-    calls = 0
+    moved, calls = torch.Tensor.to, itertools.count(1)
 
     def full(tensor: torch.Tensor, *given: Any, **named: Any) -> torch.Tensor:
-        nonlocal calls
-        calls += 1
-        if calls == 4:  # the state of the second
+        if next(calls) == 4:  # the state of the second
             raise torch.OutOfMemoryError
         return moved(tensor, *given, **named)
 
