@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -61,3 +61,9 @@ def bits(model: nn.Module) -> dict[str, bytes]:
         name: value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         for name, value in model.state_dict().items()
     }
+
+
+def result(trainer: onefold.Trainer, batches: Sequence[Any]) -> tuple[str, str]:
+    """The fingerprint after a step with each batch, and the last loss, to the last bit."""
+    last = [trainer.step(batch) for batch in batches][-1]
+    return trainer.fingerprint(), float(last.loss).hex()

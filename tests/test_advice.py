@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import onefold
-from onefold.errors import CheckpointError, PeerError, RunFailed
+from onefold.errors import CheckpointError, PeerError
 from onefold.run.membership import advice_on_one_file
 from onefold.testing import simulate
 from tests.checkpoint.folders import seal
@@ -40,27 +41,6 @@ def test_a_save_of_the_lead_alone_is_named(tmp_path: Path, exchange: Any) -> Non
     with pytest.raises(PeerError, match=words):
         simulate(saved_by_the_lead, 2, args=(str(tmp_path),), exchange=exchange)
     assert not list(tmp_path.iterdir())
-
-
-def called_by_the_lead(folder: str) -> None:
-    trainer = make_trainer(devices=None, timeout_s=2)
-    trainer.step(points(8))
-    if trainer.is_lead:
-        trainer.barrier()
-    else:
-        while not Path(folder, "never").exists():
-            torch.randn(10_000).sort()
-
-
-@pytest.mark.full
-@pytest.mark.processes
-@pytest.mark.parametrize("exchange", EXCHANGES)
-def test_a_call_of_the_lead_alone_is_named_at_its_limit(exchange: Any, tmp_path: Path) -> None:
-    """At that of the trainer, and not of the launcher."""
-    words = r"device 1 .*did not arrive within 2 s.*Device 0 is in trainer.barrier, which must be"
-    options: Any = {"args": (str(tmp_path),), "exchange": exchange, "timeout_s": 600}
-    with pytest.raises(RunFailed, match=words):
-        onefold.launch(called_by_the_lead, devices="cpu:2", **options)
 
 
 def test_only_errors_of_files_that_somebody_else_may_have_made_are_explained() -> None:
@@ -154,23 +134,19 @@ def test_a_criterion_with_parameters_is_given_with_the_model() -> None:
 
 @pytest.mark.filterwarnings("ignore:std():UserWarning")
 @for_each(
-    ("loss", "shards", "advised"),
+    ("loss", "shards"),
     [
-        (lambda m, x: m(x).std(dim=0).mean(), 8, True),
-        (lambda m, x: F.batch_norm(m(x), None, None, training=True).mean(1), 8, True),
-        (lambda m, x: m(x).mean(1) / 0, 4, False),
+        (lambda m, x: m(x).std(dim=0).mean(), 8),
+        (lambda m, x: F.batch_norm(m(x), None, None, training=True).mean(1), 8),
+        (lambda m, x: m(x).mean(1) / 0, 4),  # not for want of samples
     ],
 )
-def test_gather_is_named_where_a_shard_has_one_sample(
-    loss: Callable[..., Any], shards: int, advised: bool
-) -> None:
+def test_gather_is_named_where_a_shard_has_one_sample(loss: Any, shards: int) -> None:
     with pytest.raises(ValueError, match=r".") as caught:
         make_trainer(nn.Linear(3, 2), loss, shards=shards).step(ROWS)
     said = " ".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
-    assert ("onefold.gather(rows) gives the loss those of the whole batch" in said) is advised
-    if advised:
-        assert "one sample" in said
-        make_trainer(nn.Linear(3, 2), loss, shards=4).step(ROWS)
+    advice = "onefold.gather(rows) gives the loss those of the whole batch"
+    assert (advice in said) == ("one sample" in said) == (shards == 8)
 
 
 @for_each("precision", ["bf16", "fp16"])
@@ -212,18 +188,13 @@ def adam_and_sgd(model: nn.Module) -> list[torch.optim.Optimizer]:
 
 
 def choosy(model: nn.Module) -> torch.optim.Optimizer:
-    """Of a class that takes other arguments than its settings."""
+    """Of a class that takes other arguments than its settings; by a rate that it would refuse."""
 
     class Choosy(torch.optim.SGD):
         def __init__(self) -> None:
             super().__init__(model.parameters(), lr=0.1)
 
-    return Choosy()
-
-
-def uphill(model: nn.Module) -> torch.optim.Optimizer:
-    """By a rate that the class would refuse."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = Choosy()
     optimizer.param_groups[0]["lr"] = -0.1
     return optimizer
 
@@ -256,6 +227,9 @@ OF_ANOTHER_KIND = ".* in the checkpoint and .* in this script"
         (adam, 0, "betas", kept("tuple", [0.9, kept("float", "nan")]), r"is \(0.9, nan\)"),
         (adam, 0, "weight_decay", kept("float", "inf"), "is inf .*settings that AdamW takes"),
         (adam_and_sgd, 1, "momentum", 0, "is 0 .*SGD refuses .Nesterov momentum requires"),
+        (adam, 0, "lr", 1, ""),
+        (adam, 0, "lr", kept("tensor", 0.5, dtype="float32"), ""),
+        (choosy, 0, "momentum", 0, ""),
     ],
 )
 def test_settings_that_do_not_fit_are_refused_when_they_are_loaded(
@@ -264,25 +238,9 @@ def test_settings_that_do_not_fit_are_refused_when_they_are_loaded(
     saved(tmp_path, make, group, **{key: value})
     again = make_trainer(model := line(), optimizer=make(model))
     before, drawn = again.fingerprint(), torch.get_rng_state()
-    with pytest.raises(CheckpointError, match=rf"{key} of the optimizer's group {group} {words}"):
+    words = words and rf"{key} of the optimizer's group {group} {words}"
+    with pytest.raises(CheckpointError, match=words) if words else nullcontext():
         again.load(tmp_path)
-    assert again.fingerprint() == before
+    assert not words or again.fingerprint() == before
     assert torch.equal(torch.get_rng_state(), drawn)
-    again.step(points(8))
-
-
-@for_each(
-    ("make", "changed"),
-    [
-        (adam, {"lr": 1}),
-        (adam, {"lr": kept("tensor", 0.5, dtype="float32")}),
-        (adam_and_sgd, {}),
-        (choosy, {}),
-        (uphill, {}),
-    ],
-)
-def test_settings_that_may_be_are_loaded(make: Made, changed: Any, tmp_path: Path) -> None:
-    saved(tmp_path, make, **changed)
-    again = make_trainer(model := line(), optimizer=make(model))
-    again.load(tmp_path)
     again.step(points(8))

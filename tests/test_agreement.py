@@ -138,6 +138,9 @@ AFTER_A_STEP: dict[str, Callable[[Any, int], object]] = {
     "the data set of device 1 has other samples": changed_data,
     r"step 2, trainer.evaluate: .* trainer.changing\(\)": swapped_in,
     "trainer.evaluate: a module .* other values on device 1": other_average,
+    "trainer.step: the arguments of device 1 differ": lambda t, n: t.step(
+        [torch.ones(3, 3)] * 2, dim=n
+    ),
     "trainer.save: the arguments of device 1 differ": lambda t, n: t.save("here", keep=2 + n),
     "trainer.average: the arguments of device 1 differ": lambda t, n: t.average(decay=(1 + n) / 3),
     "the end of trainer.averaged: parameter 2.weight changed .* on device 0": written_in_averaged,

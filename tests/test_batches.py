@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,14 +13,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import onefold
-from onefold.errors import DisagreementError, LossError
-from onefold.run.world import current_world
-from onefold.testing import simulate
-from tests.small import bits, line, make_trainer, points, sgd, square
+from onefold.errors import LossError
+from tests.small import bits, make_trainer, points, sgd, square
 from tests.tables import for_each
-from tests.verifying.compared import Compared, compared
-
-__all__ = ["compared"]
 
 
 @dataclass(frozen=True)
@@ -62,19 +57,6 @@ def test_a_step_takes_batches_of_each_kind(make: Any, options: dict[str, Any]) -
     assert seen == {type(batch), Pair}
 
 
-def test_the_mathematics_of_fields_and_of_time_first_are_compared(compared: Compared) -> None:
-    x, y = points(10)
-    for model, loss, batch, dim in (
-        (line(), of_fields, Points(x.double(), y.double()), 0),
-        (Reader(), of_texts, texts(7), 1),
-    ):
-        trainer = compared.trainer(model, loss)
-        trainer.step(batch, dim=dim)
-        found = compared.lines(trainer)[1]
-        assert found["gradient_difference"] < 1e-9
-        assert not found["causes"]
-
-
 # Detection: tensors of various sizes, one a sample
 
 
@@ -90,16 +72,6 @@ class Boxes(torch.utils.data.Dataset[tuple[torch.Tensor, dict[str, torch.Tensor]
         return picture, {"boxes": torch.randn(index % 4, 4, generator=generator)}
 
 
-class Finder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer = nn.Linear(3, 4)
-
-    def forward(self, pictures: Sequence[torch.Tensor]) -> torch.Tensor:
-        return self.layer(torch.stack([p.mean(dim=(1, 2)) for p in pictures]))
-
-
 def as_lists(samples: list[Any]) -> Any:
     return [picture for picture, _ in samples], [target for _, target in samples]
 
@@ -108,7 +80,7 @@ def of_boxes(model: nn.Module, batch: Any) -> tuple[onefold.Mean, dict[str, obje
     """By box: many shards have none."""
     pictures, targets = batch
     assert len(pictures) == len(targets)
-    found = model(pictures)
+    found = model(torch.stack([picture.mean(dim=(1, 2)) for picture in pictures]))
     errors = [(t["boxes"] - f).square().sum() for f, t in zip(found, targets, strict=True)]
     count = sum(len(t["boxes"]) for t in targets)
     return onefold.Mean(torch.stack(errors).sum(), count), {
@@ -118,15 +90,14 @@ def of_boxes(model: nn.Module, batch: Any) -> tuple[onefold.Mean, dict[str, obje
 
 def found_boxes(devices: int = 1, **options: Any) -> torch.Tensor:
     """The weights of a run."""
-    model = Finder()
+    torch.manual_seed(0)
+    model = nn.Linear(3, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    trainer = onefold.Trainer(
-        model, optimizer, of_boxes, threads=1, devices=["cpu"] * devices, **options
-    )
+    trainer = make_trainer(model, of_boxes, optimizer=optimizer, devices=devices, **options)
     batches = trainer.loader(Boxes(), batch_size=7, collate=as_lists)
     values = [float(trainer.step(b).values["boxes"]) for _ in trainer.epochs(2) for b in batches]
     assert values == [9, 10] * 2
-    return model.layer.weight.detach()
+    return model.weight.detach()
 
 
 @for_each("shards", [1, 2, 3])
@@ -181,9 +152,7 @@ def of_texts(model: nn.Module, batch: Any) -> torch.Tensor:
 
 
 def reading(devices: int = 1, model: nn.Module | None = None, **options: Any) -> onefold.Trainer:
-    options = {"shards": 3, "devices": ["cpu"] * devices, "threads": 1, **options}
-    model = model or Reader()
-    return onefold.Trainer(model, sgd(model), of_texts, **options)
+    return make_trainer(model or Reader(), of_texts, devices=devices, **{"shards": 3, **options})
 
 
 @for_each("options", [{}, {"microbatch": 2}, {"shards": 1, "microbatch": 2}])
@@ -230,17 +199,6 @@ def test_what_cannot_be_cut_in_a_dimension_is_named(batch: Any, dim: Any, words:
         make_trainer().step(batch, dim=dim)
 
 
-def another_dimension() -> None:
-    loss: Callable[..., Any] = lambda m, x: m(x).square().reshape(len(x), -1).mean(1)  # noqa: E731
-    trainer = make_trainer(line(4), loss, devices=None)
-    trainer.step(torch.ones(4, 4), dim=current_world().rank)
-
-
-def test_devices_that_cut_in_other_dimensions_are_told_so() -> None:
-    with pytest.raises(DisagreementError, match="the arguments of device 1 differ"):
-        simulate(another_dimension, 2)
-
-
 # Collate functions that leave out samples: shards count what is left
 
 SAMPLES, BATCH = 24, 8
@@ -252,7 +210,7 @@ KEPT = [[i for i in range(start, start + BATCH) if i not in BAD] for start in (0
 Sample = torch.Tensor | None
 
 
-class Filtered(torch.utils.data.IterableDataset[Any]):
+class Filtered:
     def __iter__(self) -> Iterator[Sample]:
         return iter(DATA)
 
@@ -299,16 +257,15 @@ SCALARS: list[Callable[[nn.Module, Any], Any]] = [
 
 
 def counting(loss: Any = SCALARS[0], shards: int = 4, **settings: Any) -> onefold.Trainer:
-    model = Counted()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return onefold.Trainer(model, optimizer, loss, shards=shards, **settings)
+    optimizer = torch.optim.SGD((model := Counted()).parameters(), lr=0.1)
+    return make_trainer(model, loss, optimizer=optimizer, shards=shards, **settings)
 
 
 @for_each(
     ("loss", "shards", "data", "settings"),
     [
         *((loss, shards, DATA, {}) for loss in SCALARS for shards in (1, 3, 4)),
-        (SCALARS[0], 4, DATA, {"devices": ["cpu"] * 3}),
+        (SCALARS[0], 4, DATA, {"devices": 3}),
         (SCALARS[0], 4, DATA, {"microbatch": 1}),
         (SCALARS[0], 4, DATA, {"workers": 1}),
         (SCALARS[0], 4, Filtered(), {}),
@@ -350,16 +307,13 @@ def test_scores_count_what_is_left_and_predictions_are_refused() -> None:
         trainer.predict(lambda m, b: {"out": m(b)}, DATA, **settings)
 
 
-def test_a_batch_of_which_nothing_is_left_is_skipped() -> None:
-    trainer = counting(shards=3)
-    (batch,) = trainer.loader([1, 2, 3, 4], batch_size=4, collate=lambda samples: X[:0])
-    assert trainer.step(batch).skipped
-
-
 def test_what_cannot_be_seen_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     def pair(samples: list[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
         return collate(samples), torch.zeros(100, dtype=torch.float64)
 
+    trainer = counting(shards=3)
+    (batch,) = trainer.loader([1, 2, 3, 4], batch_size=4, collate=lambda samples: X[:0])
+    assert trainer.step(batch).skipped
     trainer = counting(lambda m, b: squares(m, b[0]).mean(), shards=3)
     for batch in trainer.loader(DATA, batch_size=BATCH, collate=pair):
         trainer.step(batch)

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import onefold
+from tests.small import Batch, make_trainer, sgd
 from tests.tables import for_each
 
 ROWS, SHARDS, WIDTH = 12, 4, 5
 SIZE = ROWS // SHARDS
-Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 class Recurrent(nn.Module):
@@ -63,25 +63,15 @@ def batch_of(step: int) -> Batch:
     return tokens, torch.full((ROWS,), step % 4 == 0)  # a text has four batches
 
 
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-
-
 def trainer_of(devices: int = 1, model: Any = None, **choices: Any) -> Any:
-    model = model or Recurrent()
-    settings = {"shards": SHARDS, "threads": 1, "buffers": {"hidden": "shard"}, **choices}
-    return onefold.Trainer(model, sgd(model), loss, devices=["cpu"] * devices, **settings)
+    settings = {"shards": SHARDS, "buffers": {"hidden": "shard"}, **choices}
+    return make_trainer(model or Recurrent(), loss, devices=devices, **settings)
 
 
 def train(trainer: Any, first: int, last: int) -> str:
     for number in range(first, last + 1):
         trainer.step(batch_of(number))
     return str(trainer.fingerprint())
-
-
-def fill(trainer: Any, value: float) -> None:
-    with trainer.changing():
-        trainer.model.hidden.fill_(value)
 
 
 @for_each(
@@ -129,7 +119,8 @@ def test_what_a_script_writes_has_all_shards_begin_anew(tmp_path: Path) -> None:
     trainers = [trainer_of(devices) for devices in (1, 3)]
     for trainer in trainers:
         train(trainer, 1, 2)
-        fill(trainer, 0.25)
+        with trainer.changing():
+            trainer.model.hidden.fill_(0.25)
     going_on, fresh = trainer_of(2), Recurrent(ROWS)
     trainers[1].save(tmp_path)
     going_on.load(tmp_path)

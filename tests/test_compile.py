@@ -102,6 +102,19 @@ def two_terms(model: nn.Module, batch: Batch) -> object:
     return onefold.Mean((losses * valid).sum(), valid.sum()) + 0.1 * onefold.Sum(losses.sum())
 
 
+def with_values(model: nn.Module, batch: Batch) -> object:
+    """No part of the gradient, not even as one of 0, which would make an infinite one NaN."""
+    logits = model(batch[0])
+    losses = F.cross_entropy(logits, batch[1], reduction="none")
+    steep, few = (losses - losses.detach()).abs().sqrt(), batch[1] == 0
+    return losses, {
+        "accuracy": logits.argmax(1) == batch[1],
+        "steep": steep,
+        "few": onefold.Mean((losses * few).sum(), few.sum()),
+        "both": onefold.Mean(steep.sum(), 2) + onefold.Sum(losses.sum()),
+    }
+
+
 def broken_up(model: nn.Module, batch: Batch) -> torch.Tensor:
     """What cannot be compiled stays as it is written."""
     logits = model(batch[0])
@@ -127,10 +140,10 @@ def trainer_of(
 
 def run(
     trainer: onefold.Trainer, sizes: tuple[int, ...] = SIZES, first: int = 0
-) -> tuple[str, float]:
+) -> tuple[Any, ...]:
     for number, samples in enumerate(sizes, first):
         step = trainer.step(batch_of(samples, number))
-    return trainer.fingerprint(), float(step.loss)
+    return trainer.fingerprint(), *map(float, [step.loss, *step.values.values()])
 
 
 @pytest.mark.usefixtures("traced")
@@ -140,6 +153,7 @@ def run(
         (of_each, Net, {}, 1e-3),
         (two_terms, Net, {}, 1e-3),
         (broken_up, Net, {}, 1e-3),
+        (with_values, Net, {}, 1e-2),
         (of_each, Again, {}, 1e-3),
         (of_each, Net, {"precision": "bf16"}, 0.02),
         (of_each, Net, {"precision": "fp16-params"}, 0.02),
@@ -156,38 +170,9 @@ def test_the_bits_do_not_depend_on_the_devices(
     assert run(trainer_of(loss, 3, build=build, plan=(0, 3, 1), **options)) == found
     # With the same dropout: only rounding is left to differ.
     written = run(trainer_of(loss, build=build, compile=False, **options))
-    assert written[1] == pytest.approx(found[1], rel=near)
-
-
-@pytest.mark.usefixtures("traced")
-def test_values_beside_the_loss_are_no_part_of_its_gradient() -> None:
-    """Not even with a gradient of 0, which would make an infinite one not a number."""
-
-    def loss(model: nn.Module, batch: Batch) -> object:
-        logits = model(batch[0])
-        losses = F.cross_entropy(logits, batch[1], reduction="none")
-        steep = (losses - losses.detach()).abs().sqrt()
-        few = batch[1] == 0
-        return losses, {
-            "accuracy": logits.argmax(1) == batch[1],
-            "steep": steep,
-            "few": onefold.Mean((losses * few).sum(), few.sum()),
-            "both": onefold.Mean(steep.sum(), 2) + onefold.Sum(losses.sum()),
-        }
-
-    def go(devices: int, **options: Any) -> tuple[Any, list[dict[str, float]]]:
-        trainer = trainer_of(loss, devices, **options)
-        values = [trainer.step(batch_of(samples, samples)).values for samples in SIZES]
-        return trainer.fingerprint(), [{n: float(v) for n, v in each.items()} for each in values]
-
-    found = go(1)
-    assert found == go(2) == go(3, plan=(0, 3, 1))
-    trainer = trainer_of()
-    for samples in SIZES:
-        trainer.step(batch_of(samples, samples))
-    assert trainer.fingerprint() == found[0]
-    for written, compiled in zip(go(1, compile=False)[1], found[1], strict=True):
-        assert compiled == pytest.approx(written, rel=1e-2)
+    assert written[1:] == pytest.approx(found[1:], rel=near)
+    if loss is with_values:
+        assert found[0] == run(trainer_of())[0]
 
 
 @pytest.mark.usefixtures("traced")
@@ -197,7 +182,7 @@ def test_hooks_and_frozen_layers_may_come_and_go_between_steps() -> None:
     def doubled(parameter: torch.Tensor) -> None:
         parameter.grad *= 2
 
-    def go(*, compiled: bool, devices: int) -> tuple[str, float]:
+    def go(*, compiled: bool, devices: int) -> tuple[Any, ...]:
         trainer = trainer_of(devices=devices, compile=compiled)
         model: Any = trainer.model
         trainer.step(batch_of(8))
@@ -217,10 +202,6 @@ def test_hooks_and_frozen_layers_may_come_and_go_between_steps() -> None:
 
 
 def test_a_loss_and_a_model_of_any_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Criterion(nn.Module):
-        def forward(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-            return of_each(model, batch)
-
     def in_place() -> nn.Module:
         model = Net()
         model.compile(backend="eager")
@@ -229,7 +210,7 @@ def test_a_loss_and_a_model_of_any_kind(monkeypatch: pytest.MonkeyPatch) -> None
     compiled = torch.compile
     with pytest.raises(ValueError, match="is compiled with dynamic=True"):
         trainer_of(build=lambda: compiled(Net(), dynamic=True))
-    kinds = [(loss, Net) for loss in (of_each, Criterion(), functools.partial(of_each))]
+    kinds = [(loss, Net) for loss in (of_each, functools.partial(of_each))]
     kinds += [(of_each, in_place), (of_each, lambda: compiled(Net(), backend="eager"))]
     traced = lambda loss, **_: compiled(loss, backend="aot_eager")  # noqa: E731
     monkeypatch.setattr(torch, "compile", traced)
@@ -310,7 +291,7 @@ def squares(model: nn.Module, batch: Batch) -> torch.Tensor:
     return (model(batch[0]) - batch[0][:, :3]).square().sum(dim=1)
 
 
-def with_kernels(devices: int | None = None, **options: Any) -> tuple[str, float]:
+def with_kernels(devices: int | None = None, **options: Any) -> tuple[Any, ...]:
     return run(trainer_of(squares, devices, build=tiny, **options), (8, 8, 8))
 
 

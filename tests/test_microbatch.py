@@ -19,7 +19,7 @@ from onefold.engine.advice import is_shortage
 from onefold.errors import CheckpointError, LossError
 from onefold.testing import simulate
 from tests.inside import engine_in
-from tests.small import Batch, make_trainer
+from tests.small import Batch, make_trainer, result
 from tests.tables import for_each
 
 SAMPLES, TOKENS = 12, 5
@@ -82,13 +82,8 @@ def trainer_of(
     loss: Loss = of_tokens, *, model: nn.Module | None = None, shards: int = 3, **options: Any
 ) -> onefold.Trainer:
     model = model or Words(restless=options.get("microbatch") != 1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    return make_trainer(model, loss, optimizer=optimizer, shards=shards, **options)
-
-
-def result(trainer: onefold.Trainer, steps: list[Batch]) -> tuple[str, str]:
-    last = [trainer.step(batch) for batch in steps][-1]
-    return trainer.fingerprint(), float(last.loss).hex()
+    options = {"optimizer": torch.optim.AdamW(model.parameters(), lr=0.01), **options}
+    return make_trainer(model, loss, shards=shards, **options)
 
 
 def gradient(loss: Loss, **options: Any) -> tuple[dict[str, torch.Tensor], float]:
@@ -96,7 +91,7 @@ def gradient(loss: Loss, **options: Any) -> tuple[dict[str, torch.Tensor], float
     model = Words().double()
     before = copy.deepcopy(model.state_dict())
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    step = make_trainer(model, loss, optimizer=optimizer, **options).step(batches(1)[0])
+    step = trainer_of(loss, model=model, optimizer=optimizer, **options).step(batches(1)[0])
     return {n: before[n] - p for n, p in model.state_dict().items()}, float(step.loss)
 
 
@@ -106,8 +101,7 @@ def test_the_gradient_is_that_of_the_whole_batch(loss: Loss, shards: int, microb
     expected, at = gradient(loss, shards=1)
     found, total = gradient(loss, shards=shards, microbatch=microbatch, devices=min(shards, 2))
     assert total == pytest.approx(at, rel=1e-12)
-    for name, values in expected.items():
-        assert float((found[name] - values).abs().max()) < 1e-12, name
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
 @for_each(("loss", "precision"), [(of_tokens, None), (of_both, "bf16"), (of_both, "fp16-params")])
@@ -123,11 +117,8 @@ def test_the_bits_do_not_depend_on_the_devices(loss: Loss, precision: str | None
 @for_each("loss", LOSSES)
 @for_each("shards", [1, 3])
 def test_pieces_that_hold_a_whole_shard_change_nothing(loss: Loss, shards: int) -> None:
-    found = {
-        result(trainer_of(loss, shards=shards, microbatch=m, clip_norm=0.3), batches(2))
-        for m in (None, 12, 100)
-    }
-    assert len(found) == 1
+    trainers = [trainer_of(loss, shards=shards, microbatch=m, clip_norm=0.3) for m in (None, 100)]
+    assert len({result(trainer, batches(2)) for trainer in trainers}) == 1
 
 
 def test_no_piece_begins_while_the_graph_of_another_is_there() -> None:
@@ -186,16 +177,8 @@ def found_by(trainer: onefold.Trainer) -> int | None:
     return engine_in(trainer).fitting.samples  # type: ignore[no-any-return]
 
 
-class Hungry(torch.autograd.Function):
-    """Takes its memory in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, values: torch.Tensor) -> torch.Tensor:
-        return values.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        raise torch.OutOfMemoryError("CUDA out of memory.")
+def full(*_: object) -> Any:
+    raise torch.OutOfMemoryError("CUDA out of memory.")
 
 
 class Small:
@@ -209,10 +192,10 @@ class Small:
     def __call__(self, model: nn.Module, batch: Batch) -> object:
         self.seen.append(samples := len(batch[0]))
         if samples > self.fits and not self._backward:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
+            full()
         mean = of_tokens(model, batch)
-        if samples > self.fits:
-            mean = onefold.Mean(Hungry.apply(mean.total), mean.weight)
+        if samples > self.fits and mean.total.requires_grad:
+            mean.total.register_hook(full)
         return mean + onefold.Sum(mean.total) if self._terms > 1 else mean
 
 
@@ -229,8 +212,8 @@ def test_the_largest_pieces_that_fit_are_found(
     fits: int, found: int | None, devices: int, where: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     restless = found != 1  # a single sample has no variance
-    model = Words(restless=restless)
-    trainer = trainer_of(Small(fits, **where), model=model, devices=devices, microbatch="auto")
+    choices = {"model": Words(restless=restless), "devices": devices, "microbatch": "auto"}
+    trainer = trainer_of(Small(fits, **where), **choices)
     with caplog.at_level(logging.WARNING):
         given = result(trainer, batches(2))
     assert found_by(trainer) == found
@@ -243,16 +226,13 @@ def test_the_largest_pieces_that_fit_are_found(
 
 def test_the_second_step_looks_again() -> None:
     """The optimizer's state is made by the first update."""
-    loss, steps = Small(12), batches(3)
-    trainer = trainer_of(loss, microbatch="auto", shards=1)
-    trainer.step(steps[0])
-    assert found_by(trainer) is None
-    loss.fits = 5
-    trainer.step(steps[1])
-    assert found_by(trainer) == 4  # three pieces, as five would make
+    trainer = trainer_of(loss := Small(12), microbatch="auto", shards=1)
+    for loss.fits, found in ((12, None), (5, 4)):  # three pieces, as five would make
+        trainer.step(batches(1)[0])
+        assert found_by(trainer) == found
     loss.fits = 3
     with pytest.raises(torch.OutOfMemoryError) as caught:
-        trainer.step(steps[2])
+        trainer.step(batches(1)[0])
     assert 'Trainer(microbatch="auto")' in str(caught.value.__notes__)
 
 
@@ -289,23 +269,21 @@ def test_what_a_run_that_goes_on_takes_over(
 
 def filling(**options: Any) -> onefold.Trainer:
     """Fits whole shards until the optimizer has its state, and then pieces of two."""
-    model = Words()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = torch.optim.AdamW((model := Words()).parameters(), lr=0.01)
 
     def loss(model: nn.Module, batch: Batch) -> object:
         if len(batch[0]) > 2 and optimizer.state:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
+            full()
         return of_samples(model, batch) * 300.0
 
-    return make_trainer(model, loss, optimizer=optimizer, shards=3, microbatch="auto", **options)
+    return trainer_of(loss, model=model, optimizer=optimizer, microbatch="auto", **options)
 
 
 @for_each("saved_at", [0, 1, 2])
 def test_a_run_that_goes_on_looks_when_the_saved_one_would_have(
     saved_at: int, tmp_path: Path
 ) -> None:
-    steps = batches(3)
-    first = filling()
+    steps, first = batches(3), filling()
     for batch in steps[:saved_at]:
         first.step(batch)
     first.save(tmp_path)
@@ -322,15 +300,14 @@ def test_the_second_look_waits_for_the_first_update() -> None:
     assert (skipped[:2], skipped[-1], found_by(trainer)) == ([True, True], False, 2)
 
 
-def of_one_process() -> tuple[int | None, str]:
+def of_one_process() -> tuple[str, int | None]:
     """On the lead two samples fit, elsewhere all of them."""
     trainer = trainer_of(loss := Small(100), microbatch="auto", model=Words(), devices=None)
     loss.fits = 2 if trainer.is_lead else 100
-    found = result(trainer, batches(3))
-    return found_by(trainer), found[0]
+    return result(trainer, batches(3))[0], found_by(trainer)
 
 
 @for_each("exchange", ["shared", "collective"])
 def test_processes_agree_on_the_smallest(exchange: Any) -> None:
     whole = result(trainer_of(model=Words(), microbatch=2), batches(3))[0]
-    assert simulate(of_one_process, 2, exchange=exchange) == [(2, whole)] * 2
+    assert simulate(of_one_process, 2, exchange=exchange) == [(whole, 2)] * 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch.utils.data import TensorDataset
 
 import onefold
 from onefold.core.precision import PRECISIONS
-from onefold.errors import CheckpointError, GradientError, LossError
+from onefold.errors import CheckpointError, GradientError
 from tests.inside import engine_in
 from tests.small import Batch, make_trainer
 from tests.tables import for_each
@@ -92,16 +93,14 @@ def trainer_of(
 
 
 def test_precisions_give_other_bits_and_nearly_the_same_loss() -> None:
-    losses = {}
+    losses: dict[float, list[str | None]] = {}
     for precision in (None, *PRECISIONS):
         trainer = trainer_of(precision)
-        losses[precision] = [float(trainer.step(batch).loss) for batch in batches(4)][-1]
-    assert losses["fp32"] == losses[None]
+        last = [float(trainer.step(batch).loss) for batch in batches(4)][-1]
+        losses.setdefault(last, []).append(precision)
     # Autocast rounds the same values to what low parameters are.
-    assert losses["bf16"] == losses["bf16-params"]
-    assert losses["fp16"] == losses["fp16-params"]
-    assert len(set(losses.values())) == 3
-    assert all(abs(loss - losses["fp32"]) < 0.02 for loss in losses.values())
+    assert [*losses.values()] == [[None, "fp32"], ["bf16", "bf16-params"], ["fp16", "fp16-params"]]
+    assert max(losses) - min(losses) < 0.02
 
 
 @for_each("precision", ["bf16", "fp16", "bf16-params"])
@@ -136,17 +135,14 @@ def test_gradients_are_added_up_in_float32() -> None:
     """Of a model that is all in bfloat16, by its user: their sum is that of float32."""
     model = nn.Linear(30, 30).bfloat16()
     batch = torch.randn(64, 30, dtype=torch.bfloat16)
-    sums = [torch.zeros_like(p, dtype=torch.float32) for p in model.parameters()]
+    sums = [0.0, 0.0]
     for shard in batch.chunk(8):
         one = copy.deepcopy(model)
         (one(shard).float().square().sum() / 64).backward()
-        for total, parameter in zip(sums, one.parameters(), strict=True):
-            total += parameter.grad.float()
-    trainer = make_trainer(
-        model, lambda m, x: m(x[0]).float().square().sum(dim=1), shards=8, devices=2
-    )
-    expected = math.sqrt(sum(float(each.double().square().sum()) for each in sums))
-    assert trainer.step((batch,)).grad_norm == pytest.approx(expected, rel=1e-6)
+        sums = [t + p.grad.float() for t, p in zip(sums, one.parameters(), strict=True)]
+    loss = lambda m, x: m(x[0]).float().square().sum(dim=1)  # noqa: E731
+    found = make_trainer(model, loss, shards=8, devices=2).step((batch,)).grad_norm
+    assert found == pytest.approx(float(torch.nn.utils.get_total_norm(sums)), rel=1e-6)
 
 
 def test_models_hold_low_precision_and_small_updates_are_not_lost() -> None:
@@ -154,8 +150,8 @@ def test_models_hold_low_precision_and_small_updates_are_not_lost() -> None:
     model = nn.Linear(1, 1, bias=False)
     nn.init.constant_(model.weight, 1.003)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    choices = {"optimizer": optimizer, "shards": 2, "devices": 2, "precision": "bf16-params"}
-    trainer = make_trainer(model, lambda m, x: m(x[0]).mean(dim=1), **choices)
+    choices = {"optimizer": optimizer, "shards": 2, "loss": lambda m, x: m(x[0]).mean(dim=1)}
+    trainer = trainer_of("bf16-params", 2, model=model, **choices)
     assert (model.weight.dtype, float(model.weight.detach())) == (torch.bfloat16, 1.0)
     for _ in range(20):
         trainer.step((torch.ones(2, 1),))
@@ -202,8 +198,8 @@ def test_another_precision_is_refused_and_may_be_chosen(tmp_path: Path) -> None:
 def test_an_overflow_in_one_shard_is_a_skipped_step_everywhere(
     precision: str, devices: int, tmp_path: Path
 ) -> None:
-    loss, steps, model = Loss(), batches(3), net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    loss, steps = Loss(), batches(3)
+    optimizer = torch.optim.AdamW((model := net()).parameters(), lr=1e-3)
     trainer = trainer_of(precision, devices, model=model, optimizer=optimizer, loss=loss)
     trainer.step(steps[0])
     before = trainer.fingerprint()
@@ -242,31 +238,13 @@ def test_steps_that_are_not_finite_may_be_skipped(precision: str | None) -> None
     before = trainer.fingerprint()
     assert trainer.step(batches(1)[0]).skipped == "the gradient of step 1 is not finite"
     loss.itself = True
-    assert "the loss of step 2, shard 1 is nan" in trainer.step(batches(1)[0]).skipped
+    _, spoilt, _ = trainer.loader(TensorDataset(*batches(1)[0]), batch_size=6)
+    skipped = trainer.step(spoilt).skipped
+    assert re.search(r"step 2, shard 0 .*samples 0 to 1 .*, which are 6, 7 of the data se", skipped)
     assert trainer.fingerprint() == before
     loss.spoilt = None
     step = trainer.step(batches(1)[0])
     assert (step.skipped, step.number) == ("", 3)
-
-
-def test_samples_of_a_data_set_are_named_by_number() -> None:
-    trainer = trainer_of(None, loss=Loss(math.nan, itself=True))
-    _, second, _ = trainer.loader(TensorDataset(*batches(1)[0]), batch_size=6)
-    with pytest.raises(LossError, match=r"samples 0 to 1 .*, which are 6, 7 of the data set"):
-        trainer.step(second)
-
-
-@for_each(("precision", "dtype"), [("bf16", torch.bfloat16), (None, torch.float32)])
-def test_evaluation_computes_in_the_runs_precision(
-    precision: str | None, dtype: torch.dtype
-) -> None:
-    def score(model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
-        found = model(batch[0])
-        assert found.dtype == dtype
-        return {"loss": F.cross_entropy(found, batch[1], reduction="none")}
-
-    data = TensorDataset(*batches(1)[0])
-    assert trainer_of(precision).evaluate(score, data, batch_size=9)["loss"] > 0
 
 
 @for_each(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import gc
-import threading
 import weakref
 from typing import Any
 
@@ -14,12 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import onefold
-from onefold.errors import GradientError, LossError
-from tests.small import Batch, make_trainer, sgd
+from onefold.errors import LossError
+from tests.small import Batch, make_trainer, result, sgd
 from tests.tables import for_each
-from tests.verifying.compared import Compared, compared
-
-__all__ = ["compared"]
 
 
 class Net(nn.Module):
@@ -68,11 +63,6 @@ def batches(steps: int, samples: int = 11, dtype: torch.dtype = torch.float32) -
 
 def trainer_of(model: nn.Module, loss: Any = loss, *, shards: int = 5, **options: Any) -> Any:
     return make_trainer(model, loss, shards=shards, **options)
-
-
-def result(trainer: onefold.Trainer, steps: list[Batch]) -> tuple[str, str]:
-    last = [trainer.step(batch) for batch in steps][-1]
-    return trainer.fingerprint(), float(last.loss).hex()
 
 
 def furthest(one: nn.Module, other: nn.Module) -> float:
@@ -149,12 +139,6 @@ def test_evaluation_and_layers_that_are_not_in_training_are_those_of_batch_norm(
     assert len(prints) == 1
 
 
-def test_onefold_verify_finds_it_right(compared: Compared) -> None:
-    found = compared.step(synced(), loss, batches(1)[0])
-    assert found["gradient_difference"] < 1e-9
-    assert not found["causes"]
-
-
 def test_convert_keeps_parameters_names_and_modes() -> None:
     net = nn.Sequential(nn.BatchNorm1d(3, eps=0.1, momentum=0.2), nn.Conv2d(1, 1, 1))
     shared = nn.BatchNorm2d(2, track_running_stats=False).eval()
@@ -182,39 +166,3 @@ def test_what_cannot_be_normalised_is_refused() -> None:
         trainer_of(model).step(batches(1, samples=1)[0])
     with pytest.raises(LossError, match="as microbatch has cut it"):
         trainer_of(model, microbatch=1).step(batches(1)[0])
-
-
-def failing(gradient: torch.Tensor) -> None:
-    raise ArithmeticError("the fault")
-
-
-def infinite(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient * torch.inf
-
-
-@for_each("devices", [1, 2])
-@for_each(
-    ("hook", "kind", "words"),
-    [
-        (failing, ArithmeticError, "the fault"),
-        (infinite, GradientError, r"step 1, shard 2 \(samples 5 to 6 of the batch\)"),
-    ],
-)
-def test_the_error_of_a_shard_ends_the_others(
-    hook: Any, kind: Any, words: str, devices: int
-) -> None:
-    def spoilt(model: nn.Module, batch: Batch) -> torch.Tensor:
-        losses = loss(model, batch)
-        if bool((batch[0][0] == whole[0][5]).all()):
-            losses.register_hook(hook)
-        return losses
-
-    model, whole = synced(), batches(1)[0]
-    before = copy.deepcopy(model)
-    with pytest.raises(kind, match=words) as caught:
-        trainer_of(model, spoilt, devices=devices).step(whole)
-    if hook is failing:
-        assert any("step 1, shard 2" in note for note in caught.value.__notes__)
-    assert threading.active_count() == 1
-    assert furthest(model, before) == 0.0
-    assert all(p.grad is None for p in model.parameters())

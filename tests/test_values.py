@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -282,8 +283,40 @@ def test_rows_may_have_another_shape_in_another_step() -> None:
 # Together with other things
 
 
-def test_the_mathematics_are_compared_without_them(compared: Compared) -> None:
-    found = compared.step(Net(), of_gathered, batches(1, dtype=torch.float64)[0])
+@dataclass(frozen=True)
+class Fields:
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+def synced() -> nn.Module:
+    return onefold.SyncBatchNorm.convert(Net())
+
+
+X, Y = batches(1, dtype=torch.float64)[0]
+
+
+@for_each(
+    ("model", "loss", "batch", "options"),
+    [
+        (Net, of_gathered, (X, Y), {}),
+        (synced, of_samples, (X, Y), {}),
+        (Net, lambda model, batch: of_samples(model, (batch.x, batch.y)), Fields(X, Y), {}),
+        (
+            Net,
+            lambda model, batch: of_samples(model, (batch[0].mT, batch[1][0])),
+            (X.mT, Y[None]),
+            {"dim": 1},
+        ),
+    ],
+)
+@for_each("call", ["step", "gradient"])
+def test_onefold_verify_finds_each_kind_of_step_right(
+    model: Any, loss: Any, batch: Any, options: Any, call: str, compared: Compared
+) -> None:
+    trainer = compared.trainer(model(), loss)
+    getattr(trainer, call)(batch, **options)
+    found = compared.lines(trainer)[1]
     assert max(found["loss_difference"], found["gradient_difference"]) < 1e-9
     assert not found["causes"]
 
