@@ -1,4 +1,4 @@
-"""Small pictures in files, with masks or without, and runs of the ready-made jobs on them."""
+"""Small pictures in files, with masks or without."""
 
 from __future__ import annotations
 
@@ -11,10 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from onefold.jobs.catalog import job_of
-from onefold.jobs.options import from_mapping
 from onefold.jobs.runfolder import RunFolder
-from onefold.jobs.training import train
 
 
 def save(path: Path, pixels: Any, **how: Any) -> Path:
@@ -51,17 +48,3 @@ def on_cpu() -> Iterator[pytest.MonkeyPatch]:
         patch.setattr(torch.cuda, "is_available", lambda: False)
         patch.setattr(RunFolder, "open_events", lambda self, step: None)
         yield patch
-
-
-def run_here(job: str, folder: Path, **options: Any) -> Path:
-    """Train as ``onefold train`` does, in this process; the run's folder."""
-    asked = from_mapping(
-        job_of(job).options,
-        {"runs": str(folder.parent), "name": folder.name, **options},
-        "options",
-    )
-    data = job_of(job).prepare(asked)
-    settled = job_of(job).settle(asked, data)
-    with on_cpu():
-        train(settled, job, job_of(job).make_task(settled, data))
-    return folder

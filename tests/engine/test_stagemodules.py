@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import onefold
 from onefold.engine.stagemodules import StageModules, cut_by_itself
-from tests.engine.lent import run, samples
+from tests.engine.lent import run, samples, squared
 from tests.tables import for_each
 
 
@@ -52,10 +52,6 @@ class Skips(nn.Module):
     @property
     def stages(self) -> list[nn.Module]:
         return [self.stem, *self.down, self.side, *self.up, self.head]
-
-
-def squared(model: Any, batch: torch.Tensor) -> torch.Tensor:
-    return model(batch).square().mean(dim=1)  # type: ignore[no-any-return]
 
 
 def penalised(model: Any, batch: torch.Tensor) -> torch.Tensor:

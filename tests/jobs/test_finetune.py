@@ -40,10 +40,9 @@ def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
     return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
 
-def train(model: nn.Module, *, steps: int = 3, devices: int = 1, **how: Any) -> onefold.Trainer:
-    groups = parameter_groups(model, **{"rate": 0.1, "head": "fc", "head_scale": 1.0, **how})
-    decay = {} if how else {"momentum": 0.9, "weight_decay": 0.01}
-    optimizer = torch.optim.SGD(groups, **decay)
+def train(model: nn.Module, *, steps: int = 3, devices: int = 1) -> onefold.Trainer:
+    groups = parameter_groups(model, rate=0.1, head="fc", head_scale=1.0)
+    optimizer = torch.optim.SGD(groups, momentum=0.9, weight_decay=0.01)
     trainer = make_trainer(model, loss, optimizer=optimizer, shards=2, devices=devices)
     for _ in range(steps):
         trainer.step(pictures())
@@ -130,9 +129,6 @@ def test_the_best_weights_of_a_run_are_where_it_says(tmp_path: Path) -> None:
     refused(CheckpointError, "step-00000003: expected the run's best weights")
     (tmp_path / where).mkdir(parents=True)
     assert best_checkpoint(tmp_path) == tmp_path / where
-
-
-# What is frozen.
 
 
 class Chain(nn.Module):
@@ -228,6 +224,3 @@ def test_a_frozen_batch_norm_normalises_with_its_kept_statistics(training: bool 
         assert torch.equal(each.bn1(features), kept(features))
         assert each.layer2.training is (training is not False)
         assert isinstance(each.bn1, Activated)
-
-
-# Rates.

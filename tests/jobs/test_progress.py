@@ -1,13 +1,8 @@
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
-import torch
-from rich.console import Console
-
-from onefold.jobs.progress import TrainingBar, epoch_line
-from tests.tables import for_each
+from onefold.jobs.progress import epoch_line
 
 PHASES = ("data", "forward", "backward", "exchange", "update")
 
@@ -33,24 +28,3 @@ def test_an_epoch_is_told_in_one_line() -> None:
     assert epoch_line(line(), 100).startswith("epoch   2/100 ")
     told = epoch_line(line(loss=float("nan"), scores={"accuracy": float("nan")}), 3)
     assert "loss nan  accuracy nan%" in told
-
-
-@for_each(("devices", "words"), [(1, "1 device "), (3, "3 devices ")])
-@for_each("done", [0, 40])
-@for_each("is_lead", [True, False])
-def test_the_bar_of_the_lead_counts(devices: int, words: str, done: int, is_lead: bool) -> None:
-    trainer: Any = SimpleNamespace(is_lead=is_lead, devices=(torch.device("cpu"),) * devices)
-    bar = TrainingBar(trainer, samples=40, epochs=3, done=done)
-    console = Console(width=100, force_terminal=True, color_system=None)
-    bar.progress.live.console = console
-    with console.capture() as shown, bar:
-        for number in range(6):
-            step: Any = SimpleNamespace(samples=10, epoch=number // 4)
-            bar.advance(step, mean_loss=1 / (number + 1))
-    if is_lead:
-        (task,) = bar.progress.tasks
-        assert (task.completed, task.total) == (done + 60, 120)
-        assert words in shown.get()
-        assert "epoch 2/3  loss 0.167" in shown.get()
-    else:
-        assert shown.get() == ""

@@ -5,12 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from onefold.jobs.options import (
     ScaleRate,
-    Schedule,
     TrainOptions,
     make_optimizer,
     rate_factor,
@@ -45,29 +42,6 @@ def test_a_schedule_has_these_values(chosen: Any, epochs: int, steps: int, expec
     factor = rate_factor(options, epochs=epochs, steps=steps)
     found = [factor(done) for done in range(epochs * steps + 1)]
     assert found == pytest.approx(expected, abs=1e-12)
-
-
-@given(
-    schedule=st.sampled_from(["constant", "step", "cosine"]),
-    warmup_epochs=st.floats(0, 12) | st.integers(0, 4).map(float),
-    decay=st.floats(1e-3, 1),
-    decay_epochs=st.none() | st.integers(1, 9),
-    epochs=st.integers(1, 8),
-    steps=st.integers(1, 30),
-)
-def test_a_factor_rises_evenly(schedule: Schedule, epochs: int, steps: int, **chosen: Any) -> None:
-    options = TrainOptions(schedule=schedule, **chosen)
-    first, second = (rate_factor(options, epochs=epochs, steps=steps) for _ in range(2))
-    last = epochs * steps
-    found = [first(done) for done in range(last + 20)]
-    assert all(0.0 < value <= 1.0 for value in found[:last])  # no step is for nothing
-    assert [second(done) for done in reversed(range(last + 20))] == found[::-1]
-    warmup = options.warmup_epochs * steps
-    if schedule != "step":
-        rising = [(done + 1) / (warmup + 1) for done in range(min(int(warmup), last))]
-        assert found[: len(rising)] == pytest.approx(rising)
-    if schedule == "cosine" and warmup + 1 <= last:
-        assert set(found[last:]) == {0.0}  # and does not rise again
 
 
 SCALED: list[tuple[ScaleRate, int, int, float]] = [("none", 1024, 256, 0.5)]

@@ -209,21 +209,39 @@ def test_a_signal_saves_and_says_how_to_go_on(number: signal.Signals, tmp_path: 
     assert int(found[1]) in steps_in(tmp_path / "runs" / "it" / "checkpoints")
 
 
-@for_each("step", [4, 10], ids=["in an epoch", "at its end"])
-def test_a_stop_changes_no_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+@for_each(("step", "fails"), [(4, False), (10, False), (5, True), (12, True)])
+def test_a_stop_changes_no_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, fails: bool
+) -> None:
+    """In an epoch or at its end, after a signal; or after an error, from a checkpoint of before."""
     data, runs = write_texts(tmp_path / "data"), tmp_path / "runs"
-    options = {"epochs": 2, "batch_size": 4}
-    _, whole = run_here("text", data, runs, name="whole", **options)
+    options = {"epochs": 2, "batch_size": 4, "save_every": 2 if fails else 100}
+    whole, said = run_here("text", data, runs, name="whole", **options)
+
+    def asked(trainer: onefold.Trainer) -> bool:
+        if fails and trainer.steps == step:
+            raise KeyboardInterrupt
+        return trainer.steps == step
+
     with monkeypatch.context() as patch:
-        asked = property(lambda trainer: trainer.steps == step)
-        patch.setattr(onefold.Trainer, "asked_to_stop", asked)
-        with pytest.raises(SystemExit, match="75"):
+        patch.setattr(onefold.Trainer, "asked_to_stop", property(asked))
+        with pytest.raises(
+            KeyboardInterrupt if fails else SystemExit, match=None if fails else "75"
+        ):
             run_here("text", data, runs, name="it", **options)
-    assert steps_in(runs / "it" / "checkpoints") == [step]
-    folder, rest = run_here("text", data, runs, name="it", resume=True)
-    assert rest["fingerprint"] == whole["fingerprint"]
-    numbers = [line["epoch"] for line in read_record(folder, "metrics") if line["kind"] == "epoch"]
-    assert numbers == [0, 1]
+    assert fails or steps_in(runs / "it" / "checkpoints") == [step]
+    folder, resumed = run_here("text", data, runs, name="it", resume=True)
+    assert resumed["fingerprint"] == said["fingerprint"]
+    for kind, names in (("steps", "step lr"), ("epoch", "epoch step lr loss scores")):
+        found = [
+            [
+                [line[name] for name in names.split()]
+                for line in read_record(each, "metrics")
+                if line["kind"] == kind
+            ]
+            for each in (whole, folder)
+        ]
+        assert found[0] == found[1]
 
 
 def test_notes_and_the_want_of_a_report_are_mentioned_before_training(

@@ -15,7 +15,7 @@ import pytest
 
 from onefold.errors import LaunchError
 from onefold.jobs.options import TrainOptions
-from onefold.jobs.runfolder import RunFolder, check_folder, next_name, require_room
+from onefold.jobs.runfolder import RunFolder, next_name, require_room
 from onefold.system.folderlock import lock_of_checkpoints
 from tests.somebody import NOBODY, needs_root, somebody_else
 from tests.tables import for_each
@@ -64,18 +64,6 @@ def test_a_run_without_a_name_gets_the_first_free_number(tmp_path: Path) -> None
     (tmp_path / "text-2").touch()
     assert next_name(tmp_path, "text") == "text-4"
     assert next_name(tmp_path, "classify") == "classify-1"
-
-
-def test_a_new_run_needs_a_new_folder_and_one_that_goes_on_an_old_one(tmp_path: Path) -> None:
-    check_folder(tmp_path / "new", resume=False)
-    begun(tmp_path / "old")
-    words = "old is there already: --resume goes on with it, another --name begins a new run"
-    with pytest.raises(LaunchError, match=words):
-        check_folder(tmp_path / "old", resume=False)
-    check_folder(tmp_path / "old", resume=True)
-    words = "--resume: there is no run in .*new; leave --resume out to begin one"
-    with pytest.raises(LaunchError, match=words):
-        check_folder(tmp_path / "new", resume=True)
 
 
 def test_only_the_lead_writes(tmp_path: Path) -> None:
@@ -138,9 +126,6 @@ def test_later_lines_are_taken_back(tmp_path: Path, steps: int, epochs: int, kep
         folder.add(line)
     gone_on(tmp_path, steps=steps, epochs=epochs)
     assert metrics(tmp_path) == lines[:kept]
-
-
-# The lock, and files that no run has written.
 
 
 def share(path: Path) -> None:

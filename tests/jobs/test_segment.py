@@ -24,7 +24,8 @@ from onefold.jobs.finetune import best_checkpoint
 from onefold.jobs.segment import MaskModel, SegmentOptions
 from onefold.jobs.segment_pictures import Crops, Padded, WholePictures, inside
 from onefold.jobs.training import Task
-from tests.masked import black_and_white, grey, run_here, save, save_pairs
+from tests.jobs.tiny import run_here
+from tests.masked import black_and_white, grey, save, save_pairs
 from tests.small import bits, make_trainer
 from tests.tables import for_each
 
@@ -59,8 +60,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> Path:
     """A run with crops of 32 and a last batch of one picture."""
-    how = {"epochs": 1, "batch_size": 4, "crop": 32, "normalise": "imagenet", **TINY}
-    return run_here("segment", tmp_path_factory.mktemp("runs") / "it", data=str(folder), **how)
+    runs = tmp_path_factory.mktemp("runs")
+    return run_here("segment", folder, runs, crop=32, normalise="imagenet", **TINY)[0]
 
 
 def options(**chosen: Any) -> SegmentOptions:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -56,8 +57,8 @@ def test_token_dropout_masks_its_share_and_nothing_special() -> None:
     assert ((first == ids) | (first == tokens.MASK_ID)).all()
     assert first[:5].tolist() == first[-5:].tolist() == list(range(5))
     assert (ids[5:-5] == 9).all()
-    others = {"mask_id": 103, "special_ids": {101, 102}, "token_dropout": 0.99}
     ids = torch.tensor([101, *[4, 5] * 50, 102])
-    read = EncodedTexts([ids], [0], **others)[0][0]  # type: ignore[arg-type]
-    assert read[[0, -1]].tolist() == [101, 102]
-    assert (read[1:-1] == 103).float().mean() > 0.8
+    others: Any = {"mask_id": 103, "special_ids": {101, 102}, "token_dropout": 0.99}
+    read = EncodedTexts([ids], [0], **others)[0][0].tolist()
+    assert (read[0], read[-1]) == (101, 102)
+    assert read.count(103) > 80

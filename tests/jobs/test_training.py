@@ -90,31 +90,6 @@ def test_a_finished_run_is_left_alone_or_given_more_epochs(tmp_path: Path) -> No
     assert [line["epoch"] for line in lines(folder, "epoch")] == [0, 1]
 
 
-@for_each("epochs_first", [0, 1])
-def test_a_run_goes_on(epochs_first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data, runs = write_pictures(tmp_path / "data"), tmp_path / "runs"
-    small = {"model": "lenet", "augment": "shift", "epochs": 3}
-    whole, said = run_here("classify", data, runs, name="whole", **small)
-    steps = 3 * epochs_first + 2
-    real_step = onefold.Trainer.step
-
-    def step(self: onefold.Trainer, batch: object) -> onefold.Step:
-        if self.steps == steps:
-            raise KeyboardInterrupt
-        return real_step(self, batch)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(onefold.Trainer, "step", step)
-        with pytest.raises(KeyboardInterrupt):
-            run_here("classify", data, runs, name="cut", save_every=1, **small)
-    assert lines(runs / "cut", "steps")[-1]["step"] == steps
-    folder, resumed = run_here("classify", data, runs, name="cut", resume=True)
-    assert resumed["fingerprint"] == said["fingerprint"]
-    for kind, names in (("steps", "step lr"), ("epoch", "step lr loss scores")):
-        for a, b in zip(lines(whole, kind), lines(folder, kind), strict=True):
-            assert [a[name] for name in names.split()] == [b[name] for name in names.split()]
-
-
 @pytest.mark.full
 @all_jobs
 @pytest.mark.processes
