@@ -90,15 +90,6 @@ def value_in(folder: Path) -> int:
 ONE, TWO = "step-00000001", "step-00000002"
 
 
-def test_saving_again_replaces(tmp_path: Path) -> None:
-    write(tmp_path / ONE, 2, bytes_of=3)
-    write(tmp_path / ONE, 7)
-    assert value_in(tmp_path / ONE) == 7
-    assert find_checkpoint(tmp_path).run["serial"] == 2
-    assert names_in(tmp_path / ONE) == {"model.safetensors", "run.json"}
-    assert names_in(tmp_path) == {ONE}
-
-
 def linked(folder: Path) -> None:
     folder.symlink_to(folder.rename(folder.parent.parent / "else"))
 

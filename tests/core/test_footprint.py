@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from onefold.run.planning import Footprint
 from tests.tables import for_each
 
@@ -30,28 +32,11 @@ def test_a_file_is_large_enough() -> None:
     assert sizes.keeping_nothing(together=True) == 48
 
 
-def test_with_one_shard_there_is_nothing_to_add_up() -> None:
-    sizes = Footprint(parameters=10, other=3, gradients=10, state=20, stage=2, shards=1)
-    assert sizes.keeping_all(1, together=False) == 10 + 3 + 10 + 20
-    assert sizes.on_disk == 10 + 3 + 20 + 10
+def test_devices_apart_have_their_own_parameters_and_two_stages() -> None:
+    def more(keeping: Callable[..., int], *devices: int) -> int:
+        return keeping(*devices, together=False) - keeping(*devices, together=True)
 
-
-def test_devices_apart_have_their_span_of_the_parameters_and_two_stages() -> None:
-    apart = MEASURED.keeping_span(4, together=False) - MEASURED.keeping_span(4, together=True)
-    assert apart == 2 * MEASURED.stage + MEASURED.other - MEASURED.other // 4
-
-
-def test_devices_apart_that_keep_nothing_have_two_stages() -> None:
-    apart = MEASURED.keeping_nothing(together=False) - MEASURED.keeping_nothing(together=True)
-    assert apart == 2 * MEASURED.stage + MEASURED.other
-
-
-def test_devices_apart_that_keep_all_have_all_parameters_each() -> None:
-    apart = MEASURED.keeping_all(4, together=False) - MEASURED.keeping_all(4, together=True)
-    assert apart == MEASURED.parameters * 3 // 4
-
-
-def test_more_devices_never_take_more_of_each() -> None:
-    for keeping in (MEASURED.keeping_all, MEASURED.keeping_span):
-        found = [keeping(devices, together=True) for devices in range(2, 9)]
-        assert found == sorted(found, reverse=True)
+    two_stages = 2 * MEASURED.stage + MEASURED.other
+    assert more(MEASURED.keeping_span, 4) == two_stages - MEASURED.other // 4
+    assert more(MEASURED.keeping_nothing) == two_stages
+    assert more(MEASURED.keeping_all, 4) == MEASURED.parameters * 3 // 4

@@ -32,9 +32,8 @@ def _limits() -> Iterator[None]:
 def limited(soft: int) -> None:
     """Allow as many open files, beside those that earlier tests have left this process with."""
     soft += max(0, len(os.listdir("/proc/self/fd")) - 24)
-    resource.setrlimit(
-        resource.RLIMIT_NOFILE, (soft, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
-    )
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def answer_of(tensors: int) -> Answer:
@@ -84,15 +83,10 @@ print("trained", step.number)
 """
 
 
-def run(folder: Path, *, soft: int, hard: int) -> tuple[str, str]:
-    (folder / "train.py").write_text(SCRIPT.format(soft=soft, hard=hard))
-    done = subprocess.run(
-        [sys.executable, "-m", "onefold", "run", "--devices", "2", str(folder / "train.py")],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
-    )
+def run(script: Path, *, soft: int, hard: int) -> tuple[str, str]:
+    script.write_text(SCRIPT.format(soft=soft, hard=hard))
+    command = [sys.executable, "-m", "onefold", "run", "--devices", "2", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     return done.stdout, done.stderr
 
 
@@ -100,7 +94,7 @@ def run(folder: Path, *, soft: int, hard: int) -> tuple[str, str]:
 def test_too_few_open_files_end_the_run_with_a_word_where_they_cannot_be_more(
     tmp_path: Path,
 ) -> None:
-    assert run(tmp_path, soft=100, hard=1000) == ("trained 4\n", "")
-    _, errors = run(tmp_path, soft=100, hard=100)
+    assert run(tmp_path / "train.py", soft=100, hard=1000) == ("trained 4\n", "")
+    _, errors = run(tmp_path / "train.py", soft=100, hard=100)
     assert "SampleError: sending the batch up to sample 16 in epoch 0 failed: OSError" in errors
     assert "(ulimit -n)" in errors
