@@ -49,9 +49,7 @@ def changed(change: Change, steps: int) -> None:
         (in_place, 5, "shared", "parameter bias changed since the call before, on device 0"),
     ],
 )
-def test_values_are_compared_and_what_all_changed_is_refused_too(
-    change: Change, steps: int, exchange: Any, words: str
-) -> None:
+def test_changed_values_are_refused(change: Change, steps: int, exchange: Any, words: str) -> None:
     """The order of such changes would be left to chance."""
     with pytest.raises(DisagreementError, match=words) if words else nullcontext():
         simulated.launch(changed, devices="cpu:2", args=(change, steps), exchange=exchange)
@@ -86,9 +84,7 @@ def adam(rate: float | torch.Tensor = 0.1) -> torch.optim.Adam:
         (0, "lr", torch.tensor(0.1)),
     ],
 )
-def test_another_setting_is_another_number_until_it_is_changed_back(
-    group: int, key: str, value: object
-) -> None:
+def test_another_setting_is_another_number(group: int, key: str, value: object) -> None:
     optimizer, fresh = adam(), adam()
     settings = GroupSettings(optimizer)
     before, kept = settings.checksum(), dict(optimizer.param_groups[group])

@@ -31,9 +31,7 @@ def test_names_are_those_of_a_model_that_is_not_compiled(tmp_path: Path) -> None
     assert list(bits(plain).values()) == list(bits(wrapped).values())
 
 
-def test_whoever_waits_is_known_before_anything_else_can_fail(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_exchange_is_known_before_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     """Others hear of a failure through the exchange that was handed over."""
 
     def fail(*_: object, **__: object) -> None:

@@ -76,9 +76,7 @@ def test_whole_numbers_take_the_largest(devices: int, dtype: torch.dtype) -> Non
 
 @both
 @for_each("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
-def test_other_numbers_take_the_weighted_mean_however_they_are_written(
-    devices: int, dtype: torch.dtype
-) -> None:
+def test_other_numbers_take_the_weighted_mean(devices: int, dtype: torch.dtype) -> None:
     def change(module: Noting, inputs: torch.Tensor) -> None:
         module.value.add_(inputs.mean(dim=0).to(dtype))
 

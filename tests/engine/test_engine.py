@@ -81,9 +81,7 @@ def test_one_shard_with_weight_has_all_devices_update(devices: int) -> None:
 
 
 @both
-def test_random_numbers_are_other_ones_in_every_step_and_shard_and_with_every_seed(
-    devices: int,
-) -> None:
+def test_every_seed_step_and_shard_has_its_own_random_numbers(devices: int) -> None:
     drawn: set[tuple[float, ...]] = set()
 
     def loss(model: nn.Module, batch: Batch) -> torch.Tensor:

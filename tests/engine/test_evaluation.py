@@ -120,9 +120,7 @@ def numbers() -> tuple[float, ...]:
 
 @both
 @for_each("call", ["evaluate", "predict"])
-def test_the_model_is_in_evaluation_mode_and_nothing_of_the_run_is_changed(
-    call: str, devices: int
-) -> None:
+def test_evaluation_mode_changes_nothing_of_the_run(call: str, devices: int) -> None:
     modes: set[bool] = set()
 
     def score(model: nn.Module, batch: Batch) -> Scores:
@@ -169,9 +167,7 @@ class Broken(TensorDataset):
         (loss_of, Broken(*points(8)), "reading sample 0 in epoch 0 failed: KeyError: 'an item'"),
     ],
 )
-def test_a_run_goes_on_after_an_evaluation_that_failed(
-    score: Callable[..., Scores], samples: TensorDataset, words: str
-) -> None:
+def test_a_run_goes_on(score: Any, samples: TensorDataset, words: str) -> None:
     with_failure, without = (make_trainer(Mixture(), devices=2) for _ in range(2))
     for trainer in (with_failure, without):
         trainer.step(points(8))

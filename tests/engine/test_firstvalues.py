@@ -62,9 +62,7 @@ def expected() -> torch.Tensor:
         lambda p: torch.tensor(p.tolist()),
     ],
 )
-def test_whoever_uses_one_gets_its_values_and_shifts_nobody_elses_numbers(
-    use: Callable[[nn.Parameter], torch.Tensor], tmp_path: Path
-) -> None:
+def test_who_uses_one_gets_its_values(use: Callable[..., torch.Tensor], tmp_path: Path) -> None:
     parameter = undrawn(tmp_path)
     torch.manual_seed(9)
     found, drawn = use(parameter), torch.rand(2)
@@ -94,9 +92,7 @@ def test_who_asks_about_it_draws_nothing(parameter: nn.Parameter) -> None:
     assert undrawn_of(parameter) is not None
 
 
-def test_a_disk_that_is_full_is_told_and_nothing_is_lost(
-    parameter: nn.Parameter, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_told(parameter: nn.Parameter, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 

@@ -123,9 +123,7 @@ def turned(parameter: nn.Parameter) -> None:
 
 
 @for_each("hook", [expanded, turned])
-def test_a_gradient_that_a_hook_lays_out_otherwise_has_the_same_bits(
-    hook: Callable[[nn.Parameter], None],
-) -> None:
+def test_other_strides_have_the_same_bits(hook: Callable[[nn.Parameter], None]) -> None:
     """The norm by which it is clipped is added up in the order of the memory."""
 
     def build() -> nn.Module:
@@ -203,9 +201,7 @@ def summed(model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
         ("data", r"parameters \(through .data\)"),
     ],
 )
-def test_parameters_that_the_forward_pass_writes_to_are_refused(
-    how: str, name: str, call: str, devices: int
-) -> None:
+def test_written_parameters_are_refused(how: str, name: str, call: str, devices: int) -> None:
     trainer = make_trainer(Written(how), devices=devices)
     where = "step 1" if call == "step" else "an evaluation"
     data: Any = TensorDataset(*points(8))

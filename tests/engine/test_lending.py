@@ -194,9 +194,7 @@ def with_a_write(make: type[nn.Module], call: str) -> None:
         (Scaling, "predict", "stages", r"layers\.1\.weight was written to while"),
     ],
 )
-def test_what_a_model_writes_to_is_named(
-    make: type[nn.Module], call: str, keep: str, words: str
-) -> None:
+def test_what_is_written_is_named(make: type[nn.Module], call: str, keep: str, words: str) -> None:
     with pytest.raises(StateError, match=words):
         run(with_a_write, make, call, keep=keep)
 
@@ -264,7 +262,5 @@ def with_values_of_their_own() -> str:
 
 @for_each("keep", ["span", "stages"])
 @for_each("work", [changed_between_steps, unfrozen, with_values_of_their_own])
-def test_frozen_parameters_come_to_what_they_are_on_one_device(
-    work: Callable[[], str], keep: str
-) -> None:
+def test_frozen_parameters_are_those_of_one_device(work: Callable[[], str], keep: str) -> None:
     assert run(work, keep=keep) == work()

@@ -362,7 +362,7 @@ def given_a_dtype(by_name: bool, devices: int = 0) -> str:
 
 
 @for_each("by_name", [False, True])
-def test_the_dtype_of_what_another_device_gives_may_be_taken(by_name: bool) -> None:
+def test_its_dtype_may_be_taken(by_name: bool) -> None:
     """`x.to(tensor)` needs no values of it; nor do random numbers within stages."""
     found = simulated.launch(given_a_dtype, devices="cpu:2", args=(by_name,), keep="stages")
     assert found == given_a_dtype(by_name, 1)

@@ -164,9 +164,7 @@ def test_what_is_read_as_it_was_meant_is_not_blamed(values: Values) -> None:
         ("ignored-none", "a class", ("not by those that are not ignored", "losses.cross_entropy")),
     ],
 )
-def test_a_finding_says_what_it_is_and_what_to_write(
-    values: Values, kind: str, name: str, words: tuple[str, ...]
-) -> None:
+def test_a_finding_says_what_to_write(values: Values, kind: str, name: str, words: Any) -> None:
     finding = inspect_loss(FOUND[kind][name](values), SAMPLES)
     assert finding is not None
     assert [word for word in words if word not in finding.text] == []
@@ -271,9 +269,7 @@ def test_what_is_surely_wrong_is_refused(values: Values, kind: str, caplog: Any)
     assert message.endswith("To see whether it is what you mean: onefold verify")
 
 
-def test_the_first_of_each_kind_is_kept_and_values_are_looked_at_when_it_is_due(
-    values: Values, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_first_of_each_kind_is_kept(values: Values, caplog: pytest.LogCaptureFixture) -> None:
     watch = LossWatch()
     for kind in ("weights-none", "ignored-none"):
         look(watch, values, kind, due=False)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -27,9 +28,7 @@ def data() -> TensorDataset:
     return TensorDataset(*points(8))
 
 
-def test_a_model_in_evaluation_mode_trains_as_in_a_plain_loop_and_says_so_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_model_in_evaluation_mode_trains_as_it_is(caplog: Any) -> None:
     ours, theirs = model().eval(), model().eval()
     trainer, optimizer = make_trainer(ours, shards=1), sgd(theirs)
     with caplog.at_level(logging.WARNING, "onefold"):
@@ -91,9 +90,7 @@ def tied() -> nn.Sequential:
         (lambda m: setattr(m, "extra", nn.BatchNorm1d(3, affine=False)), "was put in, taken out"),
     ],
 )
-def test_a_model_that_was_given_other_parts_is_refused(
-    change: Callable[[nn.Sequential], object], words: str, devices: int
-) -> None:
+def test_other_parts_are_refused(change: Callable[..., object], words: str, devices: int) -> None:
     module = tied()
     trainer = make_trainer(module, devices=devices)
     trainer.step(points(8))
@@ -137,9 +134,7 @@ def test_statistics_and_teachers_that_the_loss_changes_are_refused(devices: int)
 
 
 @both
-def test_a_teacher_that_does_not_learn_and_a_copy_that_is_made_in_the_loss_are_fine(
-    devices: int,
-) -> None:
+def test_a_teacher_that_does_not_learn_and_a_copy_of_the_model_are_fine(devices: int) -> None:
     """A copy of the model with statistics of its own, as in meta-learning."""
     teacher = model().eval()
     before = bits(teacher)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -55,9 +56,7 @@ def late(loss: Spoils, devices: int = 1) -> onefold.Trainer:
         (infinite_slope, GradientError, "gradient of step 2 is not finite, and has been used"),
     ],
 )
-def test_the_error_comes_one_step_late_and_before_another_update(
-    change: Change, kind: type[Exception], words: str, devices: int
-) -> None:
+def test_the_error_comes_one_step_late(change: Change, kind: Any, words: str, devices: int) -> None:
     loss = Spoils(change)
     trainer, plain = late(loss, devices), make_trainer(devices=devices)
     for each in (trainer, plain):
@@ -73,9 +72,7 @@ def test_the_error_comes_one_step_late_and_before_another_update(
 
 @for_each("value", [torch.inf, -torch.inf, torch.nan])
 @for_each("devices", [1, 2])
-def test_a_gradient_that_is_not_finite_is_refused_and_used_by_nobody(
-    value: float, devices: int
-) -> None:
+def test_a_gradient_that_is_not_finite_is_not_used(value: float, devices: int) -> None:
     trainer = make_trainer(devices=devices)
     trainer.step(points(8))
     before = trainer.fingerprint()

@@ -117,9 +117,7 @@ def trained(way: str, hook: Hook, *, clip: float | None = None, shards: int, dev
         ("after", to_unit_rows, 0.05),
     ],
 )
-def test_bits_are_those_of_a_plain_loop_and_of_any_devices(
-    way: str, hook: Hook, clip: float | None
-) -> None:
+def test_bits_are_those_of_a_plain_loop(way: str, hook: Hook, clip: float | None) -> None:
     plain = trained(way, hook, clip=clip, shards=1, devices=0)
     assert trained(way, hook, clip=clip, shards=1, devices=1) == plain
     assert trained(way, lambda *_: None, clip=clip, shards=1, devices=0) != plain

@@ -71,9 +71,7 @@ def plans(draw: st.DrawFn) -> tuple[int, ...]:
 
 @settings(max_examples=25)
 @given(samples=st.integers(1, 40), batch_size=st.integers(1, 45), plan=plans())
-def test_values_come_in_the_order_of_the_data(
-    samples: int, batch_size: int, plan: tuple[int, ...]
-) -> None:
+def test_values_come_in_their_order(samples: int, batch_size: int, plan: tuple[int, ...]) -> None:
     def say(model: nn.Module, batch: Sequence[torch.Tensor]) -> Said:
         return {"number": batch[0], "half": batch[0].double() / 2, "odd": batch[0] % 2 == 1}
 
@@ -155,9 +153,7 @@ def test_the_bits_do_not_depend_on_the_devices(samples: int) -> None:
         (lambda row, n: {"a": 1}, "or a list with one tensor or dict"),
     ],
 )
-def test_entries_of_other_kinds_are_refused(
-    entry: Callable[[torch.Tensor, int], object], words: str
-) -> None:
+def test_entries_of_other_kinds_are_refused(entry: Callable[..., object], words: str) -> None:
     def function(model: nn.Module, batch: Sequence[torch.Tensor]) -> Said:
         return {"value": [entry(row, n) for n, row in enumerate(batch[0])]}
 

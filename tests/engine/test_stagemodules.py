@@ -120,9 +120,7 @@ def test_a_model_is_cut_at_the_items_of_its_lists() -> None:
         (lambda m: [m.down, m.down[1]], r"stage 1 \(down.1\) and stage 0 \(down\) both hold"),
     ],
 )
-def test_stages_that_cannot_be_used_are_refused(
-    stages: Callable[[Skips], list[Any]], words: str
-) -> None:
+def test_unusable_stages_are_refused(stages: Callable[[Skips], list[Any]], words: str) -> None:
     model = Skips()
     with pytest.raises((TypeError, ValueError), match=words):
         StageModules(model, stages(model), dict(model.named_parameters()))

@@ -155,9 +155,7 @@ def changed_in_a_block(how: str) -> str:
         ("step data", "stages", "parameters (through .data) changed since the call before"),
     ],
 )
-def test_what_is_changed_where_the_model_is_read_is_refused(
-    how: str, keep: Any, words: str
-) -> None:
+def test_changes_where_the_model_is_read_are_refused(how: str, keep: Any, words: str) -> None:
     assert words in run(changed_in_a_block, how, keep=keep)
 
 

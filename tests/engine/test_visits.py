@@ -94,9 +94,7 @@ def saved(trainer: onefold.Trainer, folder: Path) -> None:
 
 
 @for_each("call", [changed, averaged, saved])
-def test_memories_are_not_mixed_and_the_device_computes(
-    call: Callable[..., None], make: Make, tmp_path: Path
-) -> None:
+def test_memories_are_not_mixed(call: Callable[..., None], make: Make, tmp_path: Path) -> None:
     trainer = make(clip_value=0.01, shards=2)
     trainer.average(decay=0.9)
     trainer.step(LONG[:4])
@@ -126,9 +124,7 @@ def test_between_steps_the_device_has_nothing(make: Make) -> None:
     assert not frozen.flat.is_there
 
 
-def test_all_go_home_when_an_update_fails_or_one_cannot_come(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_go_home_when_an_update_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     home = DiskHeap(tmp_path, apart=True)
     parameters = [nn.Parameter(home.copy(torch.ones(2000))) for _ in range(3)]
     optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
@@ -165,9 +161,7 @@ def test_all_go_home_when_an_update_fails_or_one_cannot_come(
 
 @for_each("inside", [False, True])
 @for_each("precision", [None, "bf16-params"])
-def test_what_a_script_changes_while_all_is_there_is_kept(
-    precision: Any, inside: bool, make: Make
-) -> None:
+def test_what_a_script_changes_is_kept(precision: Any, inside: bool, make: Make) -> None:
     found = []
     for keep in ("all", "host"):
         trainer = make(keep, precision=precision)

@@ -78,9 +78,7 @@ def test_a_run_with_a_secret_trains(apart: type[Apart]) -> None:
     "theirs",
     [{}, pytest.param({"ONEFOLD_SECRET": "another text, as long"}, marks=pytest.mark.full)],
 )
-def test_who_does_not_know_the_secret_takes_no_part(
-    apart: type[Apart], theirs: Mapping[str, str]
-) -> None:
+def test_who_lacks_the_secret_is_refused(apart: type[Apart], theirs: Mapping[str, str]) -> None:
     run = apart("train", {"ONEFOLD_SECRET": SECRET}, theirs)
     code, said = run.finish(0)
     assert code != 0

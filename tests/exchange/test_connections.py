@@ -36,9 +36,7 @@ def test_who_waits_at_either_end_hears_of_a_cut(pair: Pair) -> None:
     assert other.recv(1) == b""
 
 
-def test_a_number_that_is_closed_or_becomes_somebody_elses_meanwhile_is_let_be(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_number_of_somebody_else_is_let_be(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     one, _, held = pair
     noted, dup = dict(held.sockets), os.dup
     stranger, end = socket.socketpair()

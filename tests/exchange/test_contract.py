@@ -96,9 +96,7 @@ LAST = [("agree", 1, "kill"), ("bring", 1, "stop"), ("collect", 0, "kill"), ("sh
         for last in LAST
     ],
 )
-def test_a_fault_of_a_process_ends_the_other_one_as_simulated(
-    kind: str, last: tuple[str, int, str], tmp_path: Path
-) -> None:
+def test_processes_end_as_simulated(kind: str, last: tuple[str, int, str], tmp_path: Path) -> None:
     rows = [*QUICK, last]
     try:
         onefold.launch(fail_in_turn, devices="cpu:2", args=(kind, rows, str(tmp_path)))

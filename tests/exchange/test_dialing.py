@@ -95,9 +95,7 @@ def test_a_stranger_is_shown_out(hello: bytes | None) -> None:
     assert shown_out.is_set()
 
 
-def test_a_stranger_of_another_user_is_shown_out(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_stranger_of_another_user_is_shown_out(monkeypatch: pytest.MonkeyPatch) -> None:
     credentials = mailbox.credentials
     monkeypatch.setattr(mailbox, "credentials", lambda c: (credentials(c)[0], os.getuid() + 1))
     before, address = names(), drawn()

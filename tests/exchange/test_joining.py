@@ -62,9 +62,7 @@ def test_a_process_that_drives_all_devices_asks_nobody(devices: int, kind: type)
 
 
 @for_each(("asked", "launcher"), [("auto", "onefold"), ("shared", "onefold"), ("auto", "torch")])
-def test_processes_of_one_host_share_their_memory_once_the_lead_has_compared(
-    asked: Any, launcher: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_host_shares_memory(asked: Any, launcher: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     addresses: list[str] = []
     connect = joining.connected
 

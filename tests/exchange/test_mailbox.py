@@ -212,9 +212,7 @@ def test_calls_in_another_order_are_a_disagreement(wait: str, theirs: Wait) -> N
 
 @for_each("stopped", [False, True])
 @for_each("wait", WAITS)
-def test_who_does_not_come_is_named_at_the_limit_and_who_is_stopped_before(
-    wait: str, stopped: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_does_not_come_is_named(wait: str, stopped: bool, monkeypatch: Any) -> None:
     with mailboxes(2, timeouts_s=(LIMIT_S if stopped else SHORT_S, LIMIT_S)) as boxes:
         boxes[0].step = 4
         monkeypatch.setattr(mailbox.Stillness, "look", lambda self: stopped)

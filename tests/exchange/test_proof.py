@@ -98,9 +98,7 @@ HERE = [("10.0.0.1:7", "10.0.0.2:7")]
         (b"", [], True),  # nothing is bound
     ],
 )
-def test_both_must_see_one_connection(
-    secret: bytes, theirs: list[tuple[str, str]], alike: bool
-) -> None:
+def test_both_see_one_connection(secret: bytes, theirs: list[tuple[str, str]], alike: bool) -> None:
     wire, seen = Wire(2), [HERE, theirs]
     errors = endings(2, lambda rank: prove(secret, rank, wire.trade(rank), seen[rank]))
     assert [error is None for error in errors] == [alike] * 2

@@ -35,9 +35,7 @@ def test_new_memory_is_of_zeros_which_take_no_room(size: int) -> None:
 
 
 @for_each("refused", ["ftruncate", "mmap"])
-def test_memory_that_is_refused_is_named_with_its_limits(
-    refused: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refused_memory_is_named(refused: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 

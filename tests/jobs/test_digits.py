@@ -51,9 +51,7 @@ def test_a_picture_of_others_is_not_written_over(tmp_path: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.processes
-def test_the_demo_trains_the_same_model_on_two_devices(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_demo_on_two_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert digits.demo(tmp_path, devices="cpu:2", epochs=1) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "The same model, to the last bit: 1 x cpu and 2 x cpu" in text

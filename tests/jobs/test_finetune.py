@@ -186,9 +186,7 @@ def test_what_cannot_be_frozen_is_refused(parts: Any, until: Any, words: str) ->
     ("frozen", "kept"),
     [((), ()), (("conv1", "bn1", "layer1"),) * 2, (("bn1.weight",), ("bn1.weight",))],
 )
-def test_only_frozen_parts_stay_as_they_were(
-    frozen: tuple[str, ...], kept: tuple[str, ...]
-) -> None:
+def test_only_frozen_parts_stay(frozen: tuple[str, ...], kept: tuple[str, ...]) -> None:
     prints = set()
     for devices in (1, 2):
         model = small()

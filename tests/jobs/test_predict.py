@@ -375,9 +375,7 @@ OF_ONE = r"expected model_config\.json and run\.json to be of one"
         ("text", {"classes": ["good"]}, OF_ONE),
     ],
 )
-def test_facts_of_no_run_refused(
-    kind: str, changes: Any, words: str, kinds: Kinds, tmp_path: Path
-) -> None:
+def test_facts_of_no_run(kind: str, changes: Any, words: str, kinds: Kinds, tmp_path: Path) -> None:
     outer = set(changes) <= {*FACTS.values(), "shards"} or (kind == "text" and "classes" in changes)
     change = lambda said: (said if outer else said[FACTS[kind]]).update(changes)  # noqa: E731
     run = changed(kinds.run[kind], tmp_path / "run", change)

@@ -184,9 +184,7 @@ if os.geteuid() == 0:
 
 
 @for_each(("make", "words"), LOCKS)
-def test_a_strange_lock_is_refused(
-    tmp_path: Path, make: Callable[[Path], object], words: str
-) -> None:
+def test_a_strange_lock_is_refused(tmp_path: Path, make: Callable[..., object], words: str) -> None:
     make(tmp_path / ".lock")
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(LaunchError, match=words):

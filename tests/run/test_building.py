@@ -129,9 +129,7 @@ def test_a_run_with_it_is_the_same(
 
 @pytest.mark.processes
 @pytest.mark.parametrize("by", ["argument", "environment"])
-def test_a_home_that_is_no_folder_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str
-) -> None:
+def test_a_home_must_be_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str) -> None:
     home = str(tmp_path / "absent")
     if by == "environment":
         monkeypatch.setenv("ONEFOLD_HOME", home)

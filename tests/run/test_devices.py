@@ -164,9 +164,7 @@ def test_without_gpus_processes_compute(machine: Machine, choice: Any, number: i
         ("cuda:1,cuda:0,cuda:1", "cuda:1 is named twice"),
     ],
 )
-def test_a_choice_that_cannot_be_read_is_explained(
-    machine: Machine, choice: Any, words: str
-) -> None:
+def test_what_cannot_be_read_is_explained(machine: Machine, choice: Any, words: str) -> None:
     machine(*ROWS)
     with pytest.raises(ValueError, match=words):
         select_devices(choice)
@@ -180,9 +178,7 @@ def test_a_machine_without_a_driver_has_no_gpus(machine: Machine, first: str) ->
         select_devices("cuda:0")
 
 
-def test_a_machine_without_a_sign_of_a_driver_is_not_asked_and_pynvml_knows_what_is_asked(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_driver_nobody_is_asked(machine: Machine, monkeypatch: Any) -> None:
     """It would be a tenth of a second of every launch."""
     asked: list[str] = []
     run = subprocess.run
@@ -200,9 +196,7 @@ def test_a_machine_without_a_sign_of_a_driver_is_not_asked_and_pynvml_knows_what
     assert names <= set(dir(pynvml))
 
 
-def test_gpus_are_numbered_in_the_order_of_the_bus_and_taken_as_they_are_named(
-    machine: Machine,
-) -> None:
+def test_gpus_are_numbered_in_the_order_of_the_bus(machine: Machine) -> None:
     machine(*ROWS)
     assert free() == [20000, 30000, 30000, 10000]
     last = list_devices()[3]
@@ -215,9 +209,7 @@ def test_gpus_are_numbered_in_the_order_of_the_bus_and_taken_as_they_are_named(
 
 
 @for_each(("number", "indices"), [(1, [1]), (2, [1, 2]), (3, [0, 1, 2]), (4, [0, 1, 2, 3])])
-def test_the_gpus_with_the_most_free_memory_are_taken(
-    machine: Machine, number: int, indices: list[int]
-) -> None:
+def test_the_freest_gpus_are_taken(machine: Machine, number: int, indices: list[int]) -> None:
     machine(*ROWS)
     devices = tuple(f"cuda:{index}" for index in indices)
     assert select_devices(number) == Selection(devices, may_leave=False)
@@ -254,9 +246,7 @@ def test_more_gpus_than_there_are_are_refused(machine: Machine) -> None:
         ({"visible": "0,,1"}, [20000]),
     ],
 )
-def test_what_is_hidden_is_not_there(
-    machine: Machine, how: dict[str, Any], expected: list[int]
-) -> None:
+def test_what_is_hidden_is_not_there(machine: Machine, how: Any, expected: list[int]) -> None:
     machine(*how.get("rows", ROWS), **{name: how[name] for name in how if name != "rows"})
     assert free() == expected
 
@@ -284,9 +274,7 @@ BUSY = ("NVIDIA H100", 80 * 2**30, None)
         ),
     ],
 )
-def test_pytorch_is_asked_where_the_driver_does_not_answer_or_not_in_parts(
-    machine: Machine, how: dict[str, Any], devices: tuple[str, ...]
-) -> None:
+def test_pytorch_is_asked(machine: Machine, how: dict[str, Any], devices: tuple[str, ...]) -> None:
     machine(*ROWS, **how)
     assert chosen("auto") == devices
     if devices == ("cuda:0", "cuda:1"):
@@ -322,9 +310,7 @@ SAID = "expected the answer of PyTorch as JSON, got "
         ),
     ],
 )
-def test_gpus_that_nobody_can_list_are_an_error(
-    machine: Machine, how: dict[str, Any], words: str
-) -> None:
+def test_unlisted_gpus_are_an_error(machine: Machine, how: dict[str, Any], words: str) -> None:
     """It was a run on the processor, without a word."""
     machine(*ROWS, **{"signs": DRIVER, **how})
     for choice in (2, "auto"):

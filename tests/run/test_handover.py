@@ -45,8 +45,6 @@ def of_a_trainer() -> object:
         (of_a_trainer, "refers to a Trainer, which belongs to this process: make it inside"),
     ],
 )
-def test_what_another_process_could_not_have_is_refused_before_any_work(
-    make: Callable[[], Callable[..., Any]], text: str
-) -> None:
+def test_what_cannot_be_sent_is_refused(make: Callable[[], Callable[..., Any]], text: str) -> None:
     with pytest.raises(TypeError, match=f"<lambda> cannot be sent to the devices' .*{text}"):
         onefold.launch(make(), devices="cpu:2")

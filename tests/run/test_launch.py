@@ -60,9 +60,7 @@ def test_the_leads_result_comes_back(capfd: pytest.CaptureFixture[str]) -> None:
     ("devices", "code", "words"),
     [("auto", 0, ""), ("2", 1, "ValueError: 2 devices cannot share 1 shards")],
 )
-def test_there_are_no_more_devices_than_shards(
-    devices: str, code: int, words: str, tmp_path: Path
-) -> None:
+def test_no_more_devices_than_shards(devices: str, code: int, words: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAINING.format(shards=1))
     done = cli("run", "--devices", devices, "train.py", cwd=tmp_path)
     assert (done.returncode, words in done.stderr) == (code, True), done.stderr
@@ -98,9 +96,7 @@ BAD: list[tuple[Sequence[str], str]] = [
 
 
 @for_each(("arguments", "message"), BAD)
-def test_bad_arguments_are_refused_before_any_work(
-    arguments: Sequence[str], message: str, tmp_path: Path
-) -> None:
+def test_bad_arguments_are_refused(arguments: Sequence[str], message: str, tmp_path: Path) -> None:
     (tmp_path / "x.py").write_text("raise SystemExit('the script was started')")
     done = cli(*arguments, cwd=tmp_path)
     assert done.returncode == 2

@@ -36,9 +36,7 @@ def at_exit(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
     return calls
 
 
-def test_every_run_hears_of_a_failure_and_is_left_at_the_end(
-    at_exit: list[Callable[[], None]],
-) -> None:
+def test_every_run_hears_of_a_failure_and_is_left(at_exit: list[Callable[[], None]]) -> None:
     members, failure = [Member(), Member()], ArithmeticError("over the top")
     for member in (*members, Member()):  # the last one is held by nobody
         register(member)
@@ -94,7 +92,7 @@ LOST = "raise PeerLost('a device is lost', device={})"
         (1, LOST.format(2), False, ""),
     ],
 )
-def test_the_lead_speaks_on_the_screen_and_others_in_a_log_that_is_kept_of_a_failure(
+def test_the_lead_speaks_on_the_screen(
     rank: int, last_line: str, talks: bool, said: str, tmp_path: Path
 ) -> None:
     done = subprocess.run(

@@ -42,9 +42,7 @@ def noticing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], onefol
 
 
 @pytest.mark.parametrize("names", ["USR1", "SIGUSR1", "TERM,USR1", "TERM USR1"])
-def test_a_notice_is_agreed_on_in_the_next_step(
-    noticing: Callable[[str], onefold.Trainer], names: str
-) -> None:
+def test_a_notice_is_agreed_on(noticing: Callable[[str], onefold.Trainer], names: str) -> None:
     trainer = noticing(names)
     trainer.step(points(8))
     assert not trainer.asked_to_stop

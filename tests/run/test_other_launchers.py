@@ -70,9 +70,7 @@ def run(environments: list[Mapping[str, str]]) -> list[tuple[int, str, str]]:
 
 
 @pytest.mark.parametrize("launcher", [srun, kubeflow_trainer])
-def test_the_model_is_that_of_one_process(
-    launcher: Callable[[int, int], Mapping[str, str]],
-) -> None:
+def test_the_model_is_that_of_one(launcher: Callable[[int, int], Mapping[str, str]]) -> None:
     ((code, alone, _),) = run([{}])
     assert code == 0
     port = free_port()

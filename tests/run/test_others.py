@@ -149,9 +149,7 @@ REFUSED = "LaunchError: OMPI_COMM_WORLD_SIZE=4 says that Open MPI has started 4 
         (["-m", "onefold", "run", "--devices", "cpu:1"], 0, "This is a run of its own, on this"),
     ],
 )
-def test_a_script_is_refused_and_onefold_run_is_not(
-    tmp_path: Path, command: list[str], code: int, words: str
-) -> None:
+def test_a_script_is_refused(tmp_path: Path, command: list[str], code: int, words: str) -> None:
     path = tmp_path / "train.py"
     path.write_text(SCRIPT)
     around = {**os.environ, **PROCESSES["Open MPI"]}

@@ -32,9 +32,7 @@ def worker_of(code: str) -> Worker:
 @pytest.mark.processes
 @pytest.mark.parametrize("number", NUMBERS)
 @pytest.mark.parametrize("name", ["pidfd_open", "pidfd_send_signal"])
-def test_a_worker_is_watched_and_killed_without_pidfds(
-    name: str, number: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_workers_without_pidfds(name: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     refusing(number, name, monkeypatch)
     quick, slow = worker_of("raise SystemExit(3)"), worker_of("import time; time.sleep(600)")
     assert wait_for_end([quick], 60)

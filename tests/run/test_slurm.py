@@ -125,8 +125,6 @@ def test_all_tasks_meet_in_one_place(changes: dict[str, str], place: str) -> Non
         ({**SRUN, "SLURM_NODEID": "2"}, "this is node 2 of the step, and lists 2 with tasks"),
     ],
 )
-def test_a_task_whose_place_cannot_be_read_is_refused(
-    environment: dict[str, str], words: str
-) -> None:
+def test_a_place_that_cannot_be_read_is_refused(environment: dict[str, str], words: str) -> None:
     with pytest.raises(LaunchError, match=words):
         read_world(environment)

@@ -149,7 +149,7 @@ if world["rank"] == 1:
         ("LaunchError", False, -1, True),
     ],
 )
-def test_a_device_whose_gpu_failed_is_lost(
+def test_a_gpu_that_failed_is_lost(
     start: Start, kind: str, by_peer: bool, lost: int, final: bool
 ) -> None:
     outcome = start(REPORT.format(kind=kind, by_peer=by_peer))
@@ -254,9 +254,7 @@ def test_a_good_run_leaves_nothing_and_a_bad_one_its_logs(start: Start, temporar
 
 
 @for_each("option", ["trace", "profile"])
-def test_what_is_not_ours_is_refused_before_any_work(
-    start: Start, tmp_path: Path, option: str
-) -> None:
+def test_what_is_not_ours_is_refused(start: Start, tmp_path: Path, option: str) -> None:
     notes = tmp_path / ("timeline.json" if option == "profile" else "notes.txt")
     notes.write_text("Buy milk.\n")
     began = f"pathlib.Path({str(tmp_path / 'began')!r}).touch()"

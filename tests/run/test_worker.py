@@ -144,9 +144,7 @@ def clean_up_and_return() -> int:
 
 
 @pytest.mark.processes
-def test_a_call_needs_no_file_and_leaves_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_call_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     assert onefold.launch(clean_up_and_return, devices="cpu:1") != os.getpid()

@@ -95,9 +95,7 @@ def test_what_devices_keep_is_chosen_by_the_environment(launched: dict[str, str]
 
 
 @for_each("world", [World(), FULL])
-def test_what_a_launcher_writes_is_what_its_worker_reads(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_reads_its_launcher(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {**TORCHRUN, "CUBLAS_WORKSPACE_CONFIG": ":16:8"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("ONEFOLD_KEEP", "span")  # the launcher's choice is the one that counts
