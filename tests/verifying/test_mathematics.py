@@ -40,15 +40,13 @@ def classifier() -> nn.Module:
 
 
 def noisy() -> nn.Module:
-    """Batch norm, dropout and noise."""
     torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.ReLU(), nn.Linear(6, 3)
-    )
+    inner = nn.BatchNorm1d(6), nn.Dropout(0.5), nn.ReLU()
+    return nn.Sequential(nn.Linear(4, 6), *inner, nn.Linear(6, 3))
 
 
 def agrees(line: dict[str, Any]) -> bool:
-    several = (line["loss_difference"], line["gradient_difference"], line["worst_difference"])
+    several = (line[f"{what}_difference"] for what in ("loss", "gradient", "worst"))
     return max(several) < 1e-9 and not line["causes"]
 
 
@@ -66,7 +64,7 @@ def as_mean(model: nn.Module, batch: Any) -> object:
 def with_noise(model: nn.Module, batch: Any) -> object:
     """As for a diffusion model: noise and a time of each sample, and functional dropout."""
     x, y = batch
-    noise, time = torch.randn_like(x), torch.randint(0, 100, (len(x),), device=x.device)
+    noise, time = torch.randn_like(x), torch.randint(0, 100, (len(x),))
     share = torch.distributions.Beta(2.0, torch.ones(len(x))).sample().unsqueeze(1)
     kept = torch.empty(len(x), 4).bernoulli_(0.5) * torch.multinomial(torch.ones(len(x), 5), 1)
     hidden = F.dropout(x * share + noise * time.unsqueeze(1) / 100 + kept, 0.3)
@@ -172,15 +170,14 @@ def balanced(model: nn.Module, batch: Any, *, scalar: bool) -> Any:
     return losses.mean() if scalar else losses
 
 
-class Counting(nn.Module):
+class Counting(nn.Linear):
     def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(4, 3)
+        super().__init__(4, 3)
         self.calls = 0
 
-    def forward(self, x: torch.Tensor) -> Any:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
-        return self.inner(x) * (1 + 0.1 * self.calls)
+        return super().forward(x) * (1 + 0.1 * self.calls)
 
 
 def drawing(model: nn.Module, batch: Any) -> object:
@@ -191,6 +188,10 @@ def drawing(model: nn.Module, batch: Any) -> object:
 def keeping(model: nn.Module, batch: Any) -> object:
     """A memory that is not seen."""
     return each(model(batch[0]), batch[1]) * (1 + next(CALLS))
+
+
+def attentive() -> nn.Module:
+    return TimeFirst(nn.TransformerEncoderLayer(4, 2, 8))
 
 
 GENERATOR = np.random.default_rng(0)
@@ -208,20 +209,13 @@ OTHERS = "a sample's loss depends on the other samples"
         (classifier, mean_of_tokens, points(), "onefold.Mean(total, weight)"),
         (classifier, contrastive, points(), OTHERS),
         (classifier, partial(contrastive, reduction="none"), points(), OTHERS),
-        *(
-            (classifier, partial(balanced, scalar=scalar), points(), "takes gradients itself")
-            for scalar in (False, True)
-        ),
+        (classifier, partial(balanced, scalar=False), points(), "takes gradients itself"),
+        (classifier, partial(balanced, scalar=True), points(), "takes gradients itself"),
         (Counting, of_each, points(), "attribute calls of module model (Counting)"),
         (classifier, drawing, points(), "a generator of its own"),
         (classifier, keeping, points(), "the loss keeps something from call to call"),
         (lambda: TimeFirst(nn.LSTM(4, 4)), squares, series(8, 3, 1), "layer (LSTM)"),
-        (
-            lambda: TimeFirst(nn.TransformerEncoderLayer(4, 2, 8)),
-            squares,
-            series(8, 3, 1),
-            "layer.self_attn (MultiheadAttention)",
-        ),
+        (attentive, squares, series(8, 3, 1), "layer.self_attn (MultiheadAttention)"),
     ],
 )
 def test_what_is_wrong_is_named(
@@ -239,11 +233,11 @@ def test_what_is_wrong_is_named(
     assert words in first["text"], line["causes"]
 
 
-@for_each("loss", [partial(weighted, reduction="none"), partial(ignoring, reduction="none")])
+@pytest.mark.parametrize("loss", [weighted, ignoring])
 def test_values_that_are_divided_by_n_are_named_though_they_agree(
-    loss: Loss, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    compared: Compared, loss: Loss
 ) -> None:
-    line = Compared(tmp_path, monkeypatch).step(classifier(), loss, points())
+    line = compared.step(classifier(), partial(loss, reduction="none"), points())
     assert line["loss_difference"] < 1e-9
     (cause,) = line["causes"]
     assert cause["kind"] == "error"
@@ -271,17 +265,14 @@ def test_a_gradient_that_is_not_a_number_on_one_side_alone_differs(compared: Com
     assert line["causes"]
 
 
-class Seen(nn.Module):
-    seen: torch.Tensor
-
+class Seen(nn.Linear):
     def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(4, 3)
+        super().__init__(4, 3)
         self.register_buffer("seen", torch.tensor(7))
 
-    def forward(self, x: torch.Tensor) -> Any:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.seen += len(x)
-        return self.inner(x)
+        return super().forward(x)
 
 
 def test_a_counter_of_samples_in_a_buffer_is_named_with_its_rule(compared: Compared) -> None:
@@ -320,17 +311,13 @@ def test_a_batch_without_weight_is_skipped(compared: Compared) -> None:
 
 
 def test_a_model_that_cannot_evaluate_is_compared_in_its_own_mode(compared: Compared) -> None:
-    class Training(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = noisy()
-
+    class Training(nn.Sequential):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             if not self.training:
                 raise NotImplementedError("no evaluation")
-            return F.dropout(self.inner(x), 0.5)
+            return F.dropout(super().forward(x), 0.5)
 
-    model = Training()
+    model = Training(noisy())
     line = compared.step(model, of_each, points())
     assert agrees(line)
     assert not line["evaluation"]
@@ -357,11 +344,8 @@ def test_a_comparison_changes_nothing(compared: Compared) -> None:
         assert torch.equal(mine, theirs)
 
 
-class Augmented(torch.utils.data.Dataset[Any]):
-    def __len__(self) -> int:
-        return 20
-
-    def __getitem__(self, index: int) -> Any:
+class Augmented(list[int]):
+    def __getitem__(self, index: Any) -> Any:
         return torch.full((4,), index / 20.0) + 0.1 * torch.randn(4), index % 3
 
 
@@ -375,19 +359,16 @@ def mixing_collate(samples: list[Any]) -> Any:
 def test_batches_of_a_loader_are_compared(
     compared: Compared, collate: Callable[..., Any] | None, workers: int
 ) -> None:
-    trainer = compared.trainer(noisy(), of_each, devices=["cpu"] * 3)
-    loader = trainer.loader(
-        Augmented(), batch_size=10, shuffle=True, collate=collate, workers=workers
-    )
-    for batch in loader:
+    trainer, data = compared.trainer(noisy(), of_each, devices=["cpu"] * 3), Augmented(range(20))
+    choices: Any = {"batch_size": 10, "shuffle": True, "collate": collate, "workers": workers}
+    for batch in trainer.loader(data, **choices):
         trainer.step(batch)
     about, *lines = compared.lines(trainer)
     assert about["shards"] == 4
     assert "of_each" in about["function"]
     assert len(lines) == 2
     assert all(agrees(line) for line in lines), lines
-    scores = trainer.evaluate(lambda m, b: {"loss": of_each(m, b)}, Augmented(), batch_size=8)
-    assert scores["loss"] > 0
+    assert trainer.evaluate(lambda m, b: {"loss": of_each(m, b)}, data, batch_size=8)["loss"] > 0
 
 
 def padded(samples: list[Any]) -> Any:
@@ -396,20 +377,16 @@ def padded(samples: list[Any]) -> Any:
     return x, torch.tensor([len(s) for s in samples])
 
 
-@for_each("masks", [True, False])
-def test_padding_matters_where_it_is_not_masked(
-    masks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("masks", [True, False])
+def test_padding_matters_where_it_is_not_masked(compared: Compared, masks: bool) -> None:
     def loss(model: nn.Module, batch: Any) -> object:
         x, lengths = batch
-        outputs = model(x.unsqueeze(-1)).squeeze(-1)
+        squared = model(x.unsqueeze(-1)).square().squeeze(-1)
         valid = torch.arange(x.shape[1]) < lengths.unsqueeze(1)
-        total = (outputs.square() * valid).sum(1) if masks else outputs.square().sum(1)
-        return total / (lengths if masks else x.shape[1])
+        return (squared * valid).sum(1) / lengths if masks else squared.mean(1)
 
     torch.manual_seed(0)
     data = [torch.randn(length) for length in (3, 9, 4, 2, 6, 5, 7, 8)]
-    compared = Compared(tmp_path, monkeypatch)
     trainer = compared.trainer(nn.Linear(1, 1), loss)
     for batch in trainer.loader(data, batch_size=8, collate=padded):
         trainer.step(batch)
@@ -420,15 +397,15 @@ def test_padding_matters_where_it_is_not_masked(
         assert "padding that is not masked out" in line["causes"][0]["text"]
 
 
-@for_each(("rounded", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.2)])
+@pytest.mark.parametrize(("rounded", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.2)])
 def test_a_part_in_a_lower_precision_may_differ_by_rounding(
-    rounded: torch.dtype, tolerance: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    compared: Compared, rounded: torch.dtype, tolerance: float
 ) -> None:
     """As many published models compute: their norms, or their loss, always in float32."""
 
     def loss(model: nn.Module, batch: Any) -> object:
         return cross_entropy(model(batch[0]).to(rounded), batch[1])
 
-    line = Compared(tmp_path, monkeypatch).step(classifier(), loss, points())
+    line = compared.step(classifier(), loss, points())
     assert 1e-9 < line["loss_difference"] <= line["tolerance"] == tolerance
     assert not line["causes"]

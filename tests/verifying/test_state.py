@@ -36,6 +36,11 @@ def with_global(model: nn.Module, batch: Any) -> Any:
     return helper(model(batch))
 
 
+def closing() -> Any:
+    generator = torch.Generator().manual_seed(0)
+    return lambda model, batch: model(batch) + torch.rand(1, generator=generator)
+
+
 class Loss:
     def __init__(self) -> None:
         self.generator = random.Random(0)
@@ -81,6 +86,8 @@ def changed_by(model: nn.Module, loss: Callable[..., Any]) -> StateWatch:
 def test_attributes_of_modules_are_named_and_nothing_else() -> None:
     watch = changed_by(nn.Linear(1, 1), plain)
     assert (watch.attributes, watch.generators) == ([], [])
+    (found,) = changed_by(nn.Linear(1, 1), with_global).attributes
+    assert found.startswith("the global HISTORY, which with_global (")
     watch = changed_by(nn.Sequential(nn.Linear(1, 1), Keeping()), plain)
     assert watch.attributes == [
         "attribute count of module 1 (Keeping)",
@@ -97,6 +104,7 @@ def test_attributes_of_modules_are_named_and_nothing_else() -> None:
     ("loss", "words"),
     [
         (with_global, "the global GENERATOR, which helper ("),
+        (closing(), f"generator, which closing.<locals>.<lambda> ({__file__}:"),
         (of_data, "attribute generator of the data set (Loss)"),
         (Loss(), "the loss (Loss).generator"),
         (Loss().method, "the Loss of the loss.generator"),
@@ -106,16 +114,3 @@ def test_attributes_of_modules_are_named_and_nothing_else() -> None:
 def test_generators_that_a_loss_uses_are_named(loss: Callable[..., Any], words: str) -> None:
     (found,) = changed_by(nn.Linear(1, 1), loss).generators
     assert found.startswith(words)
-
-
-def test_what_a_loss_closes_over_or_changes_is_named() -> None:
-    generator = torch.Generator().manual_seed(0)
-
-    def loss(model: nn.Module, batch: Any) -> Any:
-        return model(batch) + torch.rand(1, generator=generator)
-
-    (found,) = changed_by(nn.Linear(1, 1), loss).generators
-    assert found.startswith("generator, which test_what_a_loss_closes_over_or_changes_is_named")
-    assert "test_state.py:" in found
-    (found,) = changed_by(nn.Linear(1, 1), with_global).attributes
-    assert found.startswith("the global HISTORY, which with_global (")
