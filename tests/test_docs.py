@@ -104,10 +104,8 @@ def test_what_may_be_done_between_steps(tmp_path: Path, capsys: pytest.CaptureFi
     assert len(script["main"]()) == 16
     assert capsys.readouterr().out.startswith("run 1 0 [[")
     script = script_of("between-steps.md", tmp_path, slice(1, 2))
-    saved = script["saved"]["state"][0]["exp_avg"]
-    assert saved.shape == (1, 4)
     assert script["largest"] > 0
-    assert not saved.any()
+    assert script["saved"]["state"][0]["exp_avg"].tolist() == [[0.0] * 4]
 
 
 def test_the_gradient_without_the_update(tmp_path: Path) -> None:

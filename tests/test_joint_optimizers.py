@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ExponentialLR, LRScheduler, StepLR
 
 import onefold
-from tests.small import Batch, bits, points
+from tests.small import Batch, bits, make_trainer, points
 from tests.tables import for_each
 
 INPUTS, STEPS = 130, 4
@@ -46,19 +46,16 @@ def schedules_of(optimizers: Sequence[Optimizer]) -> list[LRScheduler]:
     return [StepLR(optimizers[0], 2, gamma=0.5), ExponentialLR(optimizers[1], 0.9)]
 
 
-def trainer_of(make: Any, kind: str = "list", *, devices: int = 1, **choices: Any) -> Any:
-    model = model_of()
-    given = make(model)
-    schedule: Any = schedules_of(given)
-    if kind == "tuple":
-        given, schedule = tuple(given), tuple(schedule)
-    elif kind.startswith("dict"):
-        names = "left", "right"
-        given, schedule = (dict(zip(names, each, strict=True)) for each in (given, schedule))
-    losses: Any = {"left": loss} if kind == "dict of one loss" else loss
-    choices = {"shards": 4, "threads": 1, "schedule": schedule, "clip_norm": 0.5, **choices}
-    named = ["cpu"] * devices if devices > 1 else None
-    return onefold.Trainer(model, given, losses, devices=named, **choices)
+def trainer_of(make: Any, kind: Any = list, **choices: Any) -> Any:
+    given = make(model := model_of())
+    both = [kind(given), kind(schedules_of(given))]
+    losses: Any = {"left": loss} if kind is left_and_right else loss
+    choices = {"optimizer": both[0], "schedule": both[1], "clip_norm": 0.5, **choices}
+    return make_trainer(model, losses, **choices)
+
+
+def left_and_right(two: Sequence[Any]) -> dict[str, Any]:
+    return dict(zip(("left", "right"), two, strict=True))
 
 
 def train(trainer: Any, first: int = 1, last: int = STEPS) -> Any:
@@ -72,8 +69,8 @@ each_way = for_each("make", [muon_and_adamw, sgd_and_adam])
 
 
 @each_way
-@for_each("kind", ["list", "tuple", "dict", "dict of one loss"])
-def test_one_shard_has_the_bits_of_a_plain_loop(make: Any, kind: str) -> None:
+@for_each("kind", [list, tuple, left_and_right])
+def test_one_shard_has_the_bits_of_a_plain_loop(make: Any, kind: Any) -> None:
     model = model_of()
     optimizers = make(model)
     schedules = schedules_of(optimizers)
@@ -88,13 +85,9 @@ def test_one_shard_has_the_bits_of_a_plain_loop(make: Any, kind: str) -> None:
 
 
 @each_way
-@for_each(("precision", "kind"), [(None, "list"), ("fp16", "list"), ("bf16-params", "dict")])
-def test_bits_do_not_depend_on_devices(
-    make: Any, precision: Any, kind: str, tmp_path: Path
-) -> None:
-    one, two, three = (
-        trainer_of(make, kind, devices=devices, precision=precision) for devices in (1, 2, 3)
-    )
+@for_each("precision", [None, "fp16", "bf16-params"])
+def test_bits_do_not_depend_on_devices(make: Any, precision: Any, tmp_path: Path) -> None:
+    one, two, three = (trainer_of(make, devices=n, precision=precision) for n in (1, 2, 3))
     for each in (one, two, three):
         each.average(decay=0.9)
     train(one)
@@ -122,8 +115,7 @@ def test_bits_do_not_depend_on_devices(
     ],
 )
 def test_what_does_not_fit_is_refused(change: Any, message: str) -> None:
-    model = model_of()
-    optimizers = sgd_and_adam(model)
+    optimizers = sgd_and_adam(model := model_of())
     given, losses, schedule = change(optimizers, schedules_of(optimizers))
     with pytest.raises((TypeError, ValueError), match=message):
-        onefold.Trainer(model, given, losses, shards=1, threads=1, schedule=schedule)
+        onefold.Trainer(model, given, losses, shards=1, schedule=schedule)

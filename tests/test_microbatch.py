@@ -104,16 +104,6 @@ def test_the_gradient_is_that_of_the_whole_batch(loss: Loss, shards: int, microb
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
-@for_each(("loss", "precision"), [(of_tokens, None), (of_both, "bf16"), (of_both, "fp16-params")])
-def test_the_bits_do_not_depend_on_the_devices(loss: Loss, precision: str | None) -> None:
-    options = {"microbatch": 2, "precision": precision, "clip_norm": 0.3}
-    steps = batches(3)
-    found = {result(trainer_of(loss, devices=d, **options), steps) for d in (1, 3)}
-    found.add(result(trainer_of(loss, devices=2, plan=(1, 2), **options), steps))
-    assert len(found) == 1
-    assert result(trainer_of(loss, **options | {"microbatch": None}), steps) not in found
-
-
 @for_each("loss", LOSSES)
 @for_each("shards", [1, 3])
 def test_pieces_that_hold_a_whole_shard_change_nothing(loss: Loss, shards: int) -> None:
@@ -152,22 +142,6 @@ def test_what_cannot_be_cut_is_refused_by_name() -> None:
             trainer_of(microbatch=wrong)
     with pytest.raises(LossError, match="is of several kinds"):
         trainer_of(loss, shards=2, microbatch=1).step(batches(1)[0])
-
-
-def test_a_checkpoint_keeps_the_number(tmp_path: Path) -> None:
-    steps = batches(4)
-    whole = result(trainer_of(microbatch=2), steps)
-    first = trainer_of(microbatch=2, devices=3)
-    result(first, steps[:2])
-    first.save(tmp_path)
-    other = trainer_of(microbatch=3)
-    with pytest.raises(CheckpointError, match="microbatch 2, this run has 3"):
-        other.load(tmp_path)
-    other.load(tmp_path, changed={"microbatch"})
-    for number in (2, "auto"):
-        second = trainer_of(microbatch=number, devices=2)
-        second.load(tmp_path)
-        assert result(second, steps[2:]) == whole
 
 
 # What fits is found.

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import onefold
-from tests import simulated
+from onefold.testing import simulate
 from tests.small import Batch, bits, make_trainer, points
 from tests.tables import for_each
 
@@ -61,17 +61,14 @@ class Polyak(torch.optim.SGD):
     def step(self, closure: Any = None) -> Any:
         super().step(closure)
         for p in self.param_groups[0]["params"]:
-            state = self.state[p]
-            state["count"] = state.get("count", 0) + 1
-            mean = state.setdefault("mean", torch.zeros_like(p.data))
-            mean.lerp_(p.data, 1 / state["count"])
+            self.state[p].setdefault("mean", p.data.clone()).lerp_(p.data, 0.5)
 
     @torch.no_grad()
     def swap(self) -> None:
         for p in self.param_groups[0]["params"]:
-            kept = p.clone()
-            p.copy_(self.state[p]["mean"])
-            self.state[p]["mean"].copy_(kept)
+            kept, mean = p.clone(), self.state[p]["mean"]
+            p.copy_(mean)
+            mean.copy_(kept)
 
 
 Change = Callable[[Any], object]
@@ -181,10 +178,6 @@ def test_one_shard_has_the_bits_of_a_plain_loop(name: str) -> None:
         assert plainly(make, lambda _: None) != expected
 
 
-def of_a_process(name: str) -> Any:
-    return folded(name, devices=None)
-
-
 @for_each(
     ("name", "exchange", "keep"),
     [
@@ -201,22 +194,8 @@ def test_bits_do_not_depend_on_devices(name: str, exchange: Any, keep: str) -> N
     alone = folded(name)
     # An optimizer with methods of its own needs no word.
     assert folded(name, devices=2, state=None if name == "polyak" else True) == alone
-    found = simulated.launch(
-        of_a_process, devices="cpu:2", args=(name,), exchange=exchange, keep=keep
-    )
-    assert found == alone
-
-
-@for_each(("devices", "shards"), [(1, 1), (2, 4)])
-def test_state_is_read_as_in_a_plain_loop(devices: int, shards: int) -> None:
-    theirs = adam(plain := model_of())
-    loss(plain, points(12, INPUTS)).backward()
-    theirs.step()
-    trainer, ours = stepped(adam, devices=devices, shards=shards)
-    with trainer.changing(optimizer_state=True):
-        assert len(ours.state) == len(theirs.state)
-        for p, q in zip(trainer.model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(ours.state[p], theirs.state[q])
+    run = lambda: folded(name, devices=None)  # noqa: E731
+    assert simulate(run, 2, exchange=exchange, keep=keep) == [alone] * 2
 
 
 LOOKUPS: list[tuple[Make, Change]] = [
@@ -275,8 +254,7 @@ class Lookahead(Optimizer):
 
     def __init__(self, base: Optimizer) -> None:
         super().__init__(base.param_groups, {})
-        self.base = base
-        self.param_groups = base.param_groups
+        self.base, self.param_groups = base, base.param_groups
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:

@@ -47,20 +47,18 @@ class Draws:
         return rows.square().mean(dim=1)
 
 
-def trainer_of(loss: Any, devices: int = 1, shards: int = 3, **choices: Any) -> onefold.Trainer:
+def trainer_of(loss: Any, devices: int = 1, model: Any = None, **choices: Any) -> onefold.Trainer:
     torch.manual_seed(0)
-    model = choices.pop("model", None) or nn.Linear(4, 3)
-    return make_trainer(model, loss, devices=devices, shards=shards, **choices)
+    choices = {"shards": 3, "devices": devices, **choices}
+    return make_trainer(model or nn.Linear(4, 3), loss, **choices)
 
 
 def batch_of(step: int) -> torch.Tensor:
     return torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
 
 
-@for_each("choices", [{"gathers": True}, {"microbatch": 2}, {"shards": 1}, {}])
-def test_all_shards_draw_alike_and_each_step_anew(choices: dict[str, Any]) -> None:
-    choices = dict(choices)
-    gathers = choices.pop("gathers", False)
+@for_each(("gathers", "choices"), [(True, {}), (False, {"microbatch": 2}), (False, {"shards": 1})])
+def test_all_shards_draw_alike_and_each_step_anew(gathers: bool, choices: dict[str, Any]) -> None:
     prints = set()
     for devices in (1, 2, 3) if "shards" not in choices else (1,):
         trainer, steps = trainer_of(loss := Draws(gathers=gathers), devices, **choices), []
@@ -89,24 +87,16 @@ def test_what_is_drawn_around_a_block_is_as_if_it_were_not_there() -> None:
     assert len({number for numbers in losses[0].own for number in numbers}) == 36
 
 
-def test_an_evaluation_draws_alike_in_each_batch() -> None:
-    found: list[Drawn] = []
-
-    def score(model: nn.Module, batch: torch.Tensor) -> dict[str, torch.Tensor]:
-        with onefold.same_in_all_shards():
-            found.append(drawn())
-        return {"x": batch.mean(dim=1)}
-
-    trainer_of(Draws()).evaluate(score, batch_of(1), batch_size=4)
-    assert [found.index(each) for each in found] == [0, 0, 0, 3, 3, 3]
-
-
-def test_statistics_of_averages_are_recomputed_with_such_a_loss() -> None:
-    trainer = trainer_of(Draws(), model=nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)), shards=2)
+def test_evaluations_and_recomputed_statistics_draw_alike_in_each_batch() -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    trainer = trainer_of(loss := Draws(), model=model, shards=2)
     trainer.average(decay=0.9)
     trainer.step(batch_of(1))
+    loss.same.clear()
+    trainer.evaluate(lambda m, x: {"x": loss(m, x)}, batch_of(1), batch_size=4)
+    assert [loss.same.index(each) for each in loss.same] == [0, 0, 2, 2]
     with trainer.averaged(update_bn=batch_of(2), batch_size=8):
-        assert trainer.model.get_buffer("1.num_batches_tracked") > 0
+        assert model[1].num_batches_tracked
 
 
 def test_outside_of_a_shard_there_is_nothing_to_be_the_same_in(
@@ -131,7 +121,7 @@ class Scaled:
             return torch.full((4,), index * random.random())
 
 
-class Stream(torch.utils.data.IterableDataset[torch.Tensor]):
+class Stream:
     def __iter__(self) -> Any:
         return iter(torch.arange(10.0)[:, None].expand(10, 4))
 

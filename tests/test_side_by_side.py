@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 import onefold
 from onefold.errors import LossError
-from tests.small import bits, line, make_trainer, points
+from tests.small import bits, line, make_trainer, points, sgd
 from tests.tables import for_each
 
 
@@ -59,16 +59,10 @@ def without_epochs(trainer: onefold.Trainer) -> Iterator[Any]:
 
 
 def in_each_epoch(trainer: onefold.Trainer) -> Iterator[Any]:
-    """Both iterators are made anew, and the shorter one when it has ended."""
+    """Both iterators are made anew."""
     for _ in trainer.epochs(2):
         few, many = loaders(trainer)
-        labelled = iter(few)
-        for others in many:
-            found = next(labelled, None)
-            if found is None:
-                labelled = iter(few)
-                found = next(labelled)
-            yield found, others
+        yield from zip(endless(few), many, strict=False)
 
 
 Pairs = Callable[[onefold.Trainer], Iterator[Any]]
@@ -106,8 +100,7 @@ def test_two_loaders_have_the_bits_of_one_device_also_after_a_stop(
 
 
 def test_two_loaders_in_one_shard_are_the_plain_loop() -> None:
-    trainer, model = trainer_of(shards=1), line()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    trainer, optimizer = trainer_of(shards=1), sgd(model := line())
     for labelled, others in itertools.islice(zipped(trainer), 5):
         batch = {"labelled": labelled, "others": others}
         assert trainer.gradient(batch).samples == trainer.step(batch).samples
@@ -178,15 +171,7 @@ def beside(model: nn.Module, batch: Any) -> Any:
     return model(batch[0]).square().mean(1), {"both": mean_of_both(model, batch)}
 
 
-def test_a_mean_over_equal_shares_is_that_of_the_batch() -> None:
-    trainer = trainer_of(loss=mean_of_both, shards=2)
-    inputs, others = torch.ones(4, 3), torch.arange(24.0).view(8, 3)
-    wanted = mean_of_both(line(), (inputs, others)).item()
-    step = trainer.step((inputs, onefold.OwnLength(others)))
-    assert float(step.loss) == pytest.approx(wanted)
-
-
-X = torch.ones(6, 3)
+X, Y = torch.ones(6, 3), torch.arange(24.0).view(8, 3)
 UNEQUAL = r"a batch of 6 and 5 samples.*onefold.Mean\(total, wei"
 
 
@@ -207,6 +192,9 @@ UNEQUAL = r"a batch of 6 and 5 samples.*onefold.Mean\(total, wei"
 )
 def test_what_cannot_be_cut_or_averaged_is_named(loss: Any, batch: Any, words: str) -> None:
     trainer = trainer_of(loss=loss, shards=4 if loss is two_losses else 2)
+    if loss is mean_of_both:  # over equal shares it is that of the batch
+        found = trainer.step((X, onefold.OwnLength(Y))).loss
+        assert float(found) == pytest.approx(mean_of_both(line(), (X, Y)).item())
     with pytest.raises((LossError, TypeError, ValueError), match=words):
         trainer.step(batch)
 

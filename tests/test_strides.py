@@ -4,6 +4,7 @@ in each memory format does in every respect what its contiguous twin does."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -108,12 +109,12 @@ def outputs(model: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
     }
 
 
-def trainer_of(laid_out: Layout, devices: int | None) -> onefold.Trainer:
+def trainer_of(laid_out: Layout) -> onefold.Trainer:
     model = nn.Sequential(*(Cell(name, laid_out) for name in FORMS))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     buffers = {f"{list(FORMS).index(name)}.*": "shard" for name in OF_EACH_SHARD}
     choices = {"optimizer": optimizer, "stages": list(model), "buffers": buffers}
-    trainer = make_trainer(model, loss, devices=devices, **choices)
+    trainer = make_trainer(model, loss, devices=None, **choices)
     trainer.average(decay=0.5)
     return trainer
 
@@ -122,37 +123,34 @@ def values(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, object]:
     return {name: (plain(value).tolist(), value.dtype) for name, value in named}
 
 
-def of_model(model: nn.Module) -> dict[str, object]:
-    return values([*model.named_parameters(), *model.named_buffers()])
-
-
 def seen(trainer: onefold.Trainer) -> list[object]:
     """Fingerprints and values of what is trained and of its average, and predictions."""
-    found: list[object] = []
-    with trainer.whole():
-        found += [trainer.fingerprint(), of_model(trainer.model)]
-    with trainer.averaged():
-        found.append(trainer.fingerprint())
-        with trainer.whole():
-            found.append(of_model(trainer.model))
-    return [*found, values(trainer.predict(outputs, SAMPLES, batch_size=7).items())]
+    found: list[object] = [values(trainer.predict(outputs, SAMPLES, batch_size=7).items())]
+    for shows in (nullcontext, trainer.averaged):
+        with shows(), trainer.whole():
+            every = [*trainer.model.named_parameters(), *trainer.model.named_buffers()]
+            found += [trainer.fingerprint(), values(every)]
+    return found
 
 
 def story(laid_out: Layout, folder: Path, loads: bool) -> list[object]:
     """Train, save and go on; or load, and go on from there."""
-    trainer, found = trainer_of(laid_out, None), []
-    if loads:
-        trainer.load(folder)
-    for saves in (not loads, False):
-        if saves:
-            trainer.step(SAMPLES)
-            trainer.step(SAMPLES)
-            trainer.save(folder)
-        elif found:
-            trainer.step(SAMPLES)
-        found.append(seen(trainer))
+    trainer = trainer_of(laid_out)
+    begin(trainer, folder, loads)
+    found = [seen(trainer)]
+    trainer.step(SAMPLES)
+    found.append(seen(trainer))
     trainer.close()
     return found
+
+
+def begin(trainer: onefold.Trainer, folder: Path, loads: bool) -> None:
+    if loads:
+        trainer.load(folder)
+    else:
+        trainer.step(SAMPLES)
+        trainer.step(SAMPLES)
+        trainer.save(folder)
 
 
 @pytest.fixture(scope="module")
@@ -215,12 +213,7 @@ def rotated(folder: Path, loads: bool) -> list[object]:
     model = nn.Sequential(nn.Linear(3, 24, bias=False), nn.Tanh(), nn.Linear(24, 24, bias=False))
     optimizer = Rotating(model.parameters())
     trainer = make_trainer(model, loss, optimizer=optimizer, devices=None, stages=list(model))
-    if loads:
-        trainer.load(folder)
-    else:
-        trainer.step(SAMPLES)
-        trainer.step(SAMPLES)
-        trainer.save(folder)
+    begin(trainer, folder, loads)
     with trainer.changing():  # states go to all devices and back
         states = [optimizer.state[p] for p in model.parameters()]
         strides = [(key, value.stride()) for each in states for key, value in each.items()]

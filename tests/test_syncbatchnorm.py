@@ -96,17 +96,6 @@ def test_it_is_the_batch_norm_of_one_big_batch(
     assert furthest(model, expected) <= within
 
 
-@for_each("options", [{"clip_norm": 0.5}, {"precision": "fp16-params"}, {"samples": 3}])
-def test_the_bits_do_not_depend_on_the_devices(options: dict[str, Any]) -> None:
-    steps = batches(3, options.get("samples", 11))
-    options = {name: value for name, value in options.items() if name != "samples"}
-    found = set()
-    for plan in ((5,), (2, 2, 1), (0, 4, 1)):
-        trainer = trainer_of(synced(dropout=0.3), devices=len(plan), plan=plan, **options)
-        found.add(result(trainer, steps))
-    assert len(found) == 1
-
-
 def test_nothing_of_a_step_stays_in_memory() -> None:
     seen: list[weakref.ref[torch.Tensor]] = []
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
-import onefold
 from tests import warm
 
 SCRIPT = warm.SCRIPTS / "surroundings.py"
@@ -67,27 +65,6 @@ def test_a_fork_finds_what_a_start_does(tmp_path: Path, forks: list[int]) -> Non
     for name in started[0]:
         assert forked[0][name] == started[0][name], name
     assert forked[1:] == started[1:]
-
-
-def fail(kind: str) -> None:
-    if kind == "exit":
-        sys.exit("out of luck")
-    if kind == "signal":
-        os.kill(os.getpid(), signal.SIGKILL)
-    raise ArithmeticError("the fault that was asked for")
-
-
-@pytest.mark.parametrize("kind", ["exit", "signal", "error"])
-def test_a_device_fails_alike(kind: str, forks: list[int]) -> None:
-    words = []
-    for fresh in (False, True):
-        warm.start_by_fork(fresh)
-        with pytest.raises(onefold.errors.RunFailed) as caught:
-            onefold.launch(fail, devices="cpu:1", args=(kind,))
-        pid = str(caught.value).partition("process ")[2].partition(")")[0]
-        words.append(str(caught.value).replace(pid, "PID") if pid else str(caught.value))
-    assert len(forks) == 1
-    assert words[0] == words[1]
 
 
 def test_a_pipe_that_a_library_makes_anew_in_each_fork_takes_no_others_place(
