@@ -12,17 +12,6 @@ from onefold.cli.main import come_too_late, with_end_of_options
 from tests.tables import for_each
 
 OWN = {"-m", "--devices", "--timeout", "--keep"}
-TRAINING = """
-import sys, torch, onefold
-torch.manual_seed(0)
-model = torch.nn.Linear(4, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-trainer = onefold.Trainer(model, optimizer, lambda m, b: m(b).square().mean(dim=1), shards=2)
-trainer.step(torch.randn(6, 4))
-if trainer.is_lead:
-    print(len(trainer.devices), sys.argv[1:])
-"""
-ARGUMENTS = ["--keep", "7", "-m", "mine", "--timeout", "1", "--devices=9", "--help", "--", "-x"]
 
 
 @for_each(
@@ -48,15 +37,6 @@ def cli(folder: Path, script: str, *arguments: str) -> tuple[int, str, str]:
     how = {"capture_output": True, "text": True, "check": False, "timeout": 600, "cwd": folder}
     done = subprocess.run(command, **how)  # type: ignore[call-overload]
     return done.returncode, done.stdout, done.stderr
-
-
-@pytest.mark.processes
-def test_verify_leaves_them_to_the_script_too(tmp_path: Path) -> None:
-    script = TRAINING + f"assert sys.argv[1:] == {ARGUMENTS}\n"
-    ours = ["--devices", "1,2", "--steps", "1", "-m", "train"]
-    code, said, errors = cli(tmp_path, script, "verify", *ours, *ARGUMENTS)
-    assert code == 0, errors + said
-    assert "The bits agree" in said
 
 
 @pytest.mark.processes

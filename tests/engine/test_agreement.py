@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,19 +52,6 @@ def test_changed_values_are_refused(change: Change, steps: int, exchange: Any, w
     """The order of such changes would be left to chance."""
     with pytest.raises(DisagreementError, match=words) if words else nullcontext():
         simulated.launch(changed, devices="cpu:2", args=(change, steps), exchange=exchange)
-
-
-def test_what_settles_everything_asks_for_nothing_of_it(tmp_path: Path) -> None:
-    trainer = make_trainer(devices=3)
-    before = trainer.fingerprint()
-    folder = trainer.save(tmp_path)
-    in_place(trainer.model, True)
-    trainer.load(folder)
-    assert trainer.fingerprint() == before
-    in_place(trainer.model, True)
-    trainer.step(points(8))  # nobody else could have others
-    with trainer.changing(), pytest.raises(RuntimeError, match=r"^trainer.step was called inside"):
-        trainer.step(points(8))
 
 
 def adam(rate: float | torch.Tensor = 0.1) -> torch.optim.Adam:

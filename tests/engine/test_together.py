@@ -3,7 +3,6 @@ They are those of the fold, whoever has which shard."""
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import pytest
@@ -12,8 +11,7 @@ from torch import nn
 
 import onefold
 from onefold.errors import LossError
-from onefold.testing import simulate
-from tests.small import Batch, line, make_trainer, points
+from tests.small import Batch, line, make_trainer
 from tests.tables import for_each
 
 PLANS = [(4,), (2, 2), (1, 3), (4, 0), (0, 2, 2), (1, 1, 1, 1)]
@@ -59,30 +57,6 @@ def test_shards_of_other_numbers_of_terms_are_named(plan: tuple[int, ...]) -> No
         of_numbers(loss, [1.0] * 4, [1.0, 2.0, 3.0, 1.0], plan=plan)
 
 
-def told(rows: list[float]) -> Any:
-    """What a loss sees of the whole batch, and the gradient of its own rows."""
-    seen: list[list[float]] = []
-
-    def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
-        own = model(batch[0]) * 0 + batch[1][:, None]
-        whole = onefold.gather(own)
-        seen.append(whole.flatten().tolist())
-        return own.flatten() * whole.sum()
-
-    found = of_numbers(loss, rows)
-    return seen[-1:], found
-
-
-@for_each(("devices", "exchange"), [(1, "auto"), (2, "shared"), (3, "collective")])
-def test_rows_are_gathered_in_the_order_of_the_batch(devices: int, exchange: Any) -> None:
-    for rows in ([3.0, 1.0, 2.0, 7.0, 5.0], [2.0, 1.0]):  # of few, some devices have none
-        found = simulate(told, devices, seed=0, args=(rows,), exchange=exchange)
-        assert {each[1] for each in found} == {sum(rows) ** 2 / len(rows)}
-        assert [each[0] for each in found if each[0]] == [[rows]] * min(
-            devices, (len(rows) + 1) // 2
-        )
-
-
 @for_each("plan", PLANS)
 def test_gradients_of_rows_are_added_in_the_folds_order(plan: tuple[int, ...]) -> None:
     tiny = 2.0**-24
@@ -98,26 +72,3 @@ def test_gradients_of_rows_are_added_in_the_folds_order(plan: tuple[int, ...]) -
     )
     trainer.step((torch.tensor([[4.0], [0.0], [0.0], [0.0]]), factors[:, None]))
     assert model.weight.item() == -2 * tiny  # and not 0, as in another order
-
-
-def test_a_failure_while_others_wait_comes_out_and_ends_their_threads() -> None:
-    seen: list[str] = []
-
-    def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
-        if float(batch[0][0, 0]) > 50:
-            raise ArithmeticError("the fault")
-        try:
-            whole = onefold.gather(model(batch[0]))
-        except BaseException as error:
-            seen.append(type(error).__name__)
-            raise
-        return model(batch[0]).flatten() * whole.sum()
-
-    inputs, targets = points(8)
-    inputs[6, 0] = 60.0
-    trainer = make_trainer(loss=loss)
-    trainer.step(points(8))
-    with pytest.raises(ArithmeticError, match="the fault"):
-        trainer.step((inputs, targets))
-    assert "Ended" in seen
-    assert threading.active_count() == 1

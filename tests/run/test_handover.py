@@ -4,28 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
-import cloudpickle
 import pytest
 
 import onefold
-from onefold.run.handover import pack_call
 from tests.small import make_trainer
 from tests.tables import for_each
-
-
-def unpacked(function: Callable[..., Any], *arguments: Any) -> Any:
-    sent, values = cloudpickle.loads(pack_call(function, arguments))
-    return sent(*values)
-
-
-def test_what_refers_to_values_is_sent_with_them() -> None:
-    number = 40
-    assert unpacked(lambda: number + 2) == 42
-    assert unpacked(partial(lambda a, b: a + b, number), 2) == 42
-    assert unpacked(partial(partial(max, 42), 7)) == 42
 
 
 def of_a_lock() -> object:

@@ -17,10 +17,12 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "placed.py"
+MAIN = [sys.executable, str(SCRIPT), "main"]
 RAY = Path(__file__).parent.parent / "scripts" / "with_ray.py"
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sinfo", "unshare")
 pytestmark = [
@@ -126,43 +128,26 @@ def wait_until_idle(folder: Path, environment: dict[str, str]) -> None:
 
 
 def alone() -> str:
-    command = [sys.executable, str(SCRIPT), "main"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return subprocess.run(MAIN, capture_output=True, text=True, check=True).stdout
 
 
 @pytest.mark.parametrize(
-    "options",
-    [["-n2", "-wnode1"], ["-n3", "-wnode1"], ["-N2", "-n2", "-wnode1,node2"]],
-    ids=["one node", "three tasks", "two nodes"],
+    "options", ["-n2 -wnode1", "-n3 -wnode1", "-N2 -n2 -wnode1,node2", "-n2 -wnowhere"]
 )
-def test_srun_gives_the_bits_of_one_device(slurm: dict[str, str], options: list[str]) -> None:
-    done = subprocess.run(
-        ["srun", "--oversubscribe", "--overcommit", *options, sys.executable, str(SCRIPT), "main"],
-        capture_output=True,
-        text=True,
-        env={**os.environ, **slurm},
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr
+def test_srun_gives_the_bits_of_one_device(slurm: dict[str, str], options: str) -> None:
+    """On one node, whose name need not resolve, and on two."""
+    command = ["srun", "--oversubscribe", "--overcommit", *options.split(), *MAIN]
+    how: Any = {"capture_output": True, "text": True, "timeout": 600}
+    done = subprocess.run(command, env={**os.environ, **slurm}, **how)
     size = "3" if "-n3" in options else "2"
-    assert done.stdout == alone().replace("1 ", f"{size} ", 1)
-
-
-def test_one_node_need_not_have_a_name_that_resolves(slurm: dict[str, str]) -> None:
-    command = ["srun", "-n2", "--overcommit", "-wnowhere", sys.executable, str(SCRIPT), "main"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, **slurm}, timeout=600
-    )
-    assert (done.returncode, done.stdout) == (0, alone().replace("1 ", "2 ", 1)), done.stderr
+    assert (done.returncode, done.stdout) == (0, alone().replace("1 ", f"{size} ", 1)), done.stderr
 
 
 def test_a_name_that_does_not_resolve_is_named(slurm: dict[str, str], tmp_path: Path) -> None:
     log = tmp_path / "log"
     nodes = ["-N2", "-n2", "-m", "plane=1", "-wnowhere,node1"]
     # The lead is the first in Slurm's order, which is that of the configuration.
-    place = {"MASTER_ADDR": "nowhere"}
-    command = ["srun", "--overcommit", *nodes, sys.executable, str(SCRIPT), "main"]
-    with running(command, log, **slurm, **place):
+    with running(["srun", "--overcommit", *nodes, *MAIN], log, **slurm, MASTER_ADDR="nowhere"):
         for _ in range(400):
             if "does not resolve" in log.read_text():
                 break
@@ -177,7 +162,7 @@ def test_mpirun_is_refused_with_the_command_that_works() -> None:
     if shutil.which("mpirun") is None:
         pytest.skip("Open MPI is not installed")
     mpirun = "mpirun --oversubscribe --allow-run-as-root -np 2"
-    script = f"{sys.executable} {SCRIPT} main"
+    script = " ".join(MAIN)
     refused = subprocess.run(f"{mpirun} {script}", shell=True, capture_output=True, text=True)
     assert (refused.returncode, refused.stdout) == (1, "")
     (line,) = {line for line in refused.stderr.splitlines() if line.startswith("    mpirun")}
