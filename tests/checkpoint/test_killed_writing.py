@@ -35,10 +35,7 @@ def left_beside(directory: Path) -> list[str]:
 
 @pytest.mark.parametrize(
     ("first", "every"),
-    [
-        *((4, 6), (5, 7)),
-        *(pytest.param(first, 1, marks=pytest.mark.full) for first in (4, 5)),
-    ],
+    [*((4, 6), (5, 7)), *(pytest.param(first, 1, marks=pytest.mark.full) for first in (4, 5))],
 )
 def test_killed_before_any_change_of_files(tmp_path: Path, first: int, every: int) -> None:
     """In the middle of replacing and of deleting too, which are over in no time.

@@ -290,9 +290,6 @@ def test_another_run_is_refused_by_name_and_taken_on_request(tmp_path: Path, wha
     assert changed_trainer(what, value).load(tmp_path).step == 2, "it is the run's own from then on"
 
 
-# Which checkpoints stay
-
-
 def test_the_newest_three_stay_unless_told_otherwise(tmp_path: Path) -> None:
     trainer = make_trainer()
     for score in (0.5, 0.9, 0.1, 0.2, 0.3):
@@ -336,9 +333,6 @@ def test_what_cannot_be_saved_is_refused_before_anything_is_written(
     with pytest.raises((TypeError, ValueError), match=text):
         make_trainer(model).save(tmp_path / "run", **choices)
     assert not (tmp_path / "run").exists()
-
-
-# In the background
 
 
 def test_what_is_saved_is_the_run_as_it_was(

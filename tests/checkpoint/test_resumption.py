@@ -340,9 +340,6 @@ def test_checkpoints_of_earlier_versions_go_on(runs: Runs, monkeypatch: pytest.M
         assert [runs.start(for_longer(3), devices) for devices in (1, 3)] == [whole] * 2
 
 
-# When a checkpoint is made.
-
-
 @for_each(
     ("script", "every", "keep_last", "steps"),
     [
@@ -406,9 +403,6 @@ def test_by_time_all_devices_save_after_the_same_steps(
                     saved[who[0]].append(step)
                     clock.restart()
     assert list(saved.values()) == ([[4, 8, 12]] * 2 if every_s else [[], []])
-
-
-# What is refused at the start.
 
 
 def a_schedule_of_the_scripts(life: Life) -> None:

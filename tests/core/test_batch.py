@@ -41,9 +41,6 @@ class Encoding(UserDict[str, object]):
         self.kept = kept
 
 
-# Shards of a batch
-
-
 @given(samples=st.integers(1, 20), shards=st.integers(1, 25), dim=st.integers(0, 1))
 def test_the_shards_together_are_the_batch(samples: int, shards: int, dim: int) -> None:
     x = torch.arange(6 * samples).view((samples, 3, 2) if dim == 0 else (3, samples, 2))
@@ -124,9 +121,6 @@ def test_a_batch_that_cannot_be_cut_is_explained() -> None:
             cut_batch(batch, HALVES, range(2))
 
 
-# Arrays
-
-
 @for_each("dtype", [*"?bBhHiIlLefdFD"])
 def test_arrays_of_every_dtype_that_tensors_have(dtype: str) -> None:
     for order in ("<", ">"):
@@ -159,9 +153,6 @@ def test_arrays_are_copied_only_where_pytorch_cannot_use_them() -> None:
         parts: list[Any] = [cut.shards[shard].numpy() for shard in range(2)]  # type: ignore[attr-defined]
         assert np.array_equal(np.concatenate(parts), array)
         assert [np.shares_memory(part, array) for part in parts] == [not copied] * 2
-
-
-# Digests
 
 
 @given(n=st.integers(1, 300))

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from onefold.core.finite import all_finite, names_with_nan
 from tests.tables import for_each
@@ -29,13 +27,6 @@ def test_one_bad_value_is_found_wherever_it_is(dtype: torch.dtype) -> None:
     assert all_finite(largest.to(dtype))  # though their sum is not
     assert all(all_finite(torch.ones(5).to(whole)) for whole in WHOLE)
     assert not all_finite(torch.tensor([1, complex(0, NAN)]))
-
-
-@given(values=st.lists(st.floats(width=32), max_size=20))
-def test_it_is_what_python_says(values: list[float]) -> None:
-    tensor = torch.nn.Parameter(torch.tensor(values))
-    assert all_finite(tensor) is all(map(math.isfinite, values))
-    assert names_with_nan({"it": tensor}) == ({"it"} if any(map(math.isnan, values)) else set())
 
 
 @for_each("dtype", FLOATS)

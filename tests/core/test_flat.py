@@ -12,8 +12,6 @@ from torch import nn
 from onefold.core.flat import fingerprint_of, named_tensors, tensor_digests
 from tests.tables import for_each
 
-# Fingerprints
-
 DTYPES = [
     *(torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn),
     *(torch.complex64, torch.bool, torch.uint8, torch.int64),

@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onefold.core.jsonvalue import from_json, to_json
-from tests.tables import for_each
 
 leaves = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
 nested = st.recursive(
@@ -69,9 +68,3 @@ def test_an_array_of_another_kind_is_refused() -> None:
     for dtype in ("O", "U3", "f8,f8", "nothing"):
         with pytest.raises(ValueError, match="a value is not as a checkpoint has it"):
             from_json({**to_json(np.zeros(2), "it"), "dtype": dtype})
-
-
-@for_each(("value", "where"), [({"f": print}, r"it\['f'\]"), ([1, object()], r"it\[1\]")])
-def test_anything_else_is_refused_by_its_place(value: object, where: str) -> None:
-    with pytest.raises(TypeError, match=rf"{where} is of type .*, which a checkpoint cannot hold"):
-        to_json(value, "it")

@@ -80,9 +80,6 @@ def test_anything_else_is_refused_and_named() -> None:
             weigh(result, 3, "the loss of shard 3")
 
 
-# Terms
-
-
 @for_each("factor", [3, 0.5, -2, np.float64(1.5), np.float32(1.5), np.int64(2), torch.tensor(0.25)])
 def test_factors_scale_totals_and_leave_weights(factor: float) -> None:
     number = float(factor)

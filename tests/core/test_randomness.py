@@ -81,8 +81,6 @@ def test_the_callers_generators_are_given_back(fails: bool) -> None:
     assert [(draw(), np.random.randn()) for _ in range(2)] == expected[1:]
 
 
-# Orders
-
 SEEDS, EPOCHS = st.integers(0, 2**63 - 1), st.integers(0, 1000)
 LENGTHS = st.lists(st.integers(0, 20), max_size=300).map(
     lambda drawn: torch.tensor(drawn, dtype=torch.int64)

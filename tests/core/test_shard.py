@@ -61,9 +61,6 @@ def test_rounds_hold_every_shard_once_and_each_device_at_most_once(
     assert plan.in_a_row() == Plan(counts)
 
 
-# Pieces of a shard
-
-
 @given(SIZES, st.none() | SIZES)
 def test_pieces_are_all_samples_in_their_order(samples: int, size: int | None) -> None:
     pieces = pieces_of(samples, size)

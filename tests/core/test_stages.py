@@ -8,18 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onefold.core.stages import (
-    Move,
-    cut_line,
-    moves,
-    waiting,
-)
+from onefold.core.stages import Move, cut_line, moves, waiting
 
 DEVICES = st.integers(1, 6)
 SIZES = st.lists(st.integers(0, 20), min_size=1, max_size=9)
-
-
-# Moves
 
 
 @given(DEVICES, st.integers(0, 12))
@@ -58,12 +50,6 @@ def test_a_line_ends_after_the_time_that_it_is_said_to_wait(devices: int, count:
             order.pop(0)
         assert sum(map(len, orders)) < before, "they wait for each other"
     assert max(free) == pytest.approx(2 * count * (1 + waiting(devices, count)))
-
-
-# Pieces of shards
-
-
-# Shares of the stages
 
 
 @given(SIZES, DEVICES)

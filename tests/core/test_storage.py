@@ -7,10 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onefold.core.flat import Layout, lay_out
-from onefold.core.storage import (
-    cut_pieces,
-    cut_spans,
-)
+from onefold.core.storage import cut_pieces, cut_spans
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float64])
 SIZES = st.lists(st.sampled_from([0, 1, 7, 20_000, 65_535, 65_536, 300_000, 700_001]), max_size=7)

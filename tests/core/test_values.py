@@ -8,14 +8,7 @@ import pytest
 import torch
 
 from onefold.core.mean import Mean, Sum
-from onefold.core.values import (
-    MOST,
-    ShardValues,
-    detached,
-    names_of,
-    read_values,
-    split,
-)
+from onefold.core.values import MOST, ShardValues, detached, names_of, read_values, split
 from onefold.errors import DisagreementError, LossError
 
 HERE = "step 7, shard 3"

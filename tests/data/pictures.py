@@ -20,11 +20,7 @@ def noise(size: tuple[int, int], mode: str = "RGB", seed: int = 0) -> Image.Imag
 
 
 def write_class_folders(
-    root: Path,
-    classes: Sequence[str],
-    train: int = 6,
-    test: int = 3,
-    mode: str = "RGB",
+    root: Path, classes: Sequence[str], train: int = 6, test: int = 3, mode: str = "RGB"
 ) -> Path:
     """Write ``train/CLASS/...`` and ``test/CLASS/...``, PNG and JPEG in turn.
 

@@ -42,14 +42,11 @@ def write_four(folder: Path, train: list[int], test: list[int]) -> Path:
     for prefix, labels in (("train", train), ("t10k", test)):
         images = generator.integers(0, 256, (len(labels), 5, 4), dtype=np.uint8)
         for kind, array in zip(KINDS, (images, np.array(labels, dtype=np.uint8)), strict=True):
+            path, content = folder / f"{prefix}-{kind}", encode(array)
             if prefix == "train":
-                (folder / f"{prefix}-{kind}.gz").write_bytes(gzip.compress(encode(array)))
-            else:
-                (folder / f"{prefix}-{kind}").write_bytes(encode(array))
+                path, content = path.with_name(f"{path.name}.gz"), gzip.compress(content)
+            path.write_bytes(content)
     return folder
-
-
-# Files
 
 
 @given(data=st.data(), kind=st.sampled_from(sorted(CODES)), compressed=st.booleans())
@@ -100,14 +97,8 @@ def test_a_damaged_gzip_file_is_refused(tmp_path: Path) -> None:
     middle = len(content) // 2
     changed = content[:middle] + bytes([content[middle] ^ 0xFF]) + content[middle + 1 :]
     wrong_sum = content[:-8] + b"\0" * 8
-    for damaged in (
-        content[:2],
-        content[:middle],
-        content[:-4],
-        changed,
-        wrong_sum,
-        content + b"x",
-    ):
+    cut = (content[:at] for at in (2, middle, -4))
+    for damaged in (*cut, changed, wrong_sum, content + b"x"):
         path.write_bytes(damaged)
         with pytest.raises(ValueError, match=r"labels\.gz: expected a whole gzip file, got \d+ b"):
             read_idx(path)
@@ -125,17 +116,12 @@ def test_no_more_is_unpacked_than_the_header_promises(tmp_path: Path) -> None:
         file.write(b"\0\0\x08\1" + MIB.to_bytes(4, "big"))
         for _ in range(160):
             file.write(bytes(MIB))
-    with (
-        memory_limited(64 * MIB),
-        pytest.raises(ValueError, match=r"expected 1048584 b.*, got more"),
-    ):
+    words = r"expected 1048584 b.*, got more"
+    with memory_limited(64 * MIB), pytest.raises(ValueError, match=words):
         read_idx(path)
     path.write_bytes(gzip.compress(b"\0\0\x08\1" + (2**31).to_bytes(4, "big")) + bytes(4 * MIB))
     with pytest.raises(ValueError, match="that are taken out of a gzip file: unpack it with gunz"):
         read_idx(path)
-
-
-# MNIST
 
 
 def test_mnist_is_normalised_images_and_labels(tmp_path: Path) -> None:
@@ -145,11 +131,8 @@ def test_mnist_is_normalised_images_and_labels(tmp_path: Path) -> None:
         dataset = mnist(tmp_path, train=prefix == "train")
         assert type(dataset) is TensorDataset
         images, labels = dataset.tensors
-        assert (images.dtype, labels.dtype, labels.tolist()) == (
-            torch.float32,
-            torch.int64,
-            expected,
-        )
+        assert (images.dtype, labels.dtype) == (torch.float32, torch.int64)
+        assert labels.tolist() == expected
         stored, same = read_labelled(tmp_path, prefix)
         assert (stored.dtype, same.tolist()) == (torch.uint8, expected)
         written = generator.integers(0, 256, (len(expected), 5, 4), dtype=np.uint8)
@@ -159,16 +142,11 @@ def test_mnist_is_normalised_images_and_labels(tmp_path: Path) -> None:
 
 def test_files_that_are_not_mnist_are_refused(tmp_path: Path) -> None:
     for kind, array, words in (
-        (
-            KINDS[1],
-            None,
-            r"t10k-labels-idx1-ubyte\.gz or t10k-labels-idx1-ubyte in .*, found neith",
-        ),
+        (KINDS[1], None, r"t10k-labels-idx1-ubyte\.gz or t10k-labels-idx1-ubyte in .*, found ne"),
         (KINDS[1], counted(5), r"expected 4 labels, one for each image .*, got 5"),
         (KINDS[0], counted(4, 28), "expected uint8 numbers of 3 dimensions"),
         (KINDS[0], np.zeros((4, 28, 28), np.float32), "expected uint8 numbers of 3 dimensions"),
         (KINDS[0], counted(4, 0, 4), r"one image of at least one pixel, got shape \(4, 0, 4\)"),
-        (KINDS[0], counted(4, 5, 0), r"one image of at least one pixel, got shape \(4, 5, 0\)"),
     ):
         path = write_four(tmp_path, [1], list(range(4))) / f"t10k-{kind}"
         path.unlink()
@@ -176,9 +154,6 @@ def test_files_that_are_not_mnist_are_refused(tmp_path: Path) -> None:
             path.write_bytes(encode(array))
         with pytest.raises((FileNotFoundError, ValueError), match=words):
             mnist(tmp_path, train=False)
-
-
-# Data sets of pictures
 
 
 def test_four_idx_files_are_a_data_set(tmp_path: Path) -> None:

@@ -4,29 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
-import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from onefold.data.bad import BadFile, readable, refuse, visible
+from onefold.data.bad import BadFile, readable, visible
 from onefold.data.pictures import picture_paths, visible_folders
 from onefold.errors import DataError
-
-
-def test_up_to_five_are_named_and_the_others_counted() -> None:
-    refuse([])
-    for count, more in ((1, []), (5, []), (6, ["  and 1 more"]), (1005, ["  and 1000 more"])):
-        bad = [BadFile(Path(f"{number}.png"), f"reason {number}") for number in range(count)]
-        words = f"^{count} of the files and lines cannot be used"
-        with pytest.raises(DataError, match=words) as caught:
-            refuse(bad)
-        _, *lines, advice = str(caught.value).splitlines()
-        named = [f"  {number}.png: reason {number}" for number in range(min(count, 5))]
-        assert lines == named + more
-        assert advice.endswith("--skip-bad")
-    assert pickle.loads(pickle.dumps(bad[0])) == bad[0]
 
 
 def test_any_name_can_be_shown() -> None:
@@ -57,7 +42,5 @@ def test_what_may_not_be_looked_at_is_bad(tmp_path: Path, monkeypatch: pytest.Mo
     reason = "expected a file or folder, got Permission denied"
     assert bad == [BadFile(tmp_path / "closed" / "b.png", reason)]
     assert visible_folders(tmp_path) == [tmp_path / "closed"]
-    with pytest.raises(
-        DataError, match=r"closed/b.*: expected a folder that can be looked through"
-    ):
+    with pytest.raises(DataError, match=r"closed/b.*: expected a folder that can be looked thr"):
         visible_folders(tmp_path / "closed")

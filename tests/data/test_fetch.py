@@ -112,10 +112,7 @@ def nobody() -> str:
 def fetch(cache: Path, *mirrors: str, timeout_s: float = 10) -> Path:
     """Fetch the set of this test."""
     return fetch_dataset(
-        "small",
-        cache,
-        sets={"small": RemoteSet(mirrors=mirrors, sums=SUMS)},
-        timeout_s=timeout_s,
+        "small", cache, sets={"small": RemoteSet(mirrors=mirrors, sums=SUMS)}, timeout_s=timeout_s
     )
 
 

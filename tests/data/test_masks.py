@@ -57,9 +57,6 @@ def test_every_kind_of_mask_means_the_same(tmp_path: Path) -> None:
         assert mask_tensor(mask).tolist() == expected.astype(float).tolist()
 
 
-# Masks that have more values than two.
-
-
 def disc(side: int = 40, soft: float = 1.0) -> Any:
     """A disc whose edge rises over so many pixels; uint8."""
     rows, columns = np.mgrid[:side, :side] - (side - 1) / 2
@@ -117,9 +114,6 @@ def test_a_mask_of_more_meanings_than_two_is_refused(tmp_path: Path) -> None:
         expected = rf"mask\.png: expected a mask of 0 and 1, or of 0 and 255, got .*{words}"
         with pytest.raises(DataError, match=f"{expected}.*--foreground.*--void"):
             look_at_mask(written(tmp_path, pixels), PLAIN)
-
-
-# Rules.
 
 
 def read_by(path: Path, *foreground: str, void: tuple[str, ...] = ()) -> Any:

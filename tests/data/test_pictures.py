@@ -51,9 +51,6 @@ def assert_true(sums: Sums, arrays: list[np.ndarray]) -> None:
     torch.testing.assert_close(std, expected, rtol=0, atol=1e-13)
 
 
-# Decoding
-
-
 def test_a_picture_is_known_by_its_name() -> None:
     pictures = ["a.jpg", "a.JPG", "a.Jpeg", "a.b.webp", "猫 1.png", "a.heic"]
     others = [".DS_Store", "._a.jpg", ".jpg", "Thumbs.db", "a.jpg.txt", "jpg"]
@@ -112,9 +109,6 @@ def test_more_than_a_byte_for_a_pixel_becomes_a_byte(tmp_path: Path) -> None:
         assert (picture.mode, list(picture.tobytes())) == ("L", expected)
 
 
-# Bad files
-
-
 @for_each("way", WAYS_TO_BE_BAD)
 def test_what_cannot_be_read_is_named(tmp_path: Path, way: str) -> None:
     write, reason = WAYS_TO_BE_BAD[way]
@@ -146,8 +140,6 @@ def test_a_damaged_file_is_read_or_refused_and_nothing_else(
             refused += 1
     assert refused > 0
 
-
-# What small files may cost: no program, no memory without end, no walk without end.
 
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n%%EOF\n"
 
@@ -196,9 +188,6 @@ def test_links_lead_neither_to_devices_nor_round_without_end(tmp_path: Path) -> 
     assert picture_paths(levels[0], []) == [levels[0].joinpath(*["a"] * 39, "x.png")]
 
 
-# Sums
-
-
 @given(
     arrays=st.lists(
         numbers.arrays(np.uint8, st.tuples(st.integers(1, 4), st.integers(1, 4), st.just(3))),
@@ -244,9 +233,6 @@ def test_a_look_through_says_what_is_sound_and_what_is_bad(tmp_path: Path) -> No
     arrays = [np.asarray(open_picture(path))[..., None] for path in paths[3:36:3]]
     assert_true(sum_looks(grey.looks, grey=grey.grey), arrays)
     assert scan_pictures([]).sound == []
-
-
-# Sources
 
 
 def test_files_are_named_from_the_root_and_read_when_asked_for(tmp_path: Path) -> None:

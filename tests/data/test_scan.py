@@ -60,9 +60,6 @@ def read_masked(root: Path, known: Any = None, **more: Any) -> MaskedPictures:
     return read_pairs(root, holdout=0.25, seed=0, skip_bad=False, scanning=scanning, **more)
 
 
-# What is remembered
-
-
 @pytest.mark.parametrize("settled", [False, True])
 def test_what_was_changed_is_read_again_and_nothing_else(
     tmp_path: Path, read_paths: list[Path], settled: bool, monkeypatch: pytest.MonkeyPatch
@@ -122,9 +119,6 @@ def test_a_damaged_memory_is_none(tmp_path: Path) -> None:
         assert read_scan(path) == {}
 
 
-# Large JPEGs
-
-
 def photograph(path: Path, size: tuple[int, int], **how: Any) -> Path:
     """A picture with large and small shapes, as JPEG."""
     coarse = noise((size[0] // 40, size[1] // 40)).resize(size, Image.Resampling.BICUBIC)
@@ -152,9 +146,6 @@ def test_a_large_jpeg_is_looked_at_in_less_detail_and_read_in_full(
     path.write_bytes(path.read_bytes()[:-3000])
     with pytest.raises(DataError, match="image file is truncated"):
         look_at(path)
-
-
-# How far it is, and how it stops
 
 
 @for_each("raised", [KeyboardInterrupt, MemoryError])

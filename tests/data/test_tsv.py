@@ -34,12 +34,7 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     last_end=st.booleans(),
 )
 def test_what_was_written_is_read(
-    scratch: Path,
-    samples: list[tuple[str, str]],
-    end: str,
-    mark: str,
-    blank: int,
-    last_end: bool,
+    scratch: Path, samples: list[tuple[str, str]], end: str, mark: str, blank: int, last_end: bool
 ) -> None:
     content = mark + end.join(f"{text}\t{label}" for text, label in samples)
     scratch.write_bytes((content + end * (last_end + blank)).encode())

@@ -18,13 +18,7 @@ from onefold.errors import SampleError
 from onefold.reading.loader import Loader
 from onefold.reading.position import Position
 from tests.bits.loaders import KnowingFlow
-from tests.reading.test_loader import (
-    Augmented,
-    make_loader,
-    noisy_collate,
-    processes,
-    samples_in,
-)
+from tests.reading.test_loader import Augmented, make_loader, noisy_collate, processes, samples_in
 from tests.tables import for_each
 
 with_worker = pytest.mark.parametrize("workers", [0, pytest.param(1, marks=processes)])

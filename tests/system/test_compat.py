@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from onefold.system import compilers, hooks
+from onefold.system import compilers, hooks, tables
 
 
 def test_backward_hooks_are_hidden_for_a_while() -> None:
@@ -49,3 +49,12 @@ def test_kernels_that_repeat_their_bits_can_be_chosen_and_put_back() -> None:
     before.put_back()
     assert not torch.are_deterministic_algorithms_enabled()
     assert torch.utils.deterministic.fill_uninitialized_memory == fill
+
+
+def test_tables_of_a_module_are_its_own() -> None:
+    """Or a parameter or buffer that was replaced would not be seen, and trained by nobody."""
+    layer = nn.BatchNorm1d(2)
+    assert tables.parameters_of(layer)["weight"] is layer.weight
+    assert tables.children_of(nn.Sequential(layer))["0"] is layer
+    tables.buffers_of(layer)["running_mean"] = torch.ones(2)
+    assert layer.running_mean.tolist() == [1, 1]

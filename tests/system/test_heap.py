@@ -148,9 +148,6 @@ def test_a_folder_that_is_no_disk_is_mentioned(caplog: pytest.LogCaptureFixture)
     assert "in /dev/shm, which is itself in memory (tmpfs)" in caplog.text
 
 
-# Memory that takes no room until it is provided
-
-
 def resident_bytes() -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return sum(1024 * int(each.split()[1]) for each in lines if each.startswith("RssAnon:"))
@@ -179,9 +176,6 @@ def test_it_takes_no_memory_and_holds_values_once_it_is_provided(tmp_path: Path)
     for _ in range(20):
         heap.provide(heap.room(9 * MIB))
     assert counted()[1] <= mappings + 2
-
-
-# Limits of the system
 
 
 def test_each_limit_is_named() -> None:

@@ -38,9 +38,6 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     assert os.listdir("/proc/self/fd") == before
 
 
-# Reading
-
-
 def test_a_file_is_read_whole_up_to_a_limit(tmp_path: Path) -> None:
     path = tmp_path / "file"
     for content in (b"", b"text", bytes(range(256)) * 1000):
@@ -101,9 +98,6 @@ def test_json_that_nobody_wrote_is_a_value_error() -> None:
         assert parse_json(sound) == parse_json(sound.encode())
 
 
-# Writing
-
-
 @pytest.mark.parametrize("sync", [True, False])
 def test_a_file_is_written_whole_and_on_the_disk_before_it_takes_its_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync: bool
@@ -145,9 +139,6 @@ def test_what_was_there_stays_where_writing_fails(
     with pytest.raises(FileExistsError):
         create_file(tmp_path / "link")
     assert sorted(os.listdir(tmp_path)) == ["file", "link"]
-
-
-# Private folders
 
 
 def test_only_the_owner_can_look_into_a_private_folder(temporary: Path) -> None:

@@ -88,9 +88,6 @@ def test_a_child_ends_with_its_parent_whatever_ends_that() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
 
 
-# Ctrl-C
-
-
 @pytest.fixture
 def _ctrl_c() -> Iterator[None]:
     """Ctrl-C raises, as it does in a program that is started by hand, and is given back."""

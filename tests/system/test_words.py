@@ -1,12 +1,6 @@
 from __future__ import annotations
 
-from onefold.system.words import counted, listed, message_of, words_of_failure
-
-
-def test_numbers_and_names_are_counted() -> None:
-    assert [counted(n, "device") for n in (0, 1, 2)] == ["0 devices", "1 device", "2 devices"]
-    found = [listed(iter(names), most=3) for names in ("", "a", "abc", "abcdef")]
-    assert found == ["", "a", "a, b, c", "a, b, c and 3 more"]
+from onefold.system.words import message_of, words_of_failure
 
 
 class Silent(Exception):

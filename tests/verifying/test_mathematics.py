@@ -50,9 +50,6 @@ def agrees(line: dict[str, Any]) -> bool:
     return max(several) < 1e-9 and not line["causes"]
 
 
-# What is right.
-
-
 def of_each(model: nn.Module, batch: Any) -> object:
     return each(model(batch[0]), batch[1])
 
@@ -128,9 +125,6 @@ def test_what_is_right_agrees(
     assert agrees(line), line
     assert line["evaluation"]
     assert line["unmatched"] == []
-
-
-# What is wrong.
 
 
 def summed(model: nn.Module, batch: Any) -> object:

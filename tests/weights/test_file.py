@@ -13,7 +13,7 @@ from safetensors.torch import save as save_safetensors
 
 from onefold.core.flat import same_bits
 from onefold.errors import CheckpointError
-from onefold.weights.file import keys_of_states, read_weights, state_under
+from onefold.weights.file import read_weights, state_under
 from tests.tables import for_each
 
 STATE = {
@@ -131,13 +131,6 @@ TRAINING = {
     "moments": {0: torch.ones(1)},
     "epoch": 3,
 }
-
-
-def test_a_key_names_a_part_of_the_file() -> None:
-    assert keys_of_states(TRAINING) == ["model", "ema"]
-    assert keys_of_states(STATE) == []
-    assert state_under(TRAINING, "model", Path("last.pt")) is STATE
-    assert state_under(STATE, None, Path("last.pt")) is STATE
 
 
 LACKS = "last.pt holds no dict of tensors under key='{}'; such keys are 'model', 'ema'"

@@ -315,9 +315,6 @@ def test_a_model_without_memory_to_copy_to_is_refused(
         load_weights(make(), tmp_path / "weights.pth")
 
 
-# Names.
-
-
 @for_each(
     ("found", "own"),
     [
