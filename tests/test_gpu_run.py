@@ -14,6 +14,7 @@ import torch
 
 from tests.conftest import ROOT
 from tests.gpu.parts import Part, run_part
+from tests.small import lives
 from tests.tables import for_each
 
 pytestmark = [pytest.mark.full, pytest.mark.processes]
@@ -45,13 +46,6 @@ def test_how_a_part_ends(code: str, limit_s: float, ended: str, tail: str, tmp_p
         while time.monotonic() < deadline and lives(line["child"]):
             time.sleep(0.02)
         assert not lives(line["child"])
-
-
-def lives(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def make(folder: Path, *choices: str) -> subprocess.CompletedProcess[str]:

@@ -45,12 +45,6 @@ def gradients_in(model: nn.Module) -> list[torch.Tensor | None]:
     return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
 
 
-def bits_of(model: nn.Module) -> list[bytes | None]:
-    """Of everything in ``.grad``."""
-    flat = [None if g is None else g.contiguous().view(-1) for g in gradients_in(model)]
-    return [None if g is None else g.view(torch.uint8).numpy().tobytes() for g in flat]
-
-
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(trained(model), lr=0.1, momentum=0.9)
 
@@ -282,16 +276,6 @@ def two_batches() -> None:
             trainer.gradient(batch_of(number))
 
 
-def scheduled() -> None:
-    model = Net()
-    gradient_of(model=model, schedule=StepLR(sgd(model), 1))
-
-
-def searching() -> None:
-    model = line()
-    make_trainer(model, optimizer=torch.optim.LBFGS(model.parameters()))
-
-
 REFUSED: dict[str, Callable[[], object]] = {
     "None for its optimizer.*call trainer.gradient": lambda: gradient_of().step(batch_of(1)),
     'expected precision="bf16" or "fp32"': lambda: gradient_of(precision="bf16-params"),
@@ -299,8 +283,12 @@ REFUSED: dict[str, Callable[[], object]] = {
     "would be lost in rounding": lambda: trainer_of(precision="bf16-params").gradient(batch_of(1)),
     "would not see the script's": averaged,
     "two batches in one block .* the very same object .*Make it before the block": two_batches,
-    "step the schedule in the script": scheduled,
-    r"needs a closure.*Give Trainer None .*trainer.gradient\(batch\).loss": searching,
+    "step the schedule in the script": (
+        lambda: gradient_of(model=(net := Net()), schedule=StepLR(sgd(net), 1))
+    ),
+    r"needs a closure.*Give Trainer None .*trainer.gradient\(batch\).loss": (
+        lambda: make_trainer(net := line(), optimizer=torch.optim.LBFGS(net.parameters()))
+    ),
 }
 
 

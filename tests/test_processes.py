@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.small import lives
 from tests.warm import SCRIPTS
 
 LIMIT_S = 300
@@ -127,7 +128,7 @@ def test_a_signal_to_the_launcher_leaves_no_worker_and_no_folder(
     code, errors = this.finish()
     assert code == expected
     assert re.fullmatch(rf"onefold: stopped by {name} in step .* \(device 0\)\n", errors), errors
-    assert not any(map(_alive, workers))
+    assert not any(map(lives, workers))
     assert list(tmp_path.glob("onefold-*")) == []
 
 
@@ -138,9 +139,9 @@ def test_the_workers_end_with_their_launcher(run: Start) -> None:
     assert len(workers) == 3
     os.kill(this.process.pid, signal.SIGKILL)
     limit = time.monotonic() + LIMIT_S
-    while any(map(_alive, workers)) and time.monotonic() < limit:
+    while any(map(lives, workers)) and time.monotonic() < limit:
         time.sleep(0.05)
-    assert not any(map(_alive, workers))
+    assert not any(map(lives, workers))
 
 
 @pytest.mark.full
@@ -153,10 +154,3 @@ def test_runs_beside_each_other_do_not_meet(run: Start) -> None:
     for each in runs:
         assert each.finish(600) == (0, "")
     assert len({each.output.read_text() for each in runs}) == 1
-
-
-def _alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False

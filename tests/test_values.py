@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -79,6 +80,13 @@ def of_gathered(model: nn.Module, batch: Batch) -> Any:
 
 
 LOSSES = (with_values, of_terms, of_gathered)
+
+
+def synced() -> nn.Module:
+    return onefold.SyncBatchNorm.convert(Net())
+
+
+still = partial(Net, restless=False)
 
 
 def batches(steps: int, samples: int = SAMPLES, dtype: torch.dtype = torch.float32) -> list[Batch]:
@@ -158,30 +166,24 @@ def test_training_is_what_it_is_without_them(shards: int, choices: dict[str, Any
     assert steps[0].values == steps[0].outputs == {}
 
 
-def launched(loss: LossOf, samples: int, plan: tuple[int, ...]) -> list[Any]:
-    """On each device of a run."""
-    model = Net(restless=samples > 5)
-    return result(trainer_of(loss, model=model, devices=None, plan=plan), batches(3, samples))
+@for_each(
+    ("loss", "samples", "model", "options"),
+    [
+        *((loss, SAMPLES, make, {}) for loss in LOSSES for make in (Net, synced)),
+        *((loss, 3, still, {}) for loss in LOSSES),
+        *((loss, SAMPLES, still, {"microbatch": 1}) for loss in (with_values, of_terms)),
+    ],
+)
+def test_the_bits_do_not_depend_on_the_devices(
+    loss: LossOf, samples: int, model: Any, options: dict[str, Any]
+) -> None:
+    def run(devices: int | None, plan: tuple[int, ...]) -> list[Any]:
+        trainer = trainer_of(loss, model=model(), devices=devices, plan=plan, **options)
+        return result(trainer, batches(3, samples))
 
-
-@for_each("loss", LOSSES)
-@for_each("options", [{}, {"samples": 3}, {"microbatch": 1, "restless": False}, {"sync": True}])
-def test_the_bits_do_not_depend_on_the_devices(loss: LossOf, options: dict[str, Any]) -> None:
-    options = dict(options)
-    samples, sync = options.pop("samples", SAMPLES), options.pop("sync", False)
-    restless = options.pop("restless", samples > 5)
-    if loss is of_gathered and options:
-        return  # pieces cannot gather
-    found = []
-    for plan in ((5,), (2, 2, 1), (0, 4, 1)):
-        model = Net(restless=restless)
-        model = onefold.SyncBatchNorm.convert(model) if sync else model
-        trainer = trainer_of(loss, model=model, devices=len(plan), plan=plan, **options)
-        found.append(result(trainer, batches(3, samples)))
-    if not options and not sync:
-        for exchange, plan in (("shared", (3, 2)), ("collective", (5, 0))):
-            args = (loss, samples, plan)
-            found += simulate(launched, 2, args=args, exchange=exchange)  # type: ignore[arg-type]
+    found = [run(len(plan), plan) for plan in ((5,), (2, 2, 1), (0, 4, 1))]
+    found += simulate(run, 2, args=(None, (3, 2)), exchange="shared")
+    found += simulate(run, 2, args=(None, (5, 0)), exchange="collective")
     assert all(each == found[0] for each in found)
 
 
@@ -223,51 +225,34 @@ def rows_of(rows: Any) -> LossOf:
     return lambda model, batch: (of_samples(model, batch), {}, rows)
 
 
-@for_each(
-    ("loss", "error", "words"),
-    [
-        (
-            when_small(lambda x: (x, {"few": x}), lambda x: (x, {"a": x, "many": x})),
-            DisagreementError,
-            r"step 1, shard 1: the loss returned the values \['few'\] .* and \['a', 'many'\] for",
-        ),
-        (
-            when_small(lambda x: (x, {"a": x}), lambda x: x),
-            DisagreementError,
-            r"step 1, shard 0: .* the values \[\] beside",
-        ),
-        (
-            when_small(lambda x: (x, {"a": onefold.Sum(x.sum())}), lambda x: (x, {"a": x})),
-            DisagreementError,
-            "terms of the same kind, for every shard",
-        ),
-        (of_pieces, DisagreementError, r"\['two'\] .* and \['one'\] for another"),
-        (
-            lambda model, batch: (of_samples(model, batch), model(batch[0])),
-            LossError,
-            r"step 1, shard 0: expected a loss, or .* got a tuple of \(Tensor, Tensor\)",
-        ),
-        (
-            rows_of({"td": torch.tensor(1.0)}),
-            LossError,
-            "expected 'td' to be a tensor with one row",
-        ),
-        (rows_of({"td": torch.ones(99)}), LossError, r"for each of [32] samples, got \(99,\)"),
-        (rows_of(torch.ones(3)), LossError, r"or \(loss, values, outputs\) for rows of samples"),
-        (
-            when_small(lambda x: (x, {}, {"a": x}), lambda x: (x, {}, {"a": x[:, None]})),
-            DisagreementError,
-            "the same dtype and shape of rows.*list of one",
-        ),
-    ],
-)
+JOINED: dict[str, LossOf] = {
+    r"shard 1: the loss returned the values \['few'\] .* and \['a', 'many'\] for": (
+        when_small(lambda x: (x, {"few": x}), lambda x: (x, {"a": x, "many": x}))
+    ),
+    r"shard 0: .* the values \[\] beside": when_small(lambda x: (x, {"a": x}), lambda x: x),
+    "terms of the same kind, for every shard": (
+        when_small(lambda x: (x, {"a": onefold.Sum(x.sum())}), lambda x: (x, {"a": x}))
+    ),
+    "the same dtype and shape of rows.*list of one": (
+        when_small(lambda x: (x, {}, {"a": x}), lambda x: (x, {}, {"a": x[:, None]}))
+    ),
+    r"\['two'\] .* and \['one'\] for another": of_pieces,
+    r"step 1, shard 0: expected a loss, or .* got a tuple of \(Tensor, Tensor\)": (
+        lambda model, batch: (of_samples(model, batch), model(batch[0]))
+    ),
+    "expected 'td' to be a tensor with one row": rows_of({"td": torch.tensor(1.0)}),
+    r"for each of [32] samples, got \(99,\)": rows_of({"td": torch.ones(99)}),
+    r"or \(loss, values, outputs\) for rows of samples": rows_of(torch.ones(3)),
+}
+
+
+@for_each("words", JOINED)
 @for_each("devices", [1, 2])
-def test_what_cannot_be_joined_is_named(
-    loss: LossOf, error: type[Exception], words: str, devices: int
-) -> None:
+def test_what_cannot_be_joined_is_named(words: str, devices: int) -> None:
+    loss = JOINED[words]
     microbatch = 2 if loss is of_pieces else None
     trainer = trainer_of(loss, model=Net(restless=False), devices=devices, microbatch=microbatch)
-    with pytest.raises(error, match=words):
+    with pytest.raises((DisagreementError, LossError), match=words):
         trainer.step(batches(1)[0])
 
 
@@ -287,10 +272,6 @@ def test_rows_may_have_another_shape_in_another_step() -> None:
 class Fields:
     x: torch.Tensor
     y: torch.Tensor
-
-
-def synced() -> nn.Module:
-    return onefold.SyncBatchNorm.convert(Net())
 
 
 X, Y = batches(1, dtype=torch.float64)[0]
@@ -368,9 +349,7 @@ def test_every_kind_of_batch_comes_whole() -> None:
         rows = batch.whole()[0]
         assert torch.equal(rows, regression(batch.samples)[0])
 
-    def padded(rows: list[Any]) -> Any:
-        return torch.zeros(len(rows), len(rows))
-
+    padded = lambda rows: torch.zeros(len(rows), len(rows))  # noqa: E731
     batch = next(iter(trainer.loader(data, batch_size=8, collate=padded)))
     with pytest.raises(ValueError, match=r"got \[\(3, 3\), \(3, 3\), \(2, 2\)\].*pads each shard"):
         batch.whole()
