@@ -30,10 +30,6 @@ NUMBERS = 17 * 256 + 3 * 257 * 256 + 2 * 256
 FROZEN_BYTES = 4 * 257 * 256 + 2 * 4 * 256 + 8
 
 
-def mebibytes(number: float) -> str:
-    return f"{number / 2**20:,.1f}"
-
-
 def test_stages_and_memory_are_shown(tmp_path: Path) -> None:
     done = planned("adamw", "--devices", "1,4", "--home", str(tmp_path))
     assert done.returncode == 0, done.stderr
@@ -53,7 +49,8 @@ def test_stages_and_memory_are_shown(tmp_path: Path) -> None:
         "4": (part + 2.5 * p, part + 0.75 * p + stage, part + 5 * in_line, stage, disk),
     }
     assert rows(done.stdout)[-2:] == [
-        [devices, *map(mebibytes, sizes)] for devices, sizes in expected.items()
+        [devices, *(f"{size / 2**20:,.1f}" for size in sizes)]
+        for devices, sizes in expected.items()
     ]
     assert "nothing after it runs" not in done.stdout
     assert not list(tmp_path.iterdir())

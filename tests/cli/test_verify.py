@@ -176,11 +176,6 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
         verify_script(missing, "1,2", steps=2, options=options, keep="all,spam")
 
 
-def state(step: int, **changes: Any) -> State:
-    fields = {"states": {}, "unseeded": [], "attributes": [], "generators": []}
-    return State(step=step, **{**fields, **changes})
-
-
 @for_each(
     ("name", "digests", "found"),
     [
@@ -192,8 +187,9 @@ def state(step: int, **changes: Any) -> State:
     ],
 )
 def test_draws_of_some_devices_are_named(name: str, digests: list[list[str]], found: bool) -> None:
+    none: dict[str, Any] = {"unseeded": [], "attributes": [], "generators": []}
     run = {
-        device: [state(step, states={name: digest}) for step, digest in enumerate(each, 1)]
+        device: [State(step=n, states={name: digest}, **none) for n, digest in enumerate(each, 1)]
         for device, each in enumerate(digests)
     }
     hints = hints_of(2, {0: run[0]}, run)

@@ -60,32 +60,6 @@ def adam(rate: float | torch.Tensor = 0.1) -> torch.optim.Adam:
     return torch.optim.Adam(groups, lr=rate, betas=(0.9, 0.99))
 
 
-@for_each(
-    ("group", "key", "value"),
-    [
-        (0, "lr", 0.2),
-        (1, "betas", (0.9, 0.999)),
-        (0, "amsgrad", True),
-        (0, "initial_lr", 0.1),
-        (0, "lr", torch.tensor(0.1)),
-    ],
-)
-def test_another_setting_is_another_number(group: int, key: str, value: object) -> None:
-    optimizer, fresh = adam(), adam()
-    settings = GroupSettings(optimizer)
-    before, kept = settings.checksum(), dict(optimizer.param_groups[group])
-    assert settings.checksum() == before == GroupSettings(fresh).checksum()
-    optimizer.param_groups[group][key] = value
-    after = settings.checksum()
-    assert after != before
-    theirs = GroupSettings(fresh)
-    theirs.adopt(settings.as_json())
-    assert theirs.checksum() == after
-    if key in kept:
-        optimizer.param_groups[group][key] = kept[key]
-        assert settings.checksum() == before
-
-
 def test_a_rate_in_a_tensor_counts_by_its_value_and_keeps_its_identity() -> None:
     """A schedule, or a graph of a GPU, may hold it."""
     lead, other = adam(torch.tensor(0.3)), adam(torch.tensor(0.1))

@@ -61,26 +61,6 @@ def test_a_step_without_weight_is_skipped_by_all() -> None:
 
 
 @both
-def test_one_shard_with_weight_has_all_devices_update(devices: int) -> None:
-    """The others give zeros, and their devices follow."""
-
-    def loss(model: nn.Module, batch: Batch) -> onefold.Mean:
-        counts = (batch[0][:, 0] > 50).float()
-        return onefold.Mean((square(model, batch) * counts).sum(), counts.sum())
-
-    inputs, targets = points(10)
-    inputs[9, 0] = 60.0
-    model, plain = line(), line()
-    step = make_trainer(model, loss, devices=devices).step((inputs, targets))
-    assert not step.skipped
-    last = square(plain, (inputs[9:], targets[9:])).sum()
-    assert float(step.loss) == pytest.approx(float(last.detach()))
-    gradients = torch.autograd.grad(last, list(plain.parameters()))
-    moved = [old - new for old, new in zip(plain.parameters(), model.parameters(), strict=True)]
-    torch.testing.assert_close(moved, [0.1 * g for g in gradients])
-
-
-@both
 def test_every_seed_step_and_shard_has_its_own_random_numbers(devices: int) -> None:
     drawn: set[tuple[float, ...]] = set()
 

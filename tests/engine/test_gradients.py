@@ -111,18 +111,13 @@ def test_a_hook_sees_the_gradient_of_its_shard_alone_and_may_put_another_there()
     assert len(seen) == SHARDS
 
 
-def expanded(parameter: nn.Parameter) -> None:
-    assert parameter.grad is not None
-    parameter.grad = parameter.grad.sum().expand_as(parameter)
+OTHER_STRIDES: list[Callable[[Any], None]] = [
+    lambda p: setattr(p, "grad", p.grad.sum().expand_as(p)),
+    lambda p: setattr(p, "grad", p.grad.t().contiguous().t()),
+]
 
 
-def turned(parameter: nn.Parameter) -> None:
-    """The same values in other strides than the parameter's."""
-    assert parameter.grad is not None
-    parameter.grad = parameter.grad.t().contiguous().t()
-
-
-@for_each("hook", [expanded, turned])
+@for_each("hook", OTHER_STRIDES)
 def test_other_strides_have_the_same_bits(hook: Callable[[nn.Parameter], None]) -> None:
     """The norm by which it is clipped is added up in the order of the memory."""
 

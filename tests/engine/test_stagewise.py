@@ -12,16 +12,7 @@ import torch
 from torch import nn
 
 import onefold
-from tests.engine.lent import (
-    FEATURES,
-    LAYER_BYTES,
-    LAYERS,
-    Layered,
-    run,
-    samples,
-    trained,
-    watched,
-)
+from tests.engine.lent import FEATURES, LAYER_BYTES, LAYERS, Layered, run, samples, trained, watched
 from tests.tables import for_each
 
 

@@ -88,11 +88,7 @@ def resumed(directory: str, settings: dict[str, Any]) -> tuple[str, int]:
     ],
 )
 def test_the_files_are_those_of_devices_with_all(
-    settings: dict[str, Any],
-    average: bool,
-    devices: int,
-    goes_on: tuple[str, str],
-    tmp_path: Path,
+    settings: dict[str, Any], average: bool, devices: int, goes_on: tuple[str, str], tmp_path: Path
 ) -> None:
     given = (settings, average)
     all_of_it = run(saved, str(tmp_path / "all"), *given, devices=devices, keep="all")

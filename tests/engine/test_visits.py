@@ -3,7 +3,6 @@ behind there."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,14 +15,12 @@ from torch import nn
 import onefold
 from onefold.core.options import KeepName, RunOptions
 from onefold.core.world import World
-from onefold.engine.visits import Visits
 from onefold.system.heap import DiskHeap
 from tests.apart import TwoMemories, apart
 from tests.bits.large import GPT, TOKENS
 from tests.inside import engine_in
 from tests.tables import for_each
 
-CPU = torch.device("cpu")
 EXACT = {"_foreach_add_", "add", "add_", "_foreach_mul_", "clamp_", "sum", "clone"}
 """What the host may compute: sums of two, and products with one number, have the same bits
 everywhere; the others look whether values are finite, or copy them."""
@@ -122,41 +119,6 @@ def test_between_steps_the_device_has_nothing(make: Make) -> None:
     (flat,) = exchange.memory.trained.values()
     assert not flat.is_there
     assert not frozen.flat.is_there
-
-
-def test_all_go_home_when_an_update_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    home = DiskHeap(tmp_path, apart=True)
-    parameters = [nn.Parameter(home.copy(torch.ones(2000))) for _ in range(3)]
-    optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-    for parameter in parameters:
-        parameter.grad = torch.ones(2000)
-    optimizer.step()
-
-    def places() -> list[int]:
-        state = [optimizer.state[parameter]["momentum_buffer"] for parameter in parameters]
-        return [tensor.data_ptr() for tensor in (*parameters, *state)]
-
-    def failing() -> None:
-        with Visits(CPU, home).updating(optimizer, [parameters]):
-            parameters[1].data.fill_(2)
-            raise ArithmeticError
-
-    stay = places()
-    with pytest.raises(ArithmeticError):
-        failing()
-    assert places() == stay
-    assert bool((parameters[1] == 2).all())
-    moved, calls = torch.Tensor.to, itertools.count(1)
-
-    def full(tensor: torch.Tensor, *given: Any, **named: Any) -> torch.Tensor:
-        if next(calls) == 4:  # the state of the second
-            raise torch.OutOfMemoryError
-        return moved(tensor, *given, **named)
-
-    monkeypatch.setattr(torch.Tensor, "to", full)
-    with pytest.raises(torch.OutOfMemoryError):
-        failing()
-    assert places() == stay
 
 
 @for_each("inside", [False, True])

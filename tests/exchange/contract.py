@@ -284,15 +284,10 @@ def uneven_plans(devices: int) -> list[Plan]:
 
 def check_launched(kinds: Sequence[str]) -> list[str]:
     """One process of several: the kinds that keep the contract, one after the other."""
-    return [check_one_launched(kind, number) for number, kind in enumerate(kinds)]
-
-
-def check_one_launched(name: str, trainer: int) -> str:
-    """Check a kind of exchange, as a Trainer of this number would have it."""
-    world = current_world()
-    exchange, sizes, begun = made(name, trainer)
-    check_exchange(exchange, sizes, begun, range(world.rank, world.rank + 1))
-    return name
+    own = range(current_world().rank, current_world().rank + 1)
+    for trainer, kind in enumerate(kinds):
+        check_exchange(*made(kind, trainer), own)
+    return list(kinds)
 
 
 def made(name: str, trainer: int) -> tuple[Exchange, Storage, Start]:
@@ -312,9 +307,6 @@ def made(name: str, trainer: int) -> tuple[Exchange, Storage, Start]:
     joined = join_group(world, "cpu", world.size, timeout_s=LIMIT_S, trainer=trainer)
     transport = GroupTransport(CPU, joined, LIMIT_S, home)
     return collective_exchange(sizes, begun, transport, roster(sizes), home), sizes, begun
-
-
-# Failures
 
 
 class Left(Exception):

@@ -50,9 +50,6 @@ def test_those_who_do_not_join_are_named(
     assert (said in caplog.text) == (rank < 2)
 
 
-# Strangers, who may list the names of all sockets of the machine
-
-
 def names() -> set[str]:
     words = Path("/proc/net/unix").read_text().split()
     return {word for word in words if word.startswith("@onefold-")}

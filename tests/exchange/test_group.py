@@ -17,12 +17,7 @@ import onefold
 from onefold.core.world import World
 from onefold.errors import DisagreementError, PeerLost, PeerTimeout
 from onefold.exchange import group
-from onefold.exchange.group import (
-    agree_on_kind,
-    agree_on_name,
-    tell_end,
-    watch_for_end,
-)
+from onefold.exchange.group import agree_on_kind, agree_on_name, tell_end, watch_for_end
 from onefold.exchange.waiting import Waiting
 from tests.exchange.together import LIMIT_S, endings, together, worlds
 from tests.small import make_trainer, points
@@ -39,9 +34,6 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def three() -> Iterator[list[World]]:
     with worlds(3) as made:
         yield made
-
-
-# Before they join
 
 
 def test_devices_of_one_kind_agree_and_those_of_two_are_named_to_all(three: list[World]) -> None:
@@ -93,9 +85,6 @@ def test_who_has_ended_is_not_waited_for_and_what_it_had_said_is_heard(three: li
     with pytest.raises(PeerLost, match=r"^device 2 came to the end of its script") as caught:
         agree_on_kind(three[0], "cpu", 3, LIMIT_S)
     assert caught.value.device == 2
-
-
-# In the group
 
 
 def beside_other_groups(place: str) -> list[object]:

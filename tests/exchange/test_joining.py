@@ -16,9 +16,8 @@ from onefold.core.world import World
 from onefold.errors import DisagreementError, PeerFailed
 from onefold.exchange import joining
 from onefold.exchange.exchange import Exchange
-from onefold.exchange.joining import DevicesMemory, OneDeviceMemory, join
+from onefold.exchange.joining import join
 from onefold.exchange.shared import HostMemory, HostTransport
-from onefold.exchange.transport import Alone
 from tests.exchange.contract import roster, start, storage
 from tests.exchange.together import CPU, LIMIT_S, endings, together, worlds
 from tests.tables import for_each
@@ -50,15 +49,6 @@ def joined(
         compare=compare,
         timeout_s=LIMIT_S,
     )
-
-
-@for_each(("devices", "kind"), [(1, OneDeviceMemory), (3, DevicesMemory)])
-def test_a_process_that_drives_all_devices_asks_nobody(devices: int, kind: type) -> None:
-    def compare(descriptions: Sequence[bytes]) -> None:
-        raise AssertionError("there is nobody to differ from")
-
-    exchange = joined(World(), compare, own=range(devices))
-    assert (type(exchange.memory), type(exchange.transport)) == (kind, Alone)
 
 
 @for_each(("asked", "launcher"), [("auto", "onefold"), ("shared", "onefold"), ("auto", "torch")])

@@ -53,9 +53,6 @@ def content_of(descriptor: int) -> bytes:
     return content
 
 
-# Words, notes and files
-
-
 @for_each("size", [1, 2, 4])
 def test_all_get_the_words_of_all_in_their_order(size: int) -> None:
     with mailboxes(size) as boxes:
@@ -91,8 +88,6 @@ def test_notes_of_any_length_files_and_words_keep_their_order() -> None:
             with pytest.raises(OnefoldError, match=r"^this trainer has left its run"):
                 call_of_closed(boxes[1])
 
-
-# Those who are gone
 
 ENDS: dict[str, tuple[Wait, type[OnefoldError], str]] = {
     "hangs up": (
@@ -186,9 +181,6 @@ def test_the_last_words_count_though_the_end_is_seen_first(call: str) -> None:
         os.close(sent)
         assert content_of(one.receive_file(1)) == b"common"
     one.close()
-
-
-# Those who are elsewhere, or late
 
 
 @for_each(

@@ -57,10 +57,7 @@ def worlds(size: int, **changed: Any) -> Iterator[list[World]]:
 
 @contextmanager
 def mailboxes(
-    size: int,
-    *,
-    timeout_s: float = LIMIT_S,
-    timeouts_s: Sequence[float] = (),
+    size: int, *, timeout_s: float = LIMIT_S, timeouts_s: Sequence[float] = ()
 ) -> Iterator[list[Mailbox]]:
     """Those of all devices, connected.
 

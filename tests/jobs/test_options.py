@@ -173,9 +173,7 @@ def test_saved_options_come_back(tmp_path_factory: pytest.TempPathFactory, **val
     for job in JOBS:
         options = job.options(**values, name="é 1")
         write_config(dataclasses.replace(options, resume=True), job.name, path)
-        with pytest.raises(
-            ValueError, match=f"expected options of onefold train x, got .*{job.name}"
-        ):
+        with pytest.raises(ValueError, match=f"options of onefold train x, got .*{job.name}"):
             read_config(path, "x")
         saved = read_config(path, job.name)
         assert from_mapping(job.options, saved, str(path)) == options

@@ -6,13 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from onefold.jobs.options import (
-    ScaleRate,
-    TrainOptions,
-    make_optimizer,
-    rate_factor,
-    scaled_rate,
-)
+from onefold.jobs.options import ScaleRate, TrainOptions, make_optimizer, rate_factor, scaled_rate
 from tests.tables import for_each
 
 HALF = math.sqrt(2) / 2

@@ -231,9 +231,6 @@ def test_void_is_kept_in_crops_and_does_not_weigh(voids: Path) -> None:
     assert facts["pos_weight"] == pytest.approx((counted - 240) / 240, rel=1e-6)
 
 
-# Pretrained weights and frozen parts.
-
-
 def test_a_run_keeps_what_its_model_needs(folder: Path, run: Path, tmp_path: Path) -> None:
     kind = MaskModel.of_run(run)
     assert (kind.encoder, kind.width, kind.threshold) == ("resnet18", 4, 0.5)

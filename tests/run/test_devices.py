@@ -251,8 +251,6 @@ def test_what_is_hidden_is_not_there(machine: Machine, how: Any, expected: list[
     assert free() == expected
 
 
-# Where PyTorch is asked
-
 MIG = "MIG-5d1b3cf2-7b5c-5d0f-9a3e-0f0d4f6c2a11"
 BUSY = ("NVIDIA H100", 80 * 2**30, None)
 

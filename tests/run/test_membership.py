@@ -50,8 +50,6 @@ def test_every_run_hears_of_a_failure_and_is_left(at_exit: list[Callable[[], Non
     assert [member.closed for member in members] == [[failure, None]] * 2
 
 
-# Under a launcher that is not ours
-
 PROGRAM = """
 import os, sys
 from onefold.core.world import World

@@ -25,11 +25,7 @@ SCRIPT = Path(__file__).parent.parent / "scripts" / "placed.py"
 MAIN = [sys.executable, str(SCRIPT), "main"]
 RAY = Path(__file__).parent.parent / "scripts" / "with_ray.py"
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sinfo", "unshare")
-pytestmark = [
-    pytest.mark.full,
-    pytest.mark.processes,
-    pytest.mark.xdist_group("launchers"),
-]
+pytestmark = [pytest.mark.full, pytest.mark.processes, pytest.mark.xdist_group("launchers")]
 
 CONFIGURATION = """
 ClusterName=test

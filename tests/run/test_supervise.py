@@ -102,9 +102,6 @@ def is_collected(pid: int) -> bool:
     return False
 
 
-# How workers end
-
-
 @for_each(
     ("lines", "code", "words"),
     [
@@ -168,9 +165,6 @@ os._exit(0)
     while stat.exists() and ") Z" not in stat.read_text() and time.monotonic() < limit:
         time.sleep(0.02)
     assert not stat.exists() or ") Z" in stat.read_text()
-
-
-# Starts after failures
 
 
 @for_each(
@@ -240,9 +234,6 @@ while not struck.exists():
     assert (", with 2 devices" in capsys.readouterr().err) == (2 in devices)
 
 
-# What stays behind
-
-
 def test_a_good_run_leaves_nothing_and_a_bad_one_its_logs(start: Start, temporary: Path) -> None:
     assert start("").logs == ""
     assert list(temporary.iterdir()) == []
@@ -275,9 +266,6 @@ pathlib.Path({str(said)!r}).write_text(json.dumps(modes))
     assert start(lines, devices=1).exit_code == 0
     names = ["/memfd:onefold-progress (deleted)", "/memfd:onefold-report-0 (deleted)"]
     assert json.loads(said.read_text()) == ["0o700", True, False, *names]
-
-
-# Signals
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

@@ -175,16 +175,6 @@ def test_everything_a_run_says_is_escaped(tmp_path: Path, kind: str) -> None:
     check_sound(page)
 
 
-def test_a_run_that_has_just_begun_has_a_page(tmp_path: Path) -> None:
-    page = page_of(tmp_path / "run")
-    assert page.figures["Best test accuracy"] == NOTHING
-    assert page.figures["Finished"] == "not yet"
-    assert "No epoch has ended yet" in page.text
-    assert "There are no sample predictions yet" in page.text
-    assert [text for _, text in page.headings] == ["my text", "Options"]
-    check_sound(page)
-
-
 def test_a_resumed_run_is_shown_as_one(tmp_path: Path) -> None:
     """It was stopped after step 30 of epoch 2 and went on from the end of epoch 1."""
     first = [runs.steps_line(10, loss=3.0), runs.epoch_line(0, scores={"accuracy": 0.5})]
@@ -215,10 +205,6 @@ def test_numbers_that_are_none_leave_gaps_and_are_counted(tmp_path: Path) -> Non
     assert page.figures["Best test accuracy"] == f"{NOTHING} in epoch 1"
     assert page.figures["Started"] == NOTHING
     assert "caf?.jpg: cannot be read" in page.text
-
-
-def damaged(**damage: Any) -> str:
-    return json.dumps({**runs.epoch_line(2, scores={"accuracy": 0.9}), **damage})
 
 
 def test_lines_that_were_cut_short_or_have_another_shape_are_left_out(tmp_path: Path) -> None:
