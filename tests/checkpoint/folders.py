@@ -1,4 +1,4 @@
-"""What tests of checkpoints look at, and a disk that is full."""
+"""What tests of checkpoints save and look at, and a disk that is full."""
 
 from __future__ import annotations
 
@@ -10,9 +10,33 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
+
+class Tied(nn.Module):
+    """Two names for one parameter, empty, turned and scalar tensors, buffers of several kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 3)
+        self.decoder = nn.Linear(3, 5, bias=False)
+        self.decoder.weight = self.embedding.weight
+        self.norm = nn.BatchNorm1d(3)
+        self.frozen = nn.Conv2d(2, 2, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.frozen.requires_grad_(False)
+        for name, value in {"none": torch.zeros(0, 3), "turned": torch.randn(4, 2).t()}.items():
+            self.register_parameter(name, nn.Parameter(value, requires_grad=False))
+        self.register_buffer("short", torch.ones(3, dtype=torch.bfloat16))
+        self.register_buffer("wave", torch.tensor([1 + 2j]))
+        self.register_buffer("mask", torch.tensor([True, False]))
+        self.register_buffer("passing", torch.randn(3), persistent=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.decoder(self.norm(self.embedding(tokens)))
+
 
 def names_in(folder: Path) -> set[str]:
-    """What lies in a folder."""
     return {path.name for path in folder.iterdir()}
 
 
@@ -51,6 +75,5 @@ def reseal(folder: Path, **changes: Any) -> None:
 
 
 def sealed(path: Path) -> dict[str, Any]:
-    """Size and digest of a file."""
     content = path.read_bytes()
     return {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}

@@ -53,7 +53,6 @@ class Life:
         self.made: onefold.Trainer | None = None
 
     def trainer(self, *given: Any, **settings: Any) -> onefold.Trainer:
-        """`tests.small.make_trainer` on this start's devices."""
         self.made = make_trainer(*given, devices=self._devices, **settings)
         return self.made
 
@@ -69,8 +68,6 @@ class Life:
 
 
 class Runs:
-    """Starts scripts that save themselves in a folder."""
-
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder, self._patch = folder, monkeypatch
         self.ticks = 0

@@ -51,8 +51,6 @@ class Run:
 
 
 class Runs:
-    """Starts runs in a folder."""
-
     def __init__(self, folder: Path) -> None:
         self.folder, self.directory = folder, folder / "checkpoints"
         self.started: list[Run] = []
@@ -89,9 +87,7 @@ def runs(tmp_path: Path) -> Iterator[Runs]:
         pytest.param(signal.SIGHUP, "shared", marks=pytest.mark.full),
     ],
 )
-def test_a_signal_saves_and_the_same_command_goes_on(
-    runs: Runs, number: signal.Signals, exchange: str
-) -> None:
+def test_a_signal_saves_and_all_goes_on(runs: Runs, number: signal.Signals, exchange: str) -> None:
     whole = runs.whole(40)
     trace = runs.folder / "trace"
     options = f"--every 1000 --trace {trace} --exchange {exchange}"
@@ -121,9 +117,7 @@ def descendants(pid: int) -> list[int]:
 
 @pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
-def test_a_notice_to_every_process_saves_however_often_it_comes(
-    runs: Runs, number: signal.Signals
-) -> None:
+def test_a_notice_to_every_process_saves_once(runs: Runs, number: signal.Signals) -> None:
     """As Slurm sends it, to loader workers too, and again, and the end soon after."""
     run = runs.start("workers", "0.05", "1000", options="--every 1000 --restarts 1")
     run.wait_until_ready()
@@ -142,9 +136,7 @@ def test_a_notice_to_every_process_saves_however_often_it_comes(
     ("exchange", "devices", "more"),
     [("shared", 3, " --restarts-with fewer"), ("collective", 2, "")],
 )
-def test_a_crash_is_survived_as_often_as_was_said(
-    runs: Runs, exchange: str, devices: int, more: str
-) -> None:
+def test_as_many_crashes_are_survived(runs: Runs, exchange: str, devices: int, more: str) -> None:
     """With as many devices, or without the one that was killed."""
     whole = runs.whole(15)
     (runs.folder / "crashes").mkdir()

@@ -88,7 +88,6 @@ ODD = [OUT, None, True, -1, 0, 1 << 62, 10**30, 1.5, "x", [], [["x"]], {}, {"1":
 
 
 def places_in(value: Any) -> list[Path_]:
-    """All places of a record."""
     pairs = value.items() if isinstance(value, dict) else enumerate(value)
     inner = {key: each for key, each in pairs if isinstance(each, dict | list)}
     below = [(key, *rest) for key, each in inner.items() for rest in places_in(each)]

@@ -35,9 +35,7 @@ class Acting(torch.optim.SGD):
 
 @for_each("devices", [1, 2])
 @for_each("wait", [True, False])
-def test_a_poisoned_step_does_not_replace_a_good_one(
-    tmp_path: Path, devices: int, wait: bool
-) -> None:
+def test_a_poisoned_step_replaces_no_good_one(tmp_path: Path, devices: int, wait: bool) -> None:
     model = line()
     optimizer = Acting(model)
     trainer = make_trainer(model, optimizer=optimizer, devices=devices)
@@ -108,9 +106,7 @@ def test_a_step_that_broke_off_in_its_update_is_not_saved(tmp_path: Path) -> Non
         pytest.param("cpu:2", "collective", marks=pytest.mark.full),
     ],
 )
-def test_what_fails_in_one_step_again_goes_back_further(
-    tmp_path: Path, devices: str, exchange: str
-) -> None:
+def test_what_fails_again_goes_back_further(tmp_path: Path, devices: str, exchange: str) -> None:
     """And ends well, where it fails no longer."""
     (tmp_path / "happened").mkdir()
     options = ("--every", "1", "--keep-last", "3", "--devices", devices, "--exchange", exchange)

@@ -16,31 +16,10 @@ from torch import nn
 from onefold.checkpoint.folder import find_checkpoint, has_checkpoints, prune, write_checkpoint
 from onefold.core.jsonvalue import to_json
 from onefold.system.tensorfile import TensorParts
-from tests.checkpoint.folders import full_disk, names_in, steps_in
+from tests.checkpoint.folders import Tied, full_disk, names_in, steps_in
 from tests.small import bits, make_trainer
 from tests.somebody import NOBODY
 from tests.tables import for_each
-
-
-class Tied(nn.Module):
-    """Two names for one parameter, empty, turned and scalar tensors, buffers of several kinds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(5, 3)
-        self.decoder = nn.Linear(3, 5, bias=False)
-        self.decoder.weight = self.embedding.weight
-        self.norm = nn.BatchNorm1d(3)
-        self.frozen = nn.Conv2d(2, 2, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self.frozen.requires_grad_(False)
-        for name, value in {"none": torch.zeros(0, 3), "turned": torch.randn(4, 2).t()}.items():
-            self.register_parameter(name, nn.Parameter(value, requires_grad=False))
-        self.register_buffer("short", torch.ones(3, dtype=torch.bfloat16))
-        self.register_buffer("wave", torch.tensor([1 + 2j]))
-        self.register_buffer("passing", torch.randn(3), persistent=False)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.decoder(self.norm(self.embedding(tokens)))
 
 
 def loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
@@ -71,7 +50,6 @@ def test_what_was_saved_loads_into_a_fresh_model(tmp_path: Path, devices: int) -
 
 
 def write(folder: Path, value: float = 1.0, *, bytes_of: int = 8, **record: Any) -> None:
-    """A checkpoint of one small tensor."""
     tensor = torch.full((bytes_of,), int(value), dtype=torch.uint8)
     parts = [TensorParts("weight", torch.uint8, (bytes_of,), (1,), [tensor.numpy()])]
     write_checkpoint(folder, {"model.safetensors": parts}, lambda: run_of(folder, **record), dict)
@@ -205,9 +183,7 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
     assert steps_in(tmp_path) == [2, 6, 7]
 
 
-def test_another_runs_checkpoint_of_the_same_step_is_put_aside(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_anothers_checkpoint_is_put_aside(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = tmp_path / ONE
     write(folder, 2, run="another")
     write(folder, 7)

@@ -156,9 +156,7 @@ def in_vain(folder: Path, call: str) -> list[str]:
 
 
 @for_each("exchange", ["shared", "collective"])
-def test_a_refused_load_is_survived_by_all_devices_and_a_failed_save_by_none(
-    tmp_path: Path, exchange: Any
-) -> None:
+def test_a_refused_load_is_survived_a_failed_save_not(tmp_path: Path, exchange: Any) -> None:
     (tmp_path / "file").write_text("mine")
     choices: dict[str, Any] = {"devices": "cpu:2", "exchange": exchange}
     said, fingerprint = simulated.launch(in_vain, args=(tmp_path, "load"), **choices)
@@ -172,9 +170,7 @@ def test_a_refused_load_is_survived_by_all_devices_and_a_failed_save_by_none(
 
 
 @for_each(("kind", "changed"), [(torch.optim.Adam, "optimizer"), (torch.optim.SGD, "schedule")])
-def test_a_new_optimizer_has_the_schedules_rate_and_a_new_schedule_its_own(
-    tmp_path: Path, kind: Any, changed: str
-) -> None:
+def test_a_new_optimizer_has_the_schedules_rate(tmp_path: Path, kind: Any, changed: str) -> None:
     def make(kind: Any, schedule: Any) -> tuple[onefold.Trainer, Any]:
         optimizer = kind((model := line()).parameters(), lr=0.1)
         return make_trainer(model, optimizer=optimizer, schedule=schedule(optimizer)), optimizer
@@ -193,9 +189,7 @@ def test_a_new_optimizer_has_the_schedules_rate_and_a_new_schedule_its_own(
         other.step(points(8))
 
 
-def test_the_settings_of_the_optimizer_are_those_of_the_checkpoint(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_settings_are_the_checkpoints(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """But for how a device computes, which is the script's choice."""
 
     def make(rate: float, fused: bool) -> tuple[onefold.Trainer, torch.optim.Optimizer]:
@@ -335,9 +329,7 @@ def test_what_cannot_be_saved_is_refused_before_anything_is_written(
     assert not (tmp_path / "run").exists()
 
 
-def test_what_is_saved_is_the_run_as_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_is_the_run_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()
     trainer = odd_trainer(OPTIMIZERS["adam"], 2)
     trainer.step(points(9))

@@ -202,9 +202,7 @@ SCRIPTS = (
 )
 
 
-def test_scores_of_the_part_that_is_done_are_mentioned_once(
-    runs: Runs, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_scores_done_before_are_mentioned(runs: Runs, caplog: pytest.LogCaptureFixture) -> None:
     whole = runs.whole(plain_range)
     runs.start(plain_range, dies=6)
     caplog.clear()
@@ -247,9 +245,7 @@ def for_longer(epochs: int, *, counted: bool = False) -> Script:
     return script
 
 
-def test_a_run_that_has_ended_goes_on_for_longer(
-    runs: Runs, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_run_that_ended_goes_on_for_longer(runs: Runs, caplog: pytest.LogCaptureFixture) -> None:
     """The block at the beginning of the next epoch was not done before."""
     whole = runs.whole(for_longer(4))
     assert runs.start(for_longer(2), 2) == runs.whole(for_longer(2))
@@ -258,7 +254,7 @@ def test_a_run_that_has_ended_goes_on_for_longer(
 
 
 @pytest.mark.parametrize("counted", [False, True])
-def test_a_script_that_ends_before_the_place_says_so(
+def test_an_earlier_end_says_so(
     runs: Runs, caplog: pytest.LogCaptureFixture, counted: bool
 ) -> None:
     runs.start(for_longer(3), 2, dies=8)
@@ -300,9 +296,7 @@ def test_samples_that_were_chosen_otherwise_are_refused(runs: Runs) -> None:
 
 
 @pytest.mark.parametrize("stop", [1, 3, 5, 6])
-def test_a_run_that_is_stopped_goes_on_behind_its_last_epoch(
-    runs: Runs, stop: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_stopped_run_goes_on(runs: Runs, stop: int, caplog: pytest.LogCaptureFixture) -> None:
     """Also where there was no time for the end of the epoch: it is gone through as it was."""
 
     def script(life: Life) -> str:
@@ -381,9 +375,7 @@ def test_the_end_of_a_run_that_survived_an_error_is_saved(runs: Runs, closes: bo
 
 
 @for_each("every_s", [0.0, 3.0])
-def test_by_time_all_devices_save_after_the_same_steps(
-    monkeypatch: pytest.MonkeyPatch, every_s: float
-) -> None:
+def test_by_time_all_save_the_same_steps(monkeypatch: pytest.MonkeyPatch, every_s: float) -> None:
     """The lead's clock decides; its step takes a second, and one of the others much longer."""
     now = {"lead": 50.0, "other": 0.0}
     who = ["lead"]

@@ -34,8 +34,6 @@ class Fields:
 
 
 class Encoding(UserDict[str, object]):
-    """As tokenizers return them: with more than its items."""
-
     def __init__(self, data: dict[str, object], *, kept: str) -> None:
         super().__init__(data)
         self.kept = kept
@@ -197,8 +195,6 @@ def test_a_digest_is_that_of_the_whole_batch_on_every_device_and_process() -> No
 
 
 class Moved:
-    """Moves itself, in one of the ways in which libraries do."""
-
     def __init__(self, *, way: str) -> None:
         self.way, self.at = way, torch.ones(2)
 

@@ -19,7 +19,6 @@ DTYPES = [
 
 
 def fingerprint(**tensors: torch.Tensor) -> str:
-    """Of a module with these buffers."""
     module = nn.Module()
     for name, tensor in tensors.items():
         module.register_buffer(name, tensor)

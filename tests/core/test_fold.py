@@ -51,9 +51,7 @@ def test_a_shard_that_nobody_publishes_is_noticed() -> None:
 
 
 @given(shards=st.integers(1, 40), data=st.data())
-def test_sums_that_are_added_as_shards_come_have_the_same_order(
-    shards: int, data: st.DataObject
-) -> None:
+def test_sums_added_as_shards_come_have_the_same_order(shards: int, data: st.DataObject) -> None:
     running = RunningFold(shards, named)
     for shard in data.draw(st.permutations(range(shards))):
         with pytest.raises((KeyError, ValueError), match="has not come"):

@@ -46,9 +46,7 @@ def test_a_plan_that_does_not_fit_is_refused() -> None:
 
 
 @given(counts=COUNTS, in_rounds=st.booleans())
-def test_rounds_hold_every_shard_once_and_each_device_at_most_once(
-    counts: tuple[int, ...], in_rounds: bool
-) -> None:
+def test_rounds_hold_every_shard_once(counts: tuple[int, ...], in_rounds: bool) -> None:
     plan = Plan(counts, in_rounds=in_rounds)
     rows = plan.rounds()
     assert len(rows) == max(counts)
@@ -72,9 +70,7 @@ def test_pieces_are_all_samples_in_their_order(samples: int, size: int | None) -
 
 
 @given(SIZES, st.integers(0, 300))
-def test_the_search_finds_the_largest_that_makes_no_more_pieces_than_needed(
-    samples: int, limit: int
-) -> None:
+def test_the_search_finds_the_largest_size_of_fewest_pieces(samples: int, limit: int) -> None:
     search, tried = Search(samples), set[int]()
     while not search.is_over:
         assert search.size not in tried

@@ -19,7 +19,6 @@ WIDE = torch.float64
 
 
 def gradients(layer: nn.Module, *inputs: Any, **more: Any) -> list[torch.Tensor]:
-    """The result and the gradient of the first input."""
     given = inputs[0].clone().requires_grad_()
     result = layer(given, *inputs[1:], **more)
     result = result[0] if isinstance(result, tuple) else result

@@ -41,7 +41,6 @@ def write_class_folders(
 
 
 def write_cut_jpeg(path: Path) -> None:
-    """A JPEG that ends too early."""
     noise((40, 30)).save(path, format="JPEG")
     content = path.read_bytes()
     path.write_bytes(content[: len(content) // 2])

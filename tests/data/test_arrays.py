@@ -25,14 +25,12 @@ KINDS = ("images-idx3-ubyte", "labels-idx1-ubyte")
 
 
 def encode(array: np.ndarray) -> bytes:
-    """The IDX file of an array."""
     header = bytes([0, 0, CODES[array.dtype.name], array.ndim])
     shape = np.array(array.shape, ">u4").tobytes()
     return header + shape + array.astype(array.dtype.newbyteorder(">")).tobytes()
 
 
 def counted(*shape: int) -> np.ndarray:
-    """Some numbers below 10."""
     return np.arange(np.prod(shape), dtype=np.uint8).reshape(shape) % 10
 
 
@@ -82,9 +80,7 @@ SIX = encode(counted(2, 3))
         (b"\0\0\x08\4" + b"\0" * 4 + b"\xff" * 12, "the shape of a tensor, .* 4 dimensions: .*big"),
     ],
 )
-def test_a_file_that_is_not_sound_idx_is_refused(
-    tmp_path: Path, content: bytes, complaint: str
-) -> None:
+def test_a_file_that_is_no_idx_is_refused(tmp_path: Path, content: bytes, complaint: str) -> None:
     path = tmp_path / "images.gz"
     for written in (content, gzip.compress(content)):
         path.write_bytes(written)

@@ -48,8 +48,6 @@ def drip(head: bytes) -> Answer:
 
 
 def lead_to(address: str) -> Answer:
-    """Answer that what is asked for lies elsewhere."""
-
     def answer(handler: http.server.BaseHTTPRequestHandler) -> None:
         handler.send_response(302)
         handler.send_header("Location", address)
@@ -103,21 +101,18 @@ mirror = server
 
 @pytest.fixture
 def nobody() -> str:
-    """An address where nobody listens."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return f"http://127.0.0.1:{free.getsockname()[1]}/"
 
 
 def fetch(cache: Path, *mirrors: str, timeout_s: float = 10) -> Path:
-    """Fetch the set of this test."""
     return fetch_dataset(
         "small", cache, sets={"small": RemoteSet(mirrors=mirrors, sums=SUMS)}, timeout_s=timeout_s
     )
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """All that lies in a folder."""
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 

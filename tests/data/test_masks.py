@@ -65,7 +65,6 @@ def disc(side: int = 40, soft: float = 1.0) -> Any:
 
 
 def fields(*values: int, width: int = 8) -> Any:
-    """Upright stripes of these values."""
     return np.repeat(np.array([values]), 24, axis=0).repeat(width, axis=1).astype(np.uint8)
 
 

@@ -36,7 +36,6 @@ def pixels_of(path: Path) -> Any:
 
 @pytest.fixture
 def whole(tmp_path: Path) -> Path:
-    """Eight sound pairs in one folder."""
     save_pairs(tmp_path, [SQUARE] * 8)
     return tmp_path
 

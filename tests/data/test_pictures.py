@@ -14,9 +14,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from hypothesis.extra import numpy as numbers
 from PIL import Image
 
 from onefold.data.decoding import is_picture, load_picture, open_picture
@@ -67,9 +64,7 @@ def test_a_picture_is_known_by_its_name() -> None:
         *(("RGBA", ["png"], "RGB"), ("P", ["png", "gif"], "RGB"), ("YCbCr", ["tiff"], "RGB")),
     ],
 )
-def test_pixels_are_those_of_pillow_grey_or_in_colours(
-    tmp_path: Path, mode: str, suffixes: list[str], expected: str
-) -> None:
+def test_pixels_are_pillows(tmp_path: Path, mode: str, suffixes: list[str], expected: str) -> None:
     for suffix in suffixes:
         path = tmp_path / f"picture.{suffix}"
         noise(SIZE, mode).save(path)
@@ -159,9 +154,7 @@ def test_no_picture_starts_a_program(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert not trace.exists()
 
 
-def test_a_picture_of_too_many_pixels_is_not_decoded(
-    file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_many_pixels_are_not_decoded(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     noise(SIZE).save(file)
     content = file.read_bytes()
     head = b"IHDR" + (12_000).to_bytes(4, "big") * 2 + content[24:29]
@@ -186,30 +179,6 @@ def test_links_lead_neither_to_devices_nor_round_without_end(tmp_path: Path) -> 
         (above / "b").symlink_to(beneath)
     noise((4, 4)).save(levels[-1] / "x.png")
     assert picture_paths(levels[0], []) == [levels[0].joinpath(*["a"] * 39, "x.png")]
-
-
-@given(
-    arrays=st.lists(
-        numbers.arrays(np.uint8, st.tuples(st.integers(1, 4), st.integers(1, 4), st.just(3))),
-        min_size=1,
-        max_size=5,
-    ),
-    order=st.randoms(use_true_random=False),
-)
-def test_mean_and_deviation_are_those_of_all_pixels_in_any_order(
-    arrays: list[np.ndarray], order: random.Random
-) -> None:
-    def sums_of(parts: list[np.ndarray]) -> Sums:
-        whole = Sums()
-        for part in parts:
-            one = Sums()
-            one.add(part)
-            whole.join(one)
-        return whole
-
-    sums = sums_of(arrays)
-    assert_true(sums, arrays)
-    assert sums_of(order.sample(arrays, len(arrays))) == sums
 
 
 def test_a_look_through_says_what_is_sound_and_what_is_bad(tmp_path: Path) -> None:

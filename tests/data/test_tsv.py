@@ -57,9 +57,7 @@ def test_what_was_written_is_read(
         (b"x" * 99, f"expected a text, a tab and a label, got no tab in '{'x' * 40}…'"),
     ],
 )
-def test_a_bad_line_is_named_and_the_others_are_read(
-    tmp_path: Path, content: bytes, reason: str
-) -> None:
+def test_a_bad_line_is_named_and_others_read(tmp_path: Path, content: bytes, reason: str) -> None:
     file = tmp_path / "train.tsv"
     for end in (b"\n", b"\r\n"):
         file.write_bytes(end.join([b"good\t1", content, b"better\t 2 "]))
@@ -84,7 +82,6 @@ def test_a_file_without_a_sound_line_is_refused(tmp_path: Path) -> None:
 
 
 def splits(folder: Path, train: str, dev: str) -> tuple[Path, Path]:
-    """The two files, written."""
     paths = folder / "train.tsv", folder / "dev.tsv"
     for path, content in zip(paths, (train, dev), strict=True):
         path.write_text(content)

@@ -18,7 +18,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from onefold.core.batch import ShardedBatch
 from onefold.core.randomness import order_by_length, sample_order
@@ -67,8 +67,6 @@ class Augmented(Dataset[tuple[int, float]]):
 
 
 class Items(Augmented):
-    """Its items are what a function says."""
-
     def __init__(self, item: Callable[[int], Any]) -> None:
         super().__init__()
         self._item = item
@@ -78,7 +76,6 @@ class Items(Augmented):
 
 
 def broken(index: int, at: int = 13) -> int:
-    """One item cannot be read."""
     if index == at:
         raise OSError(f"no such image: {index}.png")
     return index
@@ -107,7 +104,6 @@ def samples_in(batches: Sequence[ShardedBatch]) -> list[Any]:
 
 
 def united(passes: Sequence[Sequence[ShardedBatch]]) -> list[ShardedBatch]:
-    """What all devices together have read."""
     return [
         ShardedBatch(
             samples=parts[0].samples,
@@ -233,9 +229,7 @@ def read_with_plans(
         [(4, 0), (4, 0), (0, 4), (0, 4), (0, 4), (4, 0), (3, 1)],
     ],
 )
-def test_a_plan_holds_from_the_next_batch_that_is_handed_out(
-    workers: int, plans: list[tuple[int, ...]]
-) -> None:
+def test_a_plan_holds_from_the_next_batch(workers: int, plans: list[tuple[int, ...]]) -> None:
     """On devices with any number of workers, which have read ahead."""
     read = united([read_with_plans(plans, n, [own]) for own, n in enumerate((0, workers))])
     plain = read_with_plans([(2, 2)], workers=0)
@@ -258,19 +252,6 @@ def test_a_sample_that_another_device_now_reads_is_no_error_here(workers: int) -
         read.append(len(batch.shards))
         now[0] = Plan((1, 0) if len(read) == 3 else (0, 1))
     assert read == [1, 0, 0, 1]
-
-
-def test_a_tensor_data_set_is_read_as_pytorch_would() -> None:
-    data = TensorDataset(torch.randn(20, 3), torch.arange(20))
-    plain, slow = (
-        make_loader(data, Plan((3,)), collate=collate) for collate in (None, default_collate)
-    )
-    for one, other in zip(plain, slow, strict=True):
-        assert one.shards.keys() == other.shards.keys()
-        for shard, payload in one.shards.items():
-            expected = other.shards[shard]
-            assert type(payload) is type(expected) is list
-            assert all(torch.equal(a, b) for a, b in zip(payload, expected, strict=True))
 
 
 @for_each(
@@ -348,9 +329,7 @@ def test_workers_end_with_their_pass(how: str) -> None:
 
 
 @processes
-def test_ctrl_c_ends_a_worker_and_is_not_lost_while_it_begins(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_ctrl_c_ends_a_worker_and_is_never_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(self: Any) -> Any:
         signal.raise_signal(signal.SIGINT)
         return begin(self)
@@ -387,8 +366,6 @@ def test_reading_and_collating_have_one_thread(workers: int) -> None:
 
 
 class Noted(Augmented):
-    """Notes who reads what."""
-
     def __init__(self) -> None:
         super().__init__()
         self.read: list[int] = []
@@ -433,9 +410,7 @@ def test_a_digest_is_read_where_the_samples_are_read() -> None:
 
 @with_workers
 @for_each("shards", [(1, 0), (0, 1)])
-def test_a_sample_that_cannot_be_read_for_a_digest_is_named(
-    workers: int, shards: tuple[int, ...]
-) -> None:
+def test_a_sample_unreadable_for_a_digest_is_named(workers: int, shards: tuple[int, ...]) -> None:
     """Though the pass would not come to it."""
     choices: dict[str, Any] = {"shuffle": False, "drop_last": True, "digest": True}
     loader = make_loader(Items(partial(broken, at=19)), Plan(shards), workers=workers, **choices)

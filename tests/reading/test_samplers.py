@@ -99,9 +99,7 @@ class Epochs(Sampler[int]):
         return repeat(self.epochs[-1])  # without end
 
 
-def test_a_sampler_is_given_the_number_of_the_pass_and_ends_with_its_length(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_sampler_is_given_the_number_of_the_pass(caplog: pytest.LogCaptureFixture) -> None:
     assert orders(Epochs(), first_epoch=4) == [[4] * 3, [5] * 3]
     assert "the sampler yields more than its length, 3" in caplog.text
 

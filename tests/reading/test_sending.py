@@ -91,9 +91,7 @@ def run(script: Path, *, soft: int, hard: int) -> tuple[str, str]:
 
 
 @pytest.mark.processes
-def test_too_few_open_files_end_the_run_with_a_word_where_they_cannot_be_more(
-    tmp_path: Path,
-) -> None:
+def test_too_few_open_files_end_the_run_with_a_word(tmp_path: Path) -> None:
     assert run(tmp_path / "train.py", soft=100, hard=1000) == ("trained 4\n", "")
     _, errors = run(tmp_path / "train.py", soft=100, hard=100)
     assert "SampleError: sending the batch up to sample 16 in epoch 0 failed: OSError" in errors

@@ -38,8 +38,6 @@ class Noisy(IterableDataset[tuple[int, float]]):
 
 
 class Plain:
-    """Anything that can be iterated."""
-
     def __init__(self, samples: int) -> None:
         self._samples = samples
 
@@ -101,7 +99,7 @@ def test_a_stream_may_know_its_length_and_leave_out_a_short_batch() -> None:
 
 
 @with_worker
-def test_a_plan_holds_from_the_next_batch_that_is_handed_out(workers: int) -> None:
+def test_a_plan_holds_from_the_next_batch(workers: int) -> None:
     counts = [(1, 3), (2, 2), (0, 4), (4, 0), (4, 0), (1, 3), (2, 2), (3, 1)]
     now = [Plan(counts[0])]
     loader = stream_loader(
@@ -193,8 +191,6 @@ def test_a_sample_that_cannot_be_read_is_named(workers: int) -> None:
 
 
 class Holding(IterableDataset[float]):
-    """Noise from generators of its own."""
-
     def __init__(self) -> None:
         self.one, self.other = torch.Generator(), torch.Generator()
         self.python, self.numpy = random.Random(1), np.random.default_rng(1)

@@ -68,9 +68,7 @@ def through_a_folder_of_all(folder: Path) -> Path:
         (through_a_folder_of_all, "others may write to .*open "),
     ],
 )
-def test_a_folder_that_another_user_could_change(
-    tmp_path: Path, make: Callable[[Path], Path], why: str
-) -> None:
+def test_folders_others_may_change(tmp_path: Path, make: Callable[[Path], Path], why: str) -> None:
     tmp_path.chmod(0o1777)
     (tmp_path / "home").mkdir()
     folder = make(tmp_path / "home")

@@ -33,7 +33,6 @@ def in_a_file(tensor: torch.Tensor) -> bool:
 
 
 def counted() -> tuple[int, int]:
-    """Open files and mappings of this process."""
     maps = Path("/proc/self/maps").read_text().splitlines()
     return len(os.listdir("/proc/self/fd")), len(maps)
 
@@ -57,9 +56,7 @@ ROWS = torch.arange(6000.0).reshape(60, 100)
         torch.zeros(0, 7),
     ],
 )
-def test_a_copy_has_values_and_strides_as_pytorch_would_lay_them(
-    tmp_path: Path, tensor: torch.Tensor
-) -> None:
+def test_a_copy_has_the_strides_of_pytorchs_own(tmp_path: Path, tensor: torch.Tensor) -> None:
     expected = torch.empty_like(tensor)
     for heap in (DiskHeap(tmp_path), ORDINARY):
         copy, wide = heap.copy(tensor), heap.like(torch.nn.Parameter(tensor), torch.float64)
@@ -110,9 +107,7 @@ def test_a_place_is_used_again_once_no_tensor_refers_to_it(heap: DiskHeap) -> No
         assert view.tolist() == [number] * 100
 
 
-def test_a_folder_in_which_nothing_can_be_made_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_of_no_use_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     for name in ("absent", "file"):
         with pytest.raises(OSError, match=r"expected a folder in which files can be made.*--home"):
@@ -122,9 +117,7 @@ def test_a_folder_in_which_nothing_can_be_made_is_named(
     assert DiskHeap.at(str(tmp_path / "..")).folder == tmp_path / ".."
 
 
-def test_a_disk_that_is_full_is_named_and_nothing_is_lost(
-    heap: DiskHeap, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_a_full_disk_nothing_is_lost(heap: DiskHeap, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = heap.copy(torch.arange(4000.0))
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", full)

@@ -64,7 +64,7 @@ def make_socket(path: Path) -> None:
         made.bind(os.path.relpath(path))
 
 
-def test_what_is_no_file_is_refused_without_waiting(
+def test_what_is_no_file_is_refused_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # the path of a socket must be short

@@ -18,8 +18,6 @@ from tests.inside import session_in
 
 
 class Compared:
-    """Makes trainers that take part in a comparison of a few steps."""
-
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder = folder = folder / "comparison"
         self.run = folder / "0"
@@ -47,7 +45,6 @@ class Compared:
     def step(
         self, model: nn.Module, loss: Callable[..., object], batch: object, **settings: Any
     ) -> dict[str, Any]:
-        """What the first step showed."""
         trainer = self.trainer(model, loss, **settings)
         trainer.step(batch)
         return self.lines(trainer)[1]

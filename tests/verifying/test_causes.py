@@ -53,9 +53,7 @@ BELIEVED |= {"maybe-sum": {"sum"}, "tokens": {"mean", "weighted", "unclear"}}
 
 @for_each("relation", ALL)
 @for_each("kind", BELIEVED)
-def test_a_finding_is_believed_with_the_numbers_that_go_with_it(
-    kind: FindingKind, relation: str
-) -> None:
+def test_a_finding_is_believed_with_numbers_that_fit_it(kind: FindingKind, relation: str) -> None:
     found = texts(seen(finding=finding(kind), relation=relation))
     said = f"the loss is a finding of kind {kind}. it is read so. write this instead"
     assert (said in found) is (relation in BELIEVED[kind])

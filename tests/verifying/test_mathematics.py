@@ -80,7 +80,6 @@ def two_terms(model: nn.Module, batch: Any) -> object:
 
 
 def with_slopes(model: nn.Module, batch: Any) -> object:
-    """Gradients of each sample in the loss."""
     inputs = batch[0].requires_grad_()
     logits = model(inputs)
     (slopes,) = grad(logits.sum(), inputs, create_graph=True)
@@ -103,7 +102,6 @@ def squares(model: nn.Module, batch: Any) -> object:
 
 
 def series(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Time, samples, values."""
     generator = torch.Generator().manual_seed(1)
     return torch.randn(8, 3, 4, generator=generator), torch.randn(*shape, generator=generator)
 
@@ -180,7 +178,6 @@ def drawing(model: nn.Module, batch: Any) -> object:
 
 
 def keeping(model: nn.Module, batch: Any) -> object:
-    """A memory that is not seen."""
     return each(model(batch[0]), batch[1]) * (1 + next(CALLS))
 
 
@@ -228,9 +225,7 @@ def test_what_is_wrong_is_named(
 
 
 @pytest.mark.parametrize("loss", [weighted, ignoring])
-def test_values_that_are_divided_by_n_are_named_though_they_agree(
-    compared: Compared, loss: Loss
-) -> None:
+def test_values_divided_by_n_are_named_though_they_agree(compared: Compared, loss: Loss) -> None:
     line = compared.step(classifier(), partial(loss, reduction="none"), points())
     assert line["loss_difference"] < 1e-9
     (cause,) = line["causes"]

@@ -31,7 +31,6 @@ class Counted:
         return square(model, batch)
 
     def computed(self, call: Callable[[], object]) -> bool:
-        """Whether a call computes losses."""
         before = self.calls
         call()
         return self.calls > before
@@ -67,9 +66,7 @@ def test_checkpoints_are_written_aside(compared: Compared, tmp_path: Path) -> No
         assert trainer.load(place).folder == folder
 
 
-def test_what_a_real_run_left_is_read_where_it_is_needed(
-    compared: Compared, tmp_path: Path
-) -> None:
+def test_what_a_real_run_left_is_read_where_needed(compared: Compared, tmp_path: Path) -> None:
     comparison, compared.world = compared.world, World()
     real = compared.trainer(line().double(), square)
     for _ in range(2):
@@ -171,9 +168,7 @@ def test_results_are_kept_by_call_and_model(compared: Compared) -> None:
     assert mean() == trained
 
 
-def test_a_script_that_waits_for_a_result_is_ended_with_a_word(
-    compared: Compared, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_script_that_waits_is_ended(compared: Compared, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("onefold.verifying._LONGEST", 10)
     trainer = compared.trainer(line(), square)
     steps(trainer, 10)

@@ -40,7 +40,7 @@ WRITERS = [saved, legacy, save_safetensors]
 
 
 @for_each(("write", "suffix"), zip(WRITERS, [".safetensors", "", ".pth"], strict=True))
-def test_the_content_says_of_what_kind_a_file_is(
+def test_content_says_the_kind(
     tmp_path: Path, write: Callable[[object], bytes], suffix: str
 ) -> None:
     file = tmp_path / f"weights{suffix}"
@@ -106,8 +106,6 @@ def test_a_broken_file_is_told(tmp_path: Path, data: bytes, told: str) -> None:
 
 
 class Trap:
-    """Writes a file when it is unpickled."""
-
     def __init__(self, file: Path) -> None:
         self._file = file
 

@@ -13,27 +13,11 @@ from torch import nn
 import onefold
 from onefold.errors import CheckpointError
 from onefold.weights.load import Loaded, load_weights, match_names
+from tests.checkpoint.folders import Tied
 from tests.small import bits, line, make_trainer, points
 from tests.tables import for_each
 
 NOTHING = Loaded((), ())
-
-
-class Mixed(nn.Module):
-    """Tied parameters, and tensors of several kinds, shapes and strides."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(5, 3)
-        self.decoder = nn.Linear(3, 5, bias=False)
-        self.decoder.weight = self.embedding.weight
-        self.norm = nn.BatchNorm1d(3)
-        self.conv = nn.Conv2d(2, 4, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self.scale = nn.Parameter(torch.tensor(2.0))
-        self.register_buffer("short", torch.ones(3, dtype=torch.bfloat16))
-        self.register_buffer("waves", torch.ones(2, dtype=torch.complex64))
-        self.register_buffer("mask", torch.tensor([True, False]))
-        self.register_buffer("passing", torch.ones(3), persistent=False)
 
 
 def other_values(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -48,7 +32,6 @@ def other_values(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def places(model: nn.Module) -> dict[str, tuple[object, ...]]:
-    """All that loading must not change."""
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return {
         name: (id(t), t.data_ptr(), t.stride(), t.dtype, t.device, t.requires_grad)
@@ -69,12 +52,12 @@ def save_plain(state: Mapping[str, torch.Tensor], file: Path) -> None:
 def test_values_come_to_the_bit_and_tensors_stay(
     tmp_path: Path, save: Callable[..., None], front: str, strict: bool
 ) -> None:
-    model = Mixed()
+    model = Tied()
     state = other_values(model)
     save({front + name: value for name, value in state.items()}, tmp_path / "weights")
     before = places(model)
     assert load_weights(model, str(tmp_path / "weights"), strict=strict) == NOTHING
-    expected = Mixed()
+    expected = Tied()
     expected.load_state_dict(state)
     assert bits(model) == bits(expected)
     assert places(model) == before
@@ -102,9 +85,7 @@ def norm_model() -> nn.Sequential:
 
 
 @for_each(("devices", "steps"), [(1, 1), (2, 0), (2, 1)])
-def test_a_run_goes_on_as_if_the_model_had_had_the_weights(
-    tmp_path: Path, devices: int, steps: int
-) -> None:
+def test_a_run_goes_on_with_the_loaded_weights(tmp_path: Path, devices: int, steps: int) -> None:
     """Those of a checkpoint, before the run or between its steps; nothing else counts here."""
 
     def trainer_of(model: nn.Module) -> onefold.Trainer:
@@ -158,7 +139,7 @@ def test_numbers_are_converted_where_there_is_room(
 
 def test_one_name_of_tied_parameters_is_enough(tmp_path: Path) -> None:
     for left_out in ("embedding.weight", "decoder.weight"):
-        model = Mixed()
+        model = Tied()
         state = other_values(model)
         tied = state.pop(left_out)
         del state["norm.num_batches_tracked"]  # as before PyTorch kept it
@@ -279,9 +260,7 @@ class Versioned(nn.Module):
 
 @for_each("front", ["", "module."])
 @for_each(("version", "gain"), [(1, 6), (2, 3)])
-def test_hooks_and_extra_state_of_the_model_apply(
-    tmp_path: Path, front: str, version: int, gain: int
-) -> None:
+def test_hooks_of_the_model_apply(tmp_path: Path, front: str, version: int, gain: int) -> None:
     model = nn.Sequential(Versioned())
     values = {f"{front}0.gain": torch.tensor([3.0]), f"{front}0._extra_state": {"seen": 7}}
     renamed = type(model.state_dict())(values)
@@ -307,9 +286,7 @@ def expanded() -> nn.Module:
         (expanded, "ones is expanded"),
     ],
 )
-def test_a_model_without_memory_to_copy_to_is_refused(
-    tmp_path: Path, make: Callable[[], nn.Module], told: str
-) -> None:
+def test_a_model_without_memory(tmp_path: Path, make: Callable[[], nn.Module], told: str) -> None:
     torch.save(line(3).state_dict(), tmp_path / "weights.pth")
     with pytest.raises(ValueError, match=told):
         load_weights(make(), tmp_path / "weights.pth")
@@ -345,8 +322,6 @@ def test_a_name_that_is_the_models_is_taken_as_it_is() -> None:
         (["a.module.x.w"], ["module.a.x.w", "a.x.module.w"], "may be module.a.x.w or a.x.module.w"),
     ],
 )
-def test_names_with_two_counterparts_are_refused(
-    found: list[str], own: list[str], words: str
-) -> None:
+def test_names_that_fit_two_are_refused(found: list[str], own: list[str], words: str) -> None:
     with pytest.raises(CheckpointError, match=words):
         match_names(found, own)
