@@ -20,7 +20,6 @@ def planned(what: str, *options: str) -> subprocess.CompletedProcess[str]:
 
 
 def rows(text: str) -> list[list[str]]:
-    """The cells of all tables."""
     lines = [line for line in text.splitlines() if line.startswith("│")]
     return [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
 

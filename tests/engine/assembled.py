@@ -15,14 +15,12 @@ CPU = torch.device("cpu")
 
 
 def bytes_of(tensor: torch.Tensor | None) -> bytes | None:
-    """To the last bit; None stays None."""
     if tensor is None:
         return None
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def team_of(devices: int = 1, *, own: Sequence[int] | None = None, trainer: int = 0) -> Team:
-    """Processors that one process drives."""
     return Team(
         devices=(CPU,) * devices,
         own=tuple(range(devices) if own is None else own),

@@ -104,7 +104,6 @@ def trainer_of(
 
 
 def trained(*given: Any, **settings: Any) -> onefold.Trainer:
-    """Of a model with layers, after two steps."""
     trainer = trainer_of(*given, **settings)
     for _ in range(2):
         trainer.step(samples())

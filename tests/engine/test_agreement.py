@@ -31,7 +31,6 @@ def in_place(model: nn.Module, is_lead: bool) -> None:
 
 
 def changed(change: Change, steps: int) -> None:
-    """Change the model after some steps, and make another one."""
     trainer = make_trainer(line(20_000), devices=None)
     for _ in range(steps):
         trainer.step(points(8, 20_000))

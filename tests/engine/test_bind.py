@@ -31,7 +31,6 @@ def by_parameter(parameters: Any) -> torch.optim.Optimizer:
 
 
 def train(make: Make, devices: int | None = None, *, changes: bool = True) -> list[str]:
-    """Fingerprints after each step."""
     torch.manual_seed(3)
     model = nn.Sequential(
         nn.Linear(40, 500), nn.BatchNorm1d(500), nn.ReLU(), nn.Dropout(0.2), nn.Linear(500, 200)
@@ -71,7 +70,6 @@ def train(make: Make, devices: int | None = None, *, changes: bool = True) -> li
     ],
 )
 def test_spans_and_shares_change_hands(make: Make, exchange: Any, keep: str) -> None:
-    """In one process, and between processes."""
     if exchange:
         how: Any = {"exchange": exchange, "keep": keep}
         moved = simulated.launch(train, devices="cpu:3", args=(make,), **how)

@@ -23,8 +23,6 @@ both = for_each("devices", [1, 2])
 
 
 class Noting(nn.Module):
-    """Does something with its buffers in every forward pass."""
-
     def __init__(
         self, note: Callable[[Noting, torch.Tensor], None], **buffers: torch.Tensor
     ) -> None:
@@ -56,7 +54,6 @@ def step(module: nn.Module, devices: int, batch: Batch | None = None, **settings
 
 
 def beginning_with_1_5_3() -> Batch:
-    """Shards begin with these numbers."""
     batch = points(SAMPLES)
     batch[0][:, 0] = torch.tensor([1.0, 0, 0, 5, 0, 3, 0])
     return batch

@@ -20,7 +20,6 @@ HEADS = torch.randn(1, 2, 3, 4)
 
 
 def do_all() -> None:
-    """All that autocast may cast, and some that it leaves alone."""
     for function in (torch.matmul, torch.inner, torch.cdist, torch.linalg.vecdot, torch.bmm):
         function(SQUARE, SQUARE)
     for function in (torch.mm, torch.matmul, torch.inner, F.linear, torch.cdist):
@@ -62,8 +61,6 @@ def do_all() -> None:
 
 
 class Noting(TorchFunctionMode):
-    """Notes which calls give another dtype than they would without autocast."""
-
     def __init__(self) -> None:
         super().__init__()
         self.missed: list[str] = []

@@ -31,7 +31,6 @@ def said(
     trainer: int = 0,
     **settings: Any,
 ) -> dict[str, str]:
-    """What one of two devices says."""
     module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     change(module)
     parts = ModelParts(module, [n for n, p in module.named_parameters() if p.requires_grad])
@@ -85,7 +84,6 @@ CHOICES |= {words: {"change": each} for words, each in MODELS.items()}
 
 @for_each("words", CHOICES)
 def test_what_differs_is_named(words: str) -> None:
-    """With the device and both values."""
     other = said(**CHOICES[words])
     with pytest.raises(DisagreementError, match=f"^{words}"):
         compared(said(), other)

@@ -95,8 +95,6 @@ def test_the_scale_of_losses_is_taken_off_their_gradients(precision: str) -> Non
 
 
 class Breaking(torch.optim.SGD):
-    """Fails in its update while it is set to."""
-
     fails = True
 
     def step(self, closure: object = None) -> None:

@@ -160,8 +160,6 @@ def test_what_an_inner_backward_leaves_is_refused_unless_it_is_nothing() -> None
 
 
 class Written(nn.Module):
-    """Writes to a parameter while it computes."""
-
     def __init__(self, how: str) -> None:
         super().__init__()
         self.line = line()
@@ -223,7 +221,6 @@ def test_with_one_shard_they_may_be_written_to_as_in_a_plain_loop() -> None:
 
 @for_each("foreach", [None, False, True])
 def test_lines_of_a_plain_loop_that_do_nothing_any_more_are_refused(foreach: bool | None) -> None:
-    """But for parameters of others; and none are kept alive."""
     model, other = line(), line()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     trainer = make_trainer(model, optimizer=optimizer)

@@ -200,8 +200,6 @@ def test_what_is_written_is_named(make: type[nn.Module], call: str, keep: str, w
 
 
 class Following(nn.Module):
-    """A layer, and a frozen one."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(FEATURES, FEATURES) for _ in range(2))

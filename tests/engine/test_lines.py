@@ -93,8 +93,6 @@ in_order = by()
 
 
 def around(change: Callable[[Layers, torch.Tensor], torch.Tensor]) -> Forward:
-    """Do something to what each layer gives."""
-
     def forward(model: Layers, x: torch.Tensor) -> torch.Tensor:
         for layer in model.layers:
             x = change(model, layer(x))
@@ -254,7 +252,6 @@ def trainer_of(model: nn.Module, loss: Any, devices: int, **choices: Any) -> one
 
 
 def attempt(name: str, devices: int = 0) -> None:
-    """Make a step that is refused."""
     case = REFUSED[name]
     torch.manual_seed(3)
     model = Layers(case.forward, case.layer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,8 @@ from onefold.errors import LossError
 from tests.small import Batch, line, make_trainer, points
 from tests.tables import for_each
 
-Values = dict[str, torch.Tensor]
+Values = Any
+"""Tensors, by name."""
 Loss = Callable[[Values], object]
 
 SAMPLES, CLASSES, LENGTH = 6, 3, 4
@@ -28,109 +30,105 @@ def values() -> Values:
     shape = (SAMPLES, CLASSES)
     tokens = torch.randint(0, CLASSES, (SAMPLES, LENGTH), generator=generator)
     ragged = torch.arange(LENGTH) < torch.tensor([4, 1, 2, 4, 3, 1]).unsqueeze(1)
-    return {
-        "x": torch.randn(shape, generator=generator, requires_grad=True),
-        "y": torch.tensor([0, 1, 2, 2, 1, 0]),
-        "holes": torch.tensor([0, -100, 2, 2, -100, 0]),
-        "soft": torch.rand(shape, generator=generator),
-        "w": torch.tensor([1.0, 4.0, 0.5]),
-        "each": torch.rand(shape, generator=generator),
-        "seq": torch.randn(SAMPLES, CLASSES, LENGTH, generator=generator, requires_grad=True),
-        "tokens": tokens,
-        "padded": tokens.where(ragged, -100),
-        "mask": ragged,
-        "parameter": torch.ones(5, requires_grad=True),
-    }
+    return SimpleNamespace(
+        x=torch.randn(shape, generator=generator, requires_grad=True),
+        y=torch.tensor([0, 1, 2, 2, 1, 0]),
+        holes=torch.tensor([0, -100, 2, 2, -100, 0]),
+        soft=torch.rand(shape, generator=generator),
+        w=torch.tensor([1.0, 4.0, 0.5]),
+        each=torch.rand(shape, generator=generator),
+        seq=torch.randn(SAMPLES, CLASSES, LENGTH, generator=generator, requires_grad=True),
+        tokens=tokens,
+        padded=tokens.where(ragged, -100),
+        mask=ragged,
+        parameter=torch.ones(5, requires_grad=True),
+    )
 
 
 def squares(v: Values) -> torch.Tensor:
-    return (v["x"] - v["soft"]).square()
+    return (v.x - v.soft).square()
 
 
 def mse_sum(v: Values) -> torch.Tensor:
-    return F.mse_loss(v["x"], v["soft"], reduction="sum")
+    return F.mse_loss(v.x, v.soft, reduction="sum")
 
 
 def ce_values(v: Values) -> torch.Tensor:
-    return F.cross_entropy(v["x"], v["y"], reduction="none")
+    return F.cross_entropy(v.x, v.y, reduction="none")
 
 
 def token_losses(v: Values) -> torch.Tensor:
     """(samples, length)"""
-    return F.cross_entropy(v["seq"], v["tokens"], reduction="none")
+    return F.cross_entropy(v.seq, v.tokens, reduction="none")
 
 
 def penalty(v: Values) -> torch.Tensor:
-    return 1e-4 * v["parameter"].square().sum()
+    return 1e-4 * v.parameter.square().sum()
 
 
 FOUND: dict[str, dict[str, Loss]] = {
     "sum": {
-        "cross entropy": lambda v: F.cross_entropy(v["x"], v["y"], reduction="sum"),
-        "nll": lambda v: F.nll_loss(v["x"].log_softmax(1), v["y"], v["w"], reduction="sum"),
+        "cross entropy": lambda v: F.cross_entropy(v.x, v.y, reduction="sum"),
+        "nll": lambda v: F.nll_loss(v.x.log_softmax(1), v.y, v.w, reduction="sum"),
         "mse": mse_sum,
-        "huber": lambda v: F.huber_loss(v["x"], v["soft"], reduction="sum"),
+        "huber": lambda v: F.huber_loss(v.x, v.soft, reduction="sum"),
         "bce with logits": lambda v: F.binary_cross_entropy_with_logits(
-            v["x"], v["soft"], reduction="sum"
+            v.x, v.soft, reduction="sum"
         ),
         "halved": lambda v: 0.5 * mse_sum(v),
         "its mean": lambda v: mse_sum(v).mean(),
-        "of a variational autoencoder": lambda v: mse_sum(v) - 0.5 * v["x"].exp().sum(),
+        "of a variational autoencoder": lambda v: mse_sum(v) - 0.5 * v.x.exp().sum(),
     },
     "maybe-sum": {
-        "beside a mean, stacked": lambda v: torch.stack([v["x"].mean(), mse_sum(v)]).mean(),
-        "l1": lambda v: F.l1_loss(v["x"], v["soft"], reduction="sum"),
+        "beside a mean, stacked": lambda v: torch.stack([v.x.mean(), mse_sum(v)]).mean(),
+        "l1": lambda v: F.l1_loss(v.x, v.soft, reduction="sum"),
         "by hand": lambda v: squares(v).sum(),
         "of samples": lambda v: squares(v).mean(1).sum(0),
     },
     "weights": {
-        "of classes": lambda v: F.cross_entropy(v["x"], v["y"], v["w"]),
-        "of tokens": lambda v: F.cross_entropy(v["seq"], v["tokens"], v["w"]),
-        "beside a penalty": lambda v: penalty(v) + F.cross_entropy(v["x"], v["y"], v["w"]),
+        "of classes": lambda v: F.cross_entropy(v.x, v.y, v.w),
+        "of tokens": lambda v: F.cross_entropy(v.seq, v.tokens, v.w),
+        "beside a penalty": lambda v: penalty(v) + F.cross_entropy(v.x, v.y, v.w),
     },
     "ignored": {
-        "targets": lambda v: F.cross_entropy(v["x"], v["holes"]),
-        "tokens": lambda v: F.cross_entropy(v["seq"], v["padded"]),
-        "all": lambda v: F.nll_loss(v["x"].log_softmax(1), torch.full((SAMPLES,), -100)),
+        "targets": lambda v: F.cross_entropy(v.x, v.holes),
+        "tokens": lambda v: F.cross_entropy(v.seq, v.padded),
+        "all": lambda v: F.nll_loss(v.x.log_softmax(1), torch.full((SAMPLES,), -100)),
     },
     "tokens": {
-        "chosen": lambda v: F.cross_entropy(
-            v["seq"].transpose(1, 2)[v["mask"]], v["tokens"][v["mask"]]
-        ),
-        "sum over count": lambda v: (token_losses(v) * v["mask"]).sum() / v["mask"].sum(),
-        "mse by weights": lambda v: F.mse_loss(v["x"], v["soft"], weight=v["each"]),
+        "chosen": lambda v: F.cross_entropy(v.seq.transpose(1, 2)[v.mask], v.tokens[v.mask]),
+        "sum over count": lambda v: (token_losses(v) * v.mask).sum() / v.mask.sum(),
+        "mse by weights": lambda v: F.mse_loss(v.x, v.soft, weight=v.each),
     },
     "weights-none": {
-        "values": lambda v: F.cross_entropy(v["x"], v["y"], v["w"], reduction="none"),
-        "column": lambda v: F.cross_entropy(v["x"], v["y"], v["w"], reduction="none")[:, None],
+        "values": lambda v: F.cross_entropy(v.x, v.y, v.w, reduction="none"),
+        "column": lambda v: F.cross_entropy(v.x, v.y, v.w, reduction="none")[:, None],
     },
     "ignored-none": {
-        "targets": lambda v: 2 * F.cross_entropy(v["x"], v["holes"], reduction="none"),
-        "a class": lambda v: F.nll_loss(
-            v["x"].log_softmax(1), v["y"], ignore_index=0, reduction="none"
-        ),
+        "targets": lambda v: 2 * F.cross_entropy(v.x, v.holes, reduction="none"),
+        "a class": lambda v: F.nll_loss(v.x.log_softmax(1), v.y, ignore_index=0, reduction="none"),
     },
 }
 
 NOT_FOUND: dict[str, Loss] = {
-    "a mean": lambda v: F.cross_entropy(v["x"], v["y"]),
-    "l1": lambda v: F.l1_loss(v["x"], v["soft"]),
+    "a mean": lambda v: F.cross_entropy(v.x, v.y),
+    "l1": lambda v: F.l1_loss(v.x, v.soft),
     "bce with weights of both kinds": lambda v: F.binary_cross_entropy_with_logits(
-        v["x"], v["soft"], v["each"], pos_weight=v["w"]
+        v.x, v.soft, v.each, pos_weight=v.w
     ),
     "values": ce_values,
-    "a sum over the samples": lambda v: mse_sum(v) / len(v["x"]),
+    "a sum over the samples": lambda v: mse_sum(v) / len(v.x),
     "a sum times one over the samples": lambda v: squares(v).sum() * (1.0 / SAMPLES),
     "a sum of each sample": lambda v: squares(v).sum(1),
     "a mean of each sample's own tokens": lambda v: (
-        (token_losses(v) * v["mask"]).sum(1) / v["mask"].sum(1)
+        (token_losses(v) * v.mask).sum(1) / v.mask.sum(1)
     ),
     "a penalty beside a mean": lambda v: squares(v).mean() + penalty(v),
-    "a learned factor": lambda v: squares(v).sum() * v["parameter"][0],
-    "no graph": lambda v: v["y"].float().sum(),
-    "a mean with its weight": lambda v: losses.cross_entropy(v["x"], v["holes"], v["w"]),
+    "a learned factor": lambda v: squares(v).sum() * v.parameter[0],
+    "no graph": lambda v: v.y.float().sum(),
+    "a mean with its weight": lambda v: losses.cross_entropy(v.x, v.holes, v.w),
     "a sum that says so": lambda v: onefold.Sum(squares(v).sum()),
-    "several terms": lambda v: onefold.Sum(squares(v).sum()) + onefold.Mean(v["x"].sum(), 3),
+    "several terms": lambda v: onefold.Sum(squares(v).sum()) + onefold.Mean(v.x.sum(), 3),
     "no tensor": lambda v: 0.5,
 }
 
@@ -171,8 +169,8 @@ def test_a_finding_says_what_to_write(values: Values, kind: str, name: str, word
 
 
 def one(v: Values) -> Values:
-    """The first sample alone."""
-    return {n: t[:1] if len(t) == SAMPLES else t for n, t in v.items()}
+    tensors = vars(v).items()
+    return SimpleNamespace(**{n: t[:1] if len(t) == SAMPLES else t for n, t in tensors})
 
 
 OF_ONE_SAMPLE: list[tuple[str | None, Loss]] = [
@@ -180,10 +178,10 @@ OF_ONE_SAMPLE: list[tuple[str | None, Loss]] = [
     ("maybe-sum", lambda v: ce_values(v).sum()),
     ("maybe-sum", lambda v: 1.0 * mse_sum(v)),  # by a scale or a count
     (None, lambda v: squares(v)[0, 0]),
-    (None, lambda v: squares(v).sum(1).sum() / len(v["x"])),
-    (None, lambda v: 0.5 * mse_sum(v) / len(v["x"])),
-    (None, lambda v: mse_sum(v) / torch.tensor(len(v["x"]))),
-    (None, lambda v: F.kl_div(v["x"].log_softmax(1), v["soft"], reduction="batchmean")),
+    (None, lambda v: squares(v).sum(1).sum() / len(v.x)),
+    (None, lambda v: 0.5 * mse_sum(v) / len(v.x)),
+    (None, lambda v: mse_sum(v) / torch.tensor(len(v.x))),
+    (None, lambda v: F.kl_div(v.x.log_softmax(1), v.soft, reduction="batchmean")),
     (None, lambda v: squares(v).mean().sum()),
 ]
 # Apart from counts: of one sample, any number of tokens is a multiple.
@@ -230,10 +228,10 @@ def test_a_step_is_that_of_the_plain_loop_or_the_loss_is_refused_or_mentioned(
 
 
 def test_the_graph_is_left_as_it_was_and_not_walked_to_its_end(values: Values) -> None:
-    loss = F.cross_entropy(values["x"], values["holes"])
-    expected = torch.autograd.grad(loss, values["x"], retain_graph=True)
+    loss = F.cross_entropy(values.x, values.holes)
+    expected = torch.autograd.grad(loss, values.x, retain_graph=True)
     inspect_loss(loss, SAMPLES)
-    assert torch.equal(torch.autograd.grad(loss, values["x"])[0], expected[0])
+    assert torch.equal(torch.autograd.grad(loss, values.x)[0], expected[0])
     assert kind_of(loss) is None  # what backward has been through tells nothing
     long = mse_sum(values)
     for _ in range(200):

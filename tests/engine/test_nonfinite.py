@@ -30,8 +30,6 @@ def infinite_slope(losses: torch.Tensor) -> torch.Tensor:
 
 
 class Spoils:
-    """The loss of a shard, to which something is done in one step."""
-
     def __init__(self, change: Change = to_nan) -> None:
         self.change = change
         self.on = False

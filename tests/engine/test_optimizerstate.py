@@ -26,17 +26,13 @@ from tests.tables import for_each
 
 def plain(states: Any) -> list[tuple[object, ...]]:
     """Comparable: tensors as type, shape and bits."""
-    return [
-        (
-            state.piece,
-            state.key,
-            (state.value.dtype, tuple(state.value.shape), bytes_of(state.value))
-            if isinstance(state.value, torch.Tensor)
-            else (type(state.value), state.value),
-            state.by_element,
-        )
-        for state in states
-    ]
+
+    def seen(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.dtype, tuple(value.shape), bytes_of(value)
+        return type(value), value
+
+    return [(state.piece, state.key, seen(state.value), state.by_element) for state in states]
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -47,7 +47,6 @@ def by_value(optimizer: Optimizer, *_: Any) -> None:
 
 @torch.no_grad()
 def to_unit_rows(optimizer: Optimizer, *_: Any) -> None:
-    """After the step."""
     for p in parameters_of(optimizer):
         if p.dim() > 1:
             p.div_(p.norm(dim=1, keepdim=True))

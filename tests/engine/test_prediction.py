@@ -51,13 +51,7 @@ def raw(value: Any) -> Any:
     return tuple(value.shape), str(value.dtype), str(value.device), data
 
 
-def as_it_is(model: nn.Module, batch: Sequence[torch.Tensor]) -> Said:
-    return {"value": batch[0]}
-
-
-def predict(
-    values: torch.Tensor, function: Callable[..., Said] = as_it_is, **settings: Any
-) -> Said:
+def predict(values: torch.Tensor, function: Callable[..., Said], **settings: Any) -> Said:
     batch_size = settings.pop("batch_size", 7)
     trainer = make_trainer(**settings)
     return trainer.predict(function, TensorDataset(values), batch_size=batch_size)

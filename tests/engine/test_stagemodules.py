@@ -55,7 +55,6 @@ class Skips(nn.Module):
 
 
 def penalised(model: Any, batch: torch.Tensor) -> torch.Tensor:
-    """Asks for a gradient in the forward pass."""
     outputs = model(batch)
     (slope,) = torch.autograd.grad(outputs.sum(), [model.down[0].weight], create_graph=True)
     return outputs.square().mean(dim=1) + slope.square().sum()  # type: ignore[no-any-return]

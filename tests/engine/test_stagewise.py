@@ -42,17 +42,15 @@ def scored(model: nn.Module, batch: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"loss": outputs.square().mean(dim=1), "high": outputs[:, 0] > 0}
 
 
-def rows(model: nn.Module, batch: torch.Tensor) -> dict[str, torch.Tensor]:
-    return {"outputs": model(batch)}
-
-
 def evaluated(
     make: Callable[[], nn.Module] = Layered, score: Any = scored, batch_size: int = 5
 ) -> tuple[Any, str, list[int], int, int]:
     trainer = trained(make)
     with watched(trainer) as found:
         scores = trainer.evaluate(score, samples(), batch_size=batch_size)
-        predicted = trainer.predict(rows, samples(7), batch_size=batch_size)["outputs"]
+        predicted = trainer.predict(
+            lambda m, b: {"outputs": m(b)}, samples(7), batch_size=batch_size
+        )["outputs"]
     trainer.step(samples())
     values = scores, predicted.tolist()
     return values, trainer.fingerprint(), found.stages, found.most_bytes, found.whole
@@ -121,7 +119,6 @@ class Row(nn.Module):
 
 
 def changed_in_a_block(how: str) -> str:
-    """What the error says of a change to one parameter."""
     trainer = trained(Row)
     model: Any = trainer.model
     weight = model.layers[2].weight
@@ -151,7 +148,6 @@ def test_changes_where_the_model_is_read_are_refused(how: str, keep: Any, words:
 
 
 def refusal(call: str, whole: bool) -> str:
-    """What is said of a score that calls the trainer, or uses torch.func."""
     trainer = trained()
 
     def score(model: nn.Module, batch: torch.Tensor) -> dict[str, torch.Tensor]:

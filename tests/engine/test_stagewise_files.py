@@ -67,7 +67,6 @@ def saved(directory: str, settings: dict[str, Any], average: bool) -> tuple[str,
 
 
 def resumed(directory: str, settings: dict[str, Any]) -> tuple[str, int]:
-    """Go on from there."""
     trainer = trainer_of(Odd, **settings)
     with trainer.changing(), torch.no_grad():
         for parameter in trainer.model.parameters():
@@ -170,7 +169,6 @@ def failing(directory: str, meanwhile: bool) -> None:
 
 @for_each("kinds", [(OSError, PeerFailed), (PeerFailed, ZeroDivisionError)])
 def test_a_failure_ends_the_wait_of_all_and_leaves_no_file(kinds: Any, tmp_path: Path) -> None:
-    """A full disk, or one of another device."""
     is_full = kinds[0] is OSError
     full = mock.Mock(side_effect=OSError(28, "no space left on this disk"))
     with mock.patch("os.fsync", full if is_full else os.fsync):

@@ -132,8 +132,6 @@ def test_what_is_unused_or_frozen_for_a_step_is_skipped_as_in_plain_pytorch(devi
 
 
 class Counting(torch.optim.SGD):
-    """Keeps a number that belongs to no parameter."""
-
     def step(self, closure: Any = None) -> Any:
         self.state["steps"] = self.state.get("steps", 0) + 1
         return super().step(closure)

@@ -35,10 +35,6 @@ def next_token(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.transpose(1, 2), tokens, reduction="none").mean(dim=1)
 
 
-def scored(model: nn.Module, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-    return {"loss": next_token(model, tokens)}
-
-
 Make = Callable[..., onefold.Trainer]
 
 
@@ -79,7 +75,7 @@ def changed(trainer: onefold.Trainer, _: Path) -> None:
 
 def averaged(trainer: onefold.Trainer, _: Path) -> None:
     with trainer.averaged():
-        trainer.evaluate(scored, LONG[:4], batch_size=4)
+        trainer.evaluate(lambda m, b: {"loss": next_token(m, b)}, LONG[:4], batch_size=4)
     with trainer.whole():
         assert all(bool(p.isfinite().all()) for p in trainer.model.parameters())
 

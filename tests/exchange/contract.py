@@ -48,7 +48,6 @@ LIMIT_S = 30.0
 
 
 def tensors() -> dict[str, torch.Tensor]:
-    """Two dtypes, tensors of several pieces and chunks, odd sizes."""
     return {
         "small": torch.zeros(5, 3),
         "pieces": torch.zeros(50_001),
@@ -105,7 +104,6 @@ def add(
 
 
 def roster(sizes: Storage, plan: Plan | None = None) -> Roster:
-    """That of a run's begin."""
     plan = plan or Plan.even(shards=SHARDS, devices=sizes.devices)
     return Roster.first([CPU] * sizes.devices, plan=plan, pieces=sizes.pieces, stages=sizes.stages)
 
@@ -168,7 +166,6 @@ def check_step(
 
 
 def row_of(shard: int, dtype: torch.dtype) -> torch.Tensor:
-    """What a shard leaves of a buffer."""
     return torch.full((3,), shard + 1).to(dtype)
 
 
@@ -201,7 +198,6 @@ def uneven_spans(first: Roster, turn: int) -> list[range]:
 
 
 def check_exchange(exchange: Exchange, sizes: Storage, begun: Start, own: range) -> None:
-    """The whole contract."""
     devices = sizes.devices
     for device in own:
         flat = exchange.memory.trained[device]
@@ -313,16 +309,11 @@ class Left(Exception):
     """Raised where a device leaves in order."""
 
 
-def fail() -> None:
-    raise ArithmeticError("over the top")
+def raising(kind: type[Exception], *words: str) -> Callable[[], None]:
+    def fail() -> None:
+        raise kind(*words)
 
-
-def disagree() -> None:
-    raise DisagreementError("device 1 has another model")
-
-
-def leave() -> None:
-    raise Left
+    return fail
 
 
 def cut_all() -> None:
@@ -334,9 +325,9 @@ def cut_all() -> None:
 
 
 FAULTS: dict[str, Callable[[], None]] = {
-    "fails": fail,
-    "disagrees": disagree,
-    "leaves": leave,
+    "fails": raising(ArithmeticError, "over the top"),
+    "disagrees": raising(DisagreementError, "device 1 has another model"),
+    "leaves": raising(Left),
     "cut": cut_all,
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from onefold.errors import PeerError, PeerFailed, PeerLost, PeerTimeout
 from onefold.exchange import connections
-from onefold.exchange.collective import GroupTransport, Operation
+from onefold.exchange.collective import GroupTransport
 from onefold.system.compat import Groups
 from tests.exchange.together import CPU, LIMIT_S, endings, joined, together
 from tests.tables import for_each
@@ -33,25 +33,10 @@ def transports(size: int, *, timeout_s: float = LIMIT_S) -> Iterator[list[GroupT
 CALLS: dict[str, Callable[[GroupTransport], object]] = {
     "meet": lambda end: end.meet(b"word"),
     "follow the lead": lambda end: end.follow_lead([torch.ones(3)]),
-    "move a chunk": lambda end: by_chunks(end),
-    "send and receive": lambda end: sent_and_received(end),
     "bring": lambda end: (end.room(LONG), end.bring()),
 }
 LONG = 50_000_000
 """Bytes that do not leave before somebody takes them."""
-
-
-def by_chunks(end: GroupTransport) -> None:
-    parts = {True: torch.ones(LONG // 4), False: torch.empty(LONG // 4)}
-    moving = end.move([Operation(sends, 1 - end.rank, part, 0) for sends, part in parts.items()])
-    moving.wait_for(0)
-    moving.finish()
-
-
-def sent_and_received(end: GroupTransport) -> None:
-    end.begin_sending(1 - end.rank, torch.ones(LONG // 4))
-    end.receive(1 - end.rank, torch.empty(LONG // 4))
-    end.finish_sending()
 
 
 @pytest.mark.full

@@ -64,7 +64,6 @@ def listening(before: set[str]) -> str:
 
 
 def visit(name: str, hello: bytes | None) -> None:
-    """Connect to a device, say something, and wait until it hangs up."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
         stranger.settimeout(LIMIT_S)
         stranger.connect(name)

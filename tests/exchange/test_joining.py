@@ -25,26 +25,18 @@ from tests.tables import for_each
 CUDA = torch.device("cuda", 0)
 
 
-def accept(descriptions: Sequence[bytes]) -> None:
-    """Any will do."""
-
-
 def joined(
     world: World,
-    compare: Callable[[Sequence[bytes]], None] = accept,
-    *,
+    compare: Callable[[Sequence[bytes]], None] = lambda _: None,
     device: torch.device = CPU,
-    own: Sequence[int] | None = None,
 ) -> Exchange:
-    """What a process of a run joins."""
-    devices = world.size if own is None else len(own)
-    sizes = storage(devices)
-    mine = (world.rank,) if own is None else tuple(own)
+    sizes = storage(world.size)
+    devices = (device,) * world.size
     return join(
         sizes,
         start(world.rank, sizes),
         roster(sizes),
-        Team(devices=(device,) * devices, own=mine, world=world, trainer=0),
+        Team(devices=devices, own=(world.rank,), world=world, trainer=0),
         description=bytes([65 + world.rank]) * (1 + 50_000 * world.rank),
         compare=compare,
         timeout_s=LIMIT_S,

@@ -123,7 +123,6 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def passed(ends: Ends, message: Message) -> Message:
-    """Send a message from device 0 to device 1."""
     ends[0].send(0, 1, message)
     found = ends[1].receive(1, 0)
     ends[0].finish()

@@ -59,13 +59,7 @@ def worlds(size: int, **changed: Any) -> Iterator[list[World]]:
 def mailboxes(
     size: int, *, timeout_s: float = LIMIT_S, timeouts_s: Sequence[float] = ()
 ) -> Iterator[list[Mailbox]]:
-    """Those of all devices, connected.
-
-    Args:
-        size: how many.
-        timeout_s: the limit of all.
-        timeouts_s: the limit of each, once they are connected.
-    """
+    """Those of all devices, connected; each may have a limit of its own from then on."""
     address = f"test-{uuid.uuid4()}"
 
     def reached(rank: int) -> Mailbox:

@@ -23,7 +23,6 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run on the same classes."""
     return run_here("classify", data, tmp_path_factory.mktemp("runs"), epochs=1)[0]
 
 

@@ -36,21 +36,17 @@ def pictures(samples: int = 8) -> Batch:
     return torch.randn(samples, 1, 8, 8, generator=generator), torch.arange(samples) % 3
 
 
-def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
-    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
-
-
 def train(model: nn.Module, *, steps: int = 3, devices: int = 1) -> onefold.Trainer:
     groups = parameter_groups(model, rate=0.1, head="fc", head_scale=1.0)
     optimizer = torch.optim.SGD(groups, momentum=0.9, weight_decay=0.01)
-    trainer = make_trainer(model, loss, optimizer=optimizer, shards=2, devices=devices)
+    loss, how = lambda m, b: F.cross_entropy(m(b[0]), b[1]), {"shards": 2, "devices": devices}
+    trainer = make_trainer(model, loss, optimizer=optimizer, **how)
     for _ in range(steps):
         trainer.step(pictures())
     return trainer
 
 
 def changed(before: dict[str, bytes], model: nn.Module) -> set[str]:
-    """Names of all parameters and buffers that have other bits."""
     return {name for name, value in bits(model).items() if value != before[name]}
 
 

@@ -136,12 +136,6 @@ def test_a_value_of_another_type_is_refused(name: str, value: object, expected: 
         from_mapping(Odd, {name: value}, "c.toml")
 
 
-def config(path: Path, content: str | bytes) -> Path:
-    file = path / "c.toml"
-    file.write_bytes(content if isinstance(content, bytes) else content.encode())
-    return file
-
-
 FILES = [(b"lr: 0.1\n", "a TOML file: "), (b"lr = 0.1\nlr = 0.2\n", "a TOML file: ")]
 FILES += [(b'data = "\xff"\n', "a TOML file: "), (b"seed = " + b"7" * 5000, "a TOML file: ")]
 FILES += [(b"a = " + b"[" * 50_000, "a TOML file, got lists without end")]
@@ -151,8 +145,9 @@ FILES += [(b"#" * (2 << 20), "a file of at most 1,048,576 bytes")]
 
 @for_each(("content", "expected"), FILES)
 def test_a_file_of_no_run_is_one_error(tmp_path: Path, content: bytes, expected: str) -> None:
+    (tmp_path / "c.toml").write_bytes(content)
     with pytest.raises(ValueError, match=rf"c\.toml: expected {expected}"):
-        read_config(config(tmp_path, content), "text")
+        read_config(tmp_path / "c.toml", "text")
 
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)

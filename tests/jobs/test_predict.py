@@ -130,7 +130,6 @@ def facts_of(run: Path) -> Any:
 
 
 def changed(run: Path, folder: Path, change: Callable[[Any], object]) -> Path:
-    """A copy of a run that says something else."""
     copy = shutil.copytree(run, folder)
     facts = facts_of(run)
     change(facts)
@@ -139,7 +138,6 @@ def changed(run: Path, folder: Path, change: Callable[[Any], object]) -> Path:
 
 
 def drawn(folder: Path) -> dict[Path, bytes]:
-    """All files of a folder."""
     found = [path for path in folder.rglob("*") if path.is_file()]
     return {path.relative_to(folder): path.read_bytes() for path in found}
 

@@ -169,7 +169,6 @@ MEANT = ([[1, 0, 0, 0]], [[1], [1], [1]], [[0, 0], [0, 0]])
 def scored(
     tmp_path: Path, folder: Path, meant: Sequence[Any], rule: MaskRule, **how: Any
 ) -> dict[str, float]:
-    """Scores of `pixelwise`, which says `SAID`, by given masks."""
     pairs = []
     for number, (bright, mask) in enumerate(zip(SAID, meant, strict=True)):
         image = save(tmp_path / f"{number}.png", np.asarray(bright, dtype=np.uint8) * 255)

@@ -26,12 +26,8 @@ def data(tmp_path: Path) -> Path:
     return write_texts(tmp_path / "data")
 
 
-def options_for(data: Path, **choices: Any) -> TextOptions:
-    return TextOptions(data=str(data), **{**SMALL["text"], **choices})
-
-
 def both(data: Path, **choices: Any) -> tuple[TextOptions, Any]:
-    options = options_for(data, **choices)
+    options = TextOptions(data=str(data), **{**SMALL["text"], **choices})
     prepared = prepare(options)
     return settle(options, prepared), prepared
 

@@ -61,7 +61,6 @@ def folder(tmp_path: Path, tokenizer: str) -> Path:
 
 
 def same_as_before(model: Any, but: set[str] | None = None) -> None:
-    """The values are those of the model that was trained before."""
     original, loaded = small(num_classes=4).state_dict(), model.state_dict()
     assert original.keys() == loaded.keys()
     assert {n for n in loaded if not torch.equal(loaded[n], original[n])} == (but or set())
@@ -116,8 +115,6 @@ def spoil(name: str) -> Change:
 
 
 def weights_of(**changed: Any) -> Change:
-    """Put the weights of another model there."""
-
     def put(folder: Path) -> None:
         save(small(num_classes=4, **changed), folder / "other")
         (folder / "other" / "model.safetensors").rename(folder / "model.safetensors")
@@ -133,7 +130,6 @@ def not_finite(folder: Path) -> None:
 
 
 def more_tokens(folder: Path) -> None:
-    """The tokenizer of another model."""
     (folder / "tokenizer.json").write_text(train_tokenizer(TEXTS, VOCABULARY_SIZE + 5))
 
 

@@ -22,6 +22,7 @@ from onefold.jobs.catalog import JOBS, job_of
 from onefold.jobs.finetune import best_checkpoint
 from onefold.jobs.run import read_options, run_job
 from onefold.jobs.training import read_saved
+from onefold.system.record import read_record
 from tests.jobs.tiny import SMALL, WRITERS, run_here, write_pictures, write_texts
 from tests.tables import for_each
 
@@ -36,9 +37,7 @@ all_jobs = pytest.mark.parametrize("job", [job.name for job in JOBS])
 
 
 def lines(folder: Path, kind: str) -> list[dict[str, Any]]:
-    """The metrics of a run."""
-    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in found if line["kind"] == kind]
+    return [line for line in read_record(folder, "metrics") if line["kind"] == kind]
 
 
 def examples_of(folder: Path) -> Any:

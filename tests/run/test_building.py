@@ -27,7 +27,6 @@ def keep(
 
 
 def lies_in_a_file(tensor: torch.Tensor) -> bool:
-    """Whether its memory is a file's."""
     address = tensor.data_ptr()
     for line in Path("/proc/self/maps").read_text().splitlines():
         start, stop = (int(each, 16) for each in line.split(maxsplit=1)[0].split("-"))

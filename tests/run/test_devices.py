@@ -124,7 +124,6 @@ def chosen(choice: int | str | Sequence[str]) -> tuple[str, ...]:
 
 
 def free() -> list[int]:
-    """MiB of each GPU."""
     *gpus, processor = list_devices()
     assert [gpu.index for gpu in gpus] == list(range(len(gpus)))
     assert {gpu.kind for gpu in gpus} <= {"cuda"}

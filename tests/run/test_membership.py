@@ -2,53 +2,14 @@
 
 from __future__ import annotations
 
-import atexit
-import gc
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from onefold.run import membership
-from onefold.run.membership import abandon, register
 from tests.tables import for_each
-
-
-class Member:
-    """Notes with what it is closed."""
-
-    def __init__(self) -> None:
-        self.closed: list[BaseException | None] = []
-
-    def close(self, failure: BaseException | None = None) -> None:
-        self.closed.append(failure)
-
-
-@pytest.fixture(autouse=True)
-def at_exit(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
-    """A process that is part of no run yet, and what it does at its end."""
-    calls: list[Callable[[], None]] = []
-    monkeypatch.setattr(membership, "members", membership.Members())
-    monkeypatch.setattr(atexit, "register", calls.append)
-    return calls
-
-
-def test_every_run_hears_of_a_failure_and_is_left(at_exit: list[Callable[[], None]]) -> None:
-    members, failure = [Member(), Member()], ArithmeticError("over the top")
-    for member in (*members, Member()):  # the last one is held by nobody
-        register(member)
-    del member
-    gc.collect()
-    assert set(membership.members.open) == set(members)
-    abandon(failure)
-    assert [member.closed for member in members] == [[failure]] * 2
-    (leave,) = at_exit
-    leave()
-    assert [member.closed for member in members] == [[failure, None]] * 2
-
 
 PROGRAM = """
 import os, sys

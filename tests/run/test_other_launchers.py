@@ -49,7 +49,6 @@ def kubeflow_trainer(rank: int, port: int) -> dict[str, str]:
 
 
 def run(environments: list[Mapping[str, str]]) -> list[tuple[int, str, str]]:
-    """Exit code, output and errors of each process."""
     started = [
         subprocess.Popen(
             [sys.executable, str(SCRIPT), "main"],

@@ -70,14 +70,12 @@ def from_meta() -> nn.Module:
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "drawn": Drawn,
     "resnet18": lambda: resnet18(in_channels=3),
-    "attention": lambda: nn.MultiheadAttention(32, 4),
     "halved": lambda: nn.Sequential(nn.Linear(30, 40), nn.Linear(40, 30)).half().float(),
     "from meta": from_meta,
 }
 
 
 def share_undrawn(model: nn.Module) -> float:
-    """Of all bytes of parameters."""
     every = list(model.parameters())
     waiting = [each for each in every if undrawn_of(each) is not None]
     return sum(each.nbytes for each in waiting) / sum(each.nbytes for each in every)
@@ -138,7 +136,6 @@ READS: dict[str, Callable[[nn.Parameter], object]] = {
     "a flag": lambda p: p[p > 0].sum().item(),
     "numpy": lambda p: p.detach().numpy().sum(),
     "a decomposition": lambda p: torch.linalg.svd(p)[1].tolist(),
-    "a small copy": lambda p: p.detach()[0, :2].clone().tolist(),
     "a graph": lambda p: (p.double().sum() * 2).item(),
 }
 

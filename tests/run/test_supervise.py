@@ -35,7 +35,6 @@ pytestmark = pytest.mark.processes
 
 @pytest.fixture
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The temporary directory of a run."""
     folder = tmp_path / "temporary"
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
@@ -44,8 +43,6 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def start(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
-    """Has devices run a few lines of Python."""
-
     def run(lines: str, *, devices: int = 2, **options: Any) -> Outcome:
         popen: Any = subprocess.Popen
 

@@ -30,14 +30,8 @@ class Page(HTMLParser):
         """What a reader reads, each piece of text after the other."""
         return " ".join(" ".join(self.words).split())
 
-    def row(self, first: str) -> list[str]:
-        """The cells of the only row that begins so."""
-        (found,) = (row for row in self.rows if row and row[0] == first)
-        return found
-
     @property
     def figures(self) -> dict[str, str]:
-        """What the summary says under each name."""
         found = re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", self.source)
         return {name: " ".join(re.sub("<[^>]*>", " ", text).split()) for name, text in found}
 
@@ -47,7 +41,6 @@ class Page(HTMLParser):
         return told[0].partition(". ")[2] if told else ""
 
     def attributes(self, name: str) -> list[str]:
-        """The values that an attribute has anywhere."""
         return [given[name] for _, given in self.elements if name in given]
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:

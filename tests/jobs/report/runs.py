@@ -15,7 +15,6 @@ EVIL_SENTENCE = "good <script>alert('x')</script> & more"
 
 
 def coloured(seed: int) -> bytes:
-    """A PNG of noise."""
     from PIL import Image
 
     file = io.BytesIO()
@@ -108,7 +107,6 @@ def examples_of(
 
 
 def classified_run(folder: Path) -> Path:
-    """A finished run that tells pictures apart."""
     classes = ("cat", EVIL_CLASS, "ship")
     pictures = [f"pictures/{index:03}.png" for index in range(12)]
     best = {"epoch": 6, "score": "accuracy", "value": 0.8286, "checkpoint": "checkpoints/step-1"}
@@ -123,7 +121,6 @@ def classified_run(folder: Path) -> Path:
 
 
 def text_run(folder: Path) -> Path:
-    """A run that tells sentences apart."""
     classes = ("negative", "positive")
     sentences = ("A fine film.", EVIL_SENTENCE, "Too long, " * 90 + "and then it ends.")
     facts = facts_of("text", classes=list(classes), model="transformer")
@@ -132,7 +129,6 @@ def text_run(folder: Path) -> Path:
 
 
 def segmented_run(folder: Path) -> Path:
-    """A run that marks spots in pictures."""
     samples = []
     for index in range(6):
         names = {part: f"pictures/{index}-{part}.png" for part in ("image", "mask", "prediction")}
