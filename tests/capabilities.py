@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import functools
 
-import pytest
 import torch
 
-__all__ = ["NO_LSTM", "has_lstm", "needs_lstm"]
+__all__ = ["NO_LSTM", "has_lstm"]
 
 NO_LSTM = "PyTorch has no LSTM in low precision for this processor, as without AVX-512"
 
@@ -24,9 +23,3 @@ def has_lstm(dtype: torch.dtype) -> bool:
             raise
         return False
     return True
-
-
-def needs_lstm(dtype: torch.dtype) -> None:
-    """Skip the test that calls this where an LSTM cannot be computed in a dtype."""
-    if not has_lstm(dtype):
-        pytest.skip(NO_LSTM)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -68,11 +67,3 @@ def result(trainer: onefold.Trainer, batches: Sequence[Any]) -> tuple[str, str]:
     """The fingerprint after a step with each batch, and the last loss, to the last bit."""
     last = [trainer.step(batch) for batch in batches][-1]
     return trainer.fingerprint(), float(last.loss).hex()
-
-
-def lives(pid: int) -> bool:
-    """Whether a process is there, and has not ended."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False

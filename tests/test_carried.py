@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import onefold
 from tests.small import Batch, make_trainer, sgd
 from tests.tables import for_each
 
@@ -21,15 +20,13 @@ SIZE = ROWS // SHARDS
 class Recurrent(nn.Module):
     """Goes on where it was; a row that begins a text goes on from zeros."""
 
-    def __init__(self, rows: int = SIZE, *, assigns: bool = False, synced: Any = None) -> None:
+    def __init__(self, rows: int = SIZE, *, assigns: bool = False) -> None:
         torch.manual_seed(0)
         super().__init__()
         self.embed = nn.Embedding(20, WIDTH)
         self.cell = nn.GRUCell(WIDTH, WIDTH)
         self.out = nn.Linear(WIDTH, 20)
         self.register_buffer("hidden", torch.zeros(rows, WIDTH))
-        self.register_buffer("scale", torch.ones(WIDTH))
-        self.norm = synced(WIDTH) if synced else None
         self._assigns = assigns
         self.double()
 
@@ -37,12 +34,7 @@ class Recurrent(nn.Module):
         hidden = self.hidden * ~begins[:, None]
         found = []
         for column in tokens.unbind(dim=1):
-            rows = self.embed(column)
-            if self.norm is not None:
-                # A batch norm over the whole batch stops each shard in the middle.
-                rows = self.norm(rows * self.scale)  # which backward will need
-                self.scale = 0.5 * self.scale + 1.0
-            hidden = self.cell(rows, hidden)
+            hidden = self.cell(self.embed(column), hidden)
             found.append(self.out(hidden))
         if self._assigns:
             self.hidden = hidden.detach()
@@ -74,18 +66,10 @@ def train(trainer: Any, first: int, last: int) -> str:
     return str(trainer.fingerprint())
 
 
-@for_each(
-    ("assigns", "synced", "norm"),
-    [(False, None, None), (True, None, None), (True, onefold.SyncBatchNorm, nn.BatchNorm1d)],
-)
-def test_a_plain_loop_over_whole_batches_comes_to_the_same(
-    assigns: bool, synced: Any, norm: Any
-) -> None:
-    plain = Recurrent(ROWS, synced=norm)
-    optimizer = sgd(plain)
-    trainers = [
-        trainer_of(devices, Recurrent(assigns=assigns, synced=synced)) for devices in (1, 2, 3)
-    ]
+@for_each("assigns", [False, True])
+def test_a_plain_loop_over_whole_batches_comes_to_the_same(assigns: bool) -> None:
+    optimizer = sgd(plain := Recurrent(ROWS))
+    trainers = [trainer_of(devices, Recurrent(assigns=assigns)) for devices in (1, 2, 3)]
     for number in range(6):
         optimizer.zero_grad()
         expected = loss(plain, batch_of(number)).mean()

@@ -6,9 +6,9 @@ gradient, and run by PyTorch's own kernels. What depends on kernels is tested wi
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ __all__ = ["compared"]
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 Loss = Callable[[Any, Batch], object]
+COMPILE = torch.compile
 SIZES = (9, 8, 9, 3)
 """Of batches: shards of three sizes, and one that is empty."""
 
@@ -57,11 +58,10 @@ def fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def traced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trace what is compiled, and make no kernels of it."""
-    compiled = torch.compile
 
     def trace(function: Any, *, dynamic: bool, options: dict[str, object]) -> Any:
         assert "deterministic" in options
-        return compiled(function, dynamic=dynamic, backend="aot_eager")
+        return COMPILE(function, dynamic=dynamic, backend="aot_eager")
 
     monkeypatch.setattr(torch, "compile", trace)
 
@@ -80,17 +80,6 @@ class Net(nn.Module):
         # It needs two samples, and small shards have one.
         hidden = self.norm(hidden) if len(x) > 1 else hidden
         return self.second(F.dropout(hidden.tanh(), 0.1, self.training))
-
-
-class Again(nn.Linear):
-    """A layer that is computed twice, with its dropout, and a weight that is used twice."""
-
-    def __init__(self) -> None:
-        super().__init__(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        again = lambda x: F.dropout(F.linear(x, self.weight, self.bias).tanh(), 0.5)  # noqa: E731
-        return F.linear(checkpoint(again, x, use_reentrant=False), self.weight)
 
 
 def of_each(model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -120,6 +109,12 @@ def broken_up(model: nn.Module, batch: Batch) -> torch.Tensor:
     logits = model(batch[0])
     factor = 2.0 if float(logits.detach().sum()) > 0 else 1.0
     return factor * F.cross_entropy(logits, batch[1], reduction="none")
+
+
+def again(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """A layer that is computed twice, with its dropout, and whose weight is used twice."""
+    hidden = checkpoint(lambda x: F.dropout(model(x).tanh(), 0.5), batch[0], use_reentrant=False)
+    return of_each(model, (hidden, batch[1]))
 
 
 def batch_of(samples: int, seed: int = 1) -> Batch:
@@ -154,7 +149,7 @@ def run(
         (two_terms, Net, {}, 1e-3),
         (broken_up, Net, {}, 1e-3),
         (with_values, Net, {}, 1e-2),
-        (of_each, Again, {}, 1e-3),
+        (again, partial(nn.Linear, 8, 8), {}, 1e-3),
         (of_each, Net, {"precision": "bf16"}, 0.02),
         (of_each, Net, {"precision": "fp16-params"}, 0.02),
     ],
@@ -201,20 +196,12 @@ def test_hooks_and_frozen_layers_may_come_and_go_between_steps() -> None:
     assert go(compiled=False, devices=1)[1] == pytest.approx(one[1], rel=1e-3)
 
 
-def test_a_loss_and_a_model_of_any_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    def in_place() -> nn.Module:
-        model = Net()
-        model.compile(backend="eager")
-        return model
-
-    compiled = torch.compile
+@pytest.mark.usefixtures("traced")
+def test_models_that_are_compiled_already() -> None:
     with pytest.raises(ValueError, match="is compiled with dynamic=True"):
-        trainer_of(build=lambda: compiled(Net(), dynamic=True))
-    kinds = [(loss, Net) for loss in (of_each, functools.partial(of_each))]
-    kinds += [(of_each, in_place), (of_each, lambda: compiled(Net(), backend="eager"))]
-    traced = lambda loss, **_: compiled(loss, backend="aot_eager")  # noqa: E731
-    monkeypatch.setattr(torch, "compile", traced)
-    assert len({run(trainer_of(loss, build=build), (8,)) for loss, build in kinds}) == 1
+        trainer_of(build=lambda: COMPILE(Net(), dynamic=True))
+    builds = (Net, lambda: COMPILE(Net(), backend="eager"))
+    assert len({run(trainer_of(partial(of_each), build=build), (8,)) for build in builds}) == 1
 
 
 @pytest.mark.usefixtures("traced")

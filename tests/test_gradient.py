@@ -121,25 +121,6 @@ def test_what_is_not_finite_is_refused_or_skipped() -> None:
     assert float(torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), 1.0)) == 0.0
 
 
-def test_an_error_in_a_search_may_be_survived() -> None:
-    def spoilt(model: nn.Module, batch: Batch) -> torch.Tensor:
-        return square(model, batch) * torch.where(model.weight.sum() > 10, math.nan, 1.0)
-
-    trainer = gradient_of(2, model=line(), function=spoilt)
-    weight, batch = trainer.model.weight, points(8)
-    with trainer.changing():
-        before = float(trainer.gradient(batch).loss)
-        start = weight.detach().clone()
-        weight.data.fill_(9.0)
-        with pytest.raises(LossError, match="step 1, shard 0 is nan"):
-            trainer.gradient(batch)
-        weight.data.copy_(start)
-        assert float(trainer.gradient(batch).loss) == before
-        with pytest.raises(RuntimeError, match="was called inside"):
-            trainer.save("nowhere")
-    assert trainer.gradient(points(8)).number == 2
-
-
 # Updates
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,41 +18,6 @@ from tests.small import Batch, bits, make_trainer, points
 from tests.tables import for_each
 
 INPUTS = 130
-
-
-class ScheduleFree(Optimizer):
-    """As those of the package ``schedulefree``: its own methods move weights by its state."""
-
-    def __init__(self, params: Iterable[Any], lr: float = 0.1, beta: float = 0.9) -> None:
-        super().__init__(params, {"lr": lr, "beta": beta, "k": 0, "training": True})
-
-    def move(self, *, training: bool) -> None:
-        for group in self.param_groups:
-            if group["training"] is not training:
-                group["training"] = training
-                weight = 1 - group["beta"] if training else 1 - 1 / group["beta"]
-                for p in group["params"]:
-                    if "z" in self.state[p]:
-                        p.data.lerp_(self.state[p]["z"], weight)
-
-    def train(self) -> None:
-        self.move(training=True)
-
-    def eval(self) -> None:
-        self.move(training=False)
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        for group in self.param_groups:
-            assert group["training"]
-            group["k"] += 1
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                z = self.state[p].setdefault("z", p.clone())
-                p.lerp_(z, 1 / group["k"])
-                p.add_(p.grad, alpha=group["lr"] * (group["beta"] * (1 - 1 / group["k"]) - 1))
-                z.sub_(p.grad, alpha=group["lr"])
 
 
 class Polyak(torch.optim.SGD):
@@ -75,10 +40,6 @@ Change = Callable[[Any], object]
 Make = Callable[[nn.Module], Any]
 
 
-def schedule_free(model: nn.Module) -> ScheduleFree:
-    return ScheduleFree(model.parameters())
-
-
 def polyak(model: nn.Module) -> Polyak:
     return Polyak(model.parameters(), lr=0.1, momentum=0.9)
 
@@ -90,11 +51,6 @@ def adam(model: nn.Module) -> Optimizer:
 def adafactor(model: nn.Module) -> Optimizer:
     """Of whole parameters, without methods of its own."""
     return torch.optim.Adafactor(model.parameters(), lr=0.01, eps=(1e-7, 1e-3))
-
-
-def back_and_forth(optimizer: Any) -> None:
-    optimizer.eval()
-    optimizer.train()
 
 
 def halve(optimizer: Any) -> None:
@@ -116,7 +72,6 @@ def reload(optimizer: Any) -> None:
 
 
 CASES: dict[str, tuple[Make, Change]] = {
-    "schedule-free": (schedule_free, back_and_forth),
     "polyak": (polyak, lambda optimizer: optimizer.swap()),
     "halved": (adam, halve),
     "halved, whole": (adafactor, halve),
@@ -173,15 +128,13 @@ def folded(name: str, *, devices: int | None = 1, state: Any = True, **choices: 
 def test_one_shard_has_the_bits_of_a_plain_loop(name: str) -> None:
     make, change = CASES[name]
     expected = plainly(make, change)
-    assert folded(name, shards=1) == expected
-    if name != "schedule-free":  # whose methods undo each other, but for rounding
-        assert plainly(make, lambda _: None) != expected
+    assert folded(name, shards=1) == expected != plainly(make, lambda _: None)
 
 
 @for_each(
     ("name", "exchange", "keep"),
     [
-        ("schedule-free", "collective", "host"),
+        ("polyak", "collective", "host"),
         ("polyak", "shared", "all"),
         ("halved", "collective", "span"),
         ("halved, whole", "shared", "stages"),
@@ -204,7 +157,7 @@ LOOKUPS: list[tuple[Make, Change]] = [
     (adam, lambda o: list(o.state.values())),
     (adam, lambda o: len(o.state)),
     (adam, lambda o: o.state.update({o.param_groups[0]["params"][0]: {}})),
-    (schedule_free, lambda o: o.eval()),
+    (polyak, lambda o: o.swap()),
 ]
 
 
@@ -213,7 +166,7 @@ LOOKUPS: list[tuple[Make, Change]] = [
 def test_elsewhere_it_is_refused(make: Make, look: Change, devices: int) -> None:
     trainer, optimizer = stepped(make, devices=devices)
     words = r"the state of \w+ was looked up where it is divided.*changing\(optimizer_state=True\)"
-    if make is schedule_free and devices == 1:
+    if make is polyak and devices == 1:
         look(optimizer)  # nothing is divided
         return
     with pytest.raises(RuntimeError, match=words):
@@ -234,19 +187,14 @@ def test_it_begins_anew_between_steps_too() -> None:
 
 
 def test_a_stopped_run_goes_on(tmp_path: Path) -> None:
-    def run(devices: int, first: int, last: int) -> tuple[onefold.Trainer, dict[str, bytes]]:
-        optimizer = schedule_free(model := model_of())
-        trainer = make_trainer(model, loss, optimizer=optimizer, devices=devices)
-        if first:
-            trainer.load(tmp_path)
-        for _ in range(first, last):
-            trainer.step(points(12, INPUTS))
-            with trainer.changing():
-                back_and_forth(optimizer)
-        return trainer, bits(model)
-
-    run(2, 0, 2)[0].save(tmp_path)
-    assert run(3, 2, 4)[1] == run(1, 0, 4)[1]
+    (first, _), (whole, one), (second, other) = (stepped(polyak, devices=n) for n in (2, 1, 3))
+    first.save(tmp_path)
+    second.load(tmp_path)
+    for trainer, swapping in ((whole, one), (second, other)):
+        with trainer.changing():
+            swapping.swap()
+        trainer.step(points(12, INPUTS))
+    assert bits(second.model) == bits(whole.model)
 
 
 class Lookahead(Optimizer):

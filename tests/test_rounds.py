@@ -57,13 +57,6 @@ def pruning(model: Any, devices: int | None, end: Closes) -> None:
             model[2].running_var.mul_(2)
 
 
-def soup(model: Any, devices: int | None, end: Closes) -> None:
-    start = {name: value.clone() for name, value in model.state_dict().items()}
-    for seed in range(ROUNDS):
-        model.load_state_dict({n: (v + start[n]) / 2 for n, v in model.state_dict().items()})
-        end(trained(model, devices, seed))
-
-
 def new_head(model: Any, devices: int | None, end: Closes) -> None:
     for seed in range(ROUNDS):
         trainer = trained(model, devices, seed)
@@ -81,9 +74,9 @@ def drop(trainer: onefold.Trainer) -> None:
     """Nothing: nobody closes it."""
 
 
-WAYS = [(pruning, onefold.Trainer.close), (soup, onefold.Trainer.close)]
-"""These also do for devices that keep parts: others look at a model whose Trainer is there."""
-ALL_WAYS = [*WAYS, (new_head, onefold.Trainer.close), (pruning, drop), (soup, drop)]
+WAYS = [(pruning, onefold.Trainer.close)]
+"""Also for devices that keep parts: others look at a model whose Trainer is there."""
+ALL_WAYS = [*WAYS, (new_head, onefold.Trainer.close), (pruning, drop)]
 
 
 def run(ways: Any, devices: int | None = None) -> list[Any]:

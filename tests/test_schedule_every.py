@@ -14,7 +14,6 @@ from torch.optim import lr_scheduler as lrs
 from torch.utils.data import TensorDataset
 
 import onefold
-from onefold.engine.schedule import RunSchedule, write_schedule
 from onefold.errors import CheckpointError
 from onefold.testing import simulate
 from tests.small import Batch, line, make_trainer, points, sgd, square
@@ -123,17 +122,6 @@ def test_another_way_to_step_it_does_not_fit(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="schedule_every epoch, this run has"):
         other.load(tmp_path)
     assert other.load(tmp_path, changed=["schedule"]).epoch == 1
-
-
-def test_a_checkpoint_of_before_was_stepped_after_each_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(RunSchedule, "to_json", lambda self: write_schedule(self.schedule))
-        Script("cosine", every="step").run(tmp_path, (1, 0))
-    second, whole = Script("cosine", 2, "step"), Script("cosine", every="step")
-    assert second.run(tmp_path) == whole.run()
-    assert second.rates.items() <= whole.rates.items()
 
 
 def halving(every: str) -> tuple[onefold.Trainer, lrs.ExponentialLR]:
