@@ -31,22 +31,16 @@ def test_the_commands_own_end_with_the_script(given: str, taken: str) -> None:
     assert come_too_late(["--device", "2"], OWN) == []
 
 
-def cli(folder: Path, script: str, *arguments: str) -> tuple[int, str, str]:
-    (folder / "train.py").write_text(script)
-    command = [sys.executable, "-m", "onefold", *arguments]
-    how = {"capture_output": True, "text": True, "check": False, "timeout": 600, "cwd": folder}
-    done = subprocess.run(command, **how)  # type: ignore[call-overload]
-    return done.returncode, done.stdout, done.stderr
-
-
 @pytest.mark.processes
-def test_a_script_that_refuses_one_of_ours_is_explained(tmp_path: Path) -> None:
-    script = "import argparse\nargparse.ArgumentParser().parse_args()\n"
-    ours = ["run", "--devices", "cpu:1", "train.py"]
-    code, _, errors = cli(tmp_path, script, *ours, "--timeout", "5")
-    assert code == 2
-    assert "unrecognized arguments: --timeout 5" in errors
-    assert "what stands after the script is the script's: give --timeout before it" in errors
-    code, _, errors = cli(tmp_path, script, *ours, "--lr", "5")
-    assert code == 2
-    assert "what stands after" not in errors
+@for_each(("option", "explained"), [("--timeout", True), ("--lr", False)])
+def test_a_script_that_refuses_one_of_ours_is_explained(
+    option: str, explained: bool, tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import argparse\nargparse.ArgumentParser().parse_args()\n")
+    command = [sys.executable, "-m", "onefold", "run", "--devices", "cpu:1", str(script)]
+    done = subprocess.run([*command, option, "5"], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 2
+    assert f"unrecognized arguments: {option} 5" in done.stderr
+    words = f"what stands after the script is the script's: give {option} before it"
+    assert (words in done.stderr) is explained

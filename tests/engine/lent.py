@@ -25,14 +25,11 @@ LAYER_BYTES = 4 * (FEATURES * FEATURES + FEATURES)
 class AtHand:
     """What of the parameters was on this device in a block, besides what it keeps."""
 
-    whole: int = 0
-    """How many times all of them were brought."""
+    whole: int = 0  # how many times all of them were brought
     most_bytes: int = 0
     most_stages: int = 0
-    stages: list[int] = field(default_factory=list)
-    """Those that were brought, in their order."""
-    ahead: list[bool] = field(default_factory=list)
-    """Whether each was brought before it was needed."""
+    stages: list[int] = field(default_factory=list)  # those that were brought, in their order
+    ahead: list[bool] = field(default_factory=list)  # whether before they were needed
 
 
 @contextmanager

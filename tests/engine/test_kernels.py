@@ -33,10 +33,6 @@ def _fresh_compiler() -> Iterator[None]:
 Made = tuple[nn.Module, Callable[..., torch.Tensor]]
 
 
-def by_function() -> Made:
-    return torch.compile(line(), backend=recorded), square
-
-
 class Own(nn.Module):
     """Not one of PyTorch's, which it does not compile by themselves."""
 
@@ -57,6 +53,10 @@ def in_place() -> Made:
 def called_by_the_loss() -> Made:
     compiled = torch.compile(square, backend=recorded)
     return line(), lambda model, batch: compiled(model, batch)
+
+
+def by_function() -> Made:
+    return torch.compile(line(), backend=recorded), square
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")

@@ -68,17 +68,9 @@ def test_what_cannot_be_folded_is_named(make: Callable[[], Any], words: str) -> 
         check_model(make())
 
 
-def tied() -> nn.Module:
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    model[1].weight = model[0].weight
-    model.sparse = True  # the user's own
-    return model
-
-
 @for_each(
     "make",
     [
-        tied,
         lambda: holding(even=SQUARE[:, 0], odd=SQUARE[:, 1]),
         lambda: holding(b_one=MEMORY[:8], b_two=MEMORY[4:]),
         lambda: holding(f_one=MEMORY[:8], f_two=MEMORY[4:]),

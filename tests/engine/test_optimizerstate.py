@@ -47,8 +47,7 @@ VALUES = [None, 3, 2.5, float("inf"), "word", True, [1, [2]], (0.9, 0.999), {"a"
 
 
 def test_all_that_an_optimizer_may_keep_comes_back_in_its_order() -> None:
-    """Tensors of sizes that leave gaps between them, and others in between; a room may be larger,
-    as it has held another state."""
+    """Tensors of sizes that leave gaps between them; in a room that has held another state."""
     shapes = [(7,), (), (3, 5), (0,), (2, 0, 3)]
     states = [PieceState(0, "row", numbers(4, 2)[:, 0], False)]  # with gaps between its elements
     for number, dtype in enumerate(DTYPES):

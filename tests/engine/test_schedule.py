@@ -24,7 +24,6 @@ SCHEDULES: dict[str, Make] = {
     "restarts": lambda o: lrs.CosineAnnealingWarmRestarts(o, 4),
     "one cycle": lambda o: lrs.OneCycleLR(o, 0.3, total_steps=12),
     "lambda": lambda o: lrs.LambdaLR(o, lambda step: 0.9**step),
-    "exponential": lambda o: lrs.ExponentialLR(o, 0.8),
     "cyclic": lambda o: lrs.CyclicLR(o, 0.01, 0.1, step_size_up=3),
     "sequence": lambda o: lrs.SequentialLR(
         o, [lrs.LinearLR(o, total_iters=3), lrs.CosineAnnealingLR(o, 9)], [3]

@@ -136,8 +136,7 @@ def test_how_a_device_ended_is_known(end: str, call: str, unread: bool) -> None:
 class EndsEarly:
     """A socket that reports the end once while messages lie in it, as the kernel does at times.
 
-    Seen in 9 of 40,000 pairs of processes of which one sends twice and hangs up: the other has
-    looked for a message before the first and for the end after the last.
+    Seen in 9 of 40,000 pairs of processes of which one sends twice and hangs up.
     """
 
     def __init__(self, real: socket.socket) -> None:

@@ -75,11 +75,6 @@ def kinds(tmp_path_factory: pytest.TempPathFactory) -> Kinds:
     return Kinds(run, {kind: folder / kind / name for kind, name in tested.items()})
 
 
-@pytest.fixture
-def classifier(kinds: Kinds) -> Path:
-    return kinds.run["classify"]
-
-
 def direct(main: Callable[..., Any], *, devices: str, args: Sequence[Any]) -> Any:
     """Instead of new processes, this one computes."""
     return main(*args)
@@ -212,7 +207,8 @@ ODD = ["a,b.png", 'say "x".png', "two\nlines.png", " .png", "é.png", os.fsdecod
 
 
 @here
-def test_each_picture_is_told_once_in_the_given_order(classifier: Path, tmp_path: Path) -> None:
+def test_each_picture_is_told_once_in_the_given_order(kinds: Kinds, tmp_path: Path) -> None:
+    classifier = kinds.run["classify"]
     for name in ("b/2.png", "b/10.png", "b/a/1.png", "z.png", "a.png"):
         save(tmp_path / name, grey(16, 16))
     (tmp_path / "linked").symlink_to(tmp_path / "b")
@@ -271,7 +267,7 @@ def test_what_cannot_be_looked_at_is_refused(kinds: Kinds, tmp_path: Path) -> No
 
 
 @nowhere
-def test_what_is_no_run_or_has_no_weights_is_refused(classifier: Path, tmp_path: Path) -> None:
+def test_what_is_no_run_or_has_no_weights_is_refused(kinds: Kinds, tmp_path: Path) -> None:
     refused("expected the folder of a run, with run.json in it", tmp_path, tmp_path)
     for content, words in (
         ("{", "run.json: expected JSON"),
@@ -282,7 +278,7 @@ def test_what_is_no_run_or_has_no_weights_is_refused(classifier: Path, tmp_path:
         (tmp_path / "run.json").write_text(content)
         refused(f"^{tmp_path}.*{words}", tmp_path, tmp_path)
     refused("expected the run's checkpoints, found", tmp_path, tmp_path, weights="last")
-    run = shutil.copytree(classifier, tmp_path / "run")
+    run = shutil.copytree(kinds.run["classify"], tmp_path / "run")
     shutil.rmtree(run / "checkpoints")
     words = f"{run}/checkpoints/step-.*: expected the run's best weights there, found nothing"
     refused(words, run, tmp_path)

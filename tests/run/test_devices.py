@@ -139,7 +139,11 @@ def free() -> list[int]:
     ],
 )
 def test_without_gpus_processes_compute(machine: Machine, choice: Any, number: int) -> None:
-    machine(first=BROKEN)
+    for first in (BROKEN, "raise NVMLError('GPU is lost')", "raise ImportError('no module')"):
+        machine(*ROWS, first=first)
+        assert free() == []
+    with pytest.raises(LaunchError, match=r"^cuda:0 is not there: this machine has no GPU"):
+        select_devices("cuda:0")
     assert select_devices(choice) == Selection(("cpu",) * number, may_leave=choice == "auto")
 
 
@@ -167,14 +171,6 @@ def test_what_cannot_be_read_is_explained(machine: Machine, choice: Any, words: 
     machine(*ROWS)
     with pytest.raises(ValueError, match=words):
         select_devices(choice)
-
-
-@for_each("first", [BROKEN, "raise NVMLError('GPU is lost')", "raise ImportError('no module')"])
-def test_a_machine_without_a_driver_has_no_gpus(machine: Machine, first: str) -> None:
-    machine(*ROWS, first=first)
-    assert free() == []
-    with pytest.raises(LaunchError, match=r"^cuda:0 is not there: this machine has no GPU"):
-        select_devices("cuda:0")
 
 
 def test_without_a_driver_nobody_is_asked(machine: Machine, monkeypatch: Any) -> None:

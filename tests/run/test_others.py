@@ -34,12 +34,8 @@ def mpi(prefix: str) -> dict[str, str]:
 
 
 PMI = {"PMI_RANK": "2", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
-FLUX = {
-    "FLUX_TASK_RANK": "2",
-    "FLUX_JOB_SIZE": "4",
-    "FLUX_TASK_LOCAL_ID": "0",
-    "FLUX_JOB_NNODES": "2",
-}
+FLUX = {"FLUX_TASK_RANK": "2", "FLUX_JOB_SIZE": "4", "FLUX_TASK_LOCAL_ID": "0"}
+FLUX |= {"FLUX_JOB_NNODES": "2"}
 PROCESSES = {
     "Open MPI": mpi("OMPI_COMM_WORLD"),
     "MVAPICH": mpi("MV2_COMM_WORLD"),

@@ -47,7 +47,6 @@ ALONE: dict[str, dict[str, str]] = {
     "a batch step": {**SBATCH, "SLURM_STEP_ID": "4294967291", "SLURM_STEP_NUM_TASKS": "6"},
     "a terminal of srun": {**SRUN, "SLURM_PTY_PORT": "40123", "SLURM_PTY_WIN_COL": "80"},
     "a step of one task": {**SRUN, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},
-    "one task in a job of several": {**SBATCH, "SLURM_STEP_ID": "2", "SLURM_STEP_NUM_TASKS": "1"},
     "nothing": {},
     "a step that was asked to be none": without("SLURM_STEP_ID"),
 }

@@ -72,10 +72,7 @@ class Page(HTMLParser):
 
 
 def check_sound(page: Page) -> None:
-    """A page asks for no script, no file and no other host, and everybody can read it.
-
-    Headings descend one by one, pictures are described, tables have headers, ids are single.
-    """
+    """A page asks for no script, no file and no other host, and everybody can read it."""
     levels = [level for level, _ in page.headings]
     assert levels[0] == 1
     assert levels.count(1) == 1

@@ -82,10 +82,7 @@ def write_run(
 def examples_of(
     kind: str, classes: Sequence[str], amount: int, **content: Sequence[str]
 ) -> dict[str, Any]:
-    """Every third sample is taken for the class after its own.
-
-    In the matrix class 1 is taken for class 0 seven times, each other class once for the next.
-    """
+    """Every third sample is taken for the class after its own; in the matrix, class 1 for 0."""
     samples = []
     for index in range(amount):
         label = index % len(classes)
