@@ -70,10 +70,7 @@ def reseal(folder: Path, **changes: Any) -> None:
         changes: of what ``run.json`` says, by name.
     """
     record = json.loads((folder / "run.json").read_text())
-    record["files"] = {name: sealed(folder / name) for name in record["files"]}
+    for name, said in record["files"].items():
+        content = (folder / name).read_bytes()
+        said |= {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     seal(folder, json.dumps({**record, **changes, "sha256": "0" * 64}, indent=2) + "\n")
-
-
-def sealed(path: Path) -> dict[str, Any]:
-    content = path.read_bytes()
-    return {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}

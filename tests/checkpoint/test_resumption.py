@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -218,7 +217,8 @@ def test_it_goes_on_wherever_it_died(runs: Runs, script: Script, half: int) -> N
     """Killed between any two lines, often twice, on other numbers of devices; then run again."""
     whole = runs.whole(script)
     moments = [dies for dies in range(1, runs.ticks + 1) if dies % 4 // 2 == half]
-    for number, (dies, devices) in enumerate(zip(moments, _devices(), strict=False)):
+    for number, dies in enumerate(moments):
+        devices = ((1, 2, 3), (2, 1, 1), (3, 3, 2))[number % 3]
         runs.folder = runs.folder.with_name(f"run{dies}")
         assert runs.start(script, devices[0], dies=dies, every=1 + dies % 2) is None
         if number % 2:
@@ -226,11 +226,6 @@ def test_it_goes_on_wherever_it_died(runs: Runs, script: Script, half: int) -> N
         assert runs.start(script, devices[2]) == whole
         if number % 3 == 0:
             assert runs.start(script, devices[0]) == whole, "all is done"
-
-
-def _devices() -> Iterator[tuple[int, int, int]]:
-    while True:
-        yield from ((1, 2, 3), (2, 1, 1), (3, 3, 2))
 
 
 def for_longer(epochs: int, *, counted: bool = False) -> Script:
@@ -381,9 +376,7 @@ def test_by_time_all_save_the_same_steps(monkeypatch: pytest.MonkeyPatch, every_
     who = ["lead"]
     monkeypatch.setattr(autosave.time, "monotonic", lambda: now[who[0]])
     with new_progress(2) as progress:
-        clocks = {
-            name: autosave.SaveClock(progress, every_s, decides=name == "lead") for name in now
-        }
+        clocks = {n: autosave.SaveClock(progress, every_s, decides=n == "lead") for n in now}
         saved: dict[str, list[int]] = {"lead": [], "other": []}
         for step in range(1, 13):
             for who[0], clock in clocks.items():  # the lead is ahead, if anybody is

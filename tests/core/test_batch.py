@@ -74,12 +74,9 @@ def test_containers_of_any_kind_keep_their_type() -> None:
         assert type(part) is type(moved) is type(container)
         assert getattr(part, "kept", "more") == "more"
         assert [values.tolist() for _, values in parts_of(part) or ()] == [[3, 4]] * 2
-        assert [path for path, _ in parts_of(part) or ()] == [
-            path for path, _ in parts_of(moved) or ()
-        ]
-        assert all(
-            values.device == META for _, values in parts_of(moved) or () if torch.is_tensor(values)
-        )
+        inside = [*(parts_of(moved) or ())]
+        assert [path for path, _ in parts_of(part) or ()] == [path for path, _ in inside]
+        assert {values.device for _, values in inside if torch.is_tensor(values)} == {META}
         assert [part is NUMBERS for _, part in parts_of(container) or ()] == before
 
 
@@ -97,10 +94,7 @@ ONES = torch.ones(2)
 def test_a_batch_that_cannot_be_cut_is_explained() -> None:
     for batch, words in (
         ((torch.ones(3), ONES), r"batch\[0\] has 3, batch\[1\] has 2"),
-        (
-            {"x": [np.ones(3), torch.ones(3)], "y": torch.ones(4)},
-            r"batch\['x'\]\[0\] has 3, batch\['x'\]\[1\] has 3, batch\['y'\] has 4",
-        ),
+        ({"x": [np.ones(3)], "y": torch.ones(4)}, r"batch\['x'\]\[0\] has 3, batch\['y'\] has 4"),
         (torch.tensor(1.0), "batch is a scalar tensor: expected a first dimension of"),
         ([np.ones(2), np.ones(())], r"batch\[1\] is a scalar tensor"),
         ({"x": ()}, "holds no tensor"),
@@ -108,10 +102,8 @@ def test_a_batch_that_cannot_be_cut_is_explained() -> None:
         ((ONES, 5), r"batch\[1\]: expected a tensor .* got int"),
         ({"a": Fields(ONES, "text")}, r"batch\['a'\].y: expected .* got str"),
         ([ONES, None], r"batch\[1\]: .* got NoneType. Use trainer.loader"),
-        ({1, 2}, "batch: .* got set"),
         ([ONES, np.array(["a", "b"])], r"batch\[1\] is an array of <U1: expected numbers"),
         ([np.array([{}, None])], r"batch\[0\] is an array of object: .* Use trainer.loader"),
-        ([np.zeros(2, [("a", "f4")])], r"is an array of \[\('a', '<f4'\)\]"),
         ([np.zeros(2, np.longdouble)], "is an array of float128"),
         ([np.ma.masked_equal([1, 2], 2)], r"batch\[0\] is a masked array"),
     ):
@@ -128,12 +120,6 @@ def test_arrays_of_every_dtype_that_tensors_have(dtype: str) -> None:
         assert part.tolist() == array[3:].tolist()
 
 
-def read_only() -> Any:
-    array = np.arange(6.0)
-    array.flags.writeable = False
-    return array
-
-
 BETWEEN_OTHERS = np.array([(1, n) for n in range(6)], dtype=[("a", "i1"), ("b", "<f4")])["b"]
 SQUARE = np.arange(24.0).reshape(6, 4)
 
@@ -141,7 +127,7 @@ SQUARE = np.arange(24.0).reshape(6, 4)
 def test_arrays_are_copied_only_where_pytorch_cannot_use_them() -> None:
     for array, copied in (
         *((array, False) for array in (SQUARE, SQUARE[::2], SQUARE.T, SQUARE[:, 1:3])),
-        (read_only(), True),
+        (np.frombuffer(np.arange(6.0).tobytes()), True),  # which nobody may write to
         (np.arange(6.0)[::-1], True),
         (SQUARE[:, ::-1], True),
         (np.broadcast_to(np.arange(6.0), (6, 6)), True),

@@ -81,9 +81,7 @@ def test_the_callers_generators_are_given_back(fails: bool) -> None:
 
 
 SEEDS, EPOCHS = st.integers(0, 2**63 - 1), st.integers(0, 1000)
-LENGTHS = st.lists(st.integers(0, 20), max_size=300).map(
-    lambda drawn: torch.tensor(drawn, dtype=torch.int64)
-)
+LENGTHS = st.lists(st.integers(0, 20), max_size=300).map(torch.LongTensor)
 
 
 @given(lengths=LENGTHS, batch_size=st.integers(1, 310), seed=SEEDS, epoch=EPOCHS)

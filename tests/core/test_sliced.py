@@ -42,9 +42,8 @@ def test_a_linear_layer() -> None:
         torch.testing.assert_close(gradients(sliced, inputs), gradients(layer, inputs), **CLOSE)
         joined = torch.cat([part.weight.grad for part in sliced.slices], dim=dim or 0)
         torch.testing.assert_close(joined, layer.weight.grad, **CLOSE)
-        assert sum(p.numel() for p in sliced.parameters()) == sum(
-            p.numel() for p in layer.parameters()
-        )
+        numbers = [sum(p.numel() for p in each.parameters()) for each in (sliced, layer)]
+        assert numbers[0] == numbers[1]
 
 
 def attention(**options: Any) -> nn.MultiheadAttention:
@@ -120,10 +119,8 @@ def test_dtypes_dropout_and_numbers_are_those_of_the_layer() -> None:
         assert torch.equal(part.weight, layer.weight)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             assert part(inputs).dtype == torch.bfloat16
-            found = [
-                each(inputs, inputs, inputs, need_weights=False)[0] for each in (sliced, heads)
-            ]
-            assert found[0].dtype == found[1].dtype
+            one, other = (each(*[inputs] * 3, need_weights=False)[0] for each in (sliced, heads))
+            assert one.dtype == other.dtype
     for same in (False, True):
         one, other = (sliced(inputs, inputs, inputs, need_weights=False)[0] for _ in range(2))
         assert torch.equal(one, other) is same
@@ -146,9 +143,8 @@ def test_values_are_copied_nothing_is_drawn_and_what_is_frozen_stays_frozen() ->
     heads = attention()
     heads.in_proj_weight.requires_grad_(False)
     names = {name for name, p in Sliced(heads, 2).named_parameters() if p.requires_grad}
-    assert names == {"added", "slices.0.out.weight", "slices.1.out.weight"} | {
-        f"slices.{n}.{part}.bias" for n in (0, 1) for part in ("query", "key", "value")
-    }
+    parts = ("query.bias", "key.bias", "value.bias", "out.weight")
+    assert names == {"added", *(f"slices.{n}.{part}" for n in (0, 1) for part in parts)}
     with torch.device("meta"):
         elsewhere = Sliced(nn.Linear(4, 6, dtype=torch.bfloat16), 2)
     assert {(p.device.type, p.dtype) for p in elsewhere.parameters()} == {("meta", torch.bfloat16)}

@@ -19,9 +19,7 @@ def noise(size: tuple[int, int], mode: str = "RGB", seed: int = 0) -> Image.Imag
     return Image.fromarray(pixels).convert(mode)
 
 
-def write_class_folders(
-    root: Path, classes: Sequence[str], train: int = 6, test: int = 3, mode: str = "RGB"
-) -> Path:
+def write_class_folders(root: Path, classes: Sequence[str], train: int = 6, test: int = 3) -> Path:
     """Write ``train/CLASS/...`` and ``test/CLASS/...``, PNG and JPEG in turn.
 
     Without test pictures the class folders lie in ``root``. The classes differ in brightness.
@@ -36,7 +34,7 @@ def write_class_folders(
             for i in range(count):
                 pixels = generator.integers(low, low + 56, (10, 12, 3), dtype=np.uint8)
                 file = folder / f"{i}{SUFFIXES[i % len(SUFFIXES)]}"
-                Image.fromarray(pixels).convert(mode).save(file)
+                Image.fromarray(pixels).save(file)
     return root
 
 

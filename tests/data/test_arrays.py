@@ -52,9 +52,8 @@ def test_what_was_written_is_read(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, kind: str, compressed: bool
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "numbers"
-    array = data.draw(
-        numbers.arrays(kind, numbers.array_shapes(max_dims=4, min_side=0, max_side=4))
-    )
+    shapes = numbers.array_shapes(max_dims=4, min_side=0, max_side=4)
+    array = data.draw(numbers.arrays(kind, shapes))
     path.write_bytes(gzip.compress(encode(array)) if compressed else encode(array))
     tensor = read_idx(path)
     assert tensor.dtype == getattr(torch, kind)
@@ -68,7 +67,6 @@ SIX = encode(counted(2, 3))
     ("content", "complaint"),
     [
         (b"", "an IDX header of 4 bytes, got 0"),
-        (b"\0\0\x08", "an IDX header of 4 bytes, got 3"),
         (b"PNG rather than IDX", "begins with 00 00, got 50 4e"),
         (b"\0\0\x0a\1\0\0\0\1\0", "type code of 08, 09, 0b, 0c, 0d, 0e, got 0a"),
         (b"\0\0\x08\0\0", "one dimension or more, got 0"),

@@ -107,9 +107,8 @@ def nobody() -> str:
 
 
 def fetch(cache: Path, *mirrors: str, timeout_s: float = 10) -> Path:
-    return fetch_dataset(
-        "small", cache, sets={"small": RemoteSet(mirrors=mirrors, sums=SUMS)}, timeout_s=timeout_s
-    )
+    sets = {"small": RemoteSet(mirrors=mirrors, sums=SUMS)}
+    return fetch_dataset("small", cache, sets=sets, timeout_s=timeout_s)
 
 
 def contents(folder: Path) -> dict[str, bytes]:

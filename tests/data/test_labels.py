@@ -33,18 +33,15 @@ def test_labels_of_classes_pass_without_a_word(counts: dict[str, int]) -> None:
 def test_labels_that_are_no_classes_are_refused() -> None:
     for counts, words in (
         (measured(21), "got 21 different ones on 21 samples, all of them numbers, such as '0.00'"),
-        (measured(30, each=50), "all of them numbers, such as '0.00', '0.33', '0.67'"),
         ({str(n * n): 2 for n in range(80)}, "got 80 different ones on 160 samples, all of them"),
         ({f"word {n}": 1 for n in range(30)}, "30 of them only once, such as 'word 0'"),
         ({"toxic": 5, "toxic,rude": 3, "rude, mean": 2, "mean": 1}, "got lists of them, such as"),
-        ({"a|b": 5, "b|c": 3, "a|c": 2, "a|b|c": 1}, r"such as 'a\|b', 'b\|c', 'a\|c'"),
         ({"0 1 0": 5, "1 0 0": 4}, "got lists of them, such as '0 1 0', '1 0 0'"),
         ({"Lob": 3, "smash": 3, "lob": 2}, "got 'Lob' and 'lob': give them one name"),
         ({"cafe\u0301": 3, "caf\u00e9": 2}, "the same letters in two ways of Unicode"),
         ({"Straße": 3, "STRASSE": 2}, "got 'Straße' and 'STRASSE'"),
         ({"cat": 3, "ca\u200bt": 2}, "expected one spelling of every class"),
         ({"cat": 3, "\x1b[2Jdog": 2}, "expected names of classes in letters, got '.x1b"),
-        ({"cat": 3, "dog\nbird": 2}, "expected names of classes in letters"),
     ):
         with pytest.raises(DataError, match=f"^train.tsv: .*{words}.*--labels-as-is"):
             check_labels(counts, "train.tsv")

@@ -80,9 +80,8 @@ def test_a_picture_is_turned_as_its_note_says(tmp_path: Path, orientation: int) 
     path, exif = tmp_path / "a.png", Image.Exif()
     exif[0x0112] = orientation
     noise(SIZE).save(path, exif=exif)
-    turned = np.rot90(
-        np.asarray(noise(SIZE)), {3: 2, 4: 2, 5: 1, 6: 3, 7: 3, 8: 1}.get(orientation, 0)
-    )
+    quarters = {3: 2, 4: 2, 5: 1, 6: 3, 7: 3, 8: 1}.get(orientation, 0)
+    turned = np.rot90(np.asarray(noise(SIZE)), quarters)
     if orientation in (2, 4, 5, 7):
         turned = np.flip(turned, axis=1 if orientation < 5 else 0)
     np.testing.assert_array_equal(np.asarray(open_picture(path)), turned)

@@ -31,11 +31,6 @@ from tests.tables import for_each
 PETS = ("cat", "dog")
 
 
-def settle(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = time.time_ns
-    monkeypatch.setattr(time, "time_ns", lambda: now() + 10**12)
-
-
 @pytest.fixture
 def read_paths(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     paths: list[Path] = []
@@ -62,8 +57,9 @@ def read_masked(root: Path, known: Any = None, **more: Any) -> MaskedPictures:
 def test_what_was_changed_is_read_again_and_nothing_else(
     tmp_path: Path, read_paths: list[Path], settled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if settled:
-        settle(monkeypatch)
+    if settled:  # files count as written long ago
+        now = time.time_ns
+        monkeypatch.setattr(time, "time_ns", lambda: now() + 10**12)
     root = write_class_folders(tmp_path / "pets", ["dog", os.fsdecode(b"caf\xe9")])
     first = read(root)
     (tmp_path / "scan.json").write_text(first.scan)

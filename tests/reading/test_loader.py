@@ -148,9 +148,8 @@ def test_the_devices_together_read_every_sample_once_and_in_order(
             assert {n for batch in own for n in batch.shards} <= {*plan.shards_of(device)}
         batches = united(read)
         assert samples_in(batches) == order.tolist()[:whole]
-        assert [batch.samples for batch in batches] == [
-            min(batch_size, whole - start) for start in range(0, whole, batch_size)
-        ]
+        sizes = [min(batch_size, whole - start) for start in range(0, whole, batch_size)]
+        assert [batch.samples for batch in batches] == sizes
         assert {len(loader) for loader in loaders} == {len(batches)}
         for batch in batches:
             sizes = [stop - start for start, stop in cut_bounds(batch.samples, plan.shards)]
@@ -244,9 +243,8 @@ def test_a_plan_holds_from_the_next_batch(workers: int, plans: list[tuple[int, .
 def test_a_sample_that_another_device_now_reads_is_no_error_here(workers: int) -> None:
     """Although this one may have tried to read it already."""
     now = [Plan((1, 0))]
-    loader = make_loader(
-        Items(broken), lambda: now[0], shuffle=False, batch_size=5, workers=workers
-    )
+    choices = {"shuffle": False, "batch_size": 5, "workers": workers}
+    loader = make_loader(Items(broken), lambda: now[0], **choices)
     read = []
     for batch in loader:
         read.append(len(batch.shards))
@@ -365,16 +363,6 @@ def test_reading_and_collating_have_one_thread(workers: int) -> None:
         assert torch.get_num_threads() == 2
 
 
-class Noted(Augmented):
-    def __init__(self) -> None:
-        super().__init__()
-        self.read: list[int] = []
-
-    def __getitem__(self, index: int) -> tuple[int, float]:
-        self.read.append(index)
-        return super().__getitem__(index)
-
-
 def digests(data: Any, **choices: Any) -> list[int]:
     """Of each batch of two passes."""
     loader = make_loader(data, Plan((1, 3)), digest=True, **choices)
@@ -403,9 +391,10 @@ def test_every_batch_has_the_digest_of_the_data(workers: int) -> None:
 @processes
 def test_a_digest_is_read_where_the_samples_are_read() -> None:
     """What opens its file when first used must not do so before the workers are there."""
-    data = Noted()
+    read: list[int] = []
+    data = Items(lambda index: read.append(index) or index)  # type: ignore[func-returns-value]
     assert len(set(digests(data, workers=1))) == 1
-    assert data.read == []
+    assert read == []
 
 
 @with_workers

@@ -102,15 +102,14 @@ def test_a_stream_may_know_its_length_and_leave_out_a_short_batch() -> None:
 def test_a_plan_holds_from_the_next_batch(workers: int) -> None:
     counts = [(1, 3), (2, 2), (0, 4), (4, 0), (4, 0), (1, 3), (2, 2), (3, 1)]
     now = [Plan(counts[0])]
-    loader = stream_loader(
-        Noisy(40), lambda: now[0], [1], batch_size=4, workers=workers, collate=noisy_collate
-    )
+    choices: Any = {"batch_size": 4, "collate": noisy_collate}
+    loader = stream_loader(Noisy(40), lambda: now[0], [1], workers=workers, **choices)
     read: list[ShardedBatch] = []
     for _ in range(2):
         for batch in loader:
             read.append(batch)
             now[0] = Plan(counts[len(read) % len(counts)])
-    whole_loader = stream_loader(Noisy(40), Plan((4,)), batch_size=4, collate=noisy_collate)
+    whole_loader = stream_loader(Noisy(40), Plan((4,)), **choices)
     plain = [batch for _ in range(2) for batch in whole_loader]
     assert [b.plan.counts for b in read] == [counts[n % len(counts)] for n in range(20)]
     for batch, whole in zip(read, plain, strict=True):

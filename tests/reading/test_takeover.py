@@ -46,9 +46,8 @@ def read(loader: onefold.Loader, passes: int = 2) -> list[Any]:
     ],
 )
 def test_settings_are_those_of_ours(theirs: dict[str, Any], ours: dict[str, Any]) -> None:
-    taken = make_trainer().loader(
-        DataLoader(Augmented(), **{"collate_fn": noisy_collate, **theirs})
-    )
+    theirs = {"collate_fn": noisy_collate, **theirs}
+    taken = make_trainer().loader(DataLoader(Augmented(), **theirs))
     made = make_trainer().loader(Augmented(), **{"collate": noisy_collate, **ours})
     assert read(taken) == read(made)
     assert taken.track.size == made.track.size

@@ -16,8 +16,6 @@ from onefold.system.caches import check_cache, default_of_torch, other_caches, p
 from tests.somebody import NOBODY, needs_root
 from tests.tables import for_each
 
-INDUCTOR = caches.INDUCTOR
-
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -57,10 +55,7 @@ def through_a_folder_of_all(folder: Path) -> Path:
 @for_each(
     ("make", "why"),
     [
-        (
-            lambda folder: made_open(folder, 0o777) / "in/it",
-            "others may write to .*home .mode 777.",
-        ),
+        (lambda at: made_open(at, 0o777) / "in/it", "others may write to .*home .mode 777."),
         (lambda folder: made_open(folder, 0o1777), "others may write to .*home .mode 1777."),
         (lambda folder: made_open(folder, 0o770), "mode 770"),
         (a_file, "is not a folder"),
@@ -139,7 +134,7 @@ def test_the_compiler_keeps_nothing_elsewhere(home: Path, monkeypatch: pytest.Mo
         monkeypatch.setattr(module, "default_cache_dir", module.default_cache_dir)
     for name in ("_HEADER_DIR", "_HEADER_LOCK_DIR"):
         monkeypatch.setattr(codecache, name, "")
-    monkeypatch.setenv(INDUCTOR, str(home))
+    monkeypatch.setenv(caches.INDUCTOR, str(home))
     compilers.keep_code_in(str(home))
     assert str(home / "precompiled_headers" / "locks") == codecache._HEADER_LOCK_DIR
     assert implementations._OnDiskCacheImpl()._base_dir == home / "cache"

@@ -7,6 +7,7 @@ import gc
 import mmap
 import os
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -35,10 +36,6 @@ def in_a_file(tensor: torch.Tensor) -> bool:
 def counted() -> tuple[int, int]:
     maps = Path("/proc/self/maps").read_text().splitlines()
     return len(os.listdir("/proc/self/fd")), len(maps)
-
-
-def full(*_: object) -> None:
-    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 ROWS = torch.arange(6000.0).reshape(60, 100)
@@ -120,7 +117,8 @@ def test_a_folder_of_no_use_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_on_a_full_disk_nothing_is_lost(heap: DiskHeap, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = heap.copy(torch.arange(4000.0))
     with monkeypatch.context() as patch:
-        patch.setattr(os, "posix_fallocate", full)
+        full = OSError(errno.ENOSPC, "No space left on device")
+        patch.setattr(os, "posix_fallocate", mock.Mock(side_effect=full))
         with pytest.raises(OSError, match=r"8,192 more bytes of the model in .*: No sp") as caught:
             heap.empty(2 * PAGE)
         assert caught.value.errno == errno.ENOSPC

@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -124,14 +125,12 @@ def test_a_file_is_written_whole_and_on_the_disk_before_it_takes_its_place(
 def test_what_was_there_stays_where_writing_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
-    def fail(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     path = tmp_path / "file"
     replace_file(path, "older")
     with pytest.raises(UnicodeEncodeError):
         replace_file(path, "two \udcff")
-    monkeypatch.setattr(os, fails, fail)
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(os, fails, mock.Mock(side_effect=full))
     with pytest.raises(OSError, match="No space left on device"):
         write_whole(path, b"new")
     assert path.read_text() == "older"

@@ -86,12 +86,9 @@ PROGRAM = zipped("model/data.pkl", "model/constants.pkl", "model/code/model.py")
     [
         (b"", "is empty"),
         (b"version https://git-lfs.github.com/spec/v1\n", "is no file of weights: .* b'version h"),
-        (saved(STATE)[:20], "is a broken file of torch.save: File is not a zip file"),
         (saved(STATE)[:-400], "is a broken file of torch.save: File is not a zip file"),
         (saved(STATE).replace(b"data.pkl", b"da\xcea.pkl"), "is a broken file of torch.save"),
-        (legacy(STATE)[:20], "is a broken file of torch.save: EOFError"),
         (legacy(STATE)[:-4], "is a broken file of torch.save: unexpected EOF"),
-        (save_safetensors(STATE)[:20], "is a broken safetensors file: .*header"),
         (save_safetensors(STATE)[:-4], "is a broken safetensors file: .*not fully covered"),
         (zipped("weights.pth"), r"is a zip file that torch\.save did not write"),
         (PROGRAM, "holds a TorchScript program"),
