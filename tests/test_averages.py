@@ -17,10 +17,8 @@ from torch.optim.swa_utils import AveragedModel, update_bn
 from torch.utils.data import TensorDataset
 
 import onefold
-from onefold.core.options import RunOptions
-from onefold.errors import CheckpointError, PeerFailed
-from onefold.run.world import current_world
-from onefold.testing import outcomes, simulate
+from onefold.errors import CheckpointError
+from onefold.testing import simulate
 from tests.averaged import Net, batch_of, data, loss, trained, trainer_of
 from tests.checkpoint.folders import names_in
 from tests.small import Batch, bits
@@ -138,25 +136,6 @@ def test_every_device_has_the_same(exchange: Any, precision: Any, tmp_path: Path
 
 
 # The block
-
-
-def one_fails(found: list[tuple[str, onefold.Trainer]]) -> None:
-    """The last device raises in the block, while the others evaluate."""
-    trainer = averaging(None)
-    found.append((trainer.fingerprint(), trainer))
-    with trainer.averaged():
-        if current_world().rank == 2:
-            raise KeyError("mine")
-        trainer.evaluate(score, data(), batch_size=9)
-
-
-@for_each("exchange", ["shared", "collective"])
-def test_what_is_trained_is_back_where_one_process_fails(exchange: Any) -> None:
-    found: list[tuple[str, onefold.Trainer]] = []
-    ended = outcomes(one_fails, 3, args=(found,), options=RunOptions(exchange=exchange))
-    assert [type(each.error) for each in ended] == [PeerFailed, PeerFailed, KeyError]
-    # Each device puts back what is its own.
-    assert [trainer.fingerprint() == before for before, trainer in found] == [True] * 3
 
 
 def in_changing(trainer: onefold.Trainer) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -100,11 +101,9 @@ def drawing(forks: bool) -> str:
     for _ in range(3):
         rows = torch.randint(40, (8,))
         trainer.step((inputs[rows], targets[rows]))
-        if trainer.is_lead and forks:
-            with trainer.fork_rng():
+        if trainer.is_lead:
+            with trainer.fork_rng() if forks else nullcontext():
                 draws()
-        elif trainer.is_lead:
-            draws()
     return trainer.fingerprint()
 
 

@@ -78,13 +78,7 @@ def of_some(model: nn.Module, batch: Batch) -> torch.Tensor:
     return (one @ onefold.gather(other[batch[0][:, 0] > 0.5]).T).sum(dim=1)
 
 
-def of_terms(model: nn.Module, batch: Batch) -> object:
-    losses, some = of_own_rows(model, batch), batch[0][:, 0] > 0
-    chosen = onefold.Mean((losses * some).sum(), some.sum())
-    return onefold.Mean(losses.sum(), len(losses)) + chosen + 0.1 * onefold.Sum(losses.sum())
-
-
-LOSSES = (of_the_batch, of_own_rows, in_a_chain, of_some, of_terms)
+LOSSES = (of_the_batch, of_own_rows, in_a_chain, of_some)
 
 
 def batches(steps: int, samples: int = 11, dtype: torch.dtype = torch.float32) -> list[Batch]:
@@ -106,11 +100,7 @@ def plain(model: nn.Module, loss: LossOf, steps: Sequence[Batch]) -> float:
     for batch in steps:
         optimizer.zero_grad()
         value: Any = loss(model, batch)
-        if isinstance(value, onefold.Means):
-            mean, chosen, total = value.terms
-            value = mean.total / mean.weight + chosen.total / chosen.weight + total.total
-        value = value.mean()
-        value.backward()
+        (value := value.mean()).backward()
         optimizer.step()
     return float(value.item())
 
@@ -259,10 +249,8 @@ def test_the_error_of_a_shard_ends_the_others(devices: int, late: bool) -> None:
             raise ArithmeticError("the fault")
         return (ones @ onefold.gather(other).T).sum()
 
-    spoil = False
-    model = Towers(restless=True)
-    trainer = trainer_of(loss, model=model, devices=devices)
-    steps = batches(2)
+    spoil, steps = False, batches(2)
+    trainer = trainer_of(loss, model=(model := Towers(restless=True)), devices=devices)
     trainer.step(steps[1])
     spoil = True
     with pytest.raises(ArithmeticError, match="the fault") as caught:

@@ -34,19 +34,6 @@ def net() -> nn.Module:
     )
 
 
-class Spoilt(torch.autograd.Function):
-    """Zero, with a gradient of choice."""
-
-    @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, factor: float) -> torch.Tensor:
-        ctx.factor, ctx.shape = factor, values.shape
-        return values.new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return (gradient * ctx.factor).expand(ctx.shape), None
-
-
 class Loss:
     """Cross-entropy; where it is spoilt, something else for the second shard."""
 
@@ -58,8 +45,11 @@ class Loss:
     def __call__(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         losses = F.cross_entropy(model(batch[0]), batch[1], reduction="none")
         if self.spoilt is not None and bool((batch[1] == 9).any()):
-            spoilt = Spoilt.apply(model.get_parameter("4.bias").float(), self.spoilt)
-            losses = losses + (self.spoilt if self.itself else spoilt)
+            total = model.get_parameter("4.bias").float().sum()
+            zero = total - total.detach()
+            if zero.requires_grad:
+                zero.register_hook(lambda gradient: gradient * self.spoilt)
+            losses = losses + (self.spoilt if self.itself else zero)
         return losses
 
 

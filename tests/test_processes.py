@@ -99,17 +99,6 @@ def test_a_fault_of_one_device_ends_the_run(run: Start, exchange: str, kind: str
     assert len([line for line in errors.splitlines() if line.startswith("onefold:")]) <= 2
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("exchange", ["shared", "collective"])
-def test_a_device_that_never_arrives_is_named_at_the_limit(run: Start, exchange: str) -> None:
-    this = run("sleep", "2", "3", options=("--timeout", "4", "--exchange", exchange))
-    this.wait_until_ready()
-    code, errors = this.finish()
-    assert re.search(r"device 2( \(process \d+\))? did not arrive within 4 s in step 3", errors)
-    assert "onefold run --timeout" in errors
-    assert code == 1
-
-
 SIGNALS = {signal.SIGINT: ("Ctrl-C", 130), signal.SIGTERM: ("SIGTERM", 143)}
 
 

@@ -37,10 +37,6 @@ def score(model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
     return {"loss": square(model, batch)}
 
 
-class Left(Exception):
-    """The script is left here."""
-
-
 class Script:
     """A run that may be saved somewhere, and gone on with by another one."""
 
@@ -59,28 +55,24 @@ class Script:
         loader = self.trainer.loader(DATA, batch_size=4, shuffle=True)
         if folder is not None and until is None:
             self.trainer.load(folder)
+        for epoch in self.trainer.epochs(EPOCHS):
+            for batch in loader:
+                rate = self.optimizer.param_groups[0]["lr"]
+                self.rates[self.trainer.step(batch).number] = rate
+                if until == (epoch, (self.trainer.steps - 1) % 3):
+                    return self.saved(folder)
+            if until == (epoch, "end"):
+                return self.saved(folder)
+            if self.steps_itself:
+                scores = self.trainer.evaluate(score, DATA, batch_size=4)
+                self.schedule.step(scores["loss"])
+            if until == (epoch, "after") and epoch < EPOCHS - 1:
+                break  # of an epoch that is done
+        return self.saved(folder if until else None)
 
-        def leave(*here: Any) -> None:
-            if here == until:
-                self.trainer.save(folder)  # type: ignore[arg-type]
-                raise Left
-
-        try:
-            for epoch in self.trainer.epochs(EPOCHS):
-                for batch in loader:
-                    rate = self.optimizer.param_groups[0]["lr"]
-                    self.rates[self.trainer.step(batch).number] = rate
-                    leave(epoch, (self.trainer.steps - 1) % 3)
-                leave(epoch, "end")
-                if self.steps_itself:
-                    scores = self.trainer.evaluate(score, DATA, batch_size=4)
-                    self.schedule.step(scores["loss"])
-                if until == (epoch, "after") and epoch < EPOCHS - 1:
-                    break  # of an epoch that is done
-        except Left:
-            return ""
-        if until is not None:
-            self.trainer.save(folder)  # type: ignore[arg-type]
+    def saved(self, folder: Path | None) -> str:
+        if folder is not None:
+            self.trainer.save(folder)
         return self.trainer.fingerprint()
 
 
