@@ -46,7 +46,7 @@ def noisy() -> nn.Module:
 
 
 def agrees(line: dict[str, Any]) -> bool:
-    several = (line[f"{what}_difference"] for what in ("loss", "gradient", "worst"))
+    several = (line["loss_difference"], line["gradient_difference"], line["worst_difference"])
     return max(several) < 1e-9 and not line["causes"]
 
 
