@@ -63,20 +63,16 @@ def test_a_step_takes_batches_of_each_kind(make: Any, options: dict[str, Any]) -
 # Detection: tensors of various sizes, one a sample
 
 
-class Boxes(torch.utils.data.Dataset[tuple[torch.Tensor, dict[str, torch.Tensor]]]):
-    """Pictures of various sizes, with from none to three boxes each."""
-
-    def __len__(self) -> int:
-        return 14
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        generator = torch.Generator().manual_seed(index)
-        picture = torch.randn(3, 6 + index % 3, 6, generator=generator)
-        return picture, {"boxes": torch.randn(index % 4, 4, generator=generator)}
+SOURCE = torch.Generator().manual_seed(0)
+BOXES = [
+    (torch.randn(3, 6 + n % 3, 6, generator=SOURCE), torch.randn(n % 4, 4, generator=SOURCE))
+    for n in range(14)
+]
+"""Pictures of various sizes, with from none to three boxes each."""
 
 
 def as_lists(samples: list[Any]) -> Any:
-    return [picture for picture, _ in samples], [target for _, target in samples]
+    return [picture for picture, _ in samples], [{"boxes": boxes} for _, boxes in samples]
 
 
 def of_boxes(model: nn.Module, batch: Any) -> tuple[onefold.Mean, dict[str, object]]:
@@ -97,7 +93,7 @@ def found_boxes(devices: int = 1, **options: Any) -> torch.Tensor:
     model = nn.Linear(3, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     trainer = make_trainer(model, of_boxes, optimizer=optimizer, devices=devices, **options)
-    batches = trainer.loader(Boxes(), batch_size=7, collate=as_lists)
+    batches = trainer.loader(BOXES, batch_size=7, collate=as_lists)
     values = [float(trainer.step(b).values["boxes"]) for _ in trainer.epochs(2) for b in batches]
     assert values == [9, 10] * 2
     return model.weight.detach()

@@ -116,20 +116,6 @@ def test_what_a_script_writes_has_all_shards_begin_anew(tmp_path: Path) -> None:
     assert len({trainer.fingerprint() for trainer in (*trainers, going_on)}) == 1
 
 
-def test_a_step_that_is_skipped_leaves_them_alone() -> None:
-    trainer, other = trainer_of(2, on_nonfinite="skip"), trainer_of()
-    for each in (trainer, other):
-        train(each, 1, 2)
-    spoilt = trainer.model.out.bias
-    before = spoilt.detach().clone()
-    with trainer.changing(), torch.no_grad():
-        spoilt.fill_(float("nan"))
-    assert trainer.step(batch_of(7)).skipped
-    with trainer.changing(), torch.no_grad():
-        spoilt.copy_(before)
-    assert train(trainer, 3, 3) == train(other, 3, 3)
-
-
 def test_pieces_of_a_shard_are_refused() -> None:
     with pytest.raises(ValueError, match="as large as a shard, and microbatch runs a shard in pie"):
         trainer_of(microbatch=2)

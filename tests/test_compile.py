@@ -23,6 +23,7 @@ from tqdm import tqdm
 import onefold
 from onefold.engine import compiling, kernels
 from onefold.errors import CheckpointError, LossError, StateError
+from tests.small import make_trainer
 from tests.tables import for_each
 from tests.verifying.compared import compared
 
@@ -127,10 +128,9 @@ def trainer_of(
     loss: Loss = of_each, devices: int | None = 1, *, build: Any = Net, **options: Any
 ) -> onefold.Trainer:
     torch.manual_seed(0)
-    model = build()
-    named = ["cpu"] * devices if devices else None
-    settings = {"shards": 4, "threads": 1, "compile": True, "devices": named, **options}
-    return onefold.Trainer(model, torch.optim.AdamW(model.parameters(), lr=1e-2), loss, **settings)
+    optimizer = torch.optim.AdamW((model := build()).parameters(), lr=1e-2)
+    settings: Any = {"optimizer": optimizer, "devices": devices, "compile": True, **options}
+    return make_trainer(model, loss, **settings)
 
 
 def run(

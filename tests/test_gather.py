@@ -17,9 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import onefold
-from onefold.core.options import RunOptions
-from onefold.errors import GradientError, LossError, PeerError
-from onefold.testing import Fault, outcomes
+from onefold.errors import GradientError, LossError
 from tests.small import Batch, make_trainer, result, sgd
 from tests.tables import for_each
 
@@ -299,20 +297,3 @@ def test_the_shard_whose_gradient_is_not_finite_is_named(
 
     with pytest.raises(GradientError, match=words):
         trainer_of(loss, devices=devices).step(batches(1)[0])
-
-
-def trained() -> str:
-    return result(trainer_of(of_own_rows, devices=None), batches(2))[0]
-
-
-@for_each("exchange", ["shared", "collective"])
-def test_a_device_that_does_not_gather_is_named(exchange: Any) -> None:
-    options = RunOptions(exchange=exchange)
-    whole, other = outcomes(trained, 2, options=options)
-    named = 0
-    for call in range(1, other.calls + 1, 7):
-        fault = Fault(device=1, call=call, kind="stop")
-        found, _ = outcomes(trained, 2, options=options, faults=[fault])
-        assert found.value == whole.value or isinstance(found.error, PeerError)
-        named += "device 1" in str(found.error)
-    assert named > 1

@@ -20,7 +20,7 @@ def make(folder: Path, *choices: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "tests.gpu", "--results", str(folder / "results"), *choices]
     without = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=600, env=without, check=False
+        command, cwd=ROOT, capture_output=True, text=True, timeout=600, env=without
     )
 
 

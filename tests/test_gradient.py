@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -58,9 +58,7 @@ def test_it_is_plain_pytorchs(devices: int, plan: tuple[int, ...] | None) -> Non
     trainer = gradient_of(devices, model=model, plan=plan)
     for number in (1, 2):
         step = trainer.gradient(exact(number))
-        expected.zero_grad()
-        value = loss(expected, exact(number)).mean()
-        value.backward()
+        value = plain(expected).gradient(exact(number)).loss
         given = [p.grad for p in expected.parameters() if p.grad is not None]
         norm = float(torch.nn.utils.get_total_norm(given))
         assert step.number == number
@@ -124,20 +122,16 @@ def test_what_is_not_finite_is_refused_or_skipped() -> None:
 # Updates
 
 
-class Plain:
+def plain(model: nn.Module) -> Any:
     """What a trainer does of that, with the whole batch in plain PyTorch."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model, self.steps = model, 0
-
-    def gradient(self, batch: Batch) -> Any:
-        self.model.zero_grad()
-        value = loss(self.model, batch).mean()
+    def gradient(batch: Batch) -> Any:
+        model.zero_grad()
+        value = loss(model, batch).mean()
         value.backward()  # type: ignore[no-untyped-call]
         return SimpleNamespace(loss=value.detach())
 
-    def changing(self) -> AbstractContextManager[None]:
-        return nullcontext()
+    return SimpleNamespace(model=model, gradient=gradient, changing=nullcontext)
 
 
 Losses = Iterator[float]
@@ -179,9 +173,9 @@ def test_updates_are_those_of_a_plain_loop_on_any_number_of_devices(program: Pro
     assert run(program, 3, plan=(0, 3, 1)) == alone
     for exchange in ("shared", "collective"):
         assert simulate(lambda: run(program, None), 2, exchange=exchange) == [alone] * 2
-    plain = smooth()
-    assert losses == pytest.approx(list(program(Plain(plain), STEPS)), rel=1e-9)
-    for mine, other in zip(values, plain.parameters(), strict=True):
+    expected = smooth()
+    assert losses == pytest.approx(list(program(plain(expected), STEPS)), rel=1e-9)
+    for mine, other in zip(values, expected.parameters(), strict=True):
         torch.testing.assert_close(torch.tensor(mine).double(), other, rtol=1e-6, atol=1e-7)
 
 

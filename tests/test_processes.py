@@ -27,7 +27,6 @@ class Run:
     """``onefold run`` of the script with a fault."""
 
     def __init__(self, folder: Path, *fault: str, options: tuple[str, ...] = ()) -> None:
-        folder.mkdir(exist_ok=True)
         self.errors, self.output = folder / "stderr", folder / "stdout"
         command = [sys.executable, "-m", "onefold", "run", "--devices", "cpu:3", *options]
         with self.output.open("wb") as out, self.errors.open("wb") as err:
@@ -51,10 +50,9 @@ class Run:
         path = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
         return sorted(int(pid) for pid in path.read_text().split())
 
-    def finish(self, limit_s: float = LIMIT_S) -> tuple[int, str]:
+    def finish(self) -> tuple[int, str]:
         """Exit code, and what stands on the screen besides the output."""
-        code = self.process.wait(limit_s)
-        return code, self.errors.read_text()
+        return self.process.wait(LIMIT_S), self.errors.read_text()
 
 
 Start = Callable[..., Run]
@@ -64,8 +62,8 @@ Start = Callable[..., Run]
 def run(tmp_path: Path) -> Iterator[Start]:
     started: list[Run] = []
 
-    def start(*fault: str, options: tuple[str, ...] = (), name: str = "") -> Run:
-        started.append(Run(tmp_path / name, *fault, options=options))
+    def start(*fault: str, options: tuple[str, ...] = ()) -> Run:
+        started.append(Run(tmp_path, *fault, options=options))
         return started[-1]
 
     yield start
@@ -75,11 +73,12 @@ def run(tmp_path: Path) -> Iterator[Start]:
         each.process.wait()
 
 
+FAILED = r"device 1 \(cpu, process \d+\) failed in step 4: ArithmeticError: the fault"
 FAULTS = {
     "kill": (r"device 1 \(cpu, process \d+\) was killed by SIGKILL .*in step 4", 137),
     "stop": (r"device 1 .*stopped.*step 4", 1),
-    "raise": (r"device 1 \(cpu, process \d+\) failed in step 4: ArithmeticError: the fault", 1),
-    "inside": (r"device 1 \(cpu, process \d+\) failed in step 4: ArithmeticError: the fault", 1),
+    "raise": (FAILED, 1),
+    "inside": (FAILED, 1),
     "exit": (r"device 1 \(cpu, process \d+\) ended with exit code 3 in step 4", 3),
     "leave": (r"device 1 .*ended.* its script came to an end before the others'", 1),
 }

@@ -31,7 +31,7 @@ class Draws:
         self.gathers, self.blocks = gathers, blocks
 
     def __call__(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        before, first = drawn(), (1.0, 1.0, 1.0)
+        before, rows = drawn(), model(batch)
         if self.blocks:
             with onefold.same_in_all_shards():
                 first = drawn()
@@ -40,8 +40,8 @@ class Draws:
                 with onefold.same_in_all_shards():
                     assert drawn() == first
             self.same.append((first, other))
+            rows = rows * first[0]
         self.own.append((*before, *drawn()))
-        rows = model(batch) * first[0]
         if self.gathers:
             rows = rows - onefold.gather(rows).mean()
         return rows.square().mean(dim=1)

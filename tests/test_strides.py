@@ -181,40 +181,31 @@ def test_values_do_not_depend_on_how_tensors_lie(
         assert found == [expected] * count
 
 
-class Rotating(torch.optim.Optimizer):
+class Rotating(torch.optim.SGD):
     """Keeps matrices beside whole parameters, as SOAP and Shampoo do: some lie column by column."""
-
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        super().__init__(parameters, {"lr": 0.05})
 
     @torch.no_grad()
     def step(self, closure: object = None) -> None:  # type: ignore[override]
         for parameter in self.param_groups[0]["params"]:
-            gradient, state = parameter.grad.flatten(1), self.state[parameter]
+            gradient, state = parameter.grad, self.state[parameter]
             if not state:
-                state["square"] = torch.zeros(len(gradient), len(gradient))
                 state["image"] = drawn(2, 3, 2, 2).to(memory_format=torch.channels_last)
                 # Of the parameter's own shape where that is square, and never in its strides.
                 state["mean"] = torch.zeros(gradient.shape[::-1]).t()
-            state["square"] += gradient @ gradient.t()
-            state["basis"] = torch.linalg.qr(state["square"])[0]
+            state["basis"] = torch.linalg.qr(gradient @ gradient.t())[0].t()
             state["mean"].lerp_(state["basis"] @ gradient, 0.5)
-            state["image"].mul_(state["basis"].diagonal().sum())
-            change = state["basis"].t() @ state["mean"] * state["image"].std()
-            parameter.sub_(0.05 * change.view(parameter.shape))
-
-    def reset(self) -> None:
-        """An optimizer with methods of its own has the states of all parameters in `changing`."""
+            state["image"].mul_(state["mean"].std())
+            parameter.sub_(0.05 * state["basis"].t() @ state["mean"] * state["image"].std())
 
 
 def rotated(folder: Path, loads: bool) -> list[object]:
     """What a run ends with that is saved after two steps, or goes on from there."""
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(3, 24, bias=False), nn.Tanh(), nn.Linear(24, 24, bias=False))
-    optimizer = Rotating(model.parameters())
+    optimizer = Rotating(model.parameters(), lr=0.05)
     trainer = make_trainer(model, loss, optimizer=optimizer, devices=None, stages=list(model))
     begin(trainer, folder, loads)
-    with trainer.changing():  # states go to all devices and back
+    with trainer.changing(optimizer_state=True):  # states go to all devices and back
         states = [optimizer.state[p] for p in model.parameters()]
         strides = [(key, value.stride()) for each in states for key, value in each.items()]
     for _ in range(3):
