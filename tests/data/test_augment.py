@@ -36,10 +36,6 @@ RANDOM = ["crop", "small crop", "shift"]
 SIDES = st.integers(1, 90) | st.sampled_from([1, 2, 400])
 
 
-def pixels_of(picture: Image.Image) -> np.ndarray:
-    return np.array(picture).astype(int)
-
-
 def normalise(mode: Mode) -> Normalise:
     return Normalise(MEAN, STD) if mode == "RGB" else Normalise(MEAN[:1], STD[:1])
 
@@ -92,7 +88,7 @@ def test_a_random_box_is_large_enough_and_within_the_picture(least_area: float) 
     picture = Image.fromarray(np.stack([columns, rows, rows], axis=2).astype(np.uint8))
     crop = RandomResizedCrop(8, least_area)
     for _ in range(100):
-        found = pixels_of(crop(picture))
+        found = np.array(crop(picture)).astype(int)
         width = (found[4, 7, 0] - found[4, 0, 0]) * 8 / 7
         height = (found[7, 4, 1] - found[0, 4, 1]) * 8 / 7
         assert 0 < width < 203

@@ -28,8 +28,6 @@ from tests.data.pictures import noise, write_class_folders
 from tests.masked import save_pairs
 from tests.tables import for_each
 
-PETS = ("cat", "dog")
-
 
 @pytest.fixture
 def read_paths(monkeypatch: pytest.MonkeyPatch) -> list[Path]:

@@ -14,7 +14,6 @@ from onefold.verifying.whole import KeepingCollate, cast_floats, whole_of
 from tests.tables import for_each
 
 Sample = tuple[torch.Tensor, int]
-Collate = Callable[[list[Any]], object]
 SAMPLES: list[Sample] = [(torch.full((2,), float(number)), number) for number in range(6)]
 
 
@@ -23,7 +22,7 @@ class Pair(NamedTuple):
     second: Any
 
 
-def made(collate: Collate) -> tuple[Any, Mapping[int, Any]]:
+def made(collate: Callable[[list[Any]], object]) -> tuple[Any, Mapping[int, Any]]:
     """What a loader would have made: the whole batch, and the payloads of three shards."""
     keeping = KeepingCollate(collate, torch.float64, keeps=True)
     cut = {0: SAMPLES[:3], 2: SAMPLES[3:5], 3: SAMPLES[5:]}
