@@ -35,6 +35,7 @@ class Pair(NamedTuple):
 
 def encoded(x: torch.Tensor, y: torch.Tensor) -> Any:
     transformers = pytest.importorskip("transformers")
+    pytest.importorskip("transformers.trainer")  # whose import replaces the module itself
     return transformers.BatchEncoding({"inputs": x, "targets": y})
 
 
