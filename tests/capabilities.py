@@ -1,12 +1,13 @@
-"""What this processor has kernels for: tests ask here, and skip by name what it cannot compute."""
+"""What a machine can do: tests ask here, and skip by name what is missing."""
 
 from __future__ import annotations
 
 import functools
 
+import pytest
 import torch
 
-__all__ = ["NO_LSTM", "has_lstm"]
+__all__ = ["NO_LSTM", "has_lstm", "needs_text"]
 
 NO_LSTM = "PyTorch has no LSTM in low precision for this processor, as without AVX-512"
 
@@ -23,3 +24,12 @@ def has_lstm(dtype: torch.dtype) -> bool:
             raise
         return False
     return True
+
+
+def needs_text() -> None:
+    """Skip the test module that calls this where the packages of texts are not installed.
+
+    Some of what they import sets variables of the environment: here, before any test looks.
+    """
+    for name in ("tokenizers", "transformers.models.roberta.modeling_roberta"):
+        pytest.importorskip(name, reason='needs pip install "onefold[text]"')
