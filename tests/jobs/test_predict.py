@@ -21,16 +21,14 @@ from onefold.errors import CheckpointError, DataError, LaunchError
 from onefold.jobs.finetune import best_checkpoint
 from onefold.jobs.predict import Prediction, PredictOptions, predict_run, write_prediction
 from tests import simulated
+from tests.capabilities import needs_text
 from tests.checkpoint.folders import reseal
 from tests.jobs.tiny import run_here
 from tests.masked import grey, on_cpu, save, save_pairs
 from tests.tables import for_each
 
 pillow = pytest.importorskip("PIL.Image", reason='needs pip install "onefold[images]"')
-NEEDS_TEXT = 'needs pip install "onefold[text]"'
-pytest.importorskip("tokenizers", reason=NEEDS_TEXT)
-# Some of what it imports sets variables of the environment: here, before any test looks.
-pytest.importorskip("transformers.models.roberta.modeling_roberta", reason=NEEDS_TEXT)
+needs_text()
 
 CLASSES = ("dark, all", "light", 'mid "way"')
 FILMS = ["a fine film ", " dull", "so  dull", "fine, fine", "a film", '"fine"', "très fine", "du"]

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers  # noqa: F401  # sets variables of the environment when it is loaded
 from safetensors.torch import save_file
 
 from onefold.errors import CheckpointError
@@ -18,7 +17,10 @@ from onefold.jobs.text import (
     prepare,
     settle,
 )
+from tests.capabilities import needs_text
 from tests.jobs.tiny import SMALL, run_here, write_texts
+
+needs_text()
 
 
 @pytest.fixture

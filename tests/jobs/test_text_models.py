@@ -13,14 +13,12 @@ from safetensors.torch import load_file, save_file
 from onefold.errors import CheckpointError
 from onefold.jobs.text_models import build_from_config, load_pretrained
 from onefold.jobs.tokens import train_tokenizer
+from tests.capabilities import needs_text
 from tests.jobs.sentences import TEXTS, VOCABULARY_SIZE, logits, shard, small
 from tests.tables import for_each
 
-NEEDS = 'needs pip install "onefold[text]"'
-tokenizers = pytest.importorskip("tokenizers", reason=NEEDS)
-# Some of what it imports sets variables of the environment: here, before any test looks.
-transformers = pytest.importorskip("transformers", reason=NEEDS)
-roberta = pytest.importorskip("transformers.models.roberta.modeling_roberta", reason=NEEDS)
+needs_text()
+transformers = pytest.importorskip("transformers")
 
 HEAD = {"classifier.out_proj.weight", "classifier.out_proj.bias"}
 Change = Callable[[Path], object]

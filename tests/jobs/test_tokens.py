@@ -8,12 +8,11 @@ import torch
 
 from onefold.jobs import tokens
 from onefold.jobs.tokens import EncodedTexts, encode_texts, train_tokenizer
+from tests.capabilities import needs_text
 from tests.jobs.sentences import TEXTS, VOCABULARY_SIZE
 
-NEEDS = 'needs pip install "onefold[text]"'
-tokenizers = pytest.importorskip("tokenizers", reason=NEEDS)
-# Some of what it imports sets variables of the environment: here, before any test looks.
-roberta = pytest.importorskip("transformers.models.roberta.modeling_roberta", reason=NEEDS)
+needs_text()
+tokenizers = pytest.importorskip("tokenizers")
 
 
 @pytest.fixture(scope="module")
