@@ -33,11 +33,7 @@ SEMAPHORE_IN_THE_MAKING = re.compile(r"sem\.[A-Za-z0-9]{6}")
 """The C library's own: it stays where a process is killed in the very moment of making one."""
 
 ROOT = Path(__file__).resolve().parent.parent
-USUAL = {
-    signal.SIGINT: signal.default_int_handler,
-    signal.SIGHUP: signal.SIG_DFL,
-    signal.SIGQUIT: signal.SIG_DFL,
-}
+USUAL = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
 
 subprocess.Popen = warm.Popen  # type: ignore[misc]
 

@@ -171,7 +171,6 @@ def in_lines() -> Iterator[tuple[str, Compute]]:
 
 
 def _digest(compute: Callable[..., object], *given: object) -> Sequence[str]:
-    """All that a run can be is too much to be kept."""
     return [hashlib.sha256(repr(compute(*given)).encode()).hexdigest()[:16]]
 
 
@@ -187,11 +186,7 @@ def case_words(case: Any) -> Iterator[str]:
 
 
 def computed(number: int) -> tuple[str, Found, dict[str, Found]]:
-    """A problem on one device, and the ways that have other bits.
-
-    Args:
-        number: of the problem.
-    """
+    """A problem, by its number, on one device, and the ways that have other bits."""
     import torch
 
     from onefold.system import heap
@@ -230,10 +225,7 @@ def computed(number: int) -> tuple[str, Found, dict[str, Found]]:
 
 
 def processor() -> str:
-    """The kind of processor, as far as its kernels may differ with the settings of `FIXED`.
-
-    oneDNN cuts its work by the size of caches.
-    """
+    """The kind of processor, with its cache: oneDNN cuts its work by that."""
     lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
     known = {
         name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)

@@ -51,13 +51,11 @@ class Mutant(NamedTuple):
     """One fault."""
 
     name: str
-    """What is wrong, in a few words."""
     file: str
-    """Where, below ``src/onefold``."""
+    """Below ``src/onefold``."""
     old: str
     """A text that is there exactly once."""
     new: str
-    """What takes its place."""
 
 
 MUTANTS: list[Mutant] = [
@@ -440,8 +438,6 @@ MUTANTS: list[Mutant] = [
 
 
 class Result(NamedTuple):
-    """What became of a mutant."""
-
     by: str
     """What found it: `GOLDEN` or `TESTS`; or else `NOBODY` or `TIME`."""
     test: str
@@ -450,15 +446,13 @@ class Result(NamedTuple):
 
     @property
     def is_found(self) -> bool:
-        """Whether the fault was noticed."""
         return self.by in (GOLDEN, TESTS)
 
 
 class Ended(NamedTuple):
-    """How a command ended."""
+    """How a command ended; its code is None if its time was up."""
 
     code: int | None
-    """None if it had to be ended, as its time was up."""
     out: str
     errors: str
 
@@ -469,16 +463,7 @@ def planted(mutant: Mutant, root: Path = ROOT) -> str:
 
 
 def check(root: Path = ROOT) -> None:
-    """Look that each mutant fits the source as it is.
-
-    Args:
-        root: of the project, or of a copy.
-
-    Raises:
-        AssertionError: there are more or fewer of them, two have one name, or a text is not there
-            exactly once.
-        SyntaxError: a file does not compile with the fault in it.
-    """
+    """Look that each mutant fits the source as it is, in the project or in a copy."""
     assert len(MUTANTS) == _COUNT, f"expected {_COUNT} mutants, got {len(MUTANTS)}"
     assert len({mutant.name for mutant in MUTANTS}) == _COUNT, "two mutants have one name"
     for mutant in MUTANTS:
@@ -561,12 +546,7 @@ def first_wrong(ended: Ended) -> str:
 
 
 def stages(paths: Sequence[str], room: str | None) -> Iterator[list[str]]:
-    """The modules of Python that look for a fault, one after the other.
-
-    Args:
-        paths: of tests that are to look for it alone.
-        room: where the tests of the fault's own room lie, if it is known.
-    """
+    """The modules of Python that look for a fault, one after the other."""
     pytest = ["pytest", "-x", "-q", "--numprocesses", "2", "--dist", "loadgroup"]
     if paths:
         yield [*pytest, *paths]
@@ -578,16 +558,9 @@ def stages(paths: Sequence[str], room: str | None) -> Iterator[list[str]]:
 
 
 def tested(copy: Path, paths: Sequence[str], limit_s: float, room: str | None) -> Result:
-    """Run golden bits and tests in a copy until something fails.
+    """Run tests in a copy until something fails: these paths, or else golden bits and all tests.
 
-    Args:
-        copy: of the project.
-        paths: of tests, below the copy; golden bits and all tests if there are none.
-        limit_s: how long all may take.
-        room: tests that come before the others.
-
-    Raises:
-        RuntimeError: pytest has run no test.
+    Those of the fault's own room come first, if it is known.
     """
     begun = time.monotonic()
 

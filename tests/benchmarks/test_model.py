@@ -1,14 +1,12 @@
-"""The model of the exchange (docs/scaling.md): small cases by hand, and the exchange's own code."""
+"""The model of the exchange (docs/scaling.md) beside the exchange's own code."""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import pytest
 import torch
 
 import model
-from model import Links, Run
+from model import Run
 from onefold.core.flat import lay_out
 from onefold.core.head import StepHead
 from onefold.core.storage import BoardShape, cut_chunks, cut_pieces
@@ -18,38 +16,12 @@ from tests.tables import for_each
 pytestmark = pytest.mark.full
 
 MB = 10**6
-LINKS = Links(
-    host_bytes_per_s=1e9,
-    device_bytes_per_s=1e11,
-    memory_bytes_per_s=1e12,
-    message_s=1e-5,
-    delay_s=1e-3,
-)
 
 
 def run(devices: int, *, shards: int = 8, devices_per_host: int = 8, **fields: int) -> Run:
     """A run over 8 MB of parameters."""
     amounts = {"parameter_bytes": 8 * MB, **fields}
     return Run(devices=devices, shards=shards, devices_per_host=devices_per_host, **amounts)
-
-
-def test_by_hand() -> None:
-    alone, two, three, four, hosts = run(1), run(2), run(3), run(4), run(16, shards=16)
-    assert model.collective_bytes(alone) == model.collective_messages(alone) == 0
-    assert model.collect_bytes(four) == model.spread_bytes(four) == 6 * MB
-    assert model.ring_bytes(four) == 12 * MB
-    assert three.blocks == (2, 2, 1)
-    assert model.collect_bytes(three) == pytest.approx(5 / 3 * 8 * MB * 2 / 3)
-    assert model.host_bytes(hosts) == 2 * 8 * (8 * MB) * 8 / 16
-    assert model.folded_host_bytes(hosts) == 8 * MB
-    parts = [64 * MB / 1e9, 15 * 5 * 1e-5, 2e-3, 8 * MB / 1e12]
-    assert model.collective_s(hosts, LINKS) == pytest.approx(sum(parts))
-    # Parameters once, two sums and a gradient on each, half of one for the other, momentum once.
-    assert model.shared_memory_bytes(two) == (1 + 6 + 1 + 1) * 8 * MB
-    # Parameters on each, half of the other's partial sum, the same besides.
-    assert model.collective_memory_bytes(two) == (2 + 1 + 6 + 1) * 8 * MB
-    low = replace(two, low=True, low_parameters=True)
-    assert model.collective_memory_bytes(low) == (1 + 1 + 1 + 6 + 1 + 1) * 8 * MB
 
 
 @for_each("devices", [2, 4, 8])
