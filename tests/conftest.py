@@ -59,8 +59,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     warm.start_by_fork(item.get_closest_marker("fresh") is not None)
 
 
-MOST_CPU_S = 5.0
-"""Of a test that is not marked full, with the processes that it starts."""
+MOST_CPU_S = 5.0  # of a test that is not marked full, with the processes that it starts
 
 
 @pytest.hookimpl(wrapper=True)

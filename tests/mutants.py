@@ -35,16 +35,11 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = Path("src", "onefold")
-"""Below the project, or a copy of it."""
 FILE = Path(__file__).with_suffix(".json")
 _COUNT = 60
-
-GOLDEN, TESTS = "golden", "tests"
-NOBODY, TIME = "nobody", "time is up"
-"""What a result has in place of what found the fault: all have passed, or had no time to end."""
+GOLDEN, TESTS, NOBODY, TIME = "golden", "tests", "nobody", "time is up"
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+\.py.*?)(?: - .*)?$", re.MULTILINE)
-_NOT_RUN = (4, 5)
-"""Exit codes of pytest that has run no test: called wrongly, or with nothing to run."""
+_NOT_RUN = (4, 5)  # of pytest: called wrongly, or with nothing to run
 
 
 class Mutant(NamedTuple):
@@ -59,7 +54,6 @@ class Mutant(NamedTuple):
 
 
 MUTANTS: list[Mutant] = [
-    # What is computed without devices
     Mutant(
         "totals of shards are added from left to right",
         "core/fold.py",
@@ -99,7 +93,6 @@ MUTANTS: list[Mutant] = [
         "if _shares(sizes, middle) <= devices:",
         "if _shares(sizes, middle) < devices:",
     ),
-    # What devices give each other
     Mutant(
         "partial sums are added from left to right",
         "exchange/spans.py",
@@ -178,7 +171,6 @@ MUTANTS: list[Mutant] = [
         "prove(world.proof, group.rank(), trade, connections.ends())",
         "prove(world.proof, group.rank(), trade)",
     ),
-    # Steps
     Mutant(
         "a gradient that only the right half has is lost",
         "engine/gradients.py",
@@ -323,7 +315,6 @@ MUTANTS: list[Mutant] = [
         "(unpacked_bytes(table[device], dtype, shapes)[slot],)",
         "(unpacked_bytes(table[device], dtype, shapes)[0],)",
     ),
-    # Data
     Mutant(
         "a sample is augmented alike in every epoch",
         "reading/reader.py",
@@ -348,7 +339,6 @@ MUTANTS: list[Mutant] = [
         "self._plan, self._next = plan, start",
         "self._plan = plan",
     ),
-    # Checkpoints
     Mutant(
         "a checkpoint forgets how long the loss scale was good",
         "checkpoint/runstate.py",
@@ -373,7 +363,6 @@ MUTANTS: list[Mutant] = [
         "ModelFiles(*(paths if trained is None else [trained]))",
         "ModelFiles(*paths)",
     ),
-    # What lies around a run
     Mutant(
         "anybody may look into a private folder",
         "system/ownfiles.py",
@@ -484,7 +473,6 @@ def copied() -> Iterator[Path]:
 
 
 def copy_project(target: Path) -> None:
-    """Copy the files that make up the project."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
@@ -536,10 +524,8 @@ def run(command: Sequence[str], copy: Path, limit_s: float) -> Ended:
 
 
 def first_wrong(ended: Ended) -> str:
-    """Which of the golden problems differs, or what error ended them."""
     differing = [line for line in ended.out.splitlines() if ": " in line]
-    # The last line of all is that of the counts: "68 problems and 148 ways in 50 s: ...".
-    if len(differing) > 1:
+    if len(differing) > 1:  # the last line is that of the counts
         return differing[0].partition(": ")[0]
     raised = [line for line in ended.errors.splitlines() if re.match(r"[\w.]+: ", line)]
     return (raised or ["?"])[-1][:120]
@@ -601,14 +587,12 @@ def tried(mutant: Mutant, copy: Path, paths: Sequence[str], limit_s: float) -> R
 
 
 def write(path: Path, text: str) -> None:
-    """Write a source file, and have Python compile it anew."""
     path.write_text(text)
     # Compiled code is told by time and size, and both may be alike.
     Path(cache_from_source(str(path))).unlink(missing_ok=True)
 
 
 def read_results(path: Path) -> dict[str, Result]:
-    """What is known of mutants, by name."""
     if not path.exists():
         return {}
     known: dict[str, dict[str, Any]] = json.loads(path.read_text())
@@ -625,7 +609,6 @@ def write_results(path: Path, results: Mapping[str, Result]) -> None:
 
 
 def print_table(results: Mapping[str, Result]) -> None:
-    """Say what found each mutant, and how many nobody has found."""
     wide = max(map(len, results), default=0)
     for name, each in results.items():
         print(f"{name:{wide}}  {each.by:10}  {each.seconds:7.1f} s  {each.test}")
@@ -634,7 +617,6 @@ def print_table(results: Mapping[str, Result]) -> None:
 
 
 def main() -> int:
-    """Plant the faults one after the other."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

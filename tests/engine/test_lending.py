@@ -4,6 +4,8 @@ may do between steps, to trained parameters and to frozen ones."""
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -262,3 +264,22 @@ def with_values_of_their_own() -> str:
 @for_each("work", [changed_between_steps, unfrozen, with_values_of_their_own])
 def test_frozen_parameters_are_those_of_one_device(work: Callable[[], str], keep: str) -> None:
     assert run(work, keep=keep) == work()
+
+
+def left_in_memory() -> int:
+    """Go forward twice, the first time with nobody to go back: tanh keeps what it has made."""
+    seen: list[weakref.ref[torch.Tensor]] = []
+
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        seen.append(weakref.ref(x))
+        model(x)
+        return model(x).square().mean(dim=1)
+
+    trainer = trainer_of(Skipping, loss)
+    trainer.step(torch.ones(8, FEATURES))
+    gc.collect()
+    return sum(each() is not None for each in seen)
+
+
+def test_a_graph_that_nobody_goes_back_through_is_let_go() -> None:
+    assert run(left_in_memory) == 0
