@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from tqdm import tqdm
 
 import onefold
 from onefold.errors import CheckpointError
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate", reason="the loop of transformers needs accelerate")
+
+from tqdm import tqdm
 
 from tests.integrations import looped
 from tests.integrations.looped import Result, Trainer, arguments, model_of, run, run_launched

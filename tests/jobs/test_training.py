@@ -23,8 +23,11 @@ from onefold.jobs.finetune import best_checkpoint
 from onefold.jobs.run import read_options, run_job
 from onefold.jobs.training import read_saved
 from onefold.system.record import read_record
+from tests.capabilities import needs_text
 from tests.jobs.tiny import SMALL, WRITERS, run_here, write_pictures, write_texts
 from tests.tables import for_each
+
+needs_text()
 
 BAD: dict[str, Callable[[Path], object]] = {
     "classify": lambda data: (data / "train" / "pear" / "3.png").write_bytes(b"no picture"),
