@@ -99,6 +99,8 @@ def test_a_folder_is_made_for_this_user_alone(home: Path) -> None:
     chosen = place_of_code({"XDG_CACHE_HOME": str(home / "link")})
     assert chosen.is_relative_to(home / "link")
     assert (home / "disk" / "onefold" / "compiled" / place.name).is_dir()
+    # Code for other instructions is no code for these: what AVX-512 has compiled corrupts memory.
+    assert place_of_code({"ATEN_CPU_CAPABILITY": "avx2"}) != place
     with pytest.raises(ValueError, match="no absolute path"):
         place_of_code({"XDG_CACHE_HOME": "caches"})
 

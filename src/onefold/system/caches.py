@@ -13,7 +13,8 @@ Note: one cache for each kind of host
 -------------------------------------
 A home is often shared by several hosts, and compiled code is for the processor and by the compiler
 that were found when it was made, which PyTorch's own keys leave out. So its folder is named by
-both.
+both, and by the instructions that ``ATEN_CPU_CAPABILITY`` allows: code for others reads and writes
+past the end of arrays.
 """
 
 from __future__ import annotations
@@ -175,5 +176,5 @@ def _kind_of_host(environment: Mapping[str, str]) -> str:
     if compiler is not None:
         real = os.path.realpath(compiler)
         parts += [real, str(os.stat(real).st_size), str(os.stat(real).st_mtime_ns)]
-    parts += [version("torch"), sys.version]
+    parts += [version("torch"), sys.version, environment.get("ATEN_CPU_CAPABILITY", "")]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
