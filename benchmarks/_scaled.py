@@ -29,13 +29,13 @@ from torch import nn
 
 import onefold
 from onefold.core.fold import published_by
-from onefold.core.precision import PRECISIONS, PrecisionName
+from onefold.core.settings import PRECISIONS, PrecisionName
 from onefold.exchange.collective import GroupTransport
 from onefold.exchange.exchange import Exchange
 from onefold.exchange.mailbox import Mailbox
 from onefold.exchange.private import PrivateMemory
+from onefold.exchange.reduction import PartitionFold
 from onefold.exchange.shared import HostMemory
-from onefold.exchange.spans import SpanFold
 
 __all__ = ["OPTIMIZERS", "Traffic", "Training", "main", "memory_bytes_per_s", "new_model"]
 
@@ -83,14 +83,14 @@ class Traffic:
     def watch(self) -> None:
         """Count from here on, for good."""
         _before(PrivateMemory, "collect", functools.partial(self._enter, "collect"))
-        _before(PrivateMemory, "hand_on", functools.partial(self._enter, "spread"))
+        _before(PrivateMemory, "publish_parameters", functools.partial(self._enter, "spread"))
         _before(Exchange, "agree", functools.partial(self._enter, "board"))
         _before(GroupTransport, "move", self._count_sends)
         _before(dist, "all_gather", self._count_gather)
         _before(HostMemory, "publish", functools.partial(self._enter, "written"))
         _before(HostMemory, "collect", functools.partial(self._enter, "collect"))
         _before(torch, "_foreach_copy_", self._count_copied)
-        _before(SpanFold, "fold", self._count_added)
+        _before(PartitionFold, "fold", self._count_added)
         _before(Mailbox, "_send", self._count_frame)
 
     def _enter(self, phase: str, *_: object) -> None:
@@ -113,7 +113,7 @@ class Traffic:
         if self._phase == "written":
             self.amounts["written"] += sum(target.nbytes for target in targets)
 
-    def _count_added(self, span: SpanFold, plan: Any, memory: Any, **__: Any) -> None:
+    def _count_added(self, span: PartitionFold, plan: Any, memory: Any, **__: Any) -> None:
         published = published_by(plan).values()
         # A single partial sum is the total, and added to nothing.
         for place in published if len(published) > 1 else ():

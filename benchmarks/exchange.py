@@ -34,8 +34,8 @@ from measure import (
     record,
     spread,
 )
+from onefold.core.assignment import Assignment
 from onefold.core.flat import FlatTensors, lay_out
-from onefold.core.roster import Roster
 from onefold.core.shard import Plan
 from onefold.core.storage import Storage, cut_pieces
 from onefold.exchange.collective import GroupTransport
@@ -45,7 +45,7 @@ from onefold.exchange.group import Joined
 from onefold.exchange.mailbox import Mailbox, connected
 from onefold.exchange.memory import Start
 from onefold.exchange.private import collective_exchange
-from onefold.exchange.shared import shared_exchange
+from onefold.exchange.shared import HostTransport, shared_exchange
 
 __all__ = ["main"]
 
@@ -172,7 +172,8 @@ def new_shared(rank: int, amount: Amount) -> Exchange:
         connected(address, rank, PROCESSES, TIMEOUT_S), rank=rank, timeout_s=TIMEOUT_S
     )
     storage = storage_of(amount)
-    return shared_exchange(storage, start_of(amount), mailbox, roster_of(storage))
+    transport = HostTransport(mailbox)
+    return shared_exchange(storage, start_of(amount), transport, roster_of(storage))
 
 
 def new_collective(rank: int, amount: Amount) -> Exchange:
@@ -202,10 +203,10 @@ def storage_of(amount: Amount) -> Storage:
     )
 
 
-def roster_of(storage: Storage) -> Roster:
+def roster_of(storage: Storage) -> Assignment:
     """Processors of one host, a shard for each."""
     devices = [torch.device("cpu")] * PROCESSES
-    return Roster.first(devices, plan=PLAN, pieces=storage.pieces)
+    return Assignment.first(devices, plan=PLAN, pieces=storage.pieces)
 
 
 def start_of(amount: Amount) -> Start:
@@ -218,7 +219,7 @@ def check(exchange: Exchange, rank: int, amount: Amount) -> None:
     exchange.publish(rank, 0, amount.gradients(rank + 1.0))
     exchange.collect(PLAN)
     wrong = [total for total in exchange.totals(rank) if not total.eq(3.0).all()]
-    exchange.spread()
+    exchange.publish_parameters()
     if wrong:
         raise RuntimeError(f"{type(exchange).__name__}: 1 and 2 did not add up to 3")
     exchange.publish(rank, 0, amount.gradients(0.0))  # what is added up over and over stays zero
@@ -227,7 +228,7 @@ def check(exchange: Exchange, rank: int, amount: Amount) -> None:
 def trade(exchange: Exchange) -> None:
     """An exchange whose gradients are already published."""
     exchange.collect(PLAN)
-    exchange.spread()
+    exchange.publish_parameters()
 
 
 def publish_and_trade(exchange: Exchange, rank: int, gradients: Sequence[torch.Tensor]) -> None:

@@ -65,19 +65,19 @@ def sides_of(processes: int) -> dict[str, SideSpec]:
     """The sides by name, in the order in which they are measured and shown."""
     torchrun = (*TORCHRUN, "--nproc-per-node", str(processes))
     onefold = {
-        f"onefold-{keep}-{exchange}": SideSpec(
-            description=f"onefold, keep {keep}, {exchange}",
+        f"onefold-{placement}-{exchange}": SideSpec(
+            description=f"onefold, keep {placement}, {exchange}",
             loop="onefold",
             launcher=(
                 *("-m", "onefold", "run", "--devices", f"cpu:{processes}"),
-                *("--keep", keep, "--exchange", exchange),
+                *("--placement", placement, "--exchange", exchange),
             ),
             processes=processes,
         )
-        for keep, exchange in (
-            *(("all", "shared"), ("span", "shared"), ("host", "shared")),
-            ("stages", "shared"),
-            *(("all", "collective"), ("span", "collective"), ("stages", "collective")),
+        for placement, exchange in (
+            *(("replicate", "shared"), ("shard", "shared"), ("offload", "shared")),
+            ("pipeline", "shared"),
+            *(("replicate", "collective"), ("shard", "collective"), ("pipeline", "collective")),
         )
     }
     others = {

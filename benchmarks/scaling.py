@@ -39,8 +39,8 @@ from measure import add_output, deliver, print_disturbance, print_table, record,
 from model import Links, Run
 from network import Cable, Host, NetworkError, alone_on_loopback, two_hosts, why_not
 from onefold.core.flat import lay_out
-from onefold.core.precision import PRECISIONS, Precision
-from onefold.core.storage import cut_chunks, cut_pieces, cut_spans
+from onefold.core.settings import PRECISIONS, Precision
+from onefold.core.storage import cut_chunks, cut_partitions, cut_pieces
 from sides import Side
 
 __all__ = ["main"]
@@ -141,7 +141,7 @@ def run_of(parameters: int, *, devices: int, shards: int, devices_per_host: int)
     trained = lay_out(dict(network.named_parameters()))
     buffers = lay_out(dict(network.named_buffers()))
     pieces = cut_pieces(trained, by_element=True)
-    spans = [[pieces[i] for i in span] for span in cut_spans(pieces, devices)]
+    partitions = [[pieces[i] for i in partition] for partition in cut_partitions(pieces, devices)]
     return Run(
         parameter_bytes=trained.nbytes,
         devices=devices,
@@ -151,7 +151,7 @@ def run_of(parameters: int, *, devices: int, shards: int, devices_per_host: int)
         small_bytes=sum(
             4 * entry.numel for n, entry in enumerate(trained.entries) if not trained.is_large(n)
         ),
-        span_chunks=sum(len(cut_chunks(trained, span)) for span in spans) / devices,
+        span_chunks=sum(len(cut_chunks(trained, each)) for each in partitions) / devices,
         buffers=len(buffers.entries),
         buffer_row_bytes=buffers.nbytes,
     )

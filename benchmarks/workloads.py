@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from catalog import Precision
-from onefold.models import DenseCNN, LeNet, resnet18
+from onefold.jobs.models import DenseCNN, LeNet, resnet18
 from small_models import Ladder, new_mlp
 from token_models import TransformerClassifier
 

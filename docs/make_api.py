@@ -10,11 +10,10 @@ import pdoc
 
 MODULES = (
     "onefold",
-    "onefold.trainedmodel",
     "onefold.integrations.loggers",
     "onefold.integrations.transformers",
 )
-"""With what they make public; `onefold.trainedmodel` has what `onefold.Trainer` inherits."""
+"""With what they make public."""
 
 
 def make(folder: Path) -> None:

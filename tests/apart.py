@@ -12,10 +12,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from onefold.core.roster import Team
-from onefold.engine import assembly
-from onefold.system import heap
-from onefold.system.heap import ORDINARY, DiskHeap, Heap
+from onefold.placement.offload import Offloaded
+from onefold.system import allocator
+from onefold.system.allocator import MmapAllocator, TensorAllocator
 
 __all__ = ["TwoMemories", "apart"]
 
@@ -31,23 +30,22 @@ WITHOUT_VALUES = {
 @contextmanager
 def apart() -> Iterator[None]:
     """Have homes be made for devices with memory of their own, and take all tensors."""
-    least, made = heap.LEAST_BYTES, assembly._heap
+    least, made = allocator.LEAST_BYTES, Offloaded.allocator
 
-    def home(team: Team) -> Heap:
-        options = team.world.options
-        return DiskHeap.at(options.home, apart=True) if options.keeps == "host" else ORDINARY
+    def home(placement: Offloaded) -> TensorAllocator:
+        return MmapAllocator.at(placement.devices.context.options.home, apart=True)
 
-    heap.LEAST_BYTES, assembly._heap = 1, home
+    allocator.LEAST_BYTES, Offloaded.allocator = 1, home  # type: ignore[method-assign]
     try:
         yield
     finally:
-        heap.LEAST_BYTES, assembly._heap = least, made
+        allocator.LEAST_BYTES, Offloaded.allocator = least, made  # type: ignore[method-assign]
 
 
 class _Moving(TorchFunctionMode):
     """Has ``.to(device)`` copy what lies in the home, as it does to a GPU."""
 
-    def __init__(self, home: DiskHeap) -> None:
+    def __init__(self, home: MmapAllocator) -> None:
         super().__init__()
         self._home = home
 
@@ -68,7 +66,7 @@ class TwoMemories(TorchDispatchMode):
         home: what has the host's memory.
     """
 
-    def __init__(self, home: DiskHeap) -> None:
+    def __init__(self, home: MmapAllocator) -> None:
         super().__init__()
         self._home = home
         self._moving = _Moving(home)
@@ -99,7 +97,7 @@ class TwoMemories(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _is_in(tensor: torch.Tensor, home: DiskHeap) -> bool:
+def _is_in(tensor: torch.Tensor, home: MmapAllocator) -> bool:
     if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
         return False
     return tensor.untyped_storage().data_ptr() in home._live

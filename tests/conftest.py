@@ -12,6 +12,7 @@ if os.environ.get("PYTEST_XDIST_WORKER") == "gw1":
         os.environ.setdefault(name, value)
 
 import gc
+import multiprocessing
 import re
 import signal
 import subprocess
@@ -31,6 +32,10 @@ from tests import warm
 
 SEMAPHORE_IN_THE_MAKING = re.compile(r"sem\.[A-Za-z0-9]{6}")
 """The C library's own: it stays where a process is killed in the very moment of making one."""
+
+OWN_SEMAPHORES = f"mp{os.getpid()}"
+"""What names of Python's semaphores begin with here, and in what is forked from here."""
+multiprocessing.current_process()._config["semprefix"] = f"/{OWN_SEMAPHORES}"  # type: ignore[attr-defined]
 
 ROOT = Path(__file__).resolve().parent.parent
 USUAL = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
@@ -189,6 +194,9 @@ def _is_anothers(name: str) -> bool:
             maps = [line.split() for line in (process / "maps").read_text().splitlines()]
             if any(m[4] == inode and m[5].startswith("/dev/shm/") for m in maps if len(m) > 5):
                 families.append(_ancestors(int(process.name)))
+    if not families and file.startswith("sem.mp"):
+        # Of a process that was killed: a test's, or any other on this machine.
+        return not file.startswith(f"sem.{OWN_SEMAPHORES}-")
     # An orphan may be one that the test has left behind.
     return bool(families) and all(
         os.getpid() not in family and len(family) > 2 for family in families

@@ -49,7 +49,7 @@ class Way(NamedTuple):
     """How many devices compute a problem, and how."""
 
     devices: int
-    keep: str
+    placement: str
     exchange: str
 
 
@@ -67,19 +67,19 @@ class Golden(NamedTuple):
 
 
 WAYS = [
-    Way(devices, keep, exchange)
+    Way(devices, placement, exchange)
     for devices in (2, 3, 4)
-    for keep in ("all", "span", "host")
+    for placement in ("replicate", "shard", "offload")
     for exchange in ("shared", "collective")
 ]
 LINES = [
-    Way(devices, keep, exchange)
-    for devices, keep in ((2, "stages"), (3, "stages"), (4, "stages:2"))
+    Way(devices, placement, exchange)
+    for devices, placement in ((2, "pipeline"), (3, "pipeline"), (4, "pipeline:2"))
     for exchange in ("shared", "collective")
 ]
-APART = "host, apart"
+APART = "offload, apart"
 """As on a GPU: what a device does not keep lies in another memory."""
-ALONE = [Way(1, "host", "auto"), Way(1, APART, "auto"), Way(3, APART, "collective")]
+ALONE = [Way(1, "offload", "auto"), Way(1, APART, "auto"), Way(3, APART, "collective")]
 
 
 def problems() -> list[Golden]:
@@ -91,7 +91,7 @@ def problems() -> list[Golden]:
         ways = [WAYS[(number + 7 * turn) % len(WAYS)] for turn in range(turns)]
         ways += ALONE[number // 6 % 3 :][:1] if number % 6 == 0 else []
         found.append(Golden(name, compute, ways, part, stop))
-    for number, (name, compute) in enumerate(in_lines()):
+    for number, (name, compute) in enumerate(in_pipelines()):
         ways = [WAYS[(5 * number + 2) % len(WAYS)], LINES[number % len(LINES)]]
         found.append(Golden(name, compute, ways))
     return found
@@ -158,7 +158,7 @@ def in_stages() -> Iterator[Problem]:
     yield "frozen-stopped", partial(part, None, None), part, 2
 
 
-def in_lines() -> Iterator[tuple[str, Compute]]:
+def in_pipelines() -> Iterator[tuple[str, Compute]]:
     """Models that a line of devices can compute."""
     from tests.bits import adapted, lined
 
@@ -189,22 +189,22 @@ def computed(number: int) -> tuple[str, Found, dict[str, Found]]:
     """A problem, by its number, on one device, and the ways that have other bits."""
     import torch
 
-    from onefold.system import heap
+    from onefold.system import allocator
     from onefold.testing import simulate
     from tests.apart import apart
 
     begun = time.monotonic()
     torch.set_num_threads(1)
-    heap.LEAST_BYTES = 1  # the models are small, and the home is to have all of them
+    allocator.LEAST_BYTES = 1  # the models are small, and the home is to have all of them
     problem = problems()[number]
     one = [str(value) for value in simulate(problem.compute, 1)[0]]
     wrong = {}
 
     def run(compute: Callable[[], Sequence[Any]], way: Way, seed: int) -> list[Found]:
         exchange: Any = way.exchange
-        keep = "host" if way.keep == APART else way.keep
-        with apart() if way.keep == APART else nullcontext():
-            each = simulate(compute, way.devices, seed=seed, keep=keep, exchange=exchange)
+        placement = "offload" if way.placement == APART else way.placement
+        with apart() if way.placement == APART else nullcontext():
+            each = simulate(compute, way.devices, seed=seed, placement=placement, exchange=exchange)
         return [[str(value) for value in values] for values in each]
 
     def compare(compute: Callable[[], Sequence[Any]], way: Way, seed: int, before: str) -> None:

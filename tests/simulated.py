@@ -16,10 +16,12 @@ def launch(
     *,
     devices: str,
     args: Sequence[Any] = (),
-    keep: str = "all",
+    placement: str = "replicate",
     exchange: ExchangeName = "auto",
     seed: int = 0,
 ) -> Any:
     """What the lead returns; ``devices`` is ``cpu:N``. What a device raises comes as it is."""
     number = int(devices.removeprefix("cpu:"))
-    return simulate(function, number, seed=seed, args=args, keep=keep, exchange=exchange)[0]
+    return simulate(function, number, seed=seed, args=args, placement=placement, exchange=exchange)[
+        0
+    ]

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import TensorDataset
 
-from onefold.run.world import current_world
+from onefold.run.context import current_context
 from onefold.testing import simulate
 from tests.small import Batch, line, make_trainer, points, sgd, square
 from tests.tables import for_each
@@ -131,7 +131,7 @@ AFTER_A_STEP: dict[str, Callable[[Any, int], object]] = {
     "device 1 is at sample 20 of a pass .* device 0 at sample 10": other_place,
     "device 1 has a batch of loader 0 and device 0 .* loader 1": other_loader,
     "the data set of device 1 has other samples": changed_data,
-    r"step 2, trainer.evaluate: .* trainer.changing\(\)": swapped_in,
+    r"step 2, trainer.evaluate: .* trainer.modifying\(\)": swapped_in,
     "trainer.evaluate: a module .* other values on device 1": other_average,
     "trainer.step: the arguments of device 1 differ": lambda t, n: t.step(
         [torch.ones(3, 3)] * 2, dim=n
@@ -213,7 +213,7 @@ def all_cases() -> dict[str, str]:
     said = {}
     for words, case in CASES.items():
         try:
-            case(current_world().rank)
+            case(current_context().rank)
         except Exception as error:
             said[words] = f"{type(error).__name__}: {error}"
     return said

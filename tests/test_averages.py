@@ -138,8 +138,8 @@ def test_every_device_has_the_same(exchange: Any, precision: Any, tmp_path: Path
 # The block
 
 
-def in_changing(trainer: onefold.Trainer) -> None:
-    with trainer.changing():
+def in_modifying(trainer: onefold.Trainer) -> None:
+    with trainer.modifying():
         shown(trainer)
 
 
@@ -148,7 +148,7 @@ INSIDE: dict[str, Callable[[onefold.Trainer], object]] = {
     "trainer.load": lambda trainer: trainer.load("nowhere"),
     "trainer.average": lambda trainer: trainer.average(decay=0.9),
     "the beginning of trainer.averaged": shown,
-    "the beginning of trainer.changing": in_changing,
+    "the beginning of trainer.modifying": in_modifying,
 }
 
 
@@ -159,8 +159,8 @@ def test_calls_for_what_is_trained_are_refused_in_the_block() -> None:
         words = rf"^{name} was called inside `with trainer.averaged"
         with pytest.raises(RuntimeError, match=words), trainer.averaged():
             call(trainer)
-    with pytest.raises(RuntimeError, match=r"inside `with trainer.changing"):
-        in_changing(trainer)
+    with pytest.raises(RuntimeError, match=r"inside `with trainer.modifying"):
+        in_modifying(trainer)
     assert both(trainer) == before
     assert both(train(trainer, 4, 4)) == both(averaging(last=4))
 

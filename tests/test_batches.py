@@ -326,7 +326,7 @@ def test_what_cannot_be_seen_is_said_once(caplog: pytest.LogCaptureFixture) -> N
 # Batches of several loaders, and tensors with lengths of their own
 
 
-def two_losses(model: nn.Module, batch: Any) -> onefold.Means:
+def two_losses(model: nn.Module, batch: Any) -> onefold.LossTerms:
     """FixMatch's form: a mean over the few labelled samples, and one over the many others."""
     (inputs, targets), (others, _) = batch["labelled"], batch["others"]
     of_labelled = (model(inputs) - targets).square().mean(dim=1)
@@ -430,7 +430,7 @@ def test_an_iterator_that_a_resumed_script_finds_empty_says_why(tmp_path: Path) 
         next(iter(few))
 
 
-def with_edge(model: nn.Module, batch: Any) -> onefold.Means:
+def with_edge(model: nn.Module, batch: Any) -> onefold.LossTerms:
     inside, (edge, targets) = model(batch["x"]), batch["edge"]
     of_edge = (model(edge) - targets).square().sum()
     mean = onefold.Mean((inside.square() * batch["scale"][1]).sum(), len(inside))

@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 from onefold.core.wire import decode, encode
 from onefold.errors import DisagreementError, PeerFailed
-from onefold.run.world import current_world
+from onefold.run.context import current_context
 from onefold.testing import outcomes, simulate
 from tests.between import mine, shown
 from tests.small import bits, line, make_trainer, points, sgd, square
@@ -37,7 +37,7 @@ def test_devices_of_one_process_have_its_value(devices: int) -> None:
 
 def exchanged() -> tuple[list[str], str, str]:
     trainer = make_trainer(devices=None)
-    rank = current_world().rank
+    rank = current_context().rank
     trainer.step(points(8))
     trainer.barrier()
     gathered = trainer.gather(mine(rank))
@@ -61,7 +61,7 @@ def test_every_process_learns_every_value(exchange: Any) -> None:
     ],
 )
 def test_what_cannot_be_sent_leaves_nobody_waiting(call: Any, fails: int, words: str) -> None:
-    ends = outcomes(lambda: call(make_trainer(devices=None), current_world().rank), 2)
+    ends = outcomes(lambda: call(make_trainer(devices=None), current_context().rank), 2)
     for rank, ended in enumerate(ends):
         with pytest.raises(TypeError if rank == fails else PeerFailed, match=words):
             raise ended.error
@@ -75,7 +75,7 @@ def test_dicts_of_numbers_are_floats_of_the_same_names() -> None:
     (mixed,) = trainer.gather({**given, "e": "text"})
     assert type(mixed["a"]) is int
     with pytest.raises(DisagreementError, match=r"^device 1 has \['b'\] and another one \['a'\]"):
-        simulate(lambda: make_trainer(devices=None).gather({"ab"[current_world().rank]: 1.0}), 2)
+        simulate(lambda: make_trainer(devices=None).gather({"ab"[current_context().rank]: 1.0}), 2)
 
 
 # Random numbers
@@ -114,7 +114,7 @@ def test_what_the_lead_draws_alone_shifts_nobody() -> None:
     assert set(simulate(drawing, 2, args=(True,))) == {drawing(True)}
 
 
-# Changes
+# Modifying
 
 
 class Small(nn.Module):
@@ -158,7 +158,7 @@ def changed(lead_alone: bool, devices: int | None = None) -> list[object]:
     for change in BY_ALL:
         trainer.step(points(8))
         found.append(trainer.fingerprint())
-        with trainer.changing():
+        with trainer.modifying():
             if trainer.is_lead or not lead_alone:
                 change(model, optimizer)
         data = TensorDataset(*points(12))
@@ -183,7 +183,7 @@ def test_calls_of_the_trainer_are_refused_where_devices_may_differ(call: str) ->
     trainer = make_trainer()
     given = {"barrier": (), "step": (points(8),)}.get(call, (1,))
     words = rf"trainer.{call} was called inside .* the block to end"
-    with pytest.raises(RuntimeError, match=words), trainer.changing():
+    with pytest.raises(RuntimeError, match=words), trainer.modifying():
         getattr(trainer, call)(*given)
 
 

@@ -103,7 +103,7 @@ def test_what_a_script_writes_has_all_shards_begin_anew(tmp_path: Path) -> None:
     trainers = [trainer_of(devices) for devices in (1, 3)]
     for trainer in trainers:
         train(trainer, 1, 2)
-        with trainer.changing():
+        with trainer.modifying():
             trainer.model.hidden.fill_(0.25)
     going_on, fresh = trainer_of(2), Recurrent(ROWS)
     trainers[1].save(tmp_path)

@@ -21,8 +21,8 @@ from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
 import onefold
-from onefold.engine import compiling, kernels
 from onefold.errors import CheckpointError, LossError, StateError
+from onefold.shard import compiling, kernels
 from tests.small import make_trainer
 from tests.tables import for_each
 from tests.verifying.compared import compared

@@ -142,8 +142,8 @@ MODULES = sorted(
     if ">>> " in path.read_text()
 )
 STARTS_PROCESSES = "onefold.run.launch"
-WITH_A_TRAINER = ("core.batch", "integrations.loggers", "trainedmodel", "trainer")
-WITH_PARTS = ("core.sharing", "engine.step")
+WITH_A_TRAINER = ("core.batch", "integrations.loggers", "trainer")
+WITH_PARTS = ("core.structure", "step.result")
 
 
 def surroundings_of(name: str) -> dict[str, Any]:
@@ -164,9 +164,8 @@ def run_examples(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
     tests = doctest.DocTestFinder().find(module, extraglobs={"onefold": onefold, "torch": torch})
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
     reports: list[str] = []
-    given = surroundings_of(name)
     for test in tests:
-        test.globs |= surroundings_of(name) if "optimizer" in given else given
+        test.globs |= surroundings_of(name)
         runner.run(test, out=reports.append)
     assert runner.summarize(verbose=False).failed == 0, "".join(reports)
     assert runner.tries > 0

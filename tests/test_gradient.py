@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 from onefold.errors import GradientError, LossError, OnefoldError
-from onefold.run.world import current_world
+from onefold.run.context import current_context
 from onefold.testing import outcomes, simulate
 from tests.averaged import Net, batch_of, data, loss, trained, trainer_of
 from tests.small import Batch, line, make_trainer, points, square
@@ -96,7 +96,7 @@ def test_it_is_what_step_would_have_used(devices: int, precision: Any) -> None:
     for number in (1, 2, 3):
         ours, theirs = asking.gradient(batch_of(number)), stepping.step(batch_of(number))
         assert (float(ours.loss), ours.grad_norm) == (float(theirs.loss), theirs.grad_norm)
-        with asking.changing():
+        with asking.modifying():
             optimizer.step()
     assert asking.fingerprint() == stepping.fingerprint()
     assert all(p.grad is None for p in stepping.model.parameters())
@@ -131,7 +131,7 @@ def plain(model: nn.Module) -> Any:
         value.backward()  # type: ignore[no-untyped-call]
         return SimpleNamespace(loss=value.detach())
 
-    return SimpleNamespace(model=model, gradient=gradient, changing=nullcontext)
+    return SimpleNamespace(model=model, gradient=gradient, modifying=nullcontext)
 
 
 Losses = Iterator[float]
@@ -142,7 +142,7 @@ def plain_updates(trainer: Any, steps: Sequence[Batch]) -> Losses:
     optimizer = sgd(trainer.model)
     for batch in steps:
         yield float(trainer.gradient(batch).loss)
-        with trainer.changing():
+        with trainer.modifying():
             optimizer.step()
 
 
@@ -151,7 +151,7 @@ def searches(trainer: Any, steps: Sequence[Batch]) -> Losses:
     options: Any = {"line_search_fn": "strong_wolfe", "history_size": 3}
     optimizer = torch.optim.LBFGS(trained(trainer.model), lr=0.5, max_iter=4, **options)
     for batch in steps:
-        with trainer.changing():
+        with trainer.modifying():
             yield float(optimizer.step(lambda batch=batch: trainer.gradient(batch).loss))
 
 
@@ -193,7 +193,7 @@ def run_with_loader(devices: int, folder: Path, stop: int | None = None) -> Any:
                 trainer.save(folder, extra=optimizer.state_dict())
                 return None
             assert [trainer.gradient(batch).epoch for _ in range(2)] == [epoch] * 2
-            with trainer.changing():
+            with trainer.modifying():
                 optimizer.step()
     assert trainer.steps == 6
     return trainer.fingerprint()
@@ -216,7 +216,7 @@ def test_the_same_batch_is_one_step_and_one_function() -> None:
     assert (first.number, second.number, other.number, trainer.steps) == (1, 1, 2, 2)
     assert float(first.loss) == float(second.loss) != float(other.loss)  # other dropout
     for number in (3, 4):
-        with trainer.changing():
+        with trainer.modifying():
             assert trainer.gradient(batch).number == trainer.gradient(batch).number == number
     trainer = make_trainer(devices=2)
     batch = points(8)
@@ -230,7 +230,7 @@ def test_the_same_batch_for_ever_is_warned_of(caplog: pytest.LogCaptureFixture) 
     with caplog.at_level(logging.WARNING, "onefold"):
         for _ in range(9):
             trainer.gradient(batch)
-            with trainer.changing():
+            with trainer.modifying():
                 optimizer.step()
     assert sum("same batch object again" in record.message for record in caplog.records) == 1
 
@@ -246,7 +246,7 @@ def averaged() -> None:
 
 def two_batches() -> None:
     trainer = gradient_of(2)
-    with trainer.changing():
+    with trainer.modifying():
         for number in (1, 2):
             trainer.gradient(batch_of(number))
 
@@ -286,7 +286,7 @@ def outside_of_the_block(trainer: Any, rank: int) -> None:
 
 
 def by_the_lead_alone(trainer: Any, rank: int) -> None:
-    with trainer.changing():
+    with trainer.modifying():
         if rank == 0:
             trainer.gradient(batch_of(1))
     trainer.barrier()
@@ -309,11 +309,11 @@ def failing_in_a_search(trainer: Any, rank: int) -> None:
         (by_the_lead_alone, r"device 1 calls trainer.barrier while device 0 calls .*gradient"),
         (lambda t, rank: t.gradient(batch_of(rank)), r"device 1 was given another batch.*fork_rng"),
         (unlike_calls, r"device 1 is in step 2 and device 0 in step 1"),
-        (outside_of_the_block, r"outside of `with trainer.changing\(\):`"),
+        (outside_of_the_block, r"outside of `with trainer.modifying\(\):`"),
         (failing_in_a_search, "the fault"),
     ],
 )
 def test_devices_that_differ_or_fail_are_named(script: Any, words: str) -> None:
-    for ended in outcomes(lambda: script(gradient_of(None), current_world().rank), 2):
+    for ended in outcomes(lambda: script(gradient_of(None), current_context().rank), 2):
         with pytest.raises(OnefoldError, match=words):
             raise ended.error

@@ -16,7 +16,7 @@ import onefold
 SOURCE = Path(onefold.__file__).parent
 
 RUNS_CODE = """
-    models/catalog.py importlib.import_module: timm, by that name, where it is installed
+    jobs/models/catalog.py importlib.import_module: timm, by that name, where it is installed
     __init__.py import_module: our own modules, when their names are first used
     jobs/report/page.py _environment().get_template: our own templates, which lie in the package
     jobs/text_models.py AutoConfig.from_pretrained: reads JSON; without code from elsewhere
@@ -45,28 +45,29 @@ WRITES_OR_REMOVES = """
     checkpoint/folder.py shutil.rmtree: what was put aside under a name that we have drawn
     checkpoint/folder.py tempfile.TemporaryDirectory: in the directory, to try it
     exchange/shared.py os.ftruncate: memory without a name
+    jobs/data/fetch.py open: a temporary file of pooch in the cache
     jobs/digits.py figure.savefig: into a file that is put aside first
     jobs/report/curves.py figure.savefig: into memory
     jobs/runfolder.py os.fdopen: appends to the metrics, through no link
     jobs/runfolder.py os.open: the same
     jobs/runfolder.py tempfile.TemporaryFile: without a name, to try the folder
     run/launch.py tempfile.TemporaryFile: without a name
-    system/heap.py os.ftruncate: memory without a name
+    system/allocator.py os.ftruncate: memory without a name
     system/folderlock.py os.open: for its owner alone, through no link
     system/folderlock.py path.unlink: a stranger's lock, while it is still that file
     system/folderlock.py self._path.unlink: our lock, while it is held, and is still that file
-    system/heap.py os.ftruncate: longer, of our own file without a name
-    system/heap.py tempfile.TemporaryFile: without a name, in the home that was named
+    system/allocator.py os.ftruncate: longer, of our own file without a name
+    system/allocator.py tempfile.TemporaryFile: without a name, in the home that was named
     run/membership.py os.fdopen: a copy of stderr
     run/rundir.py os.ftruncate: memory without a name
     verifying/__init__.py self._mark('done').touch: in the comparison's own folder
     verifying/__init__.py self._mark('done').unlink: as above
     verifying/__init__.py self._mark('cut').write_text: as above
-    run/rundir.py self.path(rank).unlink: a log that was just made, as another of them was taken
+    run/rundir.py self._path(rank).unlink: a log that was just made, as another of them was taken
     run/others.py os.open: the terminal of this process, only to learn whether there is one
     run/worker.py os.fdopen: what the function returned, into the launcher's file without a name
     system/ownfiles.py aside.unlink: the file that was just made
-    reading/workers.py os.open: the null device, to learn its number
+    data_order/workers.py os.open: the null device, to learn its number
     system/ownfiles.py os.fdopen: the same
     system/ownfiles.py os.open: new files, through no link; a folder just made; or for looking
     system/ownfiles.py os.memfd_create: memory without a name
@@ -86,12 +87,12 @@ WRITES_OR_REMOVES = """
 
 ENDS = """
     exchange/mailbox.py os.pidfd_open: of a peer that the kernel has named; only looked at
-    run/crew.py os.killpg: of a worker whose end was not collected, so nobody can have its number
-    run/crew.py os.pidfd_open: of a child that was just started
-    run/crew.py os.kill: a worker whose end was not collected, where there are no pidfds
-    run/crew.py self.signal: by pidfd, or as above
-    run/crew.py signal.pidfd_send_signal: to a child
-    run/crew.py worker.signal: by pidfd, or as above
+    run/workers.py os.killpg: of a worker whose end was not collected, so nobody can have its number
+    run/workers.py os.pidfd_open: of a child that was just started
+    run/workers.py os.kill: a worker whose end was not collected, where there are no pidfds
+    run/workers.py self.signal: by pidfd, or as above
+    run/workers.py signal.pidfd_send_signal: to a child
+    run/workers.py worker.signal: by pidfd, or as above
     system/process.py os._exit: itself, where its parent is gone
     system/process.py os.kill: itself, by a second signal, as without the run
     run/worker.py os._exit: itself
@@ -99,8 +100,6 @@ ENDS = """
 
 LOCKS = """
     checkpoint/aside.py fcntl.flock: on a file of its owner alone; never waits
-    data/fetch.py threading.Lock: held for a few lines
-    data/pictures.py threading.Lock: held for a line
     jobs/progress.py threading.Lock: held for a line
     system/folderlock.py fcntl.lockf: on a file of its owner alone; never waits
     system/ownfiles.py fcntl.flock: on the private folder, so that cleaners leave it, and on its
@@ -114,12 +113,10 @@ WAITS = """
     checkpoint/background.py self._thread.join: the same; done_within has a limit
     checkpoint/background.py self.wait: the same
     checkpoint/resume.py self._writing.wait: the same
-    data/fetch.py clock.join: for a timer that was cancelled
-    data/fetch.py super().connect: cut by the clock of the whole download
-    engine/engine.py self.exchange.bind: no socket: follows a roster
-    engine/engine.py self.update.bind: no socket: follows a roster
-    engine/gatherers.py self._thread.join: it ends at its next stop, for this process computes it
-    engine/update.py self.bind: no socket: follows a roster
+    step/engine.py self.context.exchange.bind: no socket: follows an assignment
+    step/engine.py self.context.update.bind: no socket: follows an assignment
+    shard/gather.py self._thread.join: it ends at its next stop, for this process computes it
+    update/optimizer.py self.bind: no socket: follows an assignment
     exchange/collective.py self._store.wait: for seconds
     exchange/collective.py work.wait: for the limit of the run; cut when a peer has failed
     exchange/connections.py self._end.wait: the pause of a thread that looks at peers
@@ -129,23 +126,23 @@ WAITS = """
     exchange/mailbox.py listener.bind: an abstract name that was drawn at random
     exchange/mailbox.py listener.listen: for processes of the same user
     exchange/mailbox.py time.sleep: in a loop with a limit
-    exchange/exchange.py self.bind: no socket: follows a roster
-    exchange/exchange.py self.memory.bind: no socket: follows a roster
-    exchange/exchange.py self.stages.bind: no socket: follows a roster
-    exchange/private.py self._everybody.bind: no socket: follows a roster
-    exchange/private.py self._column.bind: no socket: follows a roster
+    exchange/exchange.py self.bind: no socket: follows an assignment
+    exchange/exchange.py self.memory.bind: no socket: follows an assignment
+    exchange/exchange.py self.reduction.bind: no socket: follows an assignment
+    exchange/private.py super().bind: no socket: follows an assignment
+    exchange/stageexchange.py super().bind: no socket: follows an assignment
     exchange/group.py store.wait: a farewell, for seconds
     exchange/group.py time.sleep: in a loop with a limit
     exchange/group.py time.sleep: in a loop with a limit
     exchange/connections.py time.sleep: in a loop with a limit
     system/folderlock.py time.sleep: in a loop with a limit
     exchange/sealing.py self._store.wait: as the caller says, and else for the limit of the store
-    exchange/stagefold.py self._carrier.bind: no socket: follows a roster
+    exchange/reduction.py self._exchange.bind: no socket: follows an assignment
     exchange/mailbox.py poller.poll: for part of the limit
-    reading/workers.py time.sleep: until the batch before is taken, for which there is a limit
-    run/crew.py poller.poll: for part of a limit, or as long as the workers run, signals noticed
-    run/crew.py self._process.wait: for what the kernel has said to have ended
-    run/session.py self.engine.bind: no socket: follows a roster
+    data_order/workers.py time.sleep: until the batch before is taken, for which there is a limit
+    run/workers.py poller.poll: for part of a limit, or as long as the workers run, signals noticed
+    run/workers.py self._process.wait: for what the kernel has said to have ended
+    run/session.py self.engine.bind: no socket: follows an assignment
     testing/baton.py thread.join: each device ends, or is made to
     testing/network.py baton.wait: for devices of this process; ends where none can go on
     testing/network.py self._network.baton.wait: the same
@@ -156,13 +153,13 @@ WAITS = """
 """
 
 ENVIRONMENT = """
-    run/world.py environment.pop: takes the run's record out
+    run/context.py environment.pop: takes the run's record out
     integrations/transformers.py os.environ.pop: what onefold has read by then, of its own processes
     exchange/group.py os.environ: gloo's interface, put back afterwards
-    run/world.py environment: for a worker, in a copy
-    run/world.py environment.setdefault: for a worker, in a copy
-    run/world.py os.environ.update: where compiled code is kept, where nobody has said so
-    run/world.py os.environ.setdefault: how cuBLAS is to work, where nobody has said so
+    run/context.py environment: for a worker, in a copy
+    run/context.py environment.setdefault: for a worker, in a copy
+    run/context.py os.environ.update: where compiled code is kept, where nobody has said so
+    run/context.py os.environ.setdefault: how cuBLAS is to work, where nobody has said so
 """
 
 _RECEIVERS = {"torch", "pickle", "cloudpickle", "marshal", "joblib", "numpy", "np", "os"}

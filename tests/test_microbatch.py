@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import onefold
-from onefold.engine.advice import is_shortage
 from onefold.errors import CheckpointError, LossError
+from onefold.shard.advice import is_shortage
 from onefold.testing import simulate
 from tests.inside import engine_in
 from tests.small import Batch, make_trainer, result
@@ -148,7 +148,7 @@ def test_what_cannot_be_cut_is_refused_by_name() -> None:
 
 
 def found_by(trainer: onefold.Trainer) -> int | None:
-    return engine_in(trainer).fitting.samples  # type: ignore[no-any-return]
+    return engine_in(trainer).microbatches.samples  # type: ignore[no-any-return]
 
 
 def full(*_: object) -> Any:

@@ -116,9 +116,9 @@ def folded(name: str, *, devices: int | None = 1, state: Any = True, **choices: 
     for _ in range(3):
         for _ in range(2):
             trainer.step(points(12, INPUTS))
-        with trainer.changing(optimizer_state=state):
+        with trainer.modifying(optimizer_state=state):
             change(optimizer)
-    with trainer.whole():
+    with trainer.unsharded():
         found = bits(model)
     trainer.close()
     return found
@@ -132,23 +132,23 @@ def test_one_shard_has_the_bits_of_a_plain_loop(name: str) -> None:
 
 
 @for_each(
-    ("name", "exchange", "keep"),
+    ("name", "exchange", "placement"),
     [
-        ("polyak", "collective", "host"),
-        ("polyak", "shared", "all"),
-        ("halved", "collective", "span"),
-        ("halved, whole", "shared", "stages"),
-        ("forgotten", "shared", "span"),
-        ("cleared", "collective", "all"),
-        ("loaded", "shared", "host"),
+        ("polyak", "collective", "offload"),
+        ("polyak", "shared", "replicate"),
+        ("halved", "collective", "shard"),
+        ("halved, whole", "shared", "pipeline"),
+        ("forgotten", "shared", "shard"),
+        ("cleared", "collective", "replicate"),
+        ("loaded", "shared", "offload"),
     ],
 )
-def test_bits_do_not_depend_on_devices(name: str, exchange: Any, keep: str) -> None:
+def test_bits_do_not_depend_on_devices(name: str, exchange: Any, placement: str) -> None:
     alone = folded(name)
     # An optimizer with methods of its own needs no word.
     assert folded(name, devices=2, state=None if name == "polyak" else True) == alone
     run = lambda: folded(name, devices=None)  # noqa: E731
-    assert simulate(run, 2, exchange=exchange, keep=keep) == [alone] * 2
+    assert simulate(run, 2, exchange=exchange, placement=placement) == [alone] * 2
 
 
 LOOKUPS: list[tuple[Make, Change]] = [
@@ -165,14 +165,14 @@ LOOKUPS: list[tuple[Make, Change]] = [
 @for_each(("make", "look"), LOOKUPS)
 def test_elsewhere_it_is_refused(make: Make, look: Change, devices: int) -> None:
     trainer, optimizer = stepped(make, devices=devices)
-    words = r"the state of \w+ was looked up where it is divided.*changing\(optimizer_state=True\)"
+    words = r"the state of \w+ was looked up where it is divided.*modifying\(optimizer_state=True\)"
     if make is polyak and devices == 1:
         look(optimizer)  # nothing is divided
         return
     with pytest.raises(RuntimeError, match=words):
         look(optimizer)
     if make is adam:  # without methods of its own
-        with pytest.raises(RuntimeError, match=words), trainer.changing():
+        with pytest.raises(RuntimeError, match=words), trainer.modifying():
             look(optimizer)
 
 
@@ -191,7 +191,7 @@ def test_a_stopped_run_goes_on(tmp_path: Path) -> None:
     first.save(tmp_path)
     second.load(tmp_path)
     for trainer, swapping in ((whole, one), (second, other)):
-        with trainer.changing():
+        with trainer.modifying():
             swapping.swap()
         trainer.step(points(12, INPUTS))
     assert bits(second.model) == bits(whole.model)

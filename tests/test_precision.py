@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import onefold
-from onefold.core.precision import PRECISIONS
+from onefold.core.settings import PRECISIONS
 from onefold.errors import CheckpointError, GradientError
 from tests.inside import engine_in
 from tests.small import Batch, make_trainer
@@ -53,7 +53,7 @@ class Loss:
         return losses
 
 
-def several(model: nn.Module, batch: Batch) -> onefold.Means:
+def several(model: nn.Module, batch: Batch) -> onefold.LossTerms:
     losses = Loss(math.nan)(model, batch)
     return onefold.Mean(losses.sum(), len(losses)) + onefold.Mean(losses.sum() * 0, 1.0)
 
@@ -152,7 +152,7 @@ def test_models_hold_low_precision_and_small_updates_are_not_lost() -> None:
 
 
 @for_each("devices", [1, 2])
-@for_each("change", [onefold.Trainer.changing, nullcontext])
+@for_each("change", [onefold.Trainer.modifying, nullcontext])
 def test_what_is_changed_between_steps_reaches_the_exact_values(
     change: Callable[[onefold.Trainer], AbstractContextManager[Any]], devices: int, tmp_path: Path
 ) -> None:
@@ -197,7 +197,7 @@ def test_an_overflow_in_one_shard_is_a_skipped_step_everywhere(
     loss.spoilt = 1e36
     assert "overflowed with losses scaled by 65536" in trainer.step(steps[1]).skipped
     assert trainer.fingerprint() == before
-    with trainer.changing(optimizer_state=True):
+    with trainer.modifying(optimizer_state=True):
         assert {float(optimizer.state[p]["step"]) for p in model.parameters()} == {1.0}
     trainer.save(tmp_path)
     second = trainer_of(precision, 2)

@@ -2,7 +2,10 @@
 
 import ast
 import importlib
+import re
+from collections import Counter
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,34 +20,43 @@ ROOMS = (
     "errors",
     "system",
     "core",
+    "deferred",
     "watch",
     "exchange",
-    "reading",
-    "engine",
+    "data_order",
+    "update",
+    "shard",
+    "checks",
+    "placement",
+    "step",
+    "passes",
     "verifying",
     "checkpoint",
     "run",
     "weights",
     "losses",
-    "trainedmodel",
     "trainer",
     "onefold",
     "testing",
-    "models",
-    "data",
     "jobs",
     "integrations",
     "cli",
     "__main__",
 )
-OUTER = {"models", "data", "jobs", "integrations", "cli"}
+OUTER = {"jobs", "integrations", "cli"}
 """What is built on the public interface, as a user's program is."""
 OPEN_TO_OUTER = {"errors", "losses", "system", "weights", "onefold", *OUTER}
 
 
-OF_SYSTEM_FOR_CORE = {"onefold.system.compat", "onefold.system.hooks"}
+OF_SYSTEM_FOR_CORE = {"onefold.system.compat"}
 """The core is pure: it opens nothing, but uses PyTorch."""
 
+WITHOUT_PLACEMENTS = (
+    *("update", "shard", "checks", "step", "passes", "checkpoint", "verifying", "trainer"),
+)
+
+LIMIT_FILES = 220
+LIMIT_FILES_OF_A_ROOM = 25
 LIMIT_CODE_LINES = 400
 LIMIT_BODY_LINES = 60
 
@@ -109,6 +121,37 @@ def test_no_room_uses_one_above_it() -> None:
 def test_the_core_is_pure() -> None:
     used = {f.target for f in imports() if (f.room, f.target_room) == ("core", "system")}
     assert used <= OF_SYSTEM_FOR_CORE
+
+
+def test_rooms_and_the_house_are_small() -> None:
+    files = [path for _, path in modules()]
+    in_a_room = Counter(path.parent for path in files)
+    assert {room: n for room, n in in_a_room.items() if n > LIMIT_FILES_OF_A_ROOM} == {}
+    assert len(files) <= LIMIT_FILES
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    needs: dict[str, set[str]] = {}
+    for found in imports():
+        if found.module != found.target:
+            needs.setdefault(found.module, set()).add(found.target)
+    sorter = TopologicalSorter(
+        {m: {t for t in ts if not m.startswith(f"{t}.")} for m, ts in needs.items()}
+    )
+    sorter.prepare()  # raises an error that names a circle
+
+
+def test_only_placements_know_which_one_it_is() -> None:
+    """What differs between placements is a method of `Placement`, and no question elsewhere."""
+    asked = re.compile(r"is_partitioned|placement_name|options\.placement\b")
+    found = {
+        f"{module}: {match}"
+        for module, path in modules()
+        if room_of(module) in WITHOUT_PLACEMENTS
+        for match in asked.findall(path.read_text())
+    }
+    # Devices compare what they were launched with.
+    assert found == {"onefold.checks.description: options.placement"}
 
 
 def test_no_file_is_two() -> None:

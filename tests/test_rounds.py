@@ -93,12 +93,17 @@ def run(ways: Any, devices: int | None = None) -> list[Any]:
 
 
 @for_each(
-    ("exchange", "keep"),
-    [("shared", "all"), ("collective", "all"), ("shared", "host"), ("collective", "span")],
+    ("exchange", "placement"),
+    [
+        ("shared", "replicate"),
+        ("collective", "replicate"),
+        ("shared", "offload"),
+        ("collective", "shard"),
+    ],
 )
-def test_every_device_has_the_same_rounds(exchange: Any, keep: str) -> None:
-    ways = ALL_WAYS if keep == "all" else WAYS
-    found = simulate(run, 2, args=(ways,), exchange=exchange, keep=keep)
+def test_every_device_has_the_same_rounds(exchange: Any, placement: str) -> None:
+    ways = ALL_WAYS if placement == "replicate" else WAYS
+    found = simulate(run, 2, args=(ways,), exchange=exchange, placement=placement)
     assert found == [run(ways, devices=2 if exchange == "shared" else 1)] * 2
 
 

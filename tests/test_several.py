@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 
 import onefold
 from onefold.errors import DisagreementError
-from onefold.run.world import current_world
+from onefold.run.context import current_context
 from onefold.testing import simulate
 from tests.small import Batch, bits, make_trainer, points
 from tests.tables import for_each
@@ -168,7 +168,7 @@ def test_functions_are_given_one_model_or_all() -> None:
 def test_devices_that_step_different_losses_are_named() -> None:
     words = "device 1 computes loss 1 of the Trainer's and device 0 loss 0"
     with pytest.raises(DisagreementError, match=words):
-        simulate(lambda: trainer_of(None).step(batch_of(1), [*LOSSES][current_world().rank]), 2)
+        simulate(lambda: trainer_of(None).step(batch_of(1), [*LOSSES][current_context().rank]), 2)
 
 
 def test_gradients_of_two_losses_are_two_steps_outside_of_a_block() -> None:
@@ -176,7 +176,7 @@ def test_gradients_of_two_losses_are_two_steps_outside_of_a_block() -> None:
     batch = batch_of(1)
     numbers = [trainer.gradient(batch, name).number for name in (*LOSSES, "generator")]
     assert numbers == [1, 2, 2]
-    with trainer.changing():
+    with trainer.modifying():
         assert len({trainer.gradient(batch, name).number for name in LOSSES}) == 1
 
 

@@ -127,7 +127,7 @@ def seen(trainer: onefold.Trainer) -> list[object]:
     """Fingerprints and values of what is trained and of its average, and predictions."""
     found: list[object] = [values(trainer.predict(outputs, SAMPLES, batch_size=7).items())]
     for shows in (nullcontext, trainer.averaged):
-        with shows(), trainer.whole():
+        with shows(), trainer.unsharded():
             every = [*trainer.model.named_parameters(), *trainer.model.named_buffers()]
             found += [trainer.fingerprint(), values(every)]
     return found
@@ -163,21 +163,21 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[object]:
 
 
 @pytest.mark.parametrize(
-    ("keep", "exchange", "devices", "others"),
+    ("placement", "exchange", "devices", "others"),
     [
-        ("all", "collective", 1, 3),
-        ("all", "shared", 2, 1),
-        ("span", "collective", 2, 3),
-        ("stages", "shared", 3, 2),
-        ("host", "shared", 1, 2),
+        ("replicate", "collective", 1, 3),
+        ("replicate", "shared", 2, 1),
+        ("shard", "collective", 2, 3),
+        ("pipeline", "shared", 3, 2),
+        ("offload", "shared", 1, 2),
     ],
 )
 def test_values_do_not_depend_on_how_tensors_lie(
-    keep: str, exchange: Any, devices: int, others: int, expected: list[object], tmp_path: Path
+    placement: str, exchange: Any, devices: int, others: int, expected: list[object], tmp_path: Path
 ) -> None:
     for count, loads in ((devices, False), (others, True)):
         args = (itself, tmp_path, loads)
-        found = simulate(story, count, args=args, keep=keep, exchange=exchange)
+        found = simulate(story, count, args=args, placement=placement, exchange=exchange)
         assert found == [expected] * count
 
 
@@ -205,7 +205,7 @@ def rotated(folder: Path, loads: bool) -> list[object]:
     optimizer = Rotating(model.parameters(), lr=0.05)
     trainer = make_trainer(model, loss, optimizer=optimizer, devices=None, stages=list(model))
     begin(trainer, folder, loads)
-    with trainer.changing(optimizer_state=True):  # states go to all devices and back
+    with trainer.modifying(optimizer_state=True):  # states go to all devices and back
         states = [optimizer.state[p] for p in model.parameters()]
         strides = [(key, value.stride()) for each in states for key, value in each.items()]
     for _ in range(3):
@@ -216,11 +216,12 @@ def rotated(folder: Path, loads: bool) -> list[object]:
 
 
 @for_each(
-    ("keep", "devices", "others"), [("all", 1, 1), ("all", 1, 2), ("span", 2, 1), ("host", 2, 2)]
+    ("placement", "devices", "others"),
+    [("replicate", 1, 1), ("replicate", 1, 2), ("shard", 2, 1), ("offload", 2, 2)],
 )
 def test_matrices_of_an_optimizer_lie_as_they_did(
-    keep: str, devices: int, others: int, tmp_path: Path
+    placement: str, devices: int, others: int, tmp_path: Path
 ) -> None:
-    (first, *_) = simulate(rotated, devices, args=(tmp_path, False), keep=keep)
+    (first, *_) = simulate(rotated, devices, args=(tmp_path, False), placement=placement)
     assert ("mean", (1, 24)) in first[0]
-    assert simulate(rotated, others, args=(tmp_path, True), keep=keep) == [first] * others
+    assert simulate(rotated, others, args=(tmp_path, True), placement=placement) == [first] * others

@@ -15,11 +15,11 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 import onefold
-from onefold.core.roster import Team
+from onefold.core.assignment import Devices
+from onefold.core.context import LaunchContext
 from onefold.core.settings import Settings
-from onefold.core.world import World
 from onefold.errors import GradientError, LaunchError, LossError
-from onefold.run.team import settle_process
+from onefold.run.forming import settle_process
 from tests.small import Batch, bits, line, make_trainer, points, result, sgd, square
 from tests.tables import for_each
 
@@ -204,7 +204,7 @@ def test_batches_of_a_loader_and_whole_batches_give_the_same_bits(devices: int) 
 def test_threads_are_shared_among_the_shards_and_idle_cores_are_told_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("onefold.run.team.cores", lambda: 16)
+    monkeypatch.setattr("onefold.run.forming.cores", lambda: 16)
     monkeypatch.setattr("sys.argv", ["train.py"])
     for shards, number, threads in ((5, None, 3), (64, None, 1), (4, 2, 2)):
         make_trainer(shards=shards, threads=number)
@@ -212,7 +212,9 @@ def test_threads_are_shared_among_the_shards_and_idle_cores_are_told_once(
     caplog.clear()
     chosen = {"seed": 0, "clip_norm": None, "deterministic": True, "timeout_s": 5.0}
     for trainer in (0, 1):
-        team = Team(devices=(torch.device("cpu"),), own=(0,), world=World(), trainer=trainer)
+        team = Devices(
+            devices=(torch.device("cpu"),), own=(0,), context=LaunchContext(), trainer=trainer
+        )
         settle_process(team, Settings(shards=5, threads=None, **chosen))
     assert caplog.text.count("3 of 16 cores at work: a CPU device has 3 threads with 5 sh") == 1
     assert "onefold run --devices auto train.py" in caplog.text

@@ -13,10 +13,10 @@ from benchmarks.token_models import LSTMClassifier, TransformerClassifier
 from torch import nn
 
 import onefold
+from onefold.core.context import LaunchContext
 from onefold.core.options import RunOptions
-from onefold.core.world import World
 from onefold.errors import GradientError
-from onefold.models import LeNet, resnet18
+from onefold.jobs.models import LeNet, resnet18
 from onefold.testing import simulate
 from tests.small import Batch, make_trainer, sgd
 from tests.tables import for_each
@@ -213,7 +213,7 @@ def run(model: nn.Module, loss: Any = mean_of, **options: Any) -> list[Any]:
     """The loss and the norm of each step, and the values of the model."""
     trainer = cut(model, loss, clip_norm=CLIP, **options)
     steps = [trainer.step(batch) for batch in BATCHES]
-    with trainer.whole():
+    with trainer.unsharded():
         values = [parameter.flatten().tolist() for parameter in model.parameters()]
     trainer.close()
     return [[(float(step.loss), step.grad_norm) for step in steps], values]
@@ -232,31 +232,31 @@ def plain_run(model: nn.Module, loss: Any = mean_of) -> list[Any]:
     return [steps, [parameter.flatten().tolist() for parameter in model.parameters()]]
 
 
-PLACES: list[tuple[Any, int]] = [("all", 1), ("host", 1), ("stages", 1), ("stages", 3)]
-each_keep = for_each(("keep", "devices"), PLACES)
+PLACES: list[tuple[Any, int]] = [("replicate", 1), ("offload", 1), ("pipeline", 1), ("pipeline", 3)]
+each_placement = for_each(("placement", "devices"), PLACES)
 
 
-def keeping(keep: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(options=RunOptions(keep=keep))
-    monkeypatch.setattr("onefold.trainer.current_world", lambda: world)
+def keeping(placement: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = LaunchContext(options=RunOptions(placement=placement))
+    monkeypatch.setattr("onefold.trainer.current_context", lambda: world)
 
 
-@each_keep
+@each_placement
 def test_the_bits_are_those_of_a_plain_loop(
-    keep: str, devices: int, monkeypatch: pytest.MonkeyPatch
+    placement: str, devices: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keeping(keep, monkeypatch)
+    keeping(placement, monkeypatch)
     make = partial(Mixed, rare=devices == 1)
     assert run(make(), devices=devices) == plain_run(make())
     ours = partial(weighted, kit=onefold.losses)
     assert run(make(), ours, devices=devices) == plain_run(make(), weighted)
 
 
-@each_keep
+@each_placement
 def test_gradients_that_are_not_finite_are_found(
-    keep: str, devices: int, monkeypatch: pytest.MonkeyPatch
+    placement: str, devices: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keeping(keep, monkeypatch)
+    keeping(placement, monkeypatch)
 
     def step(factor: float, **more: Any) -> onefold.Step:
         """With a gradient that is changed before anybody takes it."""
@@ -279,5 +279,5 @@ def test_gradients_that_are_not_finite_are_found(
 
 @for_each("exchange", ["shared", "collective"])
 def test_processes_of_a_line_share_the_norms_of_their_parameters(exchange: Any) -> None:
-    found = simulate(lambda: run(Mixed(), devices=None), 3, keep="stages", exchange=exchange)
+    found = simulate(lambda: run(Mixed(), devices=None), 3, placement="pipeline", exchange=exchange)
     assert found == [plain_run(Mixed())] * 3

@@ -188,7 +188,7 @@ def test_the_bits_do_not_depend_on_the_devices(
 
 
 def test_names_may_change_from_step_to_step() -> None:
-    """New names come by a message of their own, known ones on the board."""
+    """New names come by a message of their own, known ones on the table."""
     turn = 0
 
     def loss(model: nn.Module, batch: Batch) -> object:

@@ -194,7 +194,7 @@ class _Child:
         self._asked = asked
         # libuv, which PyTorch's store uses, makes a pipe anew in every forked process, and closes
         # the old one by its numbers: these must not come to be those of other files.
-        self._anew = {n for n, target in _descriptors().items() if before.get(n, target) != target}
+        self._anew = {n for n, target in _descriptors().items() if before.get(n) != target}
 
     def become(self, program: Callable[[], None]) -> NoReturn:
         """Run the program and end as it ends; never returns to the parent's stack."""

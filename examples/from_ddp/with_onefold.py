@@ -12,8 +12,8 @@ import argparse
 import torch
 
 import onefold
-from onefold.data import mnist
-from onefold.models import LeNet
+from onefold.jobs.data import mnist
+from onefold.jobs.models import LeNet
 
 
 def loss(model, batch):

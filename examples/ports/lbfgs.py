@@ -4,8 +4,8 @@ What changes against the plain loop:
 
 - `trainer.gradient` takes the place of `zero_grad`, forward and `backward` in the closure: each
   call of it is shared out among the devices.
-- The optimizer is the script's, so the update stands in `with trainer.changing():` on every device,
-  and its state goes through the checkpoint by `extra=`.
+- The optimizer is the script's, so the update stands in `with trainer.modifying():` on every
+  device, and its state goes through the checkpoint by `extra=`.
 
     python examples/ports/lbfgs.py
     onefold run --devices 2 examples/ports/lbfgs.py
@@ -68,7 +68,7 @@ def main(epochs=8, checkpoint=None):
     if found is not None:
         optimizer.load_state_dict(found.extra)
     while trainer.steps < epochs:  # each is one step, over all of the data
-        with trainer.changing():
+        with trainer.modifying():
             value = optimizer.step(lambda: trainer.gradient(waves).loss)
         scores = trainer.evaluate(score, held_out, batch_size=16)
         print(f"epoch {trainer.steps}: loss {value:.6f}, continued {scores['off']:.4f} off")

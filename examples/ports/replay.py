@@ -4,7 +4,7 @@ What changes against the plain loop:
 
 - The loss returns the errors as outputs of one row a sample; `step.outputs["td"]` has those of the
   whole batch, in its order, on every device.
-- The target network is copied in `trainer.changing`.
+- The target network is copied in `trainer.modifying`.
 - Play and replay are the script's, alike on every device, and are saved with the run as ``extra``;
   what they draw comes from a generator that is seeded anew in each step.
 
@@ -108,7 +108,7 @@ def main(steps=120, checkpoint=None):
         step = trainer.step(batch)
         replay.note(places, step.outputs["td"])
         if number % 10 == 0:
-            with trainer.changing():
+            with trainer.modifying():
                 models["target"].load_state_dict(models["online"].state_dict())
             if checkpoint:
                 extra = {"cell": corridor.cell, "replay": replay.state()}

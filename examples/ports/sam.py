@@ -4,7 +4,7 @@ What changes against the plain loop:
 
 - `trainer.gradient` leaves the gradient of the whole batch in `.grad`, on every device. Both calls
   see the same batch, and so the same random numbers: they are one step.
-- Climbing and updating are the script's own, in `with trainer.changing():` on every device.
+- Climbing and updating are the script's own, in `with trainer.modifying():` on every device.
 
     python examples/ports/sam.py
     onefold run --devices 2 examples/ports/sam.py
@@ -75,7 +75,7 @@ def main(epochs=8, checkpoint=None):
     for epoch in trainer.epochs(epochs):
         first = None
         for batch in loader:
-            with trainer.changing():
+            with trainer.modifying():
                 first = trainer.gradient(batch)
                 before = climb(parameters)
                 trainer.gradient(batch)

@@ -16,22 +16,21 @@ from typing import TYPE_CHECKING, Any
 
 from onefold import errors
 from onefold.core.options import RunOptions
-from onefold.run.crew import Outcome
+from onefold.run.context import current_context, is_launched
 from onefold.run.devices import DeviceInfo, Selection, list_devices, select_devices
 from onefold.run.launch import launch, supervise
-from onefold.run.world import current_world, is_launched
+from onefold.run.workers import Outcome
 
 if TYPE_CHECKING:
     from onefold import losses
     from onefold.checkpoint.folder import Checkpoint
     from onefold.core.gathering import SyncBatchNorm, gather
-    from onefold.core.mean import Mean, Means, Sum
+    from onefold.core.mean import LossTerms, Mean, Sum
     from onefold.core.randomness import same_in_all_shards
-    from onefold.core.sharing import OwnLength, Shared
-    from onefold.core.sliced import Sliced
-    from onefold.engine.step import Step
-    from onefold.reading.loader import Loader
-    from onefold.run.recording import build
+    from onefold.core.structure import OwnLength, Shared
+    from onefold.data_order.loader import Loader
+    from onefold.run.build import build
+    from onefold.step.result import Step
     from onefold.trainer import Trainer
     from onefold.weights.load import load_weights
 
@@ -39,14 +38,13 @@ __all__ = [
     "Checkpoint",
     "DeviceInfo",
     "Loader",
+    "LossTerms",
     "Mean",
-    "Means",
     "Outcome",
     "OwnLength",
     "RunOptions",
     "Selection",
     "Shared",
-    "Sliced",
     "Step",
     "Sum",
     "SyncBatchNorm",
@@ -69,17 +67,16 @@ __version__ = version("onefold")
 
 _HOMES = {
     "Checkpoint": "onefold.checkpoint.resume",
-    "Loader": "onefold.reading.loader",
+    "Loader": "onefold.data_order.loader",
     "Mean": "onefold.core.mean",
-    "Means": "onefold.core.mean",
-    "OwnLength": "onefold.core.sharing",
-    "Shared": "onefold.core.sharing",
-    "Sliced": "onefold.core.sliced",
-    "Step": "onefold.engine.step",
+    "LossTerms": "onefold.core.mean",
+    "OwnLength": "onefold.core.structure",
+    "Shared": "onefold.core.structure",
+    "Step": "onefold.step.result",
     "Sum": "onefold.core.mean",
     "SyncBatchNorm": "onefold.core.gathering",
     "Trainer": "onefold.trainer",
-    "build": "onefold.run.recording",
+    "build": "onefold.run.build",
     "gather": "onefold.core.gathering",
     "load_weights": "onefold.weights.load",
     "losses": "onefold.losses",
@@ -100,7 +97,7 @@ def __getattr__(name: str) -> Any:
 def _tell_end() -> None:
     """Under PyTorch's launcher others may wait for a Trainer that this process never makes."""
     with suppress(errors.LaunchError):  # told when the Trainer was made
-        world = current_world()
+        world = current_context()
         if world.agent_store and "torch" in sys.modules:
             import_module("onefold.exchange.group").tell_end(world)
 

@@ -10,7 +10,7 @@
     ├── GradientError          a gradient that cannot be folded (sparse, another dtype)
     ├── StateError             state that cannot be folded, or that must not be saved
     ├── PrecisionError         an operation that a device cannot compute in the run's precision
-    ├── LineError              a model that a line of devices cannot compute (--keep stages)
+    ├── PipelineError              a model that a pipeline cannot compute (--placement pipeline)
     ├── SampleError            a data set item that could not be read
     ├── DataError              files of a data set that cannot be used, found before training
     ├── CheckpointError        a checkpoint or file of weights that is damaged, or does not fit
@@ -30,13 +30,13 @@ __all__ = [
     "DisagreementError",
     "GradientError",
     "LaunchError",
-    "LineError",
     "LossError",
     "OnefoldError",
     "PeerError",
     "PeerFailed",
     "PeerLost",
     "PeerTimeout",
+    "PipelineError",
     "PrecisionError",
     "RunFailed",
     "SampleError",
@@ -80,17 +80,17 @@ class PrecisionError(OnefoldError, RuntimeError):
     """An operation for which a device has no kernel in the run's precision; names the layer."""
 
 
-class LineError(OnefoldError, ValueError):
-    """A model that a line of devices cannot compute as one device does; the message says where."""
+class PipelineError(OnefoldError, ValueError):
+    """A model that a pipeline cannot compute as one device does; the message says where."""
 
     @classmethod
-    def outside_of_stage(cls, parameter: str, stage: str, device: int) -> LineError:
+    def outside_of_stage(cls, parameter: str, stage: str, device: int) -> PipelineError:
         """The error where a device computes with a parameter whose stage another device has."""
         return cls(
             f"parameter {parameter} of stage {stage} is used on device {device}, outside of its "
             f"stage, which another device computes: in a part of it that is called alone, perhaps, "
             f"or in a penalty on all parameters. Name that part as a stage "
-            f"(Trainer(stages=[...])), or use --keep span"
+            f"(Trainer(stages=[...])), or use --placement shard"
         )
 
 

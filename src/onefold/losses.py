@@ -14,7 +14,7 @@ that are not ignored), so the division is left to the engine:
 >>> losses.cross_entropy(logits, targets)
 Mean(total=tensor(1.3863), weight=tensor(2))
 >>> losses.cross_entropy(logits, targets) + 0.1 * losses.mse_loss(logits, logits, reduction="sum")
-Means(terms=(Mean(total=tensor(1.3863), weight=tensor(2)), Sum(total=tensor(0.))))
+LossTerms(terms=(Mean(total=tensor(1.3863), weight=tensor(2)), Sum(total=tensor(0.))))
 
 Losses that compare samples with each other (contrastive ones) are missing, because their value over
 a batch is not a sum over its shards. Totals of half precision are added up in float32.

@@ -7,10 +7,10 @@ import torch
 
 import model
 from model import Run
+from onefold.core.calldigest import CallDigest
 from onefold.core.flat import lay_out
-from onefold.core.head import StepHead
-from onefold.core.storage import BoardShape, cut_chunks, cut_pieces
-from onefold.exchange.board import Board
+from onefold.core.storage import TableShape, cut_chunks, cut_pieces
+from onefold.exchange.shardtable import ShardTable
 from tests.tables import for_each
 
 pytestmark = pytest.mark.full
@@ -27,9 +27,9 @@ def run(devices: int, *, shards: int = 8, devices_per_host: int = 8, **fields: i
 @for_each("devices", [2, 4, 8])
 def test_a_row_has_the_bytes_that_the_board_sends(devices: int) -> None:
     buffers = lay_out({"mean": torch.zeros(5), "count": torch.zeros((), dtype=torch.int64)})
-    shape = BoardShape(devices=devices, shards=8, parameters=7, buffers=buffers)
-    board = Board.private(shape, torch.device("cpu"))
-    sent = board.row(0, range(8 // devices)).nbytes + len(StepHead(call=1, step=1).word())
+    shape = TableShape(devices=devices, shards=8, parameters=7, buffers=buffers)
+    board = ShardTable.private(shape, torch.device("cpu"))
+    sent = board.row(0, range(8 // devices)).nbytes + len(CallDigest(call=1, step=1).word())
     assert model.board_bytes(run(devices, parameters=7, buffers=2)) == (devices - 1) * sent
 
 

@@ -99,13 +99,13 @@ def all_that_a_run_can_be(devices: list[str] | None, average: bool) -> list[Any]
         trainer.gradient(data)
         found += [p.grad.tolist() for p in trainer.model.parameters() if p.grad is not None]
         trainer.model.zero_grad()
-    with trainer.whole():
+    with trainer.unsharded():
         found.append({name: p.tolist() for name, p in trainer.model.named_parameters()})
         found.append(float(trainer.step(batches(1)[0]).loss).hex())
     if average:
         with trainer.averaged():
             found.append(trainer.evaluate(lambda m, b: {"loss": loss(m, b)}, data, batch_size=7))
-    with trainer.changing(), torch.no_grad():
+    with trainer.modifying(), torch.no_grad():
         if trainer.is_lead:
             for parameter in trainer.model.layers[1].parameters():
                 parameter.sub_(parameter * 2)
@@ -141,7 +141,7 @@ def at_hand() -> tuple[int, int, list[str]]:
         with suppress(RuntimeError):
             parameter.sum()
             here.append(name)
-    memory: Any = engine_in(trainer).exchange.memory
+    memory: Any = engine_in(trainer).context.exchange.memory
     kept = sum(memory.frozen.part(number).nbytes for number in memory.frozen.numbers)
     assert not memory.frozen.flat.is_there
     trainer.close()

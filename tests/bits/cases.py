@@ -13,8 +13,8 @@ from benchmarks.token_models import LSTMClassifier, TransformerClassifier
 from torch import nn
 
 import onefold
-from onefold.core.precision import Precision, PrecisionName
-from onefold.models import DenseCNN, LeNet, resnet18
+from onefold.core.settings import Precision, PrecisionName
+from onefold.jobs.models import DenseCNN, LeNet, resnet18
 from tests.capabilities import has_lstm
 
 STEPS = 5

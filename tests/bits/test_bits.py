@@ -21,22 +21,22 @@ pytestmark = [
 ]
 
 WAYS = [
-    *(("shared", "all", 2), ("collective", "all", 4), ("shared", "span", 4)),
-    *(("collective", "span", 3), ("shared", "host", 3), ("collective", "host", 2)),
+    *(("shared", "replicate", 2), ("collective", "replicate", 4), ("shared", "shard", 4)),
+    *(("collective", "shard", 3), ("shared", "offload", 3), ("collective", "offload", 2)),
 ]
 LINES = [
-    *(("shared", "stages", 2), ("shared", "stages:2", 6), ("collective", "stages", 3)),
-    ("collective", "stages:2", 4),
+    *(("shared", "pipeline", 2), ("shared", "pipeline:2", 6), ("collective", "pipeline", 3)),
+    ("collective", "pipeline:2", 4),
 ]
 
 
-@pytest.mark.parametrize(("exchange", "keep", "devices"), [*WAYS, *LINES])
-def test_golden_problems_in_processes(exchange: str, keep: str, devices: int) -> None:
+@pytest.mark.parametrize(("exchange", "placement", "devices"), [*WAYS, *LINES])
+def test_golden_problems_in_processes(exchange: str, placement: str, devices: int) -> None:
     names = [problem.name for problem in golden.problems()]
-    if keep.startswith("stages"):
+    if placement.startswith("pipeline"):
         names = [name for name in names if name.startswith(("line-", "frozen-"))]
         names.remove("frozen-stopped")
-    check(exchange, keep, devices, tuple(names))
+    check(exchange, placement, devices, tuple(names))
 
 
 def test_devices_of_one_process() -> None:
@@ -92,13 +92,13 @@ def parts(names: list[str], folder: Path, stops: bool) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "ways",
     [
-        (("shared", "span", 3), ("collective", "all", 2)),
-        (("collective", "all", 3), ("shared", "span", 2)),
-        (("shared", "host", 3), ("collective", "span", 2)),
-        (("collective", "all", 1), ("shared", "host", 2)),
-        (("shared", "stages", 2), ("collective", "all", 3)),
-        (("collective", "span", 3), ("shared", "stages:2", 4)),
-        (("collective", "stages", 2), ("collective", "host", 2)),
+        (("shared", "shard", 3), ("collective", "replicate", 2)),
+        (("collective", "replicate", 3), ("shared", "shard", 2)),
+        (("shared", "offload", 3), ("collective", "shard", 2)),
+        (("collective", "replicate", 1), ("shared", "offload", 2)),
+        (("shared", "pipeline", 2), ("collective", "replicate", 3)),
+        (("collective", "shard", 3), ("shared", "pipeline:2", 4)),
+        (("collective", "pipeline", 2), ("collective", "offload", 2)),
     ],
     ids=str,
 )
@@ -107,11 +107,14 @@ def test_a_stopped_run_goes_on_in_another_way(
 ) -> None:
     """With the bits of the run that never stopped, and the files of another placement."""
     chosen = {each.name: each for each in golden.problems() if each.part is not None}
-    names = ["frozen-stopped"] if "stages" in str(ways) else list(chosen)
+    names = ["frozen-stopped"] if "pipeline" in str(ways) else list(chosen)
     found: dict[str, Any] = {}
-    for folder, both in (("one", ways), ("all", (("shared", "all", 2), ("shared", "all", 2)))):
-        for stops, (exchange, keep, devices) in zip((True, False), both, strict=True):
-            way = {"exchange": exchange, "keep": keep, "devices": f"cpu:{devices}"}
+    for folder, both in (
+        ("one", ways),
+        ("replicate", (("shared", "replicate", 2), ("shared", "replicate", 2))),
+    ):
+        for stops, (exchange, placement, devices) in zip((True, False), both, strict=True):
+            way = {"exchange": exchange, "placement": placement, "devices": f"cpu:{devices}"}
             given = (names, tmp_path / folder, stops)
             found = onefold.launch(parts, args=given, timeout_s=300, **way)
         files = [files_of(tmp_path / each / "frozen-stopped") for each in ("one", folder)]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 import onefold
-from onefold.system import heap
+from onefold.system import allocator
 from onefold.testing import simulate
 from tests import golden
 from tests.bits import adapted
@@ -20,18 +20,18 @@ CASES = (
     "loader-stream",
     "line-text-adamw",
 )
-IN_LINES = tuple(name for name in CASES if name.startswith("line"))
+IN_PIPELINES = tuple(name for name in CASES if name.startswith("line"))
 
 
 def computed(names: Sequence[str]) -> list[list[str]]:
     """What a device has of some golden problems, one after the other."""
     known = {problem.name: problem for problem in golden.problems()}
-    least = heap.LEAST_BYTES
-    heap.LEAST_BYTES = 1  # the models are small, and the home is to have all of them
+    least = allocator.LEAST_BYTES
+    allocator.LEAST_BYTES = 1  # the models are small, and the home is to have all of them
     try:
         return [[str(value) for value in known[name].compute()] for name in names]
     finally:
-        heap.LEAST_BYTES = least
+        allocator.LEAST_BYTES = least
 
 
 @functools.cache
@@ -41,8 +41,9 @@ def reference(names: tuple[str, ...]) -> list[list[str]]:
     return found  # type: ignore[no-any-return]
 
 
-def check(exchange: str, keep: str, devices: int, names: tuple[str, ...]) -> None:
-    way = {"keep": keep, "exchange": exchange, "devices": f"cpu:{devices}", "timeout_s": 300}
+def check(exchange: str, placement: str, devices: int, names: tuple[str, ...]) -> None:
+    way = {"placement": placement, "exchange": exchange, "devices": f"cpu:{devices}"}
+    way["timeout_s"] = 300
     found = onefold.launch(computed, args=(names,), **way)  # type: ignore[arg-type]
     pairs = zip(names, found, reference(names), strict=True)
     assert [name for name, one, other in pairs if one != other] == []
@@ -51,16 +52,21 @@ def check(exchange: str, keep: str, devices: int, names: tuple[str, ...]) -> Non
 @pytest.mark.processes
 @pytest.mark.xdist_group("smoke")
 @pytest.mark.parametrize("exchange", ["shared", "collective"])
-@pytest.mark.parametrize("keep", ["all", "span", "host", "stages"])
-def test_processes_have_the_bits_of_simulated_devices(exchange: str, keep: str) -> None:
-    names = IN_LINES if keep == "stages" else CASES
-    check(exchange, keep, 3 if keep in ("all", "stages") else 2, names)
+@pytest.mark.parametrize("placement", ["replicate", "shard", "offload", "pipeline"])
+def test_processes_have_the_bits_of_simulated_devices(exchange: str, placement: str) -> None:
+    names = IN_PIPELINES if placement == "pipeline" else CASES
+    check(exchange, placement, 3 if placement in ("replicate", "pipeline") else 2, names)
 
 
-@for_each(("keep", "devices"), [("span", 2), ("span", 3), ("stages", 3), ("stages:2", 4)])
+PARTITIONED = [("shard", 2), ("shard", 3), ("pipeline", 3), ("pipeline:2", 4)]
+
+
+@for_each(("placement", "devices"), PARTITIONED)
 def test_between_steps_a_device_has_its_part_of_frozen_parameters_alone(
-    keep: str, devices: int
+    placement: str, devices: int
 ) -> None:
-    for kept, total, here in simulate(adapted.at_hand, devices, keep=keep, exchange="collective"):
+    for kept, total, here in simulate(
+        adapted.at_hand, devices, placement=placement, exchange="collective"
+    ):
         assert here == ["scale", "tokens.weight"]  # which lie in no stage, and in two
         assert 0.3 * total / devices < kept < 1.8 * total / devices

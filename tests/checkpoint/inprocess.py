@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 import onefold
+from onefold.core.context import LaunchContext
 from onefold.core.options import RunOptions
-from onefold.core.world import World
 from onefold.exchange.progress import Progress
-from onefold.run import membership, team
-from onefold.run.ending import Stopped
+from onefold.run import forming, membership
+from onefold.run.membership import RunStopped
 from tests.inside import session_in
 from tests.small import make_trainer
 
@@ -95,14 +95,14 @@ class Runs:
         options = RunOptions(checkpoint=str(self.folder), every=every, **choices)
         with self._patch.context() as patch, new_progress(1) as progress:
             life = Life(devices, dies, progress)
-            patch.setattr("onefold.trainer.current_world", lambda: World(options=options))
+            patch.setattr("onefold.trainer.current_context", lambda: LaunchContext(options=options))
             patch.setattr("onefold.run.session.progress_of", lambda world: progress)
-            patch.setattr(team, "_trainers", itertools.count())
+            patch.setattr(forming, "_trainers", itertools.count())
             patch.setattr(membership, "members", membership.Members())
             try:
                 result: str | None = script(life)
                 membership.end_well()
-            except (Died, Stopped):
+            except (Died, RunStopped):
                 result = None
             finally:
                 _leave(life)
@@ -118,4 +118,4 @@ def _leave(life: Life) -> None:
     if session._autosave is not None:
         session._autosave.leave()
     session.resumption.end()
-    session.engine.exchange.close()
+    session.engine.context.exchange.close()

@@ -168,10 +168,13 @@ def test_a_crash_too_many_ends_the_run(runs: Runs) -> None:
         ("--checkpoint a-file", "--checkpoint a-file: expected a folder, this is a file"),
         ("--checkpoint c --every 0", "--every 0: expected a number of steps of at least 1"),
         ("--checkpoint c --keep-last 0", "expected keep_last of at least 1, got 0"),
-        ("--checkpoint c --keep 3", "expected keep to be one of all, span, host, stages, got '3'"),
+        (
+            "--placement 3",
+            "expected placement to be one of replicate, shard, offload, pipeline, got '3'",
+        ),
         ("--checkpoint c --grace 0", "expected the grace to be more than 0, got 0.0"),
-        ("--home .", "--home .: expected --keep host, span or stages with it"),
-        ("--keep host --home a-file", "--home a-file: expected a folder that is"),
+        ("--home .", "--home .: expected --placement offload, shard or pipeline with it"),
+        ("--placement offload --home a-file", "--home a-file: expected a folder that is"),
     ],
 )
 def test_bad_options_are_told(

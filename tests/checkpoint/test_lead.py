@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from onefold.checkpoint.saving import Lead
-from tests.engine.assembled import team_of
 from tests.exchange.together import endings, together
+from tests.step.assembled import team_of
 
 Result = TypeVar("Result")
 LIMIT_S = 0.2
@@ -29,7 +29,7 @@ class Table:
         self.given: dict[int, torch.Tensor] = {}
         self.rounds = 0
 
-    def share(self, rows: Mapping[int, torch.Tensor]) -> torch.Tensor:
+    def all_gather_rows(self, rows: Mapping[int, torch.Tensor]) -> torch.Tensor:
         self.rounds += 0 in rows
         self.given.update(rows)
         self.barrier.wait()
@@ -42,7 +42,8 @@ def seated(table: Table, work: Callable[[Lead], Result]) -> Callable[[int], Resu
     """Does the lead's work on a device; whoever fails is waited for no longer."""
 
     def start(number: int) -> Result:
-        engine: Any = SimpleNamespace(with_others=True, exchange=SimpleNamespace(transport=table))
+        exchange = SimpleNamespace(transport=table)
+        engine: Any = SimpleNamespace(context=SimpleNamespace(with_others=True, exchange=exchange))
         try:
             return work(Lead(engine, team_of(2, own=[number]), LIMIT_S))
         except BaseException:

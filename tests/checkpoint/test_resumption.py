@@ -46,12 +46,12 @@ def data() -> TensorDataset:
 def result(trainer: onefold.Trainer, *more: object) -> str:
     """All that a run leaves, buffers and settings included; read from the model itself."""
     values = [v.double().sum().item().hex() for v in trainer.model.state_dict().values()]
-    settings = engine_in(trainer).update.optimizer.param_groups[0]["lr"]
+    settings = engine_in(trainer).context.update.optimizer.param_groups[0]["lr"]
     return f"{trainer.fingerprint()} {trainer.steps} {settings} {more} {values}"
 
 
 def change(trainer: onefold.Trainer, by: float = 0.5) -> None:
-    with trainer.changing(), torch.no_grad():
+    with trainer.modifying(), torch.no_grad():
         for parameter in trainer.model.parameters():
             parameter.mul_(by)
 
@@ -77,8 +77,8 @@ def through(life: Life, trainer: onefold.Trainer, loader: onefold.Loader) -> Non
 def changed_at_each_epoch(life: Life) -> str:
     """Before all, at its top, in the middle of a pass, at its end, and when all is done."""
     trainer, loader = begun(life)
-    optimizer = engine_in(trainer).update.optimizer
-    with trainer.changing():
+    optimizer = engine_in(trainer).context.update.optimizer
+    with trainer.modifying():
         nn.init.zeros_(trainer.model[3].weight)  # type: ignore[index]
     for epoch in trainer.epochs(EPOCHS):
         life.tick()
@@ -129,7 +129,7 @@ def updates_of_its_own(life: Life) -> str:
         for batch in loader:
             if epoch == 1:
                 trainer.gradient(batch)
-            with trainer.changing():
+            with trainer.modifying():
                 for parameter in trainer.model.parameters():
                     parameter.data.mul_(0.99)
                 if epoch != 1:

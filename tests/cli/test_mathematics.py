@@ -22,7 +22,7 @@ def step(number: int, **facts: Any) -> dict[str, Any]:
     same: dict[str, Any] = {"skipped": False, "loss": 0.5, "alone": 0.5, "returned": "a scalar"}
     same |= {"loss_difference": 0.0, "gradient_difference": 0.0, "worst_difference": 0.0}
     found = Comparison(4, 10, own_batch=False, **{**same, **facts})
-    causes = [asdict(cause) for cause in causes_of(found, [], [], found.tolerance)]
+    causes = [asdict(cause) for cause in causes_of(found, [], [])]
     return {"step": number, **asdict(found), "causes": causes}
 
 

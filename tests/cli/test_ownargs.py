@@ -11,7 +11,7 @@ import pytest
 from onefold.cli.main import come_too_late, with_end_of_options
 from tests.tables import for_each
 
-OWN = {"-m", "--devices", "--timeout", "--keep"}
+OWN = {"-m", "--devices", "--timeout", "--placement"}
 
 
 @for_each(
@@ -22,7 +22,7 @@ OWN = {"-m", "--devices", "--timeout", "--keep"}
         ("--devices 2 -m train x -m y", "--devices 2 -m train -- x -m y"),
         ("-m train -- --devices 2", "-m train -- --devices 2"),
         ("-- train.py -m x", "-- train.py -m x"),
-        ("--keep -m -m train -x", "--keep -m -m train -- -x"),
+        ("--placement -m -m train -x", "--placement -m -m train -- -x"),
     ],
 )
 def test_the_commands_own_end_with_the_script(given: str, taken: str) -> None:

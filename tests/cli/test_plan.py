@@ -42,10 +42,10 @@ def test_stages_and_memory_are_shown(tmp_path: Path) -> None:
     p, stage, disk = 4 * NUMBERS, 16 * wide, 6 * 4 * NUMBERS + FROZEN_BYTES
     part = (p + FROZEN_BYTES) / 4
     # Of four devices the last has the frozen layer and the norm, the first a wide one and its own.
-    in_line = 4 * (wide + 17 * 256)
+    in_pipeline = 4 * (wide + 17 * 256)
     expected = {
         "1": (disk, disk + stage, disk, stage, disk),
-        "4": (part + 2.5 * p, part + 0.75 * p + stage, part + 5 * in_line, stage, disk),
+        "4": (part + 2.5 * p, part + 0.75 * p + stage, part + 5 * in_pipeline, stage, disk),
     }
     assert rows(done.stdout)[-2:] == [
         [devices, *(f"{size / 2**20:,.1f}" for size in sizes)]

@@ -171,9 +171,9 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
     for devices in ("1", "", "1,x", "0,1", "1,cpu:2", "cpu:2"):
         with pytest.raises(ValueError, match="expected two or more counts"):
             verify_script(missing, devices, steps=2, options=options)
-    words = "expected keep to be one of all, span, host, stages, got 'spam'"
+    words = "expected placement to be one of replicate, shard, offload, pipeline, got 'spam'"
     with pytest.raises(ValueError, match=words):
-        verify_script(missing, "1,2", steps=2, options=options, keep="all,spam")
+        verify_script(missing, "1,2", steps=2, options=options, placement="replicate,spam")
 
 
 @for_each(

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from onefold.core.finite import all_finite, names_with_nan
+from onefold.core.flat import all_finite, names_with_nan
 from tests.tables import for_each
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from onefold.core.fold import Block, fold, fold_shards, published_by
 from onefold.core.shard import Plan
-from onefold.exchange.stagefold import RunningFold
+from onefold.exchange.reduction import RunningFold
 
 
 @st.composite

@@ -14,22 +14,20 @@ MEASURED = Footprint(
 )
 
 
-@for_each(
-    ("devices", "keeping_all", "keeping_span"), [(1, 2077, 1838), (2, 1541, 860), (4, 1088, 385)]
-)
-def test_formulas_tell_what_was_measured(devices: int, keeping_all: int, keeping_span: int) -> None:
+@for_each(("devices", "replicating", "sharding"), [(1, 2077, 1838), (2, 1541, 860), (4, 1088, 385)])
+def test_formulas_tell_what_was_measured(devices: int, replicating: int, sharding: int) -> None:
     """Within a sixth, as activations are in the one and sums that end early in the other."""
-    found = MEASURED.keeping_all(devices, together=True) / MIB
-    assert abs(found / keeping_all - 1) < 1 / 6
-    found = MEASURED.keeping_span(devices, together=True) / MIB
-    assert abs(found / keeping_span - 1) < 1 / 6
+    found = MEASURED.replicating(devices, together=True) / MIB
+    assert abs(found / replicating - 1) < 1 / 6
+    found = MEASURED.sharding(devices, together=True) / MIB
+    assert abs(found / sharding - 1) < 1 / 6
 
 
 def test_a_file_is_large_enough() -> None:
     """1,682 MiB were measured for a model of 280."""
     sizes = Footprint(parameters=280, other=0, gradients=280, state=560, stage=12, shards=8)
     assert 1682 <= sizes.on_disk <= 1.2 * 1682
-    assert sizes.keeping_nothing(together=True) == 48
+    assert sizes.offloading(together=True) == 48
 
 
 def test_devices_apart_have_their_own_parameters_and_two_stages() -> None:
@@ -37,6 +35,6 @@ def test_devices_apart_have_their_own_parameters_and_two_stages() -> None:
         return keeping(*devices, together=False) - keeping(*devices, together=True)
 
     two_stages = 2 * MEASURED.stage + MEASURED.other
-    assert more(MEASURED.keeping_span, 4) == two_stages - MEASURED.other // 4
-    assert more(MEASURED.keeping_nothing) == two_stages
-    assert more(MEASURED.keeping_all, 4) == MEASURED.parameters * 3 // 4
+    assert more(MEASURED.sharding, 4) == two_stages - MEASURED.other // 4
+    assert more(MEASURED.offloading) == two_stages
+    assert more(MEASURED.replicating, 4) == MEASURED.parameters * 3 // 4

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onefold.core.mean import Mean, Means, Sum, weigh
+from onefold.core.mean import LossTerms, Mean, Sum, weigh
 from onefold.errors import LossError
 from tests.tables import for_each
 
@@ -72,9 +72,9 @@ def test_anything_else_is_refused_and_named() -> None:
         (Mean(SIX, LEARNED), r".*depends on parameters.* weight\.detach\(\)"),
         (RIGHT + Mean(SIX, -1), r", term 2: .* finite and >= 0, got -1\.0"),
         (RIGHT + Sum(torch.ones(2)), r", term 2: the total of onefold\.Sum must be"),
-        (Means((torch.ones(()),)), r".*the terms of onefold\.Means must be .*, got Tensor"),  # type: ignore[arg-type]
-        (Means(()), r".*expected a tuple of terms in onefold\.Means, got"),
-        (Means([RIGHT]), r".*expected a tuple of terms in onefold\.Means, got"),  # type: ignore[arg-type]
+        (LossTerms((torch.ones(()),)), r".*the terms of onefold\.LossTerms must be .*, got Tensor"),  # type: ignore[arg-type]
+        (LossTerms(()), r".*expected a tuple of terms in onefold\.LossTerms, got"),
+        (LossTerms([RIGHT]), r".*expected a tuple of terms in onefold\.LossTerms, got"),  # type: ignore[arg-type]
     ):
         with pytest.raises(LossError, match=f"^the loss of shard 3{words}"):
             weigh(result, 3, "the loss of shard 3")
@@ -86,7 +86,7 @@ def test_factors_scale_totals_and_leave_weights(factor: float) -> None:
     assert factor * Mean(SIX, 5) == Mean(SIX, 5) * factor == Mean(SIX * number, 5)
     assert Mean(SIX, 5) / factor == Mean(SIX / number, 5)
     both = factor * (Mean(SIX, 5) + Sum(torch.tensor(8.0)))
-    assert both == Means((Mean(SIX * number, 5), Sum(torch.tensor(8.0 * number))))
+    assert both == LossTerms((Mean(SIX * number, 5), Sum(torch.tensor(8.0 * number))))
 
 
 def test_terms_are_added_subtracted_and_divided() -> None:

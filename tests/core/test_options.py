@@ -21,10 +21,16 @@ def test_options_that_make_no_sense_are_refused_by_name() -> None:
     for chosen, words in (
         ({"every": 0}, "^expected every of at least 1, got 0"),
         ({"keep_last": 0}, "^expected keep_last of at least 1, got 0"),
-        ({"keep": 3}, "^expected keep to be one of all, span, host, stages, got 3; .* --keep-last"),
-        ({"keep": "most"}, "^expected keep to be one of all, span, host, stages, got 'most'"),
-        ({"keep": "stages:1"}, "^expected keep .* lines of 2 devices or more"),
-        ({"keep": "stages:"}, "^expected keep to be one of"),
+        (
+            {"placement": 3},
+            "^expected placement to be one of replicate, shard, .*, got 3; .* --keep-last",
+        ),
+        (
+            {"placement": "most"},
+            "^expected placement to be one of replicate, shard, offload, pipeline, got 'most'",
+        ),
+        ({"placement": "pipeline:1"}, "^expected placement .* pipelines of 2 devices or more"),
+        ({"placement": "pipeline:"}, "^expected placement to be one of"),
         ({"restarts": -1, "checkpoint": "kept"}, "^expected restarts of at least 0, got -1"),
         ({"restarts": 1}, "^restarts go on from the last checkpoint: name a directory"),
         ({"exchange": "mpi"}, "^expected the exchange to be auto, shared or collective, got 'mpi'"),
@@ -37,15 +43,20 @@ def test_options_that_make_no_sense_are_refused_by_name() -> None:
 
 
 def test_how_many_devices_compute_a_shard() -> None:
-    for keep, devices, line in (
-        *(("all", 4, 1), ("span", 3, 1), ("stages", 3, 3), ("stages:2", 6, 2)),
-        ("stages:3", 3, 3),
+    for placement, devices, line in (
+        *(("replicate", 4, 1), ("shard", 3, 1), ("pipeline", 3, 3), ("pipeline:2", 6, 2)),
+        ("pipeline:3", 3, 3),
     ):
-        options = RunOptions(keep=keep)
-        assert (options.line_of(devices), options.keeps) == (line, keep.partition(":")[0])
+        options = RunOptions(placement=placement)
+        assert (options.pipeline_of(devices), options.placement_name) == (
+            line,
+            placement.partition(":")[0],
+        )
     for odd in (1, 3, 5):
-        with pytest.raises(ValueError, match=f"multiple of 2 with --keep stages:2.* got {odd}"):
-            RunOptions(keep="stages:2").line_of(odd)
+        with pytest.raises(
+            ValueError, match=f"multiple of 2 with --placement pipeline:2.* got {odd}"
+        ):
+            RunOptions(placement="pipeline:2").pipeline_of(odd)
 
 
 def test_limits_of_time_are_positive_and_what_the_system_can_wait() -> None:

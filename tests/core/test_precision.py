@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onefold.core.precision import LossScale, Precision
+from onefold.core.settings import LossScale, Precision
 
 
 def test_other_names_are_refused() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onefold.core.stages import Move, cut_line, moves, waiting
+from onefold.core.stages import Move, cut_pipeline, moves, waiting
 
 DEVICES = st.integers(1, 6)
 SIZES = st.lists(st.integers(0, 20), min_size=1, max_size=9)
@@ -56,9 +56,9 @@ def test_a_line_ends_after_the_time_that_it_is_said_to_wait(devices: int, count:
 def test_the_largest_share_is_as_small_as_can_be(sizes: list[int], devices: int) -> None:
     if devices > len(sizes):
         with pytest.raises(ValueError, match=f"got {len(sizes)} stages and {devices} devices"):
-            cut_line(sizes, devices)
+            cut_pipeline(sizes, devices)
         return
-    places = cut_line(sizes, devices)
+    places = cut_pipeline(sizes, devices)
     assert [place for place, _ in groupby(places)] == list(range(devices))
 
     def largest(places: tuple[int, ...]) -> int:

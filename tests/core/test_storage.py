@@ -1,4 +1,4 @@
-"""How parameters are cut into pieces, spans and chunks, and sizes that all devices have alike."""
+"""How parameters are cut into pieces, partitions and chunks, alike on all devices."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onefold.core.flat import Layout, lay_out
-from onefold.core.storage import cut_pieces, cut_spans
+from onefold.core.storage import cut_partitions, cut_pieces
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float64])
 
@@ -27,8 +27,8 @@ def test_spans_cover_every_element_once_aligned_and_balanced(
 ) -> None:
     layout = layout_of(*(torch.empty(n, dtype=data.draw(DTYPES), device="meta") for n in sizes))
     pieces = cut_pieces(layout, by_element=by_element)
-    spans = cut_spans(pieces, devices)
-    assert [i for span in spans for i in span] == list(range(len(pieces)))
+    partitions = cut_partitions(pieces, devices)
+    assert [i for partition in partitions for i in partition] == list(range(len(pieces)))
     ends = [0] * len(sizes)
     for piece in pieces:
         assert piece.start == ends[piece.entry]
@@ -40,8 +40,8 @@ def test_spans_cover_every_element_once_aligned_and_balanced(
     for entry in layout.entries:
         assert entry.offset * layout.dtypes[entry.section].itemsize % 256 == 0
     largest = max((piece.numel for piece in pieces), default=0)
-    for span in spans:
-        assert sum(pieces[i].numel for i in span) <= sum(sizes) / devices + largest
+    for partition in partitions:
+        assert sum(pieces[i].numel for i in partition) <= sum(sizes) / devices + largest
 
 
 def test_pieces_do_not_depend_on_the_number_of_devices_but_on_the_model() -> None:
@@ -49,4 +49,4 @@ def test_pieces_do_not_depend_on_the_number_of_devices_but_on_the_model() -> Non
     assert 200 <= len(pieces) <= 256
     assert not any(piece.whole for piece in pieces)
     (piece,) = cut_pieces(layout_of(torch.empty(3)), by_element=True)
-    assert sorted(map(len, cut_spans([piece], 5))) == [0, 0, 0, 0, 1]
+    assert sorted(map(len, cut_partitions([piece], 5))) == [0, 0, 0, 0, 1]

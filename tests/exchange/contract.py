@@ -13,25 +13,25 @@ from itertools import pairwise, permutations
 
 import torch
 
+from onefold.core.assignment import Assignment
 from onefold.core.flat import FlatTensors, lay_out
 from onefold.core.fold import Block, blocks_of, fold, fold_shards
-from onefold.core.precision import added_up_in
-from onefold.core.roster import Roster
+from onefold.core.settings import added_up_in
 from onefold.core.shard import Plan
 from onefold.core.stages import Stages
 from onefold.core.storage import Storage, cut_pieces
 from onefold.errors import DisagreementError
-from onefold.exchange.carrier import Gift
 from onefold.exchange.collective import GroupTransport
 from onefold.exchange.exchange import Exchange
-from onefold.exchange.group import join_group
+from onefold.exchange.group import Rendezvous, join_group
 from onefold.exchange.mailbox import Mailbox, connected
 from onefold.exchange.memory import Start, write_first
 from onefold.exchange.private import collective_exchange
-from onefold.exchange.shared import shared_exchange
-from onefold.exchange.stagefold import StageFold
-from onefold.run.world import current_world
-from onefold.system.heap import ORDINARY, DiskHeap
+from onefold.exchange.reduction import StageReduction
+from onefold.exchange.shared import HostTransport, shared_exchange
+from onefold.exchange.stageexchange import GradientSend
+from onefold.run.context import current_context
+from onefold.system.allocator import DEFAULT_ALLOCATOR, MmapAllocator
 
 SHARDS = 7
 BUFFERS = {
@@ -103,64 +103,67 @@ def add(
     return [b if a is None else a if b is None else a + b for a, b in zip(left, right, strict=True)]
 
 
-def roster(sizes: Storage, plan: Plan | None = None) -> Roster:
+def assignment(sizes: Storage, plan: Plan | None = None) -> Assignment:
     plan = plan or Plan.even(shards=SHARDS, devices=sizes.devices)
-    return Roster.first([CPU] * sizes.devices, plan=plan, pieces=sizes.pieces, stages=sizes.stages)
+    return Assignment.first(
+        [CPU] * sizes.devices, plan=plan, pieces=sizes.pieces, stages=sizes.stages
+    )
 
 
 def check_step(
-    exchange: Exchange, sizes: Storage, own: range, step: int, plan: Plan, now: Roster
+    exchange: Exchange, sizes: Storage, own: range, step: int, plan: Plan, now: Assignment
 ) -> None:
     """Publish, collect, update and spread; compare with the fold done alone."""
     said = exchange.agree(step, bytes([own[0], step]))
     processes = [own[0]] if len(own) == plan.devices else range(plan.devices)
     assert list(said) == [bytes([d, step]) for d in processes]
-    if exchange.stages is not None:
-        give_stages(exchange.stages, own, step, plan)
+    staged = isinstance(exchange.reduction, StageReduction)
+    if isinstance(exchange.reduction, StageReduction):
+        give_stages(exchange.reduction, own, step, plan)
     for device in own:
         run = plan.shards_of(device)
-        exchange.board.clear_rows(device, run)
-        for slot, block in enumerate(blocks_of(run, SHARDS) if exchange.stages is None else ()):
+        exchange.table.clear_rows(device, run)
+        for slot, block in enumerate(blocks_of(run, SHARDS) if not staged else ()):
 
             def leaf(node: Block) -> list[torch.Tensor | None] | None:
                 return gradients(step, node.start) if node.stop - node.start == 1 else None
 
             exchange.publish(device, slot, fold(leaf, block, add))
         for shard in run:
-            exchange.board.weights[shard] = shard + 0.5
-            exchange.board.totals[shard] = shard * 2.0
-            exchange.board.changed[shard, 0] = shard % 2
-            for view in exchange.board.buffer_rows[shard].views:
+            exchange.table.weights[shard] = shard + 0.5
+            exchange.table.totals[shard] = shard * 2.0
+            exchange.table.changed[shard, 0] = shard % 2
+            for view in exchange.table.buffer_rows[shard].views:
                 view.copy_(row_of(shard, view.dtype))
-        exchange.board.gave[device, 0] = len(run)
+        exchange.table.gave[device, 0] = len(run)
     exchange.collect(plan)
-    board = exchange.board
-    assert board.weights.tolist() == [shard + 0.5 for shard in range(SHARDS)]
-    assert board.totals.tolist() == [shard * 2.0 for shard in range(SHARDS)]
-    assert board.changed[:, 0].tolist() == [shard % 2 for shard in range(SHARDS)]
-    assert board.gave[:, 0].tolist() == list(plan.counts)
+    table = exchange.table
+    assert table.weights.tolist() == [shard + 0.5 for shard in range(SHARDS)]
+    assert table.totals.tolist() == [shard * 2.0 for shard in range(SHARDS)]
+    assert table.changed[:, 0].tolist() == [shard % 2 for shard in range(SHARDS)]
+    assert table.gave[:, 0].tolist() == list(plan.counts)
     for shard in range(SHARDS):
-        for view in board.buffer_rows[shard].views:
+        for view in table.buffer_rows[shard].views:
             assert view.view(torch.uint8).equal(row_of(shard, view.dtype).view(torch.uint8))
     expected = FlatTensors(sizes.gradients)
-    missing = SHARDS - 1 if exchange.stages is not None and step == 2 else SHARDS
+    missing = SHARDS - 1 if staged and step == 2 else SHARDS
     leaves = [
         [None] * len(tensors()) if shard == missing else gradients(step, shard)
         for shard in range(SHARDS)
     ]
     expected.write(fold_shards(leaves, add))
     for device in own:
-        span = [sizes.pieces[i] for i in now.spans[device]]
-        for piece, total in zip(span, exchange.totals(device), strict=True):
+        partition = [sizes.pieces[i] for i in now.partitions[device]]
+        for piece, total in zip(partition, exchange.totals(device), strict=True):
             wanted = expected.piece(piece)
             assert total is not None
             assert total.shape == wanted.shape
             assert total.stride() == wanted.stride()
             assert torch.equal(total + 0.0, wanted + 0.0)
             exchange.memory.trained[device].piece(piece).copy_(wanted)
-    exchange.spread()
+    exchange.publish_parameters()
     for device in own:
-        assert exchange.stages is not None or list(exchange.totals(device)) == []
+        assert staged or list(exchange.totals(device)) == []
         for mine, wanted in zip(exchange.memory.trained[device].views, expected.views, strict=True):
             assert torch.equal(mine + 0.0, wanted.to(mine.dtype) + 0.0)
 
@@ -169,7 +172,7 @@ def row_of(shard: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.full((3,), shard + 1).to(dtype)
 
 
-def give_stages(fold_of_stages: StageFold, own: range, step: int, plan: Plan) -> None:
+def give_stages(fold_of_stages: StageReduction, own: range, step: int, plan: Plan) -> None:
     """Hand over all shards stage by stage: each in an order of its own, some in two pieces."""
     empty = SHARDS - 1 if step == 2 else SHARDS
     fold_of_stages.begin(shard for shard in range(SHARDS) if shard == empty)
@@ -184,12 +187,12 @@ def give_stages(fold_of_stages: StageFold, own: range, step: int, plan: Plan) ->
                 ]
                 for stage in orders[(5 * shard + step) % len(orders)]:
                     given = [found[number] for number in STAGES.entries[stage]]
-                    fold_of_stages.give(Gift(shard, stage, last, given))
+                    fold_of_stages.give(GradientSend(shard, stage, last, given))
         fold_of_stages.end_round()
 
 
-def uneven_spans(first: Roster, turn: int) -> list[range]:
-    """Other spans for the same devices: nearly all for one of them, nothing for another."""
+def uneven_spans(first: Assignment, turn: int) -> list[range]:
+    """Other partitions for the same devices: nearly all for one of them, nothing for another."""
     devices = len(first.devices)
     cuts = [0, *([first.pieces - 2] * (devices - 1)), first.pieces]
     if turn % 4 == 1:
@@ -201,36 +204,36 @@ def check_exchange(exchange: Exchange, sizes: Storage, begun: Start, own: range)
     devices = sizes.devices
     for device in own:
         flat = exchange.memory.trained[device]
-        assert flat.is_there != exchange.memory.is_lent
-        if exchange.memory.is_lent:
+        assert flat.is_there != exchange.memory.is_partitioned
+        if exchange.memory.is_partitioned:
             flat.get_back()
             write_first(flat, begun.trained)
             for section in flat.sections:
-                exchange.memory.adopt_lead(section)
+                exchange.memory.broadcast_tensor_from_lead(section)
         for view in flat.views:
             assert bool((view == 1).all()), "the lead's values become everybody's"
         assert exchange.memory.other[device].views[0].tolist() == [5.0] * 4
     for view in begun.buffers.views:
         assert view.tolist() == [0] * 3, "the lead's buffers become everybody's"
     assert bool((begun.trained[0] == own[0] + 1).all()), "those of the script are left alone"
-    first = roster(sizes)
+    first = assignment(sizes)
     for step, plan in enumerate(uneven_plans(devices), start=1):
-        if exchange.stages is not None:
+        if isinstance(exchange.reduction, StageReduction):
             plan = replace(plan, in_rounds=True)
-        now = first.next(spans=uneven_spans(first, step)) if step % 2 else first
+        now = first.next(partitions=uneven_spans(first, step)) if step % 2 else first
         exchange.bind(now)
         check_step(exchange, sizes, own, step, plan, now)
         odd = [step / 3, -0.0, torch.nan, torch.inf, 5e-324]
         rows = [torch.tensor([d, 9.0, *odd], dtype=torch.float64)[::2] for d in range(devices)]
-        shared = exchange.transport.share({device: rows[device] for device in own})
+        shared = exchange.transport.all_gather_rows({device: rows[device] for device in own})
         assert shared.view(torch.int64).equal(torch.stack(rows).view(torch.int64))
     long = {d: torch.full((300_000,), float(d), dtype=torch.float64) for d in own}
-    assert exchange.transport.share(long).sum(dim=1).tolist() == [
+    assert exchange.transport.all_gather_rows(long).sum(dim=1).tolist() == [
         300_000.0 * d for d in range(devices)
     ]
     for longest in (0, 5, 70_000):
         texts = {d: bytes([65 + d]) * (longest * d // devices) for d in own}
-        gathered = exchange.transport.gather_bytes(texts)
+        gathered = exchange.transport.all_gather_objects(texts)
         assert gathered == [bytes([65 + d]) * (longest * d // devices) for d in range(devices)]
     check_bytes(exchange, begun, own)
     exchange.close()
@@ -239,12 +242,12 @@ def check_exchange(exchange: Exchange, sizes: Storage, begun: Start, own: range)
 
 def check_bytes(exchange: Exchange, begun: Start, own: range) -> None:
     """What lies between steps: the lead's values for all, bytes to the lead, and bytes from it."""
-    processes = exchange.board.shape.devices // len(own)
+    processes = exchange.table.shape.devices // len(own)
     leads = 0 in own
     for turn, nbytes in enumerate((10, 70_000, 0, 3_000_000)):
-        exchange.transport.share({d: torch.zeros(1, dtype=torch.float64) for d in own})
-        exchange.transport.room(nbytes)[:nbytes] = own[0] + turn
-        brought = exchange.transport.bring()
+        exchange.transport.all_gather_rows({d: torch.zeros(1, dtype=torch.float64) for d in own})
+        exchange.transport.buffer(nbytes)[:nbytes] = own[0] + turn
+        brought = exchange.transport.gather_to_lead()
         assert len(brought) == (processes if leads else 0)
         for number, memory in enumerate(brought):
             assert memory[:nbytes].tolist() == [number + turn] * nbytes
@@ -253,16 +256,16 @@ def check_bytes(exchange: Exchange, begun: Start, own: range) -> None:
         def make(number: int, nbytes: int = nbytes) -> torch.Tensor:
             return torch.full((nbytes + number,), number + 7, dtype=torch.uint8)
 
-        given = exchange.transport.hand_out(make if leads else None)
+        given = exchange.transport.scatter_from_lead(make if leads else None)
         assert torch.equal(given[: nbytes + own[0]], make(own[0]))
     for view in (*exchange.memory.trained[own[0]].views, *exchange.memory.other[own[0]].views):
         view.fill_(3.0 if leads else 4.0)
-    exchange.transport.share({d: torch.zeros(1, dtype=torch.float64) for d in own})
+    exchange.transport.all_gather_rows({d: torch.zeros(1, dtype=torch.float64) for d in own})
     begun.buffers.views[0].fill_(3.0 if leads else 4.0)
     if leads:
         for view in (*exchange.memory.trained[0].views, *exchange.memory.other[0].views):
             view.fill_(3.0)
-    exchange.memory.follow_lead(begun.buffers)
+    exchange.memory.broadcast_from_lead(begun.buffers)
     for view in (*exchange.memory.trained[own[0]].views, *exchange.memory.other[own[0]].views):
         assert bool((view == 3).all())
     assert begun.buffers.views[0].tolist() == [3.0] * 3
@@ -280,7 +283,7 @@ def uneven_plans(devices: int) -> list[Plan]:
 
 def check_launched(kinds: Sequence[str]) -> list[str]:
     """One process of several: the kinds that keep the contract, one after the other."""
-    own = range(current_world().rank, current_world().rank + 1)
+    own = range(current_context().rank, current_context().rank + 1)
     for trainer, kind in enumerate(kinds):
         check_exchange(*made(kind, trainer), own)
     return list(kinds)
@@ -288,10 +291,10 @@ def check_launched(kinds: Sequence[str]) -> list[str]:
 
 def made(name: str, trainer: int) -> tuple[Exchange, Storage, Start]:
     """A kind of exchange, perhaps "in stages", and then perhaps "on a disk"."""
-    world = current_world()
+    world = current_context()
     kind, *how = name.split(", ")
     sizes = storage(world.size, staged="in stages" in how)
-    home = DiskHeap.at("") if "on a disk" in how else ORDINARY
+    home = MmapAllocator.at("") if "on a disk" in how else DEFAULT_ALLOCATOR
     begun = start(world.rank, sizes)
     if kind == "shared":
         if world.network:
@@ -299,10 +302,11 @@ def made(name: str, trainer: int) -> tuple[Exchange, Storage, Start]:
         else:
             peers = connected(f"{world.run_id}-{trainer}", world.rank, world.size, LIMIT_S)
             mailbox = Mailbox(peers, rank=world.rank, timeout_s=LIMIT_S)
-        return shared_exchange(sizes, begun, mailbox, roster(sizes), home), sizes, begun
-    joined = join_group(world, "cpu", world.size, timeout_s=LIMIT_S, trainer=trainer)
+        host = HostTransport(mailbox, home)
+        return shared_exchange(sizes, begun, host, assignment(sizes)), sizes, begun
+    joined = join_group(Rendezvous(world, world.size, LIMIT_S), "cpu", trainer)
     transport = GroupTransport(CPU, joined, LIMIT_S, home)
-    return collective_exchange(sizes, begun, transport, roster(sizes), home), sizes, begun
+    return collective_exchange(sizes, begun, transport, assignment(sizes)), sizes, begun
 
 
 class Left(Exception):
@@ -337,21 +341,23 @@ FAULTS: dict[str, Callable[[], None]] = {
 CALLS: dict[str, Callable[[Exchange, Start], object]] = {
     "agree": lambda exchange, begun: exchange.agree(2, b"x"),
     "collect": lambda exchange, begun: exchange.collect(Plan((4, 3))),
-    "share": lambda exchange, begun: exchange.transport.share(
-        {current_world().rank: torch.zeros(2, dtype=torch.float64)}
+    "share": lambda exchange, begun: exchange.transport.all_gather_rows(
+        {current_context().rank: torch.zeros(2, dtype=torch.float64)}
     ),
-    "gather": lambda exchange, begun: exchange.transport.gather_bytes({current_world().rank: b"x"}),
-    "follow": lambda exchange, begun: exchange.memory.follow_lead(begun.buffers),
-    "bring": lambda exchange, begun: brought(exchange),
-    "hand out": lambda exchange, begun: exchange.transport.hand_out(
-        None if current_world().rank else lambda _: torch.ones(9, dtype=torch.uint8)
+    "gather": lambda exchange, begun: exchange.transport.all_gather_objects(
+        {current_context().rank: b"x"}
+    ),
+    "follow": lambda exchange, begun: exchange.memory.broadcast_from_lead(begun.buffers),
+    "gather_to_lead": lambda exchange, begun: brought(exchange),
+    "hand out": lambda exchange, begun: exchange.transport.scatter_from_lead(
+        None if current_context().rank else lambda _: torch.ones(9, dtype=torch.uint8)
     ),
 }
 
 
 def brought(exchange: Exchange) -> None:
-    exchange.transport.room(9)
-    exchange.transport.bring()
+    exchange.transport.buffer(9)
+    exchange.transport.gather_to_lead()
 
 
 def fail_at(kind: str, call: str, device: int, fault: str, trainer: int = 0) -> None:
@@ -359,7 +365,7 @@ def fail_at(kind: str, call: str, device: int, fault: str, trainer: int = 0) -> 
     exchange, _, begun = made(kind, trainer)
     try:
         exchange.agree(1, b"")
-        if current_world().rank == device:
+        if current_context().rank == device:
             FAULTS[fault]()
         CALLS[call](exchange, begun)
         exchange.agree(3, b"")
@@ -388,5 +394,5 @@ def fail_in_turn(kind: str, rows: Sequence[tuple[str, int, str]], folder: str) -
             error: Exception | None = None
         except Exception as caught:
             error = caught
-        with open(f"{folder}/{current_world().rank}", "a") as file:
+        with open(f"{folder}/{current_context().rank}", "a") as file:
             print(json.dumps(met(error)), file=file)

@@ -6,17 +6,17 @@ import pytest
 import torch
 
 from onefold.core.flat import lay_out
-from onefold.core.storage import BoardShape
+from onefold.core.storage import TableShape
 from onefold.core.values import MOST, ChangedBuffers, ShardResult, ShardValues
-from onefold.exchange.board import Board
+from onefold.exchange.shardtable import ShardTable
 from tests.exchange.together import CPU
 
 SHARDS = 5
 BUFFERS = {"mean": torch.zeros(3), "count": torch.zeros((), dtype=torch.int64)}
 
 
-def board() -> Board:
-    return Board.private(BoardShape(2, SHARDS, 3, lay_out(BUFFERS)), CPU)
+def table() -> ShardTable:
+    return ShardTable.private(TableShape(2, SHARDS, 3, lay_out(BUFFERS)), CPU)
 
 
 def result(total: float | None, weight: float, *gave: bool) -> ShardResult:
@@ -29,14 +29,14 @@ def result(total: float | None, weight: float, *gave: bool) -> ShardResult:
     )
 
 
-def seen(board: Board) -> list[object]:
-    rows = [view.tolist() for row in board.buffer_rows for view in row.views]
-    columns = (board.weights, board.totals, board.changed, board.gave, board.values, board.kinds)
+def seen(table: ShardTable) -> list[object]:
+    rows = [view.tolist() for row in table.buffer_rows for view in row.views]
+    columns = (table.weights, table.totals, table.changed, table.gave, table.values, table.kinds)
     return [*(column.tolist() for column in columns), rows]
 
 
 def test_what_a_shard_gave_travels_in_the_row_of_its_device() -> None:
-    sent, received = board(), board()
+    sent, received = table(), table()
     for each in (sent, received):
         each.widen(MOST)
     empty = seen(sent)

@@ -31,9 +31,9 @@ def transports(size: int, *, timeout_s: float = LIMIT_S) -> Iterator[list[GroupT
 
 
 CALLS: dict[str, Callable[[GroupTransport], object]] = {
-    "meet": lambda end: end.meet(b"word"),
-    "follow the lead": lambda end: end.follow_lead([torch.ones(3)]),
-    "bring": lambda end: (end.room(LONG), end.bring()),
+    "all_gather_bytes": lambda end: end.all_gather_bytes(b"word"),
+    "follow the lead": lambda end: end.broadcast_from_lead([torch.ones(3)]),
+    "gather_to_lead": lambda end: (end.buffer(LONG), end.gather_to_lead()),
 }
 LONG = 50_000_000
 """Bytes that do not leave before somebody takes them."""
@@ -64,7 +64,7 @@ def test_all_who_wait_in_vain_name_the_same_device(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(connections, "LOOK_S", 0.02)
     with transports(3, timeout_s=1.5) as ends:
         ends[0].begin_step(4)
-        errors = endings(2, lambda rank: ends[rank].meet(b"here"))
+        errors = endings(2, lambda rank: ends[rank].all_gather_bytes(b"here"))
     assert [type(error) for error in errors] == [PeerTimeout] * 2
     assert [cast(PeerTimeout, error).device for error in errors] == [2, 2]
     words = "device 2 did not arrive within 1.5 s in step 4, where device 0 waits"
@@ -79,7 +79,7 @@ def test_the_first_failure_counts() -> None:
         ends[2].close(KeyError("é" * 100_000))
         ends[1].close(ValueError("another one, because of the first"))
         with pytest.raises(PeerFailed) as caught:
-            ends[0].meet()
+            ends[0].all_gather_bytes()
         assert (caught.value.device, caught.value.step) == (2, 1)
         words = str(caught.value)
         assert words.startswith("device 2 failed in step 1: KeyError: 'éé")
@@ -108,7 +108,7 @@ def test_an_error_of_a_backend_is_one_of_a_peer_and_any_other_is_left_as_it_is(
         words = "^device 0 lost the connection to another device in step 3: " * is_of_a_peer
         kind = PeerError if is_of_a_peer else type(error)
         with pytest.raises(kind, match=words + re.escape(str(error))) as caught:
-            ends[0].meet()
+            ends[0].all_gather_bytes()
     if is_of_a_peer:
         assert caught.value.__cause__ is error
     else:

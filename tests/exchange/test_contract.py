@@ -10,16 +10,16 @@ import pytest
 import onefold
 from onefold.errors import RunFailed
 from onefold.exchange.joining import local_exchange
-from onefold.system.heap import ORDINARY, DiskHeap
+from onefold.system.allocator import DEFAULT_ALLOCATOR, MmapAllocator
 from onefold.testing import Fault, outcomes, simulate
 from tests.exchange.contract import (
     CALLS,
+    assignment,
     check_exchange,
     check_launched,
     fail_at,
     fail_in_turn,
     met,
-    roster,
     start,
     storage,
 )
@@ -33,8 +33,8 @@ KINDS = [kind + way for kind in ("shared", "collective") for way in WAYS]
 def test_devices_of_one_process(devices: int, way: str, tmp_path: Path) -> None:
     sizes = storage(devices, staged="in stages" in way)
     begun = start(0, sizes)
-    home = DiskHeap(tmp_path) if "on a disk" in way else ORDINARY
-    exchange = local_exchange(sizes, begun, roster(sizes), home)
+    home = MmapAllocator(tmp_path) if "on a disk" in way else DEFAULT_ALLOCATOR
+    exchange = local_exchange(sizes, begun, assignment(sizes), home)
     check_exchange(exchange, sizes, begun, range(devices))
 
 
@@ -71,7 +71,7 @@ def expected(kind: str, device: int, fault: str) -> tuple[str, int | None]:
 @for_each("kind", ENDS)
 def test_a_fault_ends_the_other_device_alike_at_every_call(kind: str) -> None:
     for call in CALLS:
-        for device in {"bring": [1], "hand out": [0]}.get(call, [0, 1]):
+        for device in {"gather_to_lead": [1], "hand out": [0]}.get(call, [0, 1]):
             ways = (kind, call, device)
             calls = outcomes(fail_at, 2, args=(*ways, "fails"))[device].calls
             for seed, fault in enumerate(ENDS[kind]):
@@ -84,7 +84,12 @@ def test_a_fault_ends_the_other_device_alike_at_every_call(kind: str) -> None:
 
 
 QUICK = [("agree", 1, "fails"), ("collect", 1, "cut"), ("share", 1, "disagrees")]
-LAST = [("agree", 1, "kill"), ("bring", 1, "stop"), ("collect", 0, "kill"), ("share", 1, "leaves")]
+LAST = [
+    ("agree", 1, "kill"),
+    ("gather_to_lead", 1, "stop"),
+    ("collect", 0, "kill"),
+    ("share", 1, "leaves"),
+]
 
 
 @pytest.mark.processes

@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 
 from onefold.errors import PeerTimeout
-from onefold.exchange import mailbox
+from onefold.exchange import mailbox, progress
 from onefold.exchange.mailbox import Mailbox, connected
-from onefold.exchange.waiting import Waiting
 from tests.exchange.together import LIMIT_S, endings, together
 from tests.tables import for_each
 
@@ -39,9 +38,9 @@ def test_those_who_do_not_join_are_named(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(mailbox, "Waiting", lambda rank: Waiting(rank, first_s=0.1))
+    monkeypatch.setattr(progress, "FIRST_S", 0.1)
     before = os.listdir("/proc/self/fd")
-    words = f"^device {missing} did not join within 0.2 s. Every device must run the same script"
+    words = f"^device {missing} did not join within 0.2 s: every device must run the same script"
     with pytest.raises(PeerTimeout, match=words) as caught:
         connected(drawn(), rank, 3, SHORT_S)
     assert (caught.value.device, caught.value.step) == (first, 0)
@@ -83,7 +82,7 @@ def test_a_stranger_is_shown_out(hello: bytes | None) -> None:
             shown_out.set()
         box = Mailbox(connected(address, rank, 2, LIMIT_S), rank=rank, timeout_s=LIMIT_S)
         try:
-            return box.meet(bytes([rank]))
+            return box.all_gather_bytes(bytes([rank]))
         finally:
             box.close()
 

@@ -14,11 +14,10 @@ import torch
 import torch.distributed as dist
 
 import onefold
-from onefold.core.world import World
+from onefold.core.context import LaunchContext
 from onefold.errors import DisagreementError, PeerLost, PeerTimeout
-from onefold.exchange import group
-from onefold.exchange.group import agree_on_kind, agree_on_name, tell_end, watch_for_end
-from onefold.exchange.waiting import Waiting
+from onefold.exchange import group, progress
+from onefold.exchange.group import Rendezvous, agree_on_kind, agree_on_name, tell_end
 from tests.exchange.together import LIMIT_S, endings, together, worlds
 from tests.small import make_trainer, points
 
@@ -30,41 +29,47 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group, "LOOK_S", 0.02)
 
 
+def meeting(world: LaunchContext, timeout_s: float = LIMIT_S) -> Rendezvous:
+    return Rendezvous(world, world.size, timeout_s)
+
+
 @pytest.fixture
-def three() -> Iterator[list[World]]:
+def three() -> Iterator[list[LaunchContext]]:
     with worlds(3) as made:
         yield made
 
 
-def test_devices_of_one_kind_agree_and_those_of_two_are_named_to_all(three: list[World]) -> None:
-    together(3, lambda rank: agree_on_kind(three[rank], "cpu", 3, LIMIT_S))
+def test_devices_of_one_kind_agree_and_those_of_two_are_named_to_all(
+    three: list[LaunchContext],
+) -> None:
+    together(3, lambda rank: agree_on_kind(meeting(three[rank]), "cpu"))
     with worlds(3) as others:
         kinds = ["cuda", "cuda", "cpu"]
-        errors = endings(3, lambda rank: agree_on_kind(others[rank], kinds[rank], 3, LIMIT_S))
+        errors = endings(3, lambda rank: agree_on_kind(meeting(others[rank]), kinds[rank]))
     assert [type(error) for error in errors] == [DisagreementError] * 3
     assert all(str(e).startswith("device 2 computes on cpu and device 0 on cuda:") for e in errors)
     assert "CUDA_VISIBLE_DEVICES" in str(errors[0])
 
 
-def test_a_name_is_drawn_by_the_lead_for_each_trainer(three: list[World]) -> None:
+def test_a_name_is_drawn_by_the_lead_for_each_trainer(three: list[LaunchContext]) -> None:
     drawn = {
         name
         for trainer in range(2)
-        for name in together(3, lambda rank, t=trainer: agree_on_name(three[rank], 3, LIMIT_S, t))
+        for name in together(3, lambda rank, t=trainer: agree_on_name(meeting(three[rank]), t))
     }
     assert sorted(len(bytes.fromhex(name)) for name in drawn) == [16, 16]
     other_run = replace(three[1], run_id="another one with the same store")
     with pytest.raises(PeerTimeout, match=r"^device 0 did not join within 0\.1 s: every") as caught:
-        agree_on_name(other_run, 3, 0.1, 0)
+        agree_on_name(meeting(other_run, 0.1), 0)
     assert (caught.value.device, caught.value.step) == (0, 0)
 
 
 def test_who_does_not_join_is_named_while_it_is_waited_for_and_at_the_limit(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(group, "Waiting", lambda rank, **_: Waiting(rank, first_s=0.1))
+    monkeypatch.setattr(progress, "FIRST_S", 0.1)
     with worlds(4) as made:
-        errors = endings(3, lambda rank: agree_on_kind(made[(0, 2, 3)[rank]], "cpu", 4, 0.3))
+        errors = endings(3, lambda rank: agree_on_kind(meeting(made[(0, 2, 3)[rank]], 0.3), "cpu"))
     for error in errors:
         assert type(error) is PeerTimeout
         assert str(error).startswith("device 1 did not join within 0.3 s: every device must run")
@@ -74,22 +79,24 @@ def test_who_does_not_join_is_named_while_it_is_waited_for_and_at_the_limit(
     assert said == [words]
 
 
-def test_who_has_ended_is_not_waited_for_and_what_it_had_said_is_heard(three: list[World]) -> None:
-    ends = watch_for_end(three[0], 3, LIMIT_S)
+def test_who_has_ended_is_not_waited_for_and_what_it_had_said_is_heard(
+    three: list[LaunchContext],
+) -> None:
+    ends = meeting(three[0]).has_ended
     assert not any(ends(rank) for rank in range(3))
     with pytest.raises(PeerTimeout):
-        agree_on_kind(three[1], "cpu", 3, 0.05)
+        agree_on_kind(meeting(three[1], 0.05), "cpu")
     tell_end(three[1])
     tell_end(three[2])
     assert [ends(rank) for rank in range(3)] == [False, True, True]
     with pytest.raises(PeerLost, match=r"^device 2 came to the end of its script") as caught:
-        agree_on_kind(three[0], "cpu", 3, LIMIT_S)
+        agree_on_kind(meeting(three[0]), "cpu")
     assert caught.value.device == 2
 
 
 def beside_other_groups(place: str) -> list[object]:
     """Train before, while, and after the script has a default group of its own."""
-    rank = onefold.run.world.current_world().rank
+    rank = onefold.run.context.current_context().rank
     trainers = [make_trainer(devices=None)]
     found: list[object] = [dist.is_initialized()]
     dist.init_process_group("gloo", init_method=f"file://{place}", rank=rank, world_size=2)

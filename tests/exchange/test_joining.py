@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 
+from onefold.core.assignment import Devices
+from onefold.core.context import LaunchContext
 from onefold.core.options import RunOptions
-from onefold.core.roster import Team
-from onefold.core.world import World
 from onefold.errors import DisagreementError, PeerFailed
 from onefold.exchange import joining
 from onefold.exchange.exchange import Exchange
 from onefold.exchange.joining import join
 from onefold.exchange.shared import HostMemory, HostTransport
-from tests.exchange.contract import roster, start, storage
+from tests.exchange.contract import assignment, start, storage
 from tests.exchange.together import CPU, LIMIT_S, endings, together, worlds
 from tests.tables import for_each
 
@@ -26,7 +26,7 @@ CUDA = torch.device("cuda", 0)
 
 
 def joined(
-    world: World,
+    world: LaunchContext,
     compare: Callable[[Sequence[bytes]], None] = lambda _: None,
     device: torch.device = CPU,
 ) -> Exchange:
@@ -35,8 +35,8 @@ def joined(
     return join(
         sizes,
         start(world.rank, sizes),
-        roster(sizes),
-        Team(devices=devices, own=(world.rank,), world=world, trainer=0),
+        assignment(sizes),
+        Devices(devices=devices, own=(world.rank,), context=world, trainer=0),
         description=bytes([65 + world.rank]) * (1 + 50_000 * world.rank),
         compare=compare,
         timeout_s=LIMIT_S,
@@ -61,7 +61,7 @@ def test_one_host_shares_memory(asked: Any, launcher: Any, monkeypatch: pytest.M
         ):
             assert (type(exchange.memory), type(exchange.transport)) == (HostMemory, HostTransport)
             exchange.close()
-    assert seen == {0: [1, 50_001]}
+    assert seen == {0: [1, 50_001], 1: [1, 50_001]}
     one, other = addresses
     assert one == other
     # The number of a run of torchrun is known to all on the host: a name is drawn instead.
@@ -92,7 +92,9 @@ def test_what_the_lead_finds_or_lacks_ends_all(
 
     before = len(os.listdir("/proc/self/fd"))
     with worlds(2) as made:
-        first, second = endings(2, lambda rank: joined(made[rank], refuse))
+        first, second = endings(
+            2, lambda rank: joined(made[rank], refuse if rank == 0 else lambda _: None)
+        )
     assert first is error or isinstance(first, OSError)
     with pytest.raises(theirs, match=words):
         raise second or AssertionError("it has not ended")
@@ -104,7 +106,9 @@ def test_memory_that_cannot_be_shared_is_refused(
     device: torch.device, one_host: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(joining, "agree_on_kind", lambda *_: None)
-    world = World(size=2, local_size=2, one_host=one_host, options=RunOptions(exchange="shared"))
+    world = LaunchContext(
+        size=2, local_size=2, one_host=one_host, options=RunOptions(exchange="shared")
+    )
     words = "the shared exchange is for CPU processes of one host; use --exchange collective"
     with pytest.raises(ValueError, match=words):
         joined(world, device=device)

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from onefold.core.world import World
+from onefold.core.context import LaunchContext
 from onefold.exchange.group import gloo_on_loopback
 from tests.tables import for_each
 
@@ -24,7 +24,7 @@ def test_gloo_stays_on_one_host_while_the_group_is_made(
     monkeypatch.setenv(NAME, said or "")
     if said is None:
         monkeypatch.delenv(NAME)
-    with contextlib.suppress(ArithmeticError), gloo_on_loopback(World(one_host=one_host)):
+    with contextlib.suppress(ArithmeticError), gloo_on_loopback(LaunchContext(one_host=one_host)):
         assert os.environ.get(NAME) == inside
         raise ArithmeticError
     assert os.environ.get(NAME) == said

@@ -23,15 +23,13 @@ Pair = list[Mailbox]
 Wait = Callable[[Mailbox], object]
 
 WAITS: dict[str, Wait] = {
-    "a word": lambda box: box.meet(b"here"),
-    "a note": lambda box: box.receive_note(1),
+    "a message": lambda box: box.all_gather_bytes(b"here"),
     "a file": lambda box: box.receive_file(1),
 }
 """All in which device 0 waits for device 1."""
 
 CALLS: dict[str, Wait] = {
     **WAITS,
-    "sending a note": lambda box: box.send_note(1, b"x"),
     "sending a file": lambda box: box.send_file(1, 0),
 }
 
@@ -59,31 +57,30 @@ def test_all_get_the_words_of_all_in_their_order(size: int) -> None:
         for turn in range(50):
             length = (0, 1, Transport.frame_bytes)[turn % 3]
             words = [(bytes([rank, turn]) * length)[:length] for rank in range(size)]
-            assert together(size, lambda rank, w=words: boxes[rank].meet(w[rank])) == [words] * size
+            assert (
+                together(size, lambda rank, w=words: boxes[rank].all_gather_bytes(w[rank]))
+                == [words] * size
+            )
 
 
-def test_notes_of_any_length_files_and_words_keep_their_order() -> None:
-    notes = [os.urandom(length) for length in (0, 1, 32 * 1024, 32 * 1024 + 1, 1_000_003)]
+def test_files_and_messages_keep_their_order() -> None:
     sent = file_of(b"common")
 
     def call(rank: int) -> list[object]:
         box = boxes[rank]
         if rank == 1:
-            for note in notes:
-                box.send_note(0, note)
             box.send_file(0, sent)
             os.close(sent)  # who receives it has one of his own
-            words = box.meet(b"three")
+            messages = box.all_gather_bytes(b"three")
             box.tell_end()
             box.close()  # what was sent before is still read
-            return list(words)
-        received = [box.receive_note(1) for _ in notes]
-        return [*received, content_of(box.receive_file(1)), *box.meet(b"mine")]
+            return list(messages)
+        return [content_of(box.receive_file(1)), *box.all_gather_bytes(b"mine")]
 
     with mailboxes(2) as boxes:
-        assert together(2, call)[0] == [*notes, b"common", b"mine", b"three"]
+        assert together(2, call)[0] == [b"common", b"mine", b"three"]
         with pytest.raises(PeerLost, match="its script came to an end"):
-            boxes[0].receive_note(1)
+            boxes[0].receive_file(1)
         for call_of_closed in CALLS.values():
             with pytest.raises(OnefoldError, match=r"^this trainer has left its run"):
                 call_of_closed(boxes[1])
@@ -124,7 +121,7 @@ def test_how_a_device_ended_is_known(end: str, call: str, unread: bool) -> None:
     with mailboxes(2) as (one, other):
         one.step, other.step = 7, 5
         if unread:
-            one.send_note(1, b"never read")
+            one.send_file(1, 0)  # never received
         last(other)
         other.close()
         with pytest.raises(kind, match=words) as caught:
@@ -185,11 +182,8 @@ def test_the_last_words_count_though_the_end_is_seen_first(call: str) -> None:
 @for_each(
     ("wait", "theirs"),
     [
-        ("a word", lambda box: box.send_note(0, b"x")),
-        ("a note", lambda box: box.meet(b"x")),
-        ("a file", lambda box: box.meet(b"x")),
-        ("a file", lambda box: box.send_note(0, b"x")),
-        ("a note", lambda box: box.send_file(0, 0)),
+        ("a message", lambda box: box.send_file(0, 0)),
+        ("a file", lambda box: box.all_gather_bytes(b"x")),
     ],
 )
 def test_calls_in_another_order_are_a_disagreement(wait: str, theirs: Wait) -> None:

@@ -10,28 +10,28 @@ import torch
 
 from onefold.core.flat import storage_order
 from onefold.exchange.collective import GroupTransport
-from onefold.exchange.private import GroupRelay
-from onefold.exchange.relay import LocalRelay, Message, Relay
-from onefold.exchange.shared import HostRelay
+from onefold.exchange.private import GroupPipelineChannel
+from onefold.exchange.shared import HostPipelineChannel
+from onefold.exchange.transport import LocalPipelineChannel, Message, PipelineChannel
 from tests.exchange.together import CPU, LIMIT_S, joined, mailboxes, together
 from tests.tables import for_each
 
 WAYS = ["local", "host", "group"]
-Ends = Sequence[Relay]
+Ends = Sequence[PipelineChannel]
 
 
 @contextmanager
 def relays(way: str) -> Iterator[Ends]:
     """The relay of device 0 and of device 1; of one process they are the same."""
     if way == "local":
-        yield [LocalRelay()] * 2
+        yield [LocalPipelineChannel()] * 2
     elif way == "host":
         with mailboxes(2) as boxes:
-            yield [HostRelay(box, 2) for box in boxes]
+            yield [HostPipelineChannel(box, 2) for box in boxes]
     else:
         with joined(2) as parts:
             transports = [GroupTransport(CPU, part, LIMIT_S) for part in parts]
-            yield [GroupRelay(transport) for transport in transports]
+            yield [GroupPipelineChannel(transport) for transport in transports]
             for transport in transports:
                 transport.close()
 

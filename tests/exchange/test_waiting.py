@@ -12,13 +12,13 @@ from typing import NoReturn
 import pytest
 from torch.distributed import TCPStore
 
-from onefold.core.world import World
+from onefold.core.context import LaunchContext
 from onefold.errors import LaunchError, PeerTimeout
-from onefold.exchange import group
+from onefold.exchange import group, progress
 from onefold.exchange.group import reach_store
 from tests.tables import for_each
 
-WORLD = World(rank=1, size=3, run_id="run", launcher="torch", local_rank=0, local_size=1)
+WORLD = LaunchContext(rank=1, size=3, run_id="run", launcher="torch", local_rank=0, local_size=1)
 
 
 @pytest.fixture
@@ -54,10 +54,11 @@ def test_who_cannot_be_reached_is_named_with_the_reason(
 
     if host == "silence":
         monkeypatch.setattr(group.socket, "create_connection", silent)
+    monkeypatch.setattr(progress, "FIRST_S", 0.0)
     port = listening if host == "a stranger" else free_port()
     address = f"{host if '.' in host else '127.0.0.1'}:{port}"
     with pytest.raises(PeerTimeout) as caught:
-        reach_store(replace(WORLD, address=address), 0.3, first_s=0)
+        reach_store(replace(WORLD, address=address), 0.3)
     assert f"did not reach device 0 at {address} within 0.3 s: {words}" in str(caught.value)
     said = f"device 0 cannot be reached at {address}, as {words}"
     assert said in caplog.text or host == "a stranger"  # for whom PyTorch waits that long

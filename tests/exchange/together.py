@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore
 from torch.distributed import distributed_c10d as c10d
 
-from onefold.core.world import World
+from onefold.core.context import LaunchContext
 from onefold.exchange import group
 from onefold.exchange.connections import Connections, Lateness, PeerWatch
 from onefold.exchange.group import Joined
@@ -45,10 +45,12 @@ def endings(size: int, call: Callable[[int], object]) -> list[BaseException | No
 
 
 @contextmanager
-def worlds(size: int, **changed: Any) -> Iterator[list[World]]:
+def worlds(size: int, **changed: Any) -> Iterator[list[LaunchContext]]:
     """Those of processes which have a store of their own."""
     store = HashStore()
-    common = World(size=size, local_size=size, run_id=f"test-{uuid.uuid4()}", launcher="onefold")
+    common = LaunchContext(
+        size=size, local_size=size, run_id=f"test-{uuid.uuid4()}", launcher="onefold"
+    )
     common = replace(common, **{"address": "node1:29500", **changed})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(group, "reach_store", lambda world, timeout_s: store)

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 import onefold
-from onefold.core.mean import Means
+from onefold.core.mean import LossTerms
 
 FEATURES = 12
 LENGTH = 5
@@ -158,7 +158,7 @@ def value_of(result: object) -> torch.Tensor | None:
     """What a plain loop would go backward from; None where nothing counts."""
     if isinstance(result, torch.Tensor):
         return result.mean() if result.dim() else result
-    terms = result.terms if isinstance(result, Means) else (result,)
+    terms = result.terms if isinstance(result, LossTerms) else (result,)
     values = [value for value in map(_ratio, terms) if value is not None]
     return sum(values[1:], values[0]) if values else None
 

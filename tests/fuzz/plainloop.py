@@ -74,7 +74,7 @@ def judge_plain(case: Case) -> Verdict:
             if verdict.wrong:
                 break
             for _, event in (each for each in case.events if each[0] == number):
-                with trainer.changing():
+                with trainer.modifying():
                     change(model, optimizer, event)
                 change(plain.model, plain.optimizer, event)
     except Exception as error:

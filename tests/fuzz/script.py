@@ -219,7 +219,7 @@ class Script:
 
     def _change(self, event: str) -> None:
         """What the lead does in the block counts, whatever the others do."""
-        with self.trainer.changing():
+        with self.trainer.modifying():
             if self.trainer.is_lead or event == "changing":
                 scale(self.model, 0.9)
             elif event == "changing otherwise elsewhere":

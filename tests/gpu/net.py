@@ -13,8 +13,8 @@ from torch import nn
 
 import onefold
 import onefold.trainer
+from onefold.core.context import LaunchContext
 from onefold.core.options import RunOptions
-from onefold.core.world import World
 from tests.apart import apart
 from tests.gpu.device import DEVICE
 
@@ -121,16 +121,16 @@ def trained(steps: Sequence[Batch], **options: Any) -> tuple[str, str, float]:
 
 
 @contextmanager
-def keeping(keep: str) -> Iterator[None]:
+def keeping(placement: str) -> Iterator[None]:
     """Have trainers here keep so much of their models; the rest lies in another memory."""
     module: Any = onefold.trainer
-    before = module.current_world
-    module.current_world = lambda: World(options=RunOptions(keep=keep))
+    before = module.current_context
+    module.current_context = lambda: LaunchContext(options=RunOptions(placement=placement))
     try:
         with apart():
             yield
     finally:
-        module.current_world = before
+        module.current_context = before
 
 
 def score(model: nn.Module, batch: Batch) -> dict[str, Any]:

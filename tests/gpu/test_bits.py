@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from onefold.core.precision import PRECISIONS
+from onefold.core.settings import PRECISIONS
 from tests.bits.cases import Case, covering, run
 from tests.gpu.device import DEVICE, ON_GPU, cards, each, needs
 from tests.gpu.net import (
@@ -69,8 +69,8 @@ def test_a_card_that_keeps_nothing(options: dict[str, Any]) -> None:
     """The model lies in a file of the host; it is averaged and scored there as well."""
     found = set()
     data = TensorDataset(*batches(1, 61)[0])
-    for keep in ("all", "host"):
-        with keeping(keep):
+    for placement in ("replicate", "offload"):
+        with keeping(placement):
             trainer = trainer_of(**options)
             trainer.average(decay=0.9)
             bits = result(trainer, batches(3))

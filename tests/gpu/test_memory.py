@@ -107,7 +107,7 @@ def test_a_card_has_some_stages_and_no_more_in_a_deeper_model() -> None:
         trainer.close()
         return found
 
-    with keeping("host"):
+    with keeping("offload"):
         few, many = most(4), most(16)
     # Six stages of 4 MiB, and what kernels take for themselves; all of 16 layers would be 256.
     assert few < 40

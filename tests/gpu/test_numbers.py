@@ -35,10 +35,10 @@ def test_one_shard_is_a_plain_loop_but_for_rounding(precision: str | None) -> No
     assert all(abs(one - other) < tolerance for one, other in pairs), (found, expected)
 
 
-@each("way", [("all", 1), ("all", 2), ("host", 1)])
+@each("way", [("replicate", 1), ("replicate", 2), ("offload", 1)])
 def test_the_error_comes_one_step_late_and_names_step_and_shard(way: tuple[str, int]) -> None:
-    keep, devices = way
-    with keeping(keep):
+    placement, devices = way
+    with keeping(placement):
         loss = Spoilt()
         trainer = trainer_of(devices, loss=loss)
         steps = batches(4)

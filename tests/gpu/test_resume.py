@@ -6,25 +6,28 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from onefold.core.precision import PRECISIONS
+from onefold.core.settings import PRECISIONS
 from tests.gpu.device import DEVICE, each
 from tests.gpu.net import adamw, batches, keeping, result, trained, trainer_of
 
 WAYS = [
-    *((precision, ("all", 3), ("all", 2)) for precision in PRECISIONS),
-    *(("fp32", ("all", 1), ("all", 3)), ("bf16", ("all", 1), ("all", 3))),
-    *(("fp32", ("all", 1), ("host", 1)), ("bf16-params", ("host", 1), ("all", 1))),
-    *(("fp32", ("host", 1), ("host", 1)), ("bf16-params", ("all", 2), ("host", 1))),
+    *((precision, ("replicate", 3), ("replicate", 2)) for precision in PRECISIONS),
+    *(("fp32", ("replicate", 1), ("replicate", 3)), ("bf16", ("replicate", 1), ("replicate", 3))),
+    *(
+        ("fp32", ("replicate", 1), ("offload", 1)),
+        ("bf16-params", ("offload", 1), ("replicate", 1)),
+    ),
+    *(("fp32", ("offload", 1), ("offload", 1)), ("bf16-params", ("replicate", 2), ("offload", 1))),
 ]
 
 
 @each("way", WAYS)
 def test_a_stopped_run_goes_on_with_the_same_bits(way: Any, tmp_path: Path) -> None:
-    precision, (keep, devices), (keep_after, devices_after) = way
+    precision, (placement, devices), (keep_after, devices_after) = way
     steps = batches(5)
-    with keeping("all"):
+    with keeping("replicate"):
         whole = trained(steps, precision=precision)
-    with keeping(keep):
+    with keeping(placement):
         first = trainer_of(devices, precision=precision)
         for batch in steps[:2]:
             first.step(batch)

@@ -15,7 +15,7 @@ from tests.gpu.device import DEVICE, ON_GPU, each, needs
 from tests.gpu.net import Batch, adamw, batches, score, sgd, trainer_of
 
 WARM_UP = 5
-"""In the first steps checks are made that wait, see `onefold.engine.guard.Turns`."""
+"""In the first steps checks are made that wait, see `onefold.checks.values.CheckInterval`."""
 
 
 CHOICES: list[tuple[str, dict[str, Any]]] = [

@@ -12,7 +12,7 @@ import onefold
 from onefold.errors import CheckpointError, LaunchError
 from onefold.jobs.classify import ClassifyOptions, PictureModel, make_task, prepare, settle
 from onefold.jobs.finetune import best_checkpoint
-from onefold.models import resnet18
+from onefold.jobs.models import resnet18
 from tests.jobs.tiny import CLASSES, run_here, write_pictures
 
 

@@ -15,8 +15,8 @@ import onefold
 from onefold.checkpoint.folder import prune
 from onefold.errors import CheckpointError, DataError
 from onefold.jobs.finetune import best_checkpoint, freeze, is_run, load_body, parameter_groups
+from onefold.jobs.models.resnet import ResNet
 from onefold.jobs.options import TrainOptions
-from onefold.models.resnet import ResNet
 from tests.small import Batch, bits, make_trainer
 from tests.tables import for_each
 

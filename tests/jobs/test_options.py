@@ -81,7 +81,12 @@ REFUSED: list[tuple[type[Any], str, list[Any], str]] = [
     (TrainOptions, "momentum", [1.0], BELOW_1),
     (TrainOptions, "decay", [0.0, 1.1], "more than 0 and at most 1"),
     (TrainOptions, "seed", [2**63], "a number of 64 bits"),
-    (TrainOptions, "keep", ["spam"], "all, span, host, stages, or stages:2 and so on"),
+    (
+        TrainOptions,
+        "placement",
+        ["spam"],
+        "replicate, shard, offload, pipeline, or pipeline:2 and so on",
+    ),
     (TrainOptions, "runs", [""], "the name of a folder"),
     (TrainOptions, "name", ["a/b", "..", "a/"], "a name without slashes"),
     (CLASSIFY, "holdout", [0.0, 1.0], SHARE),

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 import onefold
-from onefold.data import scan
 from onefold.errors import CheckpointError, DataError, LaunchError, RunFailed
 from onefold.jobs.catalog import JOBS, job_of
+from onefold.jobs.data import scan
 from onefold.jobs.run import Job, read_options, run_job
 from onefold.system.process import stopped_by_signals
 from onefold.system.record import read_record

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 import onefold
-from onefold.data.augment import IMAGENET, Normalise
-from onefold.data.masks import VOID, MaskRule
-from onefold.data.pairs import Pair
 from onefold.errors import CheckpointError, DataError
 from onefold.jobs import segment
+from onefold.jobs.data.augment import IMAGENET, Normalise
+from onefold.jobs.data.masks import VOID, MaskRule
+from onefold.jobs.data.pairs import Pair
 from onefold.jobs.finetune import best_checkpoint
 from onefold.jobs.segment import MaskModel, SegmentOptions
 from onefold.jobs.segment_pictures import Crops, Padded, WholePictures, inside

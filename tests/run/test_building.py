@@ -9,20 +9,20 @@ import torch
 from torch import nn
 
 import onefold
-from onefold.core.options import ExchangeName, KeepName, RunOptions
-from onefold.core.world import World
+from onefold.core.context import LaunchContext
+from onefold.core.options import ExchangeName, PlacementName, RunOptions
 from onefold.testing import simulate
 from tests.tables import for_each
 
-KEEPS: list[KeepName] = ["all", "span", "host"]
+PLACEMENTS: list[PlacementName] = ["replicate", "shard", "offload"]
 
 
-@pytest.fixture(params=KEEPS)
-def keep(
+@pytest.fixture(params=PLACEMENTS)
+def placement(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> KeepName:
-    world = World(options=RunOptions(keep=request.param, home=str(tmp_path)))
-    monkeypatch.setattr("onefold.run.recording.current_world", lambda: world)
+) -> PlacementName:
+    context = LaunchContext(options=RunOptions(placement=request.param, home=str(tmp_path)))
+    monkeypatch.setattr("onefold.run.build.current_context", lambda: context)
     return request.param
 
 
@@ -52,7 +52,9 @@ class Layers(nn.Module):
         return y
 
 
-def test_the_values_are_those_of_the_plain_way_and_lie_where_they_are_kept(keep: KeepName) -> None:
+def test_the_values_are_those_of_the_plain_way_and_lie_where_they_are_kept(
+    placement: PlacementName,
+) -> None:
     torch.manual_seed(3)
     plain, after = Layers(), torch.rand(1)
     torch.manual_seed(3)
@@ -63,7 +65,7 @@ def test_the_values_are_those_of_the_plain_way_and_lie_where_they_are_kept(keep:
     assert all(torch.equal(found[name], value) for name, value in expected.items())
     weights = [layer.weight for layer in built.layers]
     assert [each.requires_grad for each in weights] == [True, True, False, True, True]
-    assert {lies_in_a_file(each) for each in weights} == {keep != "all"}
+    assert {lies_in_a_file(each) for each in weights} == {placement != "replicate"}
 
     def broken() -> nn.Module:
         raise ArithmeticError
@@ -90,20 +92,22 @@ def trained(precision: str | None = None) -> tuple[str, float]:
 
 
 @for_each(
-    ("precision", "keep", "exchange"),
+    ("precision", "placement", "exchange"),
     [
-        (None, "span", "shared"),
-        ("bf16-params", "span", "collective"),
-        (None, "host", "collective"),
-        ("bf16-params", "host", "shared"),
-        (None, "stages", "collective"),
-        ("bf16-params", "stages", "shared"),
+        (None, "shard", "shared"),
+        ("bf16-params", "shard", "collective"),
+        (None, "offload", "collective"),
+        ("bf16-params", "offload", "shared"),
+        (None, "pipeline", "collective"),
+        ("bf16-params", "pipeline", "shared"),
     ],
 )
 def test_a_run_with_it_is_the_same(
-    precision: str | None, keep: KeepName, exchange: ExchangeName, tmp_path: Path
+    precision: str | None, placement: PlacementName, exchange: ExchangeName, tmp_path: Path
 ) -> None:
-    options = RunOptions(keep=keep, exchange=exchange, home=str(tmp_path) * (keep == "host"))
+    options = RunOptions(
+        placement=placement, exchange=exchange, home=str(tmp_path) * (placement == "offload")
+    )
     alone = simulate(trained, 1, args=(precision,))
     assert simulate(trained, 2, args=(precision,), options=options) == alone * 2
     assert not list(tmp_path.iterdir())
@@ -117,4 +121,4 @@ def test_a_home_must_be_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setenv("ONEFOLD_HOME", home)
         home = ""
     with pytest.raises(onefold.errors.RunFailed, match=r"files can be made, got .*absent.*--home"):
-        onefold.launch(trained, devices="cpu:1", keep="host", home=home)
+        onefold.launch(trained, devices="cpu:1", placement="offload", home=home)

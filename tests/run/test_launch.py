@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import onefold
+from onefold.core.context import LaunchContext
 from onefold.core.options import RunOptions
-from onefold.core.world import World
 from onefold.errors import LaunchError
 from tests.tables import for_each
 
@@ -105,19 +105,21 @@ def test_bad_arguments_are_refused(arguments: Sequence[str], message: str, tmp_p
 @for_each(
     ("asked", "said", "launcher"),
     [
-        ("span", "all", "onefold"),
-        ("span", "host", "torch"),
-        (None, "all", "torch"),
-        ("span", "all", "torch"),
+        ("shard", "replicate", "onefold"),
+        ("shard", "offload", "torch"),
+        (None, "replicate", "torch"),
+        ("shard", "replicate", "torch"),
     ],
 )
 def test_the_command_decides_what_is_kept(
     asked: str | None, said: str, launcher: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world = World(size=2, launcher=launcher, options=RunOptions(keep=said))
-    monkeypatch.setattr("onefold.run.launch.current_world", lambda: world)
-    if (asked, said, launcher) == ("span", "all", "torch"):  # it was not asked to
-        with pytest.raises(LaunchError, match="Set ONEFOLD_KEEP=span for all of its processes"):
-            onefold.launch(lambda: 42, keep=asked)
+    context = LaunchContext(size=2, launcher=launcher, options=RunOptions(placement=said))
+    monkeypatch.setattr("onefold.run.launch.current_context", lambda: context)
+    if (asked, said, launcher) == ("shard", "replicate", "torch"):  # it was not asked to
+        with pytest.raises(
+            LaunchError, match="Set ONEFOLD_PLACEMENT=shard for all of its processes"
+        ):
+            onefold.launch(lambda: 42, placement=asked)
     else:
-        assert onefold.launch(lambda: 42, keep=asked) == 42
+        assert onefold.launch(lambda: 42, placement=asked) == 42

@@ -13,7 +13,7 @@ from tests.tables import for_each
 
 PROGRAM = """
 import os, sys
-from onefold.core.world import World
+from onefold.core.context import LaunchContext
 from onefold.errors import PeerLost
 from onefold.run.membership import hush_and_report, register
 
@@ -24,7 +24,7 @@ class Member:
 told = os.open(sys.argv[3], os.O_WRONLY | os.O_CREAT)
 member = Member()
 register(member)
-hush_and_report(World(rank=int(sys.argv[1]), size=3, launcher="torch"))
+hush_and_report(LaunchContext(rank=int(sys.argv[1]), size=3, launcher="torch"))
 if sys.argv[4]:
     print("a line of the script")
     os.write(2, b"a line of a library\\n")

@@ -15,7 +15,7 @@ import pytest
 
 import onefold
 from onefold.errors import LaunchError
-from onefold.run.world import read_world
+from onefold.run.context import read_context
 from onefold.system.process import requests_by_signals
 from tests.small import make_trainer, points
 from tests.tables import for_each
@@ -31,8 +31,8 @@ def noticing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], onefol
     before = {n: signal.getsignal(n) for n in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)}
 
     def made(names: str) -> onefold.Trainer:
-        world = read_world({"ONEFOLD_STOP_SIGNAL": names})
-        monkeypatch.setattr("onefold.trainer.current_world", lambda: world)
+        context = read_context({"ONEFOLD_STOP_SIGNAL": names})
+        monkeypatch.setattr("onefold.trainer.current_context", lambda: context)
         return make_trainer()
 
     yield made
@@ -60,7 +60,7 @@ def test_a_notice_is_agreed_on(noticing: Callable[[str], onefold.Trainer], names
 def test_a_signal_that_nobody_can_take_is_refused(names: str) -> None:
     words = "ONEFOLD_STOP_SIGNAL.*expected some of INT, TERM, HUP, USR1, USR2"
     with pytest.raises(LaunchError, match=words):
-        read_world({"ONEFOLD_STOP_SIGNAL": names})
+        read_context({"ONEFOLD_STOP_SIGNAL": names})
 
 
 def test_a_trainer_of_another_thread_takes_no_signals(

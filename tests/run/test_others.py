@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from onefold.core.world import World
+from onefold.core.context import LaunchContext
 from onefold.errors import LaunchError
-from onefold.run import others, team
+from onefold.run import forming, others
+from onefold.run.context import read_context, worker_environment
 from onefold.run.others import others_of
-from onefold.run.world import read_world, worker_environment
 from tests.run.test_slurm import SRUN
 from tests.tables import for_each
 
@@ -58,15 +58,15 @@ NODES = {
 @for_each("name", [*PROCESSES, *NODES])
 def test_who_is_alone_among_others_must_not_train(name: str) -> None:
     environment = PROCESSES.get(name) or NODES[name]
-    world = read_world(environment)
-    assert (world.size, world.launched) == (1, False)
+    context = read_context(environment)
+    assert (context.size, context.launched) == (1, False)
     count = "4 processes" if name in PROCESSES else "3 nodes"
-    assert f"says that {name} has started " in world.others
-    assert world.others.endswith(count)
-    for words in (world.others, "onefold run --devices 1 train.py", "To make one run of all"):
-        assert words in world.refusal
+    assert f"says that {name} has started " in context.others
+    assert context.others.endswith(count)
+    for words in (context.others, "onefold run --devices 1 train.py", "To make one run of all"):
+        assert words in context.refusal
     with pytest.raises(LaunchError, match="each would train a model of its own"):
-        team.form_team(world, None, shards=2, module=torch.nn.Linear(1, 1))
+        forming.choose_devices(context, None, shards=2, module=torch.nn.Linear(1, 1))
 
 
 @for_each("name", PROCESSES)
@@ -80,9 +80,9 @@ def test_the_command_makes_one_run_of_all(name: str) -> None:
         ["sh", "-c", shell], env={**PROCESSES[name], "PATH": path}, capture_output=True, text=True
     )
     given = dict(line.split("=", 1) for line in done.stdout.splitlines() if "=" in line)
-    world = read_world(given)
-    assert (world.rank, world.size, world.local_rank, world.local_size) == (2, 4, 0, 2)
-    assert (world.launcher, world.address, world.refusal) == ("torch", "node1:29500", "")
+    context = read_context(given)
+    assert (context.rank, context.size, context.local_rank, context.local_size) == (2, 4, 0, 2)
+    assert (context.launcher, context.address, context.refusal) == ("torch", "node1:29500", "")
 
 
 NOT_REFUSED = {
@@ -94,8 +94,10 @@ NOT_REFUSED = {
     "a terminal of srun": {**SRUN, "SLURM_PTY_PORT": "1", "PMI_SIZE": "6", "PMI_RANK": "5"},
     "a program that a device starts": {
         name: value
-        for name, value in worker_environment(World(rank=1, size=3, launcher="onefold")).items()
-        if name != "ONEFOLD_WORLD"
+        for name, value in worker_environment(
+            LaunchContext(rank=1, size=3, launcher="onefold")
+        ).items()
+        if name != "ONEFOLD_CONTEXT"
     },
 }
 
@@ -103,7 +105,7 @@ NOT_REFUSED = {
 @for_each("name", NOT_REFUSED)
 def test_who_is_alone_by_right_may_train(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(others, "has_terminal", lambda: True)
-    assert read_world(NOT_REFUSED[name]) == World()
+    assert read_context(NOT_REFUSED[name]) == LaunchContext()
 
 
 @for_each(
@@ -120,11 +122,11 @@ def test_who_is_alone_by_right_may_train(name: str, monkeypatch: pytest.MonkeyPa
     ],
 )
 def test_what_is_not_enough_to_join(environment: dict[str, str], words: str) -> None:
-    world = read_world(environment)
-    assert (world.size, world.launched) == (1, False)
-    assert words in world.others
+    context = read_context(environment)
+    assert (context.size, context.launched) == (1, False)
+    assert words in context.others
     if "RANK" in environment:
-        assert "or set MASTER_PORT as well, or unset WORLD_SIZE" in world.refusal
+        assert "or set MASTER_PORT as well, or unset WORLD_SIZE" in context.refusal
 
 
 SCRIPT = """

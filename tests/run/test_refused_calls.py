@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from onefold.run.crew import Worker, wait_for_end
+from onefold.run.workers import Worker, wait_for_end
 from onefold.system.ownfiles import memory_file
 from tests.tables import for_each
 

@@ -6,7 +6,7 @@ import pytest
 
 from onefold.errors import LaunchError
 from onefold.run import others
-from onefold.run.world import read_world
+from onefold.run.context import read_context
 from tests.tables import for_each
 
 SRUN = {
@@ -55,19 +55,19 @@ ALONE: dict[str, dict[str, str]] = {
 @for_each("name", ALONE)
 def test_everything_else_is_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(others, "has_terminal", lambda: True)
-    world = read_world(ALONE[name])
-    assert (world.size, world.launched, world.address) == (1, False, "")
+    context = read_context(ALONE[name])
+    assert (context.size, context.launched, context.address) == (1, False, "")
     # What is started from a terminal of srun inherits its variables, and has none itself.
     monkeypatch.setattr(others, "has_terminal", lambda: False)
-    world = read_world(ALONE["a terminal of srun"])
-    assert (world.rank, world.size) == (5, 6)
+    context = read_context(ALONE["a terminal of srun"])
+    assert (context.rank, context.size) == (5, 6)
 
 
 def test_the_steps_of_a_job_and_its_restarts_are_different_runs() -> None:
     changes = ({}, {"SLURM_STEP_ID": "1"}, {"SLURM_RESTART_COUNT": "1"}, {"SLURM_JOB_ID": "4712"})
-    worlds = [read_world({**SRUN, **change}) for change in changes]
-    assert len({world.run_id for world in worlds}) == 4
-    assert len({world.address for world in (worlds[0], worlds[1], worlds[3])}) == 3
+    contexts = [read_context({**SRUN, **change}) for change in changes]
+    assert len({each.run_id for each in contexts}) == 4
+    assert len({each.address for each in (contexts[0], contexts[1], contexts[3])}) == 3
 
 
 ONE_NODE = {"SLURM_STEP_TASKS_PER_NODE": "6", "SLURM_NODEID": "0"}
@@ -98,11 +98,11 @@ TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "
     ],
 )
 def test_all_tasks_meet_in_one_place(changes: dict[str, str], place: str) -> None:
-    world = read_world({**SRUN, **changes})
-    assert world.address.startswith(place)
-    assert world.size == (2 if changes is TORCHRUN else 6)
-    port = read_world(SRUN).address.rpartition(":")[2]
-    assert world.address == (place + port if place.endswith(":") else place)
+    context = read_context({**SRUN, **changes})
+    assert context.address.startswith(place)
+    assert context.size == (2 if changes is TORCHRUN else 6)
+    port = read_context(SRUN).address.rpartition(":")[2]
+    assert context.address == (place + port if place.endswith(":") else place)
 
 
 @for_each(
@@ -126,4 +126,4 @@ def test_all_tasks_meet_in_one_place(changes: dict[str, str], place: str) -> Non
 )
 def test_a_place_that_cannot_be_read_is_refused(environment: dict[str, str], words: str) -> None:
     with pytest.raises(LaunchError, match=words):
-        read_world(environment)
+        read_context(environment)

@@ -18,16 +18,16 @@ import pytest
 
 from onefold.core.options import RunOptions
 from onefold.errors import LaunchError
-from onefold.run.crew import Outcome
 from onefold.run.devices import Selection
 from onefold.run.launch import supervise
+from onefold.run.workers import Outcome
 from tests.tables import for_each
 
 Start = Callable[..., Outcome]
 HEAD = """
 import json, os, pathlib, shutil, subprocess, sys, time
-world = json.loads(os.environ["ONEFOLD_WORLD"])
-folder = pathlib.Path(world["directory"])
+context = json.loads(os.environ["ONEFOLD_CONTEXT"])
+folder = pathlib.Path(context["directory"])
 print("words of a device", flush=True)
 """
 pytestmark = pytest.mark.processes
@@ -47,7 +47,7 @@ def start(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
         popen: Any = subprocess.Popen
 
         def replaced(command: list[str], **how: Any) -> Any:
-            if "ONEFOLD_WORLD" in (how.get("env") or {}):
+            if "ONEFOLD_CONTEXT" in (how.get("env") or {}):
                 command = [*command[:3], HEAD + lines]
             return popen(command, **how)
 
@@ -128,8 +128,8 @@ def test_how_a_worker_ended_is_known_and_no_number_is_used_that_may_be_anothers(
 REPORT = """
 report = dict(rank=1, step=3, time_s=0.0, kind={kind!r}, text="CUDA error: uncorrectable",
     traceback="", caused_by_peer={by_peer})
-if world["rank"] == 1:
-    os.write(world["report_descriptor"], json.dumps(report).encode() + b"\\n")
+if context["rank"] == 1:
+    os.write(context["report_descriptor"], json.dumps(report).encode() + b"\\n")
     sys.exit(1)
 """
 
@@ -182,12 +182,12 @@ def test_failures_are_counted_since_the_last_progress(
     lines = f"""
 tries, saved = pathlib.Path({str(tries)!r}), {saved}
 with tries.open("a") as file:
-    print(world["leave_out"], file=file)
+    print(context["leave_out"], file=file)
 number = len(tries.read_text().split())
 if number > len(saved):
     sys.exit(0)
 if saved[number - 1] >= 0:
-    pathlib.Path(world["options"]["checkpoint"], f"step-{{saved[number - 1]:08d}}").mkdir(
+    pathlib.Path(context["options"]["checkpoint"], f"step-{{saved[number - 1]:08d}}").mkdir(
         parents=True, exist_ok=True)
 sys.exit(1)
 """
@@ -200,8 +200,8 @@ sys.exit(1)
     [
         ([1, 0], {}, [3, 3, 3]),
         ([1, 0, 0, 0], {"restarts_with": "fewer"}, [3, 2, 1, 1, 1]),
-        ([2], {"restarts_with": "fewer", "keep": "stages"}, [3, 2]),
-        ([2, 1], {"restarts_with": "fewer", "keep": "stages:2"}, [4, 2, 2]),
+        ([2], {"restarts_with": "fewer", "placement": "pipeline"}, [3, 2]),
+        ([2, 1], {"restarts_with": "fewer", "placement": "pipeline:2"}, [4, 2, 2]),
     ],
 )
 def test_a_device_that_was_lost_may_be_left_out(
@@ -214,11 +214,11 @@ def test_a_device_that_was_lost_may_be_left_out(
 ) -> None:
     lines = f"""
 place, lost = pathlib.Path({str(tmp_path)!r}), {lost}
-place.joinpath("runs", world["run_id"]).mkdir(parents=True, exist_ok=True)
+place.joinpath("runs", context["run_id"]).mkdir(parents=True, exist_ok=True)
 number = len(os.listdir(place / "runs")) - 1
 struck = place / f"size-{{number}}"
-if world["rank"] == (lost[number] if number < len(lost) else 0):
-    struck.write_text(str(world["size"]))
+if context["rank"] == (lost[number] if number < len(lost) else 0):
+    struck.write_text(str(context["size"]))
     if number < len(lost):
         os.kill(os.getpid(), 9)
 while not struck.exists():
@@ -255,8 +255,8 @@ def test_what_is_not_ours_is_refused(start: Start, tmp_path: Path, option: str) 
 def test_a_worker_gets_a_folder_and_memory_of_its_owner_alone(start: Start, tmp_path: Path) -> None:
     said = tmp_path / "said"
     lines = f"""
-modes = [oct(folder.stat().st_mode & 0o777), sys.flags.safe_path, world["safe_path"]]
-modes += [os.readlink(f"/proc/self/fd/{{world[name]}}")
+modes = [oct(folder.stat().st_mode & 0o777), sys.flags.safe_path, context["safe_path"]]
+modes += [os.readlink(f"/proc/self/fd/{{context[name]}}")
           for name in ("progress_descriptor", "report_descriptor")]
 pathlib.Path({str(said)!r}).write_text(json.dumps(modes))
 """
@@ -312,9 +312,9 @@ def test_a_signal_while_the_workers_start_leaves_none(
 
 STOPS = """
 import mmap, struct
-table = mmap.mmap(world["progress_descriptor"], 16 * (world["size"] + 1))
+table = mmap.mmap(context["progress_descriptor"], 16 * (context["size"] + 1))
 pathlib.Path({ready!r}).touch()
-while not struct.unpack_from("<q", table, 16 * world["size"])[0]:
+while not struct.unpack_from("<q", table, 16 * context["size"])[0]:
     time.sleep(0.01)
 sys.exit(75)
 """

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 import onefold
-from onefold.core.world import World
-from onefold.run.world import current_world, take_world
+from onefold.core.context import LaunchContext
+from onefold.run.context import current_context, take_context
 from tests.small import make_trainer, points
 
 fresh = pytest.mark.fresh  # how a process starts is what is tested
@@ -66,18 +66,18 @@ def said_by_child(call: object) -> str:
 
 
 def test_the_record_of_a_worker_is_taken_out_of_the_environment() -> None:
-    mine = World(rank=1, size=2, launcher="onefold")
-    environment = {"ONEFOLD_WORLD": mine.to_json(), "RANK": "1", "HOME": "/home"}
-    assert take_world(environment) == mine
+    mine = LaunchContext(rank=1, size=2, launcher="onefold")
+    environment = {"ONEFOLD_CONTEXT": mine.to_json(), "RANK": "1", "HOME": "/home"}
+    assert take_context(environment) == mine
     assert environment == {"RANK": "1", "HOME": "/home"}
-    assert not take_world(environment).launched
+    assert not take_context(environment).launched
 
 
 def said_by_children_of_a_device() -> list[str]:
     calls = (
         lambda: make_trainer(devices=None, shards=1),
         lambda: onefold.launch(len, devices="cpu:1"),
-        lambda: current_world().launched,
+        lambda: current_context().launched,
     )
     return [str(os.getpid()), *(said_by_child(call) for call in calls)]
 
@@ -89,7 +89,7 @@ def test_a_forked_child_of_a_device_is_not_the_device() -> None:
         assert words.startswith("LaunchError: process ")
         assert f"was forked from process {parent}, which is device 0 of a run" in words
         assert "only that one is part of the run" in words
-    assert said_by_child(lambda: current_world().launched) == "False", "of no run"
+    assert said_by_child(lambda: current_context().launched) == "False", "of no run"
 
 
 def test_a_trainer_is_of_no_use_in_a_forked_child(tmp_path: Path) -> None:

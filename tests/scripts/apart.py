@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import onefold
-from onefold.run.world import current_world
+from onefold.run.context import current_context
 
 
 def listening() -> list[str]:
@@ -34,7 +34,7 @@ def listening() -> list[str]:
 def main(kind: str) -> None:
     rank = int(os.environ["RANK"])
     if kind == "fork":
-        current_world()
+        current_context()
         if (child := os.fork()) == 0:
             return
         os.waitpid(child, 0)

@@ -10,7 +10,7 @@ import json
 import os
 import sys
 
-from onefold.core.world import World
+from onefold.core.context import LaunchContext
 from onefold.errors import DisagreementError
 from onefold.exchange import group
 
@@ -20,7 +20,7 @@ LIMIT_S = 20.0
 def main(rank: int, broken: list[int], wrong: list[int]) -> None:
     prove, on_loopback, attempts = group.prove, group.gloo_on_loopback, []
 
-    def noted(world: World) -> object:
+    def noted(world: LaunchContext) -> object:
         attempts.append(len(attempts) + 1)
         return on_loopback(world)
 
@@ -34,10 +34,10 @@ def main(rank: int, broken: list[int], wrong: list[int]) -> None:
     group.gloo_on_loopback = noted  # type: ignore[assignment]
     group.prove = disturbed  # type: ignore[assignment, attr-defined]
     store = os.open("store", os.O_RDWR | os.O_CREAT)
-    world = World(run_id="run", rank=rank, size=2, local_size=2, store_descriptor=store)
+    world = LaunchContext(run_id="run", rank=rank, size=2, local_size=2, store_descriptor=store)
     try:
-        made = group.join_group(world, "cpu", 2, timeout_s=LIMIT_S, trainer=0)
-        texts = group.gather_bytes(made.group, f"{rank}".encode())
+        made = group.join_group(group.Rendezvous(world, 2, LIMIT_S), "cpu", trainer=0)
+        texts = group.all_gather_objects(made.group, f"{rank}".encode())
         print(f"{len(attempts)} attempts, {texts}")
     except (RuntimeError, DisagreementError) as error:
         print(f"{type(error).__name__}: {error}", flush=True)

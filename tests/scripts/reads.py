@@ -11,7 +11,7 @@ import sys
 import torch
 
 from onefold.core.shard import Plan
-from onefold.reading.loader import Loader
+from onefold.data_order.loader import Loader
 
 
 class Noise:

@@ -45,7 +45,7 @@ def pass_on(
             threading.Thread(target=carry, args=ends, daemon=True).start()
 
 
-def relay(port: int) -> None:
+def channel(port: int) -> None:
     """Pass on, in both directions, what comes on a port of its own, which is printed."""
     # The end with the smaller address waits for the other one: so it must stay the smaller one.
     near = port + 1
@@ -63,7 +63,7 @@ def relay(port: int) -> None:
 def main(rank: int, secret: str, kind: str) -> None:
     import torch.distributed as dist
 
-    from onefold.core.world import World
+    from onefold.core.context import LaunchContext
     from onefold.errors import DisagreementError
     from onefold.exchange import group
 
@@ -111,11 +111,14 @@ def main(rank: int, secret: str, kind: str) -> None:
     group.reach_store = lambda *_: taken  # type: ignore[assignment]
     if kind == "unsealed":
         group.SealedStore = lambda store, *_: store  # type: ignore[misc, assignment]
-    world = World(run_id="run", launcher="torch", rank=rank, size=2, secret=secret, one_host=False)
+    world = LaunchContext(
+        run_id="run", launcher="torch", rank=rank, size=2, secret=secret, one_host=False
+    )
     try:
-        group.agree_on_kind(world, "cpu", 2, 20)
-        joined = group.join_group(world, "cpu", 2, timeout_s=20, trainer=0)
-        print("joined", group.gather_bytes(joined.group, str(rank).encode()), flush=True)
+        meeting = group.Rendezvous(world, 2, 20)
+        group.agree_on_kind(meeting, "cpu")
+        joined = group.join_group(meeting, "cpu", trainer=0)
+        print("joined", group.all_gather_objects(joined.group, str(rank).encode()), flush=True)
     except (RuntimeError, DisagreementError) as error:
         print(f"{type(error).__name__}: {error}", flush=True)
     for each in relays:
@@ -126,6 +129,6 @@ def main(rank: int, secret: str, kind: str) -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) == 2:
-        relay(int(sys.argv[1]))
+        channel(int(sys.argv[1]))
     else:
         main(int(sys.argv[1]), sys.argv[2], sys.argv[3])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from onefold.engine.assembly import capacity_bytes
+from onefold.system.capacity import capacity_bytes
 from tests.tables import for_each
 
 CPU = torch.device("cpu")

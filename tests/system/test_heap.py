@@ -12,7 +12,13 @@ from unittest import mock
 import pytest
 import torch
 
-from onefold.system.heap import ORDINARY, BareMemory, DiskHeap, naming_limits, new_disk_file
+from onefold.system.allocator import (
+    DEFAULT_ALLOCATOR,
+    MmapAllocator,
+    SparseAllocator,
+    naming_limits,
+    new_disk_file,
+)
 from tests.tables import for_each
 
 PAGE = mmap.PAGESIZE
@@ -20,8 +26,8 @@ MIB = 1 << 20
 
 
 @pytest.fixture
-def heap(tmp_path: Path) -> DiskHeap:
-    return DiskHeap(tmp_path)
+def allocator(tmp_path: Path) -> MmapAllocator:
+    return MmapAllocator(tmp_path)
 
 
 def in_a_file(tensor: torch.Tensor) -> bool:
@@ -55,49 +61,52 @@ ROWS = torch.arange(6000.0).reshape(60, 100)
 )
 def test_a_copy_has_the_strides_of_pytorchs_own(tmp_path: Path, tensor: torch.Tensor) -> None:
     expected = torch.empty_like(tensor)
-    for heap in (DiskHeap(tmp_path), ORDINARY):
-        copy, wide = heap.copy(tensor), heap.like(torch.nn.Parameter(tensor), torch.float64)
+    for allocator in (MmapAllocator(tmp_path), DEFAULT_ALLOCATOR):
+        copy, wide = (
+            allocator.copy(tensor),
+            allocator.like(torch.nn.Parameter(tensor), torch.float64),
+        )
         assert torch.equal(copy, tensor)
         assert (copy.stride(), copy.dtype) == (expected.stride(), expected.dtype)
         assert (wide.shape, wide.stride()) == (expected.shape, expected.stride())
         assert (wide.dtype, wide.requires_grad) == (torch.float64, False)
         for nbytes in (0, 1, PAGE - 1, PAGE + 1):
-            assert heap.empty(nbytes).shape == (nbytes,)
-            assert heap.zeros(nbytes).tolist() == [0] * nbytes
+            assert allocator.empty(nbytes).shape == (nbytes,)
+            assert allocator.zeros(nbytes).tolist() == [0] * nbytes
 
 
-def test_a_tensor_is_copied_only_if_it_lies_elsewhere(heap: DiskHeap) -> None:
+def test_a_tensor_is_copied_only_if_it_lies_elsewhere(allocator: MmapAllocator) -> None:
     outside, small = torch.randn(5000), torch.randn(3)
-    inside = heap.kept(outside)
+    inside = allocator.kept(outside)
     assert torch.equal(inside, outside)
     assert in_a_file(inside)
-    assert in_a_file(heap.like(torch.empty(PAGE // 4)))
-    assert not in_a_file(heap.empty(PAGE - 1))
-    assert (heap.on_disk, ORDINARY.on_disk) == (True, False)
-    assert not list(heap.folder.iterdir())  # no name is left
+    assert in_a_file(allocator.like(torch.empty(PAGE // 4)))
+    assert not in_a_file(allocator.empty(PAGE - 1))
+    assert (allocator.on_disk, DEFAULT_ALLOCATOR.on_disk) == (True, False)
+    assert not list(allocator.folder.iterdir())  # no name is left
     view = inside[8:].detach()
     for each in (inside, view, small):
-        assert heap.kept(each) is each
-    assert ORDINARY.kept(outside) is outside
+        assert allocator.kept(each) is each
+    assert DEFAULT_ALLOCATOR.kept(outside) is outside
 
 
-def test_a_place_is_used_again_once_no_tensor_refers_to_it(heap: DiskHeap) -> None:
-    one = heap.empty(5 * PAGE).fill_(9)
+def test_a_place_is_used_again_once_no_tensor_refers_to_it(allocator: MmapAllocator) -> None:
+    one = allocator.empty(5 * PAGE).fill_(9)
     view = one.view(torch.float32)[7:]
     del one
     taken = view.untyped_storage().data_ptr()
-    other = heap.empty(5 * PAGE)
+    other = allocator.empty(5 * PAGE)
     assert other.untyped_storage().data_ptr() != taken
     del view
     gc.collect()
-    again = heap.empty(5 * PAGE - 1)
+    again = allocator.empty(5 * PAGE - 1)
     assert again.untyped_storage().data_ptr() == taken
     del again
     gc.collect()
-    assert not heap.zeros(5 * PAGE).any()
+    assert not allocator.zeros(5 * PAGE).any()
     kept = {}
     for number in range(200):
-        tensor = heap.empty((1 + number % 3) * PAGE).fill_(number)
+        tensor = allocator.empty((1 + number % 3) * PAGE).fill_(number)
         if number % 7 == 0:
             kept[number] = tensor[100:200]
     for number, view in kept.items():
@@ -108,26 +117,28 @@ def test_a_folder_of_no_use_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "file").write_text("")
     for name in ("absent", "file"):
         with pytest.raises(OSError, match=r"expected a folder in which files can be made.*--home"):
-            DiskHeap(tmp_path / name)
+            MmapAllocator(tmp_path / name)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    assert DiskHeap.at("").folder == tmp_path
-    assert DiskHeap.at(str(tmp_path / "..")).folder == tmp_path / ".."
+    assert MmapAllocator.at("").folder == tmp_path
+    assert MmapAllocator.at(str(tmp_path / "..")).folder == tmp_path / ".."
 
 
-def test_on_a_full_disk_nothing_is_lost(heap: DiskHeap, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = heap.copy(torch.arange(4000.0))
+def test_on_a_full_disk_nothing_is_lost(
+    allocator: MmapAllocator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = allocator.copy(torch.arange(4000.0))
     with monkeypatch.context() as patch:
         full = OSError(errno.ENOSPC, "No space left on device")
         patch.setattr(os, "posix_fallocate", mock.Mock(side_effect=full))
         with pytest.raises(OSError, match=r"8,192 more bytes of the model in .*: No sp") as caught:
-            heap.empty(2 * PAGE)
+            allocator.empty(2 * PAGE)
         assert caught.value.errno == errno.ENOSPC
         with pytest.raises(OSError, match="No space"):
-            new_disk_file(heap.folder, PAGE)
+            new_disk_file(allocator.folder, PAGE)
     assert torch.equal(kept, torch.arange(4000.0))
-    assert heap.empty(2 * PAGE).numel() == 2 * PAGE
+    assert allocator.empty(2 * PAGE).numel() == 2 * PAGE
     # Room is there before it is mapped: a page without would end the process when it is written.
-    descriptor = new_disk_file(heap.folder, 3 * PAGE)
+    descriptor = new_disk_file(allocator.folder, 3 * PAGE)
     found = os.fstat(descriptor)
     os.close(descriptor)
     assert found.st_blocks * 512 >= found.st_size == 3 * PAGE
@@ -135,7 +146,7 @@ def test_on_a_full_disk_nothing_is_lost(heap: DiskHeap, monkeypatch: pytest.Monk
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="this system has no /dev/shm")
 def test_a_folder_that_is_no_disk_is_mentioned(caplog: pytest.LogCaptureFixture) -> None:
-    DiskHeap.at("/dev/shm")
+    MmapAllocator.at("/dev/shm")
     assert "in /dev/shm, which is itself in memory (tmpfs)" in caplog.text
 
 
@@ -145,13 +156,13 @@ def resident_bytes() -> int:
 
 
 def test_it_takes_no_memory_and_holds_values_once_it_is_provided(tmp_path: Path) -> None:
-    heap, before = BareMemory(tmp_path), resident_bytes()
+    allocator, before = SparseAllocator(tmp_path), resident_bytes()
     files = counted()[0]
-    rooms = [heap.room(50 * MIB) for _ in range(3)]
+    rooms = [allocator.room(50 * MIB) for _ in range(3)]
     for each in rooms:  # no numbers
         assert bool((each[:: 1 << 16] == 255).all())
     address = rooms[1].data_ptr()
-    heap.provide(rooms[1])
+    allocator.provide(rooms[1])
     assert rooms[1].data_ptr() == address
     assert not rooms[1].any()
     rooms[1].fill_(7)
@@ -159,13 +170,13 @@ def test_it_takes_no_memory_and_holds_values_once_it_is_provided(tmp_path: Path)
     assert bool((rooms[0][:: 1 << 16] == 255).all())
     assert (counted()[0], list(tmp_path.iterdir())) == (files, [])
     # What is written too early is the writer's alone.
-    one, other = heap.room(100), heap.room(100)
+    one, other = allocator.room(100), allocator.room(100)
     one.zero_()
     assert bool((other == 255).all())
-    assert bool((heap.room(100) == 255).all())
+    assert bool((allocator.room(100) == 255).all())
     mappings = counted()[1]
     for _ in range(20):
-        heap.provide(heap.room(9 * MIB))
+        allocator.provide(allocator.room(9 * MIB))
     assert counted()[1] <= mappings + 2
 
 

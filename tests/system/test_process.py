@@ -100,7 +100,7 @@ def _ctrl_c() -> Iterator[None]:
 @pytest.mark.usefixtures("_ctrl_c")
 def test_ctrl_c_comes_when_the_block_is_left() -> None:
     end = "the end of the block"
-    for put_off, error, expected in (
+    for defer, error, expected in (
         (0, None, ["Ctrl-C, after None"]),
         (1, None, [end, "Ctrl-C, after None"]),
         (2, ValueError("an error"), [end, "Ctrl-C, after an error"]),
@@ -108,7 +108,7 @@ def test_ctrl_c_comes_when_the_block_is_left() -> None:
         reached: list[str] = []
         try:
             with ExitStack() as blocks:
-                for _ in range(put_off):
+                for _ in range(defer):
                     blocks.enter_context(ctrl_c_later())
                 signal.raise_signal(signal.SIGINT)
                 reached.append(end)

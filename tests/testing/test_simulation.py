@@ -15,7 +15,7 @@ from torch.distributed import distributed_c10d
 import onefold
 from onefold.core.options import ExchangeName, RunOptions
 from onefold.errors import DisagreementError, PeerError, PeerFailed, PeerLost
-from onefold.run.world import current_world
+from onefold.run.context import current_context
 from onefold.testing import Ended, Fault, outcomes, simulate
 from tests.tables import for_each
 
@@ -45,10 +45,10 @@ def reference() -> tuple[str, str]:
 
 
 @for_each("exchange", EXCHANGES)
-@for_each("keep", ["all", "span", "host", "stages"])
-def test_the_bits_are_those_of_one_device(exchange: ExchangeName, keep: str) -> None:
+@for_each("placement", ["replicate", "shard", "offload", "pipeline"])
+def test_the_bits_are_those_of_one_device(exchange: ExchangeName, placement: str) -> None:
     for devices, seed in ((2, 0), (3, 1)):
-        found = simulate(trained, devices, seed=seed, keep=keep, exchange=exchange)
+        found = simulate(trained, devices, seed=seed, placement=placement, exchange=exchange)
         assert found == [reference()] * devices
 
 
@@ -57,21 +57,25 @@ def test_the_bits_are_those_of_a_process() -> None:
 
 
 @for_each(
-    ("exchange", "keep", "kind"),
+    ("exchange", "placement", "kind"),
     [
-        *(("shared", "all", "kill"), ("shared", "all", "stop"), ("shared", "span", "kill")),
-        *(("collective", "all", "cut"), ("collective", "all", "kill")),
+        *(
+            ("shared", "replicate", "kill"),
+            ("shared", "replicate", "stop"),
+            ("shared", "shard", "kill"),
+        ),
+        *(("collective", "replicate", "cut"), ("collective", "replicate", "kill")),
     ],
 )
 def test_a_device_that_is_lost_ends_the_run_on_all(
-    exchange: ExchangeName, keep: str, kind: str
+    exchange: ExchangeName, placement: str, kind: str
 ) -> None:
     """At every call: the others end with an error that says so, or had all that they needed."""
-    options = RunOptions(exchange=exchange, keep=keep)
+    options = RunOptions(exchange=exchange, placement=placement)
     unhurt = outcomes(trained, 3, options=options)
     (well,), calls = {each.value for each in unhurt}, unhurt[1].calls
     ended_early = 0
-    for call in range(1, calls + 1, 7 if keep == "all" else 31):
+    for call in range(1, calls + 1, 7 if placement == "replicate" else 31):
         fault = Fault(device=1, call=call, kind=kind)  # type: ignore[arg-type]
         found = outcomes(trained, 3, seed=call, options=options, faults=[fault])
         assert found[1].was_killed == (kind != "cut")
@@ -86,7 +90,7 @@ def test_a_device_that_is_lost_ends_the_run_on_all(
 
 @for_each("exchange", EXCHANGES)
 def test_a_late_device_changes_nothing(exchange: ExchangeName) -> None:
-    options = RunOptions(exchange=exchange, keep="span")
+    options = RunOptions(exchange=exchange, placement="shard")
     for call in range(1, 40, 5):
         faults = [Fault(device=call % 3, call=call, kind="delay")]
         found = outcomes(trained, 3, seed=call, options=options, faults=faults)
@@ -96,12 +100,12 @@ def test_a_late_device_changes_nothing(exchange: ExchangeName) -> None:
 def test_a_device_that_fails_or_never_comes_is_the_one_that_is_named() -> None:
     def fails() -> None:
         trained(1)
-        if not current_world().rank:
+        if not current_context().rank:
             raise ArithmeticError("over the top")
         trained(1)
 
     def stays_away() -> None:
-        if current_world().rank != 2:
+        if current_context().rank != 2:
             trained(1)
 
     with pytest.raises(ArithmeticError) as caught:
@@ -145,7 +149,7 @@ def test_generators_and_groups_are_each_devices_own() -> None:
 def test_settings_of_the_process_are_each_devices_own() -> None:
     def main() -> list[str]:
         before = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision("high" if current_world().rank else "medium")
+        torch.set_float32_matmul_precision("high" if current_context().rank else "medium")
         words = "matrix products is medium on device 0 and high on device 1"
         with pytest.raises(DisagreementError, match=words):
             trainer_of_none()
@@ -161,7 +165,7 @@ def test_settings_of_the_process_are_each_devices_own() -> None:
 @for_each("exchange", EXCHANGES)
 def test_a_trainer_that_fails_cuts_no_other_one(exchange: ExchangeName) -> None:
     def main() -> str:
-        lead = current_world().rank == 0
+        lead = current_context().rank == 0
         for _ in range(2):
             with pytest.raises(DisagreementError, match="deterministic is"):
                 trainer_of_none(deterministic=lead)
@@ -176,7 +180,7 @@ def test_the_same_seed_has_the_same_order() -> None:
 
         def main() -> None:
             trainer_of_none()
-            said.append(current_world().rank)
+            said.append(current_context().rank)
 
         simulate(main, 4, seed=seed)
         return tuple(said)

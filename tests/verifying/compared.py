@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import onefold
+from onefold.core.context import LaunchContext
 from onefold.core.options import RunOptions
-from onefold.core.world import World
 from onefold.system.record import read_record
 from tests.inside import session_in
 
@@ -24,7 +24,7 @@ class Compared:
         self.run.mkdir(parents=True)
         self._patch = monkeypatch
         monkeypatch.setattr("onefold.verifying._progress", [])
-        self.world = World(
+        self.context = LaunchContext(
             options=RunOptions(
                 probe=str(folder),
                 probe_run=self.run.name,
@@ -37,7 +37,7 @@ class Compared:
     def trainer(
         self, model: nn.Module, loss: Callable[..., object], *, shards: int = 4, **settings: Any
     ) -> onefold.Trainer:
-        self._patch.setattr("onefold.trainer.current_world", lambda: self.world)
+        self._patch.setattr("onefold.trainer.current_context", lambda: self.context)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         settings = {"threads": 1, "devices": ["cpu"], **settings}
         return onefold.Trainer(model, optimizer, loss, shards=shards, **settings)

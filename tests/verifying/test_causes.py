@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from onefold.engine.losscheck import FindingKind, LossFinding
+from onefold.shard.losscheck import FindingKind, LossFinding
 from onefold.verifying.causes import causes_of
 from onefold.verifying.mathematics import Comparison
 from tests.tables import for_each
@@ -26,14 +26,14 @@ def finding(kind: FindingKind) -> LossFinding:
 
 
 def texts(found: Comparison) -> list[str]:
-    causes = causes_of(found, [], [], TOLERANCE)
+    causes = causes_of(found, [], [])
     assert all(cause.kind == "error" for cause in causes)
     return [cause.text for cause in causes]
 
 
 def test_any_of_the_three_differences_is_enough_and_without_one_nothing_is_the_cause() -> None:
     everything = {"repeats": False, "relation": "sum", "finding": finding("sum")}
-    assert causes_of(seen(**everything, **ALIKE), ["a"], ["b"], TOLERANCE) == []
+    assert causes_of(seen(**everything, **ALIKE), ["a"], ["b"]) == []
     for name in ALIKE:
         assert texts(seen(**{**ALIKE, name: 1e-8}))
         assert not texts(seen(**{**ALIKE, name: TOLERANCE}))
@@ -42,7 +42,7 @@ def test_any_of_the_three_differences_is_enough_and_without_one_nothing_is_the_c
     assert not texts(seen(**unknown))
     assert texts(seen(**{**unknown, "loss_difference": math.inf}))
     # A counter of calls is no cause by itself.
-    (cause,) = causes_of(seen(), ["model.count"], ["rng"], TOLERANCE)
+    (cause,) = causes_of(seen(), ["model.count"], ["rng"])
     assert "unknown" in cause.text
 
 

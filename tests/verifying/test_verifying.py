@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import onefold
-from onefold.core.world import World
+from onefold.core.context import LaunchContext
 from tests.small import line, points, square
 from tests.verifying.compared import Compared, compared
 
@@ -47,7 +47,7 @@ def score(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
 
 def update(trainer: onefold.Trainer, batch: Any) -> None:
     """As scripts do that update by themselves."""
-    with trainer.changing():
+    with trainer.modifying():
         trainer.gradient(batch)
         with torch.no_grad():
             for parameter in trainer.model.parameters():
@@ -67,12 +67,12 @@ def test_checkpoints_are_written_aside(compared: Compared, tmp_path: Path) -> No
 
 
 def test_what_a_real_run_left_is_read_where_needed(compared: Compared, tmp_path: Path) -> None:
-    comparison, compared.world = compared.world, World()
+    comparison, compared.context = compared.context, LaunchContext()
     real = compared.trainer(line().double(), square)
     for _ in range(2):
         real.step(tuple(part.double() for part in points(6)))
     real.save(tmp_path / "left")
-    compared.world = comparison
+    compared.context = comparison
     trainer = compared.trainer(line(), square)
     assert trainer.load(tmp_path / "left", if_any=True) is None
     assert trainer.steps == 0
@@ -137,7 +137,7 @@ def test_loaders_and_evaluations_go_on_unread(compared: Compared) -> None:
     error = trainer.evaluate(score, data, batch_size=4)["error"]
     assert trainer.evaluate(score, data, batch_size=4)["error"] == error
     assert len(read) == 20
-    with trainer.changing(), torch.no_grad():
+    with trainer.modifying(), torch.no_grad():
         for parameter in trainer.model.parameters():
             parameter.zero_()
     assert trainer.evaluate(score, data, batch_size=4)["error"] == 1 != error
@@ -179,8 +179,8 @@ def test_a_script_that_waits_is_ended(compared: Compared, monkeypatch: pytest.Mo
 
 
 def test_so_many_trainers_are_compared(compared: Compared) -> None:
-    options = replace(compared.world.options, probe_trainers=2)
-    compared.world = replace(compared.world, options=options)
+    options = replace(compared.context.options, probe_trainers=2)
+    compared.context = replace(compared.context, options=options)
     first, second = (compared.trainer(line(), square) for _ in range(2))
     steps(first, 5)
     steps(second, 2)

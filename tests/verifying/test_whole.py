@@ -39,7 +39,7 @@ def test_draws_of_the_shards_are_those_of_the_whole(draw: Callable[[], float]) -
     whole, payloads = made(collate)
     expected = torch.cat([payloads[shard]["noise"] for shard in (0, 2, 3)])
     for rows in ([0, 1, 2, 3, 4, 5], [5, 1]):
-        found = whole.payload(rows)
+        found = whole(rows)
         assert torch.equal(found["noise"], expected[rows])
         assert torch.equal(found["pair"][0], expected[rows])
         assert found["pair"][1].tolist() == rows
@@ -61,7 +61,7 @@ def test_what_shards_draw_alike_in_collating_is_that_of_the_whole_batch() -> Non
     payloads: Any
     whole, payloads = whole_of(shards, {0: collate}, 0)
     before = torch.get_rng_state()
-    assert torch.equal(whole.payload(range(4)), torch.cat([payloads[0], payloads[1]]))
+    assert torch.equal(whole(range(4)), torch.cat([payloads[0], payloads[1]]))
     assert torch.equal(torch.get_rng_state(), before)
 
 

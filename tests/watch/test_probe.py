@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 from onefold.core.flat import fingerprint_of, named_tensors, tensor_digests
+from onefold.core.options import RunOptions
 from onefold.run.observers import Probe
 from onefold.system.record import read_record
 from tests.small import line
@@ -38,6 +40,12 @@ def tied() -> nn.Module:
 TIED = tied()
 
 
+def probes(folder: Path) -> tuple[Probe, Probe]:
+    """Of a run that is recorded, and of one that is compared with it."""
+    options = RunOptions(probe=str(folder), probe_run="0", probe_records=True)
+    return Probe(options), Probe(replace(options, probe_run="1", probe_records=False))
+
+
 @for_each(
     ("reference", "other", "differences"),
     [
@@ -58,15 +66,15 @@ TIED = tied()
 def test_the_largest_difference_of_every_tensor_is_noted(
     reference: nn.Module, other: nn.Module, differences: dict[str, Any], tmp_path: Path
 ) -> None:
-    Probe(tmp_path, records=True, run="0").observe(1, reference, 0.5)
-    Probe(tmp_path, records=False, run="1").observe(1, other, 0.5)
+    recorded, compared = probes(tmp_path)
+    recorded.observe(1, reference, 0.5)
+    compared.observe(1, other, 0.5)
     (record,) = read_record(tmp_path, "1-0")
     assert record["differences"] == differences
 
 
 def test_the_first_step_that_differs_is_compared_alone(tmp_path: Path) -> None:
-    recorded = Probe(tmp_path, records=True, run="0")
-    compared = Probe(tmp_path, records=False, run="1")
+    recorded, compared = probes(tmp_path)
     for step, value in enumerate((0.0, 1.0, 2.0)):
         recorded.observe(step, having([0.0]), None)
         compared.observe(step, having([value]), None)

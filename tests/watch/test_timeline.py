@@ -16,8 +16,8 @@ from typing import Any, cast
 import pytest
 import torch
 
-from onefold.core.roster import Team
-from onefold.core.world import World
+from onefold.core.assignment import Devices
+from onefold.core.context import LaunchContext
 from onefold.run import observers
 from onefold.run.observers import PROFILED_STEPS, Profile
 from onefold.watch.timeline import TimelinePart, check_timeline, join_timeline, name_row, slice_of
@@ -61,7 +61,7 @@ def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Begin:
 
     def make(*own: int, trainer: int = 0, kind: type[Stopwatch] = Stopwatch) -> Profile:
         numbers = own or (0,)
-        team = Team(devices=(CPU,) * 4, own=numbers, world=World(), trainer=trainer)
+        team = Devices(devices=(CPU,) * 4, own=numbers, context=LaunchContext(), trainer=trainer)
         return Profile(tmp_path, team, {number: kind(CPU) for number in numbers})
 
     return make
@@ -129,7 +129,7 @@ def test_the_last_step_is_written_at_the_end_if_it_is_over(
     calls: list[Callable[[], None]] = []
     monkeypatch.setattr(atexit, "register", calls.append)
     caplog.set_level("INFO", logger="onefold")
-    team = Team(devices=(CPU,), own=(0,), world=World(), trainer=0)
+    team = Devices(devices=(CPU,), own=(0,), context=LaunchContext(), trainer=0)
     stop, work = device_span(101.0, 102.0)
     Profile(tmp_path, team, {0: DeviceWatch(CPU)}).add_step(1, {0: work})
     stop.past = end == "past"
@@ -256,5 +256,5 @@ def test_a_run_writes_a_row_for_each_device_also_where_it_fails(tmp_path: Path) 
         first = {event["name"] for event in row if event["args"]["step"] == 1}
         shards = (2 * device, 2 * device + 1)
         assert {f"{way} shard {s}" for way in ("forward", "backward") for s in shards} <= first
-        assert {"step 1", "batch", "publish", "collect", "update", "spread"} <= first
+        assert {"step 1", "batch", "publish", "collect", "update", "publish parameters"} <= first
         assert max(event["args"]["step"] for event in row) == 3

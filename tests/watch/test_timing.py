@@ -18,7 +18,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 0.0
-        for module in ("watch.timing", "reading.loader", "run.session"):
+        for module in ("watch.timing", "data_order.loader", "run.session"):
             monkeypatch.setattr(f"onefold.{module}.host_now_s", self)
 
     def __call__(self) -> float:

@@ -37,7 +37,7 @@ The place is where the checkpoint was made, as it says itself:
 What `evaluate` and `predict` return before the place, after a loop has begun, cannot be what it was
 without a record of it. That is reported once, with the line. What a script makes of it is taken
 back where it can be: schedules and settings are the checkpoint's at the place, and a loader of
-another subset is refused (`onefold.reading.position`). Its own variables cannot be seen.
+another subset is refused (`onefold.data_order.position`). Its own variables cannot be seen.
 """
 
 from __future__ import annotations
@@ -52,11 +52,12 @@ from pathlib import Path
 from onefold.checkpoint.folder import Keeping
 from onefold.checkpoint.record import RUN, Place
 from onefold.checkpoint.resume import Checkpoints, Found
+from onefold.core.assignment import Devices
 from onefold.core.batch import ShardedBatch
-from onefold.core.roster import Team
-from onefold.engine.engine import Engine
+from onefold.data_order.position import Position, Reached
 from onefold.exchange.progress import Progress
-from onefold.reading.position import Position, Reached
+from onefold.passes.modifying import Modifying
+from onefold.step.engine import Engine
 from onefold.system.folderlock import FolderLock, lock_of_checkpoints
 
 __all__ = ["Autosave", "Resumption"]
@@ -158,7 +159,7 @@ class Autosave:
     @classmethod
     def of(
         cls,
-        team: Team,
+        team: Devices,
         checkpoints: Checkpoints,
         position: Position,
         progress: Progress | None,
@@ -176,15 +177,15 @@ class Autosave:
             OSError: no checkpoint could be written there.
             LaunchError: another run saves itself there.
         """
-        world = team.world
-        if not world.options.checkpoint or progress is None:
+        context = team.context
+        if not context.options.checkpoint or progress is None:
             return None
         if team.trainer > 0:
             raise ValueError(
                 "onefold run --checkpoint follows one Trainer, and this script makes a second one: "
                 "call trainer.save and trainer.load in the script instead"
             )
-        directory = Path(world.options.checkpoint)
+        directory = Path(context.options.checkpoint)
         if (directory / RUN).exists():
             raise ValueError(
                 f"--checkpoint {directory} is the folder of one checkpoint: expected the directory "
@@ -194,20 +195,20 @@ class Autosave:
         checkpoints.try_directory(directory)
         lock = lock_of_checkpoints(directory)
         if team.has_lead:
-            lock.take(world.options.grace_s)
+            lock.take(context.options.grace_s)
         found = checkpoints.find(
             directory,
-            changed=world.options.changed,
+            changed=context.options.changed,
             if_any=True,
-            leave_out=world.leave_out,
+            leave_out=context.leave_out,
         )
         if found is not None:
             resumption.begin(found)
         return cls(
             directory,
-            every=world.options.every,
-            clock=SaveClock(progress, world.options.every_s, decides=team.has_lead),
-            keep=world.options.keep_last,
+            every=context.options.every,
+            clock=SaveClock(progress, context.options.every_s, decides=team.has_lead),
+            keep=context.options.keep_last,
             checkpoints=checkpoints,
             position=position,
             lock=lock,
@@ -278,12 +279,12 @@ class Autosave:
         """Note whether a checkpoint is due, as of every so many steps, or as the run is to stop.
 
         Args:
-            batch: the step's.
+            batch: the batch of the step.
             stop: whether the run was asked to stop.
             updated: whether the step is done; an update of the script's is still to come.
         """
         self._stop |= stop
-        self._due |= stop or self._is_due()
+        self._due |= stop or self._run_checks()
         self._at_next = False
         if not self._due:
             return
@@ -308,7 +309,7 @@ class Autosave:
         """Let another run save itself in the directory, once everything is written."""
         self._lock.let_go()
 
-    def _is_due(self) -> bool:
+    def _run_checks(self) -> bool:
         step = self._position.step
         return (self._every > 0 and step % self._every == 0) or self._clock.is_due(step)
 
@@ -329,15 +330,23 @@ class Resumption:
 
     Args:
         engine: the devices of this process.
+        modifying: the block in which a script may change the model.
         checkpoints: takes the values of the checkpoint.
         position: where the run is.
         on_lead: whether this process has device 0, which alone warns.
     """
 
     def __init__(
-        self, engine: Engine, checkpoints: Checkpoints, position: Position, *, on_lead: bool
+        self,
+        engine: Engine,
+        modifying: Modifying,
+        checkpoints: Checkpoints,
+        position: Position,
+        *,
+        on_lead: bool,
     ) -> None:
-        self._engine, self._checkpoints, self._position = engine, checkpoints, position
+        self._engine, self._modifying = engine, modifying
+        self._checkpoints, self._position = checkpoints, position
         self._on_lead = on_lead
         self._found: Found | None = None
         """The checkpoint, until its values are taken for good."""
@@ -364,7 +373,7 @@ class Resumption:
 
     def reached(self, where: Reached) -> None:
         """Show or take the values where the script begins an epoch or a pass, or is past them."""
-        if self._found is None or self._engine.averaging.is_shown:
+        if self._found is None or self._engine.agreement.averaged:
             return
         self._over |= where == "over"
         known = self._place is None or (self._place == "end" and where == "epoch")
@@ -379,7 +388,7 @@ class Resumption:
             return
         if self._place == "end" and self._block:
             self._warn(
-                "the block of trainer.changing at %s was taken for one of the run that had ended, "
+                "the block of trainer.modifying at %s was taken for one of the run that had ended, "
                 "which this one goes on with %s, and has changed nothing. If it is to prepare the "
                 "steps that follow, have it stand in a loop over trainer.epochs",
                 *(self._block, self._where),
@@ -429,7 +438,7 @@ class Resumption:
             self._warn(
                 "the script has ended before the place where its run goes on, %s: %s",
                 self._where,
-                f"the block of trainer.changing at {self._block} has changed nothing"
+                f"the block of trainer.modifying at {self._block} has changed nothing"
                 if self._shown
                 else "its model has the values that the script gave it, and not the checkpoint's",
             )
@@ -451,7 +460,7 @@ class Resumption:
 
     def _show(self, found: Found) -> None:
         # A loop may stand in a block of changes, as may a gradient.
-        with self._engine.changes.closed(self._position.step + 1):
+        with self._modifying.closed(self._position.step + 1):
             self._checkpoints.take(found)
         self._shown = True
 

@@ -38,7 +38,7 @@ import re
 import shutil
 import tempfile
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from functools import partial
@@ -78,7 +78,7 @@ _FORMATS = 1000
 """More than there will ever be: a larger number is damage, not a newer format."""
 _NAME = re.compile(r"step-([0-9]{8,})")
 _SEAL = re.compile(rb'\A\{\n  "sha256": "([0-9a-f]{64})"')
-_NO_SEAL = "0" * 64
+_NO_SEAL = b"0" * 64
 _TRIED_BYTES = 4096
 
 
@@ -224,14 +224,7 @@ def find_checkpoint(path: Path, *, leave_out: int = 0) -> StoredCheckpoint:
     """
     if _is_named(path) and ((path / RUN).exists() or not _places(path)):
         return open_checkpoint(path)
-    places = _places(path)
-    records: dict[Path, dict[str, Any]] = {}
-    damaged: dict[Path, str] = {}
-    for folder in places:
-        try:
-            records[folder] = _read_record(folder)
-        except CheckpointError as error:
-            damaged[folder] = str(error)
+    records, damaged = _records_in(path)
     found: StoredCheckpoint | None = None
     for folder in sorted(records, key=lambda f: _age(records[f]), reverse=True):
         try:
@@ -248,9 +241,7 @@ def find_checkpoint(path: Path, *, leave_out: int = 0) -> StoredCheckpoint:
             _log.warning("%s; %s is used instead", text, found.folder)
         return found
     if damaged:
-        raise CheckpointError(
-            f"no checkpoint of {path} can be used: {'; '.join(damaged[p] for p in places)}"
-        )
+        raise CheckpointError(f"no checkpoint of {path} can be used: {'; '.join(damaged.values())}")
     there = "it is empty" if path.is_dir() and not any(path.iterdir()) else _what_is(path)
     raise CheckpointError(
         f"there is no checkpoint in {path}: expected folders called step-00000001 and so on as "
@@ -291,13 +282,19 @@ def prune(directory: Path, *, run: str, keep: int) -> None:
 
 def readable_records(directory: Path) -> dict[Path, dict[str, Any]]:
     """Read the ``run.json`` of each checkpoint in a directory; its other files are not checked."""
-    records = {}
+    records, _ = _records_in(directory)  # what is damaged is reported to whoever loads
+    return {folder: record for folder, record in records.items() if record["format"] <= FORMAT}
+
+
+def _records_in(directory: Path) -> tuple[dict[Path, dict[str, Any]], dict[Path, str]]:
+    """Read all records of a directory; for those that are damaged, what is wrong with them."""
+    records, damaged = {}, {}
     for folder in _places(directory):
-        with contextlib.suppress(CheckpointError):  # damaged: reported to whoever loads
-            record = _read_record(folder)
-            if record["format"] <= FORMAT:
-                records[folder] = record
-    return records
+        try:
+            records[folder] = _read_record(folder)
+        except CheckpointError as error:
+            damaged[folder] = str(error)
+    return records, damaged
 
 
 def _places(directory: Path) -> dict[Path, int]:
@@ -339,14 +336,10 @@ def _refuse_newer(folder: Path, record: Mapping[str, Any]) -> None:
 
 def _read_record(folder: Path) -> dict[str, Any]:
     """Read ``run.json``, and check that it is undamaged and belongs to this folder."""
-    try:
+    with _reading(folder / RUN):
         text = read_plain(folder / RUN)
-    except FileNotFoundError:
-        raise CheckpointError(f"{folder} is damaged: {RUN} is missing") from None
-    except OSError as error:
-        raise CheckpointError(f"{folder}: {RUN} could not be read: {error}") from error
     seal = _SEAL.match(text)
-    if seal is None or _digest_of_record(text, seal[1]) != seal[1].decode():
+    if seal is None or _sealed(text.replace(seal[1], _NO_SEAL, 1)) != text:
         raise CheckpointError(f"{folder} is damaged: {RUN} is not as it was written")
     record = _checked_record(folder, text)
     # A folder of any other name is a copy that somebody has made on purpose.
@@ -372,18 +365,26 @@ def _checked_record(folder: Path, text: bytes) -> dict[str, Any]:
     return dict(record)
 
 
-def _digest_of_record(text: bytes, seal: bytes) -> str:
-    return hashlib.sha256(text.replace(seal, _NO_SEAL.encode(), 1)).hexdigest()
+def _sealed(text: bytes) -> bytes:
+    """A record with its digest in place of the zeros, which come first of all zeros in it."""
+    return text.replace(_NO_SEAL, hashlib.sha256(text).hexdigest().encode(), 1)
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Name the file of a checkpoint in the error if it cannot be read."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise CheckpointError(f"{path.parent} is damaged: {path.name} is missing") from None
+    except OSError as error:
+        raise CheckpointError(f"{path.parent}: {path.name} could not be read: {error}") from error
 
 
 def _check_seal(path: Path, expected: Seal) -> None:
     folder, name = path.parent, path.name
-    try:
+    with _reading(path):
         came = digest_file(path, expected.size)
-    except FileNotFoundError:
-        raise CheckpointError(f"{folder} is damaged: {name} is missing") from None
-    except OSError as error:
-        raise CheckpointError(f"{folder}: {name} could not be read: {error}") from error
     if came.size != expected.size:
         raise CheckpointError(
             f"{folder} is damaged: {name} has {came.size} bytes, {expected.size} were written"
@@ -423,16 +424,18 @@ def _check_usable(folder: Path, check: Callable[[Mapping[str, Any]], None], text
 
 
 def _write_record(path: Path, record: Mapping[str, object], check: Callable[[bytes], None]) -> None:
-    text = json.dumps({"sha256": _NO_SEAL, **record}, indent=2, allow_nan=False).encode() + b"\n"
+    text = (
+        json.dumps({"sha256": _NO_SEAL.decode(), **record}, indent=2, allow_nan=False).encode()
+        + b"\n"
+    )
     if len(text) > RECORD_BYTES:
         raise ValueError(
             f"what is saved beside tensors takes {len(text):,} bytes: expected {RECORD_BYTES:,} at "
             f"most. Keep large things out of extra"
         )
     check(text)
-    seal = hashlib.sha256(text).hexdigest()
     with path.open("xb") as file:
-        file.write(text.replace(_NO_SEAL.encode(), seal.encode(), 1))
+        file.write(_sealed(text))
         file.flush()
         os.fsync(file.fileno())
 

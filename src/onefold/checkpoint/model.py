@@ -17,16 +17,22 @@ from safetensors import SafetensorError, safe_open
 
 from onefold.checkpoint.folder import StoredCheckpoint
 from onefold.core.averaging import AverageRule, averaged_in
-from onefold.core.flat import aligned, bits_of, fingerprint_of, named_tensors, tensor_digests
-from onefold.core.names import own_name
+from onefold.core.flat import (
+    aligned,
+    bits_of,
+    fingerprint_of,
+    named_tensors,
+    own_name,
+    tensor_digests,
+)
 from onefold.core.storage import Storage
-from onefold.engine.lentparameter import Elsewhere
-from onefold.engine.optimizerstate import AVERAGE, PieceState, check_saved, packed, take_apart
-from onefold.engine.update import MASTER
+from onefold.deferred.access import NotResident
 from onefold.errors import CheckpointError
+from onefold.system.allocator import DEFAULT_ALLOCATOR, TensorAllocator
 from onefold.system.compat import EXTRA_STATE_KEY_SUFFIX
-from onefold.system.heap import ORDINARY, Heap
 from onefold.system.tensorfile import DTYPES, TensorParts
+from onefold.update.optimizer import MASTER
+from onefold.update.state import AVERAGE, PieceState, check_saved, packed, take_apart
 
 __all__ = [
     "VALUES",
@@ -115,7 +121,7 @@ def is_saved_as_it_is(module: torch.nn.Module) -> bool:
     """
     try:
         _state_of(module, keep_vars=True)
-    except Elsewhere:
+    except NotResident:
         return False
     return True
 
@@ -199,7 +205,7 @@ class ModelFiles:
         """Compare names, shapes and types with those of a model.
 
         Args:
-            module: the user's own.
+            module: made by the user.
             keep_vars: whether its parameters are elsewhere, and it `is_saved_as_it_is`.
 
         Raises:
@@ -246,7 +252,7 @@ class ModelFiles:
         """Write the values into a model's parameters and buffers, where these lie.
 
         Args:
-            module: the user's own.
+            module: made by the user.
             but: the identities of those that are left alone.
         """
         # In place: the parameters are views of flat memory that the engine goes on with.
@@ -320,7 +326,7 @@ class StoredStates:
         carried: numbers of the buffers that each shard has for itself.
         changed: what may differ from the run that was saved.
         stack: closes the files.
-        heap: where what is handed out lies.
+        allocator: where what is handed out lies.
     """
 
     def __init__(
@@ -330,7 +336,7 @@ class StoredStates:
         carried: Sequence[int],
         changed: Collection[str],
         stack: ExitStack,
-        heap: Heap = ORDINARY,
+        allocator: TensorAllocator = DEFAULT_ALLOCATOR,
     ) -> None:
         # A checkpoint that was saved with averages in the model has what is trained beside it.
         trained = stored.path("training.safetensors")
@@ -339,7 +345,7 @@ class StoredStates:
         self.model = stack.enter_context(ModelFiles(*(paths if trained is None else [trained])))
         """What the model goes on with."""
         self._files = stack.enter_context(ModelFiles(stored.folder / "optimizer.safetensors"))
-        self._storage, self._heap = storage, heap
+        self._storage, self._allocator = storage, allocator
         self._carried = () if "shards" in changed else carried
         self._with_optimizer = "optimizer" not in changed
         self._with_average = saved_rule(stored.run, changed) is not None
@@ -379,17 +385,17 @@ class StoredStates:
         storage, read = self._storage, self._files.read
         layouts = storage.pieces, storage.masters, self._strides
         states = take_apart(self._keys, self._values, read, owned, *layouts)
-        return packed(list(states), self._heap)
+        return packed(list(states), self._allocator)
 
     def values(self, owned: Iterable[int]) -> torch.Tensor:
-        """Pack the values of some of `Storage.lent_pieces`, for the process that keeps them."""
-        layout, pieces = self._storage.lent_layout().layout, self._storage.lent_pieces()
+        """Pack the values of some of `Storage.sharded_pieces`, for the process that keeps them."""
+        layout, pieces = self._storage.sharded_layout().layout, self._storage.sharded_pieces()
         keys = {entry.name: [VALUES] for entry in layout.entries}
 
         def read(name: str) -> torch.Tensor:
             return self.model.read(own_name(name.removesuffix(f".{VALUES}")))
 
-        return packed(list(take_apart(keys, {}, read, owned, pieces, layout)), self._heap)
+        return packed(list(take_apart(keys, {}, read, owned, pieces, layout)), self._allocator)
 
     def buffers(self) -> torch.Tensor:
         """Pack the averages of all buffers, by number; of none if the average does not go on."""

@@ -48,19 +48,18 @@ from onefold.checkpoint.model import (
 from onefold.checkpoint.record import Place, check_run
 from onefold.checkpoint.runstate import OF_THE_SCRIPT, RunState
 from onefold.checkpoint.saving import Lead, Saving, own_buffers, refuse_not_finite, told_all
-from onefold.core.finite import names_with_nan
-from onefold.core.flat import fingerprint_of
-from onefold.core.head import Call, StepHead, digest
+from onefold.core.assignment import Devices
+from onefold.core.calldigest import Call, CallDigest, digest
+from onefold.core.flat import fingerprint_of, names_with_nan
 from onefold.core.jsonvalue import from_bytes, from_json
-from onefold.core.roster import Team
 from onefold.core.settings import Settings
-from onefold.engine.buffers import Carried
-from onefold.engine.digests import agreed_digests
-from onefold.engine.engine import Engine
-from onefold.engine.optimizerstate import unpack
-from onefold.engine.schedule import RunSchedule
+from onefold.data_order.position import PROMISES, Position
 from onefold.errors import CheckpointError, StateError
-from onefold.reading.position import PROMISES, Position
+from onefold.passes.averaged import Averaging
+from onefold.passes.collectives import agreed_digests
+from onefold.step.engine import Engine
+from onefold.update.schedule import RunSchedule
+from onefold.update.state import unpack
 
 __all__ = ["Checkpoints", "Found"]
 
@@ -75,7 +74,7 @@ class Found:
 
     stored: StoredCheckpoint
     files: StoredStates | None
-    """Its files, on the lead alone."""
+    """The files of the checkpoint, on the lead alone."""
     changed: Collection[str]
     """Those of `PROMISES` that may differ."""
     opened: ExitStack
@@ -91,29 +90,34 @@ class Checkpoints:
 
     Args:
         engine: the devices of this process.
+        averaging: shows the averages of the model.
         settings: the settings of the run.
         team: who takes part.
         position: where the run is.
-        schedule: the run's, if it has one, and when it is stepped.
+        schedule: the schedule of the run, if it has one, and when it is stepped.
     """
 
     def __init__(
         self,
         engine: Engine,
+        averaging: Averaging,
         settings: Settings,
-        team: Team,
+        team: Devices,
         position: Position,
         schedule: RunSchedule,
     ) -> None:
-        self._engine = engine
+        self._engine, self._averaging = engine, averaging
+        self._exchange, self._update = engine.context.exchange, engine.context.update
+        self._module = engine.context.replicas[0].module
+        self._buffers = engine.context.replicas[0].buffers
         self._team = team
         self._position = position
         self.schedule = schedule
         """The schedule that is saved with the run, or none."""
         self._lead = Lead(engine, team, settings.timeout_s)
-        self._state = RunState(engine, settings, team, position, schedule)
+        self._state = RunState(engine, averaging, settings, team, position, schedule)
         self._writing = Background("writing a checkpoint")
-        self._saving = Saving(engine, self._lead, self._writing)
+        self._saving = Saving(engine, averaging, self._lead, self._writing)
         self._nan_from_the_start = names_with_nan(own_buffers(self._module))
         self.lost = False
         """Whether the last checkpoint could not be written."""
@@ -140,7 +144,7 @@ class Checkpoints:
         self._refuse_torn()
         arguments = (keeping.newest, keeping.best, sorted(keeping.scores), wait)
         self._engine.agree(
-            StepHead(Call.SAVE, self._position.step + 1, arguments=digest(arguments))
+            CallDigest(Call.SAVE, self._position.step + 1, arguments=digest(arguments))
         )
         # Of this moment: the thread that writes must not look at a run that has gone on.
         record = self._state.record(keeping, extra, place)
@@ -149,7 +153,9 @@ class Checkpoints:
         self._wait_until_written()
         with self._saving.readable():
             step = self._position.step
-            refuse_not_finite(self._engine, self._lead, step, self._nan_from_the_start)
+            refuse_not_finite(
+                self._engine, self._averaging, self._lead, step, self._nan_from_the_start
+            )
             self._engine.follow_parameters()
             self.lost = False
             waits = self._saving.begin(folder, record, keeping)
@@ -218,7 +224,7 @@ class Checkpoints:
         self._take(found)
 
     def _begin_loading(self, arguments: int) -> None:
-        self._engine.agree(StepHead(Call.LOAD, self._position.step + 1, arguments=arguments))
+        self._engine.agree(CallDigest(Call.LOAD, self._position.step + 1, arguments=arguments))
         self._wait_until_written()
 
     def _take(self, found: Found) -> None:
@@ -246,7 +252,7 @@ class Checkpoints:
             TypeError: the model or the optimizer holds a value that no file can.
         """
         with self._saving.readable():
-            keep_vars = not self._engine.lending.is_whole
+            keep_vars = bool(self._engine.placement.sharded)
             check_model_can_be_saved(self._module, keep_vars=keep_vars)
         self._state.check_settings()
 
@@ -283,22 +289,10 @@ class Checkpoints:
             self.lost = True
             raise
 
-    @property
-    def _module(self) -> torch.nn.Module:
-        return self._engine.replicas[0].module
-
-    @property
-    def _optimizer(self) -> torch.optim.Optimizer:
-        return self._engine.update.optimizer
-
-    @property
-    def _carried(self) -> Carried:
-        return self._engine.replicas[0].buffers.carried
-
     # Saving
 
     def _refuse_torn(self) -> None:
-        if self._engine.is_torn:
+        if self._engine.update_interrupted:
             raise StateError(
                 f"the step after step {self._position.step} broke off while parameters were being "
                 f"updated, so the model is neither before that step nor after it, and no "
@@ -326,13 +320,13 @@ class Checkpoints:
                 raise CheckpointError(
                     f"{found.folder} is damaged: its run.json cannot be used: {error}"
                 ) from error
-            storage, carried = self._engine.update.storage, self._carried.indices
-            heap = self._engine.exchange.memory.heap
-            files = StoredStates(found, storage, carried, changed, stack, heap)
+            storage, carried = self._update.storage, self._buffers.carried.indices
+            allocator = self._exchange.memory.allocator
+            files = StoredStates(found, storage, carried, changed, stack, allocator)
             try:
                 # Before the model, whose parameters have another dtype in another precision.
                 self._state.check_precision(found.run, changed)
-                files.model.check(self._module, keep_vars=not self._engine.lending.is_whole)
+                files.model.check(self._module, keep_vars=bool(self._engine.placement.sharded))
                 self._state.check_fits(found.run, changed)
                 files.check()
             except (CheckpointError, ValueError) as error:
@@ -343,7 +337,7 @@ class Checkpoints:
 
     def _agree_on(self, told: Callable[[int], torch.Tensor] | None) -> StoredCheckpoint | None:
         """Receive what the lead has found; if that is an error, all devices raise it."""
-        found, _ = from_bytes(self._engine.exchange.transport.hand_out(told))
+        found, _ = from_bytes(self._exchange.transport.scatter_from_lead(told))
         if found is None:
             return None
         if "error" in found:
@@ -353,25 +347,26 @@ class Checkpoints:
     def _take_model(self, files: StoredStates | None) -> None:
         # The script may have replaced buffers of the module: take them back into flat memory, which
         # is what the lead fills and the others follow.
-        self._engine.replicas[0].buffers.absorb()
+        self._buffers.absorb()
         # What is elsewhere goes to its owners, with the state of the optimizer.
-        lending = self._engine.lending
-        but = frozenset() if lending.is_whole else frozenset(map(id, lending.parameters))
+        but = frozenset(map(id, self._engine.placement.sharded))
         fill = None if files is None else partial(files.model.fill, self._module, but=but)
         self._lead.do("reading a model", fill)
-        self._engine.exchange.memory.follow_lead(self._engine.replicas[0].buffers.flat)
+        self._exchange.memory.broadcast_from_lead(self._buffers.flat)
         self._engine.model_loaded()
 
     def _take_optimizer(
         self, saved: Mapping[str, Any], files: StoredStates | None, changed: Collection[str]
     ) -> None:
         """Adopt states and settings; those that a schedule sets come and go with the schedule."""
-        spans = self._engine.roster.spans
-        make = None if files is None else partial(self._for_owner, files.pieces, spans)
-        shown = None if self._engine.lending.is_whole else self._take_values(files)
-        self._engine.update.take_states(unpack(self._lead.hand_out(make)), shown)
+        partitions = self._engine.assignment.partitions
+        make = None if files is None else partial(self._for_owner, files.pieces, partitions)
+        shown = self._take_values(files) if self._engine.placement.sharded else None
+        self._update.take_states(unpack(self._lead.scatter_from_lead(make)), shown)
         followed = self.schedule.followed()
-        settings = zip(self._optimizer.param_groups, followed, saved["settings"], strict=False)
+        settings = zip(
+            self._update.optimizer.param_groups, followed, saved["settings"], strict=False
+        )
         for group, follows, values in settings:
             set_by_schedule = set(_WITH_SCHEDULE) if follows else set()
             taken = set_by_schedule if "optimizer" in changed else set(values)
@@ -387,23 +382,23 @@ class Checkpoints:
         """Go on with the average, of whose pieces the owners have theirs already."""
         rule = saved_rule(run, changed)
         make = None if files is None else lambda device: files.buffers()
-        buffers = unpack(self._lead.hand_out(make)) if rule is not None else iter(())
-        self._engine.averaging.loaded(rule, run["average"]["steps"] if rule else 0, buffers)
+        buffers = unpack(self._lead.scatter_from_lead(make)) if rule is not None else iter(())
+        self._averaging.loaded(rule, run["average"]["steps"] if rule else 0, buffers)
 
     def _take_carried(self, files: StoredStates | None) -> None:
         """Have shards go on with what they have left in buffers of their own."""
-        if self._carried.indices:
+        if self._buffers.carried.indices:
             make = None if files is None else lambda device: files.carried()
-            self._carried.go_on(left_by_shard(unpack(self._lead.hand_out(make))))
+            self._buffers.carried.go_on(left_by_shard(unpack(self._lead.scatter_from_lead(make))))
 
     def _take_values(self, files: StoredStates | None) -> dict[int, torch.Tensor]:
         """Receive the values that this process keeps; return those that it trains, by piece."""
         engine = self._engine
-        storage, frozen = engine.update.storage, engine.exchange.memory.frozen
-        kept = storage.kept(engine.roster.spans)
+        storage, frozen = engine.context.update.storage, engine.context.exchange.memory.frozen
+        kept = storage.kept(engine.assignment.partitions)
         make = None if files is None else partial(self._for_owner, files.values, kept)
         trained = {}
-        for state in unpack(self._lead.hand_out(make)):
+        for state in unpack(self._lead.scatter_from_lead(make)):
             if frozen is not None and state.piece >= len(storage.pieces):
                 frozen.adopt(state.piece, state.value)
             else:
@@ -414,9 +409,9 @@ class Checkpoints:
     def _for_owner(
         self,
         packed: Callable[[Iterable[int]], torch.Tensor],
-        spans: Sequence[Sequence[int]],
+        partitions: Sequence[Sequence[int]],
         first: int,
     ) -> torch.Tensor:
         """Pack what the process has of pieces that has this as its first device."""
         devices = self._team.own if first in self._team.own else (first,)
-        return packed(chain.from_iterable(spans[device] for device in devices))
+        return packed(chain.from_iterable(partitions[device] for device in devices))

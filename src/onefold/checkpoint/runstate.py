@@ -17,18 +17,17 @@ import torch
 from onefold.checkpoint.folder import FORMAT, Keeping, StoredCheckpoint
 from onefold.checkpoint.model import saved_rule
 from onefold.checkpoint.record import Place
-from onefold.core.flat import named_tensors
+from onefold.core.assignment import Devices
+from onefold.core.flat import named_tensors, own_name
 from onefold.core.jsonvalue import from_json, to_json
-from onefold.core.names import own_name
-from onefold.core.precision import LossScale, Precision
-from onefold.core.roster import Team
-from onefold.core.settings import Settings
-from onefold.engine.engine import Engine
-from onefold.engine.optimizers import name_of, optimizers_in
-from onefold.engine.schedule import RunSchedule
+from onefold.core.settings import LossScale, Precision, Settings
+from onefold.data_order.position import Position, check_same
 from onefold.errors import CheckpointError
-from onefold.reading.position import Position, check_same
+from onefold.passes.averaged import Averaging
+from onefold.step.engine import Engine
 from onefold.system.words import listed, message_of
+from onefold.update.optimizers import name_of, optimizers_in
+from onefold.update.schedule import RunSchedule
 
 __all__ = ["OF_THE_SCRIPT", "RunState"]
 
@@ -53,17 +52,19 @@ class RunState:
 
     Args:
         engine: the devices of this process.
+        averaging: shows the averages of the model.
         settings: the settings of the run.
         team: who takes part.
         position: where the run is.
-        schedule: the run's, if it has one, and when it is stepped.
+        schedule: the schedule of the run, if it has one, and when it is stepped.
     """
 
     def __init__(
         self,
         engine: Engine,
+        averaging: Averaging,
         settings: Settings,
-        team: Team,
+        team: Devices,
         position: Position,
         schedule: RunSchedule,
     ) -> None:
@@ -71,12 +72,12 @@ class RunState:
         self._team = team
         self._position = position
         self._schedule = schedule
-        self._optimizer = engine.update.optimizer
+        self._optimizer = engine.context.update.optimizer
         self._rules = engine.rules
-        self._fitting = engine.fitting
-        self._averaging = engine.averaging
-        self._module = engine.replicas[0].module
-        self._parts = engine.replicas[0].parts
+        self._microbatches = engine.microbatches
+        self._averaging = averaging
+        self._module = engine.context.replicas[0].module
+        self._parts = engine.context.replicas[0].parts
         self._trained: dict[str, list[str]] = {}
         """For each loss, which parameters required a gradient as its last step began."""
         self._trained_then: dict[str, list[str]] = {}
@@ -122,8 +123,8 @@ class RunState:
             "clip_norm": self._settings.clip_norm,
             "clip_value": self._settings.clip_value,
             "precision": self._settings.precision.name,
-            "microbatch": self._fitting.samples,
-            "microbatch_trials": self._fitting.trials,
+            "microbatch": self._microbatches.samples,
+            "microbatch_trials": self._microbatches.trials,
             "compile": self._settings.compile,
             "loss_scale": 1.0 if self._rules.scale is None else self._rules.scale.value,
             "good_steps": 0 if self._rules.scale is None else self._rules.scale.good_steps,
@@ -245,9 +246,9 @@ class RunState:
             self._rules.scale = LossScale(run["loss_scale"], run.get("good_steps", 0))
         if self._settings.microbatch == "auto":
             if "microbatch" in changed:
-                self._fitting.search_anew()
+                self._microbatches.search_anew()
             else:
-                self._fitting.adopt(run.get("microbatch"), run.get("microbatch_trials"))
+                self._microbatches.adopt(run.get("microbatch"), run.get("microbatch_trials"))
         # An earlier version did not save them.
         self._trained_then = dict(run.get("trained", {}))
         self._trained = dict(self._trained_then)
@@ -285,10 +286,7 @@ class RunState:
                 _log.warning(
                     "%s was saved with %s %s, here it is %s: the mathematics is the same, the bits "
                     "from here on may not be",
-                    stored.folder,
-                    name,
-                    saved[name],
-                    now,
+                    *(stored.folder, name, saved[name], now),
                 )
         pairs = zip(run["optimizer"]["settings_at_start"], self._at_start, strict=False)
         for number, (began, begins) in enumerate(pairs):
@@ -298,12 +296,7 @@ class RunState:
                         "%s of the optimizer's group %d was %s when the run began and is %s in "
                         "this script; the checkpoint's value is used. To change it, set "
                         "optimizer.param_groups[%d][%r] after trainer.load",
-                        key,
-                        number,
-                        began[key],
-                        begins[key],
-                        number,
-                        key,
+                        *(key, number, began[key], begins[key], number, key),
                     )
 
 

@@ -8,8 +8,8 @@ Note: who does what
 The lead writes in a thread, as ever. When it comes to the bytes of a tensor that the devices keep
 in pieces, it asks for them and waits. The training threads of all devices meet, learn what is asked
 for, send the lead their pieces, and meet again; also while nothing is asked for, so that they know
-that the lead is at work (see `Lead`). So the lead has its own span and one tensor, or two while one
-comes and the other is being let go. Training waits for all of it.
+that the lead is at work (see `Lead`). So the lead has its own partition and one tensor, or two
+while one comes and the other is being let go. Training waits for all of it.
 
 Note: slow but alive is alive
 -----------------------------
@@ -47,14 +47,16 @@ from onefold.checkpoint.model import (
     is_saved_as_it_is,
 )
 from onefold.checkpoint.record import check_run
-from onefold.core.finite import all_finite, first_not_finite, names_with_nan
-from onefold.core.flat import fingerprint_of
+from onefold.core.assignment import Devices
+from onefold.core.flat import all_finite, fingerprint_of, first_not_finite, names_with_nan, own_name
 from onefold.core.jsonvalue import to_bytes
-from onefold.core.names import own_name
-from onefold.core.roster import Team
-from onefold.engine.digests import agreed_digests
-from onefold.engine.engine import Engine
-from onefold.engine.optimizerstate import (
+from onefold.errors import CheckpointError, StateError
+from onefold.exchange.transport import host_buffer
+from onefold.passes.averaged import Averaging
+from onefold.passes.collectives import agreed_digests
+from onefold.step.engine import Engine
+from onefold.system.tensorfile import Bytes, TensorParts
+from onefold.update.state import (
     JoinedState,
     PieceState,
     described,
@@ -63,9 +65,6 @@ from onefold.engine.optimizerstate import (
     read_described,
     unpack,
 )
-from onefold.errors import CheckpointError, StateError
-from onefold.exchange.transport import roomy
-from onefold.system.tensorfile import Bytes, TensorParts
 
 __all__ = ["Lead", "Saving", "own_buffers", "refuse_not_finite", "told_all"]
 
@@ -98,8 +97,7 @@ class Patience:
             self._warnings += 1
             _log.warning(
                 "%s has taken %.0f s so far, and goes on; the run waits for it",
-                self._what,
-                passed_s,
+                *(self._what, passed_s),
             )
 
 
@@ -112,7 +110,7 @@ class Lead:
         timeout_s: the longest that a device waits for another.
     """
 
-    def __init__(self, engine: Engine, team: Team, timeout_s: float) -> None:
+    def __init__(self, engine: Engine, team: Devices, timeout_s: float) -> None:
         self._engine = engine
         self._team = team
         self._timeout_s = timeout_s
@@ -137,7 +135,7 @@ class Lead:
         rows = {
             n: torch.tensor([number], dtype=torch.float64, device=d) for n, d in devices.items()
         }
-        return self._engine.exchange.transport.share(rows)
+        return self._engine.context.exchange.transport.all_gather_rows(rows)
 
     def wait_for(self, job: Background) -> None:
         """Wait until the lead has done a job; what the job has raised is raised on the lead."""
@@ -159,7 +157,7 @@ class Lead:
         Returns:
             On the lead what the work returned; elsewhere None.
         """
-        if not self._engine.with_others:
+        if not self._engine.context.with_others:
             return None if work is None else work()
         done: list[_Result] = []
         job = Background(what, gives_way=False)
@@ -172,17 +170,17 @@ class Lead:
             job.abandon()
         return done[0] if done else None
 
-    def hand_out(self, make: Callable[[int], torch.Tensor] | None) -> torch.Tensor:
+    def scatter_from_lead(self, make: Callable[[int], torch.Tensor] | None) -> torch.Tensor:
         """Hand out as the exchange does, but make one device's part at a time, by `do`.
 
         Making a part means reading files, and no device may take that for a hang.
 
         Args:
-            make: on the lead's process; see `onefold.exchange.transport.Courier.hand_out`.
+            make: on the lead's process; see `Transport.scatter_from_lead`.
         """
-        exchange = self._engine.exchange
-        if not self._engine.with_others:
-            return exchange.transport.hand_out(make)
+        exchange = self._engine.context.exchange
+        if not self._engine.context.with_others:
+            return exchange.transport.scatter_from_lead(make)
         mine = torch.empty(0, dtype=torch.uint8)
         for device in range(len(self._team.devices)):
             work = None if make is None else partial(make, device)
@@ -190,7 +188,7 @@ class Lead:
             part = None if made is None else partial(_part_for, device, made)
             # All take part each time, and all but one get nothing: the lead never holds more than
             # one device's part.
-            given = exchange.transport.hand_out(part)
+            given = exchange.transport.scatter_from_lead(part)
             if device in self._team.own:
                 mine = given
         return mine
@@ -207,7 +205,7 @@ def _part_for(wanted: int, made: torch.Tensor, device: int) -> torch.Tensor:
 
 
 def told_all(said: object) -> Callable[[int], torch.Tensor]:
-    """Make a function for `hand_out` that gives every process the same."""
+    """Make a function for ``scatter_from_lead`` that gives every process the same."""
     text = to_bytes(said)
     return lambda device: torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
@@ -217,13 +215,16 @@ class Saving:
 
     Args:
         engine: the devices of this process.
+        averaging: shows the averages of the model.
         lead: the lead's work.
         writing: runs the writer.
     """
 
-    def __init__(self, engine: Engine, lead: Lead, writing: Background) -> None:
-        self._engine = engine
-        self._parts = engine.replicas[0].parts
+    def __init__(
+        self, engine: Engine, averaging: Averaging, lead: Lead, writing: Background
+    ) -> None:
+        self._engine, self._averaging = engine, averaging
+        self._parts = engine.context.replicas[0].parts
         self._lead = lead
         self._writing = writing
         self._rooms: dict[str, torch.Tensor] = {}
@@ -231,9 +232,8 @@ class Saving:
 
     def readable(self) -> AbstractContextManager[None]:
         """Have all parameters here if the model itself computes what is saved of them."""
-        lending = self._engine.lending
-        by_stage = lending.is_whole or is_saved_as_it_is(self._parts.module)
-        return nullcontext() if by_stage else lending.whole()
+        by_stage = is_saved_as_it_is(self._parts.module)
+        return nullcontext() if by_stage else self._engine.placement.unsharded()
 
     def begin(self, folder: Path, record: dict[str, Any], keeping: Keeping) -> bool:
         """Begin to write; return whether all is written, or has failed, by now.
@@ -243,16 +243,16 @@ class Saving:
             record: what is saved beside tensors.
             keeping: which checkpoints stay.
         """
-        if self._engine.lending.is_whole:
-            self._start_writing(folder, record, keeping)
-            return False
-        self._stream(folder, record, keeping)
-        return True
+        if self._engine.placement.sharded:
+            self._stream(folder, record, keeping)
+            return True
+        self._start_writing(folder, record, keeping)
+        return False
 
     def _start_writing(self, folder: Path, record: dict[str, Any], keeping: Keeping) -> None:
         """Copy everything, and have the lead begin to write the copies."""
-        pack(self._engine.update.states(), self._engine.exchange.transport.room)
-        brought = self._engine.exchange.transport.bring()
+        pack(self._engine.context.update.states(), self._engine.context.exchange.transport.buffer)
+        brought = self._engine.context.exchange.transport.gather_to_lead()
         # Copied by the training thread: the thread that writes reads nothing but copies.
         if self._lead.is_here:
             copies = self._copies()
@@ -271,11 +271,11 @@ class Saving:
 
     def _coming_files(self, stream: Stream) -> dict[str, Sequence[TensorParts]]:
         """The tensors of each file, of which those of the stream come when they are written."""
-        buffers = self._engine.replicas[0].buffers
+        buffers = self._engine.context.replicas[0].buffers
         buffers.note_changes()
         left = carried_parts(buffers.carried.left(buffers.places.names))
-        averages = buffer_parts(self._engine.averaging.buffers())
-        numbers = {id(p): n for n, p in enumerate(self._engine.lending.parameters)}
+        averages = buffer_parts(self._averaging.buffers())
+        numbers = {id(p): n for n, p in enumerate(self._engine.placement.sharded)}
         saved, rest = coming_parts(self._parts.module, numbers, stream.parameter)
         files: dict[str, Sequence[TensorParts]] = {
             "model.safetensors": saved,
@@ -292,7 +292,7 @@ class Saving:
         keeping: Keeping,
     ) -> None:
         """Write a checkpoint in the background, from copies alone: training changes the rest."""
-        storage = self._engine.update.storage
+        storage = self._engine.context.update.storage
         states = chain.from_iterable(map(unpack, rooms))
         joined = join(states, storage.pieces, storage.masters)
         self._add_state(record, joined)
@@ -330,20 +330,21 @@ class Saving:
 
     def _copies(self) -> Copies:
         """Copy what the lead saves beside the states of pieces."""
-        averaging = self._engine.averaging
+        averaging = self._averaging
         shown = None
-        if averaging.is_shown:
+        if self._engine.agreement.averaged:
             shown = copy_model(self._parts.module, partial(self._room, "shown"))
         with averaging.training_values():
             trained = copy_model(self._parts.module, partial(self._room, "trained"))
-        buffers = self._engine.replicas[0].buffers
+        buffers = self._engine.context.replicas[0].buffers
         buffers.note_changes()
         left = buffers.carried.left(buffers.places.names)
         return Copies(trained, shown, averaging.buffers(), carried_parts(left))
 
     def _room(self, what: str, nbytes: int) -> torch.Tensor:
-        device, heap = self._engine.replicas[0].device, self._engine.exchange.memory.heap
-        self._rooms[what] = roomy(self._rooms.get(what), nbytes, device, heap)
+        context = self._engine.context
+        device, allocator = context.replicas[0].device, context.exchange.memory.allocator
+        self._rooms[what] = host_buffer(self._rooms.get(what), nbytes, device, allocator)
         return self._rooms[what]
 
 
@@ -378,20 +379,21 @@ class Stream:
 
     def __init__(self, engine: Engine, lead: Lead) -> None:
         self._lead = lead
-        self._update = update = engine.update
+        self._update = update = engine.context.update
         self._storage = storage = update.storage
-        self._transport = engine.exchange.transport
+        self._transport = engine.context.exchange.transport
         own = update.states()
-        texts = self._transport.gather_bytes({engine.replicas[0].number: described(own)})
+        device = engine.context.replicas[0].number
+        texts = self._transport.all_gather_objects({device: described(own)})
         states = [*chain.from_iterable(map(read_described, texts))]
         self.optimizer = join(states, storage.pieces, storage.masters, self._coming)
         """The optimizer's state, whose tensors come when they are asked for."""
         self._own: dict[tuple[int, str], list[PieceState]] = defaultdict(list)
         for state in own:
             self._own[self._place(state)].append(state)
-        self._lent, self._pieces = storage.lent_layout().layout, storage.lent_pieces()
-        self._frozen = engine.exchange.memory.frozen
-        values = [(number, VALUES) for number in range(len(self._lent.entries))]
+        self._layout, self._pieces = storage.sharded_layout().layout, storage.sharded_pieces()
+        self._frozen = engine.context.exchange.memory.frozen
+        values = [(number, VALUES) for number in range(len(self._layout.entries))]
         self._places = [*values, *dict.fromkeys(map(self._place, states))]
         self._numbers = {place: number for number, place in enumerate(self._places)}
         self._asked: queue.SimpleQueue[int] = queue.SimpleQueue()
@@ -399,7 +401,7 @@ class Stream:
 
     def parameter(self, name: str, number: int) -> TensorParts:
         """The values of a parameter that is elsewhere; they come when they are asked for."""
-        entry, dtype = self._lent.entries[number], self._lent.dtype_of(number)
+        entry, dtype = self._layout.entries[number], self._layout.dtype_of(number)
         return TensorParts(
             own_name(name), dtype, entry.shape, entry.stride, self._coming(number, VALUES)
         )
@@ -444,11 +446,11 @@ class Stream:
 
     def _supply(self, entry: int, key: str) -> None:
         """Bring the lead a tensor of one parameter, and hand it to the writer there."""
-        pack(self._states(entry, key), self._transport.room)
-        brought = self._transport.bring()
+        pack(self._states(entry, key), self._transport.buffer)
+        brought = self._transport.gather_to_lead()
         if self._lead.is_here:
             states = chain.from_iterable(map(unpack, brought))
-            (tensor,) = join(states, self._pieces, self._lent).tensors
+            (tensor,) = join(states, self._pieces, self._layout).tensors
             self._answers.put([*tensor.parts])
 
     def _states(self, entry: int, key: str) -> list[PieceState]:
@@ -481,13 +483,16 @@ def own_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {own_name(name): buffer for name, buffer in module.named_buffers()}
 
 
-def refuse_not_finite(engine: Engine, lead: Lead, step: int, nan_before: Collection[str]) -> None:
+def refuse_not_finite(
+    engine: Engine, averaging: Averaging, lead: Lead, step: int, nan_before: Collection[str]
+) -> None:
     """Have all devices raise if a value that is saved is not finite.
 
-    The lead looks at what it has, and where each device keeps its span, each of them at that.
+    The lead looks at what it has, and where each device keeps its partition, each of them at that.
 
     Args:
         engine: the devices of this process.
+        averaging: shows the averages of the model.
         lead: the lead's work.
         step: the number of the last step.
         nan_before: the buffers that were NaN when the run began.
@@ -495,12 +500,12 @@ def refuse_not_finite(engine: Engine, lead: Lead, step: int, nan_before: Collect
     Raises:
         StateError: a parameter is not finite, or a buffer has become NaN.
     """
-    module = engine.replicas[0].module
+    module = engine.context.replicas[0].module
     parameters = [own_name(name) for name, _ in module.named_parameters()]
     names = [*parameters, *own_buffers(module)]
-    found = [*_of_span(engine)]
+    found = [*_of_partition(engine)]
     if lead.is_here:
-        found += _of_lead(engine, nan_before)
+        found += _of_lead(engine, averaging, nan_before)
     # As a number, which all can be sent: the place of the name in a list that all have.
     number = lead.least(min(map(names.index, found), default=math.inf))
     if not math.isfinite(number):
@@ -515,26 +520,27 @@ def refuse_not_finite(engine: Engine, lead: Lead, step: int, nan_before: Collect
     )
 
 
-def _of_span(engine: Engine) -> Iterator[str]:
+def _of_partition(engine: Engine) -> Iterator[str]:
     """Name what is not finite of the pieces that this device keeps, if it has no more."""
-    if engine.lending.is_whole:
+    if not engine.placement.sharded:
         return
-    entries = engine.update.storage.lent_layout().layout.entries
-    for item in engine.update.owned:
-        if not all_finite(engine.update.values_of(item.number)):
+    entries = engine.context.update.storage.sharded_layout().layout.entries
+    for item in engine.context.update.owned:
+        if not all_finite(engine.context.update.values_of(item.number)):
             yield own_name(entries[item.piece.entry].name)
-    frozen = engine.exchange.memory.frozen
+    frozen = engine.context.exchange.memory.frozen
     if frozen is not None:
         spoilt = (n for n in frozen.numbers if not all_finite(frozen.part(n)))
         yield from (own_name(entries[frozen.entry_of(number)].name) for number in spoilt)
 
 
-def _of_lead(engine: Engine, nan_before: Collection[str]) -> Iterator[str]:
+def _of_lead(engine: Engine, averaging: Averaging, nan_before: Collection[str]) -> Iterator[str]:
     """Name the first value that is not finite of all that the lead has."""
-    first, frozen = engine.replicas[0], engine.exchange.memory.frozen
+    first, frozen = engine.context.replicas[0], engine.context.exchange.memory.frozen
     of_all = [] if frozen is None else frozen.flat.sections
-    with engine.averaging.training_values() as trained:
-        here = first.parts.named if engine.lending.is_whole else first.parts.other
+    with averaging.training_values() as trained:
+        sharded = set(map(id, engine.placement.sharded))
+        here = {name: p for name, p in first.parts.named.items() if id(p) not in sharded}
         named = {own_name(name): parameter for name, parameter in here.items()}
         found = first_not_finite((*trained.sections, *first.other.sections, *of_all), named)
         # Buffers that were NaN from the start are the model's own affair (masks, unset statistics).

@@ -20,17 +20,20 @@ import os
 import signal
 import sys
 from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
+from typer import Argument, Option
 from typer.core import TyperCommand
 
 import onefold
 from onefold import Outcome, RunOptions, select_devices, supervise
 from onefold.errors import LaunchError, OnefoldError, RunFailed
 from onefold.system.process import Stopped, stopped_by_signals
+from onefold.system.words import tell
 
 __all__ = ["main"]
 
@@ -45,11 +48,12 @@ class ScriptCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the command's own options; see `with_end_of_options`."""
-        return super().parse_args(ctx, with_end_of_options(args, self._options()))
+        return super().parse_args(ctx, with_end_of_options(args, own_options(self)))
 
-    def _options(self) -> set[str]:
-        """List the options that take a value, as all of these commands do."""
-        return {name for option in self.params for name in option.opts if name.startswith("-")}
+
+def own_options(command: Any) -> set[str]:
+    """List the options of a command; all of those that run a script take a value."""
+    return {name for option in command.params for name in option.opts if name.startswith("-")}
 
 
 def with_end_of_options(arguments: Sequence[str], options: Collection[str]) -> list[str]:
@@ -81,8 +85,7 @@ def come_too_late(given: Sequence[str], options: Collection[str]) -> list[str]:
     >>> come_too_late(["--lr", "0.1", "--devices=2"], {"--devices", "-m"})
     ['--devices']
     """
-    words = (word.partition("=")[0] for word in given)
-    return [word for word in words if word in options]
+    return [word for each in given if (word := each.partition("=")[0]) in options]
 
 
 app = typer.Typer(
@@ -98,31 +101,25 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600}
 _USAGE = 2
 """The exit code of a program that cannot use its arguments."""
 
-Script = Annotated[
-    str | None, typer.Argument(help="The script; what follows it are its own arguments.")
-]
+Script = Annotated[str | None, Argument(help="The script; what follows it are its own arguments.")]
 Module = Annotated[
-    str | None,
-    typer.Option("-m", help="Run a module instead, as python -m does; it has what follows."),
+    str | None, Option("-m", help="Run a module instead, as python -m does; it has what follows.")
 ]
-Devices = Annotated[
-    str, typer.Option(help="N, auto, cpu:N, or a list of GPUs such as cuda:1,cuda:3.")
-]
-_KEEP_VARIABLE = "ONEFOLD_KEEP"
-Keep = Annotated[
+Devices = Annotated[str, Option(help="N, auto, cpu:N, or a list of GPUs such as cuda:1,cuda:3.")]
+_PLACEMENT_VARIABLE = "ONEFOLD_PLACEMENT"
+PlacementOption = Annotated[
     str,
-    typer.Option(
-        envvar=_KEEP_VARIABLE,
-        help="What a device keeps of the model: all, its span, nothing (host), or stages "
-        "(stages:2: in lines of two devices).",
+    Option(
+        envvar=_PLACEMENT_VARIABLE,
+        help="Where parameters lie: replicate, shard, offload or pipeline "
+        "(pipeline:2: pipelines of two devices side by side).",
     ),
 ]
 Home = Annotated[
-    Path | None,
-    typer.Option(help="Folder on a disk for the file of --keep host; else TMPDIR."),
+    Path | None, Option(help="Folder on a disk for the file of --placement offload; else TMPDIR.")
 ]
-Exchange = Annotated[str, typer.Option(help="auto, shared or collective.")]
-Timeout = Annotated[float, typer.Option(help="Seconds that a device waits for another one.")]
+Exchange = Annotated[str, Option(help="auto, shared or collective.")]
+Timeout = Annotated[float, Option(help="Seconds that a device waits for another one.")]
 
 
 @app.command(cls=ScriptCommand, context_settings=SCRIPT)
@@ -131,47 +128,44 @@ def run(
     script: Script = None,
     module: Module = None,
     devices: Devices = "auto",
-    keep: Keep = "all",
+    placement: PlacementOption = "replicate",
     home: Home = None,
     exchange: Exchange = "auto",
     timeout: Timeout = _DEFAULTS.timeout_s,
-    trace: Annotated[Path | None, typer.Option(help="Write one JSON line a step here.")] = None,
+    trace: Annotated[Path | None, Option(help="Write one JSON line a step here.")] = None,
     profile: Annotated[
-        Path | None, typer.Option(help="Write a timeline into this folder, to open in Perfetto.")
+        Path | None, Option(help="Write a timeline into this folder, to open in Perfetto.")
     ] = None,
     logs: Annotated[
         Path | None,
-        typer.Option(help="Keep the output of the other devices in this folder, as device-1.log."),
+        Option(help="Keep the output of the other devices in this folder, as device-1.log."),
     ] = None,
     checkpoint: Annotated[
         Path | None,
-        typer.Option(help="Go on from the newest checkpoint in this folder, and write new ones."),
+        Option(help="Go on from the newest checkpoint in this folder, and write new ones."),
     ] = None,
     every: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="From one checkpoint to the next: steps, time, or both (200; 10m; 500,1h). "
             "200 by default."
         ),
     ] = None,
     keep_last: Annotated[
-        int | None, typer.Option(help="How many of the newest checkpoints stay, 3 by default.")
+        int | None, Option(help="How many of the newest checkpoints stay, 3 by default.")
     ] = None,
     grace: Annotated[
-        float | None,
-        typer.Option(help="Seconds for saving after a signal to stop, 60 by default."),
+        float | None, Option(help="Seconds for saving after a signal to stop, 60 by default.")
     ] = None,
     changed: Annotated[
         str | None,
-        typer.Option(help="What differs on purpose from the run that was saved, such as seed."),
+        Option(help="What differs on purpose from the run that was saved, such as seed."),
     ] = None,
     restarts: Annotated[
-        int | None,
-        typer.Option(help="Start again after so many crashes without progress, 0 by default."),
+        int | None, Option(help="Start again after so many crashes without progress, 0 by default.")
     ] = None,
     restarts_with: Annotated[
-        str | None,
-        typer.Option(help="The same devices, or fewer: without one that was lost."),
+        str | None, Option(help="The same devices, or fewer: without one that was lost.")
     ] = None,
 ) -> None:
     """Run a script on the devices of this machine.
@@ -207,15 +201,15 @@ def run(
         raise LaunchError(f"{given}: expected with --checkpoint, which names the directory")
     # Absolute paths: the script may change its folder before a worker uses them.
     options = RunOptions(
-        keep=keep,
-        home=_folder(home, keep),
+        placement=placement,
+        home=_folder(home, placement),
         exchange=exchange,  # type: ignore[arg-type]  # likewise
         timeout_s=timeout,
-        checkpoint=str(checkpoint.absolute()) if checkpoint else "",
+        checkpoint=_absolute(checkpoint),
         **saving,  # type: ignore[arg-type]  # RunOptions checks them
-        trace=str(trace.absolute()) if trace else "",
-        profile=str(profile.absolute()) if profile else "",
-        logs=str(logs.absolute()) if logs else "",
+        trace=_absolute(trace),
+        profile=_absolute(profile),
+        logs=_absolute(logs),
     )
     outcome = supervise(command, select_devices(devices), options)
     _tell(outcome)
@@ -228,20 +222,19 @@ def verify(
     context: typer.Context,
     script: Script = None,
     module: Module = None,
-    devices: Annotated[str, typer.Option(help="Counts to compare: 1,2,3 or cpu:1,2,3.")] = "1,2",
-    steps: Annotated[int, typer.Option(help="Steps of each Trainer to compare.")] = 5,
+    devices: Annotated[str, Option(help="Counts to compare: 1,2,3 or cpu:1,2,3.")] = "1,2",
+    steps: Annotated[int, Option(help="Steps of each Trainer to compare.")] = 5,
     trainers: Annotated[
-        int | None,
-        typer.Option(min=1, help="End the script after so many Trainers.", show_default="all"),
+        int | None, Option(min=1, help="End the script after so many Trainers.", show_default="all")
     ] = None,
-    keep: Annotated[
+    placement: Annotated[
         str,
-        typer.Option(
-            envvar=_KEEP_VARIABLE,
+        Option(
+            envvar=_PLACEMENT_VARIABLE,
             show_envvar=False,  # it names one, and this may be several
-            help="What devices keep, each with every count: all,span.",
+            help="Placements, each with every count: replicate,shard.",
         ),
-    ] = "all",
+    ] = "replicate",
     home: Home = None,
     exchange: Exchange = "auto",
     timeout: Timeout = _DEFAULTS.timeout_s,
@@ -268,13 +261,15 @@ def verify(
 
     command = _command(script, module, context.args)
     options = RunOptions(
-        home=_folder(home, keep),
+        home=_folder(home, placement),
         exchange=exchange,  # type: ignore[arg-type]  # RunOptions checks it
         timeout_s=timeout,
         quiet=True,
         probe_trainers=trainers or 0,
     )
-    raise typer.Exit(verify_script(command, devices, keep=keep, steps=steps, options=options))
+    raise typer.Exit(
+        verify_script(command, devices, placement=placement, steps=steps, options=options)
+    )
 
 
 @app.command(cls=ScriptCommand, context_settings=SCRIPT)
@@ -282,8 +277,8 @@ def plan(
     context: typer.Context,
     script: Script = None,
     module: Module = None,
-    devices: Annotated[str, typer.Option(help="Device counts, such as 1,2,4.")] = "1,2,4",
-    home: Annotated[Path | None, typer.Option(help="As for onefold run --keep host.")] = None,
+    devices: Annotated[str, Option(help="Device counts, such as 1,2,4.")] = "1,2,4",
+    home: Annotated[Path | None, Option(help="As for onefold run --placement offload.")] = None,
 ) -> None:
     """Show where a script's model may be cut, and what it would take on so many devices.
 
@@ -292,7 +287,7 @@ def plan(
     from onefold.cli.plan import plan_script
 
     command = _command(script, module, context.args)
-    options = RunOptions(keep="host", home=_folder(home, "host"))
+    options = RunOptions(placement="offload", home=_folder(home, "offload"))
     raise typer.Exit(plan_script(command, devices, options=options))
 
 
@@ -306,9 +301,7 @@ def show_devices() -> None:
 
 @app.command()
 def demo(
-    output: Annotated[Path, typer.Option(help="Where the learning curve goes.")] = Path(
-        "runs/demo"
-    ),
+    output: Annotated[Path, Option(help="Where the learning curve goes.")] = Path("runs/demo"),
     devices: Devices = "auto",
 ) -> None:
     """Train a small network on real digits, on one device and then on all, and compare."""
@@ -319,28 +312,25 @@ def demo(
 
 @app.command()
 def predict(
-    run_folder: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a trained run.")],
+    run_folder: Annotated[Path, Argument(metavar="RUN", help="Folder of a trained run.")],
     paths: Annotated[
         list[Path],
-        typer.Argument(help="Pictures or folders of them; for texts, files of one text a line."),
+        Argument(help="Pictures or folders of them; for texts, files of one text a line."),
     ],
     devices: Devices = "auto",
     output: Annotated[
-        Path | None,
-        typer.Option(help="File for the predictions, or folder for masks; else the screen."),
+        Path | None, Option(help="File for the predictions, or folder for masks; else the screen.")
     ] = None,
     format: Annotated[
-        Literal["csv", "json"] | None, typer.Option(help="Else by the ending of --output, or csv.")
+        Literal["csv", "json"] | None, Option(help="Else by the ending of --output, or csv.")
     ] = None,
     weights: Annotated[
-        Literal["best", "last"], typer.Option(help="Which checkpoint of the run.")
+        Literal["best", "last"], Option(help="Which checkpoint of the run.")
     ] = "best",
-    top: Annotated[int, typer.Option(help="How many classes to tell, the surest first.")] = 1,
-    batch_size: Annotated[
-        int | None, typer.Option(help="Samples of a batch, over all devices.")
-    ] = None,
-    workers: Annotated[int, typer.Option(help="Processes that read ahead, for each device.")] = 0,
-    skip_bad: Annotated[bool, typer.Option(help="Leave out what cannot be read.")] = False,
+    top: Annotated[int, Option(help="How many classes to tell, the surest first.")] = 1,
+    batch_size: Annotated[int | None, Option(help="Samples of a batch, over all devices.")] = None,
+    workers: Annotated[int, Option(help="Processes that read ahead, for each device.")] = 0,
+    skip_bad: Annotated[bool, Option(help="Leave out what cannot be read.")] = False,
 ) -> None:
     """Use a trained run on files or folders: classes to CSV or JSON, masks to PNG."""
     from onefold.jobs.predict import PredictOptions, predict_run, write_prediction
@@ -357,18 +347,18 @@ def predict(
     )
     prediction = predict_run(run_folder, paths, options)
     for each in prediction.left_out:
-        print(f"onefold: left out: {each}", file=sys.stderr)
+        tell(f"left out: {each}")
     written = write_prediction(prediction, options, sys.stdout)
     if written is not None:
-        print(f"onefold: {len(prediction.rows)} predictions: {written}", file=sys.stderr)
+        tell(f"{len(prediction.rows)} predictions: {written}")
 
 
 @app.command()
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs.")],
+    runs: Annotated[list[Path], Argument(metavar="RUN...", help="Folders of runs.")],
     output: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             help="The page to write: of one run, its report; of several, the comparison. "
             "[default: report.html in the run, or runs/comparison.html]"
         ),
@@ -395,17 +385,11 @@ app.add_typer(train_app, name="train")
 
 def main() -> None:
     """Run the command line; errors that were foreseen become one line instead of a traceback."""
+    launched = False
     try:
-        launched = onefold.is_launched()
-    except LaunchError as error:  # a launcher has left something out
-        print(f"onefold: {error}", file=sys.stderr)
-        sys.exit(2)
-    # In a worker the launcher reports errors, and handles signals.
-    if launched:
-        _run_command()
-        return
-    try:
-        with stopped_by_signals() as came:
+        launched = onefold.is_launched()  # refused if a launcher has left something out
+        signals: AbstractContextManager[list[signal.Signals]] = nullcontext([])
+        with signals if launched else stopped_by_signals() as came:
             try:
                 _run_command()
             except SystemExit as end:
@@ -415,10 +399,15 @@ def main() -> None:
                     raise Stopped(came[0]) from None
                 raise
     except Stopped as stop:
-        print(f"onefold: stopped by {stop.number.name}", file=sys.stderr)
+        tell(f"stopped by {stop.number.name}")
         sys.exit(128 + stop.number)
     except (OnefoldError, ValueError, OSError) as error:
-        print(f"onefold: {_in_words(error)}", file=sys.stderr)
+        if launched:
+            raise  # in a worker the launcher reports errors, and handles signals
+        text = str(error)
+        if isinstance(error, OSError) and error.filename and error.strerror:
+            text = f"{error.filename}: {error.strerror}"  # without the system's number for it
+        tell(text)
         sys.exit(error.exit_code if isinstance(error, RunFailed) else 2)
 
 
@@ -432,28 +421,23 @@ def _run_command() -> None:
     app()
 
 
-def _in_words(error: Exception) -> str:
-    """Describe an error without the system's number for it."""
-    if isinstance(error, OSError) and error.filename and error.strerror:
-        return f"{error.filename}: {error.strerror}"
-    return str(error)
+def _absolute(path: Path | None) -> str:
+    return str(path.absolute()) if path else ""
 
 
-def _folder(home: Path | None, keep: str) -> str:
+def _folder(home: Path | None, placement: str) -> str:
     """The folder of ``--home`` or ``ONEFOLD_HOME``, which must be there; empty if there is none."""
     if home is None:
         named = os.environ.get("ONEFOLD_HOME", "")
-        if keep == "all" or not named:
-            return ""
-        home = Path(named)
-    if keep == "all":
+        home = Path(named) if named and placement != "replicate" else None
+    elif placement == "replicate":
         raise LaunchError(
-            f"--home {home}: expected --keep host, span or stages with it, which may have a file "
-            f"there"
+            f"--home {home}: expected --placement offload, shard or pipeline with it, which may "
+            f"have a file there"
         )
-    if not home.is_dir():
+    if home is not None and not home.is_dir():
         raise LaunchError(f"--home {home}: expected a folder that is there")
-    return str(home.absolute())
+    return _absolute(home)
 
 
 def _every(text: str) -> dict[str, float]:
@@ -496,14 +480,13 @@ def _command(script: str | None, module: str | None, rest: list[str]) -> list[st
 def _tell(outcome: Outcome) -> None:
     """Report how a run ended; stdout is left to the script."""
     if outcome.timeline:
-        print(f"onefold: timeline: {outcome.timeline} (opens in ui.perfetto.dev)", file=sys.stderr)
+        tell(f"timeline: {outcome.timeline} (opens in ui.perfetto.dev)")
     if not outcome.exit_code:
         return
-    if outcome.traceback:
-        print(outcome.traceback, file=sys.stderr, end="")
-    print(f"onefold: {outcome.message}", file=sys.stderr)
+    print(outcome.traceback, file=sys.stderr, end="")
+    tell(outcome.message)
     if outcome.logs:
-        print(f"onefold: output of the other devices: {outcome.logs}", file=sys.stderr)
+        tell(f"output of the other devices: {outcome.logs}")
 
 
 def _tell_of_late_options(context: typer.Context, command: list[str], outcome: Outcome) -> None:
@@ -511,12 +494,10 @@ def _tell_of_late_options(context: typer.Context, command: list[str], outcome: O
     # As argparse, click and typer end a program; an exception would have come with a traceback.
     if outcome.exit_code != _USAGE or outcome.traceback:
         return
-    names = (name for option in context.command.params for name in option.opts)
-    own = {name for name in names if name.startswith("-")}
-    late = come_too_late(command[2:] if command[0] == "-m" else command[1:], own)
+    given = command[2:] if command[0] == "-m" else command[1:]
+    late = come_too_late(given, own_options(context.command))
     if late:
-        print(
-            f"onefold: what stands after the script is the script's: give {', '.join(late)} "
-            f"before it if onefold run was meant",
-            file=sys.stderr,
+        tell(
+            f"what stands after the script is the script's: give {', '.join(late)} before it if "
+            f"onefold run was meant"
         )

@@ -58,16 +58,17 @@ def _report(
 ) -> bool:
     limit = max(about["tolerance"], *(line["tolerance"] for line in lines))
     console.print(_table(about["shards"], lines, limit))
+    why = ""
     if precision != "float64":
-        console.print(
-            "[yellow]The script does not run in float64[/], so this is in its own precision, and "
-            f"differences of up to {limit:g} are taken for rounding."
-        )
+        why = "The script does not run in float64[/], so this is in its own precision, and"
     elif limit > about["tolerance"]:
-        console.print(
-            "[yellow]A part of the loss is computed in a lower precision[/] than the float64 of "
-            f"the rest, so differences of up to {limit:g} are taken for rounding."
+        why = (
+            "A part of the loss is computed in a lower precision[/] than the float64 of the rest, "
+            "so"
         )
+    if why:
+        words = f"differences of up to {limit:g} are taken for rounding."
+        console.print(f"[yellow]{why} {words}")
     if not all(line["evaluation"] for line in lines):
         console.print(
             "[yellow]The loss cannot be computed in evaluation mode[/]: dropout and batch norm "
@@ -75,18 +76,16 @@ def _report(
         )
     errors, notes = _causes(lines, "error"), _causes(lines, "note")
     # A note is something that could not be compared: no error, but agreement cannot be claimed.
+    for text in notes if not errors else ():
+        console.print(f"[yellow]Not compared{who}[/]: {escape(text)}.")
     if not errors and not notes:
         console.print(
             f"[bold green]The mathematics{who} agree[/]: {about['shards']} shards and one give the "
             f"same loss and gradient, to {limit:g} ({precision}, {_MODES})."
         )
-        return True
-    if not errors:
-        for text in notes:
-            console.print(f"[yellow]Not compared{who}[/]: {escape(text)}.")
-        return True
-    _report_errors(console, about, lines, who, errors)
-    return False
+    if errors:
+        _report_errors(console, about, lines, who, errors)
+    return not errors
 
 
 def _report_errors(
@@ -100,10 +99,11 @@ def _report_errors(
     # Escaped: names from the script may hold brackets, which rich would take for styles.
     function = escape(about["function"])
     if _largest(first) > first["tolerance"]:
+        quotient = f" ({first['alone'] / first['loss']:.6g} times)" if first["loss"] else ""
         console.print(
             f"[bold red]The mathematics{who} differ[/], first in step {first['step']}: the loss, "
             f"{function}, is {first['loss']:.9g} with {first['shards']} shards and "
-            f"{first['alone']:.9g} with one{_quotient(first)}; the gradient of {first['worst']} "
+            f"{first['alone']:.9g} with one{quotient}; the gradient of {first['worst']} "
             f"differs by {first['worst_difference']:.3g} of its norm."
         )
     else:
@@ -113,12 +113,6 @@ def _report_errors(
         )
     for text in errors:
         console.print(f"Likely cause: {escape(text.rstrip('.'))}.")
-
-
-def _verdict(line: dict[str, Any], limit: float) -> str:
-    if line["skipped"]:
-        return "skipped"
-    return "agrees" if _largest(line) <= limit else "differs"
 
 
 def _causes(lines: Sequence[dict[str, Any]], kind: str) -> list[str]:
@@ -133,23 +127,17 @@ def _largest(line: dict[str, Any]) -> float:
     return max(float(line[name]) for name in names)
 
 
-def _quotient(line: dict[str, Any]) -> str:
-    return f" ({line['alone'] / line['loss']:.6g} times)" if line["loss"] else ""
-
-
 def _table(shards: int, lines: Sequence[dict[str, Any]], limit: float) -> Table:
-    table = Table()
     # The last column, the verdict, needs no heading.
-    headings = ("step", f"loss, {shards} shards", "loss, 1 shard", "difference", "of gradient", "")
-    for heading in headings:
-        table.add_column(heading)
+    table = Table(
+        "step", f"loss, {shards} shards", "loss, 1 shard", "difference", "of gradient", ""
+    )
     for line in lines:
+        verdict = "agrees" if _largest(line) <= limit else "differs"
         table.add_row(
             str(line["step"]),
-            f"{line['loss']:.9g}",
-            f"{line['alone']:.9g}",
-            f"{line['loss_difference']:.2g}",
-            f"{line['gradient_difference']:.2g}",
-            _verdict(line, limit),
+            *(f"{line[name]:.9g}" for name in ("loss", "alone")),
+            *(f"{line[name]:.2g}" for name in ("loss_difference", "gradient_difference")),
+            "skipped" if line["skipped"] else verdict,
         )
     return table

@@ -15,10 +15,11 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from onefold import DeviceInfo, RunOptions, list_devices, select_devices, supervise
 from onefold.system.ownfiles import PrivateFolder
+from onefold.system.words import tell
 
 __all__ = ["device_table", "plan_script"]
 
@@ -37,19 +38,12 @@ def plan_script(command: Sequence[str], devices: str, *, options: RunOptions) ->
     counts = _read_counts(devices)
     with PrivateFolder("onefold-plan-") as private:
         path = private.path / "plan.json"
-        outcome = supervise(
-            command,
-            select_devices(1),
-            replace(
-                options, plan=str(path), plan_devices=counts, logs=str(private.path), quiet=True
-            ),
-        )
-        if outcome.exit_code:
+        options = replace(options, plan=str(path), plan_devices=counts)
+        options = replace(options, logs=str(private.path), quiet=True)
+        outcome = supervise(command, select_devices(1), options)
+        if outcome.exit_code or not path.exists():
             print(outcome.traceback, file=sys.stderr, end="")
-            print(f"onefold: {outcome.message}", file=sys.stderr)
-            return 2
-        if not path.exists():
-            print("onefold: the script made no Trainer", file=sys.stderr)
+            tell(outcome.message or "the script made no Trainer")
             return 2
         found = json.loads(path.read_text())
     _print(Console(highlight=False), found)
@@ -83,20 +77,19 @@ def _print(console: Console, found: dict[str, Any]) -> None:
         console.print("What this optimizer keeps is not known: two numbers a parameter are taken.")
     largest = max(found["stages"], key=lambda stage: int(stage["bytes"]))
     least = min(device.total_bytes for device in list_devices())
-    needed = found["rows"][0]["host"]
+    needed = found["rows"][0]["offload"]
     if needed > least:
         console.print(
             f"[bold red]Too large[/] for a device, which has {_mebibytes(least)} MiB: "
-            f"{escape(largest['name'])} takes {_mebibytes(needed)} MiB at a time. Cut it by "
-            f"Trainer(stages=...), or a layer by onefold.Sliced."
+            f"{escape(largest['name'])} takes {_mebibytes(needed)} MiB at a time. Cut it with "
+            f"Trainer(stages=[...]), or cut its largest layer into modules of their own: "
+            f"docs/large-models.md."
         )
 
 
 def _stages(stages: Sequence[dict[str, Any]]) -> Table:
     """Those of one size that follow each other share a row."""
-    table = Table(title="Stages")
-    for heading in ("stage", "parameters", "MiB of gradients"):
-        table.add_column(heading, justify="left" if heading == "stage" else "right")
+    table = _table("Stages", "-stage", "parameters", "MiB of gradients")
     used = [stage for stage in stages if stage["parameters"]]
     for _, group in groupby(used, key=lambda stage: (stage["parameters"], stage["bytes"])):
         alike = list(group)
@@ -108,12 +101,11 @@ def _stages(stages: Sequence[dict[str, Any]]) -> Table:
 
 
 def _rows(rows: Sequence[dict[str, Any]]) -> Table:
-    table = Table(title="Memory of a device, MiB, by --keep")
-    for heading in ("devices", "all", "span", "stages", "host", "host: file"):
-        table.add_column(heading, justify="right")
+    title = "Memory of a device, MiB, by --placement"
+    sizes = ("replicate", "shard", "pipeline", "offload")
+    table = _table(title, "devices", *sizes, "offload: file")
     for row in rows:
-        sizes = [_mebibytes(row[name]) for name in ("all", "span", "stages", "host", "disk")]
-        table.add_row(str(row["devices"]), *sizes)
+        table.add_row(str(row["devices"]), *(_mebibytes(row[each]) for each in (*sizes, "disk")))
     return table
 
 
@@ -123,17 +115,19 @@ def _mebibytes(number: int | None) -> str:
 
 def device_table(devices: Iterable[DeviceInfo]) -> Table:
     """Make a table with a row for each device: index, kind, name, total and free memory."""
-    table = Table(title="Devices of this machine")
-    for heading in ("index", "kind", "name", "memory total", "memory free"):
-        table.add_column(
-            heading, justify="right" if heading.startswith(("index", "mem")) else "left"
-        )
+    headings = ("index", "-kind", "-name", "memory total", "memory free")
+    table = _table("Devices of this machine", *headings)
     for device in devices:
         name = f"{device.name} ({device.count} cores)" if device.kind == "cpu" else device.name
-        row = (escape(name), _gibibytes(device.total_bytes), _gibibytes(device.free_bytes))
-        table.add_row(str(device.index), device.kind, *row)
+        sizes = (f"{each / 2**30:.1f} GiB" for each in (device.total_bytes, device.free_bytes))
+        table.add_row(str(device.index), device.kind, escape(name), *sizes)
     return table
 
 
-def _gibibytes(number: int) -> str:
-    return f"{number / 2**30:.1f} GiB"
+def _table(title: str, *headings: str) -> Table:
+    """A table of numbers, but for columns whose heading has a dash before it."""
+    columns = [
+        Column(heading.removeprefix("-"), justify="left" if heading.startswith("-") else "right")
+        for heading in headings
+    ]
+    return Table(*columns, title=title)

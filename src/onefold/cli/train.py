@@ -30,7 +30,14 @@ from onefold.jobs.run import Job, read_options, run_job
 
 __all__ = ["add_jobs"]
 
+_WORDS = {"True": "yes", "False": "no"}
 _COMMON = frozenset(field.name for field in dataclasses.fields(TrainOptions))
+
+
+Config = Annotated[
+    Path | None,
+    typer.Option(exists=True, dir_okay=False, help="TOML file of the same names as these options."),
+]
 
 
 def add_jobs(app: typer.Typer) -> None:
@@ -44,8 +51,8 @@ def _command(job: Job) -> Callable[..., None]:
 
     def command(config: Path | None, **chosen: Any) -> None:
         # typer gives an empty list for a list that was not given. 0 and False were given.
-        given = {name: value for name, value in chosen.items() if value not in (None, [])}
-        options = read_options(job, _split(job, given), config)
+        given = {name: _split(value) for name, value in chosen.items() if value not in (None, [])}
+        options = read_options(job, given, config)
         _require_devices(options)
         result = run_job(job, options)
         if result["is_lead"]:
@@ -55,7 +62,7 @@ def _command(job: Job) -> Callable[..., None]:
     hints = typing.get_type_hints(job.options)
     # In the help, the options of the job come first, and then those of all jobs.
     fields = sorted(dataclasses.fields(job.options), key=lambda field: field.name in _COMMON)
-    parameters = [_config_parameter()]
+    parameters = [_keyword("config", Config)]
     parameters += [_parameter(field, hints[field.name], job) for field in fields]
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {each.name: each.annotation for each in parameters}
@@ -81,19 +88,9 @@ def _require_devices(options: TrainOptions) -> None:
         )
 
 
-def _config_parameter() -> inspect.Parameter:
-    hint = Annotated[
-        Path | None,
-        typer.Option(
-            exists=True, dir_okay=False, help="TOML file of the same names as these options."
-        ),
-    ]
-    return _keyword("config", hint)
-
-
 def _parameter(field: dataclasses.Field[Any], hint: Any, job: Job) -> inspect.Parameter:
     shown = field.metadata["shown"]
-    default = _shown(field.default) if shown is None else shown
+    default = _WORDS.get(str(field.default), str(field.default)) if shown is None else shown
     # Written by ourselves and escaped, as rich would take the brackets for a style.
     note = f" [default: {default}]" if default else ""
     described = typer.Option(
@@ -111,25 +108,14 @@ def _keyword(name: str, hint: Any) -> inspect.Parameter:
 def _asked(hint: Any) -> Any:
     """The type of a parameter: that of its option, or None if it was not given."""
     # typer has no tuples of any length; a list may be given by naming the option several times.
-    if typing.get_origin(hint) is tuple:
-        return list[str] | None
-    return hint | None
+    return (list[str] if typing.get_origin(hint) is tuple else hint) | None
 
 
-def _shown(default: Any) -> str:
-    if isinstance(default, bool):
-        return "yes" if default else "no"
-    return str(default)
-
-
-def _split(job: Job, given: dict[str, Any]) -> dict[str, Any]:
-    """Split lists at commas, by which they may be given as well."""
-    return {
-        name: tuple(part for each in value for part in each.split(",") if part)
-        if isinstance(value, list)
-        else value
-        for name, value in given.items()
-    }
+def _split(value: Any) -> Any:
+    """Split a list at commas, by which it may be given as well."""
+    if not isinstance(value, list):
+        return value
+    return tuple(part for each in value for part in each.split(",") if part)
 
 
 def _tell(result: dict[str, Any], folder: Path) -> None:
@@ -142,7 +128,5 @@ def _tell(result: dict[str, Any], folder: Path) -> None:
             f"{folder / best['checkpoint']}"
         )
     console.print(f"Fingerprint: {result['fingerprint']}")
-    if result["report"]:
-        console.print(f"Report: {result['report']}")
-    else:
-        console.print(f"No report, without matplotlib; later: onefold report {folder}")
+    none = f"No report, without matplotlib; later: onefold report {folder}"
+    console.print(f"Report: {result['report']}" if result["report"] else none)

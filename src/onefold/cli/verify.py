@@ -24,9 +24,9 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ from onefold import Outcome, RunOptions, select_devices, supervise
 from onefold.cli.mathematics import report_mathematics
 from onefold.system.ownfiles import PrivateFolder
 from onefold.system.record import read_record
-from onefold.system.words import listed
+from onefold.system.words import listed, tell
 
 __all__ = ["Difference", "first_difference", "verify_script"]
 
@@ -46,6 +46,24 @@ __all__ = ["Difference", "first_difference", "verify_script"]
 _UNSEEDED_START = (
     "the models differ before the first step: seed the initial values, for instance with "
     "torch.manual_seed(0) before the model is built"
+)
+_GLOBAL_ONES = (
+    "the global generators of torch, random and NumPy: they are seeded for every shard and every "
+    "sample"
+)
+_HINTS = {
+    "unseeded": "seeded by the system, so that it gives other numbers in every process. Give it a "
+    f"seed. Inside the loss and the data set, use {_GLOBAL_ONES}",
+    "generators": "a generator of its own, which goes on from one shard or sample to the next and "
+    f"so depends on what else this device computed. Use {_GLOBAL_ONES}",
+    "attributes": "changed while the shards were computed, and no buffer, so that a shard sees how "
+    "many this device computed before it. Register it as a buffer, or set it between steps",
+}
+"""What to do about the findings of `State`, by the names of its fields."""
+_UNEVEN = (
+    "it was drawn from between steps on some devices and not on others (under trainer.is_lead?), "
+    "so that from there on every device has other random numbers. Draw on all devices, or from a "
+    "generator that nothing else uses"
 )
 
 
@@ -76,40 +94,19 @@ def hints_of(step: int, reference: _States, other: _States) -> list[str]:
         other: what each device of the other run recorded.
     """
     everyone = [s for run in (reference, other) for lines in run.values() for s in lines]
-    calls = listed(dict.fromkeys(call for state in everyone for call in state.unseeded))
     hints = [_UNSEEDED_START] if step == 0 else []
-    if calls:
-        hints.append(
-            f"{calls}: seeded by the system, so that it gives other numbers in every process. Give "
-            f"it a seed. Inside the loss and the data set, use the global generators of torch, "
-            f"random and NumPy: they are seeded for every shard and every sample"
-        )
-    # Before the first step nothing was computed: only initial values can differ.
-    if step == 0:
-        return hints
-    generators = listed(dict.fromkeys(g for state in everyone for g in state.generators))
-    if generators:
-        hints.append(
-            f"{generators}: a generator of its own, which goes on from one shard or sample to the "
-            f"next and so depends on what else this device computed. Use the global generators of "
-            f"torch, random and NumPy: they are seeded for every shard and every sample"
-        )
-    attributes = listed(dict.fromkeys(a for state in everyone for a in state.attributes))
-    if attributes:
-        hints.append(
-            f"{attributes}: changed while the shards were computed, and no buffer, so that a shard "
-            f"sees how many this device computed before it. Register it as a buffer, or set it "
-            f"between steps"
-        )
+    for field, advice in _HINTS.items():
+        found = listed(dict.fromkeys(each for s in everyone for each in getattr(s, field)))
+        if found:
+            hints.append(f"{found}: {advice}")
+        # Before the first step nothing was computed: only initial values can differ.
+        if step == 0:
+            return hints
     # Reversed, so that of each generator the first step stays: from there on all steps differ.
     uneven = dict(reversed([*_uneven(reference), *_uneven(other)]))
-    globals_ = listed(dict.fromkeys(f"{name} before step {step}" for name, step in uneven.items()))
-    if globals_:
-        hints.append(
-            f"{globals_}: it was drawn from between steps on some devices and not on others (under "
-            f"trainer.is_lead?), so that from there on every device has other random numbers. Draw "
-            f"on all devices, or from a generator that nothing else uses"
-        )
+    if uneven:
+        names = listed(f"{name} before step {first}" for name, first in uneven.items())
+        hints.append(f"{names}: {_UNEVEN}")
     return hints
 
 
@@ -147,25 +144,33 @@ class Difference:
     largest: float | None
     """Largest difference in ``tensor``; None if the shapes differ."""
 
+    def __str__(self) -> str:
+        shape = self.largest is None
+        largest = "another shape" if shape else f"largest difference {self.largest:.3g}"
+        return (
+            f"first after step {self.step}, in {self.tensor}: {largest}; {self.tensors} tensors "
+            f"differ there."
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class _Way:
     """How the script is run."""
 
     devices: int
-    keep: str
-    tells_keep: bool
+    placement: str
+    tells_placement: bool
     """Whether there are runs that keep something else."""
     on: str
     """``cpu:`` for processes on the processor also where there are GPUs, else empty."""
 
     def __str__(self) -> str:
-        kept = f" that keep {self.keep}" if self.tells_keep else ""
+        kept = f" with placement {self.placement}" if self.tells_placement else ""
         return f"{self.devices} device{'s' if self.devices > 1 else ''}{kept}"
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class _Recorded:
     """What one run recorded."""
 
     way: _Way
@@ -202,7 +207,12 @@ def first_difference(
 
 
 def verify_script(
-    command: Sequence[str], devices: str, *, steps: int, options: RunOptions, keep: str = "all"
+    command: Sequence[str],
+    devices: str,
+    *,
+    steps: int,
+    options: RunOptions,
+    placement: str = "replicate",
 ) -> int:
     """Run a script on several device counts, compare the runs, and print a verdict.
 
@@ -212,7 +222,7 @@ def verify_script(
             the others are compared with the first.
         steps: how many steps of each trainer to compare.
         options: the options of every run.
-        keep: what devices keep, such as ``all,span``: each with every count.
+        placement: one or several, such as ``replicate,shard``: each with every count.
 
     Returns:
         0 if all agree, 1 if bits or mathematics differ, 2 if a run failed.
@@ -221,96 +231,112 @@ def verify_script(
         LaunchError: this machine has fewer GPUs than one of the counts.
         ValueError: the device counts, the steps, or what is kept cannot be used.
     """
-    ways = _read_ways(devices, keep)
+    ways = _read_ways(devices, placement)
     if steps < 1:
         raise ValueError(f"--steps {steps}: expected at least one step")
-    console = Console(highlight=False)
     with PrivateFolder("onefold-verify-") as private:
-        compare = _Comparison(console, command, private.path, steps, options)
+        comparison = _Comparison(command, private.path, steps, options)
         try:
-            bits = _verify_bits(console, compare, ways)
+            bits = comparison.of_bits(ways)
             # Even if bits differ: the mathematics may name the cause.
-            return max(bits, _verify_mathematics(console, compare, ways[0]))
+            return max(bits, comparison.of_mathematics(ways[0]))
         except _Failed as failed:
             return int(failed.args[0])
 
 
 class _Comparison:
-    """Runs a script again and again, and records every run in one folder."""
+    """Runs a script again and again, records every run in one folder, and compares them.
+
+    Args:
+        command: the script and its arguments.
+        folder: where the runs are recorded.
+        steps: how many steps of each trainer to compare.
+        options: the options of every run.
+    """
 
     def __init__(
-        self,
-        console: Console,
-        command: Sequence[str],
-        folder: Path,
-        steps: int,
-        options: RunOptions,
+        self, command: Sequence[str], folder: Path, steps: int, options: RunOptions
     ) -> None:
-        self._console = console
+        self._console = Console(highlight=False)
         self._command = command
         self._folder = folder
-        self.steps = steps
+        self._steps = steps
         self._options = options
-        self._runs = 0
+        self._number = 0
 
-    def run(self, way: _Way) -> _Run:
-        """Run the script once; the first run is what the others are compared with.
+    def of_bits(self, ways: Sequence[_Way]) -> int:
+        """Compare runs bit for bit, and print a verdict; return the exit code.
 
         Raises:
-            _Failed: the run failed, or made no step.
+            _Failed: a run failed, or made no step.
         """
-        name, outcome = self._run(str(way), way, "")
-        trainers = self._lines(name, "")
-        if outcome.exit_code:
-            if not self._is_compared(outcome, name):
-                self._report(outcome, f"on {way}")
-            self._note("The script failed after the compared steps", way, outcome.message)
-        if (cut := self._folder / f"{name}-cut").exists():
-            self._note("The script was cut short", way, cut.read_text())
-        if not any(len(lines) > 1 for lines in trainers):
-            print("onefold: the script made no step of a Trainer", file=sys.stderr)
-            raise _Failed(_FAILED)
-        states = [self._states(name, trainer, way.devices) for trainer in range(len(trainers))]
-        return _Run(way, trainers, states)
+        runs = [self._recorded(way) for way in ways]
+        reference = runs[0].trainers
+        differences = [[*map(first_difference, reference, run.trainers)] for run in runs]
+        self._console.print(_table(runs, differences))
+        if (alike := {len(run.trainers) for run in runs}) != {len(reference)}:
+            words = f"The runs made different numbers of Trainers: {sorted(alike)}."
+            self._console.print(f"[bold red]{words}[/]")
+            return _DIFFER
+        codes = [self._judge(trainer, runs, differences) for trainer in range(len(reference))]
+        made = [len(lines) - 1 for lines in reference]
+        each = (
+            f"{len(made)} Trainers, at most {self._steps} of each" if len(made) > 1 else "1 Trainer"
+        )
+        self._console.print(f"Compared: {sum(made)} steps of {each}.")
+        return max(codes)
 
-    def mathematics(self, way: _Way) -> tuple[str, list[list[dict[str, Any]]]]:
-        """Compare V shards with one, on one device of ``way``.
-
-        Returns:
-            The precision used, and the lines of each trainer.
+    def of_mathematics(self, way: _Way) -> int:
+        """Compare V shards with one, on one device of ``way``; return the exit code.
 
         Raises:
             _Failed: the script failed in both precisions.
         """
         # In float64 rounding is far below any true difference. A script that insists on float32, by
         # a cast or a kernel of its own, fails there, and is compared as it is.
-        alone = replace(way, devices=1, keep="all", tells_keep=False)
+        alone = replace(way, devices=1, placement="replicate", tells_placement=False)
         for precision in ("float64", "float32"):
             name, outcome = self._run(f"V shards and one, {precision}", alone, precision)
-            trainers = self._lines(name, "-mathematics")
             if not outcome.exit_code or self._is_compared(outcome, name):
-                return precision, trainers
-        self._report(outcome, "computing every batch as one shard as well")
-        return "", []
+                trainers = self._lines(name, "-mathematics")
+                agree = report_mathematics(self._console, precision, trainers)
+                return _AGREE if agree else _DIFFER
+        raise self._failed(outcome, "computing every batch as one shard as well")
+
+    def _recorded(self, way: _Way) -> _Recorded:
+        """Run the script once; the first run is what the others are compared with."""
+        name, outcome = self._run(str(way), way, "")
+        trainers = self._lines(name, "")
+        if outcome.exit_code:
+            if not self._is_compared(outcome, name):
+                raise self._failed(outcome, f"on {way}")
+            self._note("The script failed after the compared steps", way, outcome.message)
+        if (cut := self._folder / f"{name}-cut").exists():
+            self._note("The script was cut short", way, cut.read_text())
+        if not any(len(lines) > 1 for lines in trainers):
+            tell("the script made no step of a Trainer")
+            raise _Failed(_FAILED)
+        states = [self._states(name, trainer, way.devices) for trainer in range(len(trainers))]
+        return _Recorded(way, trainers, states)
 
     def _run(self, title: str, way: _Way, mathematics: str) -> tuple[str, Outcome]:
-        name = str(self._runs)
+        name = str(self._number)
         options = replace(
             self._options,
-            keep=way.keep,
+            placement=way.placement,
             probe=str(self._folder),
             probe_run=name,
-            probe_steps=self.steps,
+            probe_steps=self._steps,
             # Kept by the first run alone: with every tensor of every step, they take much room.
-            probe_records=self._runs == 0,
+            probe_records=self._number == 0,
             probe_mathematics=mathematics,
             logs=str(self._folder / name),
         )
         # Counted before it starts: a run that fails must not share its name with the next.
-        self._runs += 1
+        self._number += 1
         # Its thread is for the screen alone, and a file shows nothing of it.
         shown = self._console.is_terminal
-        with self._console.status(f"{title}, {self.steps} steps") if shown else nullcontext():
+        with self._console.status(f"{title}, {self._steps} steps") if shown else nullcontext():
             return name, supervise(self._command, select_devices(f"{way.on}{way.devices}"), options)
 
     def _is_compared(self, outcome: Outcome, name: str) -> bool:
@@ -322,16 +348,17 @@ class _Comparison:
         self._console.print(f"[yellow]{what}[/] on {way}:", end=" ")
         self._console.print(text, markup=False)
 
-    def _report(self, outcome: Outcome, where: str) -> None:
+    def _failed(self, outcome: Outcome, where: str) -> _Failed:
+        """Report a failed run, and return what is raised for it."""
         # What onefold refuses is a finding about the script; anything else is a run that failed.
         refusal = _REFUSALS.search(outcome.message)
         if refusal is not None:
             self._console.print(f"[bold red]onefold refuses the script[/] {where}:", end=" ")
             self._console.print(f"{refusal[1]}: {refusal[2]}", markup=False)
-            raise _Failed(_DIFFER)
+            return _Failed(_DIFFER)
         print(outcome.traceback, file=sys.stderr, end="")
-        print(f"onefold: {where}: {outcome.message}", file=sys.stderr)
-        raise _Failed(_FAILED)
+        tell(f"{where}: {outcome.message}")
+        return _Failed(_FAILED)
 
     def _lines(self, name: str, what: str) -> list[list[dict[str, Any]]]:
         # Numbered without gaps, so the first number that is missing is the number of Trainers.
@@ -349,111 +376,72 @@ class _Comparison:
             for device in range(count)
         }
 
-
-def _verify_bits(console: Console, compare: _Comparison, ways: Sequence[_Way]) -> int:
-    runs = [compare.run(way) for way in ways]
-    differences = [_first_differences(runs[0], run) for run in runs]
-    console.print(_table(runs, differences))
-    if (alike := {len(run.trainers) for run in runs}) != {len(runs[0].trainers)}:
-        console.print(f"[bold red]The runs made different numbers of Trainers: {sorted(alike)}.[/]")
-        return _DIFFER
-    codes = [
-        _judge(console, compare, trainer, runs, differences)
-        for trainer in range(len(runs[0].trainers))
-    ]
-    made = [len(lines) - 1 for lines in runs[0].trainers]
-    each = (
-        f"{len(made)} Trainers, at most {compare.steps} of each" if len(made) > 1 else "1 Trainer"
-    )
-    console.print(f"Compared: {sum(made)} steps of {each}.")
-    return max(codes)
-
-
-def _first_differences(reference: _Run, run: _Run) -> list[Difference | None]:
-    pairs = zip(reference.trainers, run.trainers, strict=False)
-    return [first_difference(mine, theirs) for mine, theirs in pairs]
-
-
-def _judge(
-    console: Console,
-    compare: _Comparison,
-    trainer: int,
-    runs: Sequence[_Run],
-    differences: Sequence[Sequence[Difference | None]],
-) -> int:
-    several = len(runs[0].trainers) > 1
-    who = f" of trainer {trainer}" if several else ""
-    steps = {len(run.trainers[trainer]) - 1 for run in runs}
-    if len(steps) > 1:
-        console.print(
-            f"[bold red]The runs made different numbers of steps{who}: {sorted(steps)}.[/]"
-        )
-        return _DIFFER
-    done = steps.pop()
-    number, found = next(
-        ((n, each[trainer]) for n, each in enumerate(differences) if each[trainer]), (0, None)
-    )
-    if found is not None:
-        largest = (
-            "another shape" if found.largest is None else f"largest difference {found.largest:.3g}"
-        )
-        console.print(
-            f"[bold red]The bits{who} differ[/], first after step {found.step}, in {found.tensor}: "
-            f"{largest}; {found.tensors} tensors differ there."
-        )
-        for hint in _hints(compare, trainer, runs[0], runs[number], found):
-            console.print(f"Hint: {escape(hint)}.")
-        return _DIFFER
-    if not done:
-        # That no Trainer made any was refused before.
-        console.print(
-            f"[yellow]Trainer {trainer} made no step[/] while the others made theirs: it was not "
-            f"compared."
-        )
+    def _judge(
+        self,
+        trainer: int,
+        runs: Sequence[_Recorded],
+        differences: Sequence[Sequence[Difference | None]],
+    ) -> int:
+        """Print a verdict on the bits of one trainer; return the exit code."""
+        who = f" of trainer {trainer}" if len(runs[0].trainers) > 1 else ""
+        lines = runs[0].trainers[trainer]
+        steps = sorted({len(run.trainers[trainer]) - 1 for run in runs})
+        if len(steps) > 1:
+            words = f"The runs made different numbers of steps{who}: {steps}."
+            self._console.print(f"[bold red]{words}[/]")
+            return _DIFFER
+        for run, each in zip(runs, differences, strict=True):
+            if (found := each[trainer]) is not None:
+                self._console.print(f"[bold red]The bits{who} differ[/], {found}")
+                for hint in self._hints(trainer, runs[0], run, found):
+                    self._console.print(f"Hint: {escape(hint)}.")
+                return _DIFFER
+        if not steps[0]:
+            # That no Trainer made any was refused before.
+            self._console.print(
+                f"[yellow]Trainer {trainer} made no step[/] while the others made theirs: it was "
+                f"not compared."
+            )
+            return _AGREE
+        if self._nothing_trained(lines, who):
+            return _DIFFER
+        self._console.print(f"[bold green]The bits{who} agree[/] after each of {steps[0]} steps.")
         return _AGREE
-    if _nothing_trained(console, runs[0].trainers[trainer], who):
-        return _DIFFER
-    console.print(f"[bold green]The bits{who} agree[/] after each of {done} steps.")
-    return _AGREE
 
-
-def _nothing_trained(console: Console, lines: Sequence[dict[str, Any]], who: str) -> bool:
-    """Report if no parameter changed; return True if that makes the comparison worthless."""
-    # If the loss was never 0, a learning rate of 0 may be intended: only a warning.
-    first, last = lines[0]["digests"], lines[-1]["digests"]
-    if any(first[name] != last[name] for name in lines[0]["parameters"]):
-        return False
-    if all(line["loss"] == 0 for line in lines[1:]):
-        console.print(
-            f"[bold red]Nothing was trained[/]{who}: the loss was exactly 0 in each of "
-            f"{len(lines) - 1} steps and no parameter changed, so that equal bits say nothing. "
-            f"Look at what the loss returns, and at the data that it is given."
+    def _nothing_trained(self, lines: Sequence[dict[str, Any]], who: str) -> bool:
+        """Report if no parameter changed; return True if that makes the comparison worthless."""
+        # If the loss was never 0, a learning rate of 0 may be intended: only a warning.
+        first, last, done = lines[0]["digests"], lines[-1]["digests"], len(lines) - 1
+        if any(first[name] != last[name] for name in lines[0]["parameters"]):
+            return False
+        if all(line["loss"] == 0 for line in lines[1:]):
+            self._console.print(
+                f"[bold red]Nothing was trained[/]{who}: the loss was exactly 0 in each of {done} "
+                f"steps and no parameter changed, so that equal bits say nothing. Look at what the "
+                f"loss returns, and at the data that it is given."
+            )
+            return True
+        self._console.print(
+            f"[yellow]No parameter changed[/]{who} in {done} steps: is the learning rate 0?"
         )
-        return True
-    console.print(
-        f"[yellow]No parameter changed[/]{who} in {len(lines) - 1} steps: is the learning rate 0?"
-    )
-    return False
-
-
-def _hints(
-    compare: _Comparison, trainer: int, reference: _Run, other: _Run, found: Difference
-) -> list[str]:
-    """Return hints from what was recorded, or else from whether the run repeats its bits."""
-    # That takes one more run, and separates two kinds of cause; so only where nothing was recorded.
-    named = hints_of(found.step, reference.states[trainer], other.states[trainer])
-    if named:
-        return named
-    again = compare.run(reference.way)
-    return [_GUESSES[_repeats(reference, again, trainer)].format(count=reference.way)]
-
-
-def _repeats(reference: _Run, again: _Run, trainer: int) -> bool:
-    """Whether a trainer made the same steps in both runs, with the same bits."""
-    if trainer >= len(again.trainers):
         return False
-    mine, theirs = reference.trainers[trainer], again.trainers[trainer]
-    return len(mine) == len(theirs) and first_difference(mine, theirs) is None
+
+    def _hints(
+        self, trainer: int, reference: _Recorded, other: _Recorded, found: Difference
+    ) -> list[str]:
+        """Return hints from what was recorded, or else from whether the run repeats its bits."""
+        # That takes one more run, and separates two kinds of cause; so only where nothing was
+        # recorded.
+        named = hints_of(found.step, reference.states[trainer], other.states[trainer])
+        if named:
+            return named
+        again, lines = self._recorded(reference.way).trainers, reference.trainers[trainer]
+        repeats = (
+            trainer < len(again)
+            and len(again[trainer]) == len(lines)
+            and first_difference(lines, again[trainer]) is None
+        )
+        return [_GUESSES[repeats].format(count=reference.way)]
 
 
 _GUESSES = {
@@ -473,18 +461,11 @@ _GUESSES = {
 """The hints that remain, by whether a run repeats its bits."""
 
 
-def _verify_mathematics(console: Console, compare: _Comparison, way: _Way) -> int:
-    precision, trainers = compare.mathematics(way)
-    return _AGREE if report_mathematics(console, precision, trainers) else _DIFFER
-
-
-def _table(runs: Sequence[_Run], differences: Sequence[Sequence[Difference | None]]) -> Table:
-    table = Table()
+def _table(runs: Sequence[_Recorded], differences: Sequence[Sequence[Difference | None]]) -> Table:
     several = max(len(run.trainers) for run in runs) > 1
-    kept = ("keep",) if runs[0].way.tells_keep else ()
+    kept = ("placement",) if runs[0].way.tells_placement else ()
     headings = ("devices", *kept, "steps", "last loss", "last fingerprint", "bits")
-    for heading in (("trainer",) if several else ()) + headings:
-        table.add_column(heading)
+    table = Table(*(["trainer"] if several else []), *headings)
     for trainer in range(len(runs[0].trainers)):
         for number, (run, found) in enumerate(zip(runs, differences, strict=True)):
             # A run may have made fewer than the first, which the caller reports after the table.
@@ -494,20 +475,20 @@ def _table(runs: Sequence[_Run], differences: Sequence[Sequence[Difference | Non
     return table
 
 
-def _row(run: _Run, trainer: int, found: Difference | None, *, reference: bool) -> list[str]:
+def _row(run: _Recorded, trainer: int, found: Difference | None, *, reference: bool) -> list[str]:
     last = run.trainers[trainer][-1]
     verdict = "reference" if reference else "the same"
     if found is not None:
         verdict = f"differ from step {found.step}"
     loss = "" if last["loss"] is None else f"{last['loss']:.6g}"
-    kept = [run.way.keep] if run.way.tells_keep else []
+    kept = [run.way.placement] if run.way.tells_placement else []
     return [str(run.way.devices), *kept, str(last["step"]), loss, last["fingerprint"], verdict]
 
 
-def _read_ways(devices: str, keep: str) -> list[_Way]:
-    kept = [part.strip() for part in keep.split(",")]
+def _read_ways(devices: str, placement: str) -> list[_Way]:
+    kept = [part.strip() for part in placement.split(",")]
     for each in kept:
-        RunOptions(keep=each)  # to be refused before anything runs
+        RunOptions(placement=each)  # to be refused before anything runs
     on = "cpu:" if devices.strip().startswith("cpu:") else ""
     counts = [part.strip().removeprefix(on) for part in devices.split(",")]
     usable = all(part.isdecimal() and int(part) > 0 for part in counts)
@@ -515,29 +496,20 @@ def _read_ways(devices: str, keep: str) -> list[_Way]:
         raise ValueError(
             f"--devices {devices!r}: expected two or more counts, such as 1,2,3 or cpu:1,2,3"
         )
-    # With `stages:2`, an odd number of devices makes no whole lines.
-    ways = [
-        _Way(int(count), each, tells_keep=len(kept) > 1, on=on)
-        for each in kept
-        for count in counts
-        if _makes_lines(each, int(count))
-    ]
+    ways: list[_Way] = []
+    for each, count in product(kept, map(int, counts)):
+        # With `pipeline:2`, an odd number of devices makes no whole pipelines.
+        with suppress(ValueError):
+            RunOptions(placement=each).pipeline_of(count)
+            ways.append(_Way(count, each, tells_placement=len(kept) > 1, on=on))
     for each in kept:
-        if not any(way.keep == each for way in ways):
+        if not any(way.placement == each for way in ways):
             raise ValueError(
-                f"--keep {each}: expected a multiple of that among --devices {devices}"
+                f"--placement {each}: expected a multiple of that among --devices {devices}"
             )
     if len(ways) < 2:
         raise ValueError(
-            f"--devices {devices} --keep {keep}: expected two ways to compare, got one"
+            f"--devices {devices} --placement {placement}: expected two ways to compare, got one"
         )
     select_devices(f"{on}{max(way.devices for way in ways)}")  # likewise
     return ways
-
-
-def _makes_lines(keep: str, devices: int) -> bool:
-    try:
-        RunOptions(keep=keep).line_of(devices)
-    except ValueError:
-        return False
-    return True

@@ -27,8 +27,7 @@ import torch
 
 from onefold.core.counting import Count, count_of
 from onefold.core.shard import Plan, cut_bounds
-from onefold.core.sharing import OwnLength, Shared
-from onefold.core.structure import has_fields, parts_of, with_parts
+from onefold.core.structure import OwnLength, Shared, has_fields, parts_of, with_parts
 
 __all__ = ["DataPass", "ShardedBatch", "checked_dim", "cut_batch", "map_parts", "move"]
 

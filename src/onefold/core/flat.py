@@ -15,6 +15,18 @@ A section is a view of memory that somebody else allocated, perhaps shared with 
 view of an entry, a piece or a chunk aliases its section: writing to one writes to all of them, and
 in-place additions rely on that. The layout is computed from names, shapes, dtypes and strides
 alone, so that every process finds a tensor at the same offset without asking the others.
+
+Note: what is checked
+---------------------
+All parameters must be finite: a single one that is not spoils every step that follows. Buffers may
+hold infinities on purpose (a mask), and a NaN that was there when the run began (a value that is
+not known yet); a NaN that appears later is refused, because a running mean never gets rid of one.
+The optimizer's state is not checked: a NaN in it reaches the parameters in the same step, and
+infinities are legitimate there.
+
+A sum is not finite if one of its terms is not, so a single pass of additions, without a mask the
+size of the model, proves that all is well. Only where the sum itself is not finite, which may be an
+overflow of finite terms, are the terms looked at one by one.
 """
 
 from __future__ import annotations
@@ -27,7 +39,6 @@ from typing import NamedTuple
 import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
-from onefold.core.names import own_name
 from onefold.system.compat import copy_each
 
 __all__ = [
@@ -36,14 +47,18 @@ __all__ = [
     "Layout",
     "Piece",
     "aligned",
+    "all_finite",
     "bits_of",
     "dense_stride",
     "extent",
     "fingerprint_of",
+    "first_not_finite",
     "is_dense",
     "laid_out",
     "lay_out",
     "named_tensors",
+    "names_with_nan",
+    "own_name",
     "same_bits",
     "storage_order",
     "tensor_digests",
@@ -357,3 +372,66 @@ def _digest(tensor: torch.Tensor) -> str:
     text = hashlib.blake2b(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), digest_size=16)
     text.update(bits_of(tensor.cpu()).numpy().data)
     return text.hexdigest()
+
+
+_COMPILED = "_orig_mod"
+"""The name under which torch.compile holds the module that it wraps."""
+
+
+def own_name(name: str) -> str:
+    """The name that a parameter or buffer would have if nothing were compiled.
+
+    >>> own_name("_orig_mod.encoder._orig_mod.weight")
+    'encoder.weight'
+    """
+    # The last word is the tensor's own name, which a user is free to choose: only modules are
+    # wrapped.
+    *path, last = name.split(".")
+    return ".".join([*(word for word in path if word != _COMPILED), last])
+
+
+def all_finite(values: torch.Tensor) -> bool:
+    """Whether no element is NaN or infinite; whole numbers are always finite."""
+    if not (values.dtype.is_floating_point or values.dtype.is_complex) or not values.numel():
+        return True
+    # The second look is only taken if the sum fails: see the note on what is checked.
+    return bool(torch.isfinite(_sum(values))) or bool(torch.isfinite(_wide(values)).all())
+
+
+def first_not_finite(
+    sections: Iterable[torch.Tensor], tensors: Mapping[str, torch.Tensor]
+) -> str | None:
+    """The name of the first tensor that is not finite.
+
+    Args:
+        sections: flat tensors in which all values lie.
+        tensors: the same values by name; searched only if a section is not finite.
+    """
+    # A few large sections are checked in far fewer kernels than thousands of small parameters.
+    if all(map(all_finite, sections)):
+        return None
+    return next((name for name, value in tensors.items() if not all_finite(value)), None)
+
+
+def names_with_nan(tensors: Mapping[str, torch.Tensor]) -> set[str]:
+    """The names of the tensors that hold a NaN; infinities do not count."""
+    # Nearly always the cheap sum settles it, and no mask of a whole tensor is allocated.
+    return {
+        name
+        for name, value in tensors.items()
+        if not all_finite(value) and bool(torch.isnan(_wide(value)).any())
+    }
+
+
+def _sum(values: torch.Tensor) -> torch.Tensor:
+    """Add up all values, () in a dtype that small types do not overflow."""
+    # `sum(dtype=)` widens while it adds; `.float()` would first copy the tensor at twice its size.
+    if values.dtype in (torch.float16, torch.bfloat16):
+        return values.detach().sum(dtype=torch.float32)
+    return _wide(values).sum()
+
+
+def _wide(values: torch.Tensor) -> torch.Tensor:
+    """The same values in a dtype that has all the kernels used here, which float8 has not."""
+    values = values.detach()
+    return values.float() if values.dtype.is_floating_point and values.itemsize < 4 else values

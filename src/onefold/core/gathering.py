@@ -3,7 +3,7 @@
 `SyncBatchNorm` gathers by it, and normalises by the whole batch.
 
 What is done with a tensor is up to the `Gatherer` of the shard that is being computed; those of a
-step that joins shards are in `onefold.engine.together`.
+step that joins shards are in `onefold.step.joint`.
 
 Note: one place for the whole process
 -------------------------------------

@@ -27,10 +27,13 @@ _LENGTH_BYTES = 8
 _DEEPEST = 50
 """How many containers may be nested in each other; each takes up to three levels of JSON."""
 
-_SEQUENCES: dict[str, type] = {"tuple": tuple, "set": set, "deque": deque}
 _NUMBERS = "biuf"
 """The kinds of arrays that can be written: booleans, whole numbers, floating-point numbers."""
+_SEQUENCES: dict[str, type] = {"tuple": tuple, "set": set, "deque": deque}
 _MAPPINGS: dict[str, type] = {"dict": dict, "counter": Counter, "ordered dict": OrderedDict}
+_NAMES = {kind: name for name, kind in (_SEQUENCES | _MAPPINGS).items()}
+_DAMAGE = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""What making values of damaged JSON may raise."""
 
 
 def to_json(value: object, what: str) -> Any:
@@ -78,23 +81,28 @@ def _to_json(value: object, what: str, depth: int) -> Any:
     if type(value) is np.ndarray and _is_plain(value.dtype):
         rows = _to_json(value.tolist(), what, depth)
         return {_KIND: "array", "dtype": value.dtype.str, "items": rows}
-    # `type() is` from here on: a subclass may carry state that would be lost without a word.
+    # By `type` from here on: a subclass may carry state that would be lost without a word.
     if type(value) is list:
         return [_to_json(item, f"{what}[{number}]", depth + 1) for number, item in enumerate(value)]
-    for kind, sequence in _SEQUENCES.items():
-        if type(value) is sequence:
-            items: Any = value
-            # The order of a set differs between processes; equal values must give equal bytes.
-            items = sorted(items) if kind == "set" else items
-            written = [_to_json(item, f"{what}[...]", depth + 1) for item in items]
-            return {_KIND: kind, "items": written}
-    for kind, mapping in _MAPPINGS.items():
-        if type(value) is mapping:
-            return _mapping(value, kind, what, depth + 1)  # type: ignore[arg-type]
-    raise TypeError(
-        f"{what} is of type {type(value).__name__}, which a checkpoint cannot hold: expected None, "
-        f"numbers, text, tensors, arrays, or lists, tuples, sets and dicts of these"
-    )
+    if type(value) not in _NAMES:
+        raise TypeError(
+            f"{what} is of type {type(value).__name__}, which a checkpoint cannot hold: expected "
+            f"None, numbers, text, tensors, arrays, or lists, tuples, sets and dicts of these"
+        )
+    if isinstance(value, dict):
+        named = {key: f"{what}[{key!r}]" for key in value}
+        # Only such dicts are JSON objects: JSON would turn other keys into text.
+        if type(value) is dict and _KIND not in value and all(type(key) is str for key in value):
+            return {key: _to_json(item, named[key], depth + 1) for key, item in value.items()}
+        written = [
+            [_to_json(key, f"{what}[...]", depth + 1), _to_json(item, named[key], depth + 1)]
+            for key, item in value.items()
+        ]
+    else:
+        # The order of a set differs between processes; equal values must give equal bytes.
+        items: Any = sorted(value) if isinstance(value, set) else value
+        written = [_to_json(item, f"{what}[...]", depth + 1) for item in items]
+    return {_KIND: _NAMES[type(value)], "items": written}
 
 
 def to_bytes(value: object) -> bytes:
@@ -122,14 +130,7 @@ def from_json(value: Any) -> Any:
     """
     try:
         return _from_json(value)
-    except (
-        AttributeError,
-        LookupError,
-        OverflowError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-    ) as error:
+    except _DAMAGE as error:
         reason = (str(error) or type(error).__name__).partition("\n")[0]
         raise ValueError(f"a value is not as a checkpoint has it: {reason}") from error
 
@@ -139,51 +140,25 @@ def _from_json(value: Any) -> Any:
         return [_from_json(item) for item in value]
     if not isinstance(value, dict):
         return value
-    kind = value.get(_KIND)
-    # A user's dict that happens to have our key never gets here as it is: `_mapping` writes such a
+    kind: Any = value.get(_KIND)
+    # A user's dict that happens to have our key never gets here as it is: `to_json` writes such a
     # dict as pairs.
     if kind is None:
         return {key: _from_json(item) for key, item in value.items()}
     if kind == "float":
         return float(value["items"])
-    if kind == "tensor":
-        return torch.tensor(_from_json(value["items"]), dtype=_dtype(value["dtype"]))
-    if kind == "array":
-        return np.array(_from_json(value["items"]), dtype=_array_dtype(value["dtype"]))
+    # The dtype is the file's: `getattr` may find anything in torch, so only a dtype is let through.
+    if kind == "tensor" and isinstance(getattr(torch, value["dtype"]), torch.dtype):
+        return torch.tensor(_from_json(value["items"]), dtype=getattr(torch, value["dtype"]))
+    if kind == "array" and _is_plain(np.dtype(str(value["dtype"]))):
+        return np.array(_from_json(value["items"]), dtype=str(value["dtype"]))
     if kind in _SEQUENCES:
         return _SEQUENCES[kind](_from_json(item) for item in value["items"])
-    if kind not in _MAPPINGS:
-        raise ValueError(f"there is no kind of value {kind!r}")
-    pairs = [(_from_json(key), _from_json(item)) for key, item in value["items"]]
-    return _MAPPINGS[kind](dict(pairs))
-
-
-def _dtype(name: str) -> torch.dtype:
-    # The name is the file's: `getattr` may find anything in torch, so only a dtype is let through.
-    dtype = getattr(torch, name)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"there is no type of tensor {name!r}")
-    return dtype
+    if kind in _MAPPINGS:
+        return _MAPPINGS[kind]({_from_json(key): _from_json(item) for key, item in value["items"]})
+    raise ValueError(f"there is no kind of value {kind!r}")
 
 
 def _is_plain(dtype: np.dtype[Any]) -> bool:
     # Wider numbers would not survive as numbers of Python.
     return dtype.kind in _NUMBERS and dtype.itemsize <= 8
-
-
-def _array_dtype(name: str) -> np.dtype[Any]:
-    dtype = np.dtype(str(name))
-    if not _is_plain(dtype):
-        raise ValueError(f"there is no type of array {name!r}")
-    return dtype
-
-
-def _mapping(value: dict[Any, Any], kind: str, what: str, depth: int) -> dict[str, Any]:
-    # Only plain dicts with text for keys are JSON objects: JSON would turn other keys into text.
-    if kind == "dict" and _KIND not in value and all(type(key) is str for key in value):
-        return {key: _to_json(item, f"{what}[{key!r}]", depth) for key, item in value.items()}
-    pairs = [
-        [_to_json(k, f"{what}[...]", depth), _to_json(v, f"{what}[{k!r}]", depth)]
-        for k, v in value.items()
-    ]
-    return {_KIND: kind, "items": pairs}

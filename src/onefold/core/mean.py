@@ -37,8 +37,8 @@ from onefold.system.compat import version_of
 __all__ = [
     "PASS",
     "Contribution",
+    "LossTerms",
     "Mean",
-    "Means",
     "Sum",
     "seeing_whole_batch",
     "sees_whole_batch",
@@ -94,10 +94,10 @@ class _Arithmetic(ABC):
     def _plain(self) -> torch.Tensor:
         """() the scalar that a plain loop has in its place, if this is of the whole batch."""
 
-    def __add__(self, other: object) -> Means:
+    def __add__(self, other: object) -> LossTerms:
         if not isinstance(other, _Arithmetic):
             raise self._cannot_add(other)
-        added = Means(self.terms + other.terms)
+        added = LossTerms(self.terms + other.terms)
         return _with_whole(added, self._plain() + other._plain()) if PASS.whole else added
 
     def __radd__(self, other: object) -> Self:
@@ -106,7 +106,7 @@ class _Arithmetic(ABC):
             raise self._cannot_add(other)
         return self
 
-    def __sub__(self, other: object) -> Means:
+    def __sub__(self, other: object) -> LossTerms:
         if not isinstance(other, _Arithmetic):
             raise self._cannot_add(other)
         return self + -other
@@ -203,7 +203,7 @@ class Sum(_Arithmetic):
 
 
 @dataclass(frozen=True, slots=True)
-class Means(_Arithmetic):
+class LossTerms(_Arithmetic):
     """Several terms, each with its own weight: the result of adding `Mean` and `Sum`.
 
     The value over the whole batch is the sum of the terms' values over the whole batch.
@@ -217,8 +217,8 @@ class Means(_Arithmetic):
     """The terms, added up from left to right."""
     _whole: torch.Tensor | None = field(init=False, default=None, repr=False, compare=False)
 
-    def _changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Means:
-        changed = Means(tuple(term._changed(change) for term in self.terms))
+    def _changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> LossTerms:
+        changed = LossTerms(tuple(term._changed(change) for term in self.terms))
         return _with_whole(changed, _changed_whole(self, change))
 
     def _plain(self) -> torch.Tensor:
@@ -227,7 +227,7 @@ class Means(_Arithmetic):
         return functools.reduce(torch.add, [term._plain() for term in self.terms])
 
 
-_Whole = TypeVar("_Whole", Mean, Means)
+_Whole = TypeVar("_Whole", Mean, LossTerms)
 
 
 def mean_of_whole(value: torch.Tensor, weight: torch.Tensor | float) -> Mean:
@@ -252,7 +252,7 @@ def _with_whole(term: _Whole, value: torch.Tensor | None) -> _Whole:
 
 
 def _changed_whole(
-    term: Mean | Means, change: Callable[[torch.Tensor], torch.Tensor]
+    term: Mean | LossTerms, change: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor | None:
     return None if term._whole is None else change(term._whole)
 
@@ -379,7 +379,7 @@ def weigh(result: object, samples: int, what: str) -> Contribution:
     if not isinstance(result, torch.Tensor):
         if isinstance(result, Mean | Sum):
             return _weigh_term(result, what)
-        if isinstance(result, Means):
+        if isinstance(result, LossTerms):
             return _weigh_terms(result, what)
         raise LossError(
             f"{what}: expected a tensor of shape ({samples},), a scalar tensor, onefold.Mean or "
@@ -406,13 +406,15 @@ def weigh(result: object, samples: int, what: str) -> Contribution:
     )
 
 
-def _weigh_terms(means: Means, what: str) -> Contribution:
+def _weigh_terms(means: LossTerms, what: str) -> Contribution:
     if not isinstance(means.terms, tuple) or not means.terms:
-        raise LossError(f"{what}: expected a tuple of terms in onefold.Means, got {means.terms!r}")
+        raise LossError(
+            f"{what}: expected a tuple of terms in onefold.LossTerms, got {means.terms!r}"
+        )
     for term in means.terms:
         if not isinstance(term, Mean | Sum):
             raise LossError(
-                f"{what}: the terms of onefold.Means must be onefold.Mean or onefold.Sum, got "
+                f"{what}: the terms of onefold.LossTerms must be onefold.Mean or onefold.Sum, got "
                 f"{type(term).__name__}"
             )
     # Errors count terms from 1, in the order in which the user added them.
@@ -426,7 +428,7 @@ def _weigh_terms(means: Means, what: str) -> Contribution:
     return Contribution(root, share=1.0, weight=math.nan, kind="means", terms=tuple(parts))
 
 
-def _untouched(term: Mean | Means) -> torch.Tensor | None:
+def _untouched(term: Mean | LossTerms) -> torch.Tensor | None:
     """The value over the whole batch, where it is known and still that of the totals."""
     # A total that the script has written to says something else now.
     totals = [each.total for each in term.terms]

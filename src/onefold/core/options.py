@@ -14,8 +14,8 @@ DEFAULT_GRACE_S = 60.0
 
 ExchangeName = Literal["auto", "shared", "collective"]
 
-KeepName = Literal["all", "span", "host", "stages"]
-"""What a device keeps of a model: all of it, its span, nothing between uses, or some stages."""
+PlacementName = Literal["replicate", "shard", "offload", "pipeline"]
+"""Where the parameters of a model lie: on each device, partitioned, on the host, or by stage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,9 +36,9 @@ class RunOptions:
     """Number of steps from one checkpoint to the next; 0 if time alone decides."""
     every_s: float = 0.0
     """Seconds from one checkpoint to the next; 0 if steps alone decide."""
-    keep: str = "all"
+    placement: str = "replicate"
     """What of the model's parameters, gradients and optimizer state each device keeps: a
-    `KeepName`, or ``stages:N`` for lines of N devices side by side."""
+    `PlacementName`, or ``pipeline:N`` for pipelines of N devices side by side."""
     home: str = ""
     """Folder of the file that has the model if devices do not keep all of it; empty for that of
     temporary files."""
@@ -92,11 +92,11 @@ class RunOptions:
             raise ValueError("restarts go on from the last checkpoint: name a directory for them")
         if self.restarts_with not in ("same", "fewer"):
             raise ValueError(f"expected restarts_with same or fewer, got {self.restarts_with!r}")
-        if not _is_keep(self.keep):
+        if not _is_placement(self.placement):
             raise ValueError(
-                f"expected keep to be one of {', '.join(get_args(KeepName))}, got {self.keep!r}; "
-                f"how many checkpoints are kept is --keep-last, and lines of 2 devices or more "
-                f"side by side are stages:2 and so on"
+                f"expected placement to be one of {', '.join(get_args(PlacementName))}, got "
+                f"{self.placement!r}; how many checkpoints are kept is --keep-last, and pipelines "
+                f"of 2 devices or more side by side are pipeline:2 and so on"
             )
         if self.exchange not in ("auto", "shared", "collective"):
             raise ValueError(
@@ -104,30 +104,31 @@ class RunOptions:
             )
 
     @property
-    def keeps(self) -> KeepName:
-        """What each device keeps, without a number behind it."""
-        name: KeepName = self.keep.partition(":")[0]  # type: ignore[assignment]  # checked above
+    def placement_name(self) -> PlacementName:
+        """The placement, without a number behind it."""
+        name: PlacementName = self.placement.partition(":")[0]  # type: ignore[assignment]  # checked above
         return name
 
-    def line_of(self, devices: int) -> int:
-        """How many devices compute a shard together if a run has so many; 1 without lines.
+    def pipeline_of(self, devices: int) -> int:
+        """How many devices compute a shard together if a run has so many; 1 without a
+        pipeline.
 
         Raises:
-            ValueError: the devices do not make whole lines.
+            ValueError: the devices do not make whole pipelines.
 
-        >>> RunOptions(keep="stages").line_of(4), RunOptions(keep="stages:2").line_of(4)
-        (4, 2)
+        >>> RunOptions(placement="pipeline:2").pipeline_of(4)
+        2
         """
-        name, _, number = self.keep.partition(":")
-        if name != "stages":
+        name, _, number = self.placement.partition(":")
+        if name != "pipeline":
             return 1
-        line = int(number or devices)
-        if devices % line:
+        pipeline = int(number or devices)
+        if devices % pipeline:
             raise ValueError(
-                f"expected a number of devices that is a multiple of {line} with --keep "
-                f"{self.keep}, which makes lines of {line} devices, got {devices}"
+                f"expected a number of devices that is a multiple of {pipeline} with --placement "
+                f"{self.placement}, which makes pipelines of {pipeline} devices, got {devices}"
             )
-        return line
+        return pipeline
 
     @property
     def may_stop(self) -> bool:
@@ -135,9 +136,9 @@ class RunOptions:
         return self.saves or bool(self.checkpoint) or bool(self.stop_signals)
 
 
-def _is_keep(keep: object) -> bool:
-    if not isinstance(keep, str):
+def _is_placement(placement: object) -> bool:
+    if not isinstance(placement, str):
         return False
-    name, colon, number = keep.partition(":")
-    lines = name == "stages" and number.isascii() and number.isdecimal() and int(number) >= 2
-    return name in get_args(KeepName) and (lines or not colon)
+    name, colon, number = placement.partition(":")
+    lines = name == "pipeline" and number.isascii() and number.isdecimal() and int(number) >= 2
+    return name in get_args(PlacementName) and (lines or not colon)

@@ -74,10 +74,10 @@ class Plan:
     """
 
     counts: tuple[int, ...]
-    """Number of shards of each device; a device with none merely updates its span."""
+    """Number of shards of each device; a device with none merely updates its partition."""
     in_rounds: bool = False
     """Whether the devices take the shards in turn."""
-    line: int = 1
+    pipeline: int = 1
     """How many devices compute a shard together, the one that has it and those after it."""
     shards: int = field(init=False, repr=False, compare=False)
     """How many shards every batch is cut into (V)."""
@@ -90,9 +90,9 @@ class Plan:
                 f"a plan gives every device zero or more shards, at least one in all; "
                 f"got {self.counts}"
             )
-        if any(count for device, count in enumerate(self.counts) if device % self.line):
+        if any(count for device, count in enumerate(self.counts) if device % self.pipeline):
             raise ValueError(
-                f"a plan gives shards to the first device of each line of {self.line}; "
+                f"a plan gives shards to the first device of each pipeline of {self.pipeline}; "
                 f"got {self.counts}"
             )
 
@@ -111,26 +111,26 @@ class Plan:
         return cls(tuple(stop - start for start, stop in cut_bounds(shards, devices)))
 
     @classmethod
-    def in_lines(cls, *, shards: int, devices: int, line: int) -> Plan:
-        """Have the devices of each line compute shards together: the first one of it has them.
+    def in_pipelines(cls, *, shards: int, devices: int, pipeline: int) -> Plan:
+        """Have the devices of each pipeline compute shards together: the first one of it has them.
 
         Raises:
             ValueError: there are more lines than shards.
 
-        >>> Plan.in_lines(shards=4, devices=2, line=2).read_by(1)
+        >>> Plan.in_pipelines(shards=4, devices=2, pipeline=2).read_by(1)
         (0, 1, 2, 3)
-        >>> Plan.in_lines(shards=5, devices=4, line=2).counts
+        >>> Plan.in_pipelines(shards=5, devices=4, pipeline=2).counts
         (3, 0, 2, 0)
         """
-        lines = devices // line
-        if lines > shards:
+        pipelines = devices // pipeline
+        if pipelines > shards:
             raise ValueError(
-                f"{lines} lines of devices cannot share {shards} shards: a shard is never divided. "
+                f"{pipelines} pipelines cannot share {shards} shards: a shard is never divided. "
                 f"Use at most {shards} lines, or give Trainer more shards"
             )
         counts = [0] * devices
-        counts[::line] = [stop - start for start, stop in cut_bounds(shards, lines)]
-        return cls(tuple(counts), in_rounds=True, line=line)
+        counts[::pipeline] = [stop - start for start, stop in cut_bounds(shards, pipelines)]
+        return cls(tuple(counts), in_rounds=True, pipeline=pipeline)
 
     @classmethod
     def given(cls, counts: Sequence[int], *, shards: int, devices: int) -> Plan:
@@ -161,23 +161,23 @@ class Plan:
         return range(start, start + self.counts[device])
 
     def read_by(self, device: int) -> Sequence[int]:
-        """The shards of which ``device`` needs the samples: its own, or those of its line."""
-        return self.shards_of(device // self.line * self.line)
+        """The shards of which ``device`` needs the samples: its own, or those of its pipeline."""
+        return self.shards_of(device // self.pipeline * self.pipeline)
 
     def column_of(self, device: int) -> range:
-        """The devices that compute the same as ``device``, one in each line.
+        """The devices that compute the same as ``device``, one in each pipeline.
 
-        >>> list(Plan.in_lines(shards=4, devices=6, line=2).column_of(3))
+        >>> list(Plan.in_pipelines(shards=4, devices=6, pipeline=2).column_of(3))
         [1, 3, 5]
         """
-        return range(device % self.line, self.devices, self.line)
+        return range(device % self.pipeline, self.devices, self.pipeline)
 
     def in_a_row(self) -> Plan:
         """Make the plan in which each device's shards are neighbours, and it has them for itself.
 
-        The counts are the same, except of lines: what goes through those is shared out evenly.
+        The counts are the same, except of pipelines: what goes through those is shared out evenly.
         """
-        if self.line == 1:
+        if self.pipeline == 1:
             return Plan(self.counts)
         return Plan(tuple(stop - start for start, stop in cut_bounds(self.shards, self.devices)))
 

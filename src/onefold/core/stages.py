@@ -1,11 +1,11 @@
-"""Where a model may be cut into stages, and how a line of devices computes these. Pure.
+"""Where a model may be cut into stages, and how a pipeline computes these. Pure.
 
-`Stages` records which of the model's parameters lie in which stage. `cut_line` decides which stages
-each device of a line has, and `moves` in which order it computes.
+`Stages` records which of the model's parameters lie in which stage. `cut_pipeline` decides which
+stages each device of a pipeline has, and `moves` in which order it computes.
 
-The first device of a line computes the beginning of the model, the next one goes on with what it
-was given, and the last one has the loss; backward goes the same way back. A device begins with as
-many forward passes as there are devices behind it, and from then on takes one back for each one
+The first device of a pipeline computes the beginning of the model, the next one goes on with what
+it was given, and the last one has the loss; backward goes the same way back. A device begins with
+as many forward passes as there are devices behind it, and from then on takes one back for each one
 forth, so that it never has more shards under way than there are devices from it on. This order is
 known as 1F1B (Narayanan et al., 2019, "PipeDream: generalized pipeline parallelism for DNN
 training").
@@ -22,7 +22,7 @@ import torch
 
 from onefold.core.flat import Layout, Piece, aligned
 
-__all__ = ["ROOT", "Move", "StageLayout", "Stages", "cut_line", "in_groups", "moves", "waiting"]
+__all__ = ["ROOT", "Move", "StageLayout", "Stages", "cut_pipeline", "in_groups", "moves", "waiting"]
 
 
 ROOT = 0
@@ -38,11 +38,11 @@ class Stages:
     stage_of: tuple[int, ...]
     """For each trained parameter, in the order of their layout, the number of its stage."""
     places: tuple[int, ...] = ()
-    """For each stage, the place of the device that computes it, in a line of several devices;
+    """For each stage, the place of the device that computes it, in a pipeline of several devices;
     empty where every device computes all stages."""
 
     @property
-    def line(self) -> int:
+    def pipeline(self) -> int:
         """How many devices compute the model together."""
         return max(self.places, default=0) + 1
 
@@ -117,11 +117,11 @@ class Move(Enum):
 
 
 def moves(place: int, devices: int, count: int) -> Iterator[tuple[Move, int]]:
-    """The order in which one device of a line computes.
+    """The order in which one device of a pipeline computes.
 
     Args:
-        place: of the device in its line, from 0.
-        devices: how many the line has.
+        place: of the device in its pipeline, from 0.
+        devices: how many the pipeline has.
         count: how many shards, or pieces of shards, go through it.
 
     >>> [f"{move.value} {number}" for move, number in moves(0, 2, 3)]
@@ -137,7 +137,7 @@ def moves(place: int, devices: int, count: int) -> Iterator[tuple[Move, int]]:
 
 
 def in_groups(pieces: Sequence[int], devices: int) -> list[tuple[int, int] | None]:
-    """The order in which pieces of shards go through a line.
+    """The order in which pieces of shards go through a pipeline.
 
     A piece begins with what the one before it in its shard has left (random numbers, statistics of
     batch norm), so it begins after that one has been there and back. Meanwhile other shards are
@@ -146,7 +146,7 @@ def in_groups(pieces: Sequence[int], devices: int) -> list[tuple[int, int] | Non
 
     Args:
         pieces: for each shard that has samples, the number of its pieces.
-        devices: how many the line has.
+        devices: how many the pipeline has.
 
     Returns:
         The place of a shard in ``pieces``, and the number of its piece; None for a gap.
@@ -166,7 +166,7 @@ def in_groups(pieces: Sequence[int], devices: int) -> list[tuple[int, int] | Non
 
 
 def waiting(devices: int, count: int) -> float:
-    """How much longer a step of an even line takes than the work of one of its devices.
+    """How much longer a step of an even pipeline takes than the work of one of its devices.
 
     >>> waiting(4, 8)
     0.375
@@ -174,25 +174,25 @@ def waiting(devices: int, count: int) -> float:
     return (devices - 1) / count
 
 
-def cut_line(sizes: Sequence[int], devices: int) -> tuple[int, ...]:
-    """Share stages out to the devices of a line, each a row of neighbours of about the same size.
+def cut_pipeline(sizes: Sequence[int], devices: int) -> tuple[int, ...]:
+    """Divide stages among the devices of a pipeline: for each a row of about the same size.
 
     Args:
         sizes: of the stages in bytes, in the order of the model.
         devices: how many there are.
 
     Returns:
-        The place in the line of each stage, such that the largest share is as small as can be.
+        The place in the pipeline of each stage, such that the largest share is as small as can be.
 
     Raises:
         ValueError: there are fewer stages than devices.
 
-    >>> cut_line((5, 1, 1, 1, 4), 3)
+    >>> cut_pipeline((5, 1, 1, 1, 4), 3)
     (0, 1, 1, 1, 2)
     """
     if not 1 <= devices <= len(sizes):
         raise ValueError(
-            f"expected a stage or more for each device of a line, got {len(sizes)} stages and "
+            f"expected a stage or more for each device of a pipeline, got {len(sizes)} stages and "
             f"{devices} devices: use fewer devices, or name more stages with Trainer(stages=[...])"
         )
     starts = [0, *_ends(sizes, devices, _least_limit(sizes, devices))]

@@ -1,6 +1,6 @@
 """The sizes of everything that the devices of a run share, and how a layout is cut. Pure.
 
-A layout is cut into pieces, these into a span for each device, and spans into chunks.
+A layout is cut into pieces, these into a partition for each device, and partitions into chunks.
 
 Of `Frozen` parameters each device may keep a part, as it does of the trained ones. Nothing is
 computed from the bounds of these parts, so that they may depend on the devices. Their pieces are
@@ -12,7 +12,8 @@ An optimizer kernel is free to treat the tail of a tensor differently from its m
 of an update may depend on where a slice begins and ends. If parameters were cut according to the
 number of devices, so would the bits be. Therefore every parameter is first cut into *pieces* whose
 bounds depend on the model alone: multiples of 1024 elements from the parameter's start. The
-optimizer always sees pieces, even on one device, and a *span* is a contiguous run of whole pieces.
+optimizer always sees pieces, even on one device, and a *partition* is a contiguous run of whole
+pieces.
 """
 
 from __future__ import annotations
@@ -25,19 +26,19 @@ import torch
 
 from onefold.core.flat import Chunk, Layout, Piece, aligned
 from onefold.core.fold import max_blocks
-from onefold.core.precision import added_up_in
+from onefold.core.settings import added_up_in
 from onefold.core.stages import StageLayout, Stages
 from onefold.core.values import MOST
 
 __all__ = [
-    "BoardShape",
     "Frozen",
     "Storage",
+    "TableShape",
     "cut_chunks",
+    "cut_partitions",
+    "cut_partitions_by_stage",
+    "cut_partitions_in_pipelines",
     "cut_pieces",
-    "cut_spans",
-    "cut_spans_by_stage",
-    "cut_spans_in_lines",
 ]
 
 
@@ -112,9 +113,9 @@ class Storage:
         """Whether that is so for one trained parameter."""
         return self.masters.dtype_of(number) != self.parameters.dtype_of(number)
 
-    def pieces_of(self, span: Sequence[int]) -> tuple[Piece, ...]:
-        """The pieces of a span, which is given by their numbers."""
-        return tuple(self.pieces[number] for number in span)
+    def pieces_of(self, partition: Sequence[int]) -> tuple[Piece, ...]:
+        """The pieces of a partition, which is given by their numbers."""
+        return tuple(self.pieces[number] for number in partition)
 
     @property
     def slots(self) -> int:
@@ -133,7 +134,7 @@ class Storage:
             raise ValueError("expected a model that is cut into stages")
         return StageLayout(self.gradients, self.pieces, self.stages)
 
-    def lent_layout(self) -> StageLayout:
+    def sharded_layout(self) -> StageLayout:
         """Where the parameters of a stage lie in memory that holds it while it is needed.
 
         The trained ones come first, and then the frozen ones of which devices keep parts.
@@ -146,30 +147,30 @@ class Storage:
         if self.frozen is None:
             return StageLayout(self.parameters, self.pieces, self.stages)
         layout = side_by_side(self.parameters, self.frozen.layout)
-        return StageLayout(layout, self.lent_pieces(), self.frozen.after(self.stages))
+        return StageLayout(layout, self.sharded_pieces(), self.frozen.after(self.stages))
 
-    def lent_pieces(self) -> tuple[Piece, ...]:
-        """The pieces of what `lent_layout` lays out."""
+    def sharded_pieces(self) -> tuple[Piece, ...]:
+        """The pieces of what `sharded_layout` lays out."""
         if self.frozen is None:
             return self.pieces
         return self.pieces + self.frozen.counted_on(len(self.parameters.entries))
 
-    def kept(self, spans: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
-        """For each device, which pieces of `lent_pieces` it keeps.
+    def kept(self, partitions: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+        """For each device, which pieces of `sharded_pieces` it keeps.
 
         Args:
-            spans: for each device, the pieces of the trained parameters that it updates.
+            partitions: for each device, the pieces of the trained parameters that it updates.
         """
         if self.frozen is None:
-            return [tuple(span) for span in spans]
+            return [tuple(partition) for partition in partitions]
         first = len(self.pieces)
-        pairs = zip(spans, self.frozen.spans, strict=True)
-        return [(*span, *(first + number for number in frozen)) for span, frozen in pairs]
+        pairs = zip(partitions, self.frozen.partitions, strict=True)
+        return [(*partition, *(first + number for number in frozen)) for partition, frozen in pairs]
 
     @property
-    def board(self) -> BoardShape:
-        """The sizes of the board."""
-        return BoardShape(
+    def table(self) -> TableShape:
+        """The sizes of the table."""
+        return TableShape(
             devices=self.devices,
             shards=self.shards,
             parameters=len(self.parameters.entries),
@@ -178,8 +179,8 @@ class Storage:
 
 
 @dataclass(frozen=True, slots=True)
-class BoardShape:
-    """The numbers that determine the size of a board."""
+class TableShape:
+    """The numbers that determine the size of a table."""
 
     devices: int
     shards: int
@@ -218,7 +219,7 @@ class Frozen:
     """The stage of each; none is of the root."""
     pieces: tuple[Piece, ...]
     """What they are cut into."""
-    spans: tuple[tuple[int, ...], ...]
+    partitions: tuple[tuple[int, ...], ...]
     """For each device, the pieces that it keeps, in ascending order: of each stage neighbours."""
 
     @classmethod
@@ -230,17 +231,17 @@ class Frozen:
         Args:
             layout: of all of them together.
             stage_of: the stage of each.
-            places: for each stage, the place of a device that computes it in its line; none where
-                every device computes all stages.
+            places: for each stage, the place of a device that computes it in its pipeline; none
+                where every device computes all stages.
             devices: how many there are.
         """
         pieces = cut_pieces(layout, by_element=True)
         if places:
-            lines = devices // (max(places) + 1)
-            spans = cut_spans_in_lines(pieces, stage_of, places, lines)
+            pipelines = devices // (max(places) + 1)
+            partitions = cut_partitions_in_pipelines(pieces, stage_of, places, pipelines)
         else:
-            spans = cut_spans_by_stage(pieces, stage_of, devices)
-        return cls(layout, stage_of, pieces, spans)
+            partitions = cut_partitions_by_stage(pieces, stage_of, devices)
+        return cls(layout, stage_of, pieces, partitions)
 
     def after(self, stages: Stages) -> Stages:
         """The stages of the trained parameters, and then of these."""
@@ -262,7 +263,7 @@ def side_by_side(one: Layout, other: Layout) -> Layout:
 _PIECE_MULTIPLE_NUMEL = 1024
 # Smaller pieces would cost the optimizer more in calls of kernels than they even out.
 _SMALLEST_PIECE_NUMEL = 16 * 1024
-# Enough to give each of many devices an even span, few enough to loop over in every step.
+# Enough to give each of many devices an even partition, few enough to loop over in every step.
 _PIECES_OF_A_MODEL = 256
 # What is moved or added at a time still lies in the cache when its next operand arrives.
 _CHUNK_BYTES = 4 << 20
@@ -279,8 +280,8 @@ def cut_pieces(layout: Layout, *, by_element: bool) -> tuple[Piece, ...]:
     total = sum(entry.numel for entry in layout.entries)
     step = -(-total // (_PIECES_OF_A_MODEL * _PIECE_MULTIPLE_NUMEL)) * _PIECE_MULTIPLE_NUMEL
     step = max(step, _SMALLEST_PIECE_NUMEL)
-    # By section: a span then covers few long stretches rather than jumping between dtypes. The sort
-    # is stable, so offsets stay in order within a section.
+    # By section: a partition then covers few long stretches rather than jumping between dtypes. The
+    # sort is stable, so offsets stay in order within a section.
     ordered = sorted(range(len(layout.entries)), key=lambda i: layout.entries[i].section)
     pieces: list[Piece] = []
     for index in ordered:
@@ -293,7 +294,7 @@ def cut_pieces(layout: Layout, *, by_element: bool) -> tuple[Piece, ...]:
     return tuple(pieces)
 
 
-def cut_spans(pieces: Sequence[Piece], devices: int) -> tuple[range, ...]:
+def cut_partitions(pieces: Sequence[Piece], devices: int) -> tuple[range, ...]:
     """Divide the pieces into one row of neighbours for each device, balanced by elements."""
     total = sum(piece.numel for piece in pieces)
     cuts = [0]
@@ -305,39 +306,39 @@ def cut_spans(pieces: Sequence[Piece], devices: int) -> tuple[range, ...]:
         while len(cuts) < devices and middle >= total * len(cuts) / devices:
             cuts.append(index)
         seen += piece.numel
-    # More devices than pieces: the last devices get empty spans, and merely run their shards.
+    # More devices than pieces: the last devices get empty partitions, and merely run their shards.
     cuts += [len(pieces)] * (devices + 1 - len(cuts))
     return tuple(range(start, stop) for start, stop in pairwise(cuts))
 
 
-def cut_spans_by_stage(
+def cut_partitions_by_stage(
     pieces: Sequence[Piece], stage_of: Sequence[int], devices: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Divide the pieces of every stage as `cut_spans` does, so that each device has a part of each.
+    """Divide the pieces of every stage, as `cut_partitions` does, among all devices.
 
     Args:
         pieces: of the model.
         stage_of: for each entry, the number of its stage.
         devices: how many there are.
     """
-    spans: list[list[int]] = [[] for _ in range(devices)]
+    partitions: list[list[int]] = [[] for _ in range(devices)]
     for stage in sorted(set(stage_of)):
         numbers = [n for n, piece in enumerate(pieces) if stage_of[piece.entry] == stage]
-        cuts = cut_spans([pieces[number] for number in numbers], devices)
-        for span, cut in zip(spans, cuts, strict=True):
-            span += [numbers[place] for place in cut]
-    return tuple(tuple(sorted(span)) for span in spans)
+        cuts = cut_partitions([pieces[number] for number in numbers], devices)
+        for partition, cut in zip(partitions, cuts, strict=True):
+            partition += [numbers[place] for place in cut]
+    return tuple(tuple(sorted(partition)) for partition in partitions)
 
 
-def cut_spans_in_lines(
-    pieces: Sequence[Piece], stage_of: Sequence[int], places: Sequence[int], lines: int
+def cut_partitions_in_pipelines(
+    pieces: Sequence[Piece], stage_of: Sequence[int], places: Sequence[int], pipelines: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Divide the pieces of every stage between the devices that compute it, one in each line.
+    """Divide the pieces of every stage between the devices that compute it, one in each pipeline.
 
     Args:
         pieces: of the model.
         stage_of: for each entry, the number of its stage.
-        places: for each stage, the place in its line of a device that computes it.
+        places: for each stage, the place in its pipeline of a device that computes it.
         lines: how many there are.
 
     Returns:
@@ -346,23 +347,25 @@ def cut_spans_in_lines(
     columns = []
     for place in sorted(set(places)):
         numbers = [n for n, piece in enumerate(pieces) if places[stage_of[piece.entry]] == place]
-        spans = cut_spans_by_stage([pieces[number] for number in numbers], stage_of, lines)
-        columns.append([tuple(numbers[n] for n in span) for span in spans])
-    return tuple(column[line] for line in range(lines) for column in columns)
+        partitions = cut_partitions_by_stage(
+            [pieces[number] for number in numbers], stage_of, pipelines
+        )
+        columns.append([tuple(numbers[n] for n in partition) for partition in partitions])
+    return tuple(column[pipeline] for pipeline in range(pipelines) for column in columns)
 
 
-def cut_chunks(layout: Layout, span: Sequence[Piece]) -> list[Chunk]:
-    """The stretches that a span covers, cut small enough for the processor's cache.
+def cut_chunks(layout: Layout, partition: Sequence[Piece]) -> list[Chunk]:
+    """The stretches that a partition covers, cut small enough for the processor's cache.
 
     Args:
         layout: which the pieces belong to.
-        span: pieces in ascending order, of which some may be left out.
+        partition: pieces in ascending order, of which some may be left out.
     """
     follows = _neighbours(layout)
     stretches: list[Chunk] = []
     before: Piece | None = None
     joins = False
-    for piece in span:
+    for piece in partition:
         entry = layout.entries[piece.entry]
         large = piece.entry if layout.is_large(piece.entry) else None
         start, stop = entry.offset + piece.start, entry.offset + piece.stop

@@ -12,11 +12,22 @@ from __future__ import annotations
 
 import copy
 from collections import UserDict
-from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
-__all__ = ["has_fields", "parts_of", "with_parts"]
+import torch
+
+__all__ = [
+    "OwnLength",
+    "Shared",
+    "has_fields",
+    "parts_of",
+    "put_tensors",
+    "tensors_of",
+    "with_parts",
+    "with_tensors",
+]
 
 
 def has_fields(value: object) -> bool:
@@ -80,3 +91,91 @@ def _with_fields(value: Any, parts: Sequence[Any]) -> Any:
         # Past a frozen class's own method, which refuses.
         object.__setattr__(made, field.name, part)
     return made
+
+
+def tensors_of(value: object) -> Iterator[torch.Tensor]:
+    """The tensors in nested containers, in their order."""
+    if isinstance(value, torch.Tensor):
+        yield value
+        return
+    for _, part in parts_of(value) or ():
+        yield from tensors_of(part)
+
+
+def with_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Make the same containers with other tensors, in the order of `tensors_of`."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if next(tensors_of(value), None) is None:
+        return value
+    parts = parts_of(value) or ()
+    return with_parts(value, [with_tensors(part, change) for _, part in parts])
+
+
+def put_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Put other tensors into containers, in the order of `tensors_of`.
+
+    Lists, dicts and objects stay what they are: others who hold them see what is in them now.
+    """
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if next(tensors_of(value), None) is None:
+        return value
+    parts = [put_tensors(part, change) for _, part in parts_of(value) or ()]
+    if isinstance(value, list):
+        value[:] = parts
+    elif isinstance(value, MutableMapping):
+        value.update(zip(list(value), parts, strict=True))
+    elif has_fields(value) and not isinstance(value, tuple | Mapping):
+        for each, part in zip(fields(value), parts, strict=True):
+            object.__setattr__(value, each.name, part)
+    else:
+        return with_parts(value, parts)
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """A part of a batch that every shard gets whole: times, a grid, a temperature.
+
+    In a batch of the script's own, for `Trainer.step`, `Trainer.gradient` or the rule of
+    `Trainer.batches`. The loss gets what is in it, with its tensors on the device.
+
+    Args:
+        value: tensors or NumPy arrays of any shape, in any containers; anything else goes along.
+
+    >>> def loss(model, batch):
+    ...     return (model(batch["x"]) * batch["scale"]).square().mean(dim=1)
+    >>> trainer = onefold.Trainer(model, optimizer, loss, shards=2)
+    >>> scale = torch.tensor([0.5, 2.0])
+    >>> trainer.step({"x": torch.ones(6, 2), "scale": onefold.Shared(scale)}).samples
+    6
+    """
+
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class OwnLength:
+    """A part of a batch with another number of samples, which is cut into shards by itself.
+
+    Such as the points of a boundary beside those of the inside. The samples of a step are those of
+    what is not wrapped; of the first such part if all is. Return an `onefold.Mean` for each
+    part: a scalar, which is the mean of a shard, is refused where the sizes of shards are not in
+    proportion.
+
+    Args:
+        value: tensors or NumPy arrays, in any containers, alike in the length of ``dim``.
+        dim: the dimension in which the samples lie.
+
+    >>> def loss(model, batch):
+    ...     inside, edge = (model(part).square().mean(dim=1) for part in batch)
+    ...     of_inside = onefold.Mean(inside.sum(), len(inside))
+    ...     return of_inside + onefold.Mean(edge.sum(), len(edge))
+    >>> trainer = onefold.Trainer(model, optimizer, loss, shards=2)
+    >>> trainer.step((torch.ones(6, 2), onefold.OwnLength(torch.ones(3, 2)))).samples
+    6
+    """
+
+    value: Any
+    dim: int = 0

@@ -2,7 +2,7 @@
 
 `ShardValues` and `StepValues` are values that a loss returns beside itself, such as an accuracy:
 reported, and never trained on. `ShardResult` is the result of one shard in a step: a value that
-knows nothing of devices, boards or exchanges.
+knows nothing of devices, tables or exchanges.
 
 `columns_of` cuts the values of a prediction into columns, in which they are kept until all devices
 have them. A value with one row a sample is one column. A list with one tensor a sample, which may
@@ -11,15 +11,15 @@ columns of a shard are a dict, which travels as `onefold.core.wire` writes it.
 
 Note: how values travel
 -----------------------
-A step must not wait for one more message because a loss is logged. So values have room on the board
-for `MOST` numbers a shard, and go where totals go: a row of the board grows by the numbers that
+A step must not wait for one more message because a loss is logged. So values have room on the table
+for `MOST` numbers a shard, and go where totals go: a row of the table grows by the numbers that
 there are, and by nothing where there are none. Which names they belong to is agreed on once, in the
-first step that has them (see `onefold.engine.valuetrade`); from then on a shard reports one
+first step that has them (see `onefold.step.rows`); from then on a shard reports one
 checksum of its names. Without values a shard's row has eight bytes for it, which are 0.
 
 Note: outputs
 -------------
-Rows of samples have no room on the board: all devices learn from the checksum, which covers their
+Rows of samples have no room on the table: all devices learn from the checksum, which covers their
 columns, that there are some, and bring them to each other by a message of their own in each step.
 
 Note: nothing is waited for
@@ -27,6 +27,15 @@ Note: nothing is waited for
 Totals stay on their device until somebody reads `Step.values`, and so do weights that a GPU
 computes: unlike those of a loss, they decide nothing. For outputs, which are copied to the host,
 it waits.
+
+Note: codes below 0
+-------------------
+A weight is never negative, so a negative number in its place can say that there is none: ``SUM`` if
+the loss is not divided, ``several(n)`` if it has n terms with a divisor each, ``GATHERS`` if it
+asked for the tensors of other shards, and ``LATE`` if a gradient came after those of its stage had
+been handed over. Several divisors must be known before backward can begin, so such a step is
+started over: the loss is first computed without gradients, only for its weights; these are traded;
+and then the shards run with them. A step that gathers, or was late, is started over as well.
 """
 
 from __future__ import annotations
@@ -41,24 +50,31 @@ from typing import Any
 
 import torch
 
+from onefold.core.calldigest import checksum
 from onefold.core.fold import fold_shards
-from onefold.core.head import checksum
-from onefold.core.mean import Mean, Means, Sum, weigh
+from onefold.core.mean import LossTerms, Mean, Sum, weigh
 from onefold.errors import DisagreementError, LossError
 
 __all__ = [
+    "GATHERS",
+    "LATE",
     "MOST",
+    "SUM",
     "ChangedBuffers",
     "Column",
+    "Gradients",
     "Rows",
     "ShardResult",
     "ShardValues",
     "StepValues",
+    "StepWeight",
     "columns_of",
     "detached",
     "names_of",
     "read_values",
+    "several",
     "split",
+    "total_weight",
     "values_by_name",
 ]
 
@@ -295,8 +311,8 @@ def detached(result: object) -> object:
 def _detached(value: object) -> object:
     if isinstance(value, torch.Tensor):
         return value.detach()
-    if isinstance(value, Means):
-        return Means(tuple(_term_detached(term) for term in value.terms))
+    if isinstance(value, LossTerms):
+        return LossTerms(tuple(_term_detached(term) for term in value.terms))
     return _term_detached(value) if isinstance(value, Mean | Sum) else value
 
 
@@ -346,7 +362,7 @@ def _terms_of(
     value: object, samples: int, what: str
 ) -> list[tuple[bool, torch.Tensor, torch.Tensor | float]]:
     """For each term whether it is divided, its total, () float64, and its weight."""
-    if not isinstance(value, Means):
+    if not isinstance(value, LossTerms):
         return [_term_of(value, samples, what)]
     return [
         _term_of(term, samples, f"{what}, term {number}")
@@ -417,7 +433,7 @@ class ShardResult:
     total: torch.Tensor | None
     """() float64: the shard's part of the loss; None until a loss of several terms has divisors."""
     weight: float
-    """The shard's part of the divisor, or a code below 0: see `onefold.core.weights_of_step`."""
+    """The shard's part of the divisor, or a code below 0: see `onefold.core.values`."""
     buffers: ChangedBuffers | None
     """The buffers that the shard changed; None if it changed none."""
     values: ShardValues | None = None
@@ -433,3 +449,83 @@ class ShardResult:
     def gave(self) -> Sequence[bool]:
         """For each trained parameter, whether the shard computed a gradient for it."""
         return self.given or [gradient is not None for gradient in self.gradients]
+
+
+Gradients = list[torch.Tensor | None]
+"""One tensor for each trained parameter, of its shape, in the dtype in which they are added up;
+None where a shard gave none."""
+
+
+SUM = -1.0
+
+
+GATHERS = -0.5
+"""No whole number, as the codes of terms are."""
+
+
+LATE = -0.25
+
+
+@dataclass(frozen=True, slots=True)
+class StepWeight:
+    """What the totals of a step are divided by."""
+
+    value: float
+    """The sum of the shards' weights; 1 if the loss is not divided, NaN if it has several terms."""
+    divided: bool = True
+    """Whether the loss is divided at all."""
+    terms: int = 1
+    """Number of terms with a divisor each; if there are several, nothing has been computed yet."""
+    gathers: bool = False
+    """Whether a shard has asked for the tensors of the others; then nothing has been computed."""
+    late: bool = False
+    """Whether a shard has handed over a stage too early; then sums are not complete."""
+
+
+def several(terms: int) -> float:
+    """The code that stands for a loss of ``terms`` terms."""
+    # One below SUM for a single term, so that no code is SUM itself.
+    return -1.0 - terms
+
+
+def total_weight(weights: Sequence[float], sizes: Sequence[int], step: int) -> StepWeight:
+    """Add up the shards' weights in the order of the fold.
+
+    Args:
+        weights: (V,) float64 of the shards; 0 for empty ones.
+        sizes: (V,) number of samples in each shard.
+        step: number of the step, for errors.
+
+    Raises:
+        LossError: some shards' losses are divided and others' are not.
+    """
+    # Empty shards never ran, so they have no opinion on the kind of the loss. In a sum they count
+    # as 0, in their place in the tree.
+    filled = [weight for weight, size in zip(weights, sizes, strict=True) if size]
+    # Before kinds are compared: what a shard that gathers will return is not known yet.
+    if GATHERS in filled:
+        return StepWeight(math.nan, gathers=True)
+    if LATE in filled:
+        return StepWeight(math.nan, late=True)
+    least = min(filled)
+    if least >= 0:
+        return StepWeight(fold_shards(list(weights), _add))
+    if max(filled) != least:
+        kinds = ", ".join(sorted({_kind(weight) for weight in filled}))
+        raise LossError(
+            f"the loss of step {step} is of several kinds: {kinds}. Expected the same kind for "
+            f"every shard, also for one in which there is nothing to count"
+        )
+    if least == SUM:
+        return StepWeight(1.0, divided=False)
+    return StepWeight(math.nan, terms=int(-1.0 - least))
+
+
+def _kind(weight: float) -> str:
+    if weight >= 0:
+        return "a mean"
+    return "onefold.Sum" if weight == SUM else f"a sum of {int(-1.0 - weight)} terms"
+
+
+def _add(left: float, right: float) -> float:
+    return left + right

@@ -1,7 +1,8 @@
 """Writes values as bytes and reads them back, exactly: what devices report to each other.
 
-A value is written as one line of JSON, which says what it is made of, and behind it the bytes of
-its tensors and arrays. Floats travel as their 64 bits, so that NaN and the infinities keep theirs.
+A value is written as MessagePack, which says what it is made of, and behind it the bytes of its
+tensors and arrays. What MessagePack lacks is written as a list that begins with the name of its
+kind; so are lists, lest one be taken for another kind. Floats keep their 64 bits, NaN as well.
 
 Note: why not pickle
 --------------------
@@ -11,14 +12,14 @@ value listed in `encode` are ever constructed, whatever the bytes claim.
 
 from __future__ import annotations
 
-import json
-import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from io import BytesIO
 from math import prod
 from typing import Any
 
 import numpy as np
 import torch
+from msgspec import msgpack
 
 from onefold.core.flat import bits_of
 
@@ -34,8 +35,8 @@ _EXPECTED = (
     "lists, tuples and dicts of these. Send what it is made of: its state_dict(), tuple(...), "
     "dataclasses.asdict(...)"
 )
-
-_Tree = list[Any]
+_TEXT = "utf-8", "surrogatepass"
+"""As the name of a file may have bytes that are no UTF-8."""
 
 
 def encode(value: object, what: str) -> bytes:
@@ -54,8 +55,8 @@ def encode(value: object, what: str) -> bytes:
     {'loss': 0.5, 'sizes': (3, 4)}
     """
     parts: list[bytes] = []
-    text = json.dumps(_tree(value, what, parts, 0)).encode()
-    return b"".join([len(text).to_bytes(_LENGTH_BYTES, "little"), text, *parts])
+    head = msgpack.encode(_tree(value, what, parts, 0))
+    return b"".join([len(head).to_bytes(_LENGTH_BYTES, "little"), head, *parts])
 
 
 def decode(data: bytes) -> Any:
@@ -64,77 +65,67 @@ def decode(data: bytes) -> Any:
     Args:
         data: may have other bytes after it.
     """
-    start = _LENGTH_BYTES
-    stop = start + int.from_bytes(data[:start], "little")
-    return _Reading(data, stop).value(json.loads(data[start:stop]))
+    rest = BytesIO(data)
+    head = rest.read(int.from_bytes(rest.read(_LENGTH_BYTES), "little"))
+    return _value(msgpack.decode(head), rest)
 
 
-def _tree(value: object, what: str, parts: list[bytes], depth: int) -> _Tree:
-    """Describe a value as JSON; append the bytes of its tensors and arrays to ``parts``."""
+def _tree(value: Any, what: str, parts: list[bytes], depth: int) -> Any:
+    """Describe a value for MessagePack; append the bytes of tensors and arrays to ``parts``."""
     if depth > _DEEPEST:
         raise TypeError(
             f"{what[:_DEEPEST]}… is nested more than {_DEEPEST} levels deep: expected lists, "
             f"tuples and dicts of fewer levels"
         )
-    if value is None or isinstance(value, bool):
-        return ["plain", value]
-    # Before Python's numbers: np.float64 is a subclass of float, and must come back as it is.
     if isinstance(value, np.generic | np.ndarray):
         return _array(value, what, parts)
     if isinstance(value, torch.Tensor):
         return _tensor(value, what, parts)
-    # `type() is` from here on: a subclass may carry state that would be lost without a word.
-    plain = _PLAIN.get(type(value))
-    if plain is not None:
-        return plain(value)
-    if type(value) is bytes:
+    # By `type`, not `isinstance`: a subclass may carry state that would be lost without a word.
+    kind = type(value)
+    if value is None or kind in (bool, float):
+        return value
+    if kind is int:
+        # Hexadecimal, as Python refuses to read whole numbers of very many decimal digits.
+        return value if abs(value) < 1 << 63 else ["int", hex(value)]
+    if kind is str:
+        return ["str", value.encode(*_TEXT)]
+    if kind is bytes:
         parts.append(value)
         return ["bytes", len(value)]
-    if type(value) in (list, tuple):
-        items: Any = value
-        inner = [_tree(v, f"{what}[{n}]", parts, depth + 1) for n, v in enumerate(items)]
-        return [type(value).__name__, inner]
+    if kind in (list, tuple):
+        inner = [_tree(v, f"{what}[{n}]", parts, depth + 1) for n, v in enumerate(value)]
+        return [kind.__name__, inner]
     if isinstance(value, Mapping):
-        pairs = [_key(key, what) for key in value]
-        inner = [_tree(value[key], f"{what}[{key!r}]", parts, depth + 1) for key in pairs]
-        return ["dict", pairs, inner]
+        keys = [_key(key, what) for key in value]
+        inner = [_tree(v, f"{what}[{key!r}]", parts, depth + 1) for key, v in value.items()]
+        return ["dict", keys, inner]
     raise TypeError(
-        f"{what} is of type {type(value).__name__}, which no device can send to another one: "
-        f"{_EXPECTED}"
+        f"{what} is of type {kind.__name__}, which no device can send to another one: {_EXPECTED}"
     )
 
 
-_PLAIN: Mapping[type, Callable[[Any], _Tree]] = {
-    str: lambda value: ["plain", value],
-    # Hexadecimal, as Python refuses to read whole numbers of very many decimal digits.
-    int: lambda value: ["int", hex(value)],
-    float: lambda value: ["float", struct.pack("<d", value).hex()],
-}
-
-
-def _key(key: object, what: str) -> str:
+def _key(key: object, what: str) -> bytes:
     if type(key) is not str:
         raise TypeError(
             f"{what} has the key {key!r}, of type {type(key).__name__}: expected text for keys. "
             f"Use str(key), or send a list of pairs"
         )
-    return key
+    return key.encode(*_TEXT)
 
 
-def _array(value: np.generic | np.ndarray[Any, Any], what: str, parts: list[bytes]) -> _Tree:
-    plain = isinstance(value, np.generic) or type(value) is np.ndarray
-    if not plain or value.dtype.kind not in _KINDS:
+def _array(value: np.generic | np.ndarray[Any, Any], what: str, parts: list[bytes]) -> Any:
+    scalar = isinstance(value, np.generic)
+    if not (scalar or type(value) is np.ndarray) or value.dtype.kind not in _KINDS:
         raise TypeError(
             f"{what} is a NumPy {type(value).__name__} of {value.dtype}, which no device can send "
             f"to another one: expected numbers or truth values. Send value.tolist()"
         )
     parts.append(value.tobytes())
-    if isinstance(value, np.generic):
-        return ["scalar", value.dtype.str]
-    return ["array", value.dtype.str, list(value.shape)]
+    return ["scalar" if scalar else "array", value.dtype.str, value.shape]
 
 
-def _tensor(value: torch.Tensor, what: str, parts: list[bytes]) -> _Tree:
+def _tensor(value: torch.Tensor, what: str, parts: list[bytes]) -> Any:
     if value.layout is not torch.strided or value.is_quantized or value.device.type == "meta":
         kind = "a quantized" if value.is_quantized else f"a {value.device.type} {value.layout}"
         raise TypeError(
@@ -142,67 +133,35 @@ def _tensor(value: torch.Tensor, what: str, parts: list[bytes]) -> _Tree:
             f"tensor with values, such as value.to_dense()"
         )
     parts.append(bits_of(value.cpu()).numpy().tobytes())
-    return ["tensor", str(value.dtype).removeprefix("torch."), list(value.shape)]
+    return ["tensor", str(value.dtype).removeprefix("torch."), value.shape]
 
 
-class _Reading:
-    """Takes the bytes of tensors and arrays one after the other.
-
-    Args:
-        data: what `encode` wrote.
-        start: where they begin.
-    """
-
-    def __init__(self, data: bytes, start: int) -> None:
-        self._data = data
-        self._at = start
-
-    def value(self, tree: _Tree) -> Any:
-        """Restore a value, and take its bytes."""
-        kind, *rest = tree
-        if kind not in _READERS:
-            raise ValueError(f"there is no kind of value {kind!r}")
-        return _READERS[kind](self, *rest)
-
-    def take(self, nbytes: int) -> bytes:
-        """Return the next bytes."""
-        start, self._at = self._at, self._at + nbytes
-        return self._data[start : self._at]
-
-    def tensor(self, name: str, shape: list[int]) -> torch.Tensor:
-        """Restore a tensor on the host."""
-        dtype = getattr(torch, name)
-        # The name came from elsewhere: `getattr` may find anything in torch.
-        if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"there is no type of tensor {name!r}")
-        # A tensor of its own, which begins where any dtype may.
-        flat = torch.empty(prod(shape), dtype=dtype)
-        memory = flat.view(torch.uint8).numpy()
-        memory[:] = np.frombuffer(self.take(memory.size), dtype=np.uint8)
-        return flat.view(shape)
-
-    def array(self, name: str, shape: list[int]) -> np.ndarray[Any, Any]:
-        """Restore a NumPy array, which may be written to."""
-        dtype = np.dtype(name)
-        if dtype.kind not in _KINDS:
-            raise ValueError(f"there is no type of array {name!r}")
-        part = self.take(prod(shape) * dtype.itemsize)
-        return np.frombuffer(part, dtype=dtype).reshape(shape).copy()
-
-    def mapping(self, keys: list[str], items: list[_Tree]) -> dict[str, Any]:
-        """Restore a dict."""
-        return {key: self.value(item) for key, item in zip(keys, items, strict=True)}
-
-
-_READERS: Mapping[str, Callable[..., Any]] = {
-    "plain": lambda reading, value: value,
-    "int": lambda reading, text: int(text, 16),
-    "float": lambda reading, text: struct.unpack("<d", bytes.fromhex(text))[0],
-    "bytes": _Reading.take,
-    "list": lambda reading, items: [reading.value(item) for item in items],
-    "tuple": lambda reading, items: tuple([reading.value(item) for item in items]),
-    "dict": _Reading.mapping,
-    "tensor": _Reading.tensor,
-    "array": _Reading.array,
-    "scalar": lambda reading, name: reading.array(name, [])[()],
-}
+def _value(tree: Any, rest: BytesIO) -> Any:
+    """Restore a value; the bytes of its tensors and arrays come next in ``rest``."""
+    match tree:
+        case ["str", text]:
+            return text.decode(*_TEXT)
+        case ["int", digits]:
+            return int(digits, 16)
+        case ["bytes", nbytes]:
+            return rest.read(nbytes)
+        case ["list", items]:
+            return [_value(item, rest) for item in items]
+        case ["tuple", items]:
+            return tuple([_value(item, rest) for item in items])
+        case ["dict", keys, items]:
+            pairs = zip(keys, items, strict=True)
+            return {key.decode(*_TEXT): _value(item, rest) for key, item in pairs}
+        case ["tensor", name, shape] if isinstance(getattr(torch, name), torch.dtype):
+            tensor = torch.empty(shape, dtype=getattr(torch, name))
+            memory = bits_of(tensor).numpy()
+            memory[:] = np.frombuffer(rest.read(memory.size), np.uint8)
+            return tensor
+        case ["array" | "scalar" as kind, name, shape] if np.dtype(name).kind in _KINDS:
+            dtype = np.dtype(name)
+            part = bytearray(rest.read(prod(shape) * dtype.itemsize))
+            array = np.frombuffer(part, dtype).reshape(shape)
+            return array if kind == "array" else array[()]
+        case [*_]:
+            raise ValueError(f"there is no kind of value {tree[:2]}")
+    return tree

@@ -31,19 +31,20 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from onefold.errors import PeerError, PeerFailed, PeerLost, PeerTimeout
 from onefold.exchange.group import Joined, break_off
-from onefold.exchange.transport import Transport, has_left, roomy
-from onefold.system.heap import ORDINARY, Heap
+from onefold.exchange.transport import Ranks, Transport, has_left
+from onefold.system.allocator import DEFAULT_ALLOCATOR, TensorAllocator
 from onefold.system.words import words_of_failure
 
 __all__ = ["GroupTransport", "Moving", "Operation"]
 
+T = TypeVar("T")
 _log = logging.getLogger("onefold")
 _FAILURE_KEY = "onefold/failure"
 _LAST_WORDS_S = 1.0
@@ -58,47 +59,42 @@ class GroupTransport(Transport):
         joined: a process group whose ranks are the devices' numbers, with a backend for the host
             and for ``device``.
         timeout_s: the limit of the group, for error messages.
+        allocator: where its `buffer` lies.
     """
 
     frame_bytes = 16 << 20
 
     def __init__(
-        self, device: torch.device, joined: Joined, timeout_s: float, heap: Heap = ORDINARY
+        self,
+        device: torch.device,
+        joined: Joined,
+        timeout_s: float,
+        allocator: TensorAllocator = DEFAULT_ALLOCATOR,
     ) -> None:
-        self.rank = joined.group.rank()
-        self.size = joined.group.size()
-        self.device = device
-        self._timeout_s = timeout_s
-        self._limit = timedelta(seconds=timeout_s)
+        super().__init__(device, allocator)
+        self.rank, self.size = joined.group.rank(), joined.group.size()
+        self._timeout_s, self._limit = timeout_s, timedelta(seconds=timeout_s)
         self._joined: dist.ProcessGroup | None = joined.group
         self._failure = ""
-        self._store = joined.store
-        self._connections = joined.connections
-        self._watch = joined.watch
-        self._lateness = joined.lateness
-        self._who_left = joined.left
-        self._heap = heap
-        self._room: torch.Tensor | None = None
+        self._store, self._connections = joined.store, joined.connections
+        self._watch, self._lateness, self._who_left = joined.watch, joined.lateness, joined.left
         self._leaving: list[tuple[torch.Tensor, dist.Work]] = []
 
-    def meet(self, word: bytes = b"") -> Sequence[bytes]:
-        # torch.frombuffer refuses an empty buffer, so an empty word travels as one byte.
-        own = torch.frombuffer(bytearray(word or b"\0"), dtype=torch.uint8)
-        return [bytes(part.numpy())[: len(word)] for part in self.gather(own)]
+    def all_gather_bytes(self, message: bytes = b"", among: Ranks = None) -> Sequence[bytes]:
+        # torch.frombuffer refuses an empty buffer, so an empty message travels as one byte.
+        own = torch.frombuffer(bytearray(message or b"\0"), dtype=torch.uint8)
+        if among is None or len(among) == self.size:
+            found = self.gather(own)
+        else:
+            parts = {peer: torch.empty_like(own) for peer in among if peer != self.rank}
+            operations = [Operation(True, peer, own) for peer in parts]
+            operations += [Operation(False, peer, part) for peer, part in parts.items()]
+            self.move(operations).finish()
+            parts[self.rank] = own
+            found = [parts[peer] for peer in among]
+        return [part.numpy().tobytes()[: len(message)] for part in found]
 
-    def meet_among(self, devices: Sequence[int], word: bytes) -> Sequence[bytes]:
-        """As `meet`, of some devices alone, which are named in ascending order."""
-        if len(devices) == self.size:
-            return self.meet(word)
-        own = torch.frombuffer(bytearray(word), dtype=torch.uint8)
-        words = {peer: torch.empty_like(own) for peer in devices if peer != self.rank}
-        operations = [Operation(True, peer, own) for peer in words]
-        operations += [Operation(False, peer, room) for peer, room in words.items()]
-        self.move(operations).finish()
-        words[self.rank] = own
-        return [words[peer].numpy().tobytes() for peer in devices]
-
-    def share(self, rows: Mapping[int, torch.Tensor]) -> torch.Tensor:
+    def all_gather_rows(self, rows: Mapping[int, torch.Tensor]) -> torch.Tensor:
         (row,) = rows.values()
         return torch.stack(self.gather(row))
 
@@ -109,7 +105,7 @@ class GroupTransport(Transport):
             dist.all_gather(parts, tensor, group=self._group)
         return parts
 
-    def follow_lead(self, tensors: Iterable[torch.Tensor]) -> None:
+    def broadcast_from_lead(self, tensors: Iterable[torch.Tensor]) -> None:
         """Overwrite the tensors of every process with the lead's."""
         with self._naming_the_lost():
             for tensor in tensors:
@@ -146,57 +142,18 @@ class GroupTransport(Transport):
         return Moving(ordered, works, self._limit, self._naming_the_lost)
 
     def begin_sending(self, peer: int, tensor: torch.Tensor) -> None:
-        """Begin to send a tensor of the host, which must stay as it is until `finish_sending`."""
-        if not tensor.numel():
-            return
+        """Begin to send bytes of the host, which must stay as they are until `finish_sending`."""
         with self._naming_the_lost():
             # What has left by now need not be kept any longer.
             self._leaving = [(t, work) for t, work in self._leaving if not work.is_completed()]
-            work = dist.isend(tensor.view(torch.uint8), group=self._group, group_dst=peer)
-        assert work is not None  # this process is one of the group
-        self._leaving.append((tensor, work))
+            # The length first: a receiver must know the size of what it receives.
+            for part in (torch.tensor([tensor.numel()]), *([tensor] if tensor.numel() else [])):
+                work = dist.isend(part, group=self._group, group_dst=peer)
+                assert work is not None  # this process is one of the group
+                self._leaving.append((part, work))
 
-    def receive(self, peer: int, tensor: torch.Tensor) -> None:
-        """Fill a tensor of the host with what a device has begun to send."""
-        if tensor.numel():
-            with self._naming_the_lost():
-                self._receive(tensor.view(torch.uint8), peer)
-
-    def finish_sending(self) -> None:
-        """Wait until everything has left that `begin_sending` was given."""
-        with self._naming_the_lost():
-            for _, work in self._leaving:
-                work.wait(self._limit)
-        self._leaving = []
-
-    def room(self, nbytes: int) -> torch.Tensor:
-        self._room = roomy(self._room, nbytes, self.device, self._heap)
-        return self._room
-
-    def bring(self) -> list[torch.Tensor]:
-        if self._room is None:
-            raise ValueError("there is nothing to bring: fill a room first")
-        if self.rank != 0:
-            self._send_sized(self._room, 0)
-            return []
-        others = range(1, self.size)
-        return [self._room, *(self._receive_sized(peer) for peer in others)]
-
-    def hand_out(self, make: Callable[[int], torch.Tensor] | None) -> torch.Tensor:
-        if make is None:
-            return self._receive_sized(0)
-        for peer in range(1, self.size):
-            self._send_sized(make(peer), peer)
-        return make(0)
-
-    def _send_sized(self, tensor: torch.Tensor, peer: int) -> None:
-        # The length first: a receiver must know the size of what it receives.
-        with self._naming_the_lost():
-            self._send(torch.tensor([tensor.numel()]), peer)
-            if tensor.numel():
-                self._send(tensor, peer)
-
-    def _receive_sized(self, peer: int) -> torch.Tensor:
+    def receive(self, peer: int) -> torch.Tensor:
+        """Wait for bytes that a device has begun to send: (n,) uint8 on the host."""
         size = torch.empty(1, dtype=torch.int64)
         with self._naming_the_lost():
             self._receive(size, peer)
@@ -205,17 +162,33 @@ class GroupTransport(Transport):
                 self._receive(tensor, peer)
         return tensor
 
-    def _send(self, tensor: torch.Tensor, peer: int) -> None:
-        """Send a tensor of the host, and wait until it has left."""
-        work = dist.isend(tensor, group=self._group, group_dst=peer)
-        assert work is not None  # this process is one of the group
-        work.wait(self._limit)
-
     def _receive(self, tensor: torch.Tensor, peer: int) -> None:
-        """Fill a tensor of the host."""
         work = dist.irecv(tensor, group=self._group, group_src=peer)
         assert work is not None
         work.wait(self._limit)
+
+    def finish_sending(self) -> None:
+        """Wait until everything has left that `begin_sending` was given."""
+        with self._naming_the_lost():
+            for _, work in self._leaving:
+                work.wait(self._limit)
+        self._leaving = []
+
+    def gather_to_lead(self) -> list[torch.Tensor]:
+        own = self._filled()
+        if self.rank == 0:
+            return [own, *map(self.receive, range(1, self.size))]
+        self.begin_sending(0, own)
+        self.finish_sending()
+        return []
+
+    def scatter_from_lead(self, make: Callable[[int], torch.Tensor] | None) -> torch.Tensor:
+        if make is None:
+            return self.receive(0)
+        for peer in range(1, self.size):
+            self.begin_sending(peer, make(peer))
+            self.finish_sending()  # one at a time: the lead never holds more than one device's part
+        return make(0)
 
     @property
     def _group(self) -> dist.ProcessGroup:
@@ -268,16 +241,13 @@ class GroupTransport(Transport):
             return PeerLost.stopped(rank, pid, waiting=self.rank, step=step)
         timed_out = "timed out" in str(error).lower()
         # Before the wait for a reason, which gives the others time to say that they wait, too.
-        self._say_that_it_waits(timed_out)
-        word = self._failure_told()
-        if word is not None:
-            return PeerFailed(
-                f"device {word['device']} {word['words']}",
-                device=word["device"],
-                step=word["step"],
-            )
+        _asked(lambda: self._lateness.say_waiting(in_vain=timed_out), None)
+        told = _asked(self._failure_told, None)
+        if told is not None:
+            device, step = told["device"], told["step"]
+            return PeerFailed(f"device {device} {told['words']}", device=device, step=step)
         # No reason was given: either a script has ended in order, or nobody could write one.
-        gone = self._gone()
+        gone: list[int] = _asked(self._who_left, [])
         if gone:
             return PeerLost(
                 f"device {gone[0]} ended: its script came to an end before the others'; device "
@@ -285,7 +255,9 @@ class GroupTransport(Transport):
                 device=gone[0],
                 step=step,
             )
-        late = self._late()
+        # A backend that times out closes its connections, so the others see a lost connection to a
+        # device that has nothing wrong with it. So the question is asked for either error.
+        late: list[int] = _asked(self._lateness.late, [])
         if timed_out or late:
             who = f"device {', '.join(map(str, late))}" if late else "another device"
             return PeerTimeout.in_step(
@@ -301,38 +273,19 @@ class GroupTransport(Transport):
             step=step,
         )
 
-    def _say_that_it_waits(self, in_vain: bool) -> None:
-        """Note in the store that this device waits; if it waited in vain, ask who else does."""
-        try:
-            if in_vain:
-                self._lateness.ask()
-            self._lateness.answer()
-        except RuntimeError as gone:  # the store went with the device that is lost
-            _log.info("the other devices cannot be asked: %s", gone)
-
-    def _late(self) -> list[int]:
-        """Devices that everybody else waits for, if any device's wait has timed out.
-
-        A backend that times out closes its connections, so the others see a lost connection to a
-        device that has nothing wrong with it. So the question is asked for either error.
-        """
-        try:
-            return self._lateness.late() if self._lateness.is_asked() else []
-        except RuntimeError:  # as above
-            return []
-
-    def _gone(self) -> list[int]:
-        try:
-            return self._who_left()
-        except RuntimeError:  # the store went with the device that is lost
-            return []
-
     def _failure_told(self) -> dict[str, Any] | None:
-        try:
-            self._store.wait([_FAILURE_KEY], timedelta(seconds=_LAST_WORDS_S))
-            return json.loads(self._store.get(_FAILURE_KEY))  # type: ignore[no-any-return]
-        except RuntimeError:  # no failure was written, or the store went with the lost device
-            return None
+        self._store.wait([_FAILURE_KEY], timedelta(seconds=_LAST_WORDS_S))
+        told: dict[str, Any] = json.loads(self._store.get(_FAILURE_KEY))
+        return told
+
+
+def _asked(question: Callable[[], T], otherwise: T) -> T:
+    """Ask the store, which may have gone with the device that is lost, or not have the answer."""
+    try:
+        return question()
+    except RuntimeError as error:
+        _log.info("the store of the run has no answer: %s", error)
+        return otherwise
 
 
 def _is_of_connection(error: RuntimeError) -> bool:
@@ -352,7 +305,7 @@ class Operation(NamedTuple):
     peer: int
     part: torch.Tensor  # (n,), contiguous; sent or overwritten in place
     chunk: int | None = None
-    """Number of the chunk within its span; None for what is no chunk."""
+    """Number of the chunk within its partition; None for what is no chunk."""
 
 
 class Moving:
@@ -374,37 +327,33 @@ class Moving:
     ) -> None:
         self._naming = naming
         self._parts = [operation.part for operation in operations]
-        self._left: list[Callable[[], object]] = []
-        self._coming: dict[int, list[Callable[[], object]]] = {}
+        self._waits: dict[int | None, list[Callable[[], object]]] = {}
+        """By the chunk that comes; None for all else."""
         # NCCL fuses a batch into one work, so a single chunk cannot be waited for by itself.
         self._as_one = len(works) != len(operations)
         if self._as_one:
-            self._left = [work.wait for work in works]
+            self._waits[None] = [work.wait for work in works]
             return
         for operation, work in zip(operations, works, strict=True):
             on_host = operation.part.device.type == "cpu"
             wait = partial(work.wait, limit) if on_host else work.wait
-            if not operation.sends and operation.chunk is not None:
-                self._coming.setdefault(operation.chunk, []).append(wait)
-            else:
-                self._left.append(wait)
+            chunk = None if operation.sends else operation.chunk
+            self._waits.setdefault(chunk, []).append(wait)
 
     def wait_for(self, chunk: int) -> None:
         """Wait until the chunk of this number has come from all peers."""
         # With NCCL this only has the current stream wait, so nothing is lost by waiting for all.
-        if self._as_one:
-            self.finish()
-        self._wait_once(self._coming.pop(chunk, []))
+        self._wait_once(None if self._as_one else chunk)
 
     def finish(self) -> None:
         """Wait until everything is received and sent."""
-        for chunk in list(self._coming):
-            self._wait_once(self._coming.pop(chunk))
-        self._wait_once(self._left)
+        for chunk in [*(chunk for chunk in self._waits if chunk is not None), None]:
+            self._wait_once(chunk)
         self._parts = []
 
-    def _wait_once(self, waits: list[Callable[[], object]]) -> None:
+    def _wait_once(self, chunk: int | None) -> None:
         """Wait for each and forget it: gloo never returns from a second wait for a receipt."""
+        waits = self._waits.pop(chunk, [])
         with self._naming():
             while waits:
                 waits.pop(0)()

@@ -88,30 +88,30 @@ class Lateness:
             RuntimeError: the store is gone.
         """
         if self._waits and self.is_asked():
-            self.answer()
+            self.say_waiting()
 
     def is_asked(self) -> bool:
         """Whether a device has timed out and asked who waits."""
         return bool(self._store.check([_ASKED_KEY]))
 
-    def answer(self) -> None:
-        """Answer that this device waits, or did until now."""
+    def say_waiting(self, *, in_vain: bool = False) -> None:
+        """Answer that this device waits, or did until now; if in vain, ask who else does.
+
+        Raises:
+            RuntimeError: the store is gone.
+        """
+        if in_vain:
+            self._store.set(_ASKED_KEY, "1")
         self._store.set(_waits_key(self._rank), "1")
 
-    def ask(self) -> None:
-        """Ask all devices that wait to answer, from now on.
-
-        Raises:
-            RuntimeError: the store is gone.
-        """
-        self._store.set(_ASKED_KEY, "1")
-
     def late(self) -> list[int]:
-        """List the devices that do not answer within `ANSWERS_S`.
+        """List the devices that do not answer within `ANSWERS_S`, if any device has asked.
 
         Raises:
             RuntimeError: the store is gone.
         """
+        if not self.is_asked():
+            return []
         until = time.monotonic() + ANSWERS_S
         keys = {rank: _waits_key(rank) for rank in range(self._size)}
         while True:

@@ -1,6 +1,6 @@
 """Joins the devices of a run: chooses memory and transport, and compares before it shares.
 
-`OneDeviceMemory` and `DevicesMemory` are the memory of a process that drives all devices.
+`LocalMemory` is the memory of a process that drives all devices.
 
 Note: compare first
 -------------------
@@ -21,66 +21,48 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from onefold.core.flat import Chunk, FlatTensors, Layout
+from onefold.core.assignment import Assignment, Devices
+from onefold.core.flat import Chunk, FlatTensors
 from onefold.core.fold import Published
-from onefold.core.roster import Roster, Team
 from onefold.core.shard import Plan
 from onefold.core.storage import Storage, cut_chunks
-from onefold.exchange.board import Board
-from onefold.exchange.carrier import AtOnce
 from onefold.exchange.collective import GroupTransport
 from onefold.exchange.exchange import Exchange
-from onefold.exchange.group import (
-    agree_on_kind,
-    agree_on_name,
-    join_group,
-    watch_for_end,
-)
+from onefold.exchange.group import Rendezvous, agree_on_kind, agree_on_name, join_group
 from onefold.exchange.mailbox import Mailbox, connected
-from onefold.exchange.memory import (
-    Arrivals,
-    FirstValues,
-    FrozenMemory,
-    Memory,
-    Start,
-    new_flat,
-    write_first,
-)
+from onefold.exchange.memory import AsGiven, FrozenMemory, Memory, Partial, Start, new_flats
 from onefold.exchange.private import collective_exchange
-from onefold.exchange.relay import LocalRelay
-from onefold.exchange.shared import shared_exchange
-from onefold.exchange.spans import AsGiven, Partial, Spanned
-from onefold.exchange.transport import Alone
-from onefold.system.heap import ORDINARY, Heap
+from onefold.exchange.shardtable import ShardTable
+from onefold.exchange.shared import HostTransport, shared_exchange
+from onefold.exchange.stageexchange import LocalStageExchange
+from onefold.exchange.transport import Alone, LocalPipelineChannel
+from onefold.system.allocator import DEFAULT_ALLOCATOR, TensorAllocator
 
-__all__ = ["has_memory_in_common", "join"]
-
-
-Compare = Callable[[Sequence[bytes]], None]
+__all__ = ["has_memory_in_common", "join", "local_exchange"]
 
 
 def join(
     storage: Storage,
     start: Start,
-    roster: Roster,
-    team: Team,
+    assignment: Assignment,
+    team: Devices,
     *,
     description: bytes,
-    compare: Compare,
+    compare: Callable[[Sequence[bytes]], None],
     timeout_s: float,
-    heap: Heap = ORDINARY,
+    allocator: TensorAllocator = DEFAULT_ALLOCATOR,
 ) -> Exchange:
     """Join the run with this process's devices.
 
     Args:
         storage: the sizes.
         start: this process's values, replaced by the lead's.
-        roster: who takes part.
+        assignment: who takes part.
         team: which devices this process drives.
         description: what must be the same in every process, in bytes that can be compared.
         compare: raises if the descriptions of all processes differ.
         timeout_s: the longest wait for another device.
-        heap: where the model of this process lies, if its devices are the processor or keep
+        allocator: where the model of this process lies, if its devices are the processor or keep
             nothing.
 
     Raises:
@@ -89,150 +71,85 @@ def join(
         ValueError: the exchange that was asked for cannot serve these devices.
     """
     if len(team.own) == len(team.devices):
-        return local_exchange(storage, start, roster, heap)
-    kind, world, size = team.devices[team.own[0]].type, team.world, len(team.devices)
+        return local_exchange(storage, start, assignment, allocator)
+    kind, world = team.devices[team.own[0]].type, team.context
+    meeting = Rendezvous(world, len(team.devices), timeout_s)
     shares = has_memory_in_common(team)
     if (world.launcher == "torch" or not shares) and not world.network:
         # Under PyTorch's launcher each process has chosen its device by itself. Compared before the
         # branch below, or processes of two kinds would wait in two different exchanges.
-        agree_on_kind(world, kind, size, timeout_s)
+        agree_on_kind(meeting, kind)
     if world.options.exchange == "shared" and not shares:
         raise ValueError(
             "the shared exchange is for CPU processes of one host; use --exchange collective"
         )
+    transport: HostTransport | GroupTransport
     if shares:
-        mailbox = _mailbox(team, timeout_s)
-        try:
-            _compare_on_host(mailbox, description, compare)
-            return shared_exchange(storage, start, mailbox, roster, heap)
-        # Also for KeyboardInterrupt: the others must not wait for the limit.
-        except BaseException as error:
-            mailbox.tell_failure(error)
-            mailbox.close()
-            raise
-    joined = join_group(world, kind, size, timeout_s=timeout_s, trainer=team.trainer)
-    transport = GroupTransport(roster.devices[joined.group.rank()], joined, timeout_s, heap)
+        transport = HostTransport(_mailbox(team, meeting), allocator)
+    else:
+        joined = join_group(meeting, kind, team.trainer)
+        device = assignment.devices[joined.group.rank()]
+        transport = GroupTransport(device, joined, timeout_s, allocator)
     try:
-        compare(transport.gather_bytes({transport.rank: description}))
-        return collective_exchange(storage, start, transport, roster, heap)
+        compare(transport.all_gather_objects({team.own[0]: description}))
+        if isinstance(transport, HostTransport):
+            return shared_exchange(storage, start, transport, assignment)
+        return collective_exchange(storage, start, transport, assignment)
+    # Also for KeyboardInterrupt: the others must not wait for the limit.
     except BaseException as error:
         transport.close(error)
         raise
 
 
-def has_memory_in_common(team: Team) -> bool:
+def has_memory_in_common(team: Devices) -> bool:
     """Whether all devices of a run use the same memory."""
     if len(team.own) == len(team.devices):
         return True
-    can_share = team.devices[team.own[0]].type == "cpu" and team.world.one_host
-    return can_share and team.world.options.exchange != "collective"
+    can_share = team.devices[team.own[0]].type == "cpu" and team.context.one_host
+    return can_share and team.context.options.exchange != "collective"
 
 
-def _mailbox(team: Team, timeout_s: float) -> Mailbox:
+def _mailbox(team: Devices, meeting: Rendezvous) -> Mailbox:
     """Connections to the other processes of this host, for one Trainer."""
-    world, size = team.world, len(team.devices)
+    world, rank, timeout_s = team.context, team.own[0], meeting.timeout_s
     if world.network:
         simulated: Mailbox = world.network.mailbox(team.trainer)
         return simulated
     # Drawn at random by onefold's launcher and known to its workers alone. PyTorch's launcher has
     # an id that others can guess, so there the lead draws a name.
-    drawn = world.run_id
-    if world.launcher == "torch":
-        drawn = agree_on_name(world, size, timeout_s, team.trainer)
-    address, rank = f"{drawn}-{team.trainer}", team.own[0]
-    peers = connected(address, rank, size, timeout_s, watch_for_end(world, size, timeout_s))
+    is_drawn = world.launcher != "torch"
+    drawn = world.run_id if is_drawn else agree_on_name(meeting, team.trainer)
+    address = f"{drawn}-{team.trainer}"
+    peers = connected(address, rank, meeting.size, timeout_s, meeting.has_ended)
     return Mailbox(peers, rank=rank, timeout_s=timeout_s)
 
 
-def _compare_on_host(mailbox: Mailbox, description: bytes, compare: Compare) -> None:
-    # The lead compares for all; its error reaches them through `tell_failure`.
-    if mailbox.rank != 0:
-        mailbox.send_note(0, description)
-        return
-    compare([description, *(mailbox.receive_note(rank) for rank in range(1, mailbox.size))])
-
-
 def local_exchange(
-    storage: Storage, start: Start, roster: Roster, heap: Heap = ORDINARY
+    storage: Storage,
+    start: Start,
+    assignment: Assignment,
+    allocator: TensorAllocator = DEFAULT_ALLOCATOR,
 ) -> Exchange:
-    """Make the exchange of a process that drives all devices of the roster."""
-    first = roster.devices[0]
-    memory: Memory = (
-        OneDeviceMemory(storage, start, first, heap)
-        if len(roster.devices) == 1
-        else DevicesMemory(storage, start, roster.devices, heap)
-    )
-    carrier = None if storage.stages is None else AtOnce(storage, lends=heap.on_disk)
-    relay = LocalRelay() if roster.plan.line > 1 else None
-    return Exchange(storage, memory, Alone(first, heap), roster, carrier, relay)
+    """Make the exchange of a process that drives all devices of the assignment."""
+    memory = LocalMemory(storage, start, assignment.devices, allocator)
+    transport = Alone(assignment.devices[0], allocator)
+    stages = None
+    if storage.stages is not None:
+        stages = LocalStageExchange(storage, copies=allocator.on_disk)
+    channel = LocalPipelineChannel() if assignment.plan.pipeline > 1 else None
+    return Exchange(storage, memory, transport, assignment, stages, channel)
 
 
-class OneDeviceMemory(Memory):
-    """One device: the gradients are used where backward left them.
+class LocalMemory(Memory):
+    """All devices driven by one process, each with flat memory of its own.
 
-    Args:
-        storage: the sizes.
-        start: the values of the model.
-        device: which one.
-        heap: where the model lies, if the device is the processor, or keeps nothing.
-    """
-
-    def __init__(
-        self, storage: Storage, start: Start, device: torch.device, heap: Heap = ORDINARY
-    ) -> None:
-        self.heap = heap
-        self.is_lent = heap.apart
-        if self.is_lent:
-            self.trained = {0: FlatTensors(storage.parameters, device=device, there=False)}
-        else:
-            self.trained = _own_flats(storage.parameters, start.trained, [device], heap)
-        self.other = _own_flats(storage.other, start.other, [device], heap)
-        if storage.frozen is not None:
-            self.frozen = FrozenMemory(storage, storage.frozen, 0, device, heap)
-        self.board = Board.private(storage.board, device)
-        self._given = AsGiven(storage.gradients)
-
-    def bind(self, roster: Roster) -> None:
-        pass  # the device owns every span
-
-    def follow_lead(self, buffers: FlatTensors) -> None:
-        # It is the lead; but what it keeps of frozen parameters is not what it computes with.
-        if self.frozen is not None and self.frozen.flat.is_there:
-            self.frozen.keep()
-
-    def adopt_lead(self, values: torch.Tensor) -> None:
-        pass  # it is the lead
-
-    def publish(self, device: int, slot: int, gradients: Sequence[torch.Tensor | None]) -> None:
-        self._given.gradients = gradients
-
-    def collect(self, plan: Plan) -> Arrivals | None:
-        return None
-
-    def collect_board(self, plan: Plan) -> None:
-        pass  # there is one board
-
-    def partial(self, place: Published) -> Spanned:
-        return self._given
-
-    def hand_on(self) -> None:
-        pass  # the device owns every span
-
-    def share_gradient(self, whole: FlatTensors) -> None:
-        pass  # one process has all spans, so it is complete already
-
-    def release(self) -> None:
-        self._given.gradients = ()
-
-
-class DevicesMemory(Memory):
-    """Several devices driven by one process, each with flat memory of its own.
+    A single device uses gradients where backward left them.
 
     Args:
         storage: the sizes.
         start: the values of the lead's model.
         devices: all D of them.
-        heap: where the model lies, if the devices are the processor.
+        allocator: where the model lies, if the devices are the processor, or keep nothing.
     """
 
     def __init__(
@@ -240,78 +157,69 @@ class DevicesMemory(Memory):
         storage: Storage,
         start: Start,
         devices: Sequence[torch.device],
-        heap: Heap = ORDINARY,
+        allocator: TensorAllocator = DEFAULT_ALLOCATOR,
     ) -> None:
-        self.heap = heap
-        self.trained = _own_flats(storage.parameters, start.trained, devices, heap)
-        self.other = _own_flats(storage.other, start.other, devices, heap)
-        self.board = Board.private(storage.board, devices[0])
-        self._storage = storage
-        self._devices = devices
-        self._partials: dict[Published, Partial] = {}
-        self._chunks: dict[int, list[Chunk]] = {}
+        self.allocator = allocator
+        self._storage, self._devices = storage, devices
+        numbered, first = dict(enumerate(devices)), devices[0]
+        self.is_partitioned = allocator.apart and len(devices) == 1
+        if self.is_partitioned:
+            self.trained = {0: FlatTensors(storage.parameters, device=first, there=False)}
+        else:
+            self.trained = new_flats(storage.parameters, start.trained, numbered, allocator)
+        self.other = new_flats(storage.other, start.other, numbered, allocator)
+        if storage.frozen is not None:
+            self.frozen = FrozenMemory(storage, storage.frozen, 0, first, allocator)
+        self.table = ShardTable.private(storage.table, first)
+        self._partials: dict[Published, Partial | AsGiven] = {}
+        self._chunks: list[list[Chunk]] = []
 
-    def bind(self, roster: Roster) -> None:
-        self._chunks = {
-            owner: cut_chunks(self._storage.parameters, self._storage.pieces_of(span))
-            for owner, span in enumerate(roster.spans)
-        }
+    def bind(self, assignment: Assignment) -> None:
+        storage = self._storage
+        self._chunks = [
+            cut_chunks(storage.parameters, storage.pieces_of(partition))
+            for partition in assignment.partitions
+        ]
 
-    def follow_lead(self, buffers: FlatTensors) -> None:
-        pass  # copies of the first device's model follow it at the next step
-
-    def adopt_lead(self, values: torch.Tensor) -> None:
-        pass  # one process has all of the lead's values
+    def broadcast_from_lead(self, buffers: FlatTensors) -> None:
+        # Copies of the first device's model follow it at the next step. But what it keeps of frozen
+        # parameters is not what it computes with.
+        if self.frozen is not None:
+            self.frozen.keep()
 
     def publish(self, device: int, slot: int, gradients: Sequence[torch.Tensor | None]) -> None:
         self.partial(Published(device, slot)).write(gradients)
 
-    def collect(self, plan: Plan) -> Arrivals | None:
-        return None
+    def collect(self, plan: Plan, *, partials: bool = True) -> None:
+        pass  # all is here
 
-    def collect_board(self, plan: Plan) -> None:
-        pass  # there is one board
-
-    def partial(self, place: Published) -> Partial:
+    def partial(self, place: Published) -> Partial | AsGiven:
         """The memory of a partial sum, allocated when a plan first needs this slot."""
         if place not in self._partials:
-            device = self._devices[place.device]
-            self._partials[place] = Partial.private(self._storage.gradients, device)
+            layout, device = self._storage.gradients, self._devices[place.device]
+            is_alone = len(self._devices) == 1
+            self._partials[place] = AsGiven(layout) if is_alone else Partial.private(layout, device)
         return self._partials[place]
 
     def home(self, device: int) -> FlatTensors | None:
         # The total may stay in anyone's partial sum where all devices are the processor, or parts
         # of one GPU; among several GPUs the owner needs it in memory of its own.
-        one_memory = len(set(self._devices)) == 1
-        return None if one_memory else self.partial(Published(device, 0)).flat
+        if len(set(self._devices)) == 1:
+            return None
+        own = self.partial(Published(device, 0))
+        return own.flat if isinstance(own, Partial) else None
 
-    def hand_on(self) -> None:
+    def publish_parameters(self) -> None:
         # Non-blocking: the next kernels of both devices come after the copy in their streams.
-        for owner, chunks in self._chunks.items():
+        for owner, chunks in enumerate(self._chunks):
             source = self.trained[owner]
             for receiver, parameters in self.trained.items():
                 for chunk in chunks if receiver != owner else ():
                     parameters.chunk(chunk).copy_(source.chunk(chunk), non_blocking=True)
 
-    def share_gradient(self, whole: FlatTensors) -> None:
-        pass  # one process has all spans, so it is complete already
+    def all_gather_gradient(self, whole: FlatTensors) -> None:
+        pass  # one process has all partitions, so it is complete already
 
     def release(self) -> None:
         for partial in self._partials.values():
             partial.release()
-
-
-def _own_flats(
-    layout: Layout,
-    values: Sequence[torch.Tensor | FirstValues],
-    devices: Sequence[torch.device],
-    heap: Heap,
-) -> dict[int, FlatTensors]:
-    """Flat memory of each device, with the first values of the parameters in it."""
-    flats = {number: new_flat(layout, device, heap) for number, device in enumerate(devices)}
-    first, *rest = flats.values()
-    write_first(first, values)
-    for flat in rest:
-        for section, source in zip(flat.sections, first.sections, strict=True):
-            section.copy_(source)
-    return flats

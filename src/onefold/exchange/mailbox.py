@@ -29,23 +29,24 @@ import socket
 import struct
 import time
 import weakref
+from array import array
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NoReturn
 
 from onefold.errors import DisagreementError, PeerFailed, PeerLost, PeerTimeout
-from onefold.exchange.transport import has_left
-from onefold.exchange.waiting import Waiting
+from onefold.exchange.progress import Waiting
+from onefold.exchange.transport import Ranks, has_left
 from onefold.system.process import LOOK_S, Stillness
 from onefold.system.words import message_of, words_of_failure
 
 __all__ = ["Mailbox", "Peer", "connected"]
 
 
-_ARRIVED, _NOTE, _MORE, _FAILED, _LEAVING = b"A", b"N", b"M", b"F", b"L"
+_ARRIVED, _FILE, _FAILED, _LEAVING = b"A", b"file", b"F", b"L"
 _SPIN_S = 60e-6
-_CHUNK_BYTES = 32 * 1024
 _FRAME_BYTES = 64 * 1024
 
 
@@ -61,6 +62,8 @@ class Peer:
     has_left: bool = False
     """Whether it has said that it comes to its end in order."""
     frames: deque[bytes] = field(default_factory=deque)
+    files: deque[int] = field(default_factory=deque)
+    """Descriptors that came with frames."""
 
 
 class Mailbox:
@@ -85,90 +88,77 @@ class Mailbox:
         self._failure = ""
         _let_go_in_children(self)
 
-    def meet(self, word: bytes = b"", among: Collection[int] | None = None) -> list[bytes]:
-        """Wait for every process to call this, and return the words of all, by rank.
+    def all_gather_bytes(self, message: bytes = b"", among: Ranks = None) -> list[bytes]:
+        """Wait for every process to call this, and return the messages of all, by rank.
 
         Args:
-            word: a short message from this process.
+            message: a short one, from this process.
             among: the ranks of those that meet, in ascending order; all if absent.
 
         Raises:
             PeerLost, PeerFailed, PeerTimeout: a process has ended, failed, or did not call in time.
             OnefoldError: this mailbox is closed.
         """
-        if self._closed:
-            raise has_left(self._failure)
-        frame = _ARRIVED + word
-        # Send to all before waiting for any, or two processes would wait for each other's word.
+        self._check_open()
+        frame = _ARRIVED + message
+        # Send to all before waiting for any, or two processes would wait for each other's message.
         ranks = range(self.size) if among is None else among
-        others = [rank for rank in ranks if rank != self.rank]
-        for rank in others:
-            self._send(self._peers[rank], frame)
-        frames = self._await(others, _ARRIVED)
+        others = [self._peers[rank] for rank in ranks if rank != self.rank]
+        for peer in others:
+            self._send(peer, frame)
+        frames = self._receive_each(others, _ARRIVED)
         frames[self.rank] = frame
         return [frames[rank][1:] for rank in ranks]
 
-    def send_note(self, rank: int, note: bytes) -> None:
-        """Send bytes of any length to one process; it must be receiving."""
-        peer = self._peer(rank)
-        chunks = [note[i : i + _CHUNK_BYTES] for i in range(0, len(note), _CHUNK_BYTES)] or [b""]
-        for chunk in chunks[:-1]:
-            self._send(peer, _MORE + chunk)
-        self._send(peer, _NOTE + chunks[-1])
-
-    def receive_note(self, rank: int) -> bytes:
-        """Wait for one note from a process."""
-        parts = []
+    def _receive_each(self, peers: Iterable[Peer], kind: bytes) -> dict[int, bytes]:
+        """Wait for one frame of a kind from each of some peers."""
+        pending, found = list(peers), dict[int, bytes]()
+        spin_until = time.monotonic() + self._spin_s
+        limit = time.monotonic() + self.timeout_s
         while True:
-            frame = self._await([rank], _NOTE, _MORE)[rank]
-            parts.append(frame[1:])
-            if frame[:1] == _NOTE:
-                return b"".join(parts)
+            for peer in list(pending):
+                self._drain(peer)
+                if peer.frames:
+                    frame = found[peer.number] = peer.frames.popleft()
+                    # Messages of each sender stay in order, so another kind is another call, not a
+                    # late one.
+                    if not frame.startswith(kind):
+                        raise DisagreementError(
+                            f"device {peer.number} is at another point of the program than device "
+                            f"{self.rank} (step {self.step}): all devices must make the same calls "
+                            f"of the trainer in the same order"
+                        )
+                    pending.remove(peer)
+            if not pending:
+                return found
+            if time.monotonic() > spin_until:
+                self._wait_for_news(pending, limit)
+            else:
+                os.sched_yield()  # the peer may be waiting for this very core
 
     def send_file(self, rank: int, descriptor: int) -> None:
         """Send an open file to a process."""
-        peer = self._peer(rank)
+        self._check_open()
+        peer = self._peers[rank]
         try:
-            socket.send_fds(peer.socket, [b"file"], [descriptor])
+            socket.send_fds(peer.socket, [_FILE], [descriptor])
         except OSError as error:
             self._explain_unsent(error, peer)
 
     def receive_file(self, rank: int) -> int:
-        """Receive an open file, which must be in the very next message of a process."""
-        peer = self._peer(rank)
-        limit = time.monotonic() + self.timeout_s
-        while not self._wait_for_news([peer], limit):
-            continue
-        descriptors: list[int] = []
-
-        def receive() -> bytes:  # not by `_drain`: a plain recv would throw the descriptors away
-            message, found, _, _ = socket.recv_fds(peer.socket, _FRAME_BYTES, 1)
-            descriptors.extend(found)
-            return message
-
-        message = _read(receive)
-        if descriptors:
-            return descriptors[0]
-        if message.startswith(_FAILED):
-            self._raise_failed(peer, message)
-        peer.has_left |= message == _LEAVING
-        if not message or peer.has_left:
-            self._raise_ended(peer)
-        raise self._elsewhere(peer)
+        """Receive an open file, which must be the very next thing that a process sends."""
+        self._check_open()
+        peer = self._peers[rank]
+        self._receive_each([peer], _FILE)
+        return peer.files.popleft()
 
     def tell_failure(self, failure: BaseException) -> None:
         """Tell every peer that this process has failed, and why."""
-        self._failure = self._failure or words_of_failure(failure, self.step)
-        text = json.dumps(
-            {
-                "step": self.step,
-                "words": words_of_failure(failure, self.step),
-                "disagreement": message_of(failure)
-                if isinstance(failure, DisagreementError)
-                else None,
-            }
-        )
-        self._tell(_FAILED + text.encode())
+        words = words_of_failure(failure, self.step)
+        self._failure = self._failure or words
+        text = message_of(failure) if isinstance(failure, DisagreementError) else None
+        told = {"step": self.step, "words": words, "disagreement": text}
+        self._tell(_FAILED + json.dumps(told).encode())
 
     def tell_end(self) -> None:
         """Tell every peer that this process leaves in order, and has not been killed."""
@@ -185,54 +175,18 @@ class Mailbox:
         self._closed = True
         for peer in self._peers.values():
             peer.socket.close()
-            if peer.pidfd is not None:
-                os.close(peer.pidfd)
+            for descriptor in (*peer.files, *([] if peer.pidfd is None else [peer.pidfd])):
+                os.close(descriptor)
         self._peers = {}
 
-    # Waiting
-
-    def _peer(self, rank: int) -> Peer:
+    def _check_open(self) -> None:
         if self._closed:
             raise has_left(self._failure)
-        return self._peers[rank]
-
-    def _await(self, ranks: Iterable[int], *kinds: bytes) -> dict[int, bytes]:
-        """Wait for one frame of one of ``kinds`` from each of ``ranks``."""
-        pending = {rank: self._peer(rank) for rank in ranks}
-        found: dict[int, bytes] = {}
-        spin_until = time.monotonic() + self._spin_s
-        limit = time.monotonic() + self.timeout_s
-        while True:
-            for rank, peer in list(pending.items()):
-                self._drain(peer)
-                if peer.frames:
-                    found[rank] = self._expected(peer, kinds)
-                    del pending[rank]
-            if not pending:
-                return found
-            if time.monotonic() > spin_until:
-                self._wait_for_news(pending.values(), limit)
-            else:
-                os.sched_yield()  # the peer may be waiting for this very core
-
-    def _expected(self, peer: Peer, kinds: tuple[bytes, ...]) -> bytes:
-        frame = peer.frames.popleft()
-        # Each sender's messages stay in order, so another kind is another call, not a late one.
-        if frame[:1] not in kinds:
-            raise self._elsewhere(peer)
-        return frame
-
-    def _elsewhere(self, peer: Peer) -> DisagreementError:
-        return DisagreementError(
-            f"device {peer.number} is at another point of the program than device {self.rank} "
-            f"(step {self.step}): all devices must make the same calls of the trainer in the same "
-            f"order"
-        )
 
     def _drain(self, peer: Peer) -> bool:
         """Queue the next frame from a peer without waiting; return whether there was one."""
         try:
-            frame = _read(peer.socket.recv, _FRAME_BYTES, socket.MSG_DONTWAIT)
+            frame, files = _read(peer.socket)
         except BlockingIOError:
             return False
         if frame.startswith(_FAILED):
@@ -246,18 +200,18 @@ class Mailbox:
                 self._raise_ended(peer)
             return False
         peer.frames.append(frame)
+        peer.files += files
         return True
 
-    def _wait_for_news(self, pending: Iterable[Peer], limit: float) -> bool:
+    def _wait_for_news(self, peers: list[Peer], limit: float) -> bool:
         """Wait for `LOOK_S` at most; return whether a peer has sent something or ended."""
-        waiting = list(pending)
-        if self._wait_readable(waiting, LOOK_S):
+        if self._wait_readable(peers, LOOK_S):
             return True
         # A stopped peer neither sends nor ends: nothing but a look at its state shows it.
-        for peer in waiting:
+        for peer in peers:
             self._look_at(peer)
         if time.monotonic() > limit:
-            raise self._late(waiting)
+            raise self._late(peers)
         return False
 
     def _late(self, peers: list[Peer]) -> PeerTimeout:
@@ -310,12 +264,11 @@ class Mailbox:
         )
 
     def _raise_failed(self, peer: Peer, frame: bytes) -> NoReturn:
-        word = json.loads(frame[1:])
-        if word["disagreement"] is not None:
-            raise DisagreementError(word["disagreement"])
-        raise PeerFailed(
-            f"device {peer.number} {word['words']}", device=peer.number, step=word["step"]
-        )
+        told = json.loads(frame[1:])
+        if told["disagreement"] is not None:
+            raise DisagreementError(told["disagreement"])
+        number = peer.number
+        raise PeerFailed(f"device {number} {told['words']}", device=number, step=told["step"])
 
     def _send(self, peer: Peer, frame: bytes) -> None:
         try:
@@ -334,15 +287,23 @@ class Mailbox:
         self._raise_ended(peer)
 
 
-def _read(receive: Callable[..., bytes], *arguments: int) -> bytes:
-    """The next message, or nothing once the peer has hung up: see the note at the head."""
+def _read(connection: socket.socket) -> tuple[bytes, array[int]]:
+    """The next message, with the descriptors that came with it; nothing once the peer has hung up.
+
+    See the note at the head.
+    """
+    files = array("i")
     for _ in range(2):
         try:
-            if message := receive(*arguments):
-                return message
+            beside = socket.CMSG_LEN(files.itemsize)
+            found = connection.recvmsg(_FRAME_BYTES, beside, socket.MSG_DONTWAIT)
+            for _, _, numbers in found[1]:
+                files.frombytes(numbers)
+            if found[0]:
+                return found[0], files
         except ConnectionError:
             continue
-    return b""
+    return b"", files
 
 
 _open_mailboxes: weakref.WeakSet[Mailbox] = weakref.WeakSet()
@@ -403,83 +364,68 @@ def connected(
         PeerTimeout: a process did not connect in time.
         PeerLost: a process ended before it connected.
     """
-    dialing = _Dialing(address, rank, timeout_s, ended)
+    connections: dict[int, socket.socket] = {}
+    waiting = Waiting(rank, timeout_s, ended=ended)
+
+    def check(missing: list[int]) -> None:
+        waiting.check(missing)
+        waiting.say(lambda: f"not yet there: device {', '.join(map(str, missing))}")
+
     try:
-        dialing.reach_all(size)
-    except BaseException:
-        for connection in dialing.connections.values():
-            connection.close()
-        raise
-    # They connect in any order.
-    return {n: _peer(n, each, timeout_s) for n, each in sorted(dialing.connections.items())}
-
-
-class _Dialing:
-    """What one process does to reach the others."""
-
-    def __init__(
-        self, address: str, rank: int, timeout_s: float, ended: Callable[[int], bool]
-    ) -> None:
-        self.connections: dict[int, socket.socket] = {}
-        self._address, self._rank, self._ended = address, rank, ended
-        self._timeout_s = timeout_s
-        self._limit = time.monotonic() + timeout_s
-        self._waiting = Waiting(rank)
-
-    def reach_all(self, size: int) -> None:
         # Everybody listens before connecting to the ranks below, with room for all in the queue: a
         # connect succeeds before its accept, so no circle of processes can wait for each other.
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-            listener.bind(_socket_name(self._address, self._rank))
+            listener.bind(_socket_name(address, rank))
             listener.listen(size)
-            for rank in range(self._rank):
-                self.connections[rank] = self._reach(_socket_name(self._address, rank), rank)
-            while missing := sorted(set(range(self._rank + 1, size)) - self.connections.keys()):
-                listener.settimeout(min(LOOK_S, max(0.01, self._limit - time.monotonic())))
+            for other in range(rank):
+                name, check_one = _socket_name(address, other), partial(check, [other])
+                connections[other] = _reach(name, rank, check_one)
+            while missing := sorted(set(range(rank + 1, size)) - connections.keys()):
+                listener.settimeout(LOOK_S)
                 try:
                     connection, _ = listener.accept()
                 except TimeoutError:
-                    self._check_coming(missing)
+                    check(missing)
                     continue
                 who = _hello(connection)
                 if who in missing:
-                    self.connections[who] = connection
+                    connections[who] = connection
                 else:
                     connection.close()
-
-    def _reach(self, name: str, rank: int) -> socket.socket:
-        """Connect to a process that listens under a name, once one of this user does."""
-        look = time.monotonic() + LOOK_S
-        while True:
-            connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            connection.setblocking(False)  # a full queue would block connect without a limit
-            try:
-                connection.connect(name)
-                if credentials(connection)[1] == os.getuid():
-                    connection.send(_HELLO.pack(self._rank))
-                    return connection
-            except OSError as error:
-                if error.errno not in (errno.ECONNREFUSED, errno.EAGAIN, errno.ENOENT):
-                    connection.close()
-                    raise
+    except BaseException:
+        for connection in connections.values():
             connection.close()
-            if time.monotonic() > look:
-                look += LOOK_S
-                self._check_coming([rank])
-            time.sleep(0.005)
+        raise
+    # They connect in any order.
+    return {n: _peer(n, each, timeout_s) for n, each in sorted(connections.items())}
 
-    def _check_coming(self, missing: Sequence[int]) -> None:
-        self._waiting.look(lambda: f"not yet there: device {', '.join(map(str, missing))}")
-        for rank in missing:
-            if self._ended(rank):
-                raise PeerLost.before_start(rank)
-        if time.monotonic() > self._limit:
-            raise PeerTimeout(
-                f"device {', '.join(map(str, missing))} did not join within {self._timeout_s:g} s. "
-                f"Every device must run the same script and make its Trainer",
-                device=missing[0],
-                step=0,
-            )
+
+def _reach(name: str, rank: int, check: Callable[[], None]) -> socket.socket:
+    """Connect to a process that listens under a name, once one of this user does.
+
+    Args:
+        name: of the socket.
+        rank: number of this process, which it says first.
+        check: called now and then; raises if there is no use in waiting.
+    """
+    look = time.monotonic() + LOOK_S
+    while True:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        connection.setblocking(False)  # a full queue would block connect without a limit
+        try:
+            connection.connect(name)
+            if credentials(connection)[1] == os.getuid():
+                connection.send(_HELLO.pack(rank))
+                return connection
+        except OSError as error:
+            if error.errno not in (errno.ECONNREFUSED, errno.EAGAIN, errno.ENOENT):
+                connection.close()
+                raise
+        connection.close()
+        if time.monotonic() > look:
+            look += LOOK_S
+            check()
+        time.sleep(0.005)
 
 
 def credentials(connection: socket.socket) -> tuple[int, int]:

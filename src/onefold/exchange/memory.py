@@ -1,42 +1,248 @@
-"""Where parameters, frozen or not, partial sums and the board of a run lie.
+"""Where parameters, frozen or not, partial sums and the table of a run lie.
 
 `Memory` is that of this process's devices. `FrozenMemory` is what one device keeps of the frozen
-parameters, where each of several devices keeps a part.
+parameters, where each of several devices keeps a part. A partial sum is `Partial`,
+`PartitionTensors` or `AsGiven`, depending on who reads it.
+
+Note: which memory a partial sum lies in
+----------------------------------------
+Backward makes one gradient tensor per parameter. Small ones are copied side by side into flat
+memory, where a whole run of them is moved and added as one. Large ones stay where backward put
+them, as copying them would cost as much as adding them: only what another process must see in
+shared memory is copied.
 """
 
 from __future__ import annotations
 
+import mmap
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
-from onefold.core.flat import FlatTensors, Layout, same_bits, storage_order
+from onefold.core.assignment import Assignment
+from onefold.core.flat import (
+    Chunk,
+    Entry,
+    FlatTensors,
+    Layout,
+    Piece,
+    laid_out,
+    same_bits,
+    storage_order,
+)
 from onefold.core.fold import Published
-from onefold.core.roster import Roster
 from onefold.core.shard import Plan
 from onefold.core.stages import StageLayout
 from onefold.core.storage import Frozen, Storage
-from onefold.exchange.board import Board
-from onefold.exchange.spans import Spanned
-from onefold.system.heap import ORDINARY, Heap
+from onefold.exchange.shardtable import ShardTable
+from onefold.system.allocator import DEFAULT_ALLOCATOR, TensorAllocator
+from onefold.system.compat import copy_each
 
-__all__ = ["Arrivals", "FirstValues", "FrozenMemory", "Memory", "Start", "new_flat", "write_first"]
+__all__ = [
+    "Arrivals",
+    "AsGiven",
+    "FirstValues",
+    "FrozenMemory",
+    "Memory",
+    "Partial",
+    "PartitionSums",
+    "PartitionTensors",
+    "Start",
+    "by_stage",
+    "cut_piece",
+    "new_flats",
+    "shape_piece",
+    "write_first",
+]
+
+
+class PartitionSums(Protocol):
+    """Memory that holds at least one partition of the trained parameters' layout."""
+
+    def chunk(self, chunk: Chunk) -> torch.Tensor:
+        """A view of one chunk, (stop - start,) in the dtype of its section."""
+
+    def piece(self, piece: Piece) -> torch.Tensor | None:
+        """A view of one piece: in the entry's shape if it is whole, else (numel,).
+
+        None where no shard gave a gradient.
+        """
+
+
+class PartitionTensors:
+    """Memory for one partition of a layout only: what an owner receives from the other devices.
+
+    Args:
+        layout: the layout that the pieces belong to.
+        partition: a contiguous run of pieces.
+        device: where to allocate.
+    """
+
+    def __init__(self, layout: Layout, partition: Sequence[Piece], device: torch.device) -> None:
+        self._layout = layout
+        bounds: dict[int, tuple[int, int]] = {}  # section: first element, and the one after last
+        for piece in partition:
+            entry = layout.entries[piece.entry]
+            first, _ = bounds.get(entry.section, (entry.offset + piece.start, 0))
+            bounds[entry.section] = (first, entry.offset + piece.stop)
+        self._sections = {
+            section: (start, torch.zeros(stop - start, dtype=layout.dtypes[section], device=device))
+            for section, (start, stop) in bounds.items()
+        }
+
+    def chunk(self, chunk: Chunk) -> torch.Tensor:
+        """A view of one chunk, (stop - start,)."""
+        first, section = self._sections[chunk.section]
+        return section[chunk.start - first : chunk.stop - first]
+
+    def piece(self, piece: Piece) -> torch.Tensor:
+        """A view of one piece: in the entry's shape if it is whole, else (numel,)."""
+        entry = self._layout.entries[piece.entry]
+        start = entry.offset + piece.start
+        flat = self.chunk(Chunk(entry.section, start, start + piece.numel, None))
+        return shape_piece(flat, piece, entry)
+
+
+class Partial:
+    """One block's gradients: the large ones where backward left them, the others in flat memory.
+
+    Args:
+        flat: has a place for all of them, the large ones included.
+    """
+
+    def __init__(self, flat: FlatTensors) -> None:
+        self.flat = flat
+        self._visible: list[Chunk] = []
+        self._large = [n for n in range(len(flat.views)) if flat.layout.is_large(n)]
+        self._direct: dict[int, torch.Tensor] = {}
+
+    @classmethod
+    def private(cls, layout: Layout, device: torch.device) -> Partial:
+        """Make one that is read through this object alone.
+
+        Its flat memory is not cleared: pages of a processor's memory that were never touched take
+        no room, so the stretches of large gradients cost nothing.
+        """
+        if device.type == "cpu":
+            return cls(FlatTensors(layout, memory=_untouched(layout.nbytes)))
+        memory = torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
+        return cls(FlatTensors(layout, memory=memory))
+
+    def show(self, visible: Sequence[Chunk]) -> None:
+        """Copy these chunks into ``flat`` at every `write`, as other processes read them there."""
+        # A chunk of no single entry is made of small ones, which lie in flat memory anyway.
+        self._visible = [chunk for chunk in visible if chunk.entry is not None]
+
+    def write(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Take over one gradient for each entry; None stands for zeros."""
+        # Only a gradient laid out as its entry is can be cut into pieces by offset, as flat memory
+        # is. Autograd may return other strides, for instance those of a transposed tensor.
+        self._direct = {
+            number: gradient
+            for number in self._large
+            if (gradient := gradients[number]) is not None
+            and gradient.stride() == self.flat.layout.entries[number].stride
+            and gradient.dtype == self.flat.views[number].dtype
+        }
+        # Skipped stretches keep old values: nobody reads them there unless they are shown below.
+        self.flat.write(gradients, skip=self._direct.keys())
+        # In shared memory the others see the file alone, so what they will read is copied there.
+        shown = [chunk for chunk in self._visible if chunk.entry in self._direct]
+        if shown:
+            targets = [self.flat.chunk(chunk) for chunk in shown]
+            copy_each(targets, [self.chunk(chunk) for chunk in shown])
+
+    def chunk(self, chunk: Chunk) -> torch.Tensor:
+        """A view of one chunk, (stop - start,), wherever it lies."""
+        gradient = None if chunk.entry is None else self._direct.get(chunk.entry)
+        if gradient is None or chunk.entry is None:
+            return self.flat.chunk(chunk)
+        offset = self.flat.layout.entries[chunk.entry].offset
+        return storage_order(gradient)[chunk.start - offset : chunk.stop - offset]
+
+    def piece(self, piece: Piece) -> torch.Tensor:
+        """A view of one piece: in the entry's shape if it is whole, else (numel,)."""
+        gradient = self._direct.get(piece.entry)
+        if gradient is None:
+            return self.flat.piece(piece)
+        return cut_piece(gradient, piece, self.flat.layout.entries[piece.entry])
+
+    def release(self) -> None:
+        """Drop the gradients taken over by `write`, so that their memory can be used again."""
+        self._direct = {}
+
+
+class AsGiven:
+    """Gradients where backward left them, read only by the device that computed them.
+
+    Args:
+        layout: the layout of the gradients.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self._entries = layout.entries
+        self._gradients: Sequence[torch.Tensor | None] = ()
+
+    def write(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Take over one gradient for each entry, shaped like it; None where no shard gave one."""
+        self._gradients = gradients
+
+    def chunk(self, chunk: Chunk) -> torch.Tensor:
+        """Refuse: a single partial sum is added to nothing, so nobody asks for its chunks."""
+        raise TypeError("expected a single partial sum, which is added to nothing")
+
+    def piece(self, piece: Piece) -> torch.Tensor | None:
+        """A view of one piece: in the entry's shape if it is whole, else (numel,)."""
+        gradient = self._gradients[piece.entry]
+        if gradient is None or piece.whole:
+            return gradient
+        return cut_piece(gradient, piece, self._entries[piece.entry])
+
+    def release(self) -> None:
+        """Drop the gradients taken over by `write`."""
+        self._gradients = ()
+
+
+def cut_piece(gradient: torch.Tensor, piece: Piece, entry: Entry) -> torch.Tensor:
+    """Cut a piece from a gradient: in the entry's shape if it is whole, else (numel,)."""
+    laid = laid_out(gradient, entry.stride)
+    return laid if piece.whole else storage_order(laid)[piece.start : piece.stop]
+
+
+def shape_piece(flat: torch.Tensor, piece: Piece, entry: Entry) -> torch.Tensor:
+    """View (numel,) elements of a piece in storage order in the entry's shape, if it is whole."""
+    # A whole piece gets the parameter's own strides; a part of one is a run of its storage.
+    return flat.as_strided(entry.shape, entry.stride) if piece.whole else flat
+
+
+def by_stage(layout: StageLayout, numbers: Sequence[int]) -> list[list[int]]:
+    """Sort the numbers of some pieces by their stages."""
+    own = frozenset(numbers)
+    return [[number for number in stage if number in own] for stage in layout.pieces]
+
+
+def _untouched(nbytes: int) -> torch.Tensor:
+    """Memory of a processor that takes no room until it is written to: (nbytes,) uint8."""
+    # Not PyTorch's own, which may lie where gradients lay before: a process keeps that memory.
+    # Private: shared pages would be no huge ones, and forked readers of data would share them.
+    pages = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=torch.uint8)[:nbytes]
 
 
 class FrozenMemory:
     """The frozen parameters of a device: a part of them always, and all of them now and then.
 
-    Pieces have the numbers of `Storage.lent_pieces`.
+    Pieces have the numbers of `Storage.sharded_pieces`.
 
     Args:
         storage: the sizes.
         frozen: those of frozen parameters in it.
         rank: the device's number.
         device: where it computes.
-        heap: where its part lies, if that is other memory.
+        allocator: where its part lies, if that is other memory.
     """
 
     def __init__(
@@ -45,42 +251,37 @@ class FrozenMemory:
         frozen: Frozen,
         rank: int,
         device: torch.device,
-        heap: Heap = ORDINARY,
+        allocator: TensorAllocator = DEFAULT_ALLOCATOR,
     ) -> None:
-        self._heap = heap
         self.flat = FlatTensors(frozen.layout, device=device, there=False)
         """All of them, now and then."""
         self._first_piece, self._first = len(storage.pieces), len(storage.parameters.entries)
         self._pieces = frozen.pieces
-        layout = storage.lent_layout()
-        own = frozenset(self._first_piece + number for number in frozen.spans[rank])
-        self._own: list[list[int]] = []
+        layout = storage.sharded_layout()
+        own = frozenset(self._first_piece + number for number in frozen.partitions[rank])
+        # Own pieces of a stage lie side by side, as in memory for all of it.
+        self._own = by_stage(layout, list(own))
         self._begins: list[int] = []
         self._kept: list[torch.Tensor] = []
-        for stage, numbers in enumerate(layout.pieces):
-            self._add_stage(stage, [n for n in numbers if n in own], layout, device)
+        for numbers in self._own:
+            places = [layout.place(number) for number in numbers]
+            begins = places[0][0] if places else 0
+            nbytes = places[-1][0] + places[-1][1] - begins if places else 0
+            self._begins.append(begins)
+            self._kept.append(
+                allocator.empty(nbytes)
+                if allocator.apart
+                else torch.empty(nbytes, dtype=torch.uint8, device=device)
+            )
         self._layout = layout
         self.stages = sorted(set(frozen.stage_of))
         """Those in which there are any."""
         # Nobody computes with what lies in other memory.
         self._is_all = [
-            not heap.apart and len(mine) == sum(number >= self._first_piece for number in numbers)
+            not allocator.apart
+            and len(mine) == sum(number >= self._first_piece for number in numbers)
             for mine, numbers in zip(self._own, layout.pieces, strict=True)
         ]
-
-    def _add_stage(
-        self, stage: int, own: list[int], layout: StageLayout, device: torch.device
-    ) -> None:
-        """Make room for own pieces of a stage, which lie there as in memory for all of it."""
-        places = [layout.place(number) for number in own]
-        begins = places[0][0] if places else 0
-        nbytes = places[-1][0] + places[-1][1] - begins if places else 0
-        self._own.append(own)
-        self._begins.append(begins)
-        if self._heap.apart:
-            self._kept.append(self._heap.empty(nbytes))
-        else:
-            self._kept.append(torch.empty(nbytes, dtype=torch.uint8, device=device))
 
     @property
     def numbers(self) -> list[int]:
@@ -99,8 +300,8 @@ class FrozenMemory:
         return self._kept[stage][start : start + nbytes].view(dtype)
 
     def keep(self) -> None:
-        """Keep what lies in the memory of all of them."""
-        for number in self.numbers:
+        """Keep what lies in the memory of all of them, if there is any."""
+        for number in self.numbers if self.flat.is_there else ():
             self.part(number).copy_(self._in_flat(number))
 
     def adopt_entry(self, entry: int, values: torch.Tensor) -> None:
@@ -132,23 +333,19 @@ class FrozenMemory:
         stage = self._layout.stages.stage_of[number]
         return self._layout.whole(number, self._kept[stage], begins=self._begins[stage])
 
-    def written(self, stage: int, room: torch.Tensor) -> int | None:
+    def written(self, stage: int, buffer: torch.Tensor) -> int | None:
         """Find a parameter that was written to in memory for a stage, by what this device keeps."""
-        if self._is_all[stage]:
-            return None  # what was written to is what is kept
-        changed = (
-            number
-            for number in self._own[stage]
-            if not same_bits(self._layout.in_room(number, room), self.part(number))
-        )
-        number = next(changed, None)
-        return None if number is None else self.entry_of(number)
+        # Of a stage that lies here, what was written to is what is kept.
+        numbers = [] if self._is_all[stage] else self._own[stage]
+        return self._changed(numbers, lambda number: self._layout.in_room(number, buffer))
 
     def written_in_flat(self) -> int | None:
         """The same, in the memory of all of them."""
-        changed = (n for n in self.numbers if not same_bits(self._in_flat(n), self.part(n)))
-        number = next(changed, None)
-        return None if number is None else self.entry_of(number)
+        return self._changed(self.numbers, self._in_flat)
+
+    def _changed(self, numbers: Sequence[int], view: Callable[[int], torch.Tensor]) -> int | None:
+        changed = (n for n in numbers if not same_bits(view(n), self.part(n)))
+        return next(map(self.entry_of, changed), None)
 
     def _in_flat(self, number: int) -> torch.Tensor:
         piece = self._pieces[number - self._first_piece]
@@ -176,25 +373,25 @@ class Start:
     """The frozen parameters of which each device is to keep a part."""
 
 
-class Arrivals(Protocol):
-    """Partial sums that are still on their way to the owners of spans."""
+class Arrivals(NamedTuple):
+    """Partial sums that are still on their way to the owners of partitions."""
 
-    def wait_for(self, chunk: int) -> None:
-        """Wait until this chunk of this process's span has come from all devices."""
-
-    def finish(self) -> None:
-        """Wait until everything is received and sent."""
+    wait_for: Callable[[int], None]
+    """Waits until the chunk of this number of the own partition has come from all devices."""
+    finish: Callable[[], None]
+    """Waits until everything is received and sent."""
 
 
 class Memory(ABC):
     """Memory of this process's devices, and what they can see of that of the others.
 
     The methods are called in the order of a step: `publish` for each block, `collect`, then
-    `partial` for each block and owned span, `hand_on`, `release`. `collect`, `hand_on` and
-    `follow_lead` are called on all devices, and may block where other processes take part.
+    `partial` for each block and owned partition, `publish_parameters`, `release`. `collect`,
+    `publish_parameters` and `broadcast_from_lead` are called on all devices, and may block where
+    other processes take part.
     """
 
-    board: Board
+    table: ShardTable
     """Own rows may be written before ``collect``; all rows may be read after it."""
     trained: dict[int, FlatTensors]
     """The trained parameters, by number of this process's devices."""
@@ -202,53 +399,58 @@ class Memory(ABC):
     """The other parameters, by number of this process's devices."""
     frozen: FrozenMemory | None = None
     """What this process's device keeps of the frozen parameters, if it does not have all."""
-    heap: Heap = ORDINARY
+    allocator: TensorAllocator = DEFAULT_ALLOCATOR
     """Where what is large of this process lies on the host."""
     is_common: bool = False
     """Whether all processes compute with the very same memory of the parameters."""
-    is_lent: bool = False
-    """Whether each device keeps its span of the trained parameters, and has others brought when it
-    needs them: then there is memory for all of them only now and then."""
+    is_partitioned: bool = False
+    """Whether each device keeps its partition of the trained parameters, and gathers others when
+    it needs them: then there is memory for all of them only now and then."""
+
+    def resident(self, device: int) -> list[FlatTensors]:
+        """The memory of parameters that a device of this process has for the whole run."""
+        always = [] if self.is_partitioned else [self.trained[device]]
+        return [*always, self.other[device]]
 
     @abstractmethod
-    def bind(self, roster: Roster) -> None:
-        """Adopt a roster: who owns which span. Called between steps, and before the first one."""
+    def bind(self, assignment: Assignment) -> None:
+        """Adopt an assignment: who owns which partition. Called between steps, and at first."""
 
     @abstractmethod
     def publish(self, device: int, slot: int, gradients: Sequence[torch.Tensor | None]) -> None:
         """Take over the partial sum of one of ``device``'s blocks; see `Exchange.publish`."""
 
     @abstractmethod
-    def collect(self, plan: Plan) -> Arrivals | None:
-        """Wait for the others' boards and partial sums to be visible here, or on their way.
+    def collect(self, plan: Plan, *, partials: bool = True) -> Arrivals | None:
+        """Wait for the others' tables and partial sums to be visible here, or on their way.
+
+        Args:
+            plan: the plan of the step.
+            partials: whether partial sums were published.
 
         Returns:
             What may still be on its way; None if all is here.
         """
 
     @abstractmethod
-    def collect_board(self, plan: Plan) -> None:
-        """Wait for the others' boards to be visible here, where no partial sums are published."""
-
-    @abstractmethod
-    def partial(self, place: Published) -> Spanned:
-        """A partial sum, as the owner of a span of this process reads it."""
+    def partial(self, place: Published) -> PartitionSums:
+        """A partial sum, as the owner of a partition of this process reads it."""
 
     def home(self, device: int) -> FlatTensors | None:
         """Where a device's totals go, if they cannot stay where the leftmost partial sum lies."""
         return None
 
     @abstractmethod
-    def hand_on(self) -> None:
-        """Bring the updated spans to every device, and wait until they are there."""
+    def publish_parameters(self) -> None:
+        """Bring the updated partitions to every device, and wait until they are there."""
 
     @abstractmethod
-    def share_gradient(self, whole: FlatTensors) -> None:
-        """Bring the gradient of every span to every process; may block as `hand_on` does.
+    def all_gather_gradient(self, whole: FlatTensors) -> None:
+        """Bring all gradients to every process; may block as `publish_parameters` does.
 
         Args:
-            whole: has the layout of gradients, and holds those of this process's spans; complete
-                afterwards.
+            whole: has the layout of gradients, and holds those of this process's partitions;
+                complete afterwards.
         """
 
     @abstractmethod
@@ -262,16 +464,15 @@ class Memory(ABC):
         """
 
     @abstractmethod
-    def follow_lead(self, buffers: FlatTensors) -> None:
+    def broadcast_from_lead(self, buffers: FlatTensors) -> None:
         """Give every process the parameters and buffers of the lead's process.
 
         Args:
             buffers: those of this process's first device; overwritten unless it is the lead.
         """
 
-    @abstractmethod
-    def adopt_lead(self, values: torch.Tensor) -> None:
-        """Overwrite a tensor of every process with the lead's, where `is_lent`.
+    def broadcast_tensor_from_lead(self, values: torch.Tensor) -> None:  # noqa: B027 (see there)
+        """Overwrite a tensor of every process with the lead's, where `is_partitioned`.
 
         Called on all devices; may block. Elsewhere all parameters are the lead's from the start.
         """
@@ -286,8 +487,29 @@ def write_first(flat: FlatTensors, values: Sequence[torch.Tensor | FirstValues])
             value.write_to(view)
 
 
-def new_flat(layout: Layout, device: torch.device, heap: Heap) -> FlatTensors:
-    """Make flat memory of zeros on a device: from the heap, if that is the processor."""
-    if device.type == "cpu" and layout.nbytes:
-        return FlatTensors(layout, memory=heap.zeros(layout.nbytes))
-    return FlatTensors(layout, device=device)
+def new_flats(
+    layout: Layout,
+    values: Sequence[torch.Tensor | FirstValues],
+    devices: Mapping[int, torch.device],
+    allocator: TensorAllocator,
+) -> dict[int, FlatTensors]:
+    """Make flat memory on each device, from the allocator if that is the processor.
+
+    Args:
+        layout: of the parameters.
+        values: their first values, which are written there.
+        devices: those of this process, by number.
+        allocator: where the memory of processors comes from.
+    """
+    flats = {}
+    for number, device in devices.items():
+        if device.type == "cpu" and layout.nbytes:
+            flats[number] = FlatTensors(layout, memory=allocator.zeros(layout.nbytes))
+        else:
+            flats[number] = FlatTensors(layout, device=device)
+    first, *rest = flats.values()
+    write_first(first, values)
+    for flat in rest:
+        for section, source in zip(flat.sections, first.sections, strict=True):
+            section.copy_(source)
+    return flats

@@ -1,22 +1,36 @@
-"""The table that a launcher and its workers share: who is at which step, what is to come after it.
+"""Where the devices of a run are: for the launcher, and for a device that waits for others.
+
+`Progress` is the table that a launcher and its workers share: who is at which step, and what is to
+come after it. `Waiting` is the wait of a device that has yet to join the others; later waits are
+those of a step, see `onefold.exchange.connections`. Does not load PyTorch.
 
 Note: no lock
 -------------
-Each row has one writer: its worker, or for the last row whoever asks to stop, and all of them write
-the same. A reader may catch a row half written. That does no harm: it decides by the first number
-alone, of which only one byte ever changes, and the steps in messages are read after the end. The
-second number of the last row is the lead's, and is there before anybody asks for it.
+Each row of the table has one writer: its worker, or for the last row whoever asks to stop, and all
+of them write the same. A reader may catch a row half written. That does no harm: it decides by the
+first number alone, of which only one byte ever changes, and the steps in messages are read after
+the end. The second number of the last row is the lead's, and is there before anybody asks for it.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 import mmap
 import struct
+import time
+from collections.abc import Callable, Sequence
 
-from onefold.core.world import World
+from onefold.core.context import LaunchContext
+from onefold.errors import PeerLost, PeerTimeout
 
-__all__ = ["Progress", "progress_of"]
+__all__ = ["WAITING", "Progress", "Waiting", "progress_of"]
+
+WAITING = "onefold.waiting"
+"""The logger of devices that wait: what it is told reaches the screen on any device."""
+FIRST_S = 10.0
+"""After how many seconds a device says whom it waits for."""
+_log = logging.getLogger(WAITING)
 
 _ROW = struct.Struct("<qq")
 _BEGUN, _ENDED = 1, 2
@@ -78,7 +92,7 @@ class Progress:
         return bool(_ROW.unpack_from(self._table, self._launcher)[1] == step)
 
 
-def progress_of(world: World) -> Progress | None:
+def progress_of(world: LaunchContext) -> Progress | None:
     """The table shared with onefold's launcher; None if another launcher started this process."""
     if world.progress_descriptor < 0:
         return None
@@ -89,3 +103,58 @@ def progress_of(world: World) -> Progress | None:
 def _table(descriptor: int, devices: int) -> Progress:
     """Map the table once, so that a script that closes descriptors cannot take it away."""
     return Progress(descriptor, devices)
+
+
+class Waiting:
+    """The wait of a device for others that have yet to join; it has a limit, and is told of.
+
+    Once it takes long, two devices of a run say whom they wait for, or the only one of a host.
+
+    Args:
+        rank: number of the device.
+        timeout_s: the limit of the wait.
+        ended: whether the script of a device has ended, so that it will never join.
+        host_has_others: whether another process of this host would say the same.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        timeout_s: float,
+        *,
+        ended: Callable[[int], bool] = lambda rank: False,
+        host_has_others: bool = True,
+    ) -> None:
+        self._rank, self._timeout_s, self._ended = rank, timeout_s, ended
+        self._began, self._next_s = time.monotonic(), FIRST_S
+        self._says = rank <= 1 or not host_has_others
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the limit has passed."""
+        return time.monotonic() - self._began > self._timeout_s
+
+    def say(self, words: Callable[[], str]) -> None:
+        """Say what ``words`` returns if it is time to: first after 10 s, then after 30, 90, ..."""
+        waited_s = time.monotonic() - self._began
+        if self._says and waited_s >= self._next_s:
+            self._next_s *= 3
+            _log.warning("device %d has waited for %.0f s: %s", self._rank, waited_s, words())
+
+    def check(self, missing: Sequence[int]) -> None:
+        """Give up if one of those that are missing will never join, or the limit has passed.
+
+        Raises:
+            PeerLost: the script of a device has ended.
+            PeerTimeout: the limit has passed.
+        """
+        for rank in missing:
+            if self._ended(rank):
+                raise PeerLost.before_start(rank)
+        if self.is_over:
+            raise PeerTimeout(
+                f"device {', '.join(map(str, missing))} did not join within {self._timeout_s:g} s: "
+                f"every device must run the same script and make its Trainer",
+                device=missing[0],
+                step=0,
+            )

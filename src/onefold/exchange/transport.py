@@ -1,21 +1,57 @@
-"""How the processes of a run reach each other: short words, numbers, and bytes of any length.
+"""How the processes of a run reach each other: short messages, numbers, and bytes of any length.
 
-A transport knows nothing of steps, parameters or gradients. Every process makes the same calls in
+A `Transport` knows nothing of steps, parameters or gradients. Every process makes the same calls in
 the same order. Each call may block, for the transport's limit at most, and raises `PeerError` when
 another device is lost, has failed, or does not make it.
+
+A `PipelineChannel` passes tensors from one device of a pipeline to the next, and back.
+
+Note: messages of a pipeline describe themselves
+------------------------------------------------
+Shards are of unequal size, and a stage may return anything. So a message describes the shape, the
+strides and the dtype of each of its tensors: a kernel may choose its way by the strides, and so the
+bits depend on them. What lies between the elements of a tensor travels with it.
+
+Note: who waits in a pipeline
+-----------------------------
+The sender does not wait for the receiver. A device of a pipeline has at most as many shards under
+way as there are devices from it on, so no more messages than that are under way to it.
 """
 
 from __future__ import annotations
 
+import struct
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from onefold.core.flat import aligned
+from onefold.core.wire import decode, encode
 from onefold.errors import OnefoldError
-from onefold.system.heap import ORDINARY, Heap
+from onefold.system.allocator import DEFAULT_ALLOCATOR, TensorAllocator
 
-__all__ = ["Alone", "Transport", "has_left", "roomy"]
+__all__ = [
+    "Alone",
+    "LocalPipelineChannel",
+    "Message",
+    "PipelineChannel",
+    "Ranks",
+    "Transport",
+    "has_left",
+    "head_of",
+    "host_buffer",
+    "packed_message",
+    "read_message",
+    "write_message",
+]
+
+
+Ranks = Sequence[int] | None
+"""Some devices, in ascending order; None for all."""
 
 
 def has_left(failure: str) -> OnefoldError:
@@ -31,28 +67,109 @@ def has_left(failure: str) -> OnefoldError:
     )
 
 
-class Courier(ABC):
-    """Transfers between the lead and the other processes, made between steps."""
+class Transport(ABC):
+    """Reaches the other processes of a run.
+
+    Args:
+        device: the first device of this process.
+        allocator: where its `buffer` lies, and what of the model lies on the host.
+    """
+
+    step = 1
+    """The step that the run is at, for error messages."""
+    frame_bytes = 32 * 1024
+    """The longest message that ``all_gather_bytes`` accepts."""
+
+    def __init__(
+        self, device: torch.device, allocator: TensorAllocator = DEFAULT_ALLOCATOR
+    ) -> None:
+        self.device, self.allocator = device, allocator
+        self._buffer: torch.Tensor | None = None
+
+    def begin_step(self, step: int) -> None:
+        """Note which step the run is at, for error messages."""
+        self.step = step
 
     @abstractmethod
-    def room(self, nbytes: int) -> torch.Tensor:
-        """Memory to fill for `bring`: (at least nbytes,) uint8 on the host.
+    def all_gather_bytes(self, message: bytes = b"", among: Ranks = None) -> Sequence[bytes]:
+        """Wait until every process has made this call.
 
-        It may be the same memory at every call, so filling it invalidates the result of an earlier
-        `bring`.
+        Args:
+            message: what this process sends; of one length everywhere, `frame_bytes` at most.
+            among: the devices that make this call, in ascending order; all if absent.
+
+        Returns:
+            The messages of all these processes, in device order.
         """
 
     @abstractmethod
-    def bring(self) -> list[torch.Tensor]:
-        """Bring the content of each process's `room` to the lead's process.
+    def close(self, failure: BaseException | None = None) -> None:
+        """Leave the run, telling the others why if this process failed. May be called again."""
+
+    def all_gather_rows(self, rows: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        """Share one row of numbers from each device of this process, and return those of all.
+
+        Args:
+            rows: for each of them by number, (k,) float64 on it; k is the same everywhere.
 
         Returns:
-            On the lead, each process's room in device order, (at least nbytes,) uint8; elsewhere,
+            (D, k) float64 on the first own device.
+        """
+        (row,) = rows.values()
+        messages = self._all_gather_frames(row.cpu().numpy().tobytes())
+        table = [torch.frombuffer(each, dtype=torch.float64) for each in messages if each]
+        return torch.stack(table).to(row.device) if table else row.new_empty(len(messages), 0)
+
+    def all_gather_objects(self, texts: Mapping[int, bytes]) -> list[bytes]:
+        """Share bytes from each device of this process, and return those of all, in device order.
+
+        Args:
+            texts: for each of them by number, bytes of any length.
+        """
+        (text,) = texts.values()
+        lengths = [int.from_bytes(each) for each in self.all_gather_bytes(len(text).to_bytes(8))]
+        # Messages of one call are of one length, so all send as much as the longest.
+        messages = self._all_gather_frames(text.ljust(max(lengths), b"\0"))
+        return [bytes(each[:n]) for each, n in zip(messages, lengths, strict=True)]
+
+    def _all_gather_frames(self, text: bytes) -> list[bytearray]:
+        """Share texts of one length that may be longer than a message, one frame after another."""
+        found: list[bytearray] = []
+        # At least one call, even of nothing: its result says how many processes there are.
+        for start in range(0, len(text) or 1, self.frame_bytes):
+            messages = self.all_gather_bytes(text[start : start + self.frame_bytes])
+            found = found or [bytearray() for _ in messages]
+            for each, message in zip(found, messages, strict=True):
+                each += message
+        return found
+
+    # Between the lead and the other processes, between steps
+
+    def buffer(self, nbytes: int) -> torch.Tensor:
+        """Memory to fill for `gather_to_lead`: (at least nbytes,) uint8 on the host.
+
+        It may be the same memory at every call, so filling it invalidates the result of an earlier
+        `gather_to_lead`.
+        """
+        self._buffer = host_buffer(self._buffer, nbytes, self.device, self.allocator)
+        return self._buffer
+
+    def _filled(self) -> torch.Tensor:
+        if self._buffer is None:
+            raise ValueError("there is nothing to gather: fill a buffer first")
+        return self._buffer
+
+    @abstractmethod
+    def gather_to_lead(self) -> list[torch.Tensor]:
+        """Bring the content of each process's `buffer` to the lead's process.
+
+        Returns:
+            On the lead, each process's buffer in device order, (at least nbytes,) uint8; elsewhere,
             an empty list.
         """
 
     @abstractmethod
-    def hand_out(self, make: Callable[[int], torch.Tensor] | None) -> torch.Tensor:
+    def scatter_from_lead(self, make: Callable[[int], torch.Tensor] | None) -> torch.Tensor:
         """Bring each process what the lead's process has for it.
 
         Args:
@@ -64,117 +181,34 @@ class Courier(ABC):
         """
 
 
-class Transport(Courier):
-    """Reaches the other processes of a run."""
-
-    step = 1
-    """The step that the run is at, for error messages."""
-    frame_bytes = 32 * 1024
-    """The longest word that `meet` accepts."""
-
-    def begin_step(self, step: int) -> None:
-        """Note which step the run is at, for error messages."""
-        self.step = step
-
-    @abstractmethod
-    def meet(self, word: bytes = b"") -> Sequence[bytes]:
-        """Wait until every process has made this call.
-
-        Args:
-            word: what this process tells the others; of one length everywhere, `frame_bytes` at
-                most.
-
-        Returns:
-            The words of all processes, in device order.
-        """
-
-    @abstractmethod
-    def close(self, failure: BaseException | None = None) -> None:
-        """Leave the run, telling the others why if this process failed. May be called again."""
-
-    def share(self, rows: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        """Share one row of numbers from each device of this process, and return those of all.
-
-        Args:
-            rows: for each of them by number, (k,) float64 on it; k is the same everywhere.
-
-        Returns:
-            (D, k) float64 on the first own device.
-        """
-        (row,) = rows.values()
-        words = self._meet_in_frames(row.cpu().numpy().tobytes())
-        table = [torch.frombuffer(word, dtype=torch.float64) for word in words if word]
-        return torch.stack(table).to(row.device) if table else row.new_empty(len(words), 0)
-
-    def gather_bytes(self, texts: Mapping[int, bytes]) -> list[bytes]:
-        """Share bytes from each device of this process, and return those of all, in device order.
-
-        Args:
-            texts: for each of them by number, bytes of any length.
-        """
-        (text,) = texts.values()
-        lengths = [int.from_bytes(word) for word in self.meet(len(text).to_bytes(8))]
-        # Words of one meeting are of one length, so all send as much as the longest.
-        padded = text.ljust(max(lengths), b"\0")
-        words = self._meet_in_frames(padded)
-        return [bytes(word[:n]) for word, n in zip(words, lengths, strict=True)]
-
-    def _meet_in_frames(self, text: bytes) -> list[bytearray]:
-        """Share texts of one length that may be longer than a word, one frame after the other."""
-        parts: list[bytearray] = []
-        # At least one meeting, even of nothing: it says how many processes there are.
-        for start in range(0, len(text) or 1, self.frame_bytes):
-            words = self.meet(text[start : start + self.frame_bytes])
-            parts = parts or [bytearray() for _ in words]
-            for part, word in zip(parts, words, strict=True):
-                part += word
-        return parts
-
-
 class Alone(Transport):
-    """The transport of a process that drives all devices: there is nobody to wait for.
+    """The transport of a process that drives all devices: there is nobody to wait for."""
 
-    Args:
-        device: the first device.
-        heap: where its `room` lies.
-    """
+    def all_gather_bytes(self, message: bytes = b"", among: Ranks = None) -> Sequence[bytes]:
+        return (message,)
 
-    def __init__(self, device: torch.device, heap: Heap = ORDINARY) -> None:
-        self._device = device
-        self._heap = heap
-        self._room: torch.Tensor | None = None
-
-    def meet(self, word: bytes = b"") -> Sequence[bytes]:
-        return (word,)
-
-    def share(self, rows: Mapping[int, torch.Tensor]) -> torch.Tensor:
+    def all_gather_rows(self, rows: Mapping[int, torch.Tensor]) -> torch.Tensor:
         if len(rows) == 1:
             return next(iter(rows.values())).unsqueeze(0)
-        return torch.stack([rows[number].to(self._device) for number in sorted(rows)])
+        return torch.stack([rows[number].to(self.device) for number in sorted(rows)])
 
-    def gather_bytes(self, texts: Mapping[int, bytes]) -> list[bytes]:
+    def all_gather_objects(self, texts: Mapping[int, bytes]) -> list[bytes]:
         return [texts[number] for number in sorted(texts)]
 
-    def room(self, nbytes: int) -> torch.Tensor:
-        self._room = roomy(self._room, nbytes, self._device, self._heap)
-        return self._room
+    def gather_to_lead(self) -> list[torch.Tensor]:
+        return [self._filled()]
 
-    def bring(self) -> list[torch.Tensor]:
-        if self._room is None:
-            raise ValueError("there is nothing to bring: fill a room first")
-        return [self._room]
-
-    def hand_out(self, make: Callable[[int], torch.Tensor] | None) -> torch.Tensor:
+    def scatter_from_lead(self, make: Callable[[int], torch.Tensor] | None) -> torch.Tensor:
         if make is None:
-            raise ValueError("expected the lead's process to say what there is to hand out")
+            raise ValueError("expected the lead's process to say what there is to scatter")
         return make(0)
 
     def close(self, failure: BaseException | None = None) -> None:
         pass
 
 
-def roomy(
-    memory: torch.Tensor | None, nbytes: int, device: torch.device, heap: Heap
+def host_buffer(
+    memory: torch.Tensor | None, nbytes: int, device: torch.device, allocator: TensorAllocator
 ) -> torch.Tensor:
     """Return ``memory`` if it is large enough, or new host memory that ``device`` can copy to.
 
@@ -182,7 +216,136 @@ def roomy(
     """
     if memory is not None and memory.numel() >= nbytes:
         return memory
-    if device.type != "cuda" or heap.apart:
-        return heap.empty(nbytes)
+    if device.type != "cuda" or allocator.apart:
+        return allocator.empty(nbytes)
     # Pinned for a GPU, which otherwise copies through a buffer of the driver's, and slower.
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What one device of a pipeline sends another."""
+
+    head: Any
+    """Values that `onefold.core.wire` knows."""
+    tensors: Sequence[torch.Tensor | None] = ()
+
+
+class PipelineChannel(ABC):
+    """Sends messages between neighbours of a pipeline, each pair's in their order."""
+
+    @abstractmethod
+    def send(self, device: int, target: int, message: Message) -> None:
+        """Send a message from a device of this process; does not wait until it is received."""
+
+    @abstractmethod
+    def receive(self, device: int, source: int) -> Message:
+        """Wait for the next message from ``source`` to a device of this process.
+
+        Its tensors lie on the host, in memory of their own.
+
+        Raises:
+            PeerError: the other device is lost, has failed, or sent nothing in time.
+        """
+
+    def has(self, device: int, source: int) -> bool:
+        """Whether `receive` may be called.
+
+        Where one process drives a whole pipeline, the message must have been sent before.
+        """
+        return True
+
+    def finish(self) -> None:  # noqa: B027 (most have nothing on its way)
+        """Wait until everything that was sent has left; called at the end of a step."""
+
+    def clear(self) -> None:  # noqa: B027 (a step that fails ends most runs for all processes)
+        """Forget what is left of a step that failed."""
+
+
+class LocalPipelineChannel(PipelineChannel):
+    """Between the devices of one process."""
+
+    def __init__(self) -> None:
+        self._sent: dict[tuple[int, int], deque[torch.Tensor]] = {}
+
+    def send(self, device: int, target: int, message: Message) -> None:
+        self._sent.setdefault((device, target), deque()).append(packed_message(message))
+
+    def receive(self, device: int, source: int) -> Message:
+        return read_message(self._sent[source, device].popleft())
+
+    def has(self, device: int, source: int) -> bool:
+        return bool(self._sent.get((source, device)))
+
+    def clear(self) -> None:
+        self._sent.clear()
+
+
+_LENGTH = struct.Struct("<q")
+
+
+def head_of(message: Message) -> tuple[bytes, int]:
+    """What a message begins with when it is written to memory, and how many bytes it takes."""
+    rows = [None if tensor is None else _described(tensor) for tensor in message.tensors]
+    head = encode([message.head, rows], "what a stage gives")
+    head = _LENGTH.pack(len(head)) + head
+    tensors = [tensor for tensor in message.tensors if tensor is not None]
+    sizes = [aligned(_extent(tensor) * tensor.element_size()) for tensor in tensors]
+    return head, aligned(len(head)) + sum(sizes)
+
+
+def write_message(message: Message, head: bytes, memory: torch.Tensor) -> None:
+    """Write a message to memory, (nbytes,) uint8 on the host, from which it is read again."""
+    memory[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+    start = aligned(len(head))
+    for tensor in message.tensors:
+        if tensor is None or not tensor.numel():
+            continue
+        count = _extent(tensor)
+        stop = start + count * tensor.element_size()
+        values = tensor.detach().as_strided((count,), (1,))
+        memory[start:stop].view(tensor.dtype).copy_(values)
+        start += aligned(stop - start)
+
+
+def packed_message(message: Message) -> torch.Tensor:
+    """Write a message to memory of its own."""
+    head, nbytes = head_of(message)
+    memory = torch.empty(nbytes, dtype=torch.uint8)
+    write_message(message, head, memory)
+    return memory
+
+
+def read_message(packed: torch.Tensor) -> Message:
+    """Read what `write_message` wrote; the tensors lie in its memory."""
+    (length,) = _LENGTH.unpack(packed[: _LENGTH.size].numpy().tobytes())
+    start = _LENGTH.size + length
+    value, rows = decode(packed[_LENGTH.size : start].numpy().tobytes())
+    start = aligned(start)
+    tensors: list[torch.Tensor | None] = []
+    for row in rows:
+        if row is None:
+            tensors.append(None)
+            continue
+        name, shape, stride, count = row
+        dtype: torch.dtype = getattr(torch, name)
+        # No view: what is one may not be written to in place where autograd looks on.
+        made = torch.empty(0, dtype=dtype)
+        place = (packed.storage_offset() + start) // dtype.itemsize
+        made.set_(packed.untyped_storage(), place, shape, stride) if count else made.resize_(shape)
+        tensors.append(made)
+        start += aligned(count * dtype.itemsize)
+    return Message(value, tensors)
+
+
+def _described(tensor: torch.Tensor) -> list[Any]:
+    name = str(tensor.dtype).removeprefix("torch.")
+    return [name, list(tensor.shape), list(tensor.stride()), _extent(tensor)]
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Elements from the first to the last one of a tensor, and what lies between them."""
+    if not tensor.numel():
+        return 0
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return 1 + sum((size - 1) * stride for size, stride in pairs)

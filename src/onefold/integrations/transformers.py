@@ -11,9 +11,9 @@ Note: how its loop is driven
 On every device the loop is that of a single process, with the whole batch: RANK and WORLD_SIZE are
 removed here, or it would divide the work itself. `Trainer.training_step` asks onefold for the
 batch's gradient, of which each device computes its shards; the loop then clips it and updates, on
-every device. The update is inside of `onefold.Trainer.changing`, at whose end the lead's values are
-everybody's. Files, bars and logs are the lead's: the others are told that they are not the first
-process.
+every device. The update is inside of `onefold.Trainer.modifying`, at whose end the lead's values
+are everybody's. Files, bars and logs are the lead's: the others are told that they are not the
+first process.
 
 Note: what a shard's loss is divided by
 ---------------------------------------
@@ -178,12 +178,12 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             super()._save_rng_state(output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        with self.folded.changing():
+        with self.folded.modifying():
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         self.folded.load(Path(resume_from_checkpoint, _FOLDER), if_any=True)
 
     def _load_best_model(self) -> None:
-        with self.folded.changing():
+        with self.folded.modifying():
             super()._load_best_model()
 
 
@@ -194,7 +194,7 @@ class _Update(transformers.TrainerCallback):  # type: ignore[misc]
         self._trainer = trainer
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
-        self._trainer._update.enter_context(self._trainer.folded.changing())
+        self._trainer._update.enter_context(self._trainer.folded.modifying())
 
     def on_optimizer_step(self, *_: Any, **__: Any) -> None:
         self._trainer._update.close()

@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import onefold
-from onefold.data.arrays import read_digits, read_idx_folder
-from onefold.data.augment import (
+from onefold.errors import LaunchError
+from onefold.jobs.data.arrays import read_digits, read_idx_folder
+from onefold.jobs.data.augment import (
     IMAGENET,
     CentreCrop,
     LabelledPictures,
@@ -23,13 +24,11 @@ from onefold.data.augment import (
     RandomResizedCrop,
     RandomShift,
 )
-from onefold.data.classes import read_folders
-from onefold.data.decoding import require_pillow
-from onefold.data.fetch import fetch_dataset
-from onefold.data.pictures import Mode, require_folder
-from onefold.data.scan import Scanning
-from onefold.data.splits import PictureClasses, Split
-from onefold.errors import LaunchError
+from onefold.jobs.data.classes import PictureClasses, Split, read_folders
+from onefold.jobs.data.decoding import require_pillow
+from onefold.jobs.data.fetch import fetch_dataset
+from onefold.jobs.data.pictures import Mode, require_folder
+from onefold.jobs.data.scan import Scanning
 from onefold.jobs.examples import classifier_examples, save_picture
 from onefold.jobs.finetune import (
     best_checkpoint,
@@ -42,6 +41,7 @@ from onefold.jobs.finetune import (
     reuse_rows,
     run_of,
 )
+from onefold.jobs.models.catalog import MODELS, build_model, head_name, head_of, import_timm
 from onefold.jobs.options import (
     MOST_FACTOR,
     MOST_SIDE,
@@ -55,7 +55,6 @@ from onefold.jobs.options import (
 )
 from onefold.jobs.runfolder import RunFolder, kept_as, kept_facts, read_run
 from onefold.jobs.training import Task, facts_of
-from onefold.models.catalog import MODELS, build_model, head_name, head_of, import_timm
 from onefold.system.compat import BatchNorm
 
 __all__ = ["JOB", "ClassifyOptions", "PictureModel", "check_early", "make_task", "prepare"]

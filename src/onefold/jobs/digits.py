@@ -31,9 +31,9 @@ from rich.table import Table
 from torch.utils.data import Dataset, TensorDataset
 
 import onefold
-from onefold.data.files import require_ours
+from onefold.jobs.data.files import require_ours
+from onefold.jobs.models.resnet import ResNet
 from onefold.jobs.progress import TrainingBar
-from onefold.models.resnet import ResNet
 from onefold.system.ownfiles import aside_of
 from onefold.system.words import counted
 

@@ -32,7 +32,7 @@ import msgspec
 import tomli_w
 import torch
 
-from onefold.data.files import read_whole
+from onefold.jobs.data.files import read_whole
 from onefold.system.ownfiles import nested_too_deeply, write_whole
 
 __all__ = [
@@ -115,8 +115,10 @@ class TrainOptions:
     runs: str = option("runs", "Folder of all runs.")
     resume: bool = option(False, "Go on with the run of this name from its last checkpoint.")
     devices: str = option("auto", "N, auto, cpu:N, or a list of GPUs such as cuda:1,cuda:3.")
-    keep: str = option(
-        "all", "What a device keeps: all, span, host, stages or stages:N.", variable="ONEFOLD_KEEP"
+    placement: str = option(
+        "replicate",
+        "Where parameters lie: replicate, shard, offload, pipeline or pipeline:N.",
+        variable="ONEFOLD_PLACEMENT",
     )
     shards: int = option(
         8, "Parts of every batch: the most devices that may share one.", most=MOST_SHARDS
@@ -189,8 +191,16 @@ class TrainOptions:
             expect(value is None or value > 0, name, value, "more than 0")
         for name in ("weight_decay", "warmup_epochs", "workers"):
             expect(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
-        known = re.fullmatch("all|span|host|stages(:[1-9][0-9]*)?", self.keep) is not None
-        expect(known, "keep", self.keep, "all, span, host, stages, or stages:2 and so on")
+        known = (
+            re.fullmatch("replicate|shard|offload|pipeline(:[1-9][0-9]*)?", self.placement)
+            is not None
+        )
+        expect(
+            known,
+            "placement",
+            self.placement,
+            "replicate, shard, offload, pipeline, or pipeline:2 and so on",
+        )
         # What both TOML and torch.manual_seed can hold.
         expect(-(2**63) <= self.seed < 2**63, "seed", self.seed, "a number of 64 bits")
         expect(0 <= self.momentum < 1, "momentum", self.momentum, "0 or more and less than 1")
@@ -212,7 +222,7 @@ class TrainOptions:
 
 
 RUN_OPTIONS = frozenset(
-    {"data", "devices", "epochs", "keep", "resume", "runs", "save_every", "workers"}
+    {"data", "devices", "epochs", "placement", "resume", "runs", "save_every", "workers"}
 )
 """Options that may change when a run resumes. The data may have moved: their digest is compared."""
 

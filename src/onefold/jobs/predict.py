@@ -20,15 +20,14 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import onefold
-from onefold.data.augment import LabelledPictures, Normalise
-from onefold.data.bad import BadFile, refuse
-from onefold.data.decoding import open_picture, require_pillow
-from onefold.data.files import require_ours
-from onefold.data.pictures import PictureFiles, made_here, picture_paths
-from onefold.data.scan import Scanning, scan_pictures
-from onefold.data.tsv import decoded, read_lines
 from onefold.errors import CheckpointError, DataError, OnefoldError
 from onefold.jobs import classify, segment, text
+from onefold.jobs.data.augment import LabelledPictures, Normalise
+from onefold.jobs.data.decoding import open_picture, require_pillow
+from onefold.jobs.data.files import BadFile, refuse, require_ours
+from onefold.jobs.data.pictures import PictureFiles, made_here, picture_paths
+from onefold.jobs.data.scan import Scanning, scan_pictures
+from onefold.jobs.data.tsv import decoded, read_lines
 from onefold.jobs.finetune import best_checkpoint, load_finite
 from onefold.jobs.options import MOST_SAMPLES, MOST_SHARDS, MOST_WORKERS, expect
 from onefold.jobs.progress import ReadingBar

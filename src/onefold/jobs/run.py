@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import onefold
-from onefold.data.bad import visible
-from onefold.data.scan import Scanning, read_scan
 from onefold.errors import CheckpointError, DataError, LaunchError, PeerFailed, PeerLost, RunFailed
+from onefold.jobs.data.files import visible
+from onefold.jobs.data.scan import Scanning, read_scan
 from onefold.jobs.options import RUN_OPTIONS, TrainOptions, from_mapping, read_config
 from onefold.jobs.progress import ReadingBar
 from onefold.jobs.runfolder import (
@@ -135,7 +135,7 @@ def run_job(job: Job, options: TrainOptions) -> dict[str, Any]:
         result: dict[str, Any] | Exception = onefold.launch(
             _train,
             devices=options.devices,
-            keep=options.keep,
+            placement=options.placement,
             home=_home(options),
             args=(job, settled, data),
             grace_s=_GRACE_S,
@@ -181,7 +181,7 @@ def _read_data(job: Job, options: TrainOptions) -> Any:
 
 def _home(options: TrainOptions) -> str:
     """Where the model lies if devices do not keep it: on the disk of the run, if that is known."""
-    if options.keep == "all":
+    if options.placement == "replicate":
         return ""
     # Nothing is made here: the lead makes the folder of the run once its lock is taken.
     return str(next(each for each in options.folder.absolute().parents if each.is_dir()))

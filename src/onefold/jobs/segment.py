@@ -14,13 +14,13 @@ from torch import nn
 from torch.utils.data import Subset
 
 import onefold
-from onefold.data.augment import IMAGENET, Normalise
-from onefold.data.decoding import open_picture, require_pillow
-from onefold.data.masks import read_mask
-from onefold.data.pairs import MaskedPictures, Pair, read_pairs
-from onefold.data.pictures import require_folder
-from onefold.data.scan import Scanning
 from onefold.errors import CheckpointError, DataError
+from onefold.jobs.data.augment import IMAGENET, Normalise
+from onefold.jobs.data.decoding import open_picture, require_pillow
+from onefold.jobs.data.masks import read_mask
+from onefold.jobs.data.pairs import MaskedPictures, Pair, read_pairs
+from onefold.jobs.data.pictures import require_folder
+from onefold.jobs.data.scan import Scanning
 from onefold.jobs.examples import SHOWN, save_picture
 from onefold.jobs.finetune import (
     best_checkpoint,
@@ -32,6 +32,7 @@ from onefold.jobs.finetune import (
     require_pretrained,
     run_of,
 )
+from onefold.jobs.models.unet import UNet
 from onefold.jobs.options import expect, scaled_rate, usual_rate
 from onefold.jobs.runfolder import RunFolder, kept_as, kept_facts, read_run
 from onefold.jobs.segment_options import MOST_WIDTH, SegmentOptions
@@ -44,7 +45,6 @@ from onefold.jobs.segment_pictures import (
     whole_logits,
 )
 from onefold.jobs.training import Task, facts_of
-from onefold.models.unet import UNet
 from onefold.system.words import listed
 
 __all__ = [

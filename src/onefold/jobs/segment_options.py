@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from onefold.data.masks import MaskRule
+from onefold.jobs.data.masks import MaskRule
 from onefold.jobs.options import (
     MOST_FACTOR,
     MOST_SAMPLES,

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from onefold.data.augment import Normalise, below, between
-from onefold.data.decoding import open_picture
-from onefold.data.masks import VOID, MaskRule, mask_tensor, read_mask
-from onefold.data.pairs import Pair
+from onefold.jobs.data.augment import Normalise, below, between
+from onefold.jobs.data.decoding import open_picture
+from onefold.jobs.data.masks import VOID, MaskRule, mask_tensor, read_mask
+from onefold.jobs.data.pairs import Pair
 from onefold.jobs.segment_options import SegmentOptions
 
 if TYPE_CHECKING:

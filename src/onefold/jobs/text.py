@@ -18,13 +18,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import onefold
-from onefold.data.bad import readable, refuse
-from onefold.data.files import read_whole
-from onefold.data.labels import check_apart, check_labels, check_one_label
-from onefold.data.scan import Scanning
-from onefold.data.splits import untested
-from onefold.data.tsv import Line, TextSplits, read_splits
 from onefold.errors import CheckpointError, DataError
+from onefold.jobs.data.files import read_whole, readable, refuse
+from onefold.jobs.data.labels import check_apart, check_labels, check_one_label, untested
+from onefold.jobs.data.scan import Scanning
+from onefold.jobs.data.tsv import Line, TextSplits, read_splits
 from onefold.jobs.examples import classifier_examples
 from onefold.jobs.finetune import freeze, parameter_groups
 from onefold.jobs.options import (

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from onefold.data.files import read_json, read_whole
 from onefold.errors import CheckpointError
+from onefold.jobs.data.files import read_json, read_whole
 from onefold.jobs.tokens import END_ID, PAD_ID, START_ID, require
 from onefold.weights.file import read_weights
 from onefold.weights.load import refuse_spoilt

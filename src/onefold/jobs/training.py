@@ -38,8 +38,8 @@ import torch
 from torch import nn
 
 import onefold
-from onefold.data.bad import BadFile
 from onefold.errors import CheckpointError, LaunchError
+from onefold.jobs.data.files import BadFile
 from onefold.jobs.options import TrainOptions, make_optimizer, rate_factor
 from onefold.jobs.progress import PHASES, TrainingBar, epoch_line
 from onefold.jobs.runfolder import CHECKPOINTS, RunFolder

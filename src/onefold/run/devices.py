@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from onefold.errors import LaunchError
-from onefold.run.world import visible_gpus
+from onefold.run.context import visible_gpus
 
 __all__ = ["DeviceInfo", "Selection", "cores", "list_devices", "select_devices"]
 
@@ -72,7 +72,7 @@ def row(index):
 count = torch.cuda.device_count() if torch.cuda.is_available() else 0
 print(json.dumps({"cuda": torch.version.cuda, "gpus": [row(index) for index in range(count)]}))
 """
-"""Both list GPUs as the workers number them; see `onefold.run.world.worker_environment`."""
+"""Both list GPUs as the workers number them; see `onefold.run.context.worker_environment`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,24 +124,31 @@ def select_devices(choice: int | str | Sequence[str]) -> Selection:
         ValueError: the choice is in none of these forms.
     """
     listed = not isinstance(choice, int | str)
-    text = str(choice).strip() if isinstance(choice, int | str) else ",".join(map(str, choice))
+    text = str(choice) if isinstance(choice, int | str) else ",".join(map(str, choice))
+    text = text.strip()
     if text == "auto":
         everything = [f"cuda:{gpu.index}" for gpu in _gpus()] or ["cpu"] * cores()
         return Selection(tuple(everything), may_leave=True)
-    if text.isdecimal() and not listed:
-        return Selection(_count(_positive(int(text), text)))
-    parts = [part.strip() for part in text.split(",")]
-    if len(parts) == 1 and parts[0].startswith("cpu:") and parts[0][4:].isdecimal():
-        return Selection(("cpu",) * _positive(int(parts[0][4:]), text))
-    names = tuple(_read(part, text) for part in parts)
-    _expect_there([name for name in names if name != "cpu"])
-    for name in names:
-        if name != "cpu" and names.count(name) > 1:
+    kind, _, number = text.rpartition(":")
+    if number.isdecimal() and (kind == "cpu" or (number == text and not listed)):
+        if int(number) < 1:
+            raise ValueError(f"--devices {text}: expected at least one device")
+        return Selection(("cpu",) * int(number) if kind else _emptiest(int(number)))
+    names = tuple(_read(part.strip(), text) for part in text.split(","))
+    chosen = [name for name in names if name != "cpu"]
+    there = [f"cuda:{gpu.index}" for gpu in _gpus()] if chosen else []
+    for name in chosen:
+        if name not in there:
+            raise LaunchError(
+                f"{name} is not there: this machine has {', '.join(there) or 'no GPU'} "
+                f"(see: onefold devices)"
+            )
+        if chosen.count(name) > 1:
             raise ValueError(f"--devices {text}: {name} is named twice; a GPU takes one process")
     return Selection(names)
 
 
-def _count(number: int) -> tuple[str, ...]:
+def _emptiest(number: int) -> tuple[str, ...]:
     gpus = _gpus()
     if not gpus:
         return ("cpu",) * number
@@ -165,22 +172,6 @@ def _read(part: str, text: str) -> str:
             f"'cuda:1,cuda:3'; {part!r} is none of these"
         )
     return f"cuda:{int(index)}"
-
-
-def _expect_there(names: Sequence[str]) -> None:
-    there = [f"cuda:{gpu.index}" for gpu in _gpus()] if names else []
-    for name in names:
-        if name not in there:
-            raise LaunchError(
-                f"{name} is not there: this machine has {', '.join(there) or 'no GPU'} "
-                f"(see: onefold devices)"
-            )
-
-
-def _positive(number: int, text: str) -> int:
-    if number < 1:
-        raise ValueError(f"--devices {text}: expected at least one device")
-    return number
 
 
 def _gpus() -> list[DeviceInfo]:
@@ -288,24 +279,15 @@ def _described(rows: list[list[Any]]) -> list[DeviceInfo]:
 
 
 def _processor() -> DeviceInfo:
-    memory = {}
-    with open("/proc/meminfo") as file:
-        for line in file:
-            name, _, value = line.partition(":")
-            memory[name] = int(value.split()[0]) * 1024
+    memory, about = _of_proc("meminfo"), _of_proc("cpuinfo")
+    total, free = (int(memory[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
+    name = about.get("model name") or about.get("Model") or "processor"
     return DeviceInfo(
-        index=0,
-        kind="cpu",
-        name=_processor_name(),
-        total_bytes=memory["MemTotal"],
-        free_bytes=memory["MemAvailable"],
-        count=cores(),
+        index=0, kind="cpu", name=name, total_bytes=total, free_bytes=free, count=cores()
     )
 
 
-def _processor_name() -> str:
-    with open("/proc/cpuinfo") as file:
-        for line in file:
-            if line.startswith(("model name", "Model")):
-                return line.partition(":")[2].strip()
-    return "processor"
+def _of_proc(file: str) -> dict[str, str]:
+    """A file of the kernel's that has a name and a value in each line."""
+    pairs = (line.partition(":") for line in Path("/proc", file).read_text().splitlines())
+    return {name.strip(): value.strip() for name, _, value in pairs}

@@ -3,7 +3,7 @@
 Line searches and two-pass optimizers ask for several gradients of one batch before they update
 once. These calls are one step: they have one number, and so the same random numbers, and the batch
 counts as used once. A step lasts as long as the very same batch object is given; one that was
-given inside of `Trainer.changing` ends with that block, so that a script may take the same batch
+given inside of `Trainer.modifying` ends with that block, so that a script may take the same batch
 (all of its data, say) for the next step.
 """
 
@@ -39,8 +39,7 @@ class GradientSteps:
     """
 
     def __init__(self, *, on_lead: bool) -> None:
-        self._on_lead = on_lead
-        self._warned = False
+        self._warned = not on_lead
         self.forget()
 
     def forget(self) -> None:
@@ -62,7 +61,7 @@ class GradientSteps:
         if place.block and place.block == last.block and not same:
             raise RuntimeError(
                 "trainer.gradient was called with two batches in one block of `with "
-                "trainer.changing():`, which is one step: expected the very same object in all "
+                "trainer.modifying():`, which is one step: expected the very same object in all "
                 "calls. Make it before the block (batch = (x, y), not gradient((x, y)) in a "
                 "closure), and a block for each batch"
             )
@@ -70,8 +69,15 @@ class GradientSteps:
             return False
         if loss != self._loss and not place.block:
             return False
-        if place.blocks - self._blocks_before > _MOST_BLOCKS:
-            self._warn()
+        if place.blocks - self._blocks_before > _MOST_BLOCKS and not self._warned:
+            self._warned = True
+            _log.warning(
+                "trainer.gradient has been given the same batch object again, after more than %d "
+                "blocks of trainer.modifying: all of it counts as one step, with the same random "
+                "numbers. For the next step give a new object, such as (x, y) made in the loop, or "
+                "call gradient inside the block, whose end is the step's",
+                _MOST_BLOCKS,
+            )
         return True
 
     def note(self, batch: object, place: Place, loss: str, *, begins: bool) -> None:
@@ -80,14 +86,3 @@ class GradientSteps:
             self._blocks_before = place.blocks
         self._batch, self._last = batch, place._replace(step=place.step + begins)
         self._loss = loss
-
-    def _warn(self) -> None:
-        if self._on_lead and not self._warned:
-            _log.warning(
-                "trainer.gradient has been given the same batch object again, after more than %d "
-                "blocks of trainer.changing: all of it counts as one step, with the same random "
-                "numbers. For the next step give a new object, such as (x, y) made in the loop, or "
-                "call gradient inside the block, whose end is the step's",
-                _MOST_BLOCKS,
-            )
-        self._warned = True

@@ -2,12 +2,13 @@
 
 All devices are of this machine. This module does not load PyTorch: the workers start sooner than
 the launcher could load it. `checkpoints_to_leave_out` chooses the checkpoint from which a failed
-run is started again. `LogFiles` has the logs of the run.
+run is started again.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import mmap
 import os
 import pickle
@@ -17,23 +18,25 @@ import subprocess
 import sys
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from onefold.core.context import LaunchContext
 from onefold.core.numbers import check_seconds
 from onefold.core.options import DEFAULT_GRACE_S, DEFAULT_TIMEOUT_S, ExchangeName, RunOptions
-from onefold.core.world import World
 from onefold.errors import LaunchError, RunFailed
-from onefold.run.crew import Crew, Outcome, Requests, StoppedAtOnce
+from onefold.run.context import PLACEMENT_VARIABLE, current_context, options_of, worker_environment
 from onefold.run.devices import Selection, select_devices
 from onefold.run.rundir import Board, Logs
-from onefold.run.world import KEEP_VARIABLE, current_world, options_of, worker_environment
+from onefold.run.workers import Outcome, StoppedAtOnce, WorkerGroup
 from onefold.system.folderlock import lock_of_checkpoints
 from onefold.system.ownfiles import PrivateFolder
 from onefold.system.process import StopSignals, ctrl_c_later
 from onefold.system.record import check_trace
+from onefold.system.words import counted, tell
 from onefold.watch.timeline import check_timeline, join_timeline
 
 __all__ = ["launch", "supervise"]
@@ -54,7 +57,7 @@ def launch(
     *,
     devices: int | str | Sequence[str] = "auto",
     args: Sequence[Any] = (),
-    keep: str | None = None,
+    placement: str | None = None,
     home: str = "",
     exchange: ExchangeName = "auto",
     timeout_s: float = DEFAULT_TIMEOUT_S,
@@ -71,9 +74,10 @@ def launch(
             script or notebook, with what it refers to; lambdas and closures may be given, too.
         devices: a number, ``"auto"``, ``"cpu:2"`` or a list such as ``["cuda:1", "cuda:3"]``.
         args: arguments for ``main``.
-        keep: what a device keeps of the model: ``"all"``, ``"span"``, nothing (``"host"``), or some
-            of its stages (``"stages"``; ``"stages:2"`` for lines of two devices side by side);
-            by default what ``ONEFOLD_KEEP`` says, and all without it.
+        placement: where parameters lie: on each device (``"replicate"``), partitioned over all
+            (``"shard"``), in host memory (``"offload"``), or stage by stage (``"pipeline"``;
+            ``"pipeline:2"`` for pipelines of two devices side by side); by default what
+            ``ONEFOLD_PLACEMENT`` says, and ``"replicate"`` without it.
         home: folder on a disk for the file that has the model if devices do not keep all of it;
             ``ONEFOLD_HOME`` if empty, and then that of temporary files.
         exchange: ``"auto"``, ``"shared"`` or ``"collective"``.
@@ -85,33 +89,32 @@ def launch(
     Raises:
         RunFailed: a device failed, or the run was stopped; the message carries the first traceback.
         LaunchError: a chosen device does not exist, or this process was started by another launcher
-            (torchrun, srun), without the ``ONEFOLD_KEEP`` that ``keep`` asks for.
+            (torchrun, srun), without the ``ONEFOLD_PLACEMENT`` that ``placement`` asks for.
         TypeError, ValueError: an argument is of a wrong type or value, or ``main`` refers to what
             cannot be sent to another process.
 
     >>> onefold.launch(lambda: 6 * 7, devices="cpu:1")
     42
     """
-    world = current_world()
-    if world.launched:
-        _refuse_other_keep(world, keep)
+    context = current_context()
+    if context.launched:
+        _refuse_other_placement(context, placement)
         return main(*args)
     import cloudpickle
 
-    from onefold.run.handover import pack_call
-
     around = options_of(os.environ)
-    keep = keep or around.keep
-    if home and keep == "all":
+    placement = placement or around.placement
+    if home and placement == "replicate":
         raise ValueError(
-            f'expected keep="host", "span" or "stages" with home={home!r}, got keep="all"'
+            f'expected placement="offload", "shard" or "pipeline" with home={home!r}, got '
+            f'placement="replicate"'
         )
-    if not home and keep != "all":
+    if not home and placement != "replicate":
         home = around.home
-    call = pack_call(main, args)
+    call = _packed(main, args)
     selection = select_devices(devices)
     options = RunOptions(
-        keep=keep,
+        placement=placement,
         home=os.path.abspath(home) if home else "",
         exchange=exchange,
         timeout_s=check_seconds("timeout_s", timeout_s),
@@ -140,26 +143,72 @@ def launch(
             return cloudpickle.loads(returned)
 
 
-def _refuse_other_keep(world: World, keep: str | None) -> None:
+_USELESS = {
+    ("optuna", "Trial"): "an Optuna trial: ask it for values before, pass trial.params, and report "
+    "what launch returns",
+    ("optuna", "Study"): "an Optuna study: call launch from the objective that it optimizes",
+    ("onefold", "Trainer"): "a Trainer, which belongs to this process: make it inside the function",
+}
+"""Objects of which every process would have a copy of its own, by package and class, and what to do
+about them."""
+
+
+def _packed(function: Callable[..., Any], arguments: Sequence[Any]) -> bytes:
+    """Pack a function and its arguments by value, with what they refer to.
+
+    Raises:
+        TypeError: it refers to something that another process could not have, or not use.
+    """
+    import cloudpickle
+
+    useless: list[str] = []
+
+    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
+        def reducer_override(self, obj: Any) -> Any:
+            kind = type(obj)
+            words = _USELESS.get((kind.__module__.partition(".")[0], kind.__name__))
+            if words is not None:
+                useless.append(words)
+                raise pickle.PicklingError
+            return super().reducer_override(obj)
+
+    packed = io.BytesIO()
+    try:
+        Pickler(packed).dump((function, tuple(arguments)))
+    except (AttributeError, TypeError, ValueError, RuntimeError, pickle.PicklingError) as error:
+        name = getattr(function, "__qualname__", None) or type(function).__name__
+        text = f"{name} cannot be sent to the devices' processes"
+        if useless:
+            raise TypeError(f"{text}, as it refers to {useless[0]}") from None
+        raise TypeError(
+            f"{text}: {error}. It, or one of its arguments, refers to something that lives in this "
+            f"process alone, such as a lock, a thread, an open file or a generator: pass plain "
+            f"values, and make the rest inside the function"
+        ) from error
+    return packed.getvalue()
+
+
+def _refuse_other_placement(context: LaunchContext, placement: str | None) -> None:
     """Refuse to keep all of a model on devices of another launcher where less was asked for.
 
     Raises:
         LaunchError: the environment says nothing of it. What it says takes precedence.
     """
-    if world.launcher != "onefold" and keep not in (None, "all") and world.options.keep == "all":
+    if (
+        context.launcher != "onefold"
+        and placement not in (None, "replicate")
+        and context.options.placement == "replicate"
+    ):
         raise LaunchError(
-            f"keep={keep!r} was asked for in a process that another launcher has started: there "
-            f"the environment decides. Set {KEEP_VARIABLE}={keep} for all of its processes, or "
-            f'ask for keep="all"'
+            f"placement={placement!r} was asked for in a process that another launcher has "
+            f"started: there the environment decides. Set {PLACEMENT_VARIABLE}={placement} for "
+            f"all of its processes, or "
+            f'ask for placement="replicate"'
         )
 
 
 def supervise(
-    command: Sequence[str],
-    selection: Selection,
-    options: RunOptions,
-    *,
-    handed: Sequence[int] = (),
+    command: Sequence[str], selection: Selection, options: RunOptions, *, handed: Sequence[int] = ()
 ) -> Outcome:
     """Start a worker for each device, and return when all have ended.
 
@@ -172,15 +221,24 @@ def supervise(
 
     Raises:
         LaunchError: a file would be overwritten that is not one of ours.
-        ValueError: the devices do not make whole lines.
+        ValueError: the devices do not make whole pipelines.
     """
-    options.line_of(len(selection.devices))
+    options.pipeline_of(len(selection.devices))
     _check_places(options)
-    if not options.quiet:
-        _tell_of_others(current_world())
+    context = current_context()
+    others = context.others
+    if context.size > 1:
+        others = (
+            f"a launcher has started {context.size} processes, and this one is no. {context.rank}"
+        )
+    if others and not options.quiet:
+        tell(f"{others}. This is a run of its own, on this machine alone")
     ranks = range(0 if options.quiet else 1, len(selection.devices))
-    with StopSignals(saves=options.may_stop) as signals, log_files(options, ranks) as logs:
-        run = _Run(command, selection, options, signals, logs, tuple(handed))
+    with (
+        StopSignals(saves=options.may_stop) as signals,
+        contextlib.closing(Logs(options.logs, ranks)) as logs,
+    ):
+        run = _LaunchedRun(command, selection, options, signals, logs, tuple(handed))
         failed_in: list[int] = []
         failures, saved = 0, newest_step(options.checkpoint)
         while True:
@@ -189,37 +247,24 @@ def supervise(
             failures = 1 if now_saved > saved else failures + 1
             saved = max(saved, now_saved)
             if outcome.final or failures > options.restarts:
-                return logs.mention(outcome)
+                return replace(outcome, logs=logs.place(failed=outcome.failed))
             failed_in.append(outcome.step)
             if options.restarts_with == "fewer":
                 run = replace(run, selection=_without(run.selection, outcome.lost, options))
-            devices = run.selection.devices
-            print(
-                f"{outcome.traceback}onefold: {outcome.message}\n"
-                f"onefold: starting again ({failures} of {options.restarts})"
-                f"{words_of_restart(failed_in, len(devices) if run.selection != selection else 0)}",
-                file=sys.stderr,
-            )
+            left = len(run.selection.devices) if run.selection != selection else 0
+            print(outcome.traceback, file=sys.stderr, end="")
+            tell(outcome.message)
+            words = words_of_restart(failed_in, left)
+            tell(f"starting again ({failures} of {options.restarts}){words}")
 
 
 def _without(selection: Selection, lost: int, options: RunOptions) -> Selection:
-    """The devices that are left, in whole lines; all of them if that would be none."""
+    """The devices that are left, in whole pipelines; all of them if that would be none."""
     devices = selection.devices
     left = [device for rank, device in enumerate(devices) if rank != lost]
-    _, _, line = options.keep.partition(":")
-    whole = len(left) // int(line or 1) * int(line or 1)
+    pipeline = int(options.placement.partition(":")[2] or 1)
+    whole = len(left) // pipeline * pipeline
     return replace(selection, devices=tuple(left[:whole])) if whole else selection
-
-
-def _tell_of_others(world: World) -> None:
-    """Say that there are others beside the run that begins here."""
-    others = world.others
-    if world.size > 1:
-        others = f"a launcher has started {world.size} processes, and this one is no. {world.rank}"
-    if others:
-        print(
-            f"onefold: {others}. This is a run of its own, on this machine alone", file=sys.stderr
-        )
 
 
 def _check_places(options: RunOptions) -> None:
@@ -232,27 +277,26 @@ def _check_places(options: RunOptions) -> None:
     if options.checkpoint:
         # Only a look: the lead takes the lock, and keeps it.
         lock_of_checkpoints(Path(options.checkpoint)).look(options.grace_s)
-    try:
-        if options.trace:
-            check_trace(Path(options.trace))
-    except ValueError as error:
-        raise LaunchError(f"--trace {error}") from None
-    try:
-        if options.profile:
-            check_timeline(Path(options.profile))
-    except ValueError as error:
-        raise LaunchError(f"--profile {error}") from None
+    for name, place, check in (
+        ("trace", options.trace, check_trace),
+        ("profile", options.profile, check_timeline),
+    ):
+        try:
+            if place:
+                check(Path(place))
+        except ValueError as error:
+            raise LaunchError(f"--{name} {error}") from None
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class _LaunchedRun:
     """A run that may be attempted several times."""
 
     command: Sequence[str]
     selection: Selection
     options: RunOptions
     signals: StopSignals
-    logs: LogFiles
+    logs: Logs
     handed: tuple[int, ...]
 
     def attempt(self, leave_out: int) -> Outcome:
@@ -261,93 +305,81 @@ class _Run:
         Args:
             leave_out: how many of the newest checkpoints to pass over.
         """
-        with PrivateFolder() as folder:
-            (folder.path / _PARTS).mkdir()
-            with contextlib.closing(Board(len(self.selection.devices))) as board:
-                outcome = self._watched(folder.path, board, leave_out)
-                outcome = replace(outcome, step=board.progress.step_of(0))
-            if not self.options.profile:
-                return outcome
-            if not folder.is_there():
-                print(
-                    f"onefold: {folder.path} was removed, and the timeline with it", file=sys.stderr
-                )
-                return outcome
-            return _with_timeline(outcome, folder.path / _PARTS, Path(self.options.profile))
+        devices = self.selection.devices
+        with PrivateFolder() as folder, contextlib.closing(Board(len(devices))) as board:
+            parts = folder.path / _PARTS
+            parts.mkdir()
+            context = LaunchContext(
+                size=len(devices),
+                run_id=uuid.uuid4().hex,
+                launcher="onefold",
+                devices=devices,
+                may_leave=self.selection.may_leave,
+                options=self.options,
+                leave_out=leave_out,
+                directory=str(folder.path),
+                timeline_parts=str(parts) if self.options.profile else "",
+                progress_descriptor=board.table,
+                store_descriptor=board.store,
+                safe_path=sys.flags.safe_path,
+                local_size=len(devices),
+            )
+            outcome = self._watched(context, board)
+            step = board.progress.step_of(0)
+            return replace(outcome, step=step, timeline=self._timeline(folder))
 
-    def _watched(self, folder: Path, board: Board, leave_out: int) -> Outcome:
-        crew, run_id = Crew(board, self.signals), uuid.uuid4().hex
-        requests = Requests(self.signals, board, self.options)
+    def _timeline(self, folder: PrivateFolder) -> str:
+        """Write the timeline; one that cannot be written is no reason to fail the run."""
+        if not self.options.profile:
+            return ""
+        if not folder.is_there():
+            tell(f"{folder.path} was removed, and the timeline with it")
+            return ""
+        try:
+            return str(join_timeline(folder.path / _PARTS, Path(self.options.profile)) or "")
+        except (OSError, ValueError) as error:
+            tell(f"the timeline could not be written: {error}")
+            return ""
+
+    def _watched(self, context: LaunchContext, board: Board) -> Outcome:
+        group = WorkerGroup(board, self.signals, self.options)
         interrupted = False
         try:
-            for rank in range(len(self.selection.devices)):
-                requests.check()
+            for rank, device in enumerate(context.devices):
+                group.check_requests()
+                report = board.reports[rank]
+                own = replace(context, rank=rank, local_rank=rank, report_descriptor=report)
                 # Or an interrupt between start and add leaves a worker that nobody ends.
                 with ctrl_c_later():
-                    device = self.selection.devices[rank]
-                    worker = self._start(rank, run_id, folder, board, leave_out)
-                    crew.add(rank, device, worker)
-            crew.watch(requests)
+                    group.add(rank, device, self._start(own))
+            group.watch()
         # Our own handlers raise none: this comes from one that the calling program has set.
         except KeyboardInterrupt:
             interrupted = True
-            crew.interrupt(signal.SIGINT)
+            group.interrupt(signal.SIGINT)
         except StoppedAtOnce:
             interrupted = True
             # A run that saves was warned by the first request, and has had its time.
             if not self.options.may_stop:
-                crew.interrupt(self.signals.came[0])
+                group.interrupt(self.signals.came[0])
         finally:
-            crew.end()
-        if self.options.may_stop and requests.came:
-            return crew.stopped_outcome(requests, self.options.checkpoint)
-        by = self.signals.came[0] if self.signals.came else signal.SIGINT
-        return crew.interrupted_outcome(by) if interrupted else crew.outcome()
+            group.end()
+        return group.outcome(interrupted=interrupted)
 
-    def _start(
-        self, rank: int, run_id: str, folder: Path, board: Board, leave_out: int
-    ) -> subprocess.Popen[bytes]:
-        options, devices = self.options, self.selection.devices
-        world = World(
-            rank=rank,
-            size=len(devices),
-            run_id=run_id,
-            launcher="onefold",
-            devices=devices,
-            may_leave=self.selection.may_leave,
-            options=options,
-            leave_out=leave_out,
-            directory=str(folder),
-            timeline_parts=str(folder / _PARTS) if options.profile else "",
-            progress_descriptor=board.table,
-            report_descriptor=board.reports[rank],
-            store_descriptor=board.store,
-            safe_path=sys.flags.safe_path,
-            local_rank=rank,
-            local_size=len(devices),
-        )
-        log = self.logs.descriptor(rank)
+    def _start(self, context: LaunchContext) -> subprocess.Popen[bytes]:
+        log = self.logs.descriptors.get(context.rank)
+        table, store = context.progress_descriptor, context.store_descriptor
         return subprocess.Popen(
             [sys.executable, "-P", "-c", _START, _ROOT, str(os.getpid()), *self.command],
-            env=worker_environment(world),
+            env=worker_environment(context),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
             # A group of its own, so that its children can be killed with it, and so that Ctrl-C in
             # the terminal reaches the launcher alone, which passes it on in order.
             start_new_session=True,
-            pass_fds=(board.table, board.reports[rank], board.store, *self.handed),
+            pass_fds=(table, context.report_descriptor, store, *self.handed),
         )
-
-
-def _with_timeline(outcome: Outcome, parts: Path, folder: Path) -> Outcome:
-    """Add the timeline to an outcome; one that cannot be written is no reason to fail the run."""
-    try:
-        timeline = join_timeline(parts, folder)
-    except (OSError, ValueError) as error:
-        print(f"onefold: the timeline could not be written: {error}", file=sys.stderr)
-        return outcome
-    return replace(outcome, timeline=str(timeline or ""))
 
 
 def newest_step(directory: str) -> int:
@@ -369,12 +401,8 @@ def checkpoints_to_leave_out(failed_in: Sequence[int]) -> int:
     >>> [checkpoints_to_leave_out(failed_in) for failed_in in ([6], [6, 6], [6, 6, 9])]
     [0, 1, 0]
     """
-    same = 0
-    for step in reversed(failed_in):
-        if step != failed_in[-1]:
-            break
-        same += 1
-    return max(0, same - 1)
+    same = takewhile(failed_in[-1:].__contains__, reversed(failed_in))
+    return max(0, len(list(same)) - 1)
 
 
 def words_of_restart(failed_in: Sequence[int], devices: int = 0) -> str:
@@ -384,7 +412,7 @@ def words_of_restart(failed_in: Sequence[int], devices: int = 0) -> str:
         failed_in: the step in which each attempt so far has failed.
         devices: how many devices are left, if some were left out.
     """
-    left = f", with {devices} device{'' if devices == 1 else 's'}" if devices else ""
+    left = f", with {counted(devices, 'device')}" if devices else ""
     back = checkpoints_to_leave_out(failed_in)
     if not back:
         return left
@@ -393,50 +421,3 @@ def words_of_restart(failed_in: Sequence[int], devices: int = 0) -> str:
     further = "one checkpoint" if back == 1 else f"{back} checkpoints"
     newest = f"further back than the newest: it failed {where} {back + 1} times in a row"
     return f"{left}, {further} {newest}"
-
-
-class LogFiles:
-    """The logs of a run: in the folder that the user named, or in one kept only after a failure."""
-
-    def __init__(self, options: RunOptions, ranks: Sequence[int]) -> None:
-        self._private = None if options.logs else PrivateFolder()
-        place = Path(options.logs) if self._private is None else self._private.path
-        self._logs = Logs(place, ranks)
-        self._any = bool(ranks)
-        self._keeps = False
-        self.descriptor = self._logs.descriptor
-        if ranks and self._logs.number > 1:
-            print(
-                f"onefold: {place} has logs already: those of this run are {self._logs.pattern}",
-                file=sys.stderr,
-            )
-
-    def mention(self, outcome: Outcome) -> Outcome:
-        """Add the place of the logs to an outcome, if there are any worth reading."""
-        if self._private is None:
-            useful = self._any
-        else:
-            useful = outcome.failed and self._logs.size() > 0 and self._private.is_there()
-        if not useful:
-            return replace(outcome, logs="")
-        # A path that the user has read must last, so this decides that the folder is kept.
-        self._keeps = True
-        folder, first = self._logs.folder, self._logs.number == 1
-        return replace(outcome, logs=str(folder) if first else self._logs.pattern)
-
-    def close(self) -> None:
-        """Close the files, and remove a private folder that no outcome mentions."""
-        self._logs.close()
-        if self._private is not None:
-            leave = self._private.keep if self._keeps else self._private.remove
-            leave()
-
-
-@contextlib.contextmanager
-def log_files(options: RunOptions, ranks: Sequence[int]) -> Iterator[LogFiles]:
-    """Open the logs of a run for as long as the block lasts."""
-    files = LogFiles(options, ranks)
-    try:
-        yield files
-    finally:
-        files.close()

@@ -1,6 +1,8 @@
-"""Keeps the runs that this process is part of, so that the others are told when it fails.
+"""Keeps the runs that this process is part of, and ends them: well, or so that all know why.
 
-`advice_on_one_file` says what to do where two processes of a run wrote one file.
+`leave` closes what `register` was given, and `end_well` calls what `at_good_end` was given.
+`RunStopped` ends a script that was asked to stop. `advice_on_one_file` says what to do where two
+processes of a run wrote one file.
 
 A worker of ``onefold run`` reports through `onefold.run.worker`; under another launcher, the hooks
 set here do. A forked child is part of no run: it forgets everything here, and reports nothing.
@@ -21,27 +23,36 @@ import logging
 import os
 import sys
 import weakref
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Protocol
 
-from onefold.core.world import World
+from onefold.core.context import LaunchContext
 from onefold.errors import PeerError
-from onefold.exchange.waiting import WAITING
+from onefold.exchange.progress import WAITING
 from onefold.system.ownfiles import PrivateFolder, create_file
+from onefold.system.words import message_of
 
 __all__ = [
     "Members",
-    "abandon",
+    "RunStopped",
     "advice_on_one_file",
     "at_good_end",
     "end_well",
     "folder_until_the_end",
     "hush_and_report",
+    "is_failing",
     "leave",
+    "only_noting",
     "register",
 ]
+
+_log = logging.getLogger("onefold")
+
+
+class RunStopped(SystemExit):
+    """The run was asked to stop, and has been saved; raised in a block of the script's."""
 
 
 class _Closable(Protocol):
@@ -56,11 +67,6 @@ class Members:
         # Weak, so that a Trainer that the script has dropped is not kept until the end.
         self.open: weakref.WeakSet[_Closable] = weakref.WeakSet()
 
-    def leave(self, failure: BaseException | None = None) -> None:
-        """Close all that is open."""
-        for member in list(self.open):
-            member.close(failure)
-
 
 members = Members()
 """Of this process, or of the simulated device that goes on."""
@@ -74,9 +80,10 @@ def register(member: _Closable) -> None:
     members.open.add(member)
 
 
-def abandon(failure: BaseException) -> None:
-    """Tell the other devices of every run that this process has failed."""
-    members.leave(failure)
+def leave(failure: BaseException | None = None) -> None:
+    """Close all that is open; tell the other devices of every run of a failure, if there is one."""
+    for member in list(members.open):
+        member.close(failure)
 
 
 def at_good_end(call: Callable[[], None]) -> None:
@@ -92,9 +99,25 @@ def end_well() -> None:
         members.endings.pop(0)()
 
 
-def leave() -> None:
-    """Close all that is open, as the script has ended."""
-    members.leave()
+def is_failing() -> bool:
+    """Whether an exception is being handled that ends the script in error."""
+    error = sys.exc_info()[1]
+    ends_well = isinstance(error, SystemExit) and error.code in (None, 0)
+    return error is not None and not ends_well
+
+
+@contextmanager
+def only_noting() -> Iterator[None]:
+    """If the script is failing already, only log what is raised: the user must see the first."""
+    failing = is_failing()
+    try:
+        yield
+    except Exception as error:
+        if not failing:
+            raise
+        _log.error(
+            "the end of the run was not saved: %s: %s", type(error).__name__, message_of(error)
+        )
 
 
 @functools.cache
@@ -105,24 +128,29 @@ def _forget_in_children() -> None:
 def _forget() -> None:
     """In a child that was just forked: the parent is the device, and will end the run."""
     # Emptied, not closed: what the members hold is the parent's, and so are the folders.
-    members.endings.clear()
-    members.open.clear()
-    _log_folders.clear()
-    _folders.clear()
-    for call in (leave, _remove_logs, _remove_folders):
+    for held in (members.endings, members.open, _folders):
+        held.clear()
+    folder_until_the_end.cache_clear()
+    for call in (leave, _remove_folders):
         atexit.unregister(call)
 
 
 _folders: list[PrivateFolder] = []
+"""Those that are removed when this process ends."""
 
 
+def _make_folder(prefix: str = "onefold-") -> PrivateFolder:
+    _forget_in_children()
+    if not _folders:
+        atexit.register(_remove_folders)
+    _folders.append(PrivateFolder(prefix))
+    return _folders[-1]
+
+
+@functools.cache
 def folder_until_the_end() -> str:
     """Make a private folder, once, which is removed when this process ends."""
-    if not _folders:
-        _forget_in_children()
-        atexit.register(_remove_folders)
-        _folders.append(PrivateFolder())
-    return str(_folders[-1].path)
+    return str(_make_folder().path)
 
 
 def _remove_folders() -> None:
@@ -130,7 +158,7 @@ def _remove_folders() -> None:
         _folders.pop().remove()
 
 
-def hush_and_report(world: World) -> None:
+def hush_and_report(context: LaunchContext) -> None:
     """Under another launcher: show the lead's output alone, and one traceback for all devices.
 
     From here on, the output of the other devices goes to log files. An exception that no other
@@ -138,8 +166,7 @@ def hush_and_report(world: World) -> None:
     """
     # Duplicated before descriptor 2 is pointed at the log: the only way back to the screen.
     screen = os.fdopen(os.dup(2), "w")
-    if world.rank != 0:
-        _write_to_log(world.rank)
+    log = _write_to_log(context.rank) if context.rank else None
     # Whoever waits for the lead says so on the screen.
     logging.getLogger(WAITING).addHandler(logging.StreamHandler(screen))
     previous = sys.excepthook
@@ -148,58 +175,47 @@ def hush_and_report(world: World) -> None:
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
         # Tell the others before printing, which may block: they are waiting.
-        abandon(error)
+        leave(error)
         if not isinstance(error, PeerError):
             sys.stderr.flush()
             os.dup2(screen.fileno(), 2)
             previous(kind, error, trace)
-            advice = advice_on_one_file(error, world.size)
+            advice = advice_on_one_file(error, context.size)
             if advice:
                 print(f"onefold: {advice}", file=screen, flush=True)
-        elif world.rank == (1 if error.device == 0 else 0):  # one of them is enough to say so
+        elif context.rank == (1 if error.device == 0 else 0):  # one of them is enough to say so
             print(f"onefold: {error}", file=screen, flush=True)
-        for path in _keep_logs():
-            print(f"onefold: output of device {world.rank}: {path}", file=screen, flush=True)
+        if log is not None and _is_kept(log):
+            path = log.path / _LOG
+            print(f"onefold: output of device {context.rank}: {path}", file=screen, flush=True)
 
     sys.excepthook = report
 
 
 _LOG = "output.log"
-_log_folders: list[PrivateFolder] = []
 
 
-def _write_to_log(rank: int) -> None:
-    folder = PrivateFolder(f"onefold-device-{rank}-")
-    _log_folders.append(folder)
+def _write_to_log(rank: int) -> PrivateFolder:
+    folder = _make_folder(f"onefold-device-{rank}-")
     descriptor = create_file(folder.path / _LOG, append=True)
     # What is buffered belongs to the screen; and the descriptors themselves are replaced, as
     # libraries in C and children write to them, not to sys.stdout.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
+    for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
+        stream.flush()
+        os.dup2(descriptor, number)
     os.close(descriptor)
-    _forget_in_children()
-    atexit.register(_remove_logs)
+    return folder
 
 
-def _keep_logs() -> list[Path]:
-    """Leave logs that say anything to the user, and return where they are."""
+def _is_kept(folder: PrivateFolder) -> bool:
+    """Leave a log that says anything to the user; return whether it does."""
     sys.stdout.flush()
     sys.stderr.flush()
-    kept = []
-    for folder in list(_log_folders):
-        path = folder.path / _LOG
-        if folder.is_there() and path.stat().st_size > 0:
-            kept.append(path)
-            _log_folders.remove(folder)
-            folder.keep()
+    kept = folder in _folders and folder.is_there() and (folder.path / _LOG).stat().st_size > 0
+    if kept:
+        _folders.remove(folder)
+        folder.keep()
     return kept
-
-
-def _remove_logs() -> None:
-    while _log_folders:
-        _log_folders.pop().remove()
 
 
 _IN_THE_WAY = {errno.EEXIST, errno.ENOTEMPTY, errno.EAGAIN, errno.EBUSY, errno.ETXTBSY}

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import atexit
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
-from onefold.core.flat import fingerprint_of, named_tensors, same_bits, tensor_digests
-from onefold.core.names import own_name
+from onefold.core.assignment import Devices
+from onefold.core.flat import fingerprint_of, named_tensors, own_name, same_bits, tensor_digests
+from onefold.core.options import RunOptions
 from onefold.core.randomness import forked_generators
-from onefold.core.roster import Team
-from onefold.engine.step import Step
+from onefold.step.result import Step
 from onefold.system.record import append_line, keep_steps
 from onefold.watch.timeline import TimelinePart, name_row, slice_of
 from onefold.watch.timing import Moment, Span, Stopwatch, elapsed_s, host_now_s, is_past
@@ -40,19 +40,19 @@ class Profile:
 
     Args:
         folder: folder of the timeline's parts.
-        team: the devices of the run, and those of this process.
+        devices: those of the run, and of this process.
         watches: the stopwatches of this process's devices, by number.
     """
 
-    def __init__(self, folder: Path, team: Team, watches: Mapping[int, Stopwatch]) -> None:
-        self._group = team.trainer
-        self._part = TimelinePart(folder, f"{team.trainer}-{team.own[0]}")
+    def __init__(self, folder: Path, devices: Devices, watches: Mapping[int, Stopwatch]) -> None:
+        self._group = devices.trainer
+        self._part = TimelinePart(folder, f"{devices.trainer}-{devices.own[0]}")
         self._origins = {number: _origin(watch) for number, watch in watches.items()}
         # The last step and its spans, while the GPU may still be at work on them.
-        self._held: tuple[int, Mapping[int, Sequence[Span]]] | None = None
+        self._held: tuple[int, Mapping[int, Sequence[Span]]] = 0, {}
         self._ends = dict.fromkeys(watches, 0.0)
         for number in watches:
-            name = f"device {number} ({team.devices[number]})"
+            name = f"device {number} ({devices.devices[number]})"
             self._part.append(name_row(group=self._group, row=number, name=name))
         atexit.register(self._write_rest)
 
@@ -60,37 +60,35 @@ class Profile:
         """Add what each device of this process did in a step."""
         # The last step of a GPU is mostly past by now; if it is not, this waits for it, so that no
         # more than one step of events is ever held.
-        if self._held is not None:
-            self._write_all(*self._held)
-        self._held = (step, spans) if step <= PROFILED_STEPS else None
-        # On a CPU always: its moments are numbers.
-        if self._held is not None and _is_over(spans):
-            self._write_all(*self._held)
-            self._held = None
+        self._write()
+        if step <= PROFILED_STEPS:
+            self._held = step, spans
+            # On a CPU always: its moments are numbers.
+            if _is_over(spans):
+                self._write()
 
     def _write_rest(self) -> None:
         """Write the last step, without waiting: if the run failed, the device may never finish."""
         try:
-            if self._held is not None and _is_over(self._held[1]):
-                self._write_all(*self._held)
+            if _is_over(self._held[1]):
+                self._write()
         # At exit nobody could catch it: a CUDA error of the run is raised again by every query.
         except RuntimeError as error:
             _log.info("the last step is missing in the timeline: %s", error)
 
-    def _write_all(self, step: int, spans: Mapping[int, Sequence[Span]]) -> None:
-        for number, ones in spans.items():
-            self._write(step, number, ones)
-
-    def _write(self, step: int, device: int, spans: Sequence[Span]) -> None:
-        known = [(span, *self._bounds(device, span)) for span in spans]
-        first = min(start for _, start, _ in known)
-        last = max(stop for _, _, stop in known)
-        place = {"group": self._group, "row": device, "step": step}
-        events = [slice_of(f"step {step}", "step", first, last, **place)]
-        for span, start, stop in known:
-            events.append(slice_of(span.label, span.phase, start, stop, **place))
-        self._part.append(events)
-        self._ends[device] = last
+    def _write(self) -> None:
+        """Write the step that is held, if there is one."""
+        (step, held), self._held = self._held, (0, {})
+        for device, spans in held.items():
+            known = [(span, *self._bounds(device, span)) for span in spans]
+            first = min(start for _, start, _ in known)
+            last = max(stop for _, _, stop in known)
+            place = {"group": self._group, "row": device, "step": step}
+            events = [slice_of(f"step {step}", "step", first, last, **place)]
+            for span, start, stop in known:
+                events.append(slice_of(span.label, span.phase, start, stop, **place))
+            self._part.append(events)
+            self._ends[device] = last
 
     def _bounds(self, device: int, span: Span) -> tuple[float, float]:
         """When a span starts and stops, in seconds on the host's clock.
@@ -131,23 +129,18 @@ class Observers:
     """All that is called with every finished step of a run, in order.
 
     Args:
-        team: who takes part.
+        devices: who takes part.
         model: the model of this process.
         watches: the stopwatches of this process's devices, by number.
         steps: how many steps are done so far.
     """
 
     def __init__(
-        self,
-        team: Team,
-        model: torch.nn.Module,
-        watches: Mapping[int, Stopwatch],
-        steps: int,
+        self, devices: Devices, model: torch.nn.Module, watches: Mapping[int, Stopwatch], steps: int
     ) -> None:
-        self._team = team
+        self._devices = devices
         self._of_script: list[Callable[[Step], object]] = []
-        self.of_launcher = _launchers(team, model, watches, steps)
-        """Those that `onefold run` and `onefold verify` asked for."""
+        self._of_launcher = list(_of_launcher(devices, model, watches, steps))
 
     def add(self, observe: Callable[[Step], object]) -> None:
         """Call a function of the script with every step as well; see `Trainer.on_step`.
@@ -159,56 +152,40 @@ class Observers:
             raise TypeError(
                 f"on_step expects a function that takes a step, got {type(observe).__name__}"
             )
-        if self._team.has_lead:
+        if self._devices.has_lead:
             self._of_script.append(observe)
 
     def observe(self, step: Step, spans: Mapping[int, Sequence[Span]]) -> None:
         """Call all of them with a step, and with what each device of this process did in it."""
         if self._of_script:
-            with forked_generators(*self._team.own_devices.values()):
+            with forked_generators(*self._devices.own_devices.values()):
                 for tell in self._of_script:
                     tell(step)
-        for observe in self.of_launcher:
+        for observe in self._of_launcher:
             observe(step, spans)
 
 
-def _launchers(
-    team: Team, model: torch.nn.Module, watches: Mapping[int, Stopwatch], steps: int
-) -> list[Observer]:
-    """Make the observers that the launcher asked for, in the order in which they are called.
+def _of_launcher(
+    devices: Devices, model: torch.nn.Module, watches: Mapping[int, Stopwatch], steps: int
+) -> Iterator[Observer]:
+    """Make the observers that `onefold run` and `onefold verify` asked for, in order.
 
     The trace follows the first trainer of a script, on the lead; a comparison follows every one.
-
-    Args:
-        team: who takes part.
-        model: the model of this process.
-        watches: the stopwatches of this process's devices, by number.
-        steps: how many steps are done so far.
     """
-    world = team.world
-    found: list[Observer] = []
-    if world.timeline_parts:
-        found += _profilers(Path(world.timeline_parts), team, watches)
-    if team.trainer == 0 and team.has_lead and world.options.trace:
-        found.append(_tracer(Path(world.options.trace), model, steps))
-    if world.options.probe and team.has_lead and not world.options.probe_mathematics:
-        probe = Probe(
-            Path(world.options.probe),
-            records=world.options.probe_records,
-            run=world.options.probe_run,
-            trainer=team.trainer,
-        )
-        found.append(_prober(probe, model, world.options.probe_steps))
-    return found
-
-
-def _profilers(folder: Path, team: Team, watches: Mapping[int, Stopwatch]) -> list[Observer]:
-    try:
-        profile = Profile(folder, team, watches)
-    except FileNotFoundError:  # a cleaner of temporary files was here: no reason to end the run
-        _log.warning("%s was removed meanwhile: this trainer is missing in the timeline", folder)
-        return []
-    return [lambda step, spans: profile.add_step(step.number, spans)]
+    options, parts = devices.context.options, devices.context.timeline_parts
+    if parts:
+        try:
+            profile = Profile(Path(parts), devices, watches)
+        except FileNotFoundError:  # a cleaner of temporary files was here: no reason to end the run
+            _log.warning("%s was removed meanwhile: this trainer is missing in the timeline", parts)
+        else:
+            yield lambda step, spans: profile.add_step(step.number, spans)
+    if not devices.has_lead:
+        return
+    if options.trace and devices.trainer == 0:
+        yield _tracer(Path(options.trace), model, steps)
+    if options.probe and not options.probe_mathematics:
+        yield _prober(Probe(options, devices.trainer), model, options.probe_steps)
 
 
 def _tracer(path: Path, model: torch.nn.Module, steps: int) -> Observer:
@@ -225,9 +202,8 @@ def _tracer(path: Path, model: torch.nn.Module, steps: int) -> Observer:
         line |= {"loss": float(step.loss), "samples": step.samples}
         if step.name:
             line["name"] = step.name
-        values = {name: float(value) for name, value in step.values.items()}
-        if values:
-            line["values"] = values
+        if step.values:
+            line["values"] = {name: float(value) for name, value in step.values.items()}
         line["fingerprint"] = fingerprint_of(tensor_digests(named_tensors(model)))
         append_line(path, line)
 
@@ -251,17 +227,16 @@ class Probe:
     """Writes the digests of each step, and how far the model is from that of the recorded run.
 
     Args:
-        folder: folder of the comparison, shared by all of its runs.
-        records: keep the tensors for the runs that follow, rather than compare with kept ones.
-        run: name of this run; its lines go to ``RUN-TRAINER.jsonl``.
+        options: name the folder of the comparison, which all of its runs share, and this run; and
+            whether its tensors are kept for the runs that follow, or compared with kept ones.
         trainer: number of the trainer among those of the script.
     """
 
-    def __init__(self, folder: Path, *, records: bool, run: str, trainer: int = 0) -> None:
-        self._folder = folder
-        self._records = records
-        self._trainer = trainer
-        self._lines = folder / f"{run}-{trainer}.jsonl"
+    def __init__(self, options: RunOptions, trainer: int = 0) -> None:
+        self._records = options.probe_records
+        folder = Path(options.probe)
+        self._lines = folder / f"{options.probe_run}-{trainer}.jsonl"
+        self._kept = str(folder / f"trainer-{trainer}-step-")
         self._differs = False
 
     def observe(self, step: int, module: torch.nn.Module, loss: float | None) -> None:
@@ -271,7 +246,7 @@ class Probe:
         line: dict[str, Any] = {"step": step, "loss": loss, "digests": digests}
         line["fingerprint"] = fingerprint_of(digests)
         line["parameters"] = [own_name(name) for name, _ in module.named_parameters()]
-        kept = self._folder / f"trainer-{self._trainer}-step-{step}.safetensors"
+        kept = Path(f"{self._kept}{step}.safetensors")
         if self._records:
             # Cloned: safetensors refuses tensors that share storage, and writes dense ones only.
             save_file({n: t.cpu().contiguous().clone() for n, t in tensors.items()}, kept)

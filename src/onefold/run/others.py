@@ -37,9 +37,10 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
+from onefold.core.context import LaunchContext
 from onefold.errors import LaunchError
 
-__all__ = ["SlurmTask", "others_of", "slurm_task"]
+__all__ = ["others_of", "slurm_task"]
 
 
 class _Launcher(NamedTuple):
@@ -131,19 +132,16 @@ def others_of(environment: Mapping[str, str]) -> Others | None:
     """What a launcher says of others that this process cannot join; None if there are none."""
     for line in (*_LAUNCHERS, *_half_of_torch(environment)):
         number = _count_in(environment.get(line.variable, ""))
-        if number >= line.least and not _left_by_slurm(line.variable, environment):
+        left_by_slurm = line.variable.startswith("PMI") and "SLURM_PTY_PORT" in environment
+        if number >= line.least and not (left_by_slurm and has_terminal()):
             return _others(line, environment[line.variable], number)
     return None
 
 
 def _others(line: _Launcher, value: str, number: int) -> Others:
     count = number if line.least > 1 else 0
-    words = (
-        f"{line.variable}={value} says that {line.name} has started this on {count} nodes"
-        if line.of_nodes
-        else f"{line.variable}={value} says that {line.name} has started {count or 'other'} "
-        f"processes"
-    )
+    what = f"this on {count} nodes" if line.of_nodes else f"{count or 'other'} processes"
+    words = f"{line.variable}={value} says that {line.name} has started {what}"
     refusal = (
         f"{words}, and nothing tells this process where it can join the others: each would train "
         f"a model of its own. To make one run of all:\n    {line.command}\nTo train one model here "
@@ -163,11 +161,6 @@ def _count_in(text: str) -> int:
     return int(last) if last.isascii() and last.isdecimal() else 0
 
 
-def _left_by_slurm(variable: str, environment: Mapping[str, str]) -> bool:
-    left = variable.startswith("PMI") and "SLURM_PTY_PORT" in environment
-    return left and has_terminal()
-
-
 def _half_of_torch(environment: Mapping[str, str]) -> Iterator[_Launcher]:
     """A line for PyTorch's own variables, where some of them are missing."""
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -183,22 +176,10 @@ _PORTS = range(10_000, 30_000)
 """Below those that Linux gives to outgoing connections."""
 
 
-class SlurmTask(NamedTuple):
-    """A task's place among the tasks of its step."""
+def slurm_task(environment: Mapping[str, str]) -> LaunchContext | None:
+    """Read a task's place in its step; None where this process is no task among several.
 
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
-    run_id: str
-    host: str
-    """The first host of the step, where task 0 runs."""
-    port: int
-    """A port that follows from the job and the step, and so is the same for all tasks."""
-
-
-def slurm_task(environment: Mapping[str, str]) -> SlurmTask | None:
-    """Read a task's place; None where this process is no task among several.
+    Its address is that of task 0.
 
     Raises:
         LaunchError: a variable of a task is missing, or is not what Slurm writes.
@@ -216,15 +197,18 @@ def slurm_task(environment: Mapping[str, str]) -> SlurmTask | None:
     job = _number(environment, "SLURM_JOB_ID", "SLURM_JOBID")
     restarts = environment.get("SLURM_RESTART_COUNT", "0")
     nodes = _text(environment, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
-    return SlurmTask(
+    local_size = _local_size(environment)
+    # Without a network, the name of a node need not resolve where all tasks are on one.
+    host = "127.0.0.1" if local_size == size else first_node(nodes)
+    # The same for all tasks; but steps of a job may run side by side, and jobs on one host.
+    port = _PORTS[(job + 997 * int(step)) % len(_PORTS)]
+    return LaunchContext(
         rank=_number(environment, "SLURM_PROCID"),
         size=size,
         local_rank=_number(environment, "SLURM_LOCALID"),
-        local_size=_local_size(environment),
+        local_size=local_size,
         run_id=f"slurm-{job}-{step}-{restarts}",
-        host=first_node(nodes),
-        # Steps of a job may run side by side, and jobs on one host.
-        port=_PORTS[(job + 997 * int(step)) % len(_PORTS)],
+        address=f"{host}:{port}",
     )
 
 

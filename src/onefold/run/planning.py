@@ -14,16 +14,15 @@ from typing import Any
 
 import torch
 
-from onefold.core.precision import added_up_in
-from onefold.core.settings import Settings
-from onefold.core.stages import cut_line
-from onefold.core.world import World
-from onefold.engine.modelcheck import held_in
-from onefold.engine.modelparts import ModelParts
-from onefold.engine.optimizers import name_of, optimizers_in
-from onefold.engine.stagemodules import StageModules, cut_by_itself, frozen_in_stages
+from onefold.checks.model import held_in
+from onefold.core.context import LaunchContext
+from onefold.core.settings import Settings, added_up_in
+from onefold.core.stages import cut_pipeline
 from onefold.run.userparts import UserParts
+from onefold.shard.modelparts import ModelParts
+from onefold.shard.stages import StageModules, cut_by_itself, frozen_in_stages
 from onefold.system.ownfiles import replace_file
+from onefold.update.optimizers import name_of, optimizers_in
 
 __all__ = ["plan_instead"]
 
@@ -33,12 +32,12 @@ _USUAL_STATE = 2
 
 
 def plan_instead(
-    world: World, user: UserParts, optimizer: torch.optim.Optimizer, settings: Settings
+    context: LaunchContext, user: UserParts, optimizer: torch.optim.Optimizer, settings: Settings
 ) -> None:
     """Write a plan and end the script, if the launcher has asked for that.
 
     Args:
-        world: how this process was started.
+        context: how this process was started.
         user: the script's parts.
         optimizer: the user's, or what stands in for it.
         settings: of the run.
@@ -46,11 +45,11 @@ def plan_instead(
     Raises:
         SystemExit: the plan is written.
     """
-    if not world.options.plan:
+    if not context.options.plan:
         return
     stages, sizes, known = _measured(user, optimizer, settings)
     # CPU devices of a host share memory, and so have the parameters once.
-    together = all(device.startswith("cpu") for device in world.devices)
+    together = all(device.startswith("cpu") for device in context.devices)
     found = {
         "model": type(user.module).__name__,
         "optimizer": name_of(optimizer),
@@ -63,32 +62,32 @@ def plan_instead(
         "rows": [
             {
                 "devices": count,
-                "all": sizes.keeping_all(count, together=together),
-                "span": sizes.keeping_span(count, together=together),
-                "stages": _in_line(sizes, stages, count, together=together),
-                "host": sizes.keeping_nothing(together=together),
+                "replicate": sizes.replicating(count, together=together),
+                "shard": sizes.sharding(count, together=together),
+                "pipeline": _in_pipeline(sizes, stages, count, together=together),
+                "offload": sizes.offloading(together=together),
                 "disk": sizes.on_disk,
             }
-            for count in world.options.plan_devices
+            for count in context.options.plan_devices
         ],
     }
-    replace_file(Path(world.options.plan), json.dumps(found))
+    replace_file(Path(context.options.plan), json.dumps(found))
     raise SystemExit(0)
 
 
-def _in_line(
+def _in_pipeline(
     sizes: Footprint, stages: list[dict[str, Any]], devices: int, *, together: bool
 ) -> int | None:
-    """Of a device of a line; None if there are fewer stages than devices."""
+    """Of a device of a pipeline; None if there are fewer stages than devices."""
     root, *rest = (stage["bytes"] for stage in stages)
     if devices > len(rest):
         return None
     shares = [0] * devices
     _, *held = (stage["held"] for stage in stages)
-    for place, share in zip(cut_line(held, devices), rest, strict=True):
+    for place, share in zip(cut_pipeline(held, devices), rest, strict=True):
         shares[place] += share
     shares[0] += root
-    return sizes.keeping_stages(devices, max(shares), together=together)
+    return sizes.pipelining(devices, max(shares), together=together)
 
 
 def _measured(
@@ -101,7 +100,7 @@ def _measured(
     modules = cut_by_itself(user.module) if user.stages is None else user.stages
     found = StageModules(user.module, modules, parts.trained)
     stages = found.stages
-    parts.lend(frozen_in_stages(parts.other, found))
+    parts.partition_frozen(frozen_in_stages(parts.other, found))
     frozen = [0] * len(stages)
     for parameter in parts.frozen.values():
         frozen[found.stage_of(parameter)] += parameter.nbytes
@@ -187,13 +186,13 @@ class Footprint:
     """Sizes in bytes, of the whole model.
 
     >>> sizes = Footprint(parameters=100, other=0, gradients=100, state=200, stage=5, shards=8)
-    >>> sizes.keeping_all(1, together=True), sizes.keeping_all(4, together=True)
+    >>> sizes.replicating(1, together=True), sizes.replicating(4, together=True)
     (700, 375)
-    >>> sizes.keeping_span(4, together=True), sizes.keeping_span(4, together=False)
+    >>> sizes.sharding(4, together=True), sizes.sharding(4, together=False)
     (145, 155)
-    >>> sizes.keeping_stages(4, 30, together=True), sizes.on_disk
+    >>> sizes.pipelining(4, 30, together=True), sizes.on_disk
     (205, 700)
-    >>> sizes.keeping_nothing(together=True), sizes.keeping_nothing(together=False)
+    >>> sizes.offloading(together=True), sizes.offloading(together=False)
     (20, 30)
     """
 
@@ -213,30 +212,30 @@ class Footprint:
     frozen_stage: int = 0
     """Those of the stage that has most of them."""
 
-    def keeping_all(self, devices: int, *, together: bool) -> int:
+    def replicating(self, devices: int, *, together: bool) -> int:
         """Of each of so many devices; ``together`` if all of them use the same parameters."""
         # What backward makes, a sum for each level of the tree of a device's shards, and what is
         # handed to others.
-        held = 1 + self._levels(self._shards_of(devices)) + (devices > 1)
+        held = 1 + self._levels(devices) + (devices > 1)
         own = self.gradients * held + self.state // devices
         return own + self._values(devices, together=together)
 
-    def keeping_span(self, devices: int, *, together: bool) -> int:
-        """The same for devices that keep their spans, of parameters as well if not ``together``."""
-        sums = self.gradients * (1 + self._levels(self._shards_of(devices)))
+    def sharding(self, devices: int, *, together: bool) -> int:
+        """The same for devices that keep partitions, of parameters as well if not ``together``."""
+        sums = self.gradients * (1 + self._levels(devices))
         own = (sums + self.state) // devices + _OF_A_STAGE * self.stage
         if together or devices == 1:
             return own + self._values(devices, together=together)
         kept = (self.parameters + self.frozen) // devices + self.other
         return own + kept + _STAGES_AT_HAND * (self.stage + self.frozen_stage)
 
-    def keeping_stages(self, devices: int, share: int, *, together: bool) -> int:
-        """The same for devices of one line, of which one has at most these bytes of gradients."""
+    def pipelining(self, devices: int, share: int, *, together: bool) -> int:
+        """The same for one pipeline, of which a device has at most these bytes of gradients."""
         state = self.state * share // max(self.gradients, 1)
-        sums = share * (1 + self._levels(self.shards))
+        sums = share * (1 + self._levels())
         return sums + state + self._values(devices, together=together)
 
-    def keeping_nothing(self, *, together: bool) -> int:
+    def offloading(self, *, together: bool) -> int:
         """The same for devices whose model is in a file, or, if not ``together``, is brought."""
         needed = _OF_A_STAGE * self.stage
         if together:
@@ -246,15 +245,12 @@ class Footprint:
     @property
     def on_disk(self) -> int:
         """Of that file."""
-        sums = self.gradients * (1 + self._levels(self.shards))
+        sums = self.gradients * (1 + self._levels())
         return self.parameters + self.frozen + self.other + self.state + sums
 
     def _values(self, devices: int, *, together: bool) -> int:
         return (self.parameters + self.frozen + self.other) // (devices if together else 1)
 
-    def _shards_of(self, devices: int) -> int:
-        return -(-self.shards // devices)
-
-    @staticmethod
-    def _levels(count: int) -> int:
-        return (count - 1).bit_length()
+    def _levels(self, devices: int = 1) -> int:
+        """Of the tree of a device's shards, above its leaves."""
+        return (-(-self.shards // devices) - 1).bit_length()

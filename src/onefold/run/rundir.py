@@ -16,7 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from onefold.exchange.progress import Progress
-from onefold.system.ownfiles import create_file, memory_file
+from onefold.system.ownfiles import PrivateFolder, create_file, memory_file
+from onefold.system.words import tell
 
 __all__ = ["Board", "Logs", "Report", "leave_note", "write_report"]
 
@@ -37,7 +38,7 @@ class Report:
     kind: str
     """Type of the exception."""
     text: str
-    """Its message."""
+    """The message of the exception."""
     traceback: str
     """As Python prints it."""
     caused_by_peer: bool
@@ -108,53 +109,58 @@ class Logs:
     that is free.
 
     Args:
-        folder: where they lie; made if it does not exist.
+        folder: where they lie, made if it does not exist; empty for a private folder, which stays
+            if `place` has named it.
         ranks: numbers of the devices that have a log.
     """
 
-    def __init__(self, folder: Path, ranks: Sequence[int]) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self.folder = folder
-        self.number = 1
-        """Number of this run among those with logs in the folder, from 1."""
+    def __init__(self, folder: str, ranks: Sequence[int]) -> None:
+        self._private = None if folder else PrivateFolder()
+        self._folder = Path(folder) if self._private is None else self._private.path
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._number = 1
         while (made := self._make(ranks)) is None:
-            self.number += 1
-        self._files = made
+            self._number += 1
+        self.descriptors = made
+        """Those of the logs, by device."""
+        self._is_named = False
+        if ranks and self._number > 1:
+            tell(f"{folder} has logs already: those of this run are {self._path('*')}")
 
     def _make(self, ranks: Sequence[int]) -> dict[int, int] | None:
         """The descriptors of the logs, or None if one of the names is taken."""
         made: dict[int, int] = {}
         try:
             for rank in ranks:
-                made[rank] = create_file(self.path(rank), append=True)
+                made[rank] = create_file(self._path(rank), append=True)
         # Made only where there was nothing, so that two runs at once never share a file: whoever
         # comes second takes back what it made, and tries the next number.
         except FileExistsError:
             for rank, descriptor in made.items():
                 os.close(descriptor)
-                self.path(rank).unlink(missing_ok=True)
+                self._path(rank).unlink(missing_ok=True)
             return None
         return made
 
-    @property
-    def pattern(self) -> str:
-        """The path of all the files, with a * for the device."""
-        return str(self.path("*"))
+    def _path(self, rank: int | str) -> Path:
+        run = "" if self._number == 1 else f".run-{self._number}"
+        return self._folder / f"device-{rank}{run}.log"
 
-    def path(self, rank: int | str) -> Path:
-        """The path of a device's log."""
-        run = "" if self.number == 1 else f".run-{self.number}"
-        return self.folder / f"device-{rank}{run}.log"
-
-    def descriptor(self, rank: int) -> int | None:
-        """The descriptor of a device's log, if it has one."""
-        return self._files.get(rank)
-
-    def size(self) -> int:
-        """The size of all logs, in bytes."""
-        return sum(os.fstat(descriptor).st_size for descriptor in self._files.values())
+    def place(self, *, failed: bool) -> str:
+        """Where the logs are, for a user who is to read them; empty if nothing is worth reading."""
+        if self._private is None:
+            useful = bool(self.descriptors)
+        else:
+            sizes = (os.fstat(descriptor).st_size for descriptor in self.descriptors.values())
+            useful = failed and any(sizes) and self._private.is_there()
+        # A path that the user has read must last, so this decides that the folder is kept.
+        self._is_named |= useful
+        return str(self._folder if self._number == 1 else self._path("*")) if useful else ""
 
     def close(self) -> None:
-        """Close the files."""
-        for descriptor in self._files.values():
+        """Close the files, and remove a private folder that nobody was told of."""
+        for descriptor in self.descriptors.values():
             os.close(descriptor)
+        if self._private is not None:
+            leave = self._private.keep if self._is_named else self._private.remove
+            leave()

@@ -28,37 +28,34 @@ import torch
 from onefold.checkpoint.autosave import Autosave, Resumption
 from onefold.checkpoint.resume import Checkpoints
 from onefold.core.batch import ShardedBatch, checked_dim, cut_batch
-from onefold.core.head import Call
-from onefold.core.precision import AS_GIVEN
-from onefold.core.settings import Settings
+from onefold.core.calldigest import Call
+from onefold.core.context import LaunchContext
+from onefold.core.settings import AS_GIVEN, Settings
 from onefold.core.shard import Plan
-from onefold.core.world import World
-from onefold.engine.agreement import head_of
-from onefold.engine.assembly import assemble, hold, take_from_holders
-from onefold.engine.batchnorm import recompute_statistics
-from onefold.engine.between import gather_batch, written_shards
-from onefold.engine.byscript import NO_STEP, ByScript, chosen_optimizer
-from onefold.engine.engine import Outcome
-from onefold.engine.evaluation import DataCall, ScoreFunction
-from onefold.engine.kernels import calls_compiled
-from onefold.engine.schedule import RunSchedule
-from onefold.engine.step import Step
+from onefold.data_order.indexed import Items, Rule
+from onefold.data_order.loader import Loader
+from onefold.data_order.position import Position, Reached
+from onefold.data_order.reader import Collate, SizedDataset
 from onefold.errors import DisagreementError
 from onefold.exchange.progress import progress_of
-from onefold.reading.indexed import Items, Rule
-from onefold.reading.loader import Loader
-from onefold.reading.position import Position, Reached
-from onefold.reading.reader import Collate, SizedDataset
-from onefold.run.ending import Stopped, is_failing, only_noting
+from onefold.passes.averaged import Averaging
+from onefold.passes.collectives import gather_batch, written_shards
+from onefold.passes.evaluation import DataCall, ScoreFunction
+from onefold.passes.modifying import Modifying
+from onefold.passes.statistics import recompute_statistics
+from onefold.run.forming import check_devices, choose_devices, plan_of, settle_process
 from onefold.run.gradientsteps import GradientSteps, Place
-from onefold.run.membership import at_good_end, folder_until_the_end, register
+from onefold.run.membership import RunStopped, at_good_end, is_failing, only_noting, register
 from onefold.run.observers import Observers
 from onefold.run.planning import plan_instead
-from onefold.run.team import check_devices, form_team, plan_of, settle_process
-from onefold.run.userparts import UserParts
-from onefold.run.world import have_private_caches
-from onefold.system.compilers import keep_code_in
+from onefold.run.userparts import UserParts, keep_code_private
+from onefold.step.agreement import digest_of
+from onefold.step.assembly import assemble, hold, take_from_holders
+from onefold.step.engine import StepResult
+from onefold.step.result import Step
 from onefold.system.process import STOPPED_CODE, requests_by_signals
+from onefold.update.byscript import NO_STEP, ByScript, chosen_optimizer
+from onefold.update.schedule import RunSchedule
 from onefold.verifying import Verifying
 from onefold.watch.timing import Span, host_now_s
 
@@ -73,7 +70,7 @@ class Session:
     """One Trainer of a run, on this process's devices.
 
     Args:
-        world: how this process was started.
+        context: how this process was started.
         user: model, optimizers, losses and schedule.
         settings: the settings of the run.
         devices: devices that the script has this process drive; None if it names none.
@@ -87,33 +84,33 @@ class Session:
 
     def __init__(
         self,
-        world: World,
+        context: LaunchContext,
         user: UserParts,
         settings: Settings,
         *,
         devices: Sequence[str | torch.device] | None,
         plan: Sequence[int] | None,
     ) -> None:
-        if world.options.probe_mathematics:
+        if context.options.probe_mathematics:
             # The loss function is compared, not how it is computed, which would hide it. Compiled
             # code would not see the random draws either that the comparison replaces.
             settings = replace(settings, precision=AS_GIVEN, microbatch=None, compile=False)
         # Refused before any device is touched or anybody else is contacted.
         user.check(settings)
-        optimizer = chosen_optimizer(user.optimizer, user.module, world.options)
-        plan_instead(world, user, optimizer, settings)
+        optimizer = chosen_optimizer(user.optimizer, user.module, context.options)
+        plan_instead(context, user, optimizer, settings)
         self.settings, self.parts = settings, user
         # Before others are waited for: a notice that comes meanwhile would end this process.
-        self._requests = requests_by_signals(world.options.stop_signals)
-        self.team = form_team(world, devices, shards=settings.shards, module=user.module)
-        _keep_code_private(user, settings)
+        self._requests = requests_by_signals(context.options.stop_signals)
+        self.team = choose_devices(context, devices, shards=settings.shards, module=user.module)
+        keep_code_private(user, settings)
         check_devices(self.team.own_devices.values(), settings)
         chosen = plan_of(self.team, settings.shards, plan)
         # Before the engine, whose first additions must have the run's number of threads.
         settle_process(self.team, settings)
         # Only now, as a Trainer whose arguments are refused takes nothing.
         take_from_holders(user.module)
-        self.verifying = Verifying(world, user.module, user.losses)
+        self.verifying = Verifying(context, user.module, user.losses)
         self.engine = assemble(
             user.module,
             optimizer,
@@ -125,6 +122,10 @@ class Session:
             stages=user.stages,
             joined=register,
         )
+        self.changes = Modifying(self.engine)
+        """The block in which a script may change the model."""
+        self.averaging = Averaging(self.engine)
+        """The averages of the model, if the run keeps any."""
         self.verifying.begin(self.engine, self.team)
         self.asked_to_stop = False
         """Whether the run was asked to stop; the same on all devices, as a step agrees on it."""
@@ -133,16 +134,18 @@ class Session:
         self.gradients = GradientSteps(on_lead=self.team.has_lead)
         """Which calls of `gradient` belong to one step."""
         self.checkpoints = Checkpoints(
-            self.engine, settings, self.team, self.position, self._schedule
+            self.engine, self.averaging, settings, self.team, self.position, self._schedule
         )
-        self._world, self._process = world, os.getpid()
+        self._context, self._process = context, os.getpid()
         self._left = self._is_over = False
         self._hold()
-        self._progress = progress_of(world)
+        self._progress = progress_of(context)
         # May find a checkpoint, so what starts from the step that is done comes after it.
         self._begin_saving()
         self.note_progress()
-        self.observers = self._made_observers(user.module)
+        watches = {replica.number: replica.watch for replica in self.engine.context.replicas}
+        with self._seen_whole():
+            self.observers = Observers(self.team, user.module, watches, self.position.step)
 
     def _hold(self) -> None:
         """Have the model belong to this Trainer, and what is written to it looked at in the end."""
@@ -150,20 +153,15 @@ class Session:
         this = weakref.ref(self)
         at_good_end(lambda: None if (it := this()) is None else it.refuse_raced())
 
-    def _made_observers(self, module: torch.nn.Module) -> Observers:
-        watches = {replica.number: replica.watch for replica in self.engine.replicas}
-        with self._seen_whole():
-            return Observers(self.team, module, watches, self.position.step)
-
     def _begin_saving(self) -> None:
         """Refuse what could not be saved while nothing is lost yet, and resume what was saved."""
-        with_run = (self.engine, self.checkpoints, self.position)
+        with_run = (self.engine, self.changes, self.checkpoints, self.position)
         self.resumption = Resumption(*with_run, on_lead=self.team.has_lead)
         """Has the values of a checkpoint take effect where the script goes on."""
         try:
             self.checkpoints.check_can_be_saved()
         except TypeError as error:
-            if self._world.options.checkpoint:
+            if self._context.options.checkpoint:
                 raise
             if self.team.has_lead:  # a run that saves nothing may go on
                 _log.warning("trainer.save will refuse this run: %s", error)
@@ -171,7 +169,7 @@ class Session:
         with self.telling_others():
             self._autosave = Autosave.of(
                 *(self.team, self.checkpoints, self.position, self._progress, self.resumption),
-                blocks=lambda: self.engine.changes.blocks,
+                blocks=lambda: self.changes.blocks,
             )
         if self._autosave is not None:
             self.position.reached = self._reached
@@ -183,15 +181,15 @@ class Session:
         Raises:
             TypeError, ValueError: the counts are no plan for this run.
         """
-        roster = self.engine.roster
-        self.engine.bind(roster.next(plan=plan_of(self.team, self.settings.shards, counts)))
+        assignment = self.engine.assignment
+        self.engine.bind(assignment.next(plan=plan_of(self.team, self.settings.shards, counts)))
 
     def loader(self, dataset: Any, collate: Collate | None, **choices: Any) -> Loader:
         """Make a loader for `evaluate` and `predict`; see `Loader` for ``choices``."""
         own = self.verifying.collate(collate)
         # What a device computes of each batch is then one stretch of it.
         return self._loader(
-            dataset, own, plan=lambda: self.engine.roster.plan.in_a_row(), **choices
+            dataset, own, plan=lambda: self.engine.assignment.plan.in_a_row(), **choices
         )
 
     def loader_of_steps(self, dataset: Any, collate: Collate | None, **choices: Any) -> Loader:
@@ -199,7 +197,7 @@ class Session:
         # Whole batches are not made of samples that could be kept.
         keeps = not isinstance(dataset, Rule | Items)
         collate = self.verifying.collate(collate, keeps=keeps)
-        choices |= {"plan": lambda: self.engine.roster.plan, "gather": self.whole}
+        choices |= {"plan": lambda: self.engine.assignment.plan, "gather": self.whole}
         choices["repeats"] = self.verifying.repeats
         made = self._loader(dataset, collate, **choices)
         self.position.add(made.track)
@@ -216,16 +214,15 @@ class Session:
             first_epoch=self.position.epoch,
             pin_memory=self.team.devices[0].type == "cuda",
             timeout_s=self.settings.timeout_s,
-            digest=self.engine.with_others,
+            digest=self.engine.context.with_others,
         )
 
     def whole(self, batch: ShardedBatch) -> Any:
         """Bring the payload of all of a batch's shards to every device, on the host."""
         with self.telling_others():
-            own = self.verifying.plain(batch).shards
-            text = written_shards(own)
-            self.engine.agree(head_of(batch, self.position.step + 1, Call.GATHER, loss=0))
-            return gather_batch(self.engine.exchange, self.team.own, text, batch)
+            text = written_shards(self.verifying.plain(batch).shards)
+            self.engine.agree(digest_of(batch, self.position.step + 1, Call.GATHER, loss=0))
+            return gather_batch(self.engine.context.exchange, self.team.own, text, batch)
 
     def over_data(
         self,
@@ -257,7 +254,7 @@ class Session:
         """Open the block in which the model holds its averages; see `Trainer.averaged`."""
         step = self.position.step + 1
         if data is None:
-            with self.verifying.another_model(), self.engine.averaging.block(step):
+            with self.verifying.another_model(), self.averaging.block(step):
                 yield
             return
         if len(self.parts.losses) > 1:
@@ -267,7 +264,7 @@ class Session:
             )
         # Before anything is shown: what is unusable is refused here.
         batches = self.loader(data, collate, batch_size=batch_size, workers=workers)
-        with self.verifying.another_model(), self.engine.averaging.block(step, recomputes=True):
+        with self.verifying.another_model(), self.averaging.block(step, recomputes=True):
             size = batches.track.size
             call = DataCall(Call.UPDATE_BN, step, size.samples, size.batch_size, self.engine.loss)
             recompute_statistics(self.engine, batches, call)
@@ -276,7 +273,7 @@ class Session:
     def step(self, batch: object, loss: str | None = None, dim: int = 0) -> Step:
         """Make one update; see `Trainer.step`."""
         name = self.parts.loss_name(loss)
-        if isinstance(self.engine.update.optimizer, ByScript):
+        if isinstance(self.engine.context.update.optimizer, ByScript):
             raise RuntimeError(NO_STEP)
         if (same := self.verifying.step_again(name)) is not None:
             return self._note_again(batch, same)
@@ -288,7 +285,7 @@ class Session:
         number = self.position.step + 1
         with self.telling_others():
             if self._before_step(cut, name):
-                raise Stopped(STOPPED_CODE)
+                raise RunStopped(STOPPED_CODE)
             outcome = self._compute(cut, number, name)
         # The step is done for everybody. The position follows before anything else can fail, or a
         # checkpoint might count the batch as unused.
@@ -322,18 +319,18 @@ class Session:
         engine.take_spans()
         start = host_now_s()
         with self.telling_others():
-            place = Place(self.position.step, engine.changes.number, engine.changes.blocks)
+            place = Place(self.position.step, self.changes.number, self.changes.blocks)
             again = self.gradients.goes_on(batch, place, name)
             if (same := self.verifying.step_again(name)) is not None:
                 self.gradients.note(batch, place, name, begins=not again)
                 return same if again else self._note_again(batch, same)
             cut = self._cut(self.verifying.batch(batch), checked_dim(dim))
             waited = cut.waited or (start, host_now_s())
-            with engine.changes.closed(place.step + 1):
+            with self.changes.closed(place.step + 1):
                 if not again and self._before_step(cut, name):
-                    raise Stopped(STOPPED_CODE)
+                    raise RunStopped(STOPPED_CODE)
                 number = place.step + (not again)
-                asked = self._world.options.may_stop and self._is_asked_to_stop()
+                asked = self._context.options.may_stop and self._is_asked_to_stop()
                 with self.verifying.step(cut, number, name) as given:
                     outcome = engine.gradient(given, number, name=name, asked_to_stop=asked)
                 self.asked_to_stop |= outcome.verdict.stops
@@ -352,9 +349,9 @@ class Session:
 
     def _seen_whole(self) -> AbstractContextManager[None]:
         """Have all parameters on the devices of a run whose launcher looks at them."""
-        options = self._world.options
+        options = self._context.options
         looked_at = options.trace or options.probe
-        return self.engine.lending.whole() if looked_at else nullcontext()
+        return self.engine.placement.unsharded() if looked_at else nullcontext()
 
     def _note_gradient(self, batch: ShardedBatch, *, stop: bool) -> None:
         """Count the step of a gradient, whose update is the script's and comes later."""
@@ -362,9 +359,9 @@ class Session:
         self.note_progress()
         self._after_step(batch, stop=stop, updated=False)
 
-    def _compute(self, batch: ShardedBatch, number: int, name: str) -> Outcome:
+    def _compute(self, batch: ShardedBatch, number: int, name: str) -> StepResult:
         # Devices see the signal at different times; the step makes one answer of it.
-        asked = self._world.options.may_stop and self._is_asked_to_stop()
+        asked = self._context.options.may_stop and self._is_asked_to_stop()
         with self.verifying.step(batch, number, name) as given:
             outcome = self.engine.step(given, number, name=name, asked_to_stop=asked)
         self._schedule.note_step(self.position.here, name, updates=outcome.verdict.updates)
@@ -375,10 +372,10 @@ class Session:
             self.resumption.reached(where)
 
     @contextmanager
-    def changing(self, *, optimizer_state: bool | None) -> Iterator[None]:
-        """Open the block in which the model may be changed; see `Trainer.changing`."""
+    def modifying(self, *, optimizer_state: bool | None) -> Iterator[None]:
+        """Open the block in which the model may be changed; see `Trainer.modifying`."""
         with self.telling_others():
-            block = self.engine.changes.block(self.position.step + 1, state=optimizer_state)
+            block = self.changes.block(self.position.step + 1, state=optimizer_state)
             with self.verifying.another_model(), block:
                 yield
             self.resumption.end_block()
@@ -405,7 +402,7 @@ class Session:
         # The last save needs all devices. If this script is failing, the others do not come: leave
         # it to the failure, which ends the run.
         failing = is_failing()
-        saves_with_others = self._autosave is not None and self.engine.with_others
+        saves_with_others = self._autosave is not None and self.engine.context.with_others
         if saves_with_others and not self._left and failing:
             return
         self._finish()
@@ -415,7 +412,7 @@ class Session:
         self._left = True
         self.verifying.end()
         self.resumption.end()
-        self.engine.exchange.close()
+        self.engine.context.exchange.close()
 
     def drop(self) -> None:
         """Leave the model to the script, which has no Trainer any more; waits for nobody."""
@@ -449,13 +446,18 @@ class Session:
             self._autosave.leave()
 
     def _cut(self, batch: object, dim: int) -> ShardedBatch:
-        plan = self.engine.roster.plan
+        plan = self.engine.assignment.plan
         if isinstance(batch, ShardedBatch):
             cut = replace(self._checked_batch(batch, plan), dim=dim)
         else:
             own = [s for number in self.team.own for s in plan.read_by(number)]
             cut = cut_batch(
-                batch, plan, own, self.position.epoch, digest=self.engine.with_others, dim=dim
+                batch,
+                plan,
+                own,
+                self.position.epoch,
+                digest=self.engine.context.with_others,
+                dim=dim,
             )
             for part in cut.parts:
                 self._checked_batch(part, plan)
@@ -490,13 +492,13 @@ class Session:
             )
         try:
             yield
-        except Stopped:
+        except RunStopped:
             raise  # on all devices alike, and everything is saved
         except BaseException as error:
             if but is None or not isinstance(error, but):
                 # Alone, nobody else is left waiting: a script that survives the error may go on.
-                self._left |= self.engine.with_others
-                self.engine.exchange.close(error)
+                self._left |= self.engine.context.with_others
+                self.engine.context.exchange.close(error)
             raise
 
     def _is_asked_to_stop(self) -> bool:
@@ -507,13 +509,7 @@ class Session:
     def note_progress(self) -> None:
         """Tell the launcher which step is next: later failures are reported as in that step."""
         if self._progress is not None:
-            self._progress.set_step(self._world.rank, self.position.step + 1)
-
-
-def _keep_code_private(user: UserParts, settings: Settings) -> None:
-    """Choose a folder for compiled code, ahead of the compiler, which loads what it finds there."""
-    if settings.compile or calls_compiled(user.module, *user.losses.values()):
-        keep_code_in(have_private_caches(folder_until_the_end))
+            self._progress.set_step(self._context.rank, self.position.step + 1)
 
 
 def _raise(error: Exception) -> None:

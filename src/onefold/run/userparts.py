@@ -9,23 +9,24 @@ from typing import Any, Literal
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from onefold.checks.model import check_model, check_precision
+from onefold.checks.optimizer import check_optimizer
 from onefold.core.settings import Settings
-from onefold.engine.byscript import check_by_script
-from onefold.engine.compiling import check_layers
-from onefold.engine.modelcheck import check_model, check_precision
-from onefold.engine.optimizercheck import check_optimizer
-from onefold.engine.optimizers import Optimizers, Schedules, optimizers_in
-from onefold.engine.schedule import check_schedule
-from onefold.engine.shardtask import LossFunction
+from onefold.run.context import have_private_caches
+from onefold.run.membership import folder_until_the_end
+from onefold.shard.compiling import check_layers
+from onefold.shard.kernels import calls_compiled
+from onefold.shard.task import LossFunction
+from onefold.system.compilers import keep_code_in
+from onefold.update.byscript import check_by_script
+from onefold.update.optimizers import Optimizers, Schedules, optimizers_in
+from onefold.update.schedule import check_schedule
 
-__all__ = ["GivenOptimizer", "GivenSchedule", "UserParts"]
+__all__ = ["GivenOptimizer", "GivenSchedule", "UserParts", "keep_code_private"]
 
+_Optimizer = torch.optim.Optimizer
 GivenOptimizer = (
-    torch.optim.Optimizer
-    | Mapping[str, torch.optim.Optimizer]
-    | list[torch.optim.Optimizer]
-    | tuple[torch.optim.Optimizer, ...]
-    | None
+    _Optimizer | Mapping[str, _Optimizer] | list[_Optimizer] | tuple[_Optimizer, ...] | None
 )
 """What a script may give for the optimizer."""
 GivenSchedule = (
@@ -45,12 +46,12 @@ class UserParts:
     module: torch.nn.Module
     """The model; of several, a `torch.nn.ModuleDict`."""
     optimizer: torch.optim.Optimizer | None
-    """Of all trained parameters; of several, `onefold.engine.optimizers.Optimizers`; None if the
+    """Of all trained parameters; of several, `onefold.update.optimizers.Optimizers`; None if the
     script updates by itself."""
     losses: Mapping[str, LossFunction]
     """The losses by name; one alone has an empty name."""
     schedule: LRScheduler | None
-    """Of several optimizers, `onefold.engine.optimizers.Schedules`; None if there is none."""
+    """Of several optimizers, `onefold.update.optimizers.Schedules`; None if there is none."""
     stages: Sequence[torch.nn.Module] | None = None
     """Where the model may be cut; None to find that out."""
 
@@ -79,11 +80,10 @@ class UserParts:
             optimizer = _joined_optimizers(_named("optimizer", optimizer), losses)
         if isinstance(schedule, Mapping):
             schedule = _joined_schedules(_named("schedule", schedule), optimizer)
-        if isinstance(stages, str):
-            if stages != "auto":
-                raise ValueError(f'expected stages to be "auto" or modules, got {stages!r}')
-            return cls(module, optimizer, losses, schedule)
-        return cls(module, optimizer, losses, schedule, tuple(stages))
+        if isinstance(stages, str) and stages != "auto":
+            raise ValueError(f'expected stages to be "auto" or modules, got {stages!r}')
+        cut = None if stages == "auto" else tuple(stages)
+        return cls(module, optimizer, losses, schedule, cut)
 
     def check(self, settings: Settings) -> None:
         """Refuse what is not usable, before any work is done.
@@ -95,7 +95,10 @@ class UserParts:
         if self.optimizer is None:
             check_by_script(self.schedule, settings.precision)
         else:
-            self._check_optimizer(self.optimizer)
+            for each in optimizers_in(self.optimizer).values():
+                check_optimizer(each, self.module)
+            if isinstance(self.optimizer, Optimizers):
+                _check_apart(self.optimizer, self.module)
             check_schedule(self.schedule, self.optimizer, settings.schedule_every)
         check_precision(settings.precision, self.module.named_parameters())
         for name, loss in self.losses.items():
@@ -112,12 +115,6 @@ class UserParts:
                 "several: expected a number of samples that fits for all of them"
             )
 
-    def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        for each in optimizers_in(optimizer).values():
-            check_optimizer(each, self.module)
-        if isinstance(optimizer, Optimizers):
-            _check_apart(optimizer, self.module)
-
     def loss_name(self, name: str | None) -> str:
         """Return the name of the loss that a script means; None for the only one.
 
@@ -126,8 +123,7 @@ class UserParts:
                 name.
             ValueError: there is no loss of that name.
         """
-        if name in self.losses and name != "":
-            assert name is not None
+        if name and name in self.losses:
             return name
         if name is None and len(self.losses) == 1:
             return next(iter(self.losses))
@@ -169,10 +165,20 @@ class UserParts:
 def _named(what: str, given: Mapping[str, Any]) -> dict[str, Any]:
     if not given:
         raise ValueError(f"expected at least one {what}, got an empty dict")
-    for name in given:
+    kind, shown = _KINDS.get(what, (object, ""))
+    for name, each in given.items():
         if not isinstance(name, str) or not name or not name.isprintable():
             raise TypeError(f"expected names of one line in the dict of {what}, got {name!r}")
+        if not isinstance(each, kind):
+            raise TypeError(f"expected {what}[{name!r}] to be a {shown}, got {type(each).__name__}")
     return dict(given)
+
+
+_KINDS: Mapping[str, tuple[type, str]] = {
+    "model": (torch.nn.Module, "torch.nn.Module"),
+    "optimizer": (torch.optim.Optimizer, "torch.optim.Optimizer"),
+    "schedule": (LRScheduler, "torch.optim.lr_scheduler"),
+}
 
 
 def _listed(what: str, given: Sequence[Any]) -> dict[str, Any]:
@@ -195,10 +201,6 @@ def _listed_schedules(given: Sequence[Any], optimizer: object) -> dict[str, Any]
 def _joined_modules(models: Mapping[str, torch.nn.Module]) -> torch.nn.ModuleDict:
     joined = torch.nn.ModuleDict()
     for name, module in _named("model", models).items():
-        if not isinstance(module, torch.nn.Module):
-            raise TypeError(
-                f"expected model[{name!r}] to be a torch.nn.Module, got {type(module).__name__}"
-            )
         check_model(module)
         try:
             joined[name] = module
@@ -210,12 +212,6 @@ def _joined_modules(models: Mapping[str, torch.nn.Module]) -> torch.nn.ModuleDic
 def _joined_optimizers(
     optimizers: dict[str, Any], losses: Mapping[str, LossFunction]
 ) -> torch.optim.Optimizer:
-    for name, each in optimizers.items():
-        if not isinstance(each, torch.optim.Optimizer):
-            raise TypeError(
-                f"expected optimizer[{name!r}] to be a torch.optim.Optimizer, got "
-                f"{type(each).__name__}"
-            )
     if len(losses) == 1:
         return Optimizers(optimizers, together=True)
     if optimizers.keys() != losses.keys():
@@ -234,12 +230,7 @@ def _joined_schedules(
         raise TypeError(
             "expected one schedule, as Trainer was given one optimizer, got a dict of schedules"
         )
-    for name, each in schedules.items():
-        if not isinstance(each, LRScheduler):
-            raise TypeError(
-                f"expected schedule[{name!r}] to be a torch.optim.lr_scheduler, got "
-                f"{type(each).__name__}"
-            )
+    for name in schedules:
         if name not in optimizer.given:
             known = ", ".join(map(repr, optimizer.given))
             raise ValueError(f"schedule has the name {name!r}: expected some of {known}")
@@ -259,3 +250,9 @@ def _check_apart(optimizer: Optimizers, module: torch.nn.Module) -> None:
                     f"{name!r}: expected it in one. Divide the parameters, or give two losses that "
                     f"one optimizer (loss may be a dict where optimizer is not)"
                 )
+
+
+def keep_code_private(user: UserParts, settings: Settings) -> None:
+    """Choose a folder for compiled code, ahead of the compiler, which loads what it finds there."""
+    if settings.compile or calls_compiled(user.module, *user.losses.values()):
+        keep_code_in(have_private_caches(folder_until_the_end))

@@ -38,11 +38,12 @@ import traceback
 from typing import NoReturn
 
 from onefold.checkpoint.background import finish_all
+from onefold.core.context import LaunchContext
 from onefold.errors import PeerError
 from onefold.exchange.progress import progress_of
-from onefold.run.membership import abandon, advice_on_one_file, end_well
+from onefold.run.context import current_context
+from onefold.run.membership import advice_on_one_file, end_well, leave
 from onefold.run.rundir import Report, leave_note, write_report
-from onefold.run.world import current_world
 from onefold.system.ownfiles import gather_sockets_in
 from onefold.system.process import (
     NOTICES,
@@ -64,13 +65,18 @@ def main(arguments: list[str]) -> int:
     # Before anything slow: a launcher that is gone must leave no worker behind, and a signal during
     # the long load of PyTorch must find our handler, not the default one, which kills.
     die_with_parent(int(arguments[0]))
-    _keep_to_ourselves()
-    _take_requests_to_stop()
-    process = os.getpid()
+    context, process = current_context(), os.getpid()
+    # Programs that the script starts must not inherit what the launcher has handed over.
+    for name in ("progress", "report", "store"):
+        os.set_inheritable(getattr(context, f"{name}_descriptor"), False)
+    progress = progress_of(context)
+    # A signal to this worker is as one to the launcher, if the run can save itself.
+    if progress is not None and context.options.may_stop:
+        take_requests((*STOP_SIGNALS, *NOTICES), progress.request_stop)
     code: object = 0
     try:
         _load_torch()
-        _prepare()
+        _prepare(context)
         if arguments[1] == "--call":
             _call(int(arguments[2]), int(arguments[3]))
         else:
@@ -80,7 +86,7 @@ def main(arguments: list[str]) -> int:
             _end_child(end)
         if end.code not in (None, 0, STOPPED_CODE):
             # No report, as there is no traceback: the launcher reads the exit code.
-            abandon(end)
+            leave(end)
             raise
         code = end.code
     except BaseException as error:
@@ -96,50 +102,24 @@ def main(arguments: list[str]) -> int:
         finish_all()
     except BaseException as error:
         _fail(error)
-    _say_that_it_ends()
-    _mention_threads_later()
+    if progress is not None:
+        # Others may wait for a Trainer that this script never makes.
+        progress.set_ended(context.rank)
+        _mention_threads_later(context.report_descriptor)
     return STOPPED_CODE if code == STOPPED_CODE else 0
 
 
-def _keep_to_ourselves() -> None:
-    """Keep programs that the script starts from inheriting what the launcher has handed over."""
-    world = current_world()
-    for descriptor in (
-        world.progress_descriptor,
-        world.report_descriptor,
-        world.store_descriptor,
-    ):
-        os.set_inheritable(descriptor, False)
-
-
-def _take_requests_to_stop() -> None:
-    """Treat a signal to this worker as one to the launcher, if the run can save itself."""
-    progress = progress_of(current_world())
-    if progress is not None and current_world().options.may_stop:
-        take_requests((*STOP_SIGNALS, *NOTICES), progress.request_stop)
-
-
-def _say_that_it_ends() -> None:
-    """Announce the end of this script: others may wait for a Trainer that it never makes."""
-    world = current_world()
-    progress = progress_of(world)
-    if progress is not None:
-        progress.set_ended(world.rank)
-
-
-def _mention_threads_later() -> None:
+def _mention_threads_later(report_descriptor: int) -> None:
     """Have the launcher say after a while which threads of the script this process waits for.
 
     Python ends when all threads have but those that are daemons, and says nothing of it.
     """
-    world, here = current_world(), threading.current_thread()
-    if progress_of(world) is None:
-        return
+    here = threading.current_thread()
 
     def mention() -> None:
         each = [t for t in threading.enumerate() if not t.daemon and t is not here and t.is_alive()]
         if each:
-            leave_note(world.report_descriptor, listed(f"{thread.name!r}" for thread in each))
+            leave_note(report_descriptor, listed(f"{thread.name!r}" for thread in each))
 
     timer = threading.Timer(_PATIENCE_S, mention)
     timer.daemon = True
@@ -147,10 +127,13 @@ def _mention_threads_later() -> None:
 
 
 def _fail(error: BaseException) -> NoReturn:
+    """End without destroying objects: those in the middle of their work would only print errors."""
     # In this order; see the note at the head.
     _leave_word(error)
-    abandon(error)
-    _end_at_once()
+    leave(error)
+    # They remove files and folders that must not outlive the process.
+    atexit._run_exitfuncs()
+    _end_at_once(1)
 
 
 def _load_torch() -> None:
@@ -167,32 +150,26 @@ def _load_torch() -> None:
     gc.freeze()  # these objects stay: no later collection need look at them
 
 
-def _prepare() -> None:
-    world = current_world()
+def _prepare(context: LaunchContext) -> None:
     # Or what loader workers put there would outlive them if they are killed.
-    if world.directory:
-        gather_sockets_in(world.directory)
-    if world.options.probe:
+    if context.directory:
+        gather_sockets_in(context.directory)
+    if context.options.probe:
         from onefold.verifying import prepare_process
 
-        prepare_process(world)
+        prepare_process(context)
 
 
 def _run_script(command: list[str]) -> None:
-    if command[0] == "-m":
-        sys.argv = command[1:]
-        _put_first(os.getcwd())
-        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
-        return
-    script = command[0]
-    sys.argv = command
-    _put_first(os.path.dirname(os.path.realpath(script)))
-    runpy.run_path(script, run_name="__main__")
-
-
-def _put_first(folder: str) -> None:
-    if not current_world().safe_path:
+    is_module = command[0] == "-m"
+    sys.argv = command[is_module:]
+    folder = os.getcwd() if is_module else os.path.dirname(os.path.realpath(command[0]))
+    if not current_context().safe_path:
         sys.path.insert(0, folder)
+    if is_module:
+        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(command[0], run_name="__main__")
 
 
 def _call(payload: int, result: int) -> None:
@@ -213,56 +190,47 @@ def _call(payload: int, result: int) -> None:
     del call  # it may hold large arguments a second time
     returned = function(*values)
     # A child that the function forked comes by here, too.
-    if os.getpid() == process and current_world().rank == 0:
+    if os.getpid() == process and current_context().rank == 0:
         with os.fdopen(result, "wb") as file:
             file.write(cloudpickle.dumps(returned))
 
 
 def _leave_word(error: BaseException) -> None:
-    world = current_world()
-    progress = progress_of(world)
+    context = current_context()
+    progress = progress_of(context)
     # Started by hand, without a launcher to read a report: fail as any program does.
     if progress is None:
         raise error
-    write_report(
-        world.report_descriptor,
-        Report(
-            rank=world.rank,
-            step=progress.step_of(world.rank),
-            time_s=time.time(),
-            kind=type(error).__name__,
-            text=". ".join(
-                filter(None, [message_of(error), advice_on_one_file(error, world.size)])
-            ),
-            traceback="".join(traceback.format_exception(_of_the_user(error))),
-            caused_by_peer=isinstance(error, PeerError),
-        ),
+    words = (message_of(error), advice_on_one_file(error, context.size))
+    report = Report(
+        rank=context.rank,
+        step=progress.step_of(context.rank),
+        time_s=time.time(),
+        kind=type(error).__name__,
+        text=". ".join(filter(None, words)),
+        traceback="".join(traceback.format_exception(_of_the_user(error))),
+        caused_by_peer=isinstance(error, PeerError),
     )
+    write_report(context.report_descriptor, report)
 
 
-def _end_at_once() -> NoReturn:
-    """End without destroying objects: those in the middle of their work would only print errors."""
-    # They remove files and folders that must not outlive the process.
-    atexit._run_exitfuncs()
+def _end_at_once(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(1)
+    os._exit(code)
 
 
 def _end_child(end: BaseException) -> NoReturn:
     """End a process that the script has forked, with the exit code that its end asks for."""
-    code = 0
+    code = 1
     if not isinstance(end, SystemExit):
         traceback.print_exception(_of_the_user(end))
-        code = 1
-    elif end.code is not None:
-        code = end.code if isinstance(end.code, int) else 1
-        if not isinstance(end.code, int):
-            print(end.code, file=sys.stderr)
+    elif end.code is None or isinstance(end.code, int):
+        code = end.code or 0
+    else:
+        print(end.code, file=sys.stderr)
     # Not by sys.exit: the functions of atexit are the parent's, and would run a second time.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code & 0xFF)
+    _end_at_once(code & 0xFF)
 
 
 def _of_the_user(error: BaseException) -> BaseException:

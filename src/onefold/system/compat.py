@@ -20,7 +20,6 @@ from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.dropout import _DropoutNd as DropoutNd
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as EXTRA_STATE_KEY_SUFFIX
 from torch.nn.utils import clip_grad
-from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
@@ -31,19 +30,19 @@ __all__ = [
     "TorchDispatchMode",
     "add_each",
     "address_of",
-    "asking_for_truncated_normal",
     "copy_each",
-    "fits_in_place",
+    "hidden_from_modes",
     "holders_of",
     "is_in_function",
     "is_in_list_clipping",
     "is_transformed",
     "multiply_each",
     "replaces_step",
+    "replacing_truncated_normal",
     "steps_a_schedule",
-    "truncated_normal",
     "version_of",
     "wrap_clipping",
+    "writes_to_arguments",
 ]
 
 _C: Any = torch._C
@@ -57,27 +56,37 @@ address_of: Callable[[torch.UntypedStorage], int] = operator.attrgetter("_cdata"
 """A number that is another one for every storage that there is, also on the meta device."""
 
 
-fits_in_place: Callable[[torch.Tensor, torch.Tensor], bool] = (
-    torch._has_compatible_shallow_copy_type
-)
-"""Asks whether a tensor can be put into a parameter's ``.data``, as ``Module.to`` does."""
-
-
-truncated_normal: Callable[..., Any] = torch.nn.init._no_grad_trunc_normal_
-"""What draws for ``torch.nn.init.trunc_normal_``: again and again, by what it has drawn so far."""
+writes_to_arguments: Callable[[Any], bool] = operator.attrgetter("_schema.is_mutable")
+"""Whether an operation of the dispatcher writes to any of its arguments."""
 
 
 @contextmanager
-def asking_for_truncated_normal() -> Iterator[None]:
-    """Have modes of PyTorch's functions be asked for `truncated_normal` as a whole inside this."""
+def hidden_from_modes() -> Iterator[None]:
+    """Have modes, and classes of tensors, see nothing of what is called inside this context."""
+    with _C.DisableTorchFunction(), _C._DisableTorchDispatch():
+        yield
+
+
+@contextmanager
+def replacing_truncated_normal(record: Callable[..., Any]) -> Iterator[None]:
+    """Have ``torch.nn.init.trunc_normal_`` call something else inside this context.
+
+    Args:
+        record: is given what draws otherwise, and its arguments, a tensor first.
+    """
     before = torch.nn.init._no_grad_trunc_normal_
 
-    def asking(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if has_torch_function((tensor,)):
-            return handle_torch_function(truncated_normal, (tensor,), tensor, *args, **kwargs)
-        return before(tensor, *args, **kwargs)
+    def recorded(
+        tensor: torch.Tensor,
+        mean: float,
+        std: float,
+        a: float,
+        b: float,
+        generator: torch.Generator | None = None,
+    ) -> Any:
+        return record(before, tensor, mean, std, a, b, generator=generator)
 
-    torch.nn.init._no_grad_trunc_normal_ = asking
+    torch.nn.init._no_grad_trunc_normal_ = recorded
     try:
         yield
     finally:

@@ -16,7 +16,6 @@ import torch.utils.checkpoint
 
 __all__ = [
     "ProcessHooks",
-    "count_hooks",
     "has_backward_hooks",
     "hide_backward_hooks",
     "hooked",
@@ -54,12 +53,6 @@ class ProcessHooks:
             table.update(kept)
         _AUTOGRAD._engine_run_backward = self._backward
         _CHECKPOINT._enable_checkpoint_early_stop = self._stops_early
-
-
-def count_hooks(module: torch.nn.Module) -> int:
-    """How many hooks there are on a module's call."""
-    forward = len(module._forward_hooks) + len(module._forward_pre_hooks)
-    return forward + len(module._backward_hooks) + len(module._backward_pre_hooks)
 
 
 def step_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:

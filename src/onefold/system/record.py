@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from onefold.system.ownfiles import open_regular, replace_file
 
@@ -50,17 +51,12 @@ def keep_steps(path: Path, last: int) -> None:
         OSError: the file cannot be written.
         ValueError: the path is something other than a trace that onefold wrote.
     """
-    kept = []
-    for line in _read_trace(path):
-        # The process that wrote the last line may have been killed in the middle of it.
-        with suppress(json.JSONDecodeError):
-            if json.loads(line)["step"] <= last:
-                kept.append(line + "\n")
-    replace_file(path, "".join(kept))
+    lines = _read_trace(path)
+    replace_file(path, "".join([f"{line}\n" for line, step in lines if step <= last]))
 
 
-def _read_trace(path: Path) -> list[str]:
-    """The lines of a trace, of which the last may be cut off; none if the file does not exist."""
+def _read_trace(path: Path) -> list[tuple[str, int]]:
+    """The whole lines of a trace with their steps; none if the file does not exist."""
     try:
         descriptor = open_regular(path, os.O_RDONLY)
     except FileNotFoundError:
@@ -71,24 +67,24 @@ def _read_trace(path: Path) -> list[str]:
         # whole before it could be refused.
         for number, line in enumerate(iter(lambda: file.readline(_LONGEST_BYTES), b""), 1):
             text = line.decode("utf-8", "replace")
-            if not _is_of_a_trace(text):
+            try:
+                step = msgspec.convert(json.loads(text), _Line).step
+            except (ValueError, RecursionError):
+                # The process that wrote the last line may have been killed in the middle of it,
+                # perhaps within the first few characters: all that is there must fit.
+                if not text.endswith("\n") and _BEGIN.startswith(text[: len(_BEGIN)]):
+                    continue
                 raise ValueError(
                     f"{path} is there, and is not a trace that onefold wrote (line {number}): it "
                     f"would be written over; name another file"
-                )
-            lines.append(text.removesuffix("\n"))
+                ) from None
+            lines.append((text.removesuffix("\n"), step))
     return lines
 
 
-def _is_of_a_trace(line: str) -> bool:
-    # Cut off, perhaps within the first few characters: all that is there must fit.
-    if not line.endswith("\n"):
-        return line.startswith(_BEGIN) or _BEGIN.startswith(line)
-    try:
-        found = json.loads(line)
-    except (ValueError, RecursionError):
-        return False
-    return isinstance(found, dict) and isinstance(found.get("step"), int) and "loss" in found
+class _Line(msgspec.Struct):
+    step: int
+    loss: Any
 
 
 def read_record(folder: Path, name: str) -> list[dict[str, Any]]:

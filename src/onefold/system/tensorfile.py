@@ -60,7 +60,7 @@ class Seal:
     """Identifies the content of a file."""
 
     size: int
-    """Its size in bytes."""
+    """Size in bytes."""
     sha256: str
     """64 hexadecimal digits."""
 

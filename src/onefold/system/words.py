@@ -1,10 +1,11 @@
-"""How messages count things and list names."""
+"""How messages count things and list names, and where those to the user of a command go."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 
-__all__ = ["counted", "listed", "message_of", "words_of_failure"]
+__all__ = ["counted", "listed", "message_of", "tell", "words_of_failure"]
 
 _LONGEST_MESSAGE = 4000
 
@@ -43,6 +44,11 @@ def message_of(error: BaseException) -> str:
     except Exception as failed:
         text = f"its message cannot be shown, as its own str() raised {type(failed).__name__}"
     return text[:_LONGEST_MESSAGE].encode(errors="backslashreplace").decode()
+
+
+def tell(text: str) -> None:
+    """Print a message of onefold's own; stdout is left to the script."""
+    print(f"onefold: {text}", file=sys.stderr)
 
 
 def words_of_failure(failure: BaseException, step: int) -> str:

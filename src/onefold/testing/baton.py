@@ -103,7 +103,7 @@ class Surroundings:
 
 
 @dataclass(slots=True)
-class _Seat:
+class Seat:
     """One device."""
 
     turn: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
@@ -112,8 +112,11 @@ class _Seat:
     since: int = 0
     """When it began to wait, counted in handovers."""
     calls: int = 0
+    """How many calls of the transport the device has made."""
     is_over: bool = False
+    """Whether it has ended, in whatever way."""
     is_stopped: bool = False
+    """Whether it will never go on."""
     is_late: bool = False
     is_killed: bool = False
     gives_up: bool = False
@@ -136,7 +139,8 @@ class Baton:
                 raise ValueError(
                     f"expected a device below {devices} and a call from 1, got {fault}"
                 )
-        self._seats = [_Seat() for _ in range(devices)]
+        self.seats = [Seat() for _ in range(devices)]
+        """One for each device."""
         self._faults, self._cut = faults, cut
         self._order = random.Random(seed)
         self._handovers = 0
@@ -149,7 +153,7 @@ class Baton:
         self._before = Surroundings(self._owned)
         threads = [
             threading.Thread(target=self._run_one, args=(live, number), name=f"device {number}")
-            for number in range(len(self._seats))
+            for number in range(len(self.seats))
         ]
         for thread in threads:
             thread.start()
@@ -157,7 +161,7 @@ class Baton:
             self._give(self._next())
             self._all_over.acquire()
         finally:
-            for seat in self._seats:
+            for seat in self.seats:
                 # Only where this thread was interrupted is there a device that is not over.
                 seat.is_killed = True
                 seat.turn.release()
@@ -165,29 +169,13 @@ class Baton:
                 thread.join()
             self._before.put_back()
 
-    def calls(self, number: int) -> int:
-        """How many calls of the transport a device has made."""
-        return self._seats[number].calls
-
-    def is_over(self, number: int) -> bool:
-        """Whether a device has ended, in whatever way."""
-        return self._seats[number].is_over
-
-    def is_stopped(self, number: int) -> bool:
-        """Whether a device will never go on."""
-        return self._seats[number].is_stopped
-
-    def is_killed(self, number: int) -> bool:
-        """Whether a device was killed."""
-        return self._seats[number].is_killed
-
     def late(self) -> list[int]:
         """The devices that neither wait nor have ended."""
-        return [n for n, s in enumerate(self._seats) if s.ready is None and not s.is_over]
+        return [n for n, s in enumerate(self.seats) if s.ready is None and not s.is_over]
 
     def begin_call(self, number: int) -> None:
         """Note that a device calls the transport: another one may go on first."""
-        seat = self._seats[number]
+        seat = self.seats[number]
         seat.calls += 1
         for fault in self._faults:
             if (fault.device, fault.call) == (number, seat.calls):
@@ -206,7 +194,7 @@ class Baton:
             number: of the device that waits.
             ready: says whether it is there, and changes nothing.
         """
-        seat = self._seats[number]
+        seat = self.seats[number]
         if seat.is_killed:
             raise Killed
         if ready():
@@ -218,7 +206,7 @@ class Baton:
         return not gave_up
 
     def _strike(self, number: int, fault: Fault) -> None:
-        seat = self._seats[number]
+        seat = self.seats[number]
         if fault.kind in ("kill", "cut"):
             self._cut(number)
         seat.is_killed |= fault.kind == "kill"
@@ -226,7 +214,7 @@ class Baton:
         seat.is_late |= fault.kind == "delay"
 
     def _run_one(self, live: Callable[[int], None], number: int) -> None:
-        seat = self._seats[number]
+        seat = self.seats[number]
         seat.turn.acquire()
         if not seat.is_killed:
             self._begin(number)
@@ -252,7 +240,7 @@ class Baton:
 
     def _hand_over(self, number: int) -> None:
         chosen = self._next()
-        seat = self._seats[number]
+        seat = self.seats[number]
         if chosen != number:
             own = Surroundings(self._owned)
             self._give(chosen)
@@ -265,11 +253,11 @@ class Baton:
     def _give(self, number: int | None) -> None:
         assert number is not None  # a device that hands over is not over itself
         self._handovers += 1
-        self._seats[number].turn.release()
+        self.seats[number].turn.release()
 
     def _next(self) -> int | None:
         """Choose who goes on; None if all have ended."""
-        there = {n: s for n, s in enumerate(self._seats) if not s.is_over}
+        there = {n: s for n, s in enumerate(self.seats) if not s.is_over}
         able = {n: s for n, s in there.items() if not s.is_stopped and (not s.ready or s.ready())}
         prompt = [n for n, s in able.items() if not s.is_late]
         if able:
@@ -278,8 +266,8 @@ class Baton:
             return chosen
         waiting = [n for n, s in there.items() if not s.is_stopped]
         if waiting:
-            chosen = min(waiting, key=lambda n: self._seats[n].since)
-            self._seats[chosen].gives_up = True
+            chosen = min(waiting, key=lambda n: self.seats[n].since)
+            self.seats[chosen].gives_up = True
             return chosen
         # Nobody is left but those that were stopped.
         for number, seat in there.items():

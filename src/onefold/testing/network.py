@@ -18,7 +18,7 @@ import array
 import itertools
 import os
 import socket
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -36,7 +36,7 @@ from onefold.system.compat import Groups
 from onefold.system.process import Stillness
 from onefold.testing.baton import Baton
 
-__all__ = ["Network"]
+__all__ = ["Connection", "Network"]
 
 
 class Network:
@@ -61,10 +61,6 @@ class Network:
         """Devices whose script has come to its end in order."""
         self.asked: set[int] = set()
         """The Trainers for which a device has waited in vain, over a process group."""
-
-    def of(self, number: int) -> Connection:
-        """What a device reaches the others by."""
-        return Connection(self, number)
 
     def cut(self, number: int) -> None:
         """Break all connections of a device."""
@@ -99,7 +95,7 @@ class Network:
             return [n for n in range(self.size) if n not in seen]
 
         def ended() -> list[int]:
-            return [n for n in missing() if self.baton.is_over(n)]
+            return [n for n in missing() if self.baton.seats[n].is_over]
 
         self.baton.begin_call(number)
         came = self.baton.wait(number, lambda: not missing() or bool(ended()))
@@ -114,21 +110,18 @@ class Network:
             )
         return seen
 
-    def sockets(self, one: int, other: int) -> None:
-        """Connect two devices, once for each Trainer."""
-        here, there = _Socket(), _Socket()
-        here.other, there.other = there, here
-        self._sockets.setdefault((one, other), []).append(here)
-        self._sockets.setdefault((other, one), []).append(there)
-        if self._broken & {one, other}:
-            here.close()
-
     def socket(self, trainer: int, one: int, other: int) -> _Socket:
-        """The end of a device of its connection to another one."""
-        pair = min(one, other), max(one, other)
-        while len(self._sockets.get(pair, [])) <= trainer:
-            self.sockets(*pair)
-        return self._sockets[one, other][trainer]
+        """The end of a device of its connection to another one; a new one for each Trainer."""
+        own = self._sockets.setdefault((one, other), [])
+        theirs = self._sockets.setdefault((other, one), [])
+        while len(own) <= trainer:
+            here, there = _Socket(), _Socket()
+            here.other, there.other = there, here
+            own.append(here)
+            theirs.append(there)
+            if self._broken & {one, other}:
+                here.close()
+        return own[trainer]
 
 
 class Connection:
@@ -209,10 +202,10 @@ class _Stopped(Stillness):
     """Whether a device will never go on."""
 
     def __init__(self, network: Network, number: int) -> None:
-        self._baton, self._number = network.baton, number
+        self._seat = network.baton.seats[number]
 
     def look(self) -> bool:
-        return self._baton.is_stopped(self._number)
+        return self._seat.is_stopped
 
 
 class _Mailbox(Mailbox):
@@ -220,21 +213,11 @@ class _Mailbox(Mailbox):
 
     def __init__(self, network: Network, trainer: int, rank: int) -> None:
         self._network = network
-        others = [n for n in range(network.size) if n != rank]
-        super().__init__(
-            {
-                n: Peer(
-                    n,
-                    network.socket(trainer, rank, n),  # type: ignore[arg-type]  # as it is called
-                    pid=os.getpid(),
-                    pidfd=None,
-                    stillness=_Stopped(network, n),
-                )
-                for n in others
-            },
-            rank=rank,
-            timeout_s=network.limit_s,
-        )
+        peers = {}
+        for n in (n for n in range(network.size) if n != rank):
+            end: Any = network.socket(trainer, rank, n)
+            peers[n] = Peer(n, end, os.getpid(), None, _Stopped(network, n))
+        super().__init__(peers, rank=rank, timeout_s=network.limit_s)
 
     def _send(self, peer: Peer, frame: bytes) -> None:
         self._network.baton.begin_call(self.rank)
@@ -244,8 +227,7 @@ class _Mailbox(Mailbox):
         self._network.baton.begin_call(self.rank)
         super().send_file(rank, descriptor)
 
-    def _wait_for_news(self, pending: Any, limit: float) -> bool:
-        peers: list[Peer] = list(pending)
+    def _wait_for_news(self, peers: list[Peer], limit: float) -> bool:
         sockets: list[Any] = [peer.socket for peer in peers]
         if self._network.baton.wait(self.rank, lambda: any(s.has_news for s in sockets)):
             return True
@@ -265,8 +247,8 @@ class _Sent:
 
     @property
     def _is_lost(self) -> bool:
-        gone = self._network.baton.is_over
-        return any(self._network.is_broken(self._trainer, n) or gone(n) for n in self._ends)
+        seats, is_broken = self._network.baton.seats, self._network.is_broken
+        return any(is_broken(self._trainer, n) or seats[n].is_over for n in self._ends)
 
     def finish(self, number: int) -> None:
         """Wait, as one of both ends, until the tensor is there."""
@@ -307,10 +289,11 @@ class _Group(dist.ProcessGroup):
     def __init__(self, network: Network, trainer: int, rank: int) -> None:
         super().__init__(rank, network.size)  # type: ignore[call-arg]
         self._network, self._trainer, self._number = network, trainer, rank
+        self._others = [n for n in range(network.size) if n != rank]
         self.peers: Mapping[int, _Group] = {}
         self._with: dict[int, list[_Sent]] = {n: [] for n in range(network.size)}
         """What this device sends to another one, in order."""
-        self._begun: dict[tuple[bool, int], int] = {}
+        self._begun: Counter[tuple[bool, int]] = Counter()
         Groups.adopt(self, network.size)
         network.groups.append(self)
 
@@ -319,8 +302,9 @@ class _Group(dist.ProcessGroup):
         if any(self._network.is_broken(self._trainer, n) for n in (source, target)):
             return _Sent(self._network, self._trainer, source, target)  # nobody has its other end
         sends = source == self._number
-        place = self._begun.get((sends, target if sends else source), 0)
-        self._begun[sends, target if sends else source] = place + 1
+        end = sends, target if sends else source
+        place = self._begun[end]
+        self._begun[end] += 1
         messages = self.peers[source]._with[target]
         while len(messages) <= place:
             messages.append(_Sent(self._network, self._trainer, source, target))
@@ -340,9 +324,8 @@ class _Group(dist.ProcessGroup):
     def allgather(self, rooms: Any, tensors: list[torch.Tensor], options: Any = None) -> None:  # type: ignore[override]
         (parts,), (own,) = rooms, tensors
         parts[self._number].copy_(own)
-        others = [n for n in range(self._network.size) if n != self._number]
-        works = [self.send([own], n) for n in others]
-        works += [self.recv([parts[n]], n) for n in others]
+        works = [self.send([own], n) for n in self._others]
+        works += [self.recv([parts[n]], n) for n in self._others]
         for work in works:
             work.wait()
 
@@ -351,8 +334,7 @@ class _Group(dist.ProcessGroup):
         if self._number != lead:
             self.recv(tensors, lead).wait()
             return
-        works = [self.send(tensors, n) for n in range(self._network.size) if n != lead]
-        for work in works:
+        for work in [self.send(tensors, n) for n in self._others]:
             work.wait()
 
 
@@ -364,7 +346,7 @@ class _Store:
         self._values = network.stores.setdefault(trainer, {})
 
     def set(self, key: str, value: str) -> None:
-        if self._network.baton.is_killed(self._number):
+        if self._network.baton.seats[self._number].is_killed:
             return
         if self._network.is_broken(self._trainer, self._number):
             raise RuntimeError("Connection to the store is broken")
@@ -391,8 +373,8 @@ class _Watch:
 
     @property
     def stopped(self) -> int | None:
-        baton = self._network.baton
-        return next((n for n in range(self._network.size) if baton.is_stopped(n)), None)
+        seats = enumerate(self._network.baton.seats)
+        return next((n for n, seat in seats if seat.is_stopped), None)
 
     def close(self) -> None:
         """Nothing is open."""
@@ -408,14 +390,11 @@ class _Lateness(Lateness):
     def waiting(self) -> Iterator[None]:
         yield
 
-    def is_asked(self) -> bool:
-        return self._trainer in self._network.asked
-
-    def ask(self) -> None:
-        self._network.asked.add(self._trainer)
-
-    def answer(self) -> None:
-        """It is known."""
+    def say_waiting(self, *, in_vain: bool = False) -> None:
+        if in_vain:
+            self._network.asked.add(self._trainer)
 
     def late(self) -> list[int]:
+        if self._trainer not in self._network.asked:
+            return []
         return [n for n in self._network.baton.late() if n != self._number]

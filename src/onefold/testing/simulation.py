@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from onefold.core.context import LaunchContext
 from onefold.core.options import ExchangeName, RunOptions
-from onefold.core.world import World
 from onefold.errors import PeerError
-from onefold.run.membership import abandon, end_well, leave
-from onefold.run.world import simulated
+from onefold.run.context import simulated
+from onefold.run.membership import end_well, leave
 from onefold.testing.baton import Baton, Fault, Killed
-from onefold.testing.network import Network
+from onefold.testing.network import Connection, Network
 
 __all__ = ["Ended", "outcomes", "simulate"]
 
@@ -37,7 +37,7 @@ def simulate(
     *,
     seed: int = 0,
     args: Sequence[Any] = (),
-    keep: str = "all",
+    placement: str = "replicate",
     exchange: ExchangeName = "auto",
     options: RunOptions | None = None,
 ) -> list[Any]:
@@ -53,7 +53,7 @@ def simulate(
         seed: of the order in which devices go on, which must not matter to the result. The same
             seed has the same order.
         args: handed to all devices, not copied.
-        keep: as for ``onefold run --keep``.
+        placement: as for ``onefold run --placement``.
         exchange: as for ``onefold run --exchange``.
         options: more options of a run, in place of both.
 
@@ -75,7 +75,7 @@ def simulate(
     >>> one == two == three
     True
     """
-    chosen = options or RunOptions(keep=keep, exchange=exchange)
+    chosen = options or RunOptions(placement=placement, exchange=exchange)
     ended = outcomes(main, devices, seed=seed, args=args, options=chosen)
     failed = {number: each.error for number, each in enumerate(ended) if each.error is not None}
     # What a device raises because another one has failed is not the cause.
@@ -117,7 +117,7 @@ def outcomes(
     found = [Ended() for _ in range(devices)]
 
     def live(number: int) -> None:
-        world = World(
+        context = LaunchContext(
             rank=number,
             size=devices,
             local_rank=number,
@@ -126,9 +126,9 @@ def outcomes(
             run_id="simulated",
             devices=("cpu",) * devices,
             options=chosen,
-            network=network.of(number),
+            network=Connection(network, number),
         )
-        with simulated(world):
+        with simulated(context):
             found[number] = _lived(main, args)
         if found[number].error is None and not found[number].was_killed:
             network.left.append(number)
@@ -138,7 +138,7 @@ def outcomes(
     finally:
         network.end()
     return [
-        Ended(each.value, each.error, each.was_killed, baton.calls(number))
+        Ended(each.value, each.error, each.was_killed, baton.seats[number].calls)
         for number, each in enumerate(found)
     ]
 
@@ -152,7 +152,7 @@ def _lived(main: Callable[..., Any], args: Sequence[Any]) -> Ended:
         except Killed:
             raise
         except BaseException as error:
-            abandon(error)
+            leave(error)
             return Ended(error=error)
         leave()
         return Ended(value)

@@ -34,27 +34,21 @@ import safetensors
 import safetensors.torch
 import torch
 
+from onefold.core.assignment import Devices
 from onefold.core.batch import ShardedBatch, map_parts
-from onefold.core.roster import Team
-from onefold.core.sharing import OwnLength, Shared
-from onefold.core.world import World
-from onefold.engine.engine import Engine
-from onefold.engine.replica import LossFunction
-from onefold.engine.step import Step
-from onefold.reading.loader import Loader
-from onefold.reading.reader import Collate
-from onefold.reading.stream import is_stream
+from onefold.core.context import LaunchContext
+from onefold.core.structure import OwnLength, Shared
+from onefold.data_order.loader import Loader
+from onefold.data_order.reader import Collate
+from onefold.data_order.stream import is_stream
+from onefold.shard.replica import LossFunction
+from onefold.step.engine import Engine
+from onefold.step.result import Step
 from onefold.system.record import append_line
 from onefold.verifying.causes import causes_of
 from onefold.verifying.mathematics import Mathematics, tolerance_of
 from onefold.verifying.state import StateWatch, place_of, unseeded_generators, watch_unseeded
-from onefold.verifying.whole import (
-    KeepingCollate,
-    WholeBatch,
-    cast_floats,
-    whole_of,
-    whole_tensors,
-)
+from onefold.verifying.whole import KeepingCollate, WholeBatch, cast_floats, whole_of, whole_tensors
 
 __all__ = ["Verifying", "prepare_process"]
 
@@ -94,23 +88,25 @@ class _Progress:
     is_done: bool = False
 
 
-def prepare_process(world: World) -> None:
+def prepare_process(context: LaunchContext) -> None:
     """Set up the process before the script of a run of ``onefold verify`` begins."""
-    if not world.options.probe:
+    if not context.options.probe:
         return
     watch_unseeded()
     # Before the script imports any of them by name.
     for module, names, read, written in _OF_FILES:
         for name in names:
-            setattr(module, name, _aside(getattr(module, name), world, read, written))
+            setattr(module, name, _aside(getattr(module, name), context, read, written))
     # Compiled code would not see the functions that a comparison replaces, and the script is to
     # make its tensors in the comparison's precision from the first line.
-    if world.options.probe_mathematics:
+    if context.options.probe_mathematics:
         torch.compiler.set_stance("force_eager")
-        torch.set_default_dtype(getattr(torch, world.options.probe_mathematics))
+        torch.set_default_dtype(getattr(torch, context.options.probe_mathematics))
 
 
-def _aside(call: Callable[..., Any], world: World, read: str, written: str) -> Callable[..., Any]:
+def _aside(
+    call: Callable[..., Any], context: LaunchContext, read: str, written: str
+) -> Callable[..., Any]:
     """Have a function write to the run's folder, unless it reads a file that is not there."""
     signature = inspect.signature(call)
 
@@ -121,7 +117,7 @@ def _aside(call: Callable[..., Any], world: World, read: str, written: str) -> C
         for name in filter(None, (read, written)):
             if not isinstance(given[name], str | os.PathLike):
                 break
-            place = _place_of(given[name], world)
+            place = _place_of(given[name], context)
             if name == read and not place.exists():
                 break
             place.parent.mkdir(parents=True, exist_ok=True)
@@ -131,30 +127,29 @@ def _aside(call: Callable[..., Any], world: World, read: str, written: str) -> C
     return aside
 
 
-def _place_of(path: str | os.PathLike[str], world: World) -> Path:
+def _place_of(path: str | os.PathLike[str], context: LaunchContext) -> Path:
     """Where a run of a comparison has what the script saves under a path."""
     absolute = Path(os.path.abspath(path))
     # What lies there already is onefold's own, or a path that was returned before.
-    if any(map(absolute.is_relative_to, (world.options.probe, world.directory))):
+    if any(map(absolute.is_relative_to, (context.options.probe, context.directory))):
         return absolute
-    return Path(world.directory) / "checkpoints" / absolute.relative_to(absolute.anchor)
+    return Path(context.directory) / "checkpoints" / absolute.relative_to(absolute.anchor)
 
 
 class Verifying:
     """One trainer's part in a comparison.
 
     Args:
-        world: knows whether this run belongs to a comparison.
-        model: the trainer's.
-        losses: the user's own, by name.
+        context: knows whether this run belongs to a comparison.
+        model: the model of the trainer.
+        losses: those of the script, by name.
     """
 
     def __init__(
-        self, world: World, model: torch.nn.Module, losses: Mapping[str, LossFunction]
+        self, context: LaunchContext, model: torch.nn.Module, losses: Mapping[str, LossFunction]
     ) -> None:
-        self._world = world
-        self._on = bool(world.options.probe)
-        self._place = ", ".join(map(place_of, losses.values())) if self._on else ""
+        self._context, self._options = context, context.options
+        self._on = bool(self._options.probe)
         self._state = StateWatch(model, losses.values()) if self._on else None
         self._collates: dict[int, KeepingCollate] = {}
         self._own: object = None
@@ -170,28 +165,29 @@ class Verifying:
         self._same: dict[str, Step] = {}
         self._gradients: list[tuple[torch.nn.Parameter, torch.Tensor | None]] = []
         self._results: deque[tuple[object, object, Any]] = deque(maxlen=8)
-        if self._on and world.options.probe_mathematics:
-            if world.options.probe_mathematics == "float64":
+        if self._on and self._options.probe_mathematics:
+            if self._options.probe_mathematics == "float64":
                 self._dtype = torch.float64
                 model.double()
             self._mathematics = Mathematics(model, next(iter(losses.values())))
             self.losses = dict.fromkeys(losses, self._mathematics.loss)
 
-    def begin(self, engine: Engine, team: Team) -> None:
+    def begin(self, engine: Engine, devices: Devices) -> None:
         """Begin the comparison, now that the trainer has its engine."""
-        self._engine, self._team = engine, team
+        self._engine, self._devices = engine, devices
         if not self._on:
             return
         _progress.append(self._progress)
-        if team.has_lead:
+        if devices.has_lead:
             self._mark("done").unlink(missing_ok=True)
         # A refusal would end the run at the first finding; the comparison reports what it does.
-        for replica in engine.replicas:
+        for replica in engine.context.replicas:
             replica.loss_watch.refuses = False
-        if self._mathematics is not None and team.has_lead:
-            shards = engine.exchange.board.shape.shards
-            header = {"step": 0, "function": self._place, "shards": shards}
-            limit = tolerance_of(engine.replicas[0].module)
+        if self._mathematics is not None and devices.has_lead:
+            shards = engine.context.exchange.table.shape.shards
+            function = ", ".join(map(place_of, self._users.values()))
+            header = {"step": 0, "function": function, "shards": shards}
+            limit = tolerance_of(engine.context.replicas[0].module)
             append_line(self._path("mathematics"), {**header, "tolerance": limit})
 
     def collate(self, collate: Collate | None, *, keeps: bool = False) -> Collate | None:
@@ -232,39 +228,39 @@ class Verifying:
     @contextmanager
     def step(self, batch: ShardedBatch, number: int, name: str) -> Iterator[ShardedBatch]:
         """Surround the engine's step of a loss, given by name; yields the batch for it."""
-        if self._state is None:
+        state, mathematics = self._state, self._mathematics
+        if state is None:
             yield batch
             return
-        if self._mathematics is not None:
-            self._mathematics.user = self._users[name]
-        again, self._number = number == self._number, number
-        self._steps += not again
         # Past the steps that are compared, and past the first of several gradients of a step, the
         # script goes on; its payloads are still wrapped.
-        if self._mathematics is not None and batch.others:
-            if not again and self._steps <= self._world.options.probe_steps:
-                append_line(self._path("mathematics"), {"step": self._steps, "causes": []})
-            yield batch
+        again, self._number = number == self._number, number
+        self._steps += not again
+        compared = not again and self._steps <= self._options.probe_steps
+        if mathematics is not None:
+            mathematics.user = self._users[name]
+            if batch.others:
+                if compared:
+                    append_line(self._path("mathematics"), {"step": self._steps, "causes": []})
+                yield batch
+                return
+        if not compared:
+            yield self.plain(batch)
             return
-        if again or self._steps > self._world.options.probe_steps:
-            yield batch if self._mathematics is None else self._unpacked(batch)[0]
-            return
-        with self._state.step() as states:
-            if self._mathematics is None:
+        with state.step() as states:
+            if mathematics is None:
                 yield batch
             else:
                 plain, whole = self._unpacked(batch)
-                with self._mathematics.step(self._engine, plain, whole, number) as found:
+                with mathematics.step(self._engine, plain, whole, number) as found:
                     yield plain
-        if self._mathematics is not None:
-            state = self._state
-            causes = causes_of(found, state.attributes, state.generators, found.tolerance)
-            line: dict[str, Any] = {"step": self._steps, **asdict(found)}
-            line["causes"] = [asdict(cause) for cause in causes]
+        if mathematics is not None:
+            causes = causes_of(found, state.attributes, state.generators)
+            line = {**asdict(found), "step": self._steps, "causes": [*map(asdict, causes)]}
             append_line(self._path("mathematics"), line)
         line = {"step": self._steps, "states": states, "unseeded": unseeded_generators()}
-        line |= {"attributes": self._state.attributes, "generators": self._state.generators}
-        append_line(self._path(f"state-{self._team.own[0]}"), line)
+        line |= {"attributes": state.attributes, "generators": state.generators}
+        append_line(self._path(f"state-{self._devices.own[0]}"), line)
 
     @property
     def is_done(self) -> bool:
@@ -282,7 +278,7 @@ class Verifying:
 
     def _mark(self, what: str) -> Path:
         """A file by which the lead tells the comparison how far the script has come."""
-        return Path(self._world.options.probe) / f"{self._world.options.probe_run}-{what}"
+        return Path(self._options.probe, f"{self._options.probe_run}-{what}")
 
     def note_step(self, step: Step) -> None:
         """Note that a step was made; end the comparison of all Trainers that have made theirs.
@@ -293,7 +289,7 @@ class Verifying:
         if not self._on:
             return
         self._same[step.name] = step
-        options, own = self._world.options, self._progress
+        options, own = self._options, self._progress
         own.made += 1
         # Those that alternate go on until the last has made its steps; one may never make any.
         own.is_done |= own.made >= _PATIENCE * options.probe_steps
@@ -301,7 +297,7 @@ class Verifying:
         if all(each.made >= options.probe_steps for each in under_way):
             for each in under_way:
                 each.is_done = True
-            if self._team.has_lead:
+            if self._devices.has_lead:
                 self._mark("done").touch()
             if 0 < options.probe_trainers <= len(_progress):
                 raise SystemExit(0)
@@ -309,7 +305,7 @@ class Verifying:
     def note_gradients(self) -> None:
         """Keep what `Trainer.gradient` has left in ``.grad``, for the steps that follow."""
         if self._on:
-            model = self._engine.replicas[0].module
+            model = self._engine.context.replicas[0].module
             self._gradients = [(each, each.grad) for each in model.parameters()]
 
     def step_again(self, name: str) -> Step | None:
@@ -324,7 +320,7 @@ class Verifying:
             return None
         self._progress.made += 1
         if self._progress.made > _LONGEST:
-            if self._team.has_lead:
+            if self._devices.has_lead:
                 self._mark("cut").write_text(_CUT)
             raise SystemExit(0)
         for parameter, gradient in self._gradients:
@@ -378,7 +374,7 @@ class Verifying:
         return place if if_any or known else Path(path).absolute()
 
     def _aside(self, path: str | Path) -> Path:
-        return _place_of(path, self._world) if self._on else Path(path).absolute()
+        return _place_of(path, self._context) if self._on else Path(path).absolute()
 
     def _unpacked(self, batch: ShardedBatch) -> tuple[ShardedBatch, WholeBatch]:
         """Return the batch with plain payloads, and the whole batch that they are shards of."""
@@ -388,5 +384,4 @@ class Verifying:
         return replace(batch, shards=payloads), whole
 
     def _path(self, what: str) -> Path:
-        name = f"{self._world.options.probe_run}-{self._team.trainer}-{what}.jsonl"
-        return Path(self._world.options.probe) / name
+        return self._mark(f"{self._devices.trainer}-{what}.jsonl")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -35,7 +34,7 @@ class Cause:
 
 
 def causes_of(
-    found: Comparison, attributes: Sequence[str], generators: Sequence[str], tolerance: float
+    found: Comparison, attributes: Sequence[str], generators: Sequence[str]
 ) -> list[Cause]:
     """List the likely causes, the most likely first; none where nothing differs.
 
@@ -43,29 +42,24 @@ def causes_of(
         found: what the step showed.
         attributes: attributes of modules that the step changed.
         generators: generators of the script's own that the step changed.
-        tolerance: how far, relatively, two results may differ.
     """
     if found.carried:
-        return [Cause("note", _carried(found))]
+        return [_note(found, "carried")]
     causes = [Cause("error", text) for text in _sure(found)]
-    if _differs(found, tolerance):
+    several = (found.loss_difference, found.gradient_difference, found.worst_difference)
+    # NaN is what a step without an update leaves in them: it was not compared.
+    if any(value > found.tolerance for value in several):
         likely = [*_of_the_state(found, attributes, generators), *_of_the_numbers(found)]
         causes += [Cause("error", text) for text in likely]
         # Only where nothing better explains it: these two are no fault of the script's.
         if not causes and found.unmatched:
-            causes.append(Cause("note", _random(found)))
+            causes.append(_note(found, "unmatched"))
         elif not causes and found.norms and found.repeats:
-            causes.append(Cause("note", _norms(found)))
+            causes.append(_note(found, "norms"))
         elif not causes:
             causes.append(Cause("error", _unknown(found)))
     causes += [Cause("error", f"buffer {name} is {text}") for name, text in found.buffers.items()]
     return causes
-
-
-def _differs(found: Comparison, tolerance: float) -> bool:
-    several = (found.loss_difference, found.gradient_difference, found.worst_difference)
-    # NaN is what a step without an update leaves in them: it was not compared.
-    return not all(value <= tolerance for value in several if not math.isnan(value))
 
 
 def _sure(found: Comparison) -> Iterator[str]:
@@ -137,7 +131,16 @@ def _dependent(found: Comparison) -> Iterator[str]:
             "use shards=1"
         )
     elif found.ordered:
-        yield from _ordered(found)
+        where = ""
+        if found.second is not None:
+            where = f"; all tensors of the batch have {found.second} in their second dimension"
+        yield (
+            f"the loss changes when the samples of the batch change places, so the first "
+            f"dimension, which is cut into shards, may not be that of the samples (time first?)"
+            f"{where}, or samples belong together that shards tear apart (pairs side by side). "
+            f"Make the samples, or the pairs, the first dimension; of whole batches, "
+            f"trainer.step(batch, dim=1) cuts the second one"
+        )
     else:
         yield (
             "a sample's loss depends on the other samples of its batch (a contrastive loss, "
@@ -147,41 +150,22 @@ def _dependent(found: Comparison) -> Iterator[str]:
         )
 
 
-def _ordered(found: Comparison) -> Iterator[str]:
-    where = ""
-    if found.second is not None:
-        where = f"; all tensors of the batch have {found.second} in their second dimension"
-    yield (
-        f"the loss changes when the samples of the batch change places, so the first dimension, "
-        f"which is cut into shards, may not be that of the samples (time first?){where}, or "
-        f"samples belong together that shards tear apart (pairs side by side). Make the samples, "
-        f"or the pairs, the first dimension; of whole batches, trainer.step(batch, dim=1) cuts the "
-        f"second one"
-    )
+_NOTES = {
+    "unmatched": "the loss draws random numbers that have no counterpart for a part of the batch "
+    "({}, such as a permutation of the shard's samples), so this difference may be chance: the "
+    "mathematics could not be compared",
+    "carried": "{} has the rule 'shard': every shard goes on with its own value, and there is none "
+    "for a batch that is computed as one shard: the mathematics could not be compared. Without the "
+    "carried state they can be",
+    "norms": "{} keeps no running statistics, so that it computes with those of its shard, as it "
+    "does elsewhere with those of a device: the mathematics could not be compared. With "
+    "track_running_stats=True they can be",
+}
+"""What is no fault of the script's, by the field of a comparison that shows it."""
 
 
-def _random(found: Comparison) -> str:
-    return (
-        f"the loss draws random numbers that have no counterpart for a part of the batch "
-        f"({', '.join(found.unmatched)}, such as a permutation of the shard's samples), so this "
-        f"difference may be chance: the mathematics could not be compared"
-    )
-
-
-def _carried(found: Comparison) -> str:
-    return (
-        f"{', '.join(found.carried)} has the rule 'shard': every shard goes on with its own value, "
-        f"and there is none for a batch that is computed as one shard: the mathematics could not "
-        f"be compared. Without the carried state they can be"
-    )
-
-
-def _norms(found: Comparison) -> str:
-    return (
-        f"{', '.join(found.norms)} keeps no running statistics, so that it computes with those of "
-        f"its shard, as it does elsewhere with those of a device: the mathematics could not be "
-        f"compared. With track_running_stats=True they can be"
-    )
+def _note(found: Comparison, field: str) -> Cause:
+    return Cause("note", _NOTES[field].format(", ".join(getattr(found, field))))
 
 
 def _unknown(found: Comparison) -> str:

@@ -12,6 +12,7 @@ listed: what depends on it cannot be compared.
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,41 +26,11 @@ from onefold.system.compat import TorchDispatchMode
 __all__ = ["Draws", "seed_alike", "without_dropout"]
 
 _DROPOUTS = (
-    "alpha_dropout",
-    "dropout",
-    "dropout1d",
-    "dropout2d",
-    "dropout3d",
-    "feature_alpha_dropout",
+    *("dropout", "dropout1d", "dropout2d", "dropout3d"),
+    *("alpha_dropout", "feature_alpha_dropout"),
 )
-_DRAWS = frozenset(
-    {
-        "bernoulli",
-        "bernoulli_",
-        "binomial",
-        "cauchy_",
-        "exponential_",
-        "geometric_",
-        "log_normal_",
-        "multinomial",
-        "normal",
-        "normal_",
-        "normal_functional",
-        "poisson",
-        "rand",
-        "rand_like",
-        "randint",
-        "randint_like",
-        "randn",
-        "randn_like",
-        "random_",
-        "randperm",
-        "_sample_dirichlet",
-        "_standard_gamma",
-        "uniform_",
-    }
-)
-"""Operators whose result is random numbers, and not something computed with some (dropout)."""
+_COMPUTED = re.compile("attention|dropout|gru|lstm|rnn|rrelu|sdp|softmax")
+"""Operators that draw, whose result is no random numbers, but something computed with some."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,23 +53,23 @@ class Draws:
         self.rounded: set[torch.dtype] = set()
         """What numbers in float64 were rounded to on the way, by the script or what it calls."""
 
-    @contextmanager
-    def recording(self, samples: int) -> Iterator[None]:
-        """Record what is drawn inside this context, for the whole batch."""
+    def recording(self, samples: int) -> _Watch:
+        """Have a context record what is drawn in it, for the whole batch."""
         self._recorded.clear()
         self._samples = samples
-        with _Recorder(self._recorded, self.rounded):
-            yield
+        return _Watch(self, None)
 
-    @contextmanager
-    def replaying(self, rows: Sequence[int]) -> Iterator[None]:
-        """Replay what was recorded.
+    def replaying(self, rows: Sequence[int]) -> _Watch:
+        """Have a context replay what was recorded.
 
         Args:
-            rows: which samples of the whole batch are computed inside this context, in order.
+            rows: which samples of the whole batch are computed inside the context, in order.
         """
-        with _Player(self, rows):
-            yield
+        return _Watch(self, rows)
+
+    def add(self, draw: _Draw) -> None:
+        """Record a draw."""
+        self._recorded.append(draw)
 
     def find(self, place: int, draw: _Draw, rows: Sequence[int]) -> torch.Tensor | None:
         """Return the values for the draw in this place; None if it has no counterpart.
@@ -108,9 +79,14 @@ class Draws:
             draw: the draw, with values of its own.
             rows: which samples of the whole batch are computed.
         """
+        values = self._values(place, draw, rows)
+        if values is None:
+            self.unmatched.add(draw.name.strip("_"))
+        return values
+
+    def _values(self, place: int, draw: _Draw, rows: Sequence[int]) -> torch.Tensor | None:
         known = self._recorded[place] if place < len(self._recorded) else None
         if known is None or (known.name, known.numbers) != (draw.name, draw.numbers):
-            self.unmatched.add(draw.name.strip("_"))
             return None
         wanted, values = draw.values.shape, known.values
         # The whole batch in its own order gets everything as it was, also what is not by sample.
@@ -120,32 +96,17 @@ class Draws:
         # By sample if the first dimension is a multiple of the samples: some losses draw several
         # rows for each. A permutation's values are places in the batch, and mean nothing in a part.
         share, rest = divmod(values.shape[0], self._samples) if values.dim() else (0, 1)
-        by_sample = share > 0 and not rest and draw.name not in ("randperm",)
+        by_sample = share > 0 and not rest and draw.name != "randperm"
         if by_sample and tuple(wanted) == (share * len(rows), *values.shape[1:]):
             by_sample_values = values.reshape(self._samples, share, *values.shape[1:])
             return by_sample_values[list(rows)].flatten(0, 1)
-        if wanted == values.shape:
-            return values
-        self.unmatched.add(draw.name.strip("_"))
-        return None
+        return values if wanted == values.shape else None
 
 
-class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, recorded: list[_Draw], rounded: set[torch.dtype]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._recorded, self._rounded = recorded, rounded
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records draws, or replays them for these rows."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if _converts(func) and args[0].dtype == torch.float64 and result.is_floating_point():
-            self._rounded.add(result.dtype)
-        if (draw := _read(func, args, result)) is not None:
-            self._recorded.append(draw)
-        return result
-
-
-class _Player(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, draws: Draws, rows: Sequence[int]) -> None:
+    def __init__(self, draws: Draws, rows: Sequence[int] | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._draws = draws
         self._rows = rows
@@ -155,7 +116,14 @@ class _Player(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # Drawn in any case: the generator must move as it did when the draw was recorded, and the
         # result has the shape and strides that the caller expects.
         result = func(*args, **(kwargs or {}))
-        if (draw := _read(func, args, result)) is not None:
+        draw = _read(func, args, result)
+        if self._rows is None:
+            converts = func._schema.name == "aten::_to_copy" and args[0].dtype == torch.float64
+            if converts and result.is_floating_point():
+                self._draws.rounded.add(result.dtype)
+            if draw is not None:
+                self._draws.add(draw)
+        elif draw is not None:
             known = self._draws.find(self._place, draw, self._rows)
             self._place += 1
             if known is not None:
@@ -163,13 +131,10 @@ class _Player(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-def _converts(func: Any) -> bool:
-    return bool(func._schema.name == "aten::_to_copy")
-
-
 def _read(func: Any, args: Sequence[Any], result: Any) -> _Draw | None:
     name = func._schema.name.removeprefix("aten::")
-    if name not in _DRAWS or not isinstance(result, torch.Tensor):
+    draws = torch.Tag.nondeterministic_seeded in func.tags and not _COMPUTED.search(name)
+    if not draws or not isinstance(result, torch.Tensor):
         return None
     numbers = tuple(a for a in args if isinstance(a, int | float | bool))
     return _Draw(name, numbers, result.detach().clone())
@@ -190,20 +155,16 @@ def without_dropout() -> Iterator[None]:
 
     def attend(*args: Any, **settings: Any) -> torch.Tensor:
         # dropout_p is the fifth argument, where it is not given by name.
-        positional = list(args)
-        if len(positional) > 4:
-            positional[4] = 0.0
         settings.pop("dropout_p", None)
-        return attention(*positional, **settings)
+        return attention(*args[:4], *([0.0] if len(args) > 4 else []), *args[5:], **settings)
 
-    before = {name: getattr(functional, name) for name in _DROPOUTS}
+    replaced = {**dict.fromkeys(_DROPOUTS, keep), "scaled_dot_product_attention": attend}
+    before = {name: getattr(functional, name) for name in replaced}
     try:
-        for name in _DROPOUTS:
-            setattr(functional, name, keep)
-        functional.scaled_dot_product_attention = attend
+        for name, function in replaced.items():
+            setattr(functional, name, function)
         yield
     finally:
-        functional.scaled_dot_product_attention = attention
         for name, function in before.items():
             setattr(functional, name, function)
 

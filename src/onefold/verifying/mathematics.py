@@ -44,14 +44,15 @@ from onefold.core.mean import Contribution, weigh
 from onefold.core.randomness import derive_seed, kept_generators, seed_generators
 from onefold.core.shard import cut_bounds
 from onefold.core.values import split
-from onefold.engine.engine import Engine
-from onefold.engine.losscheck import LossFinding, inspect_loss
-from onefold.engine.replica import LossFunction
+from onefold.shard.losscheck import LossFinding, inspect_loss
+from onefold.shard.replica import LossFunction
+from onefold.step.engine import Engine
 from onefold.system.words import message_of
 from onefold.verifying.draws import Draws, seed_alike, without_dropout
 from onefold.verifying.surroundings import (
     KeptBuffers,
     TimeFirst,
+    near,
     norms_of_the_batch,
     quiet_modes,
 )
@@ -248,8 +249,8 @@ class Mathematics:
     """Compares each step of one trainer with that of a plain loop.
 
     Args:
-        model: the trainer's.
-        loss: the user's own.
+        model: the model of the trainer.
+        loss: that of the script.
     """
 
     def __init__(self, model: torch.nn.Module, loss: LossFunction) -> None:
@@ -288,10 +289,10 @@ class Mathematics:
         self._comparison = Comparison(
             batch.plan.shards, batch.samples, own_batch=batch.data_pass is None
         )
-        self._seed = derive_seed("mathematics", engine.seed, number)
+        self._seed = derive_seed("mathematics", engine.context.settings.seed, number)
         # As the shards of the step have it, for what they draw alike.
-        self._common = "step", (engine.seed, number)
-        buffers = engine.replicas[0].buffers
+        self._common = "step", (engine.context.settings.seed, number)
+        buffers = engine.context.replicas[0].buffers
         self._comparison.carried = [buffers.places.names[n] for n in buffers.carried.indices]
         if self._comparison.carried:
             yield self._comparison
@@ -303,8 +304,7 @@ class Mathematics:
         self._shards: dict[int, _Evaluation] = {}
         self._buffers_after: dict[int, KeptBuffers] = {}
         self._time_first = TimeFirst(self._model)
-        device = engine.replicas[0].device
-        self._engine, self._device = engine, device
+        self._engine, self._device = engine, engine.context.replicas[0].device
         with without_dropout(), self._modes_for_all():
             engine.gradient_ready = self._compare
             self._inside = True
@@ -313,12 +313,9 @@ class Mathematics:
             finally:
                 self._inside = False
                 engine.gradient_ready = None
+        folded = KeptBuffers(self._model)
         self._comparison.buffers = self._alone_after.compare(
-            KeptBuffers(self._model),
-            self._start,
-            self._buffers_after,
-            self._sizes,
-            self.tolerance,
+            folded, self._start, self._buffers_after, self._sizes, self.tolerance
         )
         self._comparison.unmatched = sorted(self._draws.unmatched)
 
@@ -353,7 +350,7 @@ class Mathematics:
 
     def _compute_alone(self) -> None:
         samples = self._comparison.samples
-        _drop_gradients(self._model)
+        self._model.zero_grad()
         self._start = start = KeptBuffers(self._model)
         try:
             with self._time_first.noting("whole"):
@@ -368,7 +365,7 @@ class Mathematics:
             # What the whole batch makes of the buffers is kept before they are put back.
             self._alone_after = KeptBuffers(self._model)
             start.put_back()
-            _drop_gradients(self._model)
+            self._model.zero_grad()
         self._whole_finding = inspect_loss(found.result, samples)
         self._comparison.tolerance = self.tolerance
         self._alone = found
@@ -376,7 +373,7 @@ class Mathematics:
         self._comparison.returned = _words_of(found.result)
 
     def _evaluate(self, rows: Sequence[int], *, record: bool = False) -> _Evaluation:
-        payload = move(self._whole.payload(rows), self._device)
+        payload = move(self._whole(rows), self._device)
         seed_generators(self._seed, self._device, common=self._common)
         draws = self._draws.recording(len(rows)) if record else self._draws.replaying(rows)
         try:
@@ -390,24 +387,21 @@ class Mathematics:
         return _read(result, left, "the loss of the whole batch")
 
     def _inspect(self, result: object, samples: int) -> None:
-        finding = inspect_loss(result, samples)
-        if finding is not None and self._comparison.finding is None:
-            self._comparison.finding = finding
+        found = self._comparison
+        found.finding = found.finding or inspect_loss(result, samples)
 
     def _compare(self, weight: float) -> None:
         """Compare loss and gradient; the engine calls this between the fold and clipping."""
-        board, found = self._engine.exchange.board, self._comparison
+        table, found = self._engine.context.exchange.table, self._comparison
         found.skipped = False
-        totals = board.totals.cpu()
+        totals = table.totals.cpu()
         found.finding = found.finding or self._whole_finding
         found.loss = float(fold_shards(list(totals.unbind()), torch.add)) / weight
         found.loss_difference = self._relative_loss(float(totals.abs().sum()) / weight)
         self._compare_gradients()
         limit = self.tolerance
         differs = not max(found.loss_difference, found.gradient_difference) <= limit
-        if not differs and not found.worst_difference > limit:
-            return
-        if self._closer_look:
+        if self._closer_look and (differs or found.worst_difference > limit):
             self._closer_look = False
             with self._gradients_aside(), kept_generators(self._device):
                 self._look_closer()
@@ -427,9 +421,9 @@ class Mathematics:
     def _compare_gradients(self) -> None:
         """Compute the norms of the differences over the norms, of all and of each parameter."""
         # One whose gradient is next to nothing, and so rounding, is measured by the whole gradient.
-        update, found = self._engine.update, self._comparison
+        update, found = self._engine.context.update, self._comparison
         squares: dict[str, list[float]] = {}
-        names = list(self._engine.replicas[0].parts.trained)
+        names = list(self._engine.context.replicas[0].parts.trained)
         left_out = self._engine.objective.left_out
         for item, mine in zip(update.owned, update.gradients, strict=True):
             if item.piece.entry in left_out:
@@ -457,19 +451,19 @@ class Mathematics:
     def _gradients_aside(self) -> Iterator[None]:
         """Have no gradients at hand, which a loss that runs backward itself must not find."""
         start = KeptBuffers(self._model)
-        _drop_gradients(self._model)
+        self._model.zero_grad()
         try:
             yield
         finally:
             start.put_back()
-            _drop_gradients(self._model)
+            self._model.zero_grad()
 
     def _look_closer(self) -> None:
         found = self._comparison
         found.time_first = self._time_first.cut_along_time()
         found.norms = norms_of_the_batch(self._model)
         if found.own_batch:
-            found.second = second_dimension(self._whole.payload(range(found.samples)))
+            found.second = second_dimension(self._whole(range(found.samples)))
         try:
             found.repeats = self._repeats()
             found.relation = self._relation() if found.repeats else "unclear"
@@ -480,14 +474,14 @@ class Mathematics:
             found.trouble = f"of a part of the batch: {type(error).__name__}: {message_of(error)}"
 
     def _repeats(self) -> bool:
-        with torch.set_grad_enabled(self._comparison.differentiates):
-            again = self._evaluate_again(range(self._comparison.samples)).loss
+        again = self._loss_again(range(self._comparison.samples))
         return math.isclose(again, self._comparison.alone, rel_tol=self.tolerance)
 
-    def _evaluate_again(self, rows: Sequence[int]) -> _Evaluation:
+    def _loss_again(self, rows: Sequence[int]) -> float:
         # The evaluation before has changed buffers.
         self._start.put_back()
-        return self._evaluate(rows)
+        with torch.set_grad_enabled(self._comparison.differentiates):
+            return self._evaluate(rows).loss
 
     def _relation(self) -> Relation:
         part = self._alone.part
@@ -497,11 +491,11 @@ class Mathematics:
         if values is not None:
             shards = [self._shards[shard].values for shard in self._order]
             joined = torch.cat([each for each in shards if each is not None])
-            return "mean" if _near(joined, values, self.tolerance) else "dependent"
+            return "mean" if near(joined, values, self.tolerance) else "dependent"
         for number, term in enumerate(part.parts):
             shares = [self._shards[shard].part.parts[number] for shard in self._order]
             total = torch.stack([share.total().cpu() for share in shares]).sum()
-            if not _near(total, term.total().cpu(), self.tolerance):
+            if not near(total, term.total().cpu(), self.tolerance):
                 return "dependent"
         return "mean"
 
@@ -510,16 +504,8 @@ class Mathematics:
         # Three parts of at least one sample each.
         if not third:
             return "unclear"
-        rows = {
-            "A": range(third),
-            "B": range(third, 2 * third),
-            "C": range(2 * third, samples),
-        }
-        with torch.set_grad_enabled(self._comparison.differentiates):
-            losses = {
-                part: self._evaluate_again([r for one in part for r in rows[one]]).loss
-                for part in PARTS
-            }
+        rows = {"A": range(third), "B": range(third, 2 * third), "C": range(2 * third, samples)}
+        losses = {part: self._loss_again([r for one in part for r in rows[one]]) for part in PARTS}
         counts = {part: len(each) for part, each in rows.items()}
         return relation_of(losses, counts, max(1e-7, self.tolerance))
 
@@ -527,10 +513,8 @@ class Mathematics:
         # A generator of its own: the global ones belong to the run.
         generator = torch.Generator().manual_seed(0)
         order = torch.randperm(self._comparison.samples, generator=generator).tolist()
-        with torch.set_grad_enabled(self._comparison.differentiates):
-            mixed = self._evaluate_again(order).loss
         limit = max(1e-7, self.tolerance)
-        return not math.isclose(mixed, self._comparison.alone, rel_tol=limit)
+        return not math.isclose(self._loss_again(order), self._comparison.alone, rel_tol=limit)
 
 
 def _read(result: object, samples: int, what: str) -> _Evaluation:
@@ -555,18 +539,6 @@ def _backward(part: Contribution) -> None:
 def _flat(gradient: torch.Tensor) -> torch.Tensor:
     """Return a gradient's elements in storage order, on the host: (numel,)."""
     return storage_order(gradient.detach()).cpu()
-
-
-def _drop_gradients(model: torch.nn.Module) -> None:
-    for parameter in model.parameters():
-        parameter.grad = None
-
-
-def _near(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:
-    if one.shape != other.shape:
-        return False
-    scale = float(other.double().abs().max()) if other.numel() else 0.0
-    return bool(((one - other).double().abs() <= tolerance * scale).all())
 
 
 def _words_of(result: object) -> str:

@@ -19,7 +19,7 @@ import torch
 
 from onefold.core.flat import bits_of
 
-__all__ = ["StateWatch", "place_of", "unseeded_generators", "watch_unseeded"]
+__all__ = ["StateWatch", "global_states", "place_of", "unseeded_generators", "watch_unseeded"]
 
 _LARGEST = 1 << 16
 """Elements of the largest tensor or array whose values are looked at."""
@@ -37,8 +37,8 @@ class StateWatch:
     """Finds what a step of one trainer changed, on this device.
 
     Args:
-        model: the trainer's.
-        losses: the user's own.
+        model: the model of the trainer.
+        losses: those of the script.
     """
 
     def __init__(self, model: torch.nn.Module, losses: Collection[Callable[..., object]]) -> None:
@@ -62,7 +62,7 @@ class StateWatch:
         before, data = self._look(), self._look_at_data()
         # Data sets are read between the steps, model and loss work within them.
         changed = _changed(self._data_before, data)
-        yield _global_states()
+        yield global_states()
         changed += _changed(before, self._look())
         self._data_before = self._look_at_data()
         self.attributes = [where for where, kind in changed if kind == "value"]
@@ -72,9 +72,7 @@ class StateWatch:
         found: _Seen = {}
         for name, part in self._model.named_modules():
             place = f"module {name or 'model'} ({type(part).__name__})"
-            for key, value in vars(part).items():
-                if key not in _OF_TORCH:
-                    _search(value, f"attribute {key} of {place}", found, 0)
+            _search_attributes(vars(part), place, found)
         own = set(self._model.modules())
         for loss in self._losses:
             for where, value in _variables(loss, set(), 0):
@@ -86,8 +84,7 @@ class StateWatch:
         found: _Seen = {}
         for dataset in self._datasets:
             place = f"the data set ({type(dataset).__name__})"
-            for key, value in getattr(dataset, "__dict__", {}).items():
-                _search(value, f"attribute {key} of {place}", found, 0)
+            _search_attributes(getattr(dataset, "__dict__", {}), place, found)
         return found
 
 
@@ -115,6 +112,12 @@ def _changed(before: _Seen, now: _Seen) -> list[tuple[str, str]]:
     ]
 
 
+def _search_attributes(values: Mapping[str, object], place: str, found: _Seen) -> None:
+    for key, value in values.items():
+        if key not in _OF_TORCH:
+            _search(value, f"attribute {key} of {place}", found, 0)
+
+
 def _search(value: object, where: str, found: _Seen, depth: int) -> None:
     """Note the values and generators in an object, and in what it contains."""
     # Objects may hold each other: only these limits end the search.
@@ -140,12 +143,8 @@ def _search(value: object, where: str, found: _Seen, depth: int) -> None:
 
 
 _NOT_SEARCHED = (
-    ModuleType,
-    type,
-    FunctionType,
-    BuiltinFunctionType,
-    torch.Tensor,
-    torch.optim.Optimizer,
+    *(ModuleType, type, FunctionType, BuiltinFunctionType),
+    *(torch.Tensor, torch.optim.Optimizer),
 )
 
 
@@ -171,12 +170,10 @@ def _state_of(value: object) -> str | None:
     if isinstance(value, torch.Generator):
         return _hash(value.get_state().numpy().tobytes())
     if isinstance(value, np.random.Generator):
-        return _hash(_text(value.bit_generator.state).encode())
+        return _hash(_text(value.bit_generator.state))
     if isinstance(value, np.random.RandomState):
-        return _hash(_text(value.get_state(legacy=False)).encode())
-    if isinstance(value, random.Random):
-        return _hash(repr(value.getstate()).encode())
-    return None
+        return _hash(_text(value.get_state(legacy=False)))
+    return _hash(repr(value.getstate())) if isinstance(value, random.Random) else None
 
 
 def _text(state: object) -> str:
@@ -228,16 +225,18 @@ def _variable(
         yield where, held
 
 
-def _global_states() -> dict[str, str]:
-    states = {
-        "torch's global generator": torch.default_generator.get_state().numpy().tobytes(),
-        "the global generator of random": repr(random.getstate()).encode(),
-        "NumPy's global generator": _text(np.random.get_state(legacy=False)).encode(),
+def global_states() -> dict[str, str]:
+    """Return digests of the states of the global generators, by name."""
+    numpy = np.random.get_state(legacy=False)
+    return {
+        "torch's global generator": _hash(torch.default_generator.get_state().numpy().tobytes()),
+        "the global generator of random": _hash(repr(random.getstate())),
+        "NumPy's global generator": _hash(_text(numpy)),
     }
-    return {name: _hash(state) for name, state in states.items()}
 
 
-def _hash(data: bytes) -> str:
+def _hash(data: bytes | str) -> str:
+    data = data.encode() if isinstance(data, str) else data
     return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 

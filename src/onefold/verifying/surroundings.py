@@ -12,7 +12,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from onefold.system.compat import BatchNorm, DropoutNd
 from onefold.system.tables import buffers_of
 
-__all__ = ["KeptBuffers", "TimeFirst", "norms_of_the_batch", "quiet_modes"]
+__all__ = ["KeptBuffers", "TimeFirst", "near", "norms_of_the_batch", "quiet_modes"]
 
 
 @contextmanager
@@ -104,16 +104,14 @@ class KeptBuffers:
     def __init__(self, model: torch.nn.Module) -> None:
         # Full name, module, name in it, the tensor that it has now, and a copy of its values.
         self._places = [
-            (f"{prefix}.{name}" if prefix else name, part, name, buffer, buffer.detach().clone())
+            (f"{prefix}.{name}".removeprefix("."), part, name, buffer, buffer.detach().clone())
             for prefix, part in model.named_modules()
             for name, buffer in buffers_of(part).items()
             if buffer is not None
         ]
 
-    @property
-    def values(self) -> dict[str, torch.Tensor]:
+        self.values = {name: value for name, _, _, _, value in self._places}
         """The values by name."""
-        return {name: value for name, _, _, _, value in self._places}
 
     def put_back(self) -> None:
         """Give the model these values again, in the tensors that it had."""
@@ -148,7 +146,7 @@ class KeptBuffers:
         found = {}
         for name, alone in self.values.items():
             now = folded.values.get(name)
-            if now is None or _near(now, alone, tolerance):
+            if now is None or near(now, alone, tolerance):
                 continue
             parts = {shard: kept.values[name] for shard, kept in shards.items()}
             rule = _rule(alone, start.values[name], parts, sizes, tolerance)
@@ -171,7 +169,7 @@ def _rule(
 ) -> str | None:
     """Find the rule of buffers that gives what one shard gives; None if there is none.
 
-    The formulas are those of `onefold.engine.buffers`, in float64.
+    The formulas are those of `onefold.shard.buffers`, in float64.
     """
     if not parts:
         return None
@@ -187,10 +185,10 @@ def _rule(
     if not stacked.is_complex():
         candidates["max"] = stacked.amax(0)
     candidates["first"] = ordered[0]
-    return next((n for n, v in candidates.items() if _near(v, _wide(alone), tolerance)), None)
+    return next((n for n, v in candidates.items() if near(v, _wide(alone), tolerance)), None)
 
 
-def _near(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:
+def near(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:
     """Whether they are alike but for rounding; what is not finite must be the same."""
     if one.shape != other.shape:
         return False

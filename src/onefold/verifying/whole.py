@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.utils.data import default_collate
 
 from onefold.core.randomness import in_common, kept_generators, seed_generators
-from onefold.core.structure import parts_of, with_parts
-from onefold.reading.reader import Collate
+from onefold.core.structure import parts_of, tensors_of, with_parts
+from onefold.data_order.reader import Collate
+from onefold.verifying.state import global_states
 
 __all__ = ["KeepingCollate", "WholeBatch", "cast_floats", "second_dimension", "whole_of"]
 
 
-class WholeBatch(Protocol):
-    """Makes the payload of any samples of a batch."""
-
-    def payload(self, rows: Sequence[int]) -> object:
-        """Make what the loss is given for these samples of the batch."""
+WholeBatch = Callable[[Sequence[int]], object]
+"""Makes what the loss is given for any samples of a batch."""
 
 
 class _Kept(NamedTuple):
@@ -42,7 +38,7 @@ class KeepingCollate:
     """A collate function that makes the user's payloads, in the precision of the comparison.
 
     Args:
-        collate: the user's own; PyTorch's if None.
+        collate: that of the script; PyTorch's if None.
         dtype: the dtype for floating-point numbers; None to leave them alone.
         keeps: whether to keep the samples as well, for the whole batch.
     """
@@ -55,38 +51,15 @@ class KeepingCollate:
     def __call__(self, samples: list[Any]) -> object:
         # Runs where the loader reads, which may be another process: what was drawn is found out
         # here, and travels with the payload.
-        before = _states()
+        before = global_states()
         payload = self.make(samples)
         if not self._keeps:
             return payload
-        return _Kept(payload, samples, before != _states(), in_common())
+        return _Kept(payload, samples, before != global_states(), in_common())
 
     def make(self, samples: list[Any]) -> object:
         """Make a payload of some samples."""
         return cast_floats((self._collate or default_collate)(samples), self._dtype)
-
-
-@dataclass(frozen=True, slots=True)
-class _Samples:
-    samples: list[Any]
-    collate: KeepingCollate
-    common: tuple[str, tuple[int, ...]] | None
-
-    def payload(self, rows: Sequence[int]) -> object:
-        with kept_generators():
-            if self.common is not None:
-                seed_generators(0, common=self.common)
-            return self.collate.make([self.samples[row] for row in rows])
-
-
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    batch: object
-    dim: int
-
-    def payload(self, rows: Sequence[int]) -> object:
-        index = torch.tensor(list(rows), dtype=torch.int64)
-        return _map(self.batch, lambda leaf: leaf.index_select(self.dim, index.to(leaf.device)))
 
 
 def whole_of(
@@ -106,20 +79,32 @@ def whole_of(
     kept = {shard: each for shard, each in shards.items() if isinstance(each, _Kept)}
     if not kept:
         # Shards of a batch that was whole before, and so can be joined.
-        return _Rows(_join(list(shards.values()), 0), 0), dict(shards)
+        return whole_tensors(_join(list(shards.values()), 0)), dict(shards)
     payloads = {shard: each.payload for shard, each in kept.items()}
     if any(each.draws for each in kept.values()):
         joined = _join(list(payloads.values()), dim)
         if joined is not None:
-            return _Rows(joined, dim), payloads
+            return whole_tensors(joined, dim), payloads
     samples = [sample for shard in sorted(kept) for sample in kept[shard].samples]
     common = next(iter(kept.values())).common
-    return _Samples(samples, collates[loader], common), payloads
+
+    def whole(rows: Sequence[int]) -> object:
+        with kept_generators():
+            if common is not None:
+                seed_generators(0, common=common)
+            return collates[loader].make([samples[row] for row in rows])
+
+    return whole, payloads
 
 
 def whole_tensors(batch: object, dim: int = 0) -> WholeBatch:
     """Return the whole batch of tensors that a script made itself, with samples in ``dim``."""
-    return _Rows(batch, dim)
+
+    def whole(rows: Sequence[int]) -> object:
+        index = torch.tensor(list(rows), dtype=torch.int64)
+        return _map(batch, lambda leaf: leaf.index_select(dim, index.to(leaf.device)))
+
+    return whole
 
 
 def cast_floats(payload: object, dtype: torch.dtype | None) -> Any:
@@ -131,7 +116,7 @@ def cast_floats(payload: object, dtype: torch.dtype | None) -> Any:
 
 def second_dimension(payload: object) -> int | None:
     """Return the size of all tensors' second dimension; None where they do not agree in it."""
-    sizes = {leaf.shape[1] if leaf.dim() > 1 else None for leaf in _leaves(payload)}
+    sizes = {leaf.shape[1] if leaf.dim() > 1 else None for leaf in tensors_of(payload)}
     return sizes.pop() if len(sizes) == 1 else None
 
 
@@ -143,22 +128,12 @@ def _join(payloads: Sequence[Any], dim: int) -> object | None:
             return None
         shapes = {(*p.shape[:dim], *p.shape[dim + 1 :]) for p in payloads}
         return torch.cat(list(payloads), dim) if len(shapes) == 1 else None
-    if isinstance(first, Mapping):
-        named = {key: _join([p[key] for p in payloads], dim) for key in first}
-        return None if any(part is None for part in named.values()) else named
+    every = [parts_of(payload) or [] for payload in payloads]
     # Lists of one part a sample are of various lengths.
-    if isinstance(first, list | tuple) and len({len(payload) for payload in payloads}) == 1:
-        parts = [_join(list(each), dim) for each in zip(*payloads, strict=True)]
-        return None if any(part is None for part in parts) else parts
-    return None
-
-
-def _leaves(payload: object) -> Iterator[torch.Tensor]:
-    if isinstance(payload, torch.Tensor):
-        yield payload
-        return
-    for _, part in parts_of(payload) or ():
-        yield from _leaves(part)
+    if not every[0] or len({tuple(path for path, _ in parts) for parts in every}) > 1:
+        return None
+    joined = [_join([part for _, part in parts], dim) for parts in zip(*every, strict=True)]
+    return None if any(part is None for part in joined) else with_parts(first, joined)
 
 
 def _map(payload: Any, change: Any) -> Any:
@@ -172,15 +147,3 @@ def _map(payload: Any, change: Any) -> Any:
     if parts is None:
         return payload
     return with_parts(payload, [_map(part, change) for _, part in parts])
-
-
-def _states() -> tuple[object, ...]:
-    """Return the states of the global generators, to be compared."""
-    numpy_state = np.random.get_state(legacy=False)
-    # The key by its bytes, as text may leave out the middle of an array.
-    return (
-        torch.default_generator.get_state().numpy().tobytes(),
-        random.getstate(),
-        str(numpy_state),
-        numpy_state["state"]["key"].tobytes() if "key" in numpy_state["state"] else b"",
-    )

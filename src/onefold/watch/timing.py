@@ -57,7 +57,7 @@ class PhaseSeconds:
     exchange: float
     """Publishing gradients, waiting for other devices, adding, and spreading parameters."""
     update: float
-    """Clipping and the optimizer, for the device's span."""
+    """Clipping and the optimizer, for the device's partition."""
 
     @classmethod
     def of(cls, spans: Iterable[Span]) -> PhaseSeconds:

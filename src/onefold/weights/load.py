@@ -33,9 +33,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from onefold.core.finite import first_not_finite, names_with_nan
-from onefold.core.flat import same_bits
-from onefold.core.names import own_name
+from onefold.core.flat import first_not_finite, names_with_nan, own_name, same_bits
 from onefold.errors import CheckpointError
 from onefold.system.words import listed
 from onefold.weights.file import keys_of_states, read_weights, state_under

@@ -24,7 +24,7 @@ from zlib import crc32
 from markupsafe import Markup
 
 from onefold.errors import LaunchError
-from onefold.jobs.report.folder import EpochLine, Run, finite_or_zero
+from onefold.jobs.report.folder import EpochLine, ReportedRun, finite_or_zero
 from onefold.jobs.report.words import is_share
 
 if TYPE_CHECKING:
@@ -39,10 +39,10 @@ _UNITS = ((7200.0, 3600.0, "hours"), (300.0, 60.0, "minutes"), (0.0, 1.0, "secon
 """Shortest duration for which a unit is used, the seconds it has, and its name."""
 
 # By the name that each run has in the page.
-Runs = Mapping[str, Run]
+Runs = Mapping[str, ReportedRun]
 
 
-def curves_of_one(run: Run) -> list[Chart]:
+def curves_of_one(run: ReportedRun) -> list[Chart]:
     """Chart losses, scores, learning rate and speed; nothing before the first numbers."""
     return charts_of(
         [
@@ -54,36 +54,36 @@ def curves_of_one(run: Run) -> list[Chart]:
     )
 
 
-def _losses(run: Run) -> list[Line]:
+def _losses(run: ReportedRun) -> list[Curve]:
     steps = [(line.step, line.loss) for line in run.steps]
     means = [(epoch.step, epoch.loss) for epoch in run.epochs]
     # Over steps as well, so that it can be laid over the training loss.
     test = [(e.step, e.scores["loss"]) for e in run.epochs if "loss" in e.scores]
     return [
-        Line(label="training", points=steps, width=1.0, faint=True),
-        Line(label="training, mean of the epoch", points=means),
-        Line(label="test", points=test, colour=1, dashes=(5.0, 2.0)),
+        Curve(label="training", points=steps, width=1.0, faint=True),
+        Curve(label="training, mean of the epoch", points=means),
+        Curve(label="test", points=test, colour=1, dashes=(5.0, 2.0)),
     ]
 
 
-def _score(run: Run, name: str) -> Chart:
+def _score(run: ReportedRun, name: str) -> Chart:
     points = [(epoch.epoch + 1, epoch.score(name)) for epoch in run.epochs]
-    line = Line(label=name, points=points, colour=2)
+    line = Curve(label=name, points=points, colour=2)
     return Chart(title=f"Test {name}", lines=[line], across="epoch", share=is_share(name))
 
 
-def _rate(run: Run) -> Line:
+def _rate(run: ReportedRun) -> Curve:
     # Steps show a warm-up within an epoch; a short run may have lines of epochs alone.
     points = [(line.step, line.lr) for line in run.steps or run.epochs]
-    return Line(label="learning rate", points=points, colour=3)
+    return Curve(label="learning rate", points=points, colour=3)
 
 
-def _speed(run: Run) -> list[Line]:
+def _speed(run: ReportedRun) -> list[Curve]:
     steps = [(line.step, line.samples_per_s) for line in run.steps]
     means = [(epoch.step, epoch.samples_per_s) for epoch in run.epochs]
     return [
-        Line(label="steps", points=steps, colour=4, width=1.0, faint=True),
-        Line(label="mean of the epoch", points=means, colour=4),
+        Curve(label="steps", points=steps, colour=4, width=1.0, faint=True),
+        Curve(label="mean of the epoch", points=means, colour=4),
     ]
 
 
@@ -101,7 +101,7 @@ def curves_of_several(runs: Runs) -> list[Chart]:
     )
 
 
-def _lines(runs: Runs, points: Callable[[Run], Points]) -> list[Line]:
+def _lines(runs: Runs, points: Callable[[ReportedRun], Points]) -> list[Curve]:
     return [
         of_run(index, label, points(run), runs=len(runs))
         for index, (label, run) in enumerate(runs.items())
@@ -124,7 +124,7 @@ def _score_by_time(runs: Runs, name: str) -> Chart:
     longest_s = max(finite_or_zero(run.trained_s) for run in runs.values())
     unit_s, unit = next((size, word) for least, size, word in _UNITS if longest_s >= least)
 
-    def points(run: Run) -> Points:
+    def points(run: ReportedRun) -> Points:
         passed_s = accumulate(epoch.whole_s for epoch in run.epochs)
         scores = [epoch.score(name) for epoch in run.epochs]
         return [(time_s / unit_s, each) for time_s, each in zip(passed_s, scores, strict=True)]
@@ -156,7 +156,7 @@ _DASHES = ((), (5.0, 2.0), (1.5, 1.5), (7.0, 2.0, 1.5, 2.0))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Line:
+class Curve:
     """One curve."""
 
     label: str
@@ -178,13 +178,13 @@ class Line:
         return _finite(self.points)
 
 
-def of_run(index: int, label: str, points: Points, *, runs: int) -> Line:
+def of_run(index: int, label: str, points: Points, *, runs: int) -> Curve:
     """Make the curve of one run among several.
 
     Each line is thinner than the one before, so that runs of the same numbers can all be seen.
     """
     # 7 colours and 4 patterns have no factor in common: the first 28 runs all look different.
-    return Line(
+    return Curve(
         label=label,
         points=points,
         colour=index % _COLOURS,
@@ -199,7 +199,7 @@ class Chart:
 
     title: str
     """What is shown; different from that of every other chart of the page."""
-    lines: Sequence[Line]
+    lines: Sequence[Curve]
     """The curves; those without a finite number are left out."""
     across: str
     """What the x axis counts."""
@@ -285,7 +285,7 @@ def _picture(chart: Chart) -> str:
     return written.getvalue()
 
 
-def _draw(axes: Axes, line: Line, *, depth: int) -> None:
+def _draw(axes: Axes, line: Curve, *, depth: int) -> None:
     points = thinned(line.points)
     marked = len(points) <= _MARKED_POINTS and not line.faint
     axes.plot(

@@ -29,7 +29,7 @@ from onefold.errors import DataError
 from onefold.jobs.progress import PHASES
 from onefold.system.ownfiles import nested_too_deeply, open_plain, parse_json, read_plain
 
-__all__ = ["EpochLine", "Run", "finite_or_zero", "number", "read_run"]
+__all__ = ["EpochLine", "ReportedRun", "finite_or_zero", "number", "read_run"]
 
 
 _BEGINNING = re.compile(r'(?=\{"kind":)')
@@ -88,7 +88,7 @@ class EpochLine:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
+class ReportedRun:
     """All that a run's folder holds."""
 
     folder: Path
@@ -171,7 +171,7 @@ class Run:
         return self.steps[-1].samples_per_s if self.steps else math.nan
 
 
-def read_run(folder: Path) -> Run:
+def read_run(folder: Path) -> ReportedRun:
     """Read what a run's folder holds at the moment.
 
     Args:
@@ -196,7 +196,7 @@ def read_run(folder: Path) -> Run:
     examples = _read_object(path) if path.is_file() else None
     if examples is not None:
         check_examples(examples, path)
-    return Run(
+    return ReportedRun(
         folder=folder,
         facts=facts,
         options=_read_options(folder / "config.toml"),

@@ -19,11 +19,11 @@ from urllib.parse import quote
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from onefold.data.files import read_whole, require_ours
+from onefold.jobs.data.files import read_whole, require_ours
 from onefold.jobs.progress import PHASES
 from onefold.jobs.report import words
 from onefold.jobs.report.curves import Runs, curves_of_one, curves_of_several
-from onefold.jobs.report.folder import EpochLine, Run, finite_or_zero, number, read_run
+from onefold.jobs.report.folder import EpochLine, ReportedRun, finite_or_zero, number, read_run
 from onefold.jobs.report.words import NOTHING, option
 from onefold.system.ownfiles import write_whole
 from onefold.system.words import counted
@@ -60,7 +60,7 @@ def build_report(run: Path, output: Path | None = None) -> Path:
     return write_page(output or read.folder / REPORT_NAME, _page(read))
 
 
-def _page(run: Run) -> str:
+def _page(run: ReportedRun) -> str:
     examples = run.examples or {}
     return page(
         "report.html.j2",
@@ -179,7 +179,7 @@ class DeviceTime(NamedTuple):
         return self.times_s[phase] / self.together_s
 
 
-def device_times(run: Run) -> list[DeviceTime]:
+def device_times(run: ReportedRun) -> list[DeviceTime]:
     """List the devices whose time was measured, all with the phases that are worth showing."""
     names: dict[int, str] = {}
     times: dict[int, dict[str, float]] = defaultdict(lambda: dict.fromkeys(ALL_PHASES, 0.0))
@@ -244,7 +244,7 @@ def compare_runs(runs: Sequence[Path], output: Path) -> Path:
     return write_page(output, text)
 
 
-def _link(run: Run, folder: Path) -> str | None:
+def _link(run: ReportedRun, folder: Path) -> str | None:
     """Make a link to the run's own report, from a page in this folder; None if it has none."""
     report = run.folder / REPORT_NAME
     if not report.is_file():
@@ -264,7 +264,7 @@ def _same_models(runs: Runs) -> list[list[str]]:
     return [names for names in together.values() if len(names) > 1]
 
 
-def _differences(runs: Sequence[Run]) -> dict[str, list[str]]:
+def _differences(runs: Sequence[ReportedRun]) -> dict[str, list[str]]:
     """Find the options that are not the same in all runs, each with its value in every run."""
     values = {
         name: [option(run.options[name]) if name in run.options else NOTHING for run in runs]

@@ -1,0 +1,181 @@
+"""Describes and compares what must be the same on every device before a run begins."""
+
+from __future__ import annotations
+
+import json
+import logging
+import platform
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from typing import Any
+
+import numpy as np
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from onefold.checks.optimizer import updates_by_element
+from onefold.core.assignment import Devices
+from onefold.core.settings import Settings
+from onefold.core.shard import Plan
+from onefold.core.stages import Stages
+from onefold.errors import DisagreementError
+from onefold.shard.modelparts import ModelParts
+from onefold.system.compilers import code_compiler
+from onefold.update.optimizers import class_of, name_of
+
+__all__ = ["compare", "describe"]
+
+_log = logging.getLogger("onefold")
+_HASHES = "a hash"
+_VALUE = "the value of "
+
+
+def describe(
+    parts: ModelParts,
+    optimizer: torch.optim.Optimizer,
+    settings: Settings,
+    team: Devices,
+    plan: Plan,
+    schedule: LRScheduler | None,
+    stages: Stages | None = None,
+    values: Mapping[str, str] | None = None,
+) -> dict[str, str]:
+    """Describe everything that must be the same on every device, in words for error messages.
+
+    ``values`` are the digests of those parameters and buffers of which the values must be, too.
+    """
+    described = {
+        "shards": str(settings.shards),
+        "seed": str(settings.seed),
+        "clip_norm": str(settings.clip_norm),
+        "clip_value": str(settings.clip_value),
+        "precision": str(settings.precision.name),
+        "on_nonfinite": settings.on_nonfinite,
+        "microbatch": str(settings.microbatch),
+        "compile": str(settings.compile),
+        "deterministic": str(settings.deterministic),
+        "the rules of buffers": str(dict(settings.buffers)),
+        "the plan": str(plan.counts),
+        "the placement": team.context.options.placement,
+        "the stages": str(stages and (stages.names, stages.stage_of)),
+        "the number of Trainers before this one": str(team.trainer),
+        "the optimizer": name_of(optimizer),
+        "what the optimizer updates": "parts" if updates_by_element(optimizer) else "parameters",
+        "the schedule": "None" if schedule is None else class_of(schedule),
+        "schedule_every": settings.schedule_every,
+        "the state of the schedule": "" if schedule is None else _state_of(schedule),
+        **_surroundings(team.devices[team.own[0]]),
+    }
+    if settings.compile:
+        described["what compiles"] = code_compiler(team.devices[team.own[0]])
+    for kind, parameters in (
+        ("trained", parts.trained),
+        ("other", parts.other),
+        ("other", parts.frozen),
+    ):
+        for name, p in parameters.items():
+            # With strides: they decide the order of elements in flat memory.
+            described[f"parameter {name}"] = f"{kind} {p.dtype} {tuple(p.shape)} {p.stride()}"
+    for name, buffer in parts.module.named_buffers():
+        described[f"buffer {name}"] = f"{buffer.dtype} {tuple(buffer.shape)}"
+    buffers = dict(parts.module.named_buffers())
+    for name, digest in (values or {}).items():
+        described[f"{_VALUE}{'buffer' if name in buffers else 'parameter'} {name}"] = digest
+    for number, group in enumerate(optimizer.param_groups):
+        for key, value in group.items():
+            if key != "params":
+                described[f"optimizer group {number} {key}"] = str(value)
+    return described
+
+
+def _surroundings(device: torch.device) -> dict[str, str]:
+    """Describe what bits depend on beside the script: threads, libraries, processors, settings."""
+    described = {
+        "the kind of device": device.type,
+        # Differs where PYTHONHASHSEED does, and with it the order of sets; see `compare`.
+        _HASHES: str(hash("onefold")),
+        "the version of onefold": version("onefold"),
+        "the version of torch": torch.__version__,
+        "the version of numpy": np.__version__,
+        "the version of Python": platform.python_version(),
+        "the precision of matrix products": _matmul_precision(device),
+        "the default dtype": str(torch.get_default_dtype()),
+    }
+    if device.type == "cpu":
+        described["the threads of a device"] = f"{torch.get_num_threads()} (Trainer(threads=...))"
+        described["the kind of processor"] = (
+            f"{platform.machine()} with {torch.backends.cpu.get_cpu_capability()}"
+        )
+        described["oneDNN"] = str(torch.backends.mkldnn.enabled)
+    else:
+        described["the type of GPU"] = torch.cuda.get_device_name(device)
+        described["the version of CUDA"] = str(torch.version.cuda)
+        # One by one: asked for both at once, PyTorch raises where a script has set one of them.
+        cudnn: Any = torch.backends.cudnn
+        described["the precision of convolutions"] = str(cudnn.conv.fp32_precision)
+        described["the precision of recurrent layers"] = str(cudnn.rnn.fp32_precision)
+    return described
+
+
+def _matmul_precision(device: torch.device) -> str:
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        # A script has set it for one backend alone, so that there is no answer for all of them.
+        backends = torch.backends
+        backend = backends.cuda if device.type == "cuda" else backends.mkldnn
+        return str(backend.matmul.fp32_precision)
+
+
+def _state_of(schedule: LRScheduler) -> str:
+    """Describe a schedule's numbers; functions and other objects count by their type alone."""
+    # Their repr holds an address, which differs between processes.
+    state = schedule.state_dict()
+    kept = {k: v if _is_plain(v) else type(v).__name__ for k, v in state.items()}
+    return str(kept)
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(map(_is_plain, value.values()))
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def compare(descriptions: Sequence[bytes]) -> None:
+    """Refuse a device that differs from device 0.
+
+    Args:
+        descriptions: the results of `describe` as JSON, in the devices' order.
+
+    Raises:
+        DisagreementError: a device's description differs from that of device 0.
+    """
+    lead: dict[str, str] = json.loads(descriptions[0])
+    for number, text in enumerate(descriptions):
+        if text == descriptions[0]:
+            continue
+        other: dict[str, str] = json.loads(text)
+        # A warning at most: few scripts let a set decide anything. Taken out of both, so that
+        # further devices do not repeat it.
+        if lead.pop(_HASHES, None) != other.pop(_HASHES, None):
+            _log.warning(
+                "the processes of this run hash text differently, so that sets have another order "
+                "in each: if anything depends on it, set PYTHONHASHSEED=0 for all of them"
+            )
+        for what in {**lead, **other}:
+            if lead.get(what) != other.get(what) and what.startswith(_VALUE):
+                raise DisagreementError(
+                    f"{what.removeprefix(_VALUE)} has other values on device {number} than on "
+                    f"device 0, and comes from a Trainer before this one, which left it alike: "
+                    f"what a script changes between two Trainers must be the same on every "
+                    f"device. Seed what is random in it, change nothing under `if "
+                    f"trainer.is_lead:`, or change it in `with trainer.modifying():` before the end"
+                )
+            if lead.get(what) != other.get(what):
+                raise DisagreementError(
+                    f"{what} is {lead.get(what, 'absent')} on device 0 and "
+                    f"{other.get(what, 'absent')} on device {number}: every device must build the "
+                    f"same model, optimizer and Trainer, with the same libraries"
+                )

@@ -1,0 +1,173 @@
+"""Refuses models that cannot be trained alike on any number of devices, before any work.
+
+Low precision needs more of a model and its devices, which `check_precision` and `check_device`
+check.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from onefold.core.flat import extent
+from onefold.core.settings import Precision
+from onefold.deferred.values import deferred_of
+from onefold.shard.modelparts import ModelParts
+from onefold.system.compat import BatchNorm
+
+__all__ = ["check_device", "check_model", "check_precision", "held_in"]
+
+
+_NORMALISING = (BatchNorm, torch.nn.LayerNorm, torch.nn.GroupNorm, torch.nn.RMSNorm)
+
+
+def check_precision(precision: Precision, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Refuse a model whose trained parameters are not what a precision begins with.
+
+    Raises:
+        ValueError: a precision was named, and a parameter is not in float32.
+    """
+    if precision.name is None:
+        return
+    for name, parameter in parameters:
+        if parameter.requires_grad and parameter.dtype is not torch.float32:
+            raise ValueError(
+                f'precision="{precision.name}": expected parameters in float32, of which lower '
+                f"precision is made here, got {name} in {parameter.dtype}. Leave the model in "
+                f"float32, or precision out"
+            )
+
+
+def check_device(precision: Precision, device: torch.device) -> None:
+    """Refuse a device that cannot compute in a precision.
+
+    Raises:
+        ValueError: the device cannot; the message names both.
+    """
+    if device.type != "cuda" or precision.compute is None:
+        return
+    if precision.compute is torch.bfloat16 and torch.cuda.get_device_capability(device) < (8, 0):
+        raise ValueError(
+            f'precision="{precision.name}": {torch.cuda.get_device_name(device)} ({device}) has no '
+            f'bfloat16, which begins with compute capability 8.0. Use precision="fp16"'
+        )
+
+
+def held_in(precision: Precision, parts: ModelParts) -> dict[str, torch.Tensor]:
+    """Stand-ins for the trained parameters, in the dtypes in which models are to hold them.
+
+    Those of normalising layers stay as they are. Batch norm's go with running means, which low
+    precision would freeze, and the kernels of all of them take low parameters only with inputs that
+    are low as well.
+    """
+    low = precision.parameters
+    kept = {
+        id(parameter)
+        for module in parts.module.modules()
+        if isinstance(module, _NORMALISING)
+        for parameter in module.parameters(recurse=False)
+    }
+    return {
+        name: torch.empty_strided(
+            parameter.shape,
+            parameter.stride(),
+            dtype=parameter.dtype if low is None or id(parameter) in kept else low,
+            device="meta",
+        )
+        for name, parameter in parts.trained.items()
+    }
+
+
+_MAY_BE_SPARSE = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+
+
+def check_model(model: object) -> None:
+    """Check that every parameter can lie in flat memory and get a dense gradient.
+
+    Raises:
+        TypeError: the model is not a module, or it is wrapped for another kind of parallel
+            training.
+        ValueError: a parameter is complex, has no values yet or shares memory with another tensor,
+            or a layer gives sparse gradients or computes statistics over processes.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"expected model to be a torch.nn.Module, got {type(model).__name__}")
+    if isinstance(model, torch.nn.DataParallel | torch.nn.parallel.DistributedDataParallel):
+        raise TypeError(
+            f"the model is wrapped in {type(model).__name__}; expected the plain module. Pass "
+            f"model.module: onefold does the rest"
+        )
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise ValueError(
+                f"{name} has no shape yet: run one forward pass of the lazy module first"
+            )
+        if tensor.device.type == "meta":
+            raise ValueError(f"{name} is on the meta device: give the model values first")
+    for name, parameter in model.named_parameters():
+        if parameter.is_complex():
+            raise ValueError(
+                f"parameter {name} is complex ({parameter.dtype}): expected real parameters. Keep "
+                f"its real and imaginary part as two real ones (torch.view_as_real)"
+            )
+    _check_memory(model)
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.SyncBatchNorm):
+            raise ValueError(
+                f"layer {name} is a SyncBatchNorm, whose statistics are those of all processes "
+                f"that take part: expected BatchNorm, whose statistics are those of a shard, or "
+                f"onefold.SyncBatchNorm, whose are those of the batch; neither depends on the "
+                f"devices. Use onefold.SyncBatchNorm.convert in place of convert_sync_batchnorm"
+            )
+        if isinstance(module, _MAY_BE_SPARSE) and module.sparse:
+            raise ValueError(
+                f"layer {name} ({type(module).__name__}) gives sparse gradients: expected dense "
+                f"ones. Make it with sparse=False"
+            )
+
+
+def _check_memory(model: torch.nn.Module) -> None:
+    """Refuse tensors that share memory: each gets memory of its own, and they would part ways."""
+    # By identity, so that one tensor under two names, a tied parameter, counts once.
+    named = {id(t): (name, t) for name, t in (*model.named_buffers(), *model.named_parameters())}
+    held = [(name, t) for name, t in named.values() if t.numel() and t.layout is torch.strided]
+    # What has no values yet has its memory to itself.
+    held = [(name, tensor) for name, tensor in held if deferred_of(tensor) is None]
+    ranges = sorted((*extent(tensor), name, tensor) for name, tensor in held)
+    for place, (_, stop, name, tensor) in enumerate(ranges):
+        # Sorted by their starts, so the first range that begins behind this one ends the search.
+        for start, _, other_name, other in ranges[place + 1 :]:
+            if start >= stop:
+                break
+            # Tolerated where neither is trained: constants cannot part ways.
+            if (tensor.requires_grad or other.requires_grad) and _touch(tensor, other):
+                raise ValueError(
+                    f"{' and '.join(sorted((name, other_name)))} share memory without being the "
+                    f"same tensor: a change of one would no longer be one of the other. To tie "
+                    f"them, give both names the same parameter (a.weight = b.weight); else clone "
+                    f"one of them"
+                )
+
+
+def _touch(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors whose ranges overlap have a byte in common, not just alternating rows."""
+    # Listing every address is slow, and only needed where one of the two has gaps.
+    if all(_fills_its_range(tensor) for tensor in (one, other)):
+        return True
+    return bool(torch.isin(_places_of(one), _places_of(other)).any())
+
+
+def _fills_its_range(tensor: torch.Tensor) -> bool:
+    start, stop = extent(tensor)
+    return stop - start == tensor.numel() * tensor.element_size()
+
+
+def _places_of(tensor: torch.Tensor) -> torch.Tensor:
+    """List every address that a tensor occupies: (bytes,) int64."""
+    size = tensor.element_size()
+    place = torch.tensor([tensor.data_ptr()])
+    for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        place = (place[:, None] + torch.arange(length) * stride * size).flatten()
+    return (place[:, None] + torch.arange(size)).flatten()

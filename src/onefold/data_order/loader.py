@@ -1,0 +1,402 @@
+"""Reads a data set in shards: the same samples, order and augmentation on any number of devices.
+
+`source_of` decides how a data set is read.
+
+Note: who keeps the workers alive
+---------------------------------
+PyTorch ends the worker processes of a pass when the pass's iterator is destroyed, in a destructor.
+So whatever refers to the iterator decides when the processes end: a frame that an exception keeps,
+or a cycle of references, would keep them until the garbage collector comes along. That is why the
+iterator is deleted by name when a pass is left, why the requests know nothing of the loader, and
+why errors are raised in functions that do not hold the iterator.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from torch.utils.data import Dataset
+
+from onefold.core.batch import DataPass, ShardedBatch
+from onefold.core.randomness import kept_generators
+from onefold.core.shard import Plan
+from onefold.data_order.indexed import Indexed, Items, Rule, Source, WholeBatches
+from onefold.data_order.position import LoaderTrack
+from onefold.data_order.reader import Answer, BadSample, Collate, Request, one_thread
+from onefold.data_order.stream import Stream, is_stream
+from onefold.data_order.workers import Requests, Workers, disown
+from onefold.errors import SampleError
+from onefold.system.process import ctrl_c_later
+from onefold.watch.timing import host_now_s
+
+__all__ = ["Loader"]
+
+
+_log = logging.getLogger("onefold")
+
+_OF_A_STREAM = 10_000
+"""How many batches a pass without a length has that repeats one batch."""
+
+_USED_BEFORE = (
+    "this pass was used before the run was saved, so it comes empty, and the next one may as well: "
+    "go through a loader again and again by itertools.chain.from_iterable(itertools.repeat(loader))"
+)
+
+
+class Loader:
+    """Yields the batches of a data set, pass after pass: of each, the shards of this process.
+
+    It is made by ``Trainer.loader`` and ``Trainer.batches``. Every ``iter()`` begins a new pass, in
+    a new order if ``shuffle`` is set; the order depends only on the seed and the numbers of the
+    pass and the loader. Before each sample is read, the generators are seeded from these and its
+    index, so that augmentation does not depend on which process reads. Worker processes are started
+    for each pass, with the data set as it is at that time.
+
+    Args:
+        dataset: an object with a length and an item for each index; or a stream, or whole batches
+            (`Items`, `Rule`).
+        batch_size: number of samples in a whole batch, over all devices.
+        shuffle: visit the samples in a different order in each pass.
+        lengths: the length of every sample, to put samples of similar length into one batch; None
+            to ignore lengths.
+        sampler: yields the numbers of the samples in the order of a pass.
+        batch_sampler: yields the numbers of the samples of whole batches.
+        workers: number of processes that read ahead, or `Workers`; 0 reads in this process.
+        drop_last: leave out the last batch if it is short.
+        collate: makes a shard's payload from a list of samples; PyTorch's default if None.
+        seed: seed of the run.
+        plan: returns the current plan; called when a batch is handed out, whenever it was read.
+        own: numbers of this process's devices.
+        first_epoch: number of the first pass.
+        pin_memory: read into page-locked memory, from which a GPU copies on its own.
+        timeout_s: the longest wait for a worker.
+        digest: read a few more samples per pass, by which processes notice that their data differ.
+        gather: brings the payloads of a batch's shards to every device.
+        repeats: returns whether passes are to have the last batch again and again, unread.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        batch_size: int | None,
+        shuffle: bool = False,
+        lengths: Sequence[int] | None = None,
+        sampler: Iterable[int] | None = None,
+        batch_sampler: Iterable[Sequence[int]] | None = None,
+        workers: int | Workers = 0,
+        drop_last: bool = False,
+        collate: Collate | None = None,
+        seed: int,
+        plan: Callable[[], Plan],
+        own: Sequence[int],
+        first_epoch: int,
+        pin_memory: bool,
+        timeout_s: float,
+        digest: bool = False,
+        gather: Callable[[ShardedBatch], Any] | None = None,
+        repeats: Callable[[], bool] | None = None,
+    ) -> None:
+        if collate is not None and not callable(collate):
+            raise TypeError(f"expected collate to be a function of a list of samples: {collate!r}")
+        self._own = tuple(own)
+        self._workers = workers if isinstance(workers, Workers) else Workers(number=workers)
+        self._source = source_of(
+            dataset,
+            collate,
+            seed,
+            self._own,
+            self._workers,
+            batch_size=batch_size,
+            shuffle=shuffle,
+            lengths=lengths,
+            drop_last=drop_last,
+            sampler=sampler,
+            batch_sampler=batch_sampler,
+        )
+        self._batch_size = batch_size
+        self.track = LoaderTrack(self._source.size, first_epoch)
+        """Which passes the loader has been through."""
+        self._plan, self._gather = plan, gather
+        self._repeats = repeats
+        self._last: ShardedBatch | None = None
+        self._pin_memory = pin_memory
+        self._timeout_s = timeout_s
+        self._digests = self._source.digests if digest else 0
+        self._data_digest = 0
+        self._had_samples = False
+        self._warned = False
+
+    def __len__(self) -> int:
+        """Number of batches in a pass; TypeError for a stream that does not know its length."""
+        return self._source.batches()
+
+    @property
+    def dataset(self) -> Any:
+        """The data set, stream or function that the batches come from."""
+        return self._source.dataset
+
+    @property
+    def batch_size(self) -> int | None:
+        """Number of samples in a whole batch, over all devices; None where batches differ."""
+        return self._batch_size
+
+    def __iter__(self) -> Generator[ShardedBatch, None, str]:
+        """Begin a new pass.
+
+        Raises:
+            TypeError: ``collate`` returned nothing.
+            SampleError: a sample could not be read, no worker delivered one within the timeout, or
+                a stream that had samples has none any more.
+            CheckpointError: a sampler gave another order than in the run that was saved.
+        """
+        this = self.track.begin()
+        was_used = 0 < this.end <= this.given
+        try:
+            if this.given < this.end:
+                yield from self._repeated(this, 0) if self._is_repeating() else self._batches(this)
+        except GeneratorExit:
+            # The script has left its loop by `break` or an exception, and dropped the iterator.
+            self.track.end(this, broken_off=True)
+            raise
+        if not this.given:
+            self._warn_of_nothing(this)
+        self.track.end(this, broken_off=False)
+        # The text of a StopIteration that nobody catches; a loop takes no notice of it.
+        return _USED_BEFORE if was_used else ""
+
+    def _batches(self, this: DataPass) -> Iterator[ShardedBatch]:
+        start, process, handed = host_now_s(), os.getpid(), 0
+        requests = self._requests(this)
+        # Only now is it known that all was used before the run resumed.
+        if this.given >= this.end:
+            return
+        reader = self._source.reader(this, self.track)
+        # Workers are forked in here, where Ctrl-C would be lost: see `onefold.system.process`.
+        with ctrl_c_later():
+            answers = self._answers(reader, requests)
+        try:
+            while this.given < this.end:
+                # The plan first, then the answer: see the note on plans that change.
+                requests.follow(self._plan(), this.given)
+                answer = self._next(answers)
+                # The very first answer carries the digest, even if its batch is dropped below.
+                self._data_digest = answer.digest or self._data_digest
+                # Dropped: batches that were read ahead for the previous plan.
+                while answer.request.turn != requests.turn:
+                    answer = self._next(answers)
+                    self._data_digest = answer.digest or self._data_digest
+                payloads = _checked(answer.payloads)
+                if answer.over:
+                    self._check_not_exhausted(this)
+                    this.end = this.given
+                    break
+                self._had_samples = True
+                # Before the yield: the script may never come back for the next batch.
+                request = _handed_out(answer, this)
+                batch = ShardedBatch(
+                    request.samples,
+                    request.plan,
+                    payloads,
+                    request.epoch,
+                    (start, host_now_s()),
+                    this,
+                    request.stop,
+                    request.loader,
+                    self._data_digest,
+                    request.shards,
+                    others=answer.others,
+                    gather=self._gather,
+                )
+                self._last = batch if self._repeats else None
+                yield batch
+                handed += 1
+                if self._is_repeating():
+                    yield from self._repeated(this, handed)
+                    break
+                # The wait for the next batch begins when the script asks for it.
+                start = host_now_s()
+        finally:
+            # In a child that the script forked inside its loop, this iterator is only a copy.
+            if os.getpid() != process:
+                disown(answers)
+            # An exception keeps this frame, and would keep the worker processes with it. Ending
+            # them happens in a destructor, where Ctrl-C would be lost.
+            with ctrl_c_later():
+                del answers
+
+    def _is_repeating(self) -> bool:
+        return self._last is not None and self._repeats is not None and self._repeats()
+
+    def _repeated(self, this: DataPass, handed: int) -> Iterator[ShardedBatch]:
+        """Yield the last batch, as often as the pass has batches besides those handed out."""
+        assert self._last is not None
+        batches = _OF_A_STREAM
+        with suppress(TypeError):
+            batches = len(self)
+        for _ in range(batches - handed):
+            yield replace(self._last)
+        this.given = this.end
+
+    def _warn_of_nothing(self, this: DataPass) -> None:
+        """Say, once and on one device, that a pass had no batch."""
+        if self._warned or 0 not in self._own:
+            return
+        self._warned = True
+        size = self.track.size
+        dropped = f" of {size.batch_size} samples, with drop_last=True" if size.drop_last else ""
+        _log.warning(
+            "pass %d of a loader of %s had no batch%s, so a loop over it trains nothing",
+            this.number,
+            size.kind or "samples by number",
+            dropped,
+        )
+
+    def _check_not_exhausted(self, this: DataPass) -> None:
+        # A loop over nothing would train no more, without a word.
+        if self._had_samples and not this.given:
+            raise SampleError(
+                f"{self.track.size.kind} gave no sample in epoch {this.number}, and had some in a "
+                f"pass before: expected one that begins anew with every iter(). An iterator can be "
+                f"gone through once; give the object that makes it, or have __iter__ make it"
+            )
+
+    def _next(self, answers: Iterator[Answer]) -> Answer:
+        began = time.monotonic()
+        try:
+            return next(answers)
+        except RuntimeError as error:
+            # DataLoader raises the same class for a timeout and for whatever else goes wrong, and a
+            # collate function may raise it as well: so the text and the time must both fit.
+            late = time.monotonic() - began >= self._timeout_s and "timed out" in str(error)
+            if not self._workers.number or not late:
+                raise
+            raise SampleError(
+                f"the loader's workers gave nothing within {self._timeout_s:g} s: expected a "
+                f"batch. Reading takes longer (raise timeout_s of Trainer, or onefold run "
+                f"--timeout), or what a worker had read could not be sent, which it has reported "
+                f"above; with workers=0 this process reads"
+            ) from error
+
+    def _requests(self, this: DataPass) -> Requests:
+        order = self._source.order(this, self.track.number)
+        self.track.settle(this, order.length, order.digest.hex())
+        return Requests(
+            this,
+            order,
+            loader=self.track.number,
+            plan=self._plan(),
+            own=self._own,
+            digest=self._digests,
+        )
+
+    def _answers(self, reader: Dataset[Answer], requests: Requests) -> Iterator[Answer]:
+        if not self._workers.number:
+            return self._read(reader, requests)
+        return self._workers.answers(
+            reader, requests, pin_memory=self._pin_memory, timeout_s=self._timeout_s
+        )
+
+    def _read(self, reader: Dataset[Answer], requests: Requests) -> Iterator[Answer]:
+        for request in requests:
+            # The yield stays outside: generators and threads must be the caller's again by then.
+            with kept_generators(), one_thread():
+                answer = reader[request]
+            yield answer
+
+
+def _handed_out(answer: Answer, this: DataPass) -> Request:
+    """Note in the pass that a batch is handed out, and where a stream stands after it."""
+    this.given = answer.request.stop
+    if answer.state is not None:
+        # Of those before, only the one after the last batch that was used can still be asked for.
+        this.states = {place: s for place, s in this.states.items() if place >= this.used}
+        this.states[this.given] = answer.state
+    return answer.request
+
+
+def _checked(payloads: dict[int, Any] | BadSample) -> dict[int, Any]:
+    if isinstance(payloads, BadSample):
+        # Made in a function of its own: a frame that holds its exception is a cycle of references,
+        # and would keep the workers alive.
+        raise _sample_error(payloads)
+    for shard, payload in payloads.items():
+        if payload is None:
+            raise TypeError(
+                f"collate returned None for the samples of shard {shard}: expected what the loss "
+                f"takes as its batch. Does the function lack its return?"
+            )
+    return payloads
+
+
+def _sample_error(bad: BadSample) -> SampleError:
+    error = SampleError(
+        f"{bad.doing} {bad.index} in epoch {bad.epoch} failed: {bad.kind}: {bad.text}"
+    )
+    # As a note: the traceback of another process cannot be chained to this one's.
+    error.add_note(f"Where it happened:\n{bad.traceback}")
+    return error
+
+
+def source_of(
+    dataset: Any,
+    collate: Collate | None,
+    seed: int,
+    own: Sequence[int],
+    workers: Workers,
+    **choices: Any,
+) -> Source:
+    """Find how a data set is read.
+
+    Args:
+        dataset: what the user gave; see `Loader`.
+        collate: makes a shard's payload.
+        seed: seed of the run.
+        own: numbers of this process's devices.
+        workers: how many processes read ahead.
+        choices: the other arguments of `Loader` that decide which samples come when.
+
+    Raises:
+        TypeError: the data set has neither an index nor passes.
+        ValueError: the choices do not fit the data set, or each other.
+    """
+    if isinstance(dataset, Rule | Items):
+        return WholeBatches(dataset, collate, seed, own)
+    if _is_loader(dataset) or not is_stream(dataset):
+        _check_index(dataset)
+        return Indexed(dataset, collate, seed, **choices)
+    if workers.number > 1:
+        raise ValueError(
+            f"{type(dataset).__name__} is a stream, which one process reads from beginning to end: "
+            f"expected workers of 0 or 1, got {workers.number}"
+        )
+    refused = {
+        "shuffle": choices.pop("shuffle"),
+        **{name: choices.pop(name) is not None for name in ("lengths", "sampler", "batch_sampler")},
+    }
+    return Stream(dataset, collate, seed, own, **choices, refused=refused)
+
+
+def _is_loader(dataset: Any) -> bool:
+    return all(hasattr(dataset, name) for name in ("batch_size", "dataset", "__iter__"))
+
+
+def _check_index(dataset: Any) -> None:
+    if _is_loader(dataset):
+        raise TypeError(
+            f"expected a data set, got a {type(dataset).__name__}, which makes batches: give "
+            f"its dataset, or to trainer.loader, evaluate and predict a DataLoader of PyTorch"
+        )
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise TypeError(
+            f"expected a data set with a length and an item for each index, or a stream that can "
+            f"be iterated again and again in one order, got {type(dataset).__name__}. An iterator "
+            f"or generator ends with its first pass: give what makes it, such as an object with "
+            f"__iter__. Batches that the script makes itself: trainer.batches, or trainer.step"
+        )

@@ -1,0 +1,576 @@
+"""Keeps track of where a run is: its step, its epoch, and how much each loader has been used.
+
+`Position` counts steps and epochs. `LoaderTrack` records which passes over its data a loader has
+been through, and which come next.
+
+Note: what counts as done
+-------------------------
+A batch counts as used when its step is done, not when a loader hands it out: what was merely read
+ahead is read again. An epoch counts as done if, since its last step, a pass over a data set has
+ended or was broken off. Batches of the script's own reveal nothing about that, so with them an
+epoch counts as done once a step was made in it. If both the pass and the loop over epochs are
+broken off, the script may have been interrupted: the epoch then continues in the middle of the
+pass.
+
+Note: what a resumed script sees
+--------------------------------
+A resumed script runs again from its beginning, and then from the beginning of the epoch that it was
+in. So it asks again for passes that it has already been through there: those come again empty, and
+those of which no step used anything come again whole. A loader is recognised by where it is made:
+outside the epochs or in one, and as which one there.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
+
+from onefold.core.batch import DataPass, ShardedBatch
+from onefold.errors import CheckpointError
+
+__all__ = ["PROMISES", "WHOLE", "LoaderSize", "LoaderTrack", "Position", "Reached", "check_same"]
+
+
+_log = logging.getLogger("onefold")
+
+
+Reached = Literal["epoch", "pass", "over"]
+"""Where a loop of the script is: at the beginning of an epoch or of a pass, or past its epochs."""
+
+
+class Position:
+    """Where a trainer is in its run: it counts steps and epochs, and follows the loaders.
+
+    Args:
+        epoch_ended: called whenever an epoch has ended.
+    """
+
+    def __init__(self, epoch_ended: Callable[[], None] = lambda: None) -> None:
+        self._epoch_ended = epoch_ended
+        self.step = 0
+        """Number of steps that are done."""
+        self.epoch = 0
+        """The epoch that the run is in, or the next one."""
+        self.inside = False
+        """Whether the run is in an epoch now."""
+        # Whether the epoch counts as done if it ends here, and whether it does so after a `break`.
+        self._epoch_used = False
+        self._exhausted = False
+        # Whether the last checkpoint took the epoch to be done; a step in it then proves it wrong.
+        self._saved_as_done = False
+        # How often the run was moved by a load: a loop over epochs that began before must not
+        # count.
+        self._visit = 0
+        # How many loaders were made in each epoch, or outside (None): a loader's number there.
+        self._made: dict[int | None, int] = {None: 0}
+        # The loaders that exist, and the saved ones that the script has not made yet. Keys are the
+        # epoch in which a loader was made (None: outside), and its number there.
+        self._tracks: dict[tuple[int | None, int], LoaderTrack] = {}
+        self._waiting: dict[tuple[int | None, int], dict[str, Any]] = {}
+        self._changed: Collection[str] = ()
+        self.reached: Callable[[Reached], None] = lambda where: None
+        """Called where a loop of the script gets to one of these places."""
+
+    @property
+    def awaits(self) -> bool:
+        """Whether a resumed script is still to come to a pass of which the saved run used some."""
+        waiting = any(_was_begun(each) for each in self._waiting.values())
+        return waiting or any(track.awaits for track in self._tracks.values())
+
+    @property
+    def here(self) -> int | None:
+        """The epoch that the run is in now; None outside of any."""
+        return self.epoch if self.inside else None
+
+    def epochs(self, number: int) -> Iterator[int]:
+        """Yield the epochs from where the run is up to ``number``, and count them."""
+        while self.epoch < number:
+            self.reached("epoch")
+            epoch, visit = self.epoch, self._visit
+            self.inside, self._epoch_used, self._saved_as_done = True, False, False
+            try:
+                yield epoch
+            except GeneratorExit:
+                self.inside = False
+                # An exception or a `break` in the loop. In the middle of a pass, it does not end
+                # the epoch: see the note on what counts as done.
+                if visit == self._visit and self._epoch_used and self._exhausted:
+                    self._end_epoch()
+                raise
+            self.inside = False
+            # Otherwise the run was moved by a load meanwhile, and that epoch is no longer ours to
+            # end.
+            if visit == self._visit:
+                self._end_epoch()
+        self.reached("over")
+
+    def _end_epoch(self) -> None:
+        # Loaders made in an epoch end with it. Those outside live on, and forget its passes.
+        self._made.pop(self.epoch, None)
+        self._tracks = {place: t for place, t in self._tracks.items() if place[0] is None}
+        for track in self._tracks.values():
+            track.end_epoch()
+        self.epoch += 1
+        self._epoch_used = False
+        self._epoch_ended()
+
+    def add(self, track: LoaderTrack) -> None:
+        """Follow a loader that has just been made, from where it was when the run was saved.
+
+        Raises:
+            CheckpointError: the loader differs from the one that was saved.
+        """
+        where = self.here
+        place = where, self._made.get(where, 0)
+        # Loaders made in an epoch are numbered after those outside, and alike in every epoch: each
+        # epoch's first loader has the same seeds but for the pass.
+        track.number = place[1] if where is None else self._made[None] + place[1]
+        if place in self._waiting:
+            saved = self._waiting[place]
+            # The position is unchanged until the check has passed: a script may catch the error.
+            _check_loader(saved, track, self._changed)
+            track.go_to(saved, self._changed)
+            del self._waiting[place]
+        self._made[where] = place[1] + 1
+        self._tracks[place] = track
+        track.follow(self)
+
+    def check(self, batch: ShardedBatch) -> None:
+        """Refuse a batch that was read before the run was moved elsewhere by a load.
+
+        Raises:
+            ValueError: the batch's pass was begun before the load.
+        """
+        if any(part.data_pass and part.data_pass.abandoned for part in batch.read):
+            raise ValueError(
+                "this batch belongs to a pass over the data that was begun before trainer.load: "
+                "begin a new pass, which goes on where the checkpoint was made"
+            )
+
+    def has_used(self, batch: ShardedBatch) -> bool:
+        """Whether a step has already used this batch."""
+        return all(map(_is_used, batch.read))
+
+    def repeats_part(self, batch: ShardedBatch) -> bool:
+        """Whether steps have used the batches of some loaders in it, and not those of others."""
+        return any(map(_is_used, batch.read)) and not self.has_used(batch)
+
+    def is_at_an_end(self) -> bool:
+        """Whether a pass has been used up, and the script has not noticed yet."""
+        return any(track.is_at_an_end(self.here) for track in self._tracks.values())
+
+    def is_between_batches(self, batch: ShardedBatch) -> bool:
+        """Whether no other loader has a batch waiting to be used once this batch's step is done."""
+        tracks = self._tracks.values()
+        others = [track for track in tracks if not any(map(track.made, batch.read))]
+        return not any(track.is_ahead(self.here) for track in others)
+
+    def note_step(self, batch: ShardedBatch) -> None:
+        """Note that a step has used a batch."""
+        self.step += 1
+        self._epoch_used, self._exhausted = batch.data_pass is None, True
+        for part in batch.read:
+            if part.data_pass is not None:
+                # A script may use a batch twice, which does not take the pass back.
+                part.data_pass.used = max(part.stop, part.data_pass.used)
+                part.data_pass.joint |= len(batch.read) > 1
+        if self._saved_as_done and self.inside:
+            self._saved_as_done = False
+            _log.warning(
+                "the checkpoint before step %d was made between two loops of epoch %d, after a "
+                "pass had come to its end: a run that goes on from it begins with epoch %d. Save "
+                "in a loop, or at the end of an epoch",
+                self.step,
+                self.epoch,
+                self.epoch + 1,
+            )
+
+    def note_pass_end(self, *, broken_off: bool) -> None:
+        """Note that a pass of which samples were used has ended."""
+        self._epoch_used, self._exhausted = True, not broken_off
+
+    @property
+    def _is_epoch_done(self) -> bool:
+        """Whether a run that goes on from here begins with the next epoch."""
+        under_way = any(track.holds_epoch(self.here) for track in self._tracks.values())
+        return self.inside and self._epoch_used and not under_way
+
+    def note_save(self) -> None:
+        """Note that the run was saved here."""
+        self._saved_as_done = self._is_epoch_done
+
+    def to_json(self) -> dict[str, Any]:
+        """Write down where a run that is resumed from here continues."""
+        done = self._is_epoch_done
+        # Saved loaders that the script has not made again yet are kept as they were.
+        loaders = list(self._waiting.values())
+        for (where, number), track in self._tracks.items():
+            passes = track.to_json(epoch_done=done)
+            place = {"made_in_epoch": where, "number": number, "loader": track.number}
+            loaders.append({**place, **asdict(track.size), **passes})
+        return {"step": self.step, "epoch": self.epoch + done, "position": loaders}
+
+    def check_fits(self, saved: Mapping[str, Any], changed: Collection[str]) -> None:
+        """Compare the loaders that exist with those of a saved position.
+
+        Raises:
+            CheckpointError: one of them differs from the one that was saved.
+        """
+        for place, loader in _by_place(saved).items():
+            if place in self._tracks:
+                _check_loader(loader, self._tracks[place], changed)
+
+    def go_to(self, saved: Mapping[str, Any], changed: Collection[str]) -> None:
+        """Continue where `to_json` was called; loaders that are made later will follow.
+
+        Args:
+            saved: what `to_json` wrote, checked by `check_fits`.
+            changed: the keys of `PROMISES` that may differ.
+        """
+        self.step, self.epoch = saved["step"], saved["epoch"]
+        self._epoch_used = False
+        self._visit += 1
+        self._changed = tuple(changed)
+        self._waiting = _by_place(saved)
+        self._made = {None: self._made[None]}
+        for place, track in list(self._tracks.items()):
+            if place[0] is not None:
+                # Made in an epoch that begins again, where the script makes another in its place.
+                track.restart(0)
+                del self._tracks[place]
+            elif place in self._waiting:
+                track.go_to(self._waiting.pop(place), changed)
+            else:
+                track.restart(self.epoch)
+
+
+def _is_used(batch: ShardedBatch) -> bool:
+    return batch.data_pass is not None and batch.stop <= batch.data_pass.used
+
+
+def _check_loader(saved: Mapping[str, Any], track: LoaderTrack, changed: Collection[str]) -> None:
+    _size_of(saved).check_same(track.size, changed)
+    # Before loaders were numbered, all had the order and the random numbers of the first.
+    name = "the order and random numbers of loader"
+    check_same("dataset", saved.get("loader", 0), track.number, changed, name)
+
+
+def _size_of(saved: Mapping[str, Any]) -> LoaderSize:
+    # Saved loaders carry their passes and places beside the fields of their size.
+    known = {field.name for field in fields(LoaderSize)}
+    return LoaderSize(**{name: value for name, value in saved.items() if name in known})
+
+
+def _was_begun(saved: Mapping[str, Any]) -> bool:
+    return bool(saved["empty_passes"]) or any(used for _, used in saved["passes"])
+
+
+def _by_place(saved: Mapping[str, Any]) -> dict[tuple[int | None, int], dict[str, Any]]:
+    return {(each["made_in_epoch"], each["number"]): each for each in saved["position"]}
+
+
+WHOLE = 1 << 60
+"""Stands for all of a pass whose length is only known once its order is drawn, or it is read."""
+_PLAIN = "samples by number"
+
+PROMISES = {
+    "seed": "dropout and augmentation come from other random numbers from here on, and the rest of "
+    "this epoch from another order: some samples come twice in it and some not at all",
+    "shards": "the parameters are no longer, bit for bit, those of the run that never stopped",
+    "batch_size": "the rest of the run takes other steps than the run that never stopped; each "
+    "sample still comes once an epoch",
+    "dataset": "the rest of this epoch comes from another order: some samples come twice in it and "
+    "some not at all",
+    "microbatch": "the parameters are no longer, bit for bit, those of the run that never stopped",
+    "precision": "the parameters are no longer, bit for bit, those of the run that never stopped",
+    "compile": "the parameters are no longer, bit for bit, those of the run that never stopped",
+    "clip_norm": "the rest of the run takes other steps than the run that never stopped",
+    "optimizer": "the optimizer begins anew, without what it has gathered",
+    "schedule": "the schedule begins anew",
+    "average": "the average begins anew, with the values of the checkpoint, or ends",
+}
+"""For each thing that may be changed on resuming, what the run gives up by it."""
+
+
+def check_same(what: str, saved: object, now: object, changed: Collection[str], name: str) -> None:
+    """Refuse a value that differs from the saved one, unless it was changed on purpose.
+
+    Args:
+        what: the key in `PROMISES` under which the value may be changed.
+        saved: the value in the checkpoint.
+        now: the value in this run.
+        changed: the keys of `PROMISES` that may differ.
+        name: what the value is called in the message.
+
+    Raises:
+        CheckpointError: the values differ; the message says how to load anyway, and at what price.
+    """
+    if saved == now or what in changed:
+        return
+    raise CheckpointError(
+        f"the checkpoint was saved with {name} {saved}, this run has {now}: expected the same. If "
+        f'it was changed on purpose, trainer.load(..., changed=["{what}"]) or onefold run '
+        f"--changed {what} goes on; then {PROMISES[what]}"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderSize:
+    """Everything that determines the batches of a loader's passes, apart from the seed."""
+
+    samples: int
+    """Number of samples in the data set."""
+    batch_size: int
+    drop_last: bool
+    shuffle: bool
+    lengths: str = ""
+    """A digest of the samples' lengths, if batches are made by length; otherwise empty."""
+    subset: str = ""
+    """A digest of which samples of a larger data set these are, if they are a `Subset`."""
+    kind: str = ""
+    """What says which samples come, where the length of a pass follows from it; else empty."""
+
+    def batches(self, samples: int) -> int:
+        """Return how many batches so many samples of a pass make."""
+        whole, rest = divmod(samples, self.batch_size)
+        return whole + bool(rest and not self.drop_last)
+
+    def check_same(self, now: LoaderSize, changed: Collection[str]) -> None:
+        """Refuse a loader that differs from this saved one.
+
+        Raises:
+            CheckpointError: the loaders differ.
+        """
+        check_same("dataset", self.kind or _PLAIN, now.kind or _PLAIN, changed, "a loader of")
+        samples = "a data set of length"
+        check_same("dataset", self.samples, now.samples, changed, samples)
+        check_same("batch_size", self.batch_size, now.batch_size, changed, "batch_size")
+        # Batches by length are shuffled as batches, so their size decides the order of the samples.
+        if self.lengths:
+            name = "batches by length, of batch_size"
+            check_same("dataset", self.batch_size, now.batch_size, changed, name)
+        check_same("batch_size", self.drop_last, now.drop_last, changed, "drop_last")
+        check_same("dataset", self.shuffle, now.shuffle, changed, "shuffle")
+        check_same("dataset", self.lengths, now.lengths, changed, "lengths of samples, as a digest")
+        # An earlier version did not save it.
+        if self.subset:
+            name = "a subset of samples, as a digest,"
+            check_same("dataset", self.subset, now.subset, changed, name)
+
+
+class LoaderTrack:
+    """Records which passes a loader has been through, and which come next.
+
+    Args:
+        size: what determines the loader's batches.
+        first_pass: number of its first pass.
+    """
+
+    def __init__(self, size: LoaderSize, first_pass: int) -> None:
+        self.size = size
+        self.number = 0
+        """Number of the loader in the run; it is part of the loader's seeds."""
+        self._next = first_pass
+        self._empty = 0
+        """How many passes come empty, before those of ``_coming``."""
+        self._coming: list[list[int]] = []
+        """For each pass that was partly used: its number, and how many of its samples were used."""
+        self._used_up = 0
+        """How many passes were used up outside the epochs, before those of ``_passes``."""
+        self._passes: list[DataPass] = []
+        # Of the saved run, by the number of a pass: digests of orders, and the states of streams.
+        self._orders: dict[int, str] = {}
+        self._states: dict[int, object] = {}
+        # All of a pass, where its length is not known from the start.
+        self._whole = WHOLE if size.kind else size.samples
+        self._position: Position | None = None
+
+    @property
+    def is_followed(self) -> bool:
+        """Whether a position follows it, so that a run may go on in the middle of a pass."""
+        return self._position is not None
+
+    def follow(self, position: Position) -> None:
+        """Report passes that end to ``position`` from now on."""
+        self._position = position
+
+    def begin(self) -> DataPass:
+        """Begin the next pass, without the samples that were used before the run resumed."""
+        number, used = self._next, 0
+        if self._empty:
+            self._empty -= 1
+            used = self._whole
+        elif self._coming:
+            number, used = self._coming.pop(0)
+        self._next = number + 1
+        # Passes outside the epochs would pile up in a script without epochs: used up ones are
+        # merely counted. Only the oldest go, so that the order of the rest is kept.
+        while self._passes and self._passes[0].epoch is None and self._is_used_up(self._passes[0]):
+            del self._passes[0]
+            self._used_up += 1
+        epoch = None if self._position is None else self._position.here
+        end = self._end_of(self._whole, used)
+        begun = DataPass(number, used, epoch, end, given=used)
+        if used and number in self._states:
+            begun.states[used] = self._states[number]
+        self._passes.append(begun)
+        if self._position is not None:
+            self._position.reached("pass")
+        return begun
+
+    @property
+    def awaits(self) -> bool:
+        """Whether a pass is still to come of which some was used before the run resumed."""
+        return self._empty > 0 or any(used for _, used in self._coming)
+
+    def settle(self, this: DataPass, length: int, order: str) -> None:
+        """Note how long a pass is, now that its order is known.
+
+        Args:
+            this: a pass of which nothing was handed out yet.
+            length: how many places it has; `WHOLE` if only its end will tell.
+            order: a digest of its order; empty if that follows from the seed alone.
+
+        Raises:
+            CheckpointError: the saved run had another order in this pass.
+        """
+        saved = self._orders.get(this.number, order)
+        if saved != order:
+            raise CheckpointError(
+                f"in pass {this.number} the sampler gave another order than in the run that was "
+                f"saved: expected the same, of which {this.used} places are used already. An "
+                f"order may depend on the generators of PyTorch, Python and NumPy, on one that the "
+                f"sampler holds, and on set_epoch(epoch), but not on passes before it. To go on "
+                f'with another order, give changed=["dataset"] to trainer.load; then '
+                f"{PROMISES['dataset']}"
+            )
+        this.order = order
+        this.used = this.given = min(this.used, length)
+        this.end = self._end_of(length, this.used)
+
+    def _end_of(self, length: int, used: int) -> int:
+        if length == WHOLE or not self.size.drop_last:
+            return length
+        # Counted from `used`: the batch size may have been changed on purpose since then.
+        return length - (length - used) % self.size.batch_size
+
+    def end(self, this: DataPass, *, broken_off: bool) -> None:
+        """Note that a pass has ended: no more of its batches will be used."""
+        # A loop that breaks after its last batch was not cut short.
+        this.over, this.broken_off = True, broken_off and this.used < this.end
+        if not this.broken_off:
+            this.states.clear()
+        if self._position is None or this.abandoned:
+            return
+        if this.epoch is not None and this.epoch != self._position.epoch:
+            # An iterator of an earlier epoch, which the script has held until now. It says nothing
+            # about the epoch that the run is in.
+            self._passes = [each for each in self._passes if each is not this]
+        elif this.used:
+            self._position.note_pass_end(broken_off=this.broken_off)
+
+    def made(self, batch: ShardedBatch) -> bool:
+        """Whether a batch comes from one of this loader's recorded passes."""
+        return any(each is batch.data_pass for each in self._passes)
+
+    def is_ahead(self, epoch: int | None) -> bool:
+        """Whether a pass of this epoch has handed out samples that no step has used yet."""
+        return any(p.given > p.used for p in self._under_way(epoch))
+
+    def is_at_an_end(self, epoch: int | None) -> bool:
+        """Whether all samples of a pass of this epoch have been used, though it has not ended."""
+        return any(p.used >= p.end for p in self._under_way(epoch))
+
+    def holds_epoch(self, epoch: int | None) -> bool:
+        """Whether a pass of this epoch has not ended, such that the epoch is not done either.
+
+        A loader that is read beside another may well go on in the next epoch.
+        """
+        return any(not p.joint or p.given > p.used for p in self._under_way(epoch))
+
+    def _under_way(self, epoch: int | None) -> list[DataPass]:
+        return [p for p in self._passes if p.epoch == epoch and not p.over]
+
+    def go_to(self, saved: Mapping[str, Any], changed: Collection[str] = ()) -> None:
+        """Continue with the passes that `to_json` wrote; those under way become unusable."""
+        for each in self._passes:
+            each.abandoned = True
+        self._passes = []
+        self._used_up = 0
+        self._next, self._empty = saved["first_pass"], saved["empty_passes"]
+        self._coming = [[number, min(used, self._whole)] for number, used in saved["passes"]]
+        # With another seed or another data set the order is another one, as was agreed to.
+        compared = {} if {"seed", "dataset"} & set(changed) else saved.get("orders", {})
+        self._orders = {int(number): order for number, order in compared.items()}
+        self._states = {int(number): state for number, state in saved.get("streams", {}).items()}
+
+    def restart(self, first_pass: int) -> None:
+        """Start over with pass ``first_pass``; passes under way become unusable."""
+        self.go_to({"first_pass": first_pass, "empty_passes": 0, "passes": []})
+
+    def to_json(self, *, epoch_done: bool) -> dict[str, Any]:
+        """Write down the passes that a resumed script will go through.
+
+        Args:
+            epoch_done: whether the resumed run begins with the next epoch, rather than with this
+                one again.
+        """
+        # Passes of an epoch that is done are not asked for again; those outside the epochs always
+        # are, because the script runs again from its beginning.
+        passes = [p for p in self._passes if not (epoch_done and p.epoch is not None and p.over)]
+        known = [[p.number, self._whole if self._is_used_up(p) else p.used] for p in passes]
+        # If empty passes are still to come, all passes since the run resumed were empty, too.
+        if self._empty:
+            first, empty, known = self._next - len(known), len(known) + self._empty, []
+        else:
+            first, empty = (known[0][0] if known else self._next), 0
+        # Passes of epochs that are done lie between the last one and the next, and are not listed:
+        # the next one is, so that it keeps its number, and with it its order.
+        if known and not self._coming and known[-1][0] + 1 != self._next:
+            known.append([self._next, 0])
+        return {
+            "first_pass": first - self._used_up,
+            "empty_passes": empty + self._used_up,
+            "passes": [*known, *self._coming],
+            **self._within(passes),
+        }
+
+    def _within(self, passes: Sequence[DataPass]) -> dict[str, Any]:
+        """Write down the orders and states of passes that are under way or saved as such."""
+        coming = {number for number, _ in self._coming}
+        orders = {number: order for number, order in self._orders.items() if number in coming}
+        states = {number: state for number, state in self._states.items() if number in coming}
+        for each in passes:
+            if each.used and not self._is_used_up(each):
+                if each.order:
+                    orders[each.number] = each.order
+                if each.used in each.states:
+                    states[each.number] = _as_json(each.states[each.used])
+        found: dict[str, dict[int, Any]] = {"orders": orders, "streams": states}
+        # Only what there is: a loader of the usual kind has neither.
+        return {
+            key: {str(number): each for number, each in values.items()}
+            for key, values in found.items()
+            if values
+        }
+
+    def end_epoch(self) -> None:
+        """Forget the passes of an epoch that is done."""
+        self._passes = [p for p in self._passes if p.epoch is None or not p.over]
+
+    def _is_used_up(self, this: DataPass) -> bool:
+        """Whether a pass is empty when a resumed script comes to it.
+
+        A pass that was broken off outside the epochs continues, unless another pass followed: the
+        script may have been interrupted rather than have left the loop on purpose.
+        """
+        inside = self._position is not None and self._position.inside
+        chosen = not this.broken_off or inside or this is not self._passes[-1]
+        return this.over and this.used > 0 and chosen
+
+
+def _as_json(state: Any) -> object:
+    # A pass that has just resumed has its state as the checkpoint has it.
+    return state if isinstance(state, dict) else state.to_json()

@@ -1,0 +1,338 @@
+"""A stream as the source of a loader's batches: samples in one order, without an index.
+
+Note: who reads a stream
+------------------------
+A stream cannot be asked for the samples of one shard, so every process reads all of it, batch after
+batch in the order in which the samples come, and collates those of its own shards. What a stream
+does for each sample is therefore not divided between devices; collating and computing are. One
+process at most reads ahead for each device: a stream that deals itself out to the workers of a
+DataLoader sees that it is alone, and yields everything.
+
+Note: a stream that goes on
+---------------------------
+A pass begins with a new ``iter()`` and with generators seeded from the seed, the pass and the
+loader: the global ones, and those that the stream holds. A stream may draw from the global ones at
+any time, so their states are kept from batch to batch, apart from the script's own. A resumed run
+begins the pass again and leaves out the samples that were used, which repeats all draws. If the
+stream has ``state_dict`` and ``load_state_dict``, it goes on from its own state instead: that of
+the moment after the last batch that was used, together with the states of the global generators.
+Both are noted with every batch, before any further sample is read, and in the process that reads,
+as only there the stream moves.
+
+Note: a plan that changes while the stream was read ahead
+---------------------------------------------------------
+The requests then go back to batches that were read already, and a stream cannot be read twice. So
+the reader keeps the samples of the last few batches: as many as may have been requested ahead.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, IterableDataset, default_collate
+
+from onefold.core.batch import DataPass
+from onefold.core.jsonvalue import from_json, to_json
+from onefold.core.numbers import check_whole
+from onefold.core.randomness import loader_seed, seed_generators
+from onefold.core.shard import Plan, cut_bounds
+from onefold.data_order.held import MOST, seed_held, within
+from onefold.data_order.order import Cut, Order
+from onefold.data_order.position import WHOLE, LoaderSize, LoaderTrack
+from onefold.data_order.reader import (
+    Answer,
+    Collate,
+    Request,
+    bad_sample,
+    digest_of,
+    digest_samples,
+    join_digests,
+    take,
+)
+from onefold.errors import CheckpointError
+
+__all__ = ["Stream", "is_stream"]
+
+_log = logging.getLogger("onefold")
+
+_KEPT = 4
+"""Batches whose samples are kept: one in use, two that the one worker reads ahead, one more."""
+_ONCE = ("_io", "builtins", "itertools")
+"""Modules whose iterators can be gone through a single time."""
+
+
+def is_stream(dataset: object) -> bool:
+    """Whether a data set is to be read as a stream.
+
+    An `IterableDataset` may inherit or define both methods of a data set with an index. A set has
+    an order that differs between processes, and an iterator has no second pass.
+    """
+    if isinstance(dataset, IterableDataset):
+        return True
+    indexed = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    once = hasattr(dataset, "__next__") and type(dataset).__module__ in _ONCE
+    unordered = isinstance(dataset, set | frozenset)
+    return hasattr(dataset, "__iter__") and not (indexed or once or unordered)
+
+
+@dataclass(frozen=True, slots=True)
+class _StreamOrder:
+    """The order of a stream: as it comes."""
+
+    batch_size: int
+    length: int = WHOLE
+    digest: bytes = b""
+
+    def stop(self, start: int) -> int:
+        """Return where the batch ends, if the stream goes on so long."""
+        return start + self.batch_size
+
+    def cut(self, start: int, stop: int, plan: Plan, own: Sequence[int]) -> Cut:
+        """Leave the cutting to the reader, which alone knows how many samples there are."""
+        return Cut({}, {}, -1)
+
+
+class Stream:
+    """A stream, whose passes are of any length, and begin anew with ``iter()``.
+
+    Args:
+        dataset: anything that can be iterated any number of times.
+        collate: makes a shard's payload; PyTorch's default if None.
+        seed: seed of the run.
+        own: numbers of this process's devices.
+        batch_size: number of samples in a whole batch.
+        drop_last: leave out the last batch if it is short.
+        refused: arguments that need an index, and whether each was given.
+
+    Raises:
+        ValueError: one of these arguments was given.
+    """
+
+    digests = 2
+
+    def __init__(
+        self,
+        dataset: Iterable[Any],
+        collate: Collate | None,
+        seed: int,
+        own: Sequence[int],
+        *,
+        batch_size: int | None,
+        drop_last: bool,
+        refused: dict[str, bool],
+    ) -> None:
+        given = [name for name, is_given in refused.items() if is_given]
+        if given:
+            raise ValueError(
+                f"{type(dataset).__name__} is a stream, whose samples come in its own order, so "
+                f"{' and '.join(given)} cannot be followed: leave that out. To shuffle a stream, "
+                f"shuffle in it: a buffer from which it yields at random, or the order of its files"
+            )
+        check_whole("batch_size", batch_size, least=1)
+        self.dataset: Any = dataset
+        self.collate, self.seed, self.own = collate or default_collate, seed, own
+        self.size = LoaderSize(
+            samples=0,
+            batch_size=batch_size or 1,
+            drop_last=drop_last,
+            shuffle=False,
+            kind=f"the stream {type(dataset).__name__}",
+        )
+
+    def batches(self) -> int:
+        """Return the number of batches in a pass, if the stream knows its length.
+
+        Raises:
+            TypeError: the stream has no length.
+        """
+        return self.size.batches(len(self.dataset))
+
+    def order(self, this: DataPass, loader: int) -> Order:
+        """Find the order of a pass."""
+        return _StreamOrder(self.size.batch_size)
+
+    def reader(self, this: DataPass, track: LoaderTrack) -> Dataset[Answer]:
+        """Make what answers the requests of a pass."""
+        return _StreamReader(self, this, track)
+
+
+def _parts_of(name: str, value: object) -> list[object]:
+    """Return what a stream is made of, of one of its attributes."""
+    parts = value if isinstance(value, list | tuple) else (value,)
+    return [part for part in parts[:MOST] if _is_part(part)]
+
+
+def _is_part(value: object) -> bool:
+    """Whether what a stream holds may be a stream or a data set that it reads."""
+    return isinstance(value, Dataset) or (
+        hasattr(value, "__iter__") and hasattr(value, "__dict__") and not hasattr(value, "__next__")
+    )
+
+
+class _Generators(NamedTuple):
+    """The states of the generators that a stream may draw from."""
+
+    cpu: bytes
+    python: Any
+    numpy: dict[str, Any]
+
+    @classmethod
+    def now(cls) -> _Generators:
+        """Note the current states."""
+        numpy: Any = np.random.get_state(legacy=False)
+        return cls(torch.default_generator.get_state().numpy().tobytes(), random.getstate(), numpy)
+
+    def restore(self) -> None:
+        """Make these the current states."""
+        state = torch.frombuffer(bytearray(self.cpu), dtype=torch.uint8)
+        torch.default_generator.set_state(state)
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamState:
+    """Where a stream stands after a batch: what it says itself, and the generators."""
+
+    own: str
+    """As JSON text, so that the stream may go on changing what it gave."""
+    generators: _Generators
+
+    def to_json(self) -> dict[str, Any]:
+        """Write the state down for a checkpoint."""
+        cpu, python, numpy = self.generators
+        return {
+            "stream": json.loads(self.own),
+            "torch": cpu.hex(),
+            "python": to_json(python, "the state of random"),
+            "numpy": to_json(numpy, "the state of numpy.random"),
+        }
+
+    @classmethod
+    def from_json(cls, saved: Any) -> StreamState:
+        """Read a state from a checkpoint.
+
+        Raises:
+            CheckpointError: it was not written by `to_json`.
+        """
+        try:
+            python, numpy = from_json(saved["python"]), from_json(saved["numpy"])
+            states = _Generators(bytes.fromhex(saved["torch"]), python, numpy)
+            return cls(json.dumps(saved["stream"]), states)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"the checkpoint's state of a stream cannot be read: {error}. Go on from another "
+                f"checkpoint"
+            ) from error
+
+
+_Piece = tuple[list[Any], StreamState | None]
+"""One batch as it came from the stream, and where the stream then stood."""
+
+
+class _StreamReader(Dataset[Answer]):
+    """Reads a stream batch by batch, and makes the payloads of this process's shards."""
+
+    def __init__(self, source: Stream, this: DataPass, track: LoaderTrack) -> None:
+        self._source = source
+        self._stream = self.dataset = stream = source.dataset
+        self._numbers, self._loader = (source.seed, this.number), track.number
+        self._place, state = this.used, this.states.get(this.used)
+        self._state = None if state is None else StreamState.from_json(state)
+        self._has_state = all(
+            callable(getattr(stream, name, None)) for name in ("state_dict", "load_state_dict")
+        )
+        # Nobody goes on in the middle of an evaluation.
+        self._keeps_state = track.is_followed and self._has_state
+        self._samples: Iterator[Any] = iter(())
+        self._generators: _Generators | None = None
+        self._read: dict[int, _Piece] = {}
+
+    def __getitem__(self, request: Request) -> Answer:
+        start = request.stop - request.samples
+        try:
+            samples, state = self._piece(start, request.samples)
+        except Exception as error:
+            return Answer(request, bad_sample(self._place, request.epoch, error))
+        drop_last = self._source.size.drop_last
+        if not samples or (drop_last and len(samples) < request.samples):
+            return Answer(request, {}, over=True)
+        digest = 0
+        if request.digest is not None:
+            some = [digest_of(samples[index]) for index in digest_samples(len(samples))]
+            digest = join_digests(start + len(samples), some)
+        found = replace(request, samples=len(samples), stop=start + len(samples))
+        return Answer(found, self._payloads(found, samples), digest, state)
+
+    def _payloads(self, request: Request, samples: list[Any]) -> dict[int, Any]:
+        plan, start = request.plan, request.stop - request.samples
+        bounds = cut_bounds(len(samples), plan.shards)
+        payloads = {}
+        for shard in (shard for device in self._source.own for shard in plan.read_by(device)):
+            first, stop = bounds[shard]
+            if first < stop:
+                numbers = *self._numbers, start + first
+                seed = loader_seed("collate at place", *numbers, loader=self._loader)
+                common = "batch", (*self._numbers, self._loader, start)
+                seed_generators(seed, common=common)
+                payloads[shard] = self._source.collate(samples[first:stop])
+        return payloads
+
+    def _piece(self, start: int, wanted: int) -> _Piece:
+        """Return the batch that begins at ``start``, which may have been read for another plan."""
+        if start in self._read:
+            return self._read[start]
+        if self._generators is None:
+            self._begin(start)
+        else:
+            self._generators.restore()
+        samples = []
+        for sample in take(self._samples, wanted):
+            samples.append(sample)
+            self._place += 1
+        # Noted before anything else is drawn or read: see the note on a stream that goes on.
+        self._generators = _Generators.now()
+        piece = samples, self._state_now()
+        self._read = dict([*self._read.items(), (start, piece)][-_KEPT:])
+        return piece
+
+    def _begin(self, start: int) -> None:
+        seed, epoch = self._numbers
+        number = loader_seed("stream", seed, epoch, loader=self._loader)
+        seed_generators(number)
+        seed_held(within(self._stream, _parts_of), number, "held by a stream")
+        if callable(set_epoch := getattr(self._stream, "set_epoch", None)):
+            set_epoch(epoch)
+        if self._state is not None and self._has_state:
+            self._stream.load_state_dict(from_json(json.loads(self._state.own)))
+            self._samples = iter(self._stream)
+            # After everything else: whatever was drawn until here was drawn by the run before.
+            self._state.generators.restore()
+            return
+        self._samples = iter(self._stream)
+        # What was used before the run resumed is read once more, and dropped.
+        for _ in take(self._samples, start):
+            continue
+
+    def _state_now(self) -> StreamState | None:
+        if not self._keeps_state or self._generators is None:
+            return None
+        try:
+            own = json.dumps(to_json(self._stream.state_dict(), "the state of the stream"))
+        except TypeError as error:
+            # The run is none the worse: without a state, going on reads what was used once more.
+            self._keeps_state = False
+            _log.warning(
+                "%s: so a run that goes on reads the stream from its beginning, and leaves out "
+                "what was used",
+                error,
+            )
+            return None
+        return StreamState(own, self._generators)

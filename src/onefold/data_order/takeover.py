@@ -1,0 +1,217 @@
+"""Takes over from a `torch.utils.data.DataLoader`, and knows PyTorch's names for our arguments.
+
+Note: what becomes of a DataLoader's settings
+---------------------------------------------
+Honoured: ``dataset``, ``batch_size`` (over all devices), ``shuffle``, ``sampler``,
+``batch_sampler``, ``collate_fn``, ``drop_last``, ``num_workers``, ``worker_init_fn``,
+``prefetch_factor``, ``multiprocessing_context``.
+
+Left alone, as none of them changes what a model is given: ``pin_memory`` and ``pin_memory_device``
+(memory is pinned where the devices are GPUs), ``persistent_workers`` (workers are started for each
+pass), ``timeout`` (the Trainer's ``timeout_s`` holds), ``in_order`` (batches always come in order)
+and, with ``shuffle``, ``generator`` (the order follows from the Trainer's seed).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypedDict
+
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+)
+
+from onefold.data_order.indexed import Items
+from onefold.data_order.reader import Collate, SizedDataset
+from onefold.data_order.samplers import check_sampler
+from onefold.data_order.stream import is_stream
+from onefold.data_order.workers import Workers
+
+__all__ = ["DataSource", "TorchNames", "choose"]
+
+DataSource = SizedDataset | Iterable[Any] | DataLoader[Any]
+"""What a loader can be made of: a data set with an index, a stream, or a DataLoader."""
+
+_STATEFUL = "StatefulDataLoader"
+"""torchdata's, which is made like PyTorch's own; known by its name, as few have torchdata."""
+
+
+class TorchNames(TypedDict, total=False):
+    """The arguments of `torch.utils.data.DataLoader` that may stand beside ours."""
+
+    sampler: Iterable[int] | None
+    """Yields the numbers of the samples in the order of a pass; its length is the pass."""
+    batch_sampler: Iterable[Sequence[int]] | None
+    """Yields the numbers of the samples of whole batches, over all devices."""
+    num_workers: int
+    """The same as ``workers``."""
+    collate_fn: Collate | None
+    """The same as ``collate``."""
+    worker_init_fn: Callable[[int], object] | None
+    """Called in each worker with its number, before it reads."""
+
+
+class Chosen(NamedTuple):
+    """What a loader is made of."""
+
+    dataset: Any
+    collate: Collate | None
+    choices: dict[str, Any]
+    """The other arguments of `onefold.data_order.loader.Loader`, by name."""
+
+
+def choose(
+    dataset: Any,
+    names: TorchNames,
+    *,
+    batch_size: int | None,
+    workers: int,
+    collate: Collate | None,
+    shuffle: bool = False,
+    lengths: Sequence[int] | None = None,
+    drop_last: bool = False,
+    in_order: bool = False,
+) -> Chosen:
+    """Read the arguments of `Trainer.loader`, `evaluate` or `predict`.
+
+    Args:
+        dataset: a data set, a stream, or a DataLoader with its own settings.
+        names: what was given by PyTorch's names.
+        batch_size, workers, collate, shuffle, lengths, drop_last: what was given by ours.
+        in_order: visit samples in the order of the data set where a DataLoader would shuffle.
+
+    Raises:
+        TypeError: a name is unknown, one thing was given by two names, a DataLoader was given
+            settings beside its own, or cannot be taken over.
+    """
+    unknown = names.keys() - TorchNames.__annotations__.keys()
+    if unknown:
+        raise TypeError(
+            f"unexpected argument {', '.join(sorted(unknown))}: expected those of trainer.loader, "
+            f"or of PyTorch's DataLoader {', '.join(TorchNames.__annotations__)}"
+        )
+    if isinstance(dataset, DataLoader):
+        ours = {
+            "batch_size": batch_size is not None,
+            "workers": workers != 0,
+            "collate": collate is not None,
+            "shuffle": shuffle,
+            "lengths": lengths is not None,
+            "drop_last": drop_last,
+        }
+        given = [*(name for name, is_given in ours.items() if is_given), *names]
+        if given:
+            raise TypeError(
+                f"a DataLoader was given together with {', '.join(given)}: expected it alone, as "
+                f"it has settings of its own; or give its data set, with all settings here"
+            )
+        return _taken_over(dataset, in_order)
+    _once("workers", workers != 0, "num_workers", names)
+    _once("collate", collate is not None, "collate_fn", names)
+    batch_sampler = names.get("batch_sampler")
+    if batch_size is None and batch_sampler is None:
+        raise TypeError(
+            "expected batch_size, the number of samples in a batch over all devices; or a "
+            "batch_sampler, or a DataLoader, which have their own"
+        )
+    choices: dict[str, Any] = {"sampler": names.get("sampler"), "batch_sampler": batch_sampler}
+    choices |= {"shuffle": shuffle, "lengths": lengths, "drop_last": drop_last}
+    number = names.get("num_workers", workers)
+    made = Workers(number=number, init=names.get("worker_init_fn"))
+    collate = names.get("collate_fn", collate)
+    return Chosen(dataset, collate, {**choices, "batch_size": batch_size, "workers": made})
+
+
+def _once(ours: str, is_given: bool, theirs: str, names: TorchNames) -> None:
+    if is_given and theirs in names:
+        raise TypeError(f"{ours} and {theirs} are the same thing: expected one of the two names")
+
+
+def _taken_over(loader: DataLoader[Any], in_order: bool) -> Chosen:
+    _check_class(loader)
+    dataset: Any = loader.dataset
+    stream = is_stream(dataset)
+    workers = Workers(
+        # A stream is read by one process, whatever number would share it in PyTorch.
+        number=min(loader.num_workers, 1) if stream else loader.num_workers,
+        init=loader.worker_init_fn,
+        prefetch=loader.prefetch_factor if loader.num_workers and not stream else None,
+        context=loader.multiprocessing_context,
+    )
+    collate: Any = loader.collate_fn
+    if loader.batch_size is None and loader.batch_sampler is None:
+        if stream:
+            raise TypeError(
+                f"the DataLoader has batch_size=None, and its {type(dataset).__name__} is a stream "
+                f"of whole batches: expected one of samples, with the batch size over all devices "
+                f"in the DataLoader; or give each batch to trainer.step itself, or make them in a "
+                f"function for trainer.batches"
+            )
+        if _is(loader.sampler, BatchSampler):
+            raise TypeError(
+                f"the DataLoader has batch_size=None and a BatchSampler as its sampler, so that "
+                f"{type(dataset).__name__} gets the numbers of a whole batch at once: expected "
+                f"DataLoader(..., batch_sampler=...), which reads sample by sample; or make whole "
+                f"batches in a function for trainer.batches"
+            )
+        order = _order_of(loader.sampler, dataset, in_order)
+        return Chosen(Items(dataset, **order), collate, {"batch_size": None, "workers": workers})
+    collate = None if collate is default_collate else collate
+    if stream:
+        drop_last = loader.drop_last and not in_order
+        choices: dict[str, Any] = {"batch_size": loader.batch_size, "drop_last": drop_last}
+    elif _is(loader.batch_sampler, BatchSampler):
+        # Also where a script has made it itself: PyTorch then says nothing of its size.
+        batches: Any = loader.batch_sampler
+        order = _order_of(batches.sampler, dataset, in_order)
+        # Each sample counts in an evaluation, and has a row in a prediction.
+        drop_last = batches.drop_last and not in_order
+        choices = {"batch_size": batches.batch_size, "drop_last": drop_last, **order}
+    else:
+        choices = {"batch_size": None, "batch_sampler": loader.batch_sampler}
+    return Chosen(dataset, collate, {**choices, "workers": workers})
+
+
+def _check_class(loader: DataLoader[Any]) -> None:
+    kind = type(loader)
+    if kind is DataLoader or (kind.__name__ == _STATEFUL and _is_torchdata(kind)):
+        return
+    # First, as its message says more: what Accelerate or Lightning prepared deals samples out.
+    for name in ("sampler", "batch_sampler"):
+        if getattr(loader, name, None) is not None and not is_stream(loader.dataset):
+            check_sampler(getattr(loader, name), name)
+    # The second is private: where a PyTorch has no such method, neither has the class.
+    ways = ("__iter__", "_get_iterator")
+    own = any(getattr(kind, way, None) != getattr(DataLoader, way, None) for way in ways)
+    if own or kind.__module__.startswith("accelerate."):
+        raise TypeError(
+            f"{kind.__name__} reads its data in its own way, which onefold would not follow: "
+            f"expected a plain torch.utils.data.DataLoader, such as the one that Accelerate or "
+            f"Lightning was given; or give the data set, with batch_size and collate_fn here"
+        )
+
+
+def _order_of(sampler: Any, dataset: Any, in_order: bool) -> dict[str, Any]:
+    """Recognise PyTorch's two usual orders; any other sampler is the script's own."""
+    usual = _is(sampler, RandomSampler) or _is(sampler, SequentialSampler)
+    # The sampler of a part of the data set is not the usual order of all of it.
+    if usual and len(sampler.data_source) == len(sampler) == len(dataset):
+        if _is(sampler, SequentialSampler):
+            return {}
+        if not sampler.replacement:
+            return {"shuffle": not in_order}
+    return {"sampler": sampler}
+
+
+def _is(sampler: object, kind: type) -> bool:
+    """Whether a sampler is PyTorch's own of this kind, or what torchdata puts in its place."""
+    same = type(sampler).__name__ == kind.__name__ and _is_torchdata(type(sampler))
+    return type(sampler) is kind or same
+
+
+def _is_torchdata(kind: type) -> bool:
+    return kind.__module__.startswith("torchdata.")

@@ -1,0 +1,325 @@
+"""The worker processes that read ahead for a pass, and how they send what they have read.
+
+`Requests` has the batches of a pass that are to be read. `Sending` looks whether a worker can send
+what it has read: each tensor goes by a descriptor of its memory.
+
+Note: when descriptors run out
+------------------------------
+A process may have so many files open. A worker that has no descriptor left to hand its tensors over
+does not fail: the thread that hands them over tries again for ever, and whoever wants them waits
+for ever, where no limit of ours holds. So the limit is raised as far as this process may, and a
+worker looks at what is left before it sends.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import resource
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.multiprocessing import get_sharing_strategy
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+
+from onefold.core.batch import DataPass
+from onefold.core.numbers import check_whole
+from onefold.core.shard import Plan
+from onefold.data_order.order import Order
+from onefold.data_order.reader import Answer, BadSample, Request
+from onefold.system.ownfiles import LONGEST_TEMPORARY_PATH
+from onefold.system.process import ctrl_c_as_before, die_with_parent
+
+__all__ = ["Requests", "Workers", "disown"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workers:
+    """How many processes read ahead for a loader, and how they are made."""
+
+    number: int
+    """0 to read in this process."""
+    init: Callable[[int], object] | None = None
+    """Called in each worker with its number, before it reads."""
+    prefetch: int | None = None
+    """How many batches each worker reads ahead; PyTorch's usual number if None."""
+    context: Any = None
+    """How processes are made, as `torch.utils.data.DataLoader` takes it; the usual way if None."""
+
+    def __post_init__(self) -> None:
+        check_whole("workers", self.number, least=0)
+        if self.init is not None and not callable(self.init):
+            raise TypeError(f"expected worker_init_fn to be a function, got {self.init!r}")
+        if self.number:
+            _check_temporary_path(self.number)
+
+    def answers(
+        self, reader: Dataset[Answer], requests: Requests, *, pin_memory: bool, timeout_s: float
+    ) -> Iterator[Answer]:
+        """Start the processes, and return the iterator over their answers, which ends them."""
+        # Of this process, which has all that they send open; the workers inherit it.
+        allow_open_files()
+        return iter(
+            DataLoader(
+                reader,
+                # Requests are whole batches already.
+                batch_size=None,
+                sampler=requests,
+                num_workers=self.number,
+                # What is called with each answer before it is sent.
+                collate_fn=Sending(),  # type: ignore[arg-type]  # of answers, not of lists
+                worker_init_fn=_Tied(self.context, self.init),
+                # Persistent workers would keep the data set as it was in the first pass.
+                persistent_workers=False,
+                pin_memory=pin_memory,
+                timeout=timeout_s,
+                prefetch_factor=self.prefetch,
+                multiprocessing_context=self.context,
+                # Without one, DataLoader would draw a seed from the caller's generator.
+                generator=torch.Generator().manual_seed(0),
+            )
+        )
+
+
+class _Tied:
+    """Ties a worker process to the process that it reads for: it ends with it, and has its dtype.
+
+    A worker that is not forked starts with PyTorch's own default dtype, and would draw other random
+    numbers than ``workers=0`` does.
+
+    Note: the parent is a thread
+    ----------------------------
+    When the kernel kills a process with its parent, the parent is the thread that created the
+    process. If that thread may end before the process does, nothing is asked of the kernel, and
+    PyTorch's workers are left to notice the end by themselves. A fork server is the parent of the
+    processes that it creates, and ends with the process that it serves.
+    """
+
+    def __init__(self, context: Any, init: Callable[[int], object] | None) -> None:
+        # Noted in the process that is read for, and forked or pickled into its workers.
+        self._parent = os.getpid()
+        self._lasting = threading.current_thread() is threading.main_thread()
+        if context is None or isinstance(context, str):
+            context = multiprocessing.get_context(context)
+        self._served = context.get_start_method() == "forkserver"
+        self._dtype = torch.get_default_dtype()
+        self._init = init
+
+    def __call__(self, worker: int) -> None:
+        torch.set_default_dtype(self._dtype)
+        if self._lasting:
+            # The parent of a worker that a fork server made is the server, whatever its number is.
+            die_with_parent(os.getppid() if self._served else self._parent)
+        # The fork happened inside `ctrl_c_later`, whose handler nobody in here will ever undo.
+        ctrl_c_as_before()
+        # There PyTorch shows what this worker reads: the data set and not our reader, for functions
+        # and streams look at it, and change it.
+        info: Any = get_worker_info()
+        object.__setattr__(info, "dataset", info.dataset.dataset)  # it is frozen
+        if self._init is not None:
+            self._init(worker)
+
+
+def disown(answers: Iterator[Answer]) -> None:
+    """Let go of the workers in a forked child that leaves the pass: they still read for its parent.
+
+    PyTorch ends them when the iterator is destroyed, whichever process destroys it.
+    """
+    # DataLoader's own mark for an iterator whose workers have been ended already. An iterator of
+    # ours, without workers, has nothing to let go of.
+    if hasattr(answers, "_shutdown"):
+        answers._shutdown = True
+
+
+def _check_temporary_path(workers: int) -> None:
+    """Refuse a temporary folder whose path is too long for the sockets of worker processes.
+
+    In a worker this would fail in a thread of its queue, and the answer would simply never arrive.
+    """
+    folder = os.fsencode(tempfile.gettempdir())
+    if sends_by_socket() and len(folder) > LONGEST_TEMPORARY_PATH:
+        raise ValueError(
+            f"workers={workers}: worker processes send tensors through sockets in the temporary "
+            f"folder, so expected its path to have at most {LONGEST_TEMPORARY_PATH} bytes, got "
+            f"{len(folder)}: {os.fsdecode(folder)}; set TMPDIR to a shorter path, or use workers=0"
+        )
+
+
+class Requests:
+    """The batches of a pass that are to be read, one after the other; starts over if plans change.
+
+    Note: a plan that changes while workers read ahead
+    --------------------------------------------------
+    A batch has the plan of the moment at which it is handed out, so that devices agree however far
+    ahead each of them reads. If the plan has changed, the requests go back to the first batch that
+    was not handed out, and the loader drops the answers to requests of an earlier turn. DataLoader
+    draws another request for each answer that it receives, even if there was none left before: so
+    ``__next__`` may continue after it has raised StopIteration.
+
+    It does not refer to the loader: see the note on who keeps the workers alive.
+
+    Args:
+        this: the pass.
+        order: the order of its samples.
+        loader: number of the loader.
+        plan: the plan for the first batch.
+        own: numbers of this process's devices.
+        digest: how many of the requests ask for a digest: 0, 1 (the first), or 2 for all of them.
+    """
+
+    def __init__(
+        self,
+        this: DataPass,
+        order: Order,
+        *,
+        loader: int,
+        plan: Plan,
+        own: Sequence[int],
+        digest: int,
+    ) -> None:
+        self.turn = 0
+        """How often the plan has changed during this pass."""
+        self._epoch, self._next, self._end = this.number, this.given, this.end
+        self._order, self._loader, self._plan = order, loader, plan
+        self._own, self._digest = own, digest
+
+    def __iter__(self) -> Requests:
+        return self
+
+    def __next__(self) -> Request:
+        if self._next >= self._end:
+            raise StopIteration
+        start, self._next = self._next, min(self._order.stop(self._next), self._end)
+        return self._request(start, self._next)
+
+    def follow(self, plan: Plan, start: int) -> None:
+        """Go back to place ``start`` of the pass if the plan has changed."""
+        # The identity first: it settles nearly every step without comparing the counts.
+        if plan is not self._plan and plan != self._plan:
+            self.turn += 1
+            self._plan, self._next = plan, start
+
+    def _request(self, start: int, stop: int) -> Request:
+        cut = self._order.cut(start, stop, self._plan, self._own)
+        digest = self._order.digest if self._digest else None
+        # The data set is compared once in a pass; what is only known batch by batch, in each.
+        self._digest = 2 if self._digest == 2 else 0
+        numbers = self._loader, self._epoch, stop - start, stop
+        return Request(*numbers, self._plan, self.turn, digest, *cut)
+
+
+_MOST_OPEN_FILES = 1 << 16
+"""Programs that a script starts may look through all descriptors that they could have."""
+_EACH = 2
+"""Descriptors of a tensor that waits to be sent: that of its memory, and the one to be sent."""
+_PLENTY = 1 << 14
+_PAUSE_S = 0.02
+_PLAIN = frozenset({int, float, str, bytes, bool, complex, type(None)})
+_SPARE = 16
+"""Those of connections, and of what the data set opens to read a sample."""
+
+
+def sends_by_socket() -> bool:
+    """Whether processes send each other the memory of tensors by descriptors, through sockets."""
+    found: str = get_sharing_strategy()  # type: ignore[no-untyped-call]
+    return found == "file_descriptor"
+
+
+def allow_open_files() -> None:
+    """Let this process have as many files open as the system allows it, within reason."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _MOST_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_OPEN_FILES)
+    if soft not in (resource.RLIM_INFINITY, hard) and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+class Sending:
+    """Looks, in a worker, whether an answer can be sent; hands on what says so if it cannot.
+
+    It waits until earlier answers have been taken, if that is what is missing: whoever wants this
+    one takes those first, and has a limit for its wait.
+    """
+
+    def __init__(self) -> None:
+        self._first: int | None = None
+        """The files that this process has open while nothing waits to be sent."""
+        self._before = 0
+        """The tensors of the answer before, which may not be on its way yet."""
+
+    def __call__(self, answer: Answer) -> Answer:
+        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        used = _open_files()
+        if self._first is None:
+            self._first = used
+        # To count takes time, and so many tensors nobody has in a batch.
+        if not sends_by_socket() or most == resource.RLIM_INFINITY or most - used > _PLENTY:
+            return answer
+        before, self._before = self._before, count_tensors(answer.payloads)
+        needed = _EACH * self._before + _SPARE
+        if used + needed + _EACH * before <= most:
+            return answer
+        if self._first + needed > most:
+            return self._refused(answer, needed, most)
+        time.sleep(_PAUSE_S)  # by now the one before is on its way, and counted
+        while _open_files() + needed > most:
+            time.sleep(_PAUSE_S)
+        return answer
+
+    def _refused(self, answer: Answer, needed: int, most: int) -> Answer:
+        text = (
+            f"expected room for {needed} more open files in a worker process, which may have "
+            f"{most} and has {self._first} from the start: each of the {self._before} tensors of a "
+            f"batch takes {_EACH} until it is used. Raise the limit (ulimit -n), have fewer and "
+            f"larger tensors in a batch, or use workers=0"
+        )
+        request = answer.request
+        bad = BadSample(
+            request.stop, request.epoch, "OSError", text, "", "sending the batch up to sample"
+        )
+        return answer._replace(payloads=bad)
+
+
+def count_tensors(value: Any) -> int:
+    """Count the tensors in containers and in attributes of objects, however nested.
+
+    >>> count_tensors({"images": torch.zeros(2), "boxes": [torch.zeros(1), torch.zeros(1)]})
+    3
+    """
+    found, rest, seen = 0, [value], set()
+    while rest:
+        each = rest.pop()
+        if isinstance(each, torch.Tensor):
+            found += 1
+            continue
+        parts = _parts_of(each)
+        if parts is not None and id(each) not in seen:
+            seen.add(id(each))
+            # Of numbers and texts there may be very many.
+            rest += [part for part in parts if type(part) not in _PLAIN]
+    return found
+
+
+def _parts_of(value: Any) -> Iterable[Any] | None:
+    if isinstance(value, Mapping):
+        return value.values()
+    if isinstance(value, list | tuple | set | frozenset | deque):
+        return value
+    attributes = getattr(value, "__dict__", None)
+    return attributes.values() if isinstance(attributes, dict) else None
+
+
+def _open_files() -> int:
+    """How many files this process has open, at least: a new one has the lowest number."""
+    try:
+        descriptor = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return most
+    os.close(descriptor)
+    return descriptor

@@ -1,0 +1,119 @@
+"""Parameters whose first values nobody has drawn yet: `onefold.build` knows how to.
+
+Note: who draws them
+--------------------
+A Trainer has the values drawn where they are kept, a parameter at a time. Whoever else computes
+with such a parameter has it drawn then, in the file that its memory is a part of: a parameter that
+has no values yet says when it is used, as one does that is elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from onefold.deferred.access import AccessHook
+from onefold.deferred.recipe import Recipe, View
+from onefold.system.allocator import SparseAllocator
+
+__all__ = ["DeferredValues", "defer", "deferred_of", "revealed"]
+
+_NAME = "onefold_undrawn"
+_ABOUT_MEMORY = frozenset(
+    [
+        *(torch.Tensor.stride, torch.Tensor.is_contiguous, torch.Tensor.storage_offset),
+        # Some optimizers make their state of such as soon as they are made.
+        *(torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like),
+    ]
+)
+"""What asks a parameter for its shape and its place alone, both of which it has."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeferredValues:
+    """The values of one parameter, which has its memory to itself."""
+
+    recipe: Recipe
+    view: View
+    """How the parameter lies in the memory."""
+    memory: torch.Tensor
+    """(bytes,) uint8 of the allocator's, without room on the disk."""
+    allocator: SparseAllocator
+
+    def write_to(self, view: torch.Tensor) -> None:
+        """Draw the values, into a tensor of the parameter's shape on any device."""
+        self.recipe.fill_view(view, self.view)
+
+    def settle(self) -> None:
+        """Draw the values, into the parameter's own memory.
+
+        Raises:
+            OSError: the disk has no room.
+        """
+        self.allocator.provide(self.memory)
+        # Whoever is asking may be in a mode in which nothing can be drawn: these are a thread's.
+        with ThreadPoolExecutor(1) as alone:
+            alone.submit(self.recipe.fill, self.memory).result()
+
+
+def defer(parameter: torch.nn.Parameter, values: DeferredValues) -> None:
+    """Have a parameter's values be drawn when somebody needs them."""
+    setattr(parameter, _NAME, values)
+    _PARAMETERS.hide([parameter])
+
+
+def deferred_of(parameter: torch.Tensor) -> DeferredValues | None:
+    """The values of a parameter, if they are not drawn yet."""
+    found: DeferredValues | None = getattr(parameter, _NAME, None)
+    return found
+
+
+def reveal(parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Have parameters be plain ones, whose memory is another one now or has its values."""
+    for parameter in parameters:
+        if deferred_of(parameter) is not None:
+            _PARAMETERS.show([parameter])
+            delattr(parameter, _NAME)
+
+
+@contextmanager
+def revealed(parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
+    """Have parameters be plain ones, but after an error those that still have no values."""
+    waiting = [(each, values) for each in parameters if (values := deferred_of(each)) is not None]
+    reveal(parameter for parameter, _ in waiting)
+    try:
+        yield
+    except BaseException:
+        for parameter, values in waiting:
+            if parameter.data_ptr() == values.memory.data_ptr():
+                defer(parameter, values)
+        raise
+
+
+def _settle(tensors: Sequence[torch.Tensor]) -> None:
+    for tensor in tensors:
+        values = deferred_of(tensor)
+        if values is not None:
+            # Plain first: drawing is a use as well.
+            assert isinstance(tensor, torch.nn.Parameter)
+            reveal([tensor])
+            try:
+                values.settle()
+            except BaseException:
+                defer(tensor, values)
+                raise
+
+
+_PARAMETERS = AccessHook(
+    _settle,
+    harmless=_ABOUT_MEMORY,
+    uses=[
+        torch.Tensor.data_ptr,
+        # What is put in the place of the values must not be taken for ours any more.
+        torch.Tensor.data.__set__,  # type: ignore[attr-defined]
+    ],
+)

@@ -1,0 +1,502 @@
+"""Adds up the gradients of all shards, in the tree's order, where the owner of each piece is.
+
+`BlockReduction` adds whole partial sums, which devices publish. `StageReduction` takes gradients
+stage by stage, shard by shard, as devices compute them: `RunningFold` adds values that come one by
+one, in any order, and keeps as few sums as it can.
+
+Note: whose memory the sum of blocks ends up in
+-----------------------------------------------
+The owner of a partition adds in place to the leftmost partial sum, whoever published it. This is
+safe between ``collect`` and ``publish_parameters``: everybody has finished writing, each owner
+touches its own partition alone, and nobody else reads this stretch. The total is then a view of
+that partial sum, so neither may be written again before ``publish_parameters`` has returned on
+every device.
+
+Note: shared tensors
+--------------------
+Much of what comes stage by stage need not be kept: it lies in a gradient that backward would like
+to free, or in memory that another device will write again, and it is mostly added to something else
+at once. So a sum may hold tensors that are *shared*: an addition never writes to them, and what is
+still shared when all that came at one time has been added is copied.
+
+Note: how many sums are kept
+----------------------------
+Two halves of a node of the tree (see `onefold.core.fold`) are added as soon as both are there, and
+nothing else is ever added. Of shards that come from left to right, one after the other, at most one
+sum is kept for each level of the tree. Where D devices take shards in turn, the D that come at one
+time are neighbours: they add up to a few nodes at once, and what is kept for longer is one sum for
+each level above those.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Generic, TypeVar
+
+import torch
+
+from onefold.core.assignment import Assignment
+from onefold.core.flat import FlatTensors, Layout, Piece
+from onefold.core.fold import Block, Published, fold, published_by
+from onefold.core.shard import Plan
+from onefold.core.storage import Storage, cut_chunks
+from onefold.exchange.memory import Memory, PartitionSums, by_stage
+from onefold.exchange.stageexchange import (
+    DONE,
+    Call,
+    Delivery,
+    GradientSend,
+    ParameterRequest,
+    StageExchange,
+)
+from onefold.system.allocator import TensorAllocator
+from onefold.system.compat import add_each
+
+__all__ = ["BlockReduction", "PartitionFold", "Reduction", "RunningFold", "StageReduction"]
+
+
+class Reduction(ABC):
+    """Adds up gradients over all shards.
+
+    The methods are called in the order of a step: `collect`, `totals`, `release`. `bind` is called
+    between steps, and before the first one.
+    """
+
+    @abstractmethod
+    def bind(self, assignment: Assignment) -> None:
+        """Adopt an assignment: who owns what."""
+
+    @abstractmethod
+    def collect(self, plan: Plan) -> None:
+        """Wait until every device has handed over all of its gradients, and add them up."""
+
+    @abstractmethod
+    def totals(self, device: int) -> Sequence[torch.Tensor | None]:
+        """The summed gradient of each piece of an own device's partition, shaped as it.
+
+        A piece has None where no shard gave a gradient.
+        """
+
+    @abstractmethod
+    def release(self) -> None:
+        """Drop all sums."""
+
+
+class BlockReduction(Reduction):
+    """Adds whole partial sums, one of each block of shards.
+
+    Args:
+        storage: the sizes.
+        memory: where partial sums are published.
+    """
+
+    def __init__(self, storage: Storage, memory: Memory) -> None:
+        self._storage, self._memory = storage, memory
+        self._folds: dict[int, PartitionFold] = {}
+
+    def bind(self, assignment: Assignment) -> None:
+        storage = self._storage
+        self._folds = {
+            device: PartitionFold(
+                storage.gradients, storage.pieces_of(assignment.partitions[device]), storage.shards
+            )
+            for device in self._memory.trained
+        }
+
+    def collect(self, plan: Plan) -> None:
+        memory = self._memory
+        # Before any addition: it is in place, so everybody must have finished writing.
+        arrivals = memory.collect(plan)
+        arrived = None if arrivals is None else arrivals.wait_for
+        for device, partition_fold in self._folds.items():
+            partition_fold.fold(plan, memory.partial, home=memory.home(device), arrived=arrived)
+        # Only now: our partial sums may still be on their way out while our partitions are added
+        # up, as no other device is sent these stretches.
+        if arrivals is not None:
+            arrivals.finish()
+
+    def totals(self, device: int) -> Sequence[torch.Tensor | None]:
+        return self._folds[device].totals
+
+    def release(self) -> None:
+        for partition_fold in self._folds.values():
+            partition_fold.release()
+
+
+class PartitionFold:
+    """The owner's part of the fold: adds the published partial sums over one partition.
+
+    It goes chunk by chunk: the sums of the tree's inner nodes are then still in the processor's
+    cache when they are added in turn, and a chunk can be added while later ones are on their way.
+
+    Args:
+        layout: the layout of the gradients.
+        partition: the pieces that this device owns.
+        shards: how many shards every batch is cut into.
+    """
+
+    def __init__(self, layout: Layout, partition: Sequence[Piece], shards: int) -> None:
+        self.chunks = cut_chunks(layout, partition)
+        self._partition = partition
+        self._shards = shards
+        self.totals: list[torch.Tensor | None] = []
+        """One tensor for each piece of the partition, shaped like it; None without a gradient."""
+
+    def fold(
+        self,
+        plan: Plan,
+        memory: Callable[[Published], PartitionSums],
+        *,
+        home: FlatTensors | None = None,
+        arrived: Callable[[int], None] | None = None,
+    ) -> None:
+        """Add up the partial sums; ``totals`` are ready afterwards.
+
+        Args:
+            plan: who published what.
+            memory: returns the memory of a partial sum.
+            home: where the total goes, if it cannot stay where the leftmost partial sum lies.
+            arrived: waits until the chunk of this number has been received.
+        """
+        # From the plan alone, so every owner adds the same blocks in the same order.
+        published = published_by(plan)
+        memories = {block: memory(at) for block, at in published.items()}
+        # A lone partial sum that is here, and may stay where it lies, is the total already.
+        nothing_to_do = len(published) == 1 and arrived is None and home is None
+        for number, chunk in enumerate(() if nothing_to_do else self.chunks):
+            if arrived is not None:
+                arrived(number)
+            parts = {block: partial.chunk(chunk) for block, partial in memories.items()}
+            if home is not None:
+                parts = {block: part.to(home.device) for block, part in parts.items()}
+            # In place, left before right: the leftmost part ends up as the total, and its own value
+            # is gone. Each chunk is therefore folded exactly once a step.
+            total = fold(parts.get, Block(0, self._shards), _add_in_place)
+            # `to` copies nothing on the same device, so the total may be in its place already.
+            if home is not None and total.data_ptr() != home.chunk(chunk).data_ptr():
+                home.chunk(chunk).copy_(total)
+        source: PartitionSums = memories[min(memories)] if home is None else home
+        self.totals = [source.piece(piece) for piece in self._partition]
+
+    def release(self) -> None:
+        """Drop the totals, which are views of somebody's partial sum."""
+        self.totals = []
+
+
+def _add_in_place(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    return left.add_(right)
+
+
+T = TypeVar("T")
+
+
+class RunningFold(Generic[T]):
+    """Adds up one value per shard in the tree's order, whenever they come.
+
+    >>> running = RunningFold(3, lambda x, y: f"({x}+{y})")
+    >>> for shard in (2, 1, 0):
+    ...     running.put(shard, "abc"[shard])
+    >>> running.total
+    '((a+b)+c)'
+
+    Args:
+        shards: how many values there will be (V).
+        add: adds two sums, the left one first; it may work in place and return its first argument.
+    """
+
+    def __init__(self, shards: int, add: Callable[[T, T], T]) -> None:
+        self._shards = shards
+        self._add = add
+        self._kept: dict[Block, T] = {}
+        self._came: set[int] = set()
+
+    @property
+    def kept(self) -> int:
+        """How many sums are kept now."""
+        return len(self._kept)
+
+    def values(self) -> list[T]:
+        """The sums that are kept now."""
+        return list(self._kept.values())
+
+    @property
+    def total(self) -> T:
+        """The sum over all shards.
+
+        Raises:
+            KeyError: some shard has not come.
+        """
+        missing = next((s for s in range(self._shards) if s not in self._came), None)
+        if missing is not None:
+            raise KeyError(f"shard {missing} has not come")
+        return self._kept[Block(0, self._shards)]
+
+    def put(self, shard: int, value: T) -> None:
+        """Take a shard's value, and add up all nodes that are complete with it.
+
+        Raises:
+            ValueError: the shard has come already, or there is none of this number.
+        """
+        if shard in self._came or not 0 <= shard < self._shards:
+            raise ValueError(f"expected each of {self._shards} shards once, got shard {shard}")
+        self._came.add(shard)
+        node = Block(shard, shard + 1)
+        for left, right, above in _climb(shard, self._shards):
+            other = right if node == left else left
+            if other not in self._kept:
+                break
+            found = self._kept.pop(other)
+            value = self._add(value, found) if node == left else self._add(found, value)
+            node = above
+        self._kept[node] = value
+
+
+@lru_cache(maxsize=4096)
+def _climb(shard: int, shards: int) -> tuple[tuple[Block, Block, Block], ...]:
+    """List the nodes above a shard, from the lowest up: left half, right half, the node.
+
+    Nodes without a right half are left out, as they are their left half.
+    """
+    steps = []
+    width = 1
+    while width < shards:
+        start = shard // (2 * width) * (2 * width)
+        middle, stop = start + width, min(start + 2 * width, shards)
+        if middle < stop:
+            steps.append((Block(start, middle), Block(middle, stop), Block(start, stop)))
+        width *= 2
+    return tuple(steps)
+
+
+_EVENTS_UNDERWAY = 2
+"""Of which gradients may be late. Between those of two stages there is a request, so they have the
+time in which one stage is computed."""
+
+
+class StageReduction(Reduction):
+    """Takes what this process's devices give, and adds up what is for it of everybody's gradients.
+
+    In a step all devices call `begin`, then for each round of shards `give` for every stage that
+    they have computed and `end_round`, and then `collect` and `totals`.
+
+    Args:
+        exchange: brings gradients to the owners.
+        memory: of this process's devices.
+    """
+
+    def __init__(self, exchange: StageExchange, memory: Memory) -> None:
+        self.stages = exchange.layout.stages
+        """Of the model."""
+        self._exchange, self._memory = exchange, memory
+        self._allocator = memory.allocator
+        self._late: deque[list[Delivery]] = deque()
+        """What may still be on its way, of one event after the other."""
+        self._sums = [
+            StageSums(exchange.storage.shards, self._allocator) for _ in self.stages.names
+        ]
+
+    def bind(self, assignment: Assignment) -> None:
+        self._exchange.bind(assignment)
+        self._partitions = {
+            device: assignment.partitions[device] for device in self._memory.trained
+        }
+        own = [number for partition in self._partitions.values() for number in partition]
+        self._pieces = by_stage(self._exchange.layout, own)
+        self._places = {
+            number: (stage, place)
+            for stage, numbers in enumerate(self._pieces)
+            for place, number in enumerate(numbers)
+        }
+
+    def begin(self, empty: Iterable[int]) -> None:
+        """Begin a step.
+
+        Args:
+            empty: the shards without samples, which nobody runs.
+        """
+        # Of a step that failed something may still be on its way to memory that is in use.
+        self._arrived()
+        self.await_prefetched()
+        self.release()
+        for shard in empty:
+            for sums, numbers in zip(self._sums, self._pieces, strict=True):
+                sums.put(shard, StageSum([None] * len(numbers), set()), last=True)
+
+    def serve(self, values: Callable[[int], torch.Tensor]) -> None:
+        """Set how the parameters that this process owns are found; see `StageExchange.serve`."""
+        self._exchange.serve(values)
+
+    def give(self, send: GradientSend) -> None:
+        """Hand over a shard's gradients of one stage; may block until other devices send theirs.
+
+        The gradients belong to the reduction, which may add to them in place.
+        """
+        self._take_part(send)
+
+    def request(self, request: ParameterRequest) -> None:
+        """Gather the parameters of a stage; may block until other devices make a call."""
+        self._take_part(request)
+
+    @property
+    def prefetches(self) -> bool:
+        """See `StageExchange.prefetches`."""
+        return self._exchange.prefetches
+
+    def await_prefetched(self) -> None:
+        """Wait for what was requested ahead of its use; see `StageExchange.await_prefetched`."""
+        self._exchange.await_prefetched()
+
+    def in_pipeline(self) -> AbstractContextManager[None]:
+        """Surround the shards that go through pipelines; see `StageExchange.in_pipeline`."""
+        return self._exchange.in_pipeline()
+
+    def end_round(self) -> None:
+        """Wait until every device has given all of its shard of this round."""
+        while not self._take_part(None):
+            pass
+        self._add(self._arrived())
+        self.await_prefetched()
+
+    def collect(self, plan: Plan) -> None:
+        arrivals = self._memory.collect(plan, partials=False)
+        if arrivals is not None:
+            arrivals.finish()
+
+    def totals(self, device: int) -> list[torch.Tensor | None]:
+        places = [self._places[number] for number in self._partitions[device]]
+        # Of a stage of which nothing is this process's, nothing has come, perhaps.
+        found = {stage: self._sums[stage].totals for stage in {stage for stage, _ in places}}
+        return [found[stage][place] for stage, place in places]
+
+    def release(self) -> None:
+        for sums in self._sums:
+            sums.clear()
+
+    def _take_part(self, call: Call) -> bool:
+        """Take part in an event, and add up what has come; whether all are done with their shards.
+
+        What is late is added up some events later, or at the end of the round.
+        """
+        found = self._exchange.exchange(call)
+        self._late.append([each for each in found if each.arrive is not None])
+        come = self._arrived(but=_EVENTS_UNDERWAY)
+        self._add([*come, *(each for each in found if each.arrive is None)])
+        return all(each.header == DONE for each in found)
+
+    def _arrived(self, but: int = 0) -> list[Delivery]:
+        """Wait for what was still on its way, but for the latest events, and take it out."""
+        come: list[Delivery] = []
+        while len(self._late) > but:
+            for each in self._late.popleft():
+                assert each.arrive is not None
+                each.arrive()
+                come.append(each)
+        return come
+
+    def _add(self, found: Sequence[Delivery]) -> None:
+        sends = [each for each in found if each.header.is_send]
+        for header, pieces, shared, _ in sends:
+            tensors = [pieces.get(number) for number in self._pieces[header.stage]]
+            if self._allocator.apart:
+                tensors = [None if t is None else self._allocator.copy(t) for t in tensors]
+                shared = False
+            given = StageSum(tensors, set(range(len(tensors))) if shared else set())
+            self._sums[header.stage].put(header.shard, given, last=header.last)
+        for stage in {each.header.stage for each in sends}:
+            self._sums[stage].settle()
+
+
+@dataclass(slots=True)
+class StageSum:
+    """Gradients of some pieces of a stage, of one shard or added up over several."""
+
+    tensors: list[torch.Tensor | None]
+    """One for each piece, shaped as it; None where no shard gave a gradient."""
+    shared: set[int]
+    """The places in ``tensors`` of those that may not be written to, nor kept."""
+
+    def plus(self, other: StageSum, allocator: TensorAllocator) -> StageSum:
+        """Add up two sums, this one left of the other.
+
+        The memory of either may take the result, or else the allocator's.
+        """
+        tensors, shared = list(self.tensors), set(self.shared)
+        in_place: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for place, (left, right) in enumerate(zip(self.tensors, other.tensors, strict=True)):
+            if right is None:
+                continue
+            if left is None:
+                tensors[place] = right
+                shared = shared - {place} | other.shared & {place}
+            elif place not in self.shared:
+                in_place.append((left, right))
+            else:
+                # The left one first, even where the right one's memory takes the sum.
+                target = allocator.like(left) if place in other.shared else right
+                tensors[place] = torch.add(left, right, out=target)
+                shared.discard(place)
+        if in_place:
+            add_each(*map(list, zip(*in_place, strict=True)))
+        return StageSum(tensors, shared)
+
+    def settle(self, allocator: TensorAllocator) -> None:
+        """Copy what is shared to the allocator."""
+        for place in self.shared:
+            tensor = self.tensors[place]
+            self.tensors[place] = None if tensor is None else allocator.copy(tensor)
+        self.shared = set()
+
+
+class StageSums:
+    """The sums over the pieces of one stage that devices of this process own.
+
+    Args:
+        shards: how many shards every batch is cut into.
+        allocator: where sums are kept.
+    """
+
+    def __init__(self, shards: int, allocator: TensorAllocator) -> None:
+        self._shards = shards
+        self._allocator = allocator
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin a step."""
+        self._fold = RunningFold(self._shards, partial(StageSum.plus, allocator=self._allocator))
+        self._open: dict[int, StageSum] = {}
+
+    def put(self, shard: int, given: StageSum, *, last: bool) -> None:
+        """Take what a shard, or a piece of one, gave.
+
+        Args:
+            shard: its number.
+            given: the gradients.
+            last: whether nothing more comes of the shard.
+        """
+        found = self._open.pop(shard, None)
+        whole = given if found is None else found.plus(given, self._allocator)
+        if last:
+            self._fold.put(shard, whole)
+        else:
+            whole.settle(self._allocator)
+            self._open[shard] = whole
+
+    def settle(self) -> None:
+        """Copy what is shared of all that is kept."""
+        for kept in self._fold.values():
+            kept.settle(self._allocator)
+
+    @property
+    def totals(self) -> Sequence[torch.Tensor | None]:
+        """The sum over all shards: one tensor for each piece; None where no shard gave one.
+
+        Raises:
+            KeyError: a shard has given nothing yet.
+        """
+        total: StageSum = self._fold.total
+        return total.tensors

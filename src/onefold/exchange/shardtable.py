@@ -1,0 +1,195 @@
+"""What devices report to each other in a step, besides their partial sums.
+
+Note: who may write what, and when
+----------------------------------
+A device writes its own row of ``gave``, and its own shards' rows of everything else, before it
+calls ``collect``. All rows may be read between ``collect`` and ``publish_parameters``, and nobody
+writes then. Where processes share the table's memory, nothing but this order keeps them apart:
+there is no lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from onefold.core.flat import FlatTensors
+from onefold.core.shard import runs_of
+from onefold.core.storage import TableShape
+from onefold.core.values import ChangedBuffers, ShardResult, ShardValues
+
+__all__ = ["ShardTable"]
+
+
+class ShardTable:
+    """The table in which every device reports to the others what its shards gave.
+
+    What the host knows lies on the host, as NumPy arrays, because writing single numbers into a
+    tensor costs far more. What a device computes lies where ``computed`` lies, so that no host has
+    to wait for a device.
+
+    Args:
+        shape: the sizes of its parts.
+        known: (sum(shape.host_bytes),) uint8 on the host, zeros.
+        computed: (shape.device_bytes,) uint8 on a device, zeros.
+    """
+
+    def __init__(self, shape: TableShape, known: torch.Tensor, computed: torch.Tensor) -> None:
+        self.shape = shape
+        self.known = known
+        parts = torch.split(known, list(shape.host_bytes))
+        devices, shards = shape.devices, shape.shards
+        self.weights = _typed(parts[0], torch.float64, (shards,)).numpy()
+        """(V,) float64: each shard's part of the divisor, or a negative code for why there is none;
+        see `onefold.core.values`."""
+        self.gave = _typed(parts[1], torch.int32, (devices, shape.parameters)).numpy()
+        """(D, P) int32: how many of a device's shards gave a gradient to each parameter."""
+        self.changed = _typed(parts[2], torch.uint8, (shards, len(shape.buffers.entries))).numpy()
+        """(V, B) uint8: whether a shard changed a buffer."""
+        self.kinds = _typed(parts[3], torch.int64, (shards,)).numpy()
+        """(V,) int64: which values are beside each loss, see `ShardValues.kind`; 0 for none."""
+        self.left_out = _typed(parts[4], torch.int64, (shards,)).numpy()
+        """(V,) int64: how many of a shard's samples ``collate`` has left out."""
+        self._by_shard = self.weights, self.changed, self.kinds, self.left_out
+        self.given: dict[int, ShardValues] = {}
+        """These values, for the shards of this process."""
+        # The totals lie first, at offset 0, as float64 must be aligned; the buffers fill the end.
+        rows = shape.buffers.nbytes
+        first = shape.device_bytes - shards * rows
+        middle = first - shape.values_bytes
+        self.totals = _typed(computed[:middle], torch.float64, (shards,))
+        """(V,) float64: each shard's part of the loss."""
+        self.on_host = computed.device.type == "cpu"
+        """Whether what the devices compute lies on the host, too."""
+        self._host_totals = self.totals.numpy() if self.on_host else None
+        self._values_memory = computed[middle:first]
+        self.widen(0)
+        self.rows_memory = computed[first:].view(shards, rows)
+        """(V, bytes of the buffers) uint8: the memory of ``buffer_rows``."""
+        self.buffer_rows = [
+            FlatTensors(shape.buffers, memory=self.rows_memory[shard]) for shard in range(shards)
+        ]
+        """V sets of the module's buffers: the values that each shard left in them."""
+
+    @classmethod
+    def private(cls, shape: TableShape, device: torch.device) -> ShardTable:
+        """Make a table in memory of this process."""
+        known = torch.zeros(sum(shape.host_bytes), dtype=torch.uint8)
+        return cls(shape, known, torch.zeros(shape.device_bytes, dtype=torch.uint8, device=device))
+
+    def times_given(self) -> list[int]:
+        """For each trained parameter, the number of shards that gave it a gradient."""
+        times = self.gave[0] if len(self.gave) == 1 else np.add.reduce(self.gave)
+        found: list[int] = times.tolist()
+        return found
+
+    def widen(self, width: int) -> None:
+        """Have each shard report so many numbers beside its loss; alike on all devices.
+
+        Called between `collect` and `publish_parameters`; what lies there means nothing
+        afterwards, until every device has cleared its rows.
+        """
+        self.width = width
+        self.values = _typed(self._values_memory, torch.float64, (self.shape.shards, width, 2))
+        """(V, width, 2) float64: totals and weights of the numbers beside each shard's loss."""
+
+    def clear_rows(self, device: int, shards: Sequence[int]) -> None:
+        """Clear one device's rows before a step: the last step's values are still in them."""
+        self.gave[device] = 0
+        for rows in runs_of(shards):
+            for array in self._by_shard:
+                array[rows] = 0
+            if self.width:
+                self.values[rows].zero_()
+            if self._host_totals is not None:
+                self._host_totals[rows] = 0.0
+            else:
+                self.totals[rows].zero_()
+        if self.given:
+            for shard in shards:
+                self.given.pop(shard, None)
+
+    def record(self, device: int, shard: int, result: ShardResult) -> None:
+        """Record what a shard gave, besides its gradients."""
+        self.weights[shard], self.left_out[shard] = result.weight, result.left_out
+        if result.total is not None:
+            self.set_total(shard, result.total)
+        # A shard that gave all, which is nearly every one, is added as one number.
+        gave = result.gave
+        row = self.gave[device]
+        np.add(row, 1 if all(gave) else gave, out=row)
+        if result.buffers is not None:
+            self._record_buffers(shard, result.buffers)
+        if result.values is not None:
+            self._record_values(shard, result.values)
+
+    def _record_values(self, shard: int, values: ShardValues) -> None:
+        self.kinds[shard], self.given[shard] = values.kind, values
+        # Those of names that are new may have no room yet: they are fetched from `given`.
+        if len(values.lines) <= self.width:
+            room = self.values[shard, : len(values.lines)]
+            room.copy_(values.numbers, non_blocking=True)
+
+    def _record_buffers(self, shard: int, buffers: ChangedBuffers) -> None:
+        # Non-blocking: on a GPU the copy follows the shard's own kernels in their stream.
+        row = self.buffer_rows[shard]
+        self.changed[shard, buffers.indices] = 1
+        if len(buffers.indices) == len(row.views):
+            for target, values in zip(row.sections, buffers.sections, strict=True):
+                target.copy_(values, non_blocking=True)
+            return
+        for index in buffers.indices:
+            entry = row.layout.entries[index]
+            stretch = slice(entry.offset, entry.offset + entry.numel)
+            values = buffers.sections[entry.section][stretch]
+            row.sections[entry.section][stretch].copy_(values, non_blocking=True)
+
+    def set_total(self, shard: int, total: torch.Tensor) -> None:
+        """Record a shard's part of the loss, () float64; on a GPU, without waiting for it."""
+        if self._host_totals is not None:
+            self._host_totals[shard] = total.item()
+        else:
+            self.totals[shard : shard + 1].copy_(total, non_blocking=True)
+
+    def row(self, device: int, shards: Sequence[int]) -> torch.Tensor:
+        """Pack what ``device`` wrote on this table into a message: (row_bytes,) uint8 on the host.
+
+        Totals and values are part of it only where they lie on the host. Elsewhere they must
+        travel by themselves, and the buffers always must.
+        """
+        parts = self._row_parts(device, shards)
+        return torch.from_numpy(np.concatenate([part.view(np.uint8).ravel() for part in parts]))
+
+    def empty_row(self, device: int, shards: Sequence[int]) -> torch.Tensor:
+        """Allocate memory for the `row` of another process's table."""
+        # Its length follows from the plan, which both know: no message states a size.
+        parts = self._row_parts(device, shards)
+        return torch.empty(sum(part.nbytes for part in parts), dtype=torch.uint8)
+
+    def take_row(self, device: int, shards: Sequence[int], message: torch.Tensor) -> None:
+        """Copy the `row` of another process's table onto this one."""
+        start = 0
+        for part in self._row_parts(device, shards):
+            stop = start + part.nbytes
+            # Into the table's own arrays: views of it are held for the whole run.
+            part[...] = message[start:stop].numpy().view(part.dtype).reshape(part.shape)
+            start = stop
+
+    def _row_parts(self, device: int, shards: Sequence[int]) -> list[np.ndarray[Any, Any]]:
+        # The one list for packing, allocating and unpacking, so that the three cannot differ.
+        parts = [self.gave[device]]
+        for rows in runs_of(shards):
+            parts += [array[rows] for array in self._by_shard]
+            if self.on_host:
+                parts.append(self.totals[rows].numpy())
+            if self.on_host and self.width:
+                parts.append(self.values[rows].numpy())
+        return parts
+
+
+def _typed(memory: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    numel = torch.Size(shape).numel()
+    return memory[: numel * dtype.itemsize].view(dtype).view(shape)

@@ -1,0 +1,192 @@
+"""Downloads data sets of known content, once, into a folder that is kept.
+
+The SHA-256 of every file is known beforehand, so it does not matter where a file comes from or who
+put it there. `pooch` downloads, compares the digest, and moves a file into place once it is whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO
+
+from onefold.errors import DataError, LaunchError
+from onefold.jobs.data.files import open_regular
+
+__all__ = ["fetch_dataset"]
+
+LARGEST_BYTES = 1 << 28
+"""Of one file: a server that never stops must not fill the disk before its digest is compared."""
+_CHUNK_BYTES = 1 << 14
+_LONGEST_SILENCE_S = 30.0
+"""A server that sends nothing for so long is given up, and the next mirror is tried."""
+_MNIST_FILES = (
+    "train-images-idx3-ubyte.gz",
+    "train-labels-idx1-ubyte.gz",
+    "t10k-images-idx3-ubyte.gz",
+    "t10k-labels-idx1-ubyte.gz",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RemoteSet:
+    """Files that lie under the same names at several addresses."""
+
+    mirrors: tuple[str, ...]
+    """Addresses of folders, each with a slash at its end, in the order in which they are tried."""
+    sums: Mapping[str, str]
+    """SHA-256 of each file, by its name."""
+
+
+def _like_mnist(mirrors: tuple[str, ...], *sums: str) -> RemoteSet:
+    return RemoteSet(mirrors=mirrors, sums=dict(zip(_MNIST_FILES, sums, strict=True)))
+
+
+SETS: Mapping[str, RemoteSet] = {
+    "mnist": _like_mnist(
+        (
+            "https://ossci-datasets.s3.amazonaws.com/mnist/",
+            "https://storage.googleapis.com/cvdf-datasets/mnist/",
+        ),
+        "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
+        "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c",
+        "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
+        "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
+    ),
+    "fashion-mnist": _like_mnist(
+        (
+            "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/",
+            # This one has no HTTPS; the digests make up for it.
+            "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
+        ),
+        "3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84",
+        "a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845",
+        "346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073",
+        "67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5",
+    ),
+}
+"""The data sets that can be fetched, by name."""
+
+
+def fetch_dataset(
+    name: str, cache: Path, *, sets: Mapping[str, RemoteSet] = SETS, timeout_s: float = 600.0
+) -> Path:
+    """Download the missing files of a data set, and return its folder.
+
+    Several processes may do so at the same time: each writes aside and renames a whole file.
+
+    Args:
+        name: name of the data set, ``"mnist"`` or ``"fashion-mnist"``.
+        cache: holds one folder for each data set; made if it is missing.
+        sets: the data sets that are known.
+        timeout_s: the longest time for one file from one address. It is compared whenever data
+            arrive; a server that sends nothing is given up after 30 s, or earlier.
+
+    Returns:
+        ``cache/name``, where every file has the right SHA-256.
+
+    Raises:
+        ValueError: no data set has that name.
+        DataError: an existing file has another SHA-256, and is left as it is; or a missing file
+            could not be downloaded from any address.
+        LaunchError: a file is missing, and so is pooch.
+        OSError: the folder cannot be made, or a file in it cannot be read.
+    """
+    if name not in sets:
+        raise ValueError(f"expected a data set of {', '.join(sets)}, got {name!r}")
+    folder, wanted = cache / name, sets[name]
+    folder.mkdir(parents=True, exist_ok=True)
+    # All are checked before the first is fetched: a wrong file ends this without a download.
+    missing = [file for file in wanted.sums if not _exists(folder / file, wanted.sums[file])]
+    for file in missing:
+        _fetch(file, wanted, folder, timeout_s)
+    return folder
+
+
+def _exists(path: Path, expected: str) -> bool:
+    """Return whether a file exists.
+
+    Raises:
+        DataError: the file exists, and has another SHA-256.
+    """
+    if not path.exists():
+        return False
+    with open_regular(path) as file:
+        got = hashlib.file_digest(file, "sha256").hexdigest()
+    # pooch would replace it without a word. It may be somebody's own data under the same name.
+    if got != expected:
+        raise DataError(
+            f"{path}: expected a file with SHA-256 {expected}, got {got}; "
+            f"remove it and it is fetched again"
+        )
+    return True
+
+
+def _fetch(file: str, wanted: RemoteSet, folder: Path, timeout_s: float) -> None:
+    """Download a file from the first address that has the right content."""
+    try:
+        import pooch  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise LaunchError(
+            "downloading data needs pooch, which is not installed here: "
+            'pip install "onefold[images]"'
+        ) from error
+    silence_s = min(timeout_s, _LONGEST_SILENCE_S)
+    # The digest is that of the file as it is stored, not as a server may pack it.
+    plain = {"Accept-Encoding": "identity"}
+    download = pooch.HTTPDownloader(timeout=silence_s, headers=plain, chunk_size=_CHUNK_BYTES)
+    failures = []
+    for mirror in wanted.mirrors:
+        try:
+            pooch.retrieve(
+                mirror + file,
+                known_hash=wanted.sums[file],
+                fname=file,
+                path=folder,
+                downloader=partial(_download, download, timeout_s),
+            )
+            return
+        except (OSError, ValueError) as failure:  # requests raises OSErrors
+            failures.append(f"  {mirror}{file}: {failure}")
+    tried = "\n".join(failures)
+    raise DataError(
+        f"{file} could not be fetched:\n{tried}\n"
+        f"check the network, or put the files by hand in {folder}: {', '.join(wanted.sums)}"
+    )
+
+
+def _download(
+    download: Callable[..., None], timeout_s: float, url: str, output_file: str, _pooch: object
+) -> None:
+    """Write what an address sends into pooch's temporary file, within bounds."""
+    with open(output_file, "wb") as file:
+        # pooch's file is for its owner alone, but others may share the cache.
+        os.fchmod(file.fileno(), 0o644)
+        download(url, _Bounded(file, timeout_s), None)
+        # A rename may reach the disk before the bytes do.
+        file.flush()
+        os.fsync(file.fileno())
+
+
+class _Bounded:
+    """A file that takes neither more than `LARGEST_BYTES`, nor anything after the time is up."""
+
+    def __init__(self, file: BinaryIO, timeout_s: float) -> None:
+        self._file, self._timeout_s = file, timeout_s
+        self._end_s = time.monotonic() + timeout_s
+        self.flush = file.flush
+
+    def write(self, piece: bytes) -> None:
+        self._file.write(piece)
+        got = self._file.tell()
+        if got > LARGEST_BYTES:
+            raise ValueError(f"expected at most {LARGEST_BYTES:,} bytes, got more")
+        if time.monotonic() > self._end_s:
+            raise ValueError(
+                f"expected the whole file within {self._timeout_s:g} s, got {got} bytes"
+            )

@@ -1,0 +1,178 @@
+"""Reads the user's files within bounds, reports those that cannot be used, and overwrites none."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+import unicodedata
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from io import BufferedReader
+from pathlib import Path
+from typing import Any
+
+from onefold.errors import DataError
+from onefold.system.ownfiles import open_plain, parse_json
+
+__all__ = [
+    "BadFile",
+    "digest_of",
+    "open_regular",
+    "read_json",
+    "read_whole",
+    "readable",
+    "refuse",
+    "require_ours",
+    "visible",
+]
+
+_TOLD = 5
+"""How many bad files or lines an error names; it counts the others."""
+
+
+@dataclass(frozen=True, slots=True)
+class BadFile:
+    """A file, or a line of one, that cannot be used.
+
+    >>> str(BadFile(Path("train.tsv"), "there is no tab", line=3))
+    'train.tsv, line 3: there is no tab'
+    """
+
+    path: Path
+    """Path of the file."""
+    reason: str
+    """What was expected, and what was found instead."""
+    line: int | None = None
+    """Number of the line, from 1; None for the file as a whole."""
+
+    def __str__(self) -> str:
+        place = readable(self.path)
+        if self.line is not None:
+            place = f"{place}, line {self.line}"
+        return f"{place}: {self.reason}"
+
+
+def readable(path: Path) -> str:
+    """Spell a path so that it can be printed, even if it is not UTF-8 or has control characters.
+
+    >>> print(readable(Path("a\\x1b[2J.png")))
+    a\\x1b[2J.png
+    """
+    # A name is bytes to the kernel. Python holds those that are not UTF-8 as lone surrogates, which
+    # raise UnicodeEncodeError wherever such a name is printed or written to a file.
+    return visible(os.fsencode(path).decode(errors="backslashreplace"))
+
+
+def visible(text: str) -> str:
+    """Write out control characters, which a terminal would obey.
+
+    >>> print(visible("one\\ttwo"))
+    one\\ttwo
+    """
+    # Whoever made a data set chose its names, and an escape sequence in one could rewrite what the
+    # terminal shows.
+    controls = {letter for letter in text if unicodedata.category(letter) == "Cc"}
+    return text.translate({ord(each): repr(each)[1:-1] for each in controls}) if controls else text
+
+
+def refuse(bad: Sequence[BadFile]) -> None:
+    """Raise one error that names the first bad files and lines, if there are any.
+
+    Raises:
+        DataError: ``bad`` is not empty.
+    """
+    if not bad:
+        return
+    named = "\n".join(f"  {each}" for each in bad[:_TOLD])
+    more = f"\n  and {len(bad) - _TOLD} more" if len(bad) > _TOLD else ""
+    raise DataError(
+        f"{len(bad)} of the files and lines cannot be used:\n{named}{more}\n"
+        f"mend or remove them, or leave them out with --skip-bad"
+    )
+
+
+_HEAD_BYTES = 512
+"""How much of a file is read to recognise it as one of ours."""
+
+
+def open_regular(path: Path) -> BufferedReader:
+    """Open a file that the user has named, or that lies in a folder of theirs; follow links.
+
+    Raises:
+        OSError: the file does not exist or may not be read, or is a folder, a pipe or a device.
+    """
+    # Large data sets are often folders of links to one copy, so here links are nothing strange.
+    return open_plain(path, follow=True)
+
+
+def read_whole(path: Path, most_bytes: int) -> bytes:
+    """Read all of a file that must not be large.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: the file is larger than ``most_bytes``.
+    """
+    with open_regular(path) as file:
+        # One byte more than allowed, instead of asking for the size: a file in /proc reports 0, and
+        # any file may grow after it was asked.
+        content = file.read(most_bytes + 1)
+    if len(content) > most_bytes:
+        raise ValueError(f"{path}: expected a file of at most {most_bytes:,} bytes, got more")
+    return content
+
+
+def read_json(path: Path, most_bytes: int) -> Any:
+    """Parse a JSON file.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: the file is larger than ``most_bytes``, nested too deeply, or not JSON; the
+            message names it.
+    """
+    content = read_whole(path, most_bytes)
+    try:
+        return parse_json(content.decode())
+    except ValueError as error:
+        raise ValueError(f"{path}: expected JSON: {error}") from error
+
+
+def require_ours(path: Path, ours: Callable[[bytes], bool], told: str) -> None:
+    """Refuse to write over anything that onefold did not make.
+
+    Args:
+        path: path of the file that is to be written.
+        ours: takes the first bytes of a file and returns whether the file may be replaced.
+        told: beginning of the error: the option that names the path, and what it takes.
+
+    Raises:
+        ValueError: the path is a link, a folder, a pipe or a device, or a file that is not ours.
+        OSError: the file cannot be read.
+    """
+    try:
+        # Not through a link: writing replaces the link, and the user put it there on purpose.
+        found = os.lstat(path)
+    except FileNotFoundError:
+        return
+    if stat.S_ISREG(found.st_mode):
+        with open_regular(path) as file:
+            head = file.read(_HEAD_BYTES)
+        # Nothing is lost with an empty file, such as mktemp leaves to reserve a name.
+        if not head or ours(head):
+            return
+        came = "a file with something else in it"
+    else:
+        came = "a link" if stat.S_ISLNK(found.st_mode) else "no regular file"
+    raise ValueError(f"{told}, {path} is {came}: remove it, or give another name")
+
+
+def digest_of(*parts: Any, size_bytes: int = 8) -> str:
+    """Digest texts, numbers, and lists of these; 8 bytes give 16 hexadecimal digits.
+
+    >>> digest_of(["a.png", "b.png"], [0, 1])
+    '0ef90b3a28133b26'
+    """
+    # As JSON, whose brackets and quotes mark where each text ends: joined texts ["ab", "c"] and
+    # ["a", "bc"] would digest alike. Its default escapes also take names that are not UTF-8.
+    return hashlib.blake2b(json.dumps(parts).encode(), digest_size=size_bytes).hexdigest()

@@ -1,0 +1,281 @@
+"""Reads pictures with a mask each: folders ``images`` and ``masks`` with the same names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from onefold.errors import DataError
+from onefold.jobs.data.classes import held_out, notes_of_same, test_folder
+from onefold.jobs.data.files import BadFile, digest_of, readable, refuse
+from onefold.jobs.data.masks import MaskLook, MaskRule, look_at_mask
+from onefold.jobs.data.pictures import Look, Sums, look_at, picture_paths, sum_looks, white_of
+from onefold.jobs.data.scan import Scanning, Seen, by_one_white, deep_note, pack_scan, scan_files
+
+__all__ = ["MaskedPictures", "Pair", "read_pairs"]
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A picture and its mask."""
+
+    image: Path
+    mask: Path
+
+    @property
+    def name(self) -> str:
+        """What to call it where people look at it."""
+        return self.image.name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MaskedPictures:
+    """A data set of pictures with a mask each."""
+
+    train: list[Pair]
+    test: list[Pair]
+    sums: Sums
+    """Over the pixels of the training pictures, as RGB."""
+    foreground: int
+    """Pixels of the training masks that are foreground."""
+    pixels: int
+    """Pixels of the training masks that are not void."""
+    void: int = 0
+    """Pixels of the training masks that count for neither side."""
+    shortest: int
+    """The shortest side of any training picture, in pixels."""
+    left_out: list[BadFile]
+    """Files that cannot be used."""
+    rule: MaskRule = field(default_factory=MaskRule)
+    """Which values of the masks are foreground, and which void."""
+    white: int | None = None
+    """White of pictures of more than 8 bits a pixel; None if there are none."""
+    notes: list[str] = field(default_factory=list)
+    """What to mention before training."""
+    scan: str = ""
+    """What was seen of the files, as `onefold.jobs.data.scan.unpack_scan` reads it."""
+    digest: str
+    """The same for the same pictures and masks under the same names, in the same sets."""
+
+
+def read_pairs(
+    directory: Path,
+    *,
+    holdout: float,
+    seed: int,
+    skip_bad: bool,
+    rule: MaskRule | None = None,
+    scanning: Scanning | None = None,
+) -> MaskedPictures:
+    """Find pictures and masks, and read each once to see whether it can be used.
+
+    Args:
+        directory: holds ``train`` and ``test`` (or ``val``) with ``images`` and ``masks`` each, or
+            ``images`` and ``masks`` themselves.
+        holdout: share that becomes the test set where there is none, 0 to 1.
+        seed: seed of the generator that draws that share.
+        skip_bad: leave out files that cannot be used, rather than refuse the data set.
+        rule: which values of the masks are foreground; None lets brightness decide.
+        scanning: what is known of the files already, and who watches; None for neither.
+
+    Raises:
+        DataError: the folder has no such layout, or something in it cannot be used.
+    """
+    rule = rule or MaskRule()
+    bad: list[BadFile] = []
+    if (directory / "train").is_dir():
+        train, test = _pairs(directory / "train", bad), _pairs(test_folder(directory), bad)
+    else:
+        whole = _pairs(directory, bad)
+        # One class for all: pairs have no labels by which the share could be taken.
+        held = held_out(["pair"] * len(whole), share=holdout, seed=seed)
+        train = [pair for number, pair in enumerate(whole) if number not in held]
+        test = [whole[number] for number in sorted(held)]
+    looks = _look_through([*train, *test], directory, rule, scanning, bad)
+    if not skip_bad:
+        refuse(bad)
+    _require_one_scale(looks)
+    _require_named(directory, rule, looks)
+    # Divided again, for both sets were looked through at once, and some of their pairs are gone.
+    known = set(train)
+    parts = [[look for look in looks if (look.pair in known) is first] for first in (True, False)]
+    if not parts[0] or not parts[1]:
+        raise DataError(
+            f"{directory}: expected pictures with masks to train and to test with, found "
+            f"{len(parts[0])} and {len(parts[1])}"
+        )
+    # Over no foreground at all, a Dice score is 0 / 0.
+    if not any(look.mask.foreground for look in parts[1]):
+        raise DataError(
+            f"{directory}: expected masks to score with, none of the {len(parts[1])} to test with "
+            f"has a foreground pixel"
+        )
+    return _of_looks(directory, parts[0], parts[1], bad, rule)
+
+
+def _of_looks(
+    directory: Path,
+    train: Sequence[_Look],
+    test: Sequence[_Look],
+    bad: list[BadFile],
+    rule: MaskRule,
+) -> MaskedPictures:
+    both = [*train, *test]
+    paths = [path for look in both for path in (look.pair.image, look.pair.mask)]
+    seen = [each for look in both for each in look.seen]
+    pictures = [look.picture for look in both]
+    void = sum(look.mask.void for look in train)
+    whole = sum(look.mask.size[0] * look.mask.size[1] for look in train)
+    samples = [[look.sample(directory) for look in part] for part in (train, test)]
+    # A mask is its picture's label: one picture with two masks contradicts itself.
+    labelled = [[(name, mask, image) for name, _, image, mask in part] for part in samples]
+    return MaskedPictures(
+        train=[look.pair for look in train],
+        test=[look.pair for look in test],
+        sums=sum_looks([look.picture for look in train], grey=False),
+        foreground=sum(look.mask.foreground for look in train),
+        pixels=whole - void,
+        void=void,
+        shortest=min(min(look.picture.size) for look in train),
+        left_out=bad,
+        rule=rule,
+        white=white_of(pictures),
+        notes=[*deep_note(pictures), *notes_of_same(labelled, readable(directory))],
+        scan=pack_scan(paths, seen, directory),
+        digest=digest_of(*samples, str(rule), size_bytes=16),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    pair: Pair
+    seen: tuple[Seen[Look], Seen[MaskLook]]
+    """What was seen of the picture, and of the mask."""
+
+    @property
+    def picture(self) -> Look:
+        return self.seen[0].look
+
+    @property
+    def mask(self) -> MaskLook:
+        return self.seen[1].look
+
+    def sample(self, root: Path) -> list[str]:
+        """List the names and the digests of the contents of picture and mask."""
+        names = [str(path.relative_to(root)) for path in (self.pair.image, self.pair.mask)]
+        return [*names, *(each.content for each in self.seen)]
+
+
+def _look_through(
+    pairs: Sequence[Pair],
+    directory: Path,
+    rule: MaskRule,
+    scanning: Scanning | None,
+    bad: list[BadFile],
+) -> list[_Look]:
+    """Look at all pairs; return the usable ones, and add the files that cannot be used to bad."""
+    # The rule is part of the masks' kind: under another rule what was seen of them does not hold.
+    see_mask = partial(look_at_mask, rule=rule)
+    files = [(pair.image, "picture", look_at) for pair in pairs]
+    masks = [(pair.mask, f"mask:{rule}", see_mask) for pair in pairs]
+    found = scan_files([*files, *masks], directory, scanning)
+    looks = []
+    for pair, picture, mask in zip(pairs, found[: len(pairs)], found[len(pairs) :], strict=True):
+        if isinstance(picture, Seen) and isinstance(mask, Seen):
+            # Both after turning by EXIF: a picture that is turned needs a mask that is upright.
+            width, height = picture.look.size
+            if mask.look.size == (width, height):
+                looks.append(_Look(pair, (picture, mask)))
+                continue
+            expected = f"{width}x{height} pixels, the size of {readable(pair.image)}"
+            came = "x".join(map(str, mask.look.size))
+            bad.append(BadFile(pair.mask, f"expected a mask of {expected}, got {came}"))
+        bad += [each for each in (picture, mask) if isinstance(each, BadFile)]
+    pictures = by_one_white([x.pair.image for x in looks], [x.seen[0] for x in looks])
+    aligned = zip(looks, pictures, strict=True)
+    return [_Look(look.pair, (picture, look.seen[1])) for look, picture in aligned]
+
+
+def _require_one_scale(looks: Sequence[_Look]) -> None:
+    """Refuse masks of 0 and 1 among masks of 0 and 255, as numbers of classes look like that.
+
+    Raises:
+        DataError: both kinds occur.
+    """
+    # A mask of only the classes 0 and 255 looks fine on its own; the others reveal that 1 is one.
+    first: dict[int, _Look] = {}
+    for look in looks:
+        first.setdefault(look.mask.scale, look)
+    if 1 in first and 255 in first:
+        small, large = (readable(first[scale].pair.mask) for scale in (1, 255))
+        raise DataError(
+            f"{small}: expected masks that are all of 0 and 1, or all of 0 and 255; this one has "
+            f"{', '.join(first[1].mask.values)}, and {large} has "
+            f"{', '.join(first[255].mask.values)}. Name the foreground, such as --foreground 1, "
+            f"and what belongs to neither side, such as --void 255"
+        )
+
+
+def _require_named(directory: Path, rule: MaskRule, looks: Sequence[_Look]) -> None:
+    """Refuse a rule with values that occur in no mask, which is probably a slip.
+
+    Raises:
+        DataError: a value of the rule occurs in no mask.
+    """
+    found = {text for look in looks for text in look.mask.named}
+    for option in ("foreground", "void"):
+        for text in getattr(rule, option):
+            if looks and text not in found:
+                values = list(dict.fromkeys(value for x in looks for value in x.mask.values))[:8]
+                raise DataError(
+                    f"--{option} {text}: expected a value of the masks, none in "
+                    f"{readable(directory)} has it; among theirs are {', '.join(values)}"
+                )
+
+
+def _pairs(directory: Path, bad: list[BadFile]) -> list[Pair]:
+    """Find pictures and masks of the same name, whatever the ending; add the others to bad."""
+    images, masks = (_by_stem(directory / name, bad) for name in ("images", "masks"))
+    if not images:
+        raise DataError(f"{directory / 'images'}: expected pictures, found none")
+    # Each file is named for one reason: one that is there twice is not reported as unmatched, too.
+    bad += [*_doubles(images), *_doubles(masks)]
+    for mine, others, missing, folder in (
+        (images, masks, "mask", "masks"),
+        (masks, images, "picture", "images"),
+    ):
+        bad += [
+            BadFile(paths[0], f"there is no {missing} of that name in {directory / folder}")
+            for stem, paths in mine.items()
+            if stem not in others and len(paths) == 1
+        ]
+    return [
+        Pair(paths[0], masks[stem][0])
+        for stem, paths in images.items()
+        if len(paths) == len(masks.get(stem, ())) == 1
+    ]
+
+
+def _doubles(by_stem: Mapping[str, Sequence[Path]]) -> list[BadFile]:
+    """Report files that differ by their ending alone, so that it is not clear which to use."""
+    return [
+        BadFile(path, f"expected one file of that name, there is {other.name} as well")
+        for paths in by_stem.values()
+        if len(paths) > 1
+        for path, other in zip(paths, [*paths[1:], paths[0]], strict=True)
+    ]
+
+
+def _by_stem(directory: Path, bad: list[BadFile]) -> dict[str, list[Path]]:
+    """Find pictures, and group them by their path without the ending."""
+    if not directory.is_dir():
+        raise DataError(
+            f"{directory.parent}: expected the folders images and masks, there is no "
+            f"{directory.name}"
+        )
+    found: dict[str, list[Path]] = {}
+    for path in picture_paths(directory, bad):
+        found.setdefault(str(path.relative_to(directory).with_suffix("")), []).append(path)
+    return found

@@ -1,0 +1,262 @@
+"""Looks at every file of a data set once, and remembers what it saw.
+
+Note: when a file need not be read again
+----------------------------------------
+What was seen of a file holds for as long as its content stays the same. A file that nobody has
+touched is recognised by its stamp: size, times and number. One that was moved or copied has another
+stamp, and is recognised by a digest of its content, which takes far less time than decoding it.
+The stamp is taken before the content is read: if the file changes in between, the stamp is the old
+one, and the file is read again next time. Taken afterwards, it would vouch for content that nobody
+has seen. The clock of a file system may be coarse, so a file that has just changed gets no stamp.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Generic, Literal, TypeVar
+
+import msgspec
+
+from onefold.errors import DataError
+from onefold.jobs.data.files import BadFile, open_regular, read_whole, readable
+from onefold.jobs.data.masks import MaskLook
+from onefold.jobs.data.pictures import Look, Watch, look_at, look_through, white_of
+from onefold.system.ownfiles import parse_json
+
+__all__ = [
+    "Scanning",
+    "Seen",
+    "by_one_white",
+    "deep_note",
+    "pack_scan",
+    "read_scan",
+    "scan_files",
+    "scan_pictures",
+]
+
+_MOST_BYTES = 1 << 29
+"""Of a scan that is read back: enough for more than a million files."""
+_SETTLED_NS = 2_000_000_000
+"""A file that changed more recently may change again and keep the same times."""
+_AnyLook = TypeVar("_AnyLook", bound=Look | MaskLook)
+
+
+class Seen(msgspec.Struct, Generic[_AnyLook], frozen=True, array_like=True):
+    """What was seen of one file."""
+
+    kind: str
+    """``picture``, or ``mask:`` and how masks are read."""
+    content: str
+    """Digest of the file's bytes."""
+    stamp: tuple[int, ...] | None
+    """Size, both times of change and inode number; None if it had only just been written."""
+    look: _AnyLook
+
+    def __post_init__(self) -> None:
+        # Anybody may have written a scan in a run's folder.
+        if isinstance(self.look, MaskLook):
+            fits = self.kind.startswith("mask:")
+        else:
+            channels = 1 if self.look.grey else 3
+            counted = [len(self.look.sums.totals), len(self.look.sums.squares)]
+            fits = self.kind == "picture" and counted == [channels, channels]
+        if not fits:
+            raise ValueError(f"expected what was seen of a {self.kind:.40}, got {self.look!r:.80}")
+
+
+class _Scan(msgspec.Struct):
+    """The file that `pack_scan` writes."""
+
+    files: dict[str, Seen[Look | MaskLook]]
+    format: Literal[2]
+    """Raised whenever what is kept changes its form or meaning; older scans are then ignored."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scanning:
+    """What is known of files before they are looked through, and who watches."""
+
+    known: Mapping[str, Seen[Any]] = field(default_factory=dict)
+    """What was seen before, by the path below the root of the data."""
+    watch: Watch | None = None
+    """Called after every file."""
+
+
+@dataclass(frozen=True, slots=True)
+class PictureFacts:
+    """What `scan_pictures` has found."""
+
+    sound: list[int]
+    """Positions, among the given paths, of the pictures that can be read."""
+    bad: list[BadFile]
+    """The others."""
+    seen: list[Seen[Look]]
+    """What was seen of each readable picture, in the order of ``sound``."""
+
+    @property
+    def looks(self) -> list[Look]:
+        """What is remembered of each readable picture."""
+        return [each.look for each in self.seen]
+
+    @property
+    def grey(self) -> bool:
+        """Whether all readable pictures are grey."""
+        return bool(self.seen) and all(look.grey for look in self.looks)
+
+    @property
+    def white(self) -> int | None:
+        """The common white of those that have more than 8 bits a pixel."""
+        return white_of(self.looks)
+
+
+def scan_pictures(
+    paths: Sequence[Path], root: Path = Path(), scanning: Scanning | None = None
+) -> PictureFacts:
+    """Read every picture once for its size and the sums of its pixels, if it can be read.
+
+    Args:
+        paths: paths of the files.
+        root: root of the data, which names are relative to.
+        scanning: what is known of the files already, and who watches; None for neither.
+    """
+    found = scan_files([(path, "picture", look_at) for path in paths], root, scanning)
+    sound = [number for number, each in enumerate(found) if isinstance(each, Seen)]
+    seen = [each for each in found if isinstance(each, Seen)]
+    bad = [each for each in found if isinstance(each, BadFile)]
+    return PictureFacts(sound, bad, by_one_white([paths[number] for number in sound], seen))
+
+
+def by_one_white(paths: Sequence[Path], seen: Sequence[Seen[Look]]) -> list[Seen[Look]]:
+    """Make the sums of all pictures hold for the white that they have in common.
+
+    Each look took the white of its picture alone, as the common one is only known after the last.
+    Pictures of 8 bits have none; of the others, those with another white are read again.
+    """
+    white = white_of(each.look for each in seen)
+    others = [n for n, each in enumerate(seen) if each.look.white not in (None, white)]
+    again = look_through(partial(look_at, white=white), [paths[number] for number in others])
+    aligned = list(seen)
+    for number, look in zip(others, again, strict=True):
+        aligned[number] = msgspec.structs.replace(seen[number], look=look)
+    return aligned
+
+
+def deep_note(looks: Sequence[Look]) -> list[str]:
+    """Mention the white of the pictures with more than 8 bits a pixel, if there are any."""
+    deep = [look for look in looks if look.largest is not None]
+    if not deep:
+        return []
+    largest = max(look.largest or 0.0 for look in deep)
+    note = (
+        f"{len(deep):,} of {len(looks):,} pictures have more than 8 bits a pixel and values up to "
+        f"{largest:g}: {white_of(deep)} is used as white for all of these"
+    )
+    return [note]
+
+
+def scan_files(
+    files: Sequence[tuple[Path, str, Callable[[Path], Any]]],
+    root: Path,
+    scanning: Scanning | None = None,
+) -> list[Seen[Any] | BadFile]:
+    """Look at every file that is not known already.
+
+    Args:
+        files: for each file its path, its kind, and the function that looks at it, which raises
+            DataError if it cannot be used.
+        root: root of the data, which names are relative to.
+        scanning: what is known of the files already, and who watches; None for neither.
+
+    Returns:
+        What was seen of each file, or why it cannot be used, in the order of the files.
+    """
+    scanning = scanning or Scanning()
+    contents = {(seen.kind, seen.content): seen for seen in scanning.known.values()}
+
+    def see(file: tuple[Path, str, Callable[[Path], Any]]) -> Seen[Any] | BadFile:
+        path, kind, look = file
+        # Before anything is read: see the note on when a file need not be read again.
+        stamp = _stamp(path)
+        before = scanning.known.get(_name(path, root))
+        if before is not None and before.kind == kind and before.stamp == stamp is not None:
+            return before
+        try:
+            # By kind as well: one file may be both a picture and a mask.
+            content = _content(path)
+            known = contents.get((kind, content)) if content else None
+            return Seen(kind, content, stamp, known.look if known else look(path))
+        except DataError as error:
+            return BadFile(path, str(error).removeprefix(f"{readable(path)}: "))
+
+    return look_through(see, files, scanning.watch)
+
+
+def read_scan(path: Path) -> Mapping[str, Seen[Any]]:
+    """Read what was seen before; nothing if the file is not there, or damaged."""
+    try:
+        return unpack_scan(read_whole(path, _MOST_BYTES).decode())
+    # A scan only saves time: without it the pictures are read again.
+    except (OSError, ValueError):
+        return {}
+
+
+def pack_scan(paths: Sequence[Path], seen: Sequence[Seen[Any]], root: Path) -> str:
+    """Write what was seen as text, for a file that `read_scan` reads.
+
+    Args:
+        paths: paths of the files.
+        seen: what was seen of each.
+        root: root of the data, which names are relative to.
+    """
+    named = {_name(path, root): each for path, each in zip(paths, seen, strict=True)}
+    # Not by msgspec alone, which refuses names that are not UTF-8.
+    return json.dumps(msgspec.to_builtins(_Scan(named, 2)))
+
+
+def unpack_scan(content: str) -> Mapping[str, Seen[Any]]:
+    """Read the text that `pack_scan` wrote.
+
+    Raises:
+        ValueError: the text is something else, or of another format.
+    """
+    try:
+        return msgspec.convert(parse_json(content), _Scan).files
+    except msgspec.ValidationError as error:
+        raise ValueError(f"expected what was seen of files: {error}") from error
+
+
+def _name(path: Path, root: Path) -> str:
+    return str(path.relative_to(root)) if path.is_relative_to(root) else str(path)
+
+
+def _stamp(path: Path) -> tuple[int, ...] | None:
+    """Take what changes with a file's content; None if that may not be relied on."""
+    try:
+        found = os.stat(path)
+    # Whoever reads the file reports what is wrong with it.
+    except OSError:
+        return None
+    # The time of the inode's change as well: cp -p and touch can set the other back.
+    if time.time_ns() - max(found.st_mtime_ns, found.st_ctime_ns) < _SETTLED_NS:
+        return None
+    return (found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
+
+
+def _content(path: Path) -> str:
+    """Digest a file; empty if it cannot be read, which whoever looks at it will report."""
+    try:
+        with open_regular(path) as file:
+            return hashlib.file_digest(file, _hash).hexdigest()
+    except OSError:
+        return ""
+
+
+def _hash() -> Any:
+    return hashlib.blake2b(digest_size=16)

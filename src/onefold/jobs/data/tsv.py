@@ -1,0 +1,252 @@
+"""Reads texts and their classes from TSV files: on each line a text, a tab and a label, no header.
+
+A line that is wrong is reported, and never mended by guessing; whether the others are used is the
+caller's decision (`onefold.jobs.data.files.refuse`).
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from io import BufferedReader
+from os import PathLike
+from pathlib import Path
+
+from onefold.errors import DataError
+from onefold.jobs.data.files import BadFile, digest_of, open_regular
+from onefold.system.words import listed
+
+__all__ = ["Line", "TextSplits", "decoded", "read_lines", "read_splits"]
+
+_LONGEST_LINE_BYTES = 1 << 20
+"""Of a text and its label; a file without line ends would be read into memory as one line."""
+_LONGEST_LABEL = 200
+"""Characters: what is longer is a text, and Python refuses to parse numbers of 4,300 digits."""
+_SHOWN_CHARACTERS = 40
+_SHOWN_CLASSES = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One sample of a file."""
+
+    text: str
+    """As it stands in the file."""
+    label: str
+    """Without the spaces around it."""
+    line_number: int
+    """Counted from 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextSplits:
+    """A training and a development set with the same classes."""
+
+    train: list[Line]
+    """To learn from."""
+    dev: list[Line]
+    """To score on."""
+    classes: list[str]
+    """Labels of the training set in order: by value if all are whole numbers, else by letter."""
+    left_out: list[BadFile]
+    """Lines of either file that cannot be used."""
+    notes: list[str] = field(default_factory=list)
+    """What to mention before training."""
+
+    @property
+    def digest(self) -> str:
+        """Digits that are the same for the same texts and labels, in the same order."""
+        return digest_of(*([[x.text, x.label] for x in lines] for lines in (self.train, self.dev)))
+
+
+def read_tsv(path: str | PathLike[str]) -> tuple[list[Line], list[BadFile]]:
+    """Read one file: UTF-8 with or without a byte order mark, lines ended by LF or CRLF.
+
+    Args:
+        path: the file; blank lines at its end are left out.
+
+    Returns:
+        The valid lines, and what is wrong with the others, both in the file's order.
+
+    Raises:
+        OSError: the file cannot be read.
+        DataError: the file has no valid line, or is UTF-16.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> file = pathlib.Path(tempfile.mkdtemp()) / "train.tsv"
+        >>> _ = file.write_bytes(b"a fine film\\t1\\nno label\\n")
+        >>> lines, bad = read_tsv(file)
+        >>> lines
+        [Line(text='a fine film', label='1', line_number=1)]
+        >>> bad[0].reason
+        "expected a text, a tab and a label, got no tab in 'no label'"
+    """
+    path = Path(path)
+    lines, bad = [], []
+    for number, content in enumerate(read_lines(path), start=1):
+        try:
+            lines.append(_read_line(content, number))
+        except ValueError as wrong:
+            bad.append(BadFile(path, str(wrong), number))
+    if not lines:
+        raise DataError(f"{path}: expected lines of text, tab and label, got {_none_of(bad)}")
+    return lines, bad
+
+
+def read_splits(train: str | PathLike[str], dev: str | PathLike[str]) -> TextSplits:
+    """Read a training and a development set.
+
+    Args:
+        train: the file whose labels are the classes.
+        dev: a file with labels of the same classes; a line with another label is bad.
+
+    Returns:
+        The valid lines of both, the classes, and the bad lines of both.
+
+    Raises:
+        OSError: a file cannot be read.
+        DataError: a file has no valid line, or there are fewer than two classes.
+    """
+    train, dev = Path(train), Path(dev)
+    train_lines, train_bad = read_tsv(train)
+    classes = _in_order({line.label for line in train_lines})
+    if len(classes) < 2:
+        others = ""
+        if train_bad:
+            others = f"; {len(train_bad)} others cannot, the first of them: {train_bad[0]}"
+        raise DataError(
+            f"{train}: expected labels of two classes or more, got {classes[0]!r} on all "
+            f"{len(train_lines)} lines that can be used{others}"
+        )
+    dev_lines, dev_bad = read_tsv(dev)
+    known, strange = _part_by_label(dev_lines, dev, dict.fromkeys(classes))
+    if not known:
+        raise DataError(f"{dev}: expected a line that can be used, got {_none_of(strange)}")
+    dev_bad = sorted(dev_bad + strange, key=lambda each: each.line or 0)
+    return TextSplits(train_lines, known, classes, train_bad + dev_bad)
+
+
+def read_lines(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a file without their ends, except blank ones at the end of the file.
+
+    A line that is too long is cut, to a length that `decoded` still refuses.
+
+    Raises:
+        OSError: the file cannot be read.
+        DataError: the file is UTF-16.
+    """
+    # Held back until a line with text follows, and so never yielded at the end of the file.
+    blank: list[bytes] = []
+    with open_regular(path) as file:
+        # As UTF-8 every single line would be bad, and none of the reports would say why:
+        # spreadsheets write UTF-16 as "Unicode text".
+        if file.peek(2).startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            raise DataError(
+                f"{path}: expected text in UTF-8, this is UTF-16: convert it, such as with iconv "
+                f"-f UTF-16 -t UTF-8"
+            )
+        if file.peek(3).startswith(codecs.BOM_UTF8):
+            file.read(3)
+        # Three bytes more: the two of CRLF, and one that shows that the line is too long.
+        while line := file.readline(_LONGEST_LINE_BYTES + 3):
+            if not line.endswith(b"\n"):
+                _skip_rest(file)
+            # Not rstrip: a CR or a space before the end belongs to the text.
+            line = line.removesuffix(b"\n").removesuffix(b"\r")
+            blank.append(line)
+            if line.strip():
+                yield from blank
+                blank.clear()
+
+
+def _skip_rest(file: BufferedReader) -> None:
+    """Skip the rest of a line of which only the beginning has been read."""
+    # In pieces: the rest may be as large as the file.
+    while (rest := file.readline(_LONGEST_LINE_BYTES)) and not rest.endswith(b"\n"):
+        pass
+
+
+def _read_line(content: bytes, number: int) -> Line:
+    """Read one line.
+
+    Raises:
+        ValueError: the line is not a text, a tab and a label.
+    """
+    text, label = _cut(decoded(content))
+    if number == 1 and label.casefold() == "label":
+        raise ValueError(f"expected no header, got {_shown(content.decode())}; remove this line")
+    return Line(text, label, number)
+
+
+def decoded(content: bytes) -> str:
+    """Decode a line of `read_lines`.
+
+    Raises:
+        ValueError: the line is too long, is not UTF-8, or holds a NUL.
+    """
+    if len(content) > _LONGEST_LINE_BYTES:
+        raise ValueError(f"expected a line of at most {_LONGEST_LINE_BYTES:,} bytes, got more")
+    try:
+        line = content.decode()
+    except UnicodeDecodeError as wrong:
+        byte = f"{content[wrong.start]:02x}"
+        raise ValueError(
+            f"expected UTF-8, got {byte} as byte {wrong.start + 1} (if it is Latin-1: iconv -f "
+            f"WINDOWS-1252 -t UTF-8 converts the file)"
+        ) from None
+    # Valid UTF-8, but in practice the mark of a binary file.
+    if "\0" in line:
+        raise ValueError(f"expected text, got a NUL as character {line.index(chr(0)) + 1}")
+    return line
+
+
+def _cut(line: str) -> tuple[str, str]:
+    """Divide a line into text and label."""
+    text, *labels = line.split("\t")
+    if len(labels) != 1:
+        count = f"{len(labels)} tabs" if labels else "no tab"
+        raise ValueError(f"expected a text, a tab and a label, got {count} in {_shown(line)}")
+    label = labels[0].strip()
+    for part, place in ((text.strip(), "text before"), (label, "label after")):
+        if not part:
+            raise ValueError(f"expected a {place} the tab, got nothing in {_shown(line)}")
+    if len(label) > _LONGEST_LABEL:
+        raise ValueError(
+            f"expected a label of at most {_LONGEST_LABEL} characters, got {len(label):,}: "
+            f"{_shown(label)}"
+        )
+    return text, label
+
+
+def _part_by_label(
+    lines: Sequence[Line], path: Path, classes: Collection[str]
+) -> tuple[list[Line], list[BadFile]]:
+    """Return the lines of these classes, and what is wrong with the others."""
+    expected = f"expected a label of the training set ({listed(classes, _SHOWN_CLASSES)})"
+    strange = [
+        BadFile(path, f"{expected}, got {_shown(line.label)}", line.line_number)
+        for line in lines
+        if line.label not in classes
+    ]
+    return [line for line in lines if line.label in classes], strange
+
+
+def _in_order(labels: Collection[str]) -> list[str]:
+    # By letter 10 would come before 2, and class 2 would not be output 2. Spellings such as 1 and
+    # 01 have one value, so the text settles their order.
+    if all(label.removeprefix("-").isdecimal() for label in labels):
+        return sorted(labels, key=lambda label: (int(label), label))
+    return sorted(labels)
+
+
+def _none_of(bad: list[BadFile]) -> str:
+    if not bad:
+        return "an empty file"
+    return f"none; of {len(bad)} bad ones the first is line {bad[0].line}: {bad[0].reason}"
+
+
+def _shown(text: str) -> str:
+    """Quote the beginning of a text."""
+    return repr(text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "…")

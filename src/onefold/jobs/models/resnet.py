@@ -1,0 +1,280 @@
+"""Residual networks (He et al., 2015, "Deep residual learning for image recognition").
+
+Parameters and buffers carry the names of torchvision's ResNet, so weights move between the two
+where the shapes agree: a stem for large images, width 64 and the blocks of one of its networks.
+
+Note: in place
+--------------
+ReLU overwrites its input, which saves the memory of one more feature map each time. Its input is
+always the output of a batch norm or of an addition, and backward needs neither: a batch norm keeps
+its input, and an addition nothing. Nothing is ever written into the shortcut: with the stem for
+small images it is one of the `feature_maps`, which a decoder still needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+__all__ = ["ResNet", "resnet18", "resnet34", "resnet50", "resnet101"]
+
+
+def conv3x3(in_channels: int, out_channels: int, *, stride: int = 1) -> nn.Conv2d:
+    """Make a 3x3 convolution that keeps the size at stride 1; its bias is the batch norm's."""
+    return nn.Conv2d(in_channels, out_channels, 3, stride=stride, padding=1, bias=False)
+
+
+def conv1x1(in_channels: int, out_channels: int, *, stride: int = 1) -> nn.Conv2d:
+    """Make a 1x1 convolution; its bias is the batch norm's."""
+    return nn.Conv2d(in_channels, out_channels, 1, stride=stride, bias=False)
+
+
+def projection(in_channels: int, out_channels: int, *, stride: int) -> nn.Sequential | None:
+    """Make what gives a block's input the shape of its output; None if it has that shape."""
+    if stride == 1 and in_channels == out_channels:
+        return None
+    convolution = conv1x1(in_channels, out_channels, stride=stride)
+    return nn.Sequential(convolution, nn.BatchNorm2d(out_channels))
+
+
+class BasicBlock(nn.Module):
+    """Two 3x3 convolutions with batch norm, added to the block's input.
+
+    Args:
+        in_channels: channels of the input.
+        out_channels: channels of the output.
+        stride: stride of the first convolution.
+    """
+
+    expansion = 1
+    """Channels of the output over those of the 3x3 convolutions."""
+
+    def __init__(self, in_channels: int, out_channels: int, *, stride: int = 1) -> None:
+        super().__init__()
+        self.conv1 = conv3x3(in_channels, out_channels, stride=stride)
+        self.bn1 = nn.BatchNorm2d(out_channels)
+        self.relu = nn.ReLU(inplace=True)
+        self.conv2 = conv3x3(out_channels, out_channels)
+        self.bn2 = nn.BatchNorm2d(out_channels)
+        self.downsample = projection(in_channels, out_channels, stride=stride)
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        """Map (n, in_channels, h, w) to (n, out_channels, h / stride, w / stride), float32."""
+        shortcut = features if self.downsample is None else self.downsample(features)
+        residual = self.relu(self.bn1(self.conv1(features)))
+        # Out of place: see the note at the head of the file.
+        summed: torch.Tensor = self.relu(self.bn2(self.conv2(residual)) + shortcut)
+        return summed
+
+
+class Bottleneck(nn.Module):
+    """A 1x1, a 3x3 and a 1x1 convolution with batch norm, added to the block's input.
+
+    The first convolution narrows to a quarter of ``out_channels``, the last widens again. The
+    stride is that of the 3x3 convolution, as in torchvision; in the paper the first one has it.
+
+    Args:
+        in_channels: channels of the input.
+        out_channels: channels of the output, a multiple of 4.
+        stride: stride of the 3x3 convolution.
+    """
+
+    expansion = 4
+    """Channels of the output over those of the 3x3 convolution."""
+
+    def __init__(self, in_channels: int, out_channels: int, *, stride: int = 1) -> None:
+        super().__init__()
+        narrow = out_channels // self.expansion
+        self.conv1 = conv1x1(in_channels, narrow)
+        self.bn1 = nn.BatchNorm2d(narrow)
+        self.conv2 = conv3x3(narrow, narrow, stride=stride)
+        self.bn2 = nn.BatchNorm2d(narrow)
+        self.conv3 = conv1x1(narrow, out_channels)
+        self.bn3 = nn.BatchNorm2d(out_channels)
+        self.relu = nn.ReLU(inplace=True)
+        self.downsample = projection(in_channels, out_channels, stride=stride)
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        """Map (n, in_channels, h, w) to (n, out_channels, h / stride, w / stride), float32."""
+        shortcut = features if self.downsample is None else self.downsample(features)
+        residual = self.relu(self.bn1(self.conv1(features)))
+        residual = self.relu(self.bn2(self.conv2(residual)))
+        # Out of place: see the note at the head of the file.
+        summed: torch.Tensor = self.relu(self.bn3(self.conv3(residual)) + shortcut)
+        return summed
+
+
+class ResNet(nn.Module):
+    """A residual network; its stage ``i`` has ``blocks[i]`` blocks.
+
+    The blocks of stage ``i`` are basic ones of ``width * 2**i`` channels, or bottlenecks that
+    narrow to as many and return four times as many.
+
+    Args:
+        blocks: number of blocks of each stage; every stage after the first halves the image.
+        num_classes: number of logits for each image; None for a network without the last layer,
+            which returns the mean of the last stage's features instead.
+        in_channels: channels of the images.
+        small_images: True for a 3x3 stem of stride 1 without max pool (images of 8 to 64 pixels),
+            False for the 7x7 stem of stride 2 with max pool (images of 224 pixels).
+        width: channels of the stem.
+        bottleneck: True for `Bottleneck` blocks, False for `BasicBlock`.
+
+    Attributes:
+        channels: channels of each of the `feature_maps`.
+        strides: width in pixels of the image of one pixel of each of the `feature_maps`.
+
+    Raises:
+        ValueError: ``blocks`` is empty, or has a number below 1.
+
+    Example:
+        >>> import torch
+        >>> model = ResNet(blocks=(1, 1), in_channels=1, width=8)
+        >>> model(torch.zeros(2, 1, 8, 8)).shape
+        torch.Size([2, 10])
+        >>> [tuple(features.shape) for features in model.feature_maps(torch.zeros(2, 1, 8, 8))]
+        [(2, 8, 8, 8), (2, 8, 8, 8), (2, 16, 4, 4)]
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[int],
+        num_classes: int | None = 10,
+        in_channels: int = 3,
+        small_images: bool = True,
+        width: int = 64,
+        *,
+        bottleneck: bool = False,
+    ) -> None:
+        super().__init__()
+        if not blocks or min(blocks) < 1:
+            raise ValueError(f"blocks must be one or more positive numbers, got {tuple(blocks)}")
+        block = Bottleneck if bottleneck else BasicBlock
+        outputs = tuple(width * 2**index * block.expansion for index in range(len(blocks)))
+        self.channels = (width, *outputs)
+        # The stem's output is taken before its max pool, the first stage's input after it.
+        of_stem, first = (1, 1) if small_images else (2, 4)
+        self.strides = (of_stem, *(first * 2**index for index in range(len(blocks))))
+        # The size of the kernel, the stride and the padding.
+        shape = (3, 1, 1) if small_images else (7, 2, 3)
+        self.conv1 = nn.Conv2d(in_channels, width, *shape, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.relu = nn.ReLU(inplace=True)
+        # Identity, which has no parameters, so that no caller need ask which stem this is.
+        self.maxpool = nn.Identity() if small_images else nn.MaxPool2d(3, stride=2, padding=1)
+        # By name and not in a ModuleList, whose index would become a part of torchvision's names.
+        self.stages = tuple(f"layer{number}" for number in range(1, len(blocks) + 1))
+        for index, (name, count) in enumerate(zip(self.stages, blocks, strict=True)):
+            before, after = self.channels[index : index + 2]
+            # The stem has made the image small enough for the first stage.
+            stride = 1 if index == 0 else 2
+            self.add_module(name, stage(block, before, after, count=count, stride=stride))
+        self.avgpool = nn.AdaptiveAvgPool2d(1)
+        self.fc = nn.Identity() if num_classes is None else nn.Linear(outputs[-1], num_classes)
+        # Last, over all of it: the order of the draws is part of what a seed stands for.
+        self.apply(initialise)
+
+    def feature_maps(self, images: torch.Tensor) -> list[torch.Tensor]:
+        """Compute the stem's output before the max pool, and the output of each stage.
+
+        Args:
+            images: (n, in_channels, h, w) float32.
+
+        Returns:
+            For each of ``channels`` and ``strides`` a tensor (n, channels, h / stride,
+            w / stride) float32, quotients rounded up.
+        """
+        maps = [self.relu(self.bn1(self.conv1(images)))]
+        features = self.maxpool(maps[0])
+        for name in self.stages:
+            features = self.get_submodule(name)(features)
+            maps.append(features)
+        return maps
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Compute logits (n, num_classes) float32 of images (n, in_channels, h, w) float32."""
+        last = self.feature_maps(images)[-1]
+        logits: torch.Tensor = self.fc(self.avgpool(last).flatten(1))
+        return logits
+
+
+def stage(
+    block: type[BasicBlock] | type[Bottleneck],
+    in_channels: int,
+    out_channels: int,
+    *,
+    count: int,
+    stride: int,
+) -> nn.Sequential:
+    """Make ``count`` blocks, of which the first changes the number of channels and the size."""
+    first = block(in_channels, out_channels, stride=stride)
+    return nn.Sequential(first, *(block(out_channels, out_channels) for _ in range(count - 1)))
+
+
+def initialise(module: nn.Module) -> None:
+    """Draw a convolution's weights as He et al. do; other layers keep PyTorch's own."""
+    # By fan_out, as torchvision does, so that from-scratch results can be compared with its own.
+    if isinstance(module, nn.Conv2d):
+        nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+
+def resnet18(
+    num_classes: int | None = 10, in_channels: int = 3, small_images: bool = True, width: int = 64
+) -> ResNet:
+    """Build ResNet-18: four stages of two basic blocks.
+
+    Args:
+        num_classes: number of logits for each image; None for no last layer, see `ResNet`.
+        in_channels: channels of the images.
+        small_images: see `ResNet`.
+        width: channels of the stem and of the first stage.
+
+    Returns:
+        The network, with fresh weights from PyTorch's global generator.
+
+    Example:
+        >>> sum(p.numel() for p in resnet18(num_classes=1000, small_images=False).parameters())
+        11689512
+    """
+    return ResNet((2, 2, 2, 2), num_classes, in_channels, small_images, width)
+
+
+def resnet34(
+    num_classes: int | None = 10, in_channels: int = 3, small_images: bool = True, width: int = 64
+) -> ResNet:
+    """Build ResNet-34: stages of 3, 4, 6 and 3 basic blocks; see `resnet18` for the arguments.
+
+    Example:
+        >>> sum(p.numel() for p in resnet34(num_classes=1000, small_images=False).parameters())
+        21797672
+    """
+    return ResNet((3, 4, 6, 3), num_classes, in_channels, small_images, width)
+
+
+def resnet50(
+    num_classes: int | None = 10, in_channels: int = 3, small_images: bool = True, width: int = 64
+) -> ResNet:
+    """Build ResNet-50: stages of 3, 4, 6 and 3 bottlenecks; see `resnet18` for the arguments.
+
+    Example:
+        >>> sum(p.numel() for p in resnet50(num_classes=1000, small_images=False).parameters())
+        25557032
+    """
+    return ResNet((3, 4, 6, 3), num_classes, in_channels, small_images, width, bottleneck=True)
+
+
+def resnet101(
+    num_classes: int | None = 10, in_channels: int = 3, small_images: bool = True, width: int = 64
+) -> ResNet:
+    """Build ResNet-101: stages of 3, 4, 23 and 3 bottlenecks; see `resnet18` for the arguments.
+
+    Example:
+        >>> import torch
+        >>> with torch.device("meta"):  # shapes without weights
+        ...     model = resnet101(num_classes=1000, small_images=False)
+        >>> sum(parameter.numel() for parameter in model.parameters())
+        44549160
+    """
+    return ResNet((3, 4, 23, 3), num_classes, in_channels, small_images, width, bottleneck=True)

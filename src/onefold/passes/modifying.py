@@ -1,0 +1,255 @@
+"""The block in which a script may change model and optimizer between steps: `Trainer.modifying`.
+
+`Modifying` is about the model and the settings. `FullOptimizerState` brings the optimizer's state
+together, so that the script may change it in the block.
+
+Note: a gradient inside the block
+---------------------------------
+In the block, devices may differ: where processes have their parameters in common memory, all but
+the lead write to copies. A gradient has to be computed with the same values everywhere. So the
+block is closed for as long as that takes: the lead's values become everybody's, and afterwards
+everybody goes on from there, in new copies. What the script holds are the parameters themselves,
+which stay the same objects; the gradients in their ``.grad`` are each process's own, and stay too.
+
+Note: whose state it is
+-----------------------
+A device keeps the state of the pieces that it updates, under the tensors of these pieces. Between
+steps the optimizers' own ``state`` is therefore another mapping,
+`onefold.update.optimizers.DividedState`. In a block that asks for it, all devices have the state of
+whole parameters there. When the block ends, the lead's is cut again, and each device takes that of
+its own pieces. Where one device has all of it, in pieces that are whole parameters, nothing is
+divided, and nothing of this is done.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from onefold.core.calldigest import Call, CallDigest
+from onefold.core.flat import laid_out, storage_order
+from onefold.placement.context import StepContext
+from onefold.shard.gradients import keeping_gradients
+from onefold.step.engine import Engine
+from onefold.update.optimizers import Optimizers, optimizers_in
+from onefold.update.state import PieceState, is_by_element, packed, unpack
+
+__all__ = ["Modifying"]
+
+
+_KNOWN = frozenset(dir(torch.optim.Optimizer))
+
+
+class FullOptimizerState:
+    """The whole state of an optimizer, for the length of a block.
+
+    Args:
+        context: this process's part of the run.
+    """
+
+    def __init__(self, context: StepContext) -> None:
+        self._context, self._update = context, context.update
+        self._left: Mapping[Any, Any] | None = None
+        """What the script has left, if it is still to be handed out."""
+        self.is_read = any(map(_has_methods, optimizers_in(self._update.optimizer).values()))
+        """Whether the optimizers have methods of their own, which may look at their state."""
+
+    def show(self) -> None:
+        """Have the script see the whole state on every device; called on all of them."""
+        several = isinstance(self._update.optimizer, Optimizers)
+        # Several have theirs in one place, and each is to see its own. And a process that owns all
+        # of a small model has its state whole, but must meet the others, which have none.
+        if self._update.is_undivided and not (self._context.with_others or several):
+            self._update.view.is_whole = True
+            return
+        context = self._context
+        texts = dict.fromkeys(context.own, b"")
+        try:
+            own = packed(self._update.optimizer_states()).numpy().tobytes()
+            texts[context.first.number] = b"+" + own
+        except TypeError as error:  # of a state that cannot be sent, all devices are to know
+            texts[context.first.number] = b"-" + str(error).encode()
+        found = [text for text in context.exchange.transport.all_gather_objects(texts) if text]
+        bad = [text[1:].decode() for text in found if text[:1] == b"-"]
+        if bad:
+            self._update.view.refuse(bad[0])
+            return
+        memories = [torch.frombuffer(bytearray(text[1:]), dtype=torch.uint8) for text in found]
+        self._update.view.show(self._joined([s for each in memories for s in unpack(each)]))
+
+    def hide(self) -> None:
+        """Have nobody see it any more, and keep what has become of it."""
+        self._update.adopt_assigned()
+        self._left = self._update.view.hide(undivided=self._update.is_undivided)
+        if not self._context.with_others:
+            # Also where the block has failed, as parameters stay changed as well.
+            self.adopt_from_lead()
+
+    def adopt_from_lead(self) -> None:
+        """Have owners take their part of the lead's; called on all devices."""
+        left, self._left = self._left, None
+        if left is None:
+            return
+        made = packed(self._cut(left)) if self._context.leads else None
+        make = None if made is None else lambda device: made
+        self._update.replace_states(
+            unpack(self._context.exchange.transport.scatter_from_lead(make))
+        )
+
+    def _joined(self, states: list[PieceState]) -> dict[torch.Tensor, dict[str, Any]]:
+        storage, users = self._update.storage, self._update.users
+        whole: dict[torch.Tensor, dict[str, Any]] = {}
+        for number, key, value, by_element in sorted(states, key=lambda state: state.piece):
+            piece = storage.pieces[number]
+            entry, user = storage.masters.entries[piece.entry], users[piece.entry]
+            mine = whole.setdefault(user, {})
+            if by_element:
+                if key not in mine:
+                    mine[key] = torch.empty_strided(
+                        entry.shape, entry.stride, dtype=value.dtype, device=user.device
+                    )
+                storage_order(mine[key])[piece.start : piece.stop] = value
+            elif isinstance(value, torch.Tensor):
+                mine[key] = value.to("cpu" if key == "step" else user.device, copy=True)
+            else:
+                mine[key] = value
+        return whole
+
+    def _cut(self, whole: Mapping[Any, Any]) -> list[PieceState]:
+        storage, cut = self._update.storage, []
+        for number, piece in enumerate(storage.pieces):
+            entry = storage.masters.entries[piece.entry]
+            for key, value in whole.get(self._update.users[piece.entry], {}).items():
+                stride = entry.stride if piece.whole else None
+                by_element = is_by_element(key, value, entry.shape, stride)
+                if by_element:
+                    value = storage_order(laid_out(value, entry.stride))[piece.start : piece.stop]
+                cut.append(PieceState(number, key, value, by_element))
+        return cut
+
+
+def _has_methods(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer's class has methods that none of PyTorch's has."""
+    own = [each for each in type(optimizer).__mro__ if not each.__module__.startswith("torch.")]
+    names = {name for kind in own for name, value in vars(kind).items() if callable(value)}
+    return any(name not in _KNOWN and not name.startswith("_") for name in names)
+
+
+class Modifying:
+    """Lets the lead's process change parameters, buffers and settings for everybody.
+
+    Args:
+        engine: the devices of this process.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._agreement, self._placement = engine.agreement, engine.placement
+        self._context, self._held = engine.context, ExitStack()
+        self._private = self._context.exchange.memory.is_common and not self._context.leads
+        """Whether this process must not write to the memory that its parameters lie in."""
+        self._state = FullOptimizerState(self._context)
+        self._with_state = False
+        self.blocks = 0
+        """How many blocks the script has opened so far."""
+
+    @property
+    def number(self) -> int:
+        """Which block the script is in, counted from 1; 0 outside of any."""
+        return self.blocks if self._agreement.modifying else 0
+
+    @contextmanager
+    def block(self, step: int, *, state: bool | None = None) -> Iterator[None]:
+        """Open the block; when it ends, the lead's values are everybody's.
+
+        Args:
+            step: the number of the next step.
+            state: whether the optimizer's state is there; None if its methods may want it.
+        """
+        self._agreement.refuse_inside(Call.CHANGING)
+        self.blocks += 1
+        self._with_state = self._state.is_read if state is None else state
+        try:
+            self._open(step)
+            yield
+        finally:
+            self._leave()
+        self._settle(step)
+
+    @contextmanager
+    def closed(self, step: int) -> Iterator[None]:
+        """Close the block that the script is in for the length of this context; see the head.
+
+        Args:
+            step: the number of the next step.
+        """
+        if not self._agreement.modifying:
+            yield
+            return
+        self._leave()
+        self._settle(step)
+        try:
+            yield
+        except BaseException:
+            # The script may catch it, alone: then it still is in its block.
+            self._agreement.modifying = True
+            raise
+        self._open(step)
+
+    def _open(self, step: int) -> None:
+        agreement, first = self._agreement, self._context.first
+        named = first.parts.named.values()
+        if self._private:
+            # What this process writes must not reach the common memory, so it gets copies; made
+            # before the devices meet, after which the lead may already be writing.
+            first.check_places()
+            copies = [parameter.data.clone() for parameter in named]
+        agreement.begin(CallDigest(Call.CHANGING, step, arguments=int(self._with_state)))
+        agreement.modifying = True
+        self._held.enter_context(self._placement.unsharded())
+        if self._with_state:
+            self._state.show()
+        if self._private:
+            for parameter, copy in zip(named, copies, strict=True):
+                parameter.data = copy
+
+    def _leave(self) -> None:
+        """Drop what this process has written to copies."""
+        self._agreement.modifying = False
+        self._state.hide()
+        if self._private:
+            first = self._context.first
+            with keeping_gradients(first.parts.named.values()):
+                first.attach()
+
+    def _settle(self, step: int) -> None:
+        """Make the lead's values everybody's."""
+        agreement, context, first = self._agreement, self._context, self._context.first
+        first.check_places()
+        first.buffers.places.check()
+        first.buffers.absorb()
+        agreement.modifying = True
+        try:
+            agreement.begin(CallDigest(Call.CHANGED, step))
+        finally:
+            agreement.modifying = False
+        context.exchange.memory.broadcast_from_lead(first.buffers.flat)
+        first.buffers.note_changes()
+        if context.with_others:
+            agreement.settings.adopt(self._settings_of_lead())
+        context.local.copy_first()
+        context.update.follow_parameters()
+        self._state.adopt_from_lead()
+        self._held.close()
+        context.guard.note()
+
+    def _settings_of_lead(self) -> list[dict[str, Any]]:
+        context = self._context
+        settings = self._agreement.settings.as_json() if context.leads else None
+        own = dict.fromkeys(context.own, json.dumps(settings).encode())
+        first = context.exchange.transport.all_gather_objects(own)[0]
+        found: list[dict[str, Any]] = json.loads(first)
+        return found

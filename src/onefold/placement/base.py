@@ -1,0 +1,250 @@
+"""Where parameters, gradients and optimizer state lie, and how a step computes with them.
+
+`Placement` is what a run asks; ``--placement`` chooses one of its types. `ResidentParameters` is
+how parameters are reached where each device has all of them.
+
+Note: what differs between placements
+-------------------------------------
+Agreement, losses, verdict, clipping, update, checkpoints and passes over data are the same for all.
+A placement decides how the model is cut before there is memory (`Placement.plan`), runs the shards
+of a step (`Placement.run_shards`), and brings parameters to whoever reads them. Gradients are added
+in the order of `onefold.core.fold` in each of them, so a placement never shows in the result.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from onefold.core.assignment import Assignment, Devices
+from onefold.core.batch import ShardedBatch
+from onefold.core.calldigest import Call
+from onefold.core.settings import Settings
+from onefold.core.storage import Storage
+from onefold.core.values import Gradients, ShardResult
+from onefold.exchange.exchange import Exchange
+from onefold.exchange.memory import Start
+from onefold.placement.context import StepContext
+from onefold.placement.distribute import distribute_masters
+from onefold.shard.modelparts import ModelParts
+from onefold.shard.replica import Replica
+from onefold.shard.stages import StageModules
+from onefold.shard.task import ShardTask
+from onefold.system.allocator import DEFAULT_ALLOCATOR, TensorAllocator
+from onefold.update.optimizer import PartitionedOptimizer
+
+__all__ = ["Function", "Placement", "PlacementPlan", "ResidentParameters", "StepTotals"]
+
+
+Function = Callable[[torch.nn.Module, Any], object]
+"""Takes the model and one shard."""
+
+Before = Callable[[Replica], AbstractContextManager[object]]
+"""Surrounds all shards of one device."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementPlan:
+    """How a placement cuts a model, before there is memory for it."""
+
+    modules: StageModules | None = None
+    """After which stages gradients are handed over; None if partial sums of all of them are."""
+    allocator: TensorAllocator = DEFAULT_ALLOCATOR
+    """Where the model lies on the host."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTotals:
+    """What the shards of a step add up to."""
+
+    pieces: Sequence[torch.Tensor | None]
+    """The summed gradient of each piece that this process owns, shaped as the piece; None where no
+    shard gave one. Valid until parameters are published."""
+    gave: Sequence[int]
+    """For each trained parameter, the number of shards that gave it a gradient."""
+    whole: Gradients | None = None
+    """The gradients of the whole batch as backward left them, if this process has them."""
+
+
+class ResidentParameters:
+    """The parameters of a model of which each device has all, for the whole run."""
+
+    @property
+    def sharded(self) -> Sequence[torch.nn.Parameter]:
+        """Those that have no values here just now, as `Storage.sharded_layout` numbers them."""
+        return ()
+
+    def unsharded(self, *, look: bool = False) -> AbstractContextManager[None]:
+        """A block in which this process has all parameters; called on all devices alike.
+
+        Args:
+            look: whether to look, when it ends, for what was written to trained parameters.
+
+        Raises:
+            StateError: parameters were written to, which is not kept.
+        """
+        return nullcontext()
+
+    def forward(self, function: Function) -> AbstractContextManager[Function]:
+        """Surround forward passes without a backward, of which each device has as many as it has.
+
+        Yields:
+            The function, which then gathers parameters while they are needed.
+        """
+        return nullcontext(function)
+
+
+class Placement(ABC):
+    """Where parameters, gradients and optimizer state lie, and how a step computes with them.
+
+    The methods are called in this order: `plan` and `check` before there is memory, `distribute`
+    and `start` once there is; then in each step `run_shards`, by `compute`, and `publish`. All
+    devices of a run call them alike.
+
+    Args:
+        devices: all devices of the run.
+        settings: the settings of the run.
+    """
+
+    def __init__(self, devices: Devices, settings: Settings) -> None:
+        self.devices, self.settings = devices, settings
+        self.parameters: ResidentParameters = ResidentParameters()
+        """How parameters are reached; `start` may replace it."""
+        self.context: StepContext
+
+    def plan(self, parts: ModelParts, stages: Sequence[torch.nn.Module] | None) -> PlacementPlan:
+        """Decide how a model is cut, before there is memory for it.
+
+        Args:
+            parts: the model.
+            stages: at which modules it may be cut; None to find that out.
+
+        Raises:
+            ValueError: the model or the settings do not go with this placement.
+        """
+        return PlacementPlan()
+
+    def check(self, storage: Storage) -> None:  # noqa: B027 (most models fit)
+        """Refuse a model that fits on no device, once its sizes are known.
+
+        Raises:
+            ValueError: a part of it is larger than a device.
+        """
+
+    def distribute(
+        self, start: Start, update: PartitionedOptimizer, exchange: Exchange, assignment: Assignment
+    ) -> None:
+        """Bring the lead's values to owners whose models have none, or rounded ones."""
+        if update.storage.rounds:
+            distribute_masters(start, update, exchange, assignment, self.devices)
+
+    def start(self, context: StepContext) -> None:
+        """Take over the run's memory, in which the model lies now."""
+        self.context = context
+
+    @abstractmethod
+    def run_shards(
+        self,
+        batch: ShardedBatch,
+        task: ShardTask,
+        done: Mapping[int, ShardResult],
+        before: Before,
+    ) -> Gradients | None:
+        """Compute this process's shards, and hand their gradients over.
+
+        Args:
+            batch: the batch of the step.
+            task: what all shards of the step have in common.
+            done: the results of shards that have run already; their gradients are added to in
+                place.
+            before: surrounds all shards of a device.
+
+        Returns:
+            The gradients of the whole batch, if one shard is all and they are as backward left
+            them.
+
+        Raises:
+            LossError, GradientError, StateError: see `Replica.compute`.
+            PeerError: another device is lost or has failed.
+        """
+
+    def compute(
+        self,
+        batch: ShardedBatch,
+        task: ShardTask,
+        done: Mapping[int, ShardResult],
+        before: Before,
+    ) -> StepTotals:
+        """Compute the shards of a step, and add up the gradients of what this process owns.
+
+        Arguments and errors are those of `run_shards`.
+        """
+        context = self.context
+        whole = self.run_shards(batch, task, done, before)
+        if not self.may_write(task.shards):
+            # Before `collect`: no process must update with what was computed of such parameters.
+            context.guard.refuse_writing(task.step, values=context.checks.run_checks)
+        with context.timed("exchange", "collect"):
+            context.exchange.collect(batch.plan)
+        pieces = [total for n in context.own for total in context.exchange.totals(n)]
+        return StepTotals(pieces, context.table.times_given(), whole)
+
+    def publish(self) -> None:
+        """Have every device see the updated parameters; the memory of gradients is free again."""
+        self.context.exchange.publish_parameters()
+
+    def may_write(self, shards: int) -> bool:
+        """Whether a loss may write to parameters, as in a plain loop: if one shard is all."""
+        return shards == 1
+
+    def written(self) -> bool:
+        """Whether models see other values than owners keep, where both have memory of their own."""
+        return False
+
+    def before_reading(self, agree: Callable[[], object]) -> None:  # noqa: B027 (see there)
+        """Meet the other devices by ``agree``, if whoever reads parameters needs them for it."""
+
+    def refuse_call(self, call: Call) -> None:  # noqa: B027 (most allow all)
+        """Refuse a call of the trainer while other devices wait for other things.
+
+        Raises:
+            RuntimeError: it was made while a shard is computed whose parameters are gathered.
+        """
+
+    def read_stages(
+        self, read: Callable[[Mapping[str, torch.Tensor]], Mapping[str, str]]
+    ) -> dict[int, str]:
+        """Read all parameters of `sharded`, each on one device; called on all devices together.
+
+        Args:
+            read: called with parameters by name; returns a line of text for each name.
+
+        Returns:
+            The lines of all devices, by the parameter's number.
+        """
+        return {}
+
+    def leave(self, *, together: bool) -> None:  # noqa: B027 (all is there already)
+        """Have this process keep all parameters, as far as there is room for them.
+
+        Args:
+            together: whether all devices call this, and may be waited for.
+        """
+
+    @property
+    def sharded(self) -> Sequence[torch.nn.Parameter]:
+        """See `ResidentParameters.sharded`."""
+        return self.parameters.sharded
+
+    def unsharded(self, *, look: bool = False) -> AbstractContextManager[None]:
+        """See `ResidentParameters.unsharded`."""
+        return self.parameters.unsharded(look=look)
+
+    def forward(self, function: Function) -> AbstractContextManager[Function]:
+        """See `ResidentParameters.forward`."""
+        return self.parameters.forward(function)

@@ -1,0 +1,117 @@
+"""Brings the lead's first values to the owners of pieces whose models have none, or others."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import chain
+
+import torch
+
+from onefold.core.assignment import Assignment, Devices
+from onefold.core.flat import Layout, laid_out, storage_order
+from onefold.deferred.recipe import short_lived
+from onefold.exchange.exchange import Exchange
+from onefold.exchange.memory import FirstValues, Start
+from onefold.update.optimizer import MASTER, PartitionedOptimizer
+from onefold.update.state import PieceState, packed, unpack
+
+__all__ = ["distribute_entries", "distribute_masters", "values_of_entry"]
+
+
+def distribute_masters(
+    start: Start,
+    update: PartitionedOptimizer,
+    exchange: Exchange,
+    assignment: Assignment,
+    devices: Devices,
+) -> None:
+    """Bring the exact values of pieces to owners whose models hold rounded ones.
+
+    Called on all devices.
+
+    Args:
+        start: this process's values, of which the lead's count.
+        update: has the pieces of the trained parameters.
+        exchange: with all devices.
+        assignment: says who owns what.
+        devices: all of them.
+    """
+    storage, trained = update.storage, start.trained
+
+    @lru_cache(maxsize=1)  # the pieces of a parameter follow each other
+    def drawn(entry: int) -> torch.Tensor:
+        return values_of_entry(trained[entry], storage.masters, entry)
+
+    def make(device: int) -> torch.Tensor:
+        numbers = devices.own if device in devices.own else (device,)
+        states = []
+        for number in chain.from_iterable(assignment.partitions[each] for each in numbers):
+            piece = storage.pieces[number]
+            values = drawn(piece.entry)[piece.start : piece.stop]
+            states.append(PieceState(number, MASTER, values, True))
+        return packed(states, exchange.memory.allocator)
+
+    made = make if devices.has_lead else None
+    update.adopt_states(unpack(exchange.transport.scatter_from_lead(made)))
+
+
+def distribute_entries(
+    start: Start, update: PartitionedOptimizer, exchange: Exchange, *, leads: bool
+) -> None:
+    """Bring the lead's values to the owners of their pieces; called on all devices.
+
+    One parameter goes to all devices at a time, so none has more than its own parts and that one.
+
+    Args:
+        start: this process's values, of which the lead's count.
+        update: has the pieces of the trained parameters.
+        exchange: with all devices.
+        leads: whether this is the lead's process.
+    """
+    memory, masters = exchange.memory, update.storage.masters
+    for number, value in enumerate(start.trained):
+        values = _shared(value, masters, number, exchange, leads=leads)
+        for item in update.owned:
+            if item.piece.entry == number:
+                part = values[item.piece.start : item.piece.stop]
+                storage_order(item.values.data).copy_(part)
+    for number, value in enumerate(start.frozen):
+        assert memory.frozen is not None
+        layout = memory.frozen.flat.layout
+        memory.frozen.adopt_entry(number, _shared(value, layout, number, exchange, leads=leads))
+
+
+def values_of_entry(value: torch.Tensor | FirstValues, layout: Layout, number: int) -> torch.Tensor:
+    """(numel,) first values of a parameter, in the storage order that it has in a layout."""
+    entry = layout.entries[number]
+    if isinstance(value, torch.Tensor):
+        return storage_order(laid_out(value, entry.stride))
+    values = _room(layout, number, torch.device("cpu"))
+    value.write_to(values.as_strided(entry.shape, entry.stride))
+    return values
+
+
+def _shared(
+    value: torch.Tensor | FirstValues,
+    layout: Layout,
+    number: int,
+    exchange: Exchange,
+    *,
+    leads: bool,
+) -> torch.Tensor:
+    """(numel,) the lead's values of a parameter."""
+    device = next(iter(exchange.memory.trained.values())).device
+    if leads:
+        values = values_of_entry(value, layout, number).to(device)
+    else:
+        values = _room(layout, number, device)
+    exchange.memory.broadcast_tensor_from_lead(values)
+    return values
+
+
+def _room(layout: Layout, number: int, device: torch.device) -> torch.Tensor:
+    """(numel,) for the values of a parameter."""
+    dtype, numel = layout.dtype_of(number), layout.entries[number].numel
+    if device.type == "cpu":
+        return short_lived(numel * dtype.itemsize).view(dtype)
+    return torch.empty(numel, dtype=dtype, device=device)

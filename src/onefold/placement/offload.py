@@ -1,0 +1,43 @@
+"""The model lies on the host, in a file, and each device has what it computes with."""
+
+from __future__ import annotations
+
+from onefold.core.storage import Storage
+from onefold.placement.sharded import Sharded
+from onefold.system.allocator import MmapAllocator, TensorAllocator
+
+__all__ = ["Offloaded"]
+
+
+class Offloaded(Sharded):
+    """Parameters, gradients and optimizer state lie in a file of which memory holds what it can.
+
+    A processor computes with what is in the file. A GPU has the parameters of a stage gathered from
+    there, as from another device, and the optimizer's state comes to it piece by piece.
+    """
+
+    def allocator(self) -> TensorAllocator:
+        devices = self.devices
+        kind = devices.devices[devices.own[0]].type
+        if kind != "cpu" and len(devices.own) > 1:
+            raise ValueError(
+                f"expected one {kind} device in each process for placement=offload, got "
+                f"{len(devices.own)} of Trainer(devices=...): leave them out, and start the script "
+                f"by onefold run --devices"
+            )
+        return MmapAllocator.at(devices.context.options.home, apart=kind != "cpu")
+
+    def shards_frozen(self, allocator: TensorAllocator) -> bool:
+        return allocator.apart
+
+    def check(self, storage: Storage) -> None:
+        if self.layout.allocator.apart:
+            super().check(storage)
+        else:
+            # Parameters stay in the file, so that the gradient alone must fit.
+            self._check(storage, [0] * len(storage.stage_layout().stage_bytes), "gradient")
+
+    def leave(self, *, together: bool) -> None:
+        # What is kept apart from a device has no room there as a whole.
+        if not self.layout.allocator.apart:
+            super().leave(together=together)

@@ -1,0 +1,493 @@
+"""Gathers the parameters of a stage on this device while they are needed, and frees them then.
+
+`PrefetchOrder` remembers in which order stages were used, so that the next one is prefetched.
+
+Note: what autograd saves
+-------------------------
+Backward needs the parameters of a stage long after its forward pass. What autograd saves of them,
+and of views of them, is replaced by a note of where it lay in its stage. The stage is gathered once
+more when backward asks for it. Nothing enters the graph, so gradients are added in the order of a
+plain loop.
+
+Note: between uses
+------------------
+A parameter that is sharded has its shape, dtype and device, and no values. Whoever computes with it
+in a step, outside of its stage, has the stage gathered; outside of a step it is an error.
+
+Note: prefetching
+-----------------
+While a stage is computed, the one that followed it the last time is gathered. If another one
+follows this time, that one is waited for, and what was prefetched in vain is dropped.
+
+Note: PyTorch's fast paths
+--------------------------
+In evaluation PyTorch computes transformers in another way, with other bits, if no module of them
+has a hook and all parameters are of its own class, which sharded ones are not. So hooks are global
+ones, which PyTorch does not count, and what it looks at is gathered before it does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from onefold.core.calldigest import Call
+from onefold.core.stages import ROOT
+from onefold.deferred.access import NotResident, Replace
+from onefold.errors import PipelineError
+from onefold.exchange.reduction import StageReduction
+from onefold.exchange.stageexchange import ParameterRequest
+from onefold.placement.base import Function, ResidentParameters
+from onefold.placement.context import StepContext
+from onefold.placement.pipeline.shapetensor import LossProgress, ShapeTensor
+from onefold.placement.stagebuffers import StageBuffers
+from onefold.shard.advice import is_about_hooks
+from onefold.shard.gradients import keeping_gradients
+from onefold.shard.task import ShardTask
+
+__all__ = ["QUICK", "ShardedParameters", "StageParameters"]
+
+
+_AT_HAND = 2
+"""Stages, besides the root, that are in use at one time in backward; one more is on its way."""
+
+
+QUICK = torch.nn.TransformerEncoderLayer, torch.nn.MultiheadAttention
+"""Modules for which PyTorch has quick paths; see the head."""
+_WITH_ALL = (
+    "devices that do not keep all parameters (--placement) have them brought by such hooks, which "
+    "torch.func does not allow: use torch.autograd.grad, or call trainer.evaluate and "
+    "trainer.predict in `with trainer.unsharded():`"
+)
+
+
+class _Saved(NamedTuple):
+    """Where something that autograd keeps lay in a stage."""
+
+    stage: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    """Of its first element, counted in elements of its dtype."""
+
+
+class StageParameters(ResidentParameters):
+    """The parameters of a model with stages, on devices that have all of them.
+
+    Its methods surround what gathers parameters where devices have a part of them.
+    """
+
+    def stay_unsharded(self) -> None:
+        """Have all parameters from here on; called on all devices alike."""
+
+    def refuse_call(self, call: Call) -> None:
+        """Refuse a call of the trainer where other devices wait for other things.
+
+        Raises:
+            RuntimeError: it was made while a shard is computed whose parameters are gathered.
+        """
+
+    def rounds(self, task: ShardTask) -> AbstractContextManager[ShardTask]:
+        """Surround the shards of a step, in which all devices take part in rounds.
+
+        Yields:
+            The task, which then gathers parameters while they are needed.
+        """
+        return nullcontext(task)
+
+    def in_pipeline(self, *, run_checks: bool) -> AbstractContextManager[None]:
+        """Surround the shards of a step that go through a pipeline.
+
+        Args:
+            run_checks: whether costly checks run in this step.
+        """
+        return nullcontext()
+
+    def on_the_way(self, progress: LossProgress) -> AbstractContextManager[None]:
+        """Surround a shard on a device of a pipeline, which has come so far in the loss."""
+        return nullcontext()
+
+    def visit(self, stages: Iterable[int], look: Callable[[Sequence[int]], None]) -> None:
+        """Gather one stage after the other, to be read; called on all devices together.
+
+        Args:
+            stages: those that this device reads, which may be others than another one's.
+            look: called while a stage is here, with the numbers of its parameters.
+        """
+        raise RuntimeError("this process has all parameters: expected them to be read at once")
+
+
+class ShardedParameters(StageParameters):
+    """The parameters of the model on a device that keeps its partition of them.
+
+    Args:
+        context: this process's part of the run; its only device keeps a partition.
+    """
+
+    def __init__(self, context: StepContext) -> None:
+        exchange, modules = context.exchange, context.first.stages
+        assert isinstance(exchange.reduction, StageReduction)
+        assert modules is not None
+        self._replica = replica = context.first
+        self._stage_at_module = {
+            part: stage for stage, part in enumerate(modules.modules, start=ROOT + 1)
+        }
+        self._update = update = context.update
+        self._memory = exchange.memory
+        self._flat = exchange.memory.trained[replica.number]
+        self._reduction = exchange.reduction
+        self._place = replica.number % self._reduction.stages.pipeline
+        self._buffers = StageBuffers(
+            replica.parts, update, self._memory.frozen, self._flat.device, self._gather_used
+        )
+        self._stages = self._buffers.layout.stages
+        self._is_serving = self._is_pipeline = False
+        self._progress: LossProgress | None = None
+        self._resident: dict[int, torch.Tensor] = {}
+        """The memory of each stage that is here, the latest last."""
+        self._stage_at: dict[int, int] = {}
+        """The stage of which the memory begins at an address."""
+        self._reduction.serve(self._buffers.values_of)
+        self._prefetched: dict[int, torch.Tensor] = {}
+        """The memory of the stage that is brought ahead of its use, if one is."""
+        self._steps, self._passes = PrefetchOrder(), PrefetchOrder()
+        self._order: PrefetchOrder | None = None
+        """Of the shard that is computed, if one is."""
+        self._done_forward: set[int] = set()
+        """Those of them whose forward pass is over."""
+        self._unsharded = 0
+        self._in_backward = self._run_checks = self._looks_at_trained = False
+        self._shard()
+
+    @property
+    def sharded(self) -> Sequence[torch.nn.Parameter]:
+        return () if self._unsharded else self._buffers.parameters
+
+    def refuse_call(self, call: Call) -> None:
+        if self._is_serving:
+            raise RuntimeError(
+                f"{call.words} was called while a shard was computed, for which parameters are "
+                f"brought to each device (--placement): expected calls of the trainer between "
+                f"shards. trainer.evaluate and trainer.predict allow them in "
+                f"`with trainer.unsharded():`"
+            )
+
+    @contextmanager
+    def unsharded(self, *, look: bool = False) -> Iterator[None]:
+        if not self._unsharded:
+            self._unshard()
+        self._unsharded += 1
+        try:
+            yield
+            if self._unsharded == 1:
+                self._buffers.refuse_written()
+            if self._unsharded == 1 and look:
+                self._buffers.refuse_changed()
+        finally:
+            self._unsharded -= 1
+            if not self._unsharded:
+                self._shard()
+
+    def stay_unsharded(self) -> None:
+        if not self._unsharded:
+            self._unshard()
+        self._unsharded += 1
+
+    @contextmanager
+    def rounds(self, task: ShardTask) -> Iterator[ShardTask]:
+        if self._unsharded:
+            yield task
+            return
+        with self._serving(look=task.run_checks):
+            self._gather(ROOT)
+            yield replace(task, gathered=partial(self._gathering, self._steps))
+
+    @contextmanager
+    def forward(self, function: Function) -> Iterator[Function]:
+        if self._unsharded:
+            yield function
+            return
+
+        def brought(model: torch.nn.Module, batch: Any) -> object:
+            try:
+                with self._gathering(self._passes):
+                    return function(model, batch)
+            except RuntimeError as error:
+                if is_about_hooks(error):
+                    error.add_note(_WITH_ALL)
+                raise
+            finally:
+                # A model that writes when it is evaluated does so at once; to look costs as much as
+                # reading all that this device keeps.
+                self._looks_at_trained = False
+
+        self._looks_at_trained = True
+        with self._serving(look=True):
+            self._gather(ROOT)
+            yield brought
+        self._reduction.end_round()
+
+    def visit(self, stages: Iterable[int], look: Callable[[Sequence[int]], None]) -> None:
+        with self._serving():
+            for stage in stages:
+                self._gather(stage)
+                look(self._stages.entries[stage])
+                self._free(stage)
+        self._reduction.end_round()
+
+    @contextmanager
+    def _serving(self, *, look: bool = False) -> Iterator[None]:
+        """Surround what has parameters brought, while all devices answer each other.
+
+        Args:
+            look: whether to look at what was brought before it goes, to find what was written.
+        """
+        self._is_serving, self._run_checks = True, look
+        try:
+            yield
+            self._free_all()
+            self._buffers.refuse_written()
+        finally:
+            self._run_checks = False
+            self._free_all()
+            self._is_serving = False
+
+    def _free_all(self) -> None:
+        for stage in list(self._resident):
+            self._free(stage)
+
+    @contextmanager
+    def in_pipeline(self, *, run_checks: bool) -> Iterator[None]:
+        if self._unsharded:
+            with self._reduction.in_pipeline():
+                yield
+            return
+        own = [s for s, place in enumerate(self._stages.places) if place == self._place]
+        self._is_pipeline = True
+        try:
+            with self._serving(look=run_checks):
+                # All devices together: the first one of each pipeline has some of it.
+                self._gather(ROOT)
+                with self._reduction.in_pipeline():
+                    for stage in own:
+                        self._gather(stage, own)
+                    yield
+        finally:
+            self._is_pipeline = False
+
+    @contextmanager
+    def on_the_way(self, progress: LossProgress) -> Iterator[None]:
+        self._progress = progress
+        try:
+            yield
+        finally:
+            self._progress = None
+
+    @contextmanager
+    def _gathering(self, order: PrefetchOrder) -> Iterator[Callable[[], None]]:
+        """Surround a forward pass and its backward.
+
+        Args:
+            course: in which order stages are wanted.
+
+        Yields:
+            What is to be called between the two.
+        """
+        self._in_backward = False
+        self._done_forward.clear()
+        self._order = order
+        order.begin()
+        handles = [
+            register_module_forward_pre_hook(lambda part, _: self._before_forward(part)),
+            register_module_forward_hook(
+                lambda part, *_: self._after_forward(part), always_call=True
+            ),
+        ]
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self._packed, self._unpacked):
+                yield self._begin_backward
+        finally:
+            for handle in handles:
+                handle.remove()
+            self._prefetched.clear()
+            for stage in [stage for stage in self._resident if stage != ROOT]:
+                self._free(stage)
+            self._order = None
+
+    def _begin_backward(self) -> None:
+        self._in_backward = True
+        # The last one is the first that backward needs.
+        self._done_forward.clear()
+
+    def _before_forward(self, part: torch.nn.Module) -> None:
+        stage = self._stage_at_module.get(part)
+        if stage is not None:
+            self._gather(stage)
+        looked_at = _looked_at(part)
+        if looked_at:
+            self._gather_used(looked_at)
+
+    def _after_forward(self, part: torch.nn.Module) -> None:
+        # Layers that are computed once more in backward are needed right afterwards.
+        stage = self._stage_at_module.get(part)
+        if stage is not None and not self._in_backward:
+            self._done_forward.add(stage)
+
+    def _gather(self, stage: int, together: Collection[int] = ()) -> torch.Tensor:
+        """Have a stage here, and let others go, but for those to be had together with it."""
+        if stage in self._resident:
+            self._done_forward.discard(stage)
+            return self._resident[stage]
+        here = [each for each in self._resident if each != ROOT]
+        for each in {*self._done_forward, *here[: max(0, len(here) + 1 - _AT_HAND)]} - {*together}:
+            self._free(each)
+        self._resident[stage] = buffer = self._gathered(stage)
+        if buffer.numel():
+            self._stage_at[buffer.data_ptr()] = stage
+        if self._order is not None:
+            self._prefetch(self._order, stage)
+        self._buffers.show(stage, buffer)
+        if self._run_checks:
+            self._buffers.note(stage)
+        return buffer
+
+    def _gathered(self, stage: int) -> torch.Tensor:
+        """The memory of a stage, with its parameters."""
+        buffer = self._buffers.own_buffer(stage)
+        if buffer is not None:
+            return buffer
+        buffer = self._prefetched.pop(stage, None)
+        if buffer is None:
+            buffer = self._buffers.new_buffer(stage)
+            self._reduction.request(ParameterRequest(stage, buffer))
+        else:
+            self._reduction.await_prefetched()
+        return buffer
+
+    def _prefetch(self, order: PrefetchOrder, stage: int) -> None:
+        """Have the stage brought that is likely to be the next one after this."""
+        if not self._reduction.prefetches:
+            return
+        following = order.after(stage, self._in_backward)
+        if following is None or following in self._resident or following in self._prefetched:
+            return
+        if self._buffers.own_buffer(following) is not None:
+            return
+        self._prefetched = {following: self._buffers.new_buffer(following)}
+        self._reduction.request(
+            ParameterRequest(following, self._prefetched[following], ahead=True)
+        )
+
+    def _gather_used(self, tensors: Sequence[torch.Tensor]) -> Replace | None:
+        """Bring what somebody is about to compute with, outside of its stage.
+
+        What a device of a pipeline computes before values have arrived is without values in any
+        case.
+        """
+        found = [(t, stage) for t in tensors if (stage := self._buffers.stage_of(t)) is not None]
+        progress = self._progress
+        if progress is not None and self._place and not progress.arrived:
+            stage_of = self._buffers.stage_of
+            return lambda t: t if stage_of(t) is None else ShapeTensor.like(t, progress)
+        if self._is_pipeline:
+            missing, stage = next(each for each in found if each[1] not in self._resident)
+            name, stage_name = self._buffers.name_of(missing), self._stages.names[stage]
+            raise PipelineError.outside_of_stage(name, stage_name, self._replica.number)
+        if not self._is_serving:
+            raise NotResident(
+                f"parameter {self._buffers.name_of(found[0][0])} was read on device "
+                f"{self._replica.number}, which has it only while it computes with it "
+                f"(--placement): read the model in `with trainer.unsharded():`, change it in `with "
+                f"trainer.modifying():`, and save it with trainer.save, each on every device"
+            )
+        together = {stage for _, stage in found}
+        for stage in sorted(together):
+            # None of them may make room for another.
+            self._gather(stage, together)
+        return None
+
+    def _free(self, stage: int) -> None:
+        self._done_forward.discard(stage)
+        buffer = self._resident.pop(stage)
+        self._stage_at.pop(buffer.data_ptr(), None)
+        if self._run_checks:
+            trained = self._looks_at_trained or self._order is not self._passes
+            self._buffers.look(stage, buffer, trained=trained)
+        self._buffers.hide(self._stages.entries[stage])
+
+    def _packed(self, tensor: torch.Tensor) -> object:
+        """Replace what lies in a stage by a note of where."""
+        stage = self._stage_at.get(tensor.untyped_storage().data_ptr())
+        if stage is None or stage == ROOT or tensor.is_conj() or tensor.is_neg():
+            # Without its graph, which PyTorch puts back: what an operation has made and keeps would
+            # keep the operation, and all before it, where no backward pass comes through there.
+            return tensor.detach()
+        return _Saved(
+            stage, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
+        )
+
+    def _unpacked(self, kept: Any) -> torch.Tensor:
+        if not isinstance(kept, _Saved):
+            found: torch.Tensor = kept
+            return found
+        buffer = self._gather(kept.stage)
+        empty = torch.empty(0, dtype=kept.dtype, device=buffer.device)
+        return empty.set_(buffer.untyped_storage(), kept.offset, kept.shape, kept.stride)
+
+    def _unshard(self) -> None:
+        """Have memory for all parameters, and the values of all owners in it."""
+        self._flat.get_back()
+        self._update.show()
+        self._memory.publish_parameters()
+        self._unshard_frozen()
+        with keeping_gradients(self._replica.parts.named.values()):
+            self._buffers.show_all()
+            self._replica.attach()
+        self._replica.note_places()
+
+    def _unshard_frozen(self) -> None:
+        """Have memory for all frozen parameters, and the values of all devices in it."""
+        if self._memory.frozen is not None:
+            self._memory.frozen.flat.get_back()
+            self.visit(self._memory.frozen.stages, self._buffers.copy_frozen)
+
+    def _shard(self) -> None:
+        """Free the memory of all parameters."""
+        self._buffers.hide_all()
+        self._replica.note_places()
+        self._flat.let_go()
+
+
+def _looked_at(part: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """The parameters that PyTorch looks at before it chooses how to compute; see the head."""
+    if isinstance(part, torch.nn.TransformerEncoder):
+        parts = [*part.layers[:1]]
+    else:
+        parts = [part] if isinstance(part, QUICK) else []
+    return [p for each in parts if not each.training for p in each.parameters()]
+
+
+class PrefetchOrder:
+    """The order in which the stages were wanted that were not at hand."""
+
+    def __init__(self) -> None:
+        self._following: dict[tuple[int, bool], int] = {}
+        self._last: tuple[int, bool] | None = None
+
+    def begin(self) -> None:
+        """Begin a shard, with no stage at hand."""
+        self._last = None
+
+    def after(self, stage: int, in_backward: bool) -> int | None:
+        """Note that a stage is wanted now; say which one followed it last time, if one did."""
+        if self._last is not None:
+            self._following[self._last] = stage
+        self._last = stage, in_backward
+        return self._following.get(self._last)

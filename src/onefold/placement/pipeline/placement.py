@@ -1,0 +1,125 @@
+"""Each device keeps some stages of the model, and shards go from device to device."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from onefold.core.assignment import Devices
+from onefold.core.batch import ShardedBatch
+from onefold.core.settings import Settings
+from onefold.core.stages import ROOT, Stages, waiting
+from onefold.core.values import Gradients, ShardResult
+from onefold.placement.base import Before, PlacementPlan
+from onefold.placement.context import StepContext
+from onefold.placement.pipeline.boundary import StageBoundary
+from onefold.placement.pipeline.worker import PipelineWorker
+from onefold.placement.sharded import Sharded
+from onefold.shard.modelparts import ModelParts
+from onefold.shard.stages import StageModules
+from onefold.shard.task import ShardTask
+
+__all__ = ["Pipelined"]
+
+_log = logging.getLogger("onefold")
+
+
+class Pipelined(Sharded):
+    """The stages of the model are divided among the devices of a pipeline, or of several."""
+
+    def __init__(self, devices: Devices, settings: Settings) -> None:
+        super().__init__(devices, settings)
+        self.pipeline = devices.context.options.pipeline_of(len(devices.devices))
+
+    def plan(self, parts: ModelParts, stages: Sequence[torch.nn.Module] | None) -> PlacementPlan:
+        if self.settings.microbatch == "auto":
+            raise ValueError(
+                "expected a number for microbatch with --placement pipeline, or None, got 'auto': "
+                "to find one, each device would have to compute a whole shard alone"
+            )
+        return super().plan(parts, stages)
+
+    def start(self, context: StepContext) -> None:
+        super().start(context)
+        modules = context.first.stages
+        assert modules is not None
+        _check_code(modules, compiled=context.compilers.compiled)
+        self._boundaries = [
+            StageBoundary(modules, replica.number % self.pipeline, self.parameters)
+            for replica in context.replicas
+        ]
+        if context.leads:
+            _tell(modules.stages, context.devices // self.pipeline, self.settings.shards)
+
+    def run_shards(
+        self,
+        batch: ShardedBatch,
+        task: ShardTask,
+        done: Mapping[int, ShardResult],
+        before: Before,
+    ) -> Gradients | None:
+        context, exchange, reduction = self.context, self.context.exchange, self._reduction
+        channel = exchange.channel
+        assert channel is not None
+        channel.clear()  # of a step that failed, and was survived
+        reduction.begin(shard for shard, size in enumerate(batch.sizes) if not size)
+        workers = []
+        for replica, boundary in zip(context.replicas, self._boundaries, strict=True):
+            exchange.table.clear_rows(replica.number, batch.plan.shards_of(replica.number))
+            replica.begin(task)
+            workers.append(
+                PipelineWorker(replica, boundary, context.attached, batch, task, exchange)
+            )
+        with self.parameters.in_pipeline(run_checks=task.run_checks):
+            while busy := [worker for worker in workers if not worker.is_done]:
+                for worker in busy:
+                    while not worker.is_done and worker.can_go():
+                        worker.go()
+            channel.finish()
+            reduction.end_round()
+        for replica in context.replicas:
+            replica.end()
+        return None
+
+
+def _check_code(modules: StageModules, *, compiled: bool) -> None:
+    """Refuse code that cannot be left in its midst.
+
+    Raises:
+        ValueError: ``torch.compile`` has a part in the model or its loss, or ``torch.jit`` in one
+            of its stages.
+    """
+    if compiled:
+        raise ValueError(
+            "expected a model that is not compiled with --placement pipeline, which leaves the "
+            "loss in its midst: leave out torch.compile and compile=True, or use --placement shard"
+        )
+    for name, module in zip(modules.stages.names[ROOT + 1 :], modules.modules, strict=True):
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ValueError(
+                f"expected stages that Python calls with --placement pipeline, got {name}, which "
+                f"torch.jit has compiled: leave out torch.jit, or use --placement shard"
+            )
+
+
+def _tell(stages: Stages, pipelines: int, shards: int) -> None:
+    """Say which device has which stages, and what lines cost."""
+    parts = []
+    for place in range(stages.pipeline):
+        own = [n for n, at in zip(stages.names, stages.places, strict=True) if at == place]
+        named = own[ROOT + 1 :] if place == 0 else own
+        parts.append(named[0] if len(named) == 1 else f"{named[0]} to {named[-1]}")
+    most = -(-shards // pipelines)
+    _log.warning(
+        "%s of %d devices: %s. With %d shard%s%s a step takes %.0f %% longer than the work of one "
+        "device, waiting for others: more shards wait less",
+        "a pipeline" if pipelines == 1 else f"{pipelines} pipelines side by side, each",
+        stages.pipeline,
+        " | ".join(parts),
+        most,
+        "" if most == 1 else "s",
+        "" if pipelines == 1 else " in a pipeline",
+        100 * waiting(stages.pipeline, most),
+    )

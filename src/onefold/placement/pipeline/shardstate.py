@@ -1,0 +1,75 @@
+"""Generators and buffers of a shard, which go from device to device with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from onefold.core.flat import same_bits
+from onefold.core.randomness import packed_generators, put_generators
+from onefold.placement.pipeline.shapetensor import ShapeTensor
+from onefold.shard.buffers import BufferSet
+from onefold.shard.replica import Replica
+
+__all__ = ["ShardState"]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardState:
+    """Where the generators stand, and the buffers that are no longer as the step began."""
+
+    generators: torch.Tensor  # (n,) uint8
+    indices: Sequence[int] = ()
+    """Numbers of the changed buffers."""
+    values: Sequence[torch.Tensor] = ()
+    """The buffers left by the shard, each (numel,)."""
+
+    @classmethod
+    def of(cls, replica: Replica) -> ShardState:
+        """Copy the state that a device is in.
+
+        Raises:
+            StateError: a buffer has been resized, or is new.
+        """
+        generators = packed_generators(replica.device)
+        changed = replica.buffers.changed(exactly=True)
+        if changed is None:
+            return cls(generators)
+        views = [replica.buffers.view_of(changed.sections, number) for number in changed.indices]
+        return cls(generators, changed.indices, views)
+
+    @classmethod
+    def read(cls, indices: Sequence[int], tensors: Iterator[torch.Tensor | None]) -> ShardState:
+        """Read what another device has sent: `tensors` of its state, and perhaps more behind."""
+        found = [next(tensors) for _ in range(1 + len(indices))]
+        generators, *values = [tensor for tensor in found if tensor is not None]
+        return cls(generators, indices, values)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """What is to be sent, beside the indices."""
+        return [self.generators, *self.values]
+
+    def put(self, replica: Replica, shard: int) -> None:
+        """Have a device go on in this state, whatever it has changed itself."""
+        put_generators(self.generators, replica.device)
+        self.put_buffers(replica.buffers, shard)
+
+    def put_buffers(self, buffers: BufferSet, shard: int) -> None:
+        """Have a device go on with these buffers alone."""
+        # What a stage of another device gives may have taken their places.
+        buffers.discard(ShapeTensor)
+        buffers.restore(shard)
+        for number, values in zip(self.indices, self.values, strict=True):
+            buffers.view_of(buffers.flat.sections, number).copy_(values)
+
+    def differing(self, buffers: BufferSet, numbers: Sequence[int]) -> bool:
+        """Whether some of these buffers have other values by now."""
+        here = dict(zip(self.indices, self.values, strict=True))
+        views = {number: buffers.view_of(buffers.flat.sections, number) for number in numbers}
+        return any(
+            number not in here or not same_bits(here[number].to(view.device), view)
+            for number, view in views.items()
+        )

@@ -1,0 +1,447 @@
+"""Computes one device's part of the shards that go through a pipeline."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from onefold.core.batch import ShardedBatch
+from onefold.core.gathering import Gathers, gathering
+from onefold.core.mean import Contribution
+from onefold.core.shard import pieces_of
+from onefold.core.stages import ROOT, Move, in_groups, moves
+from onefold.core.values import Gradients, ShardResult, ShardValues
+from onefold.errors import PipelineError
+from onefold.exchange.exchange import Exchange
+from onefold.exchange.reduction import StageReduction
+from onefold.exchange.shardtable import ShardTable
+from onefold.exchange.stageexchange import GradientSend
+from onefold.exchange.transport import Message, PipelineChannel
+from onefold.placement.pipeline.boundary import (
+    PipelineContext,
+    StageBoundary,
+    StageHandover,
+    StageInputs,
+    StageOutputs,
+)
+from onefold.placement.pipeline.shapestages import are_left, marks_of
+from onefold.placement.pipeline.shapetensor import LossProgress, ShapeTensor
+from onefold.placement.pipeline.shardstate import ShardState
+from onefold.shard.replica import Replica
+from onefold.shard.task import (
+    PieceResult,
+    ShardPiece,
+    ShardTask,
+    backward,
+    code_of,
+    gatherer_of,
+)
+
+__all__ = ["PipelineWorker"]
+
+
+@dataclass(slots=True)
+class _Underway:
+    """A piece of a shard between its way forth and its way back."""
+
+    context: PipelineContext
+    outputs: Sequence[torch.Tensor] = ()
+    """What the next device was sent, with the graph that it comes from."""
+    part: Contribution | None = None
+    """The loss, on the last device."""
+    values: ShardValues | None = None
+    state: ShardState | None = None
+    """That after the loss, on the last device."""
+
+
+@dataclass(slots=True)
+class _Left:
+    """What a piece of a shard leaves to the next one."""
+
+    state: ShardState
+    result: PieceResult
+
+
+@dataclass(frozen=True, slots=True)
+class _Back:
+    """What the next device has sent back."""
+
+    state: ShardState
+    gradients: Sequence[torch.Tensor | None]
+    """Of what it was sent."""
+    result: PieceResult
+
+
+class PipelineWorker:
+    """One device of a pipeline, in one step.
+
+    Args:
+        replica: the model on the device.
+        passing: cuts the model for it.
+        attached: has the module compute on the device.
+        batch: the batch of the step.
+        task: what all shards of the step have in common.
+        exchange: with all devices.
+    """
+
+    def __init__(
+        self,
+        replica: Replica,
+        boundary: StageBoundary,
+        attached: Callable[[Replica], AbstractContextManager[object]],
+        batch: ShardedBatch,
+        task: ShardTask,
+        exchange: Exchange,
+    ) -> None:
+        assert exchange.channel is not None
+        assert isinstance(exchange.reduction, StageReduction)
+        self._replica = replica
+        self._boundary = boundary
+        self._attached = attached
+        self._batch = batch
+        self._task = task
+        self._channel: PipelineChannel = exchange.channel
+        self._reduction: StageReduction = exchange.reduction
+        self._table: ShardTable = exchange.table
+        self._device, self._devices = replica.number, batch.plan.pipeline
+        self._place = self._device % self._devices
+        self._is_one_of_several = len(exchange.memory.trained) > 1
+        self._is_last = self._place == self._devices - 1
+        stages = self._reduction.stages
+        self._own = [s for s, place in enumerate(stages.places) if place == self._place and s]
+        self._foreign = [s for s, place in enumerate(stages.places) if place != self._place]
+        self._pieces = self._in_order()
+        self._moves = deque(moves(self._place, self._devices, len(self._pieces)))
+        self._underway: dict[int, _Underway] = {}
+        self._left: dict[int, _Left] = {}
+
+    def _in_order(self) -> list[ShardPiece | None]:
+        batch = self._batch
+        shards = [s for s in batch.plan.read_by(self._device) if s in batch.shards]
+        sizes = [batch.count_of(shard).samples for shard in shards]
+        cuts = [pieces_of(size, self._task.microbatch) for size in sizes]
+        order = in_groups([len(cut) for cut in cuts], self._devices)
+        return [
+            None if at is None else ShardPiece(shards[at[0]], *cuts[at[0]][at[1]], sizes[at[0]])
+            for at in order
+        ]
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all shards have been there and back."""
+        return not self._moves
+
+    def can_go(self) -> bool:
+        """Whether what the next move needs has been sent; always where others compute meanwhile."""
+        move, number = self._moves[0]
+        step = -1 if move is Move.FORTH else 1
+        if self._pieces[number] is None or not 0 <= self._place + step < self._devices:
+            return True
+        return self._channel.has(self._device, self._device + step)
+
+    def go(self) -> None:
+        """Make the next move; waits for what it needs.
+
+        Raises:
+            PipelineError: the model cannot be computed by a pipeline.
+            LossError, GradientError, StateError: see `Replica.compute`.
+            PeerError: another device is lost or has failed.
+        """
+        move, number = self._moves.popleft()
+        piece = self._pieces[number]
+        if piece is None:
+            return
+        try:
+            if move is Move.FORTH:
+                self._forth(number, piece)
+            else:
+                self._back(number, piece)
+        except Exception as error:
+            self._replica.put_back(self._task)
+            self._replica.explain(error, piece.shard, self._batch, self._where(piece))
+            raise
+
+    def _where(self, piece: ShardPiece) -> str:
+        return f"step {self._task.step}, shard {piece.shard}"
+
+    def _forth(self, number: int, piece: ShardPiece) -> None:
+        """Compute this device's stages of a piece, and send on what the last of them gives."""
+        replica, task, where = self._replica, self._task, self._where(piece)
+        context = PipelineContext(
+            LossProgress(where, replica.device), self._arrival(), piece.shard, replica
+        )
+        underway = self._underway[number] = _Underway(context)
+        with self._attached(replica), self._discarding():
+            replica.begin_shard(piece.shard, task)
+            begun = self._go_on(piece, context)
+            payload = replica.on_device(piece, self._batch)
+            marks = marks_of(payload)
+            gatherer = gatherer_of(piece, self._batch, task)
+            start = replica.watch.now()
+            try:
+                with gathering(gatherer), self._boundary.followed(context):
+                    underway.part, underway.values = replica.loss_of(
+                        piece, payload, self._batch, task, where, gatherer
+                    )
+            except StageHandover as passed:
+                self._send_on(underway, passed.outputs, begun)
+            except Gathers:
+                raise PipelineError(
+                    f"{where}: the loss calls onefold.gather (or the model has SyncBatchNorm), "
+                    f"which needs all shards at one time: a pipeline has one after the "
+                    f"other. Use --placement shard"
+                ) from None
+            if underway.values is not None and underway.values.rows:
+                raise PipelineError(
+                    f"{where}: the loss returned outputs, which a pipeline does not bring "
+                    f"together: expected (loss, values). Use --placement shard"
+                )
+            self._check_end(underway, where)
+            self._boundary.refuse_written(context)
+            if not are_left(marks, payload):
+                self._refuse_writing(where)
+            replica.watch.note("forward", f"forward shard {piece.shard}", start)
+            if self._is_last:
+                underway.state = ShardState.of(replica)
+            replica.put_back(task)
+
+    @contextmanager
+    def _discarding(self) -> Iterator[None]:
+        """Have no buffer without values after a failure, which would hide it by one of its own."""
+        try:
+            yield
+        except Exception:
+            self._replica.buffers.discard(ShapeTensor)
+            raise
+
+    def _go_on(self, piece: ShardPiece, context: PipelineContext) -> ShardState | None:
+        """Begin where the piece before has ended; return where, if there is one."""
+        if not piece.start:
+            return None
+        inputs = context.inputs
+        begun = self._left[piece.shard].state if inputs is None else inputs.begun
+        assert begun is not None
+        begun.put(self._replica, piece.shard)
+        return begun
+
+    def _arrival(self) -> StageInputs | None:
+        """Wait for what the device before sends."""
+        if self._place == 0:
+            return None
+        message = self._receive(self._device - 1)
+        head, tensors = message.head, iter(message.tensors)
+        state = ShardState.read(head["state"], tensors)
+        begun = None if head["begun"] is None else ShardState.read(head["begun"], tensors)
+        here = [self._on(tensor) for tensor in tensors if tensor is not None]
+        outputs = StageOutputs(head["stage"], here, head["order"], head["shared"], head["words"])
+        return StageInputs(outputs, head["with_gradient"], state, begun)
+
+    def _send_on(
+        self, underway: _Underway, outputs: StageOutputs, begun: ShardState | None
+    ) -> None:
+        underway.outputs = outputs.tensors
+        state = ShardState.of(self._replica)
+        head = {
+            "stage": outputs.stage,
+            "order": list(outputs.order),
+            "shared": list(outputs.shared),
+            "words": list(outputs.words),
+            "with_gradient": [tensor.requires_grad for tensor in outputs.tensors],
+            "state": list(state.indices),
+            "begun": None if begun is None else list(begun.indices),
+        }
+        before = [] if begun is None else begun.tensors
+        tensors = [*state.tensors, *before, *outputs.tensors]
+        self._channel.send(self._device, self._device + 1, Message(head, tensors))
+
+    def _refuse_writing(self, where: str) -> None:
+        """Refuse that all devices of a process write to the same memory."""
+        if self._is_one_of_several:
+            raise PipelineError(
+                f"{where}: the loss changes its batch, which all devices of this process have in "
+                f"common: change a copy (x = x.clone(), or dict(batch)), launch a process for each "
+                f"device (onefold run --devices), or use --placement shard"
+            )
+
+    def _check_end(self, underway: _Underway, where: str) -> None:
+        """Refuse a loss that did not come to where it should."""
+        context, part = underway.context, underway.part
+        if part is None:
+            return
+        if not self._is_last or (context.inputs is not None and not context.progress.arrived):
+            raise PipelineError(
+                f"{where}: the loss came to its end on device {self._device} without a call of a "
+                f"stage of {'this' if self._is_last else 'the next'} device: a pipeline "
+                f"needs every stage in every shard. Use --placement shard"
+            )
+        if part.kind == "means":
+            raise PipelineError(
+                f"{where}: the loss has several terms with divisors of their own (Mean + Mean, or "
+                f"Mean + Sum), which are known only when all shards have been forward: a pipeline "
+                f"of devices has one after the other. Use --placement shard"
+            )
+
+    def _back(self, number: int, piece: ShardPiece) -> None:
+        """Take a piece back through this device's stages, and hand over their gradients."""
+        replica, task = self._replica, self._task
+        underway = self._underway.pop(number)
+        back = None if self._is_last else self._back_from_next(underway)
+        state = underway.state if back is None else back.state
+        assert state is not None
+        with self._attached(replica), self._discarding():
+            state.put(replica, piece.shard)
+            start = replica.watch.now()
+            context = underway.context
+            context.progress.begin_again()
+            context.backward = state
+            with self._boundary.followed(context):
+                self._differentiate(underway, back)
+            replica.buffers.discard(ShapeTensor)
+            replica.watch.note("backward", f"backward shard {piece.shard}", start)
+            result = self._gather_up(piece, underway, back)
+            self._end(piece, result, underway.context)
+            replica.put_back(task)
+
+    def _back_from_next(self, underway: _Underway) -> _Back:
+        """Wait for what the next device sends back."""
+        message = self._receive(self._device + 1)
+        head, tensors = message.head, iter(message.tensors)
+        state = ShardState.read(head["state"], tensors)
+        gradients = [self._here(next(tensors)) for _ in underway.outputs]
+        total, numbers = next(tensors), next(tensors)
+        assert total is not None
+        values = None
+        if numbers is not None:
+            values = ShardValues(tuple(head["lines"]), self._on(numbers))
+        root = [self._here(tensor) for tensor in tensors]
+        given = [bool(each) for each in head["given"]]
+        result = PieceResult(root, given, self._on(total), head["weight"], values)
+        return _Back(state, gradients, result)
+
+    def _differentiate(self, underway: _Underway, back: _Back | None) -> None:
+        if back is None:
+            assert underway.part is not None
+            backward(underway.part, self._batch, self._task, ())
+            return
+        pairs = [
+            (tensor, gradient)
+            for tensor, gradient in zip(underway.outputs, back.gradients, strict=True)
+            if gradient is not None
+        ]
+        if pairs:
+            torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
+
+    def _gather_up(self, piece: ShardPiece, underway: _Underway, back: _Back | None) -> PieceResult:
+        """Hand over the gradients of own stages; return what the piece has given as far as here."""
+        stages = self._reduction.stages
+        given = [False] * len(stages.stage_of)
+        last = piece.stop == piece.of
+        for stage in reversed(self._own):
+            gradients = self._taken(stage, given, piece)
+            self._reduction.give(GradientSend(piece.shard, stage, last, gradients))
+        self._refuse_foreign(piece)
+        root = self._taken(ROOT, given, piece)
+        if back is None:
+            part = underway.part
+            assert part is not None
+            return PieceResult(root, given, part.total(), code_of(part), underway.values)
+        theirs = back.result
+        return theirs._replace(
+            gradients=[
+                self._only(own, other, place, piece)
+                for place, (own, other) in enumerate(zip(root, theirs.gradients, strict=True))
+            ],
+            given=[one or other for one, other in zip(given, theirs.given, strict=True)],
+        )
+
+    def _only(
+        self,
+        own: torch.Tensor | None,
+        theirs: torch.Tensor | None,
+        place: int,
+        piece: ShardPiece,
+    ) -> torch.Tensor | None:
+        """The gradient of a parameter of no stage, which one device may have given."""
+        if own is not None and theirs is not None:
+            name = self._replica.of_stages[ROOT].names[place]
+            raise PipelineError(
+                f"{self._where(piece)}: parameter {name} is used on device {self._device} and on a "
+                f"later one (its weights are tied, perhaps): a pipeline cannot add up what "
+                f"both give as one device does. Use --placement shard"
+            )
+        return own if theirs is None else theirs
+
+    def _taken(self, stage: int, given: list[bool], piece: ShardPiece) -> Gradients:
+        numbers = self._reduction.stages.entries[stage]
+        gradients = self._replica.taken(
+            self._replica.of_stages[stage], self._batch, self._task, self._where(piece)
+        )
+        for number, gradient in zip(numbers, gradients, strict=True):
+            given[number] = gradient is not None
+        return gradients
+
+    def _refuse_foreign(self, piece: ShardPiece) -> None:
+        for stage in self._foreign:
+            if stage == ROOT:
+                continue
+            taken = self._replica.of_stages[stage]
+            for name, parameter in zip(taken.names, taken.parameters, strict=True):
+                if parameter.grad is not None:
+                    stage_name = self._reduction.stages.names[stage]
+                    raise PipelineError.outside_of_stage(name, stage_name, self._device)
+
+    def _end(self, piece: ShardPiece, result: PieceResult, context: PipelineContext) -> None:
+        """Send back what the device before needs, or record what the shard has given."""
+        state = ShardState.of(self._replica)
+        inputs = context.inputs
+        last = piece.stop == piece.of
+        if inputs is not None:
+            self._send_back(inputs, result, state)
+            # They hold each other.
+            inputs.entered, inputs.gradients, context.watched = [], {}, []
+            inputs.outputs = replace(inputs.outputs, tensors=())
+            return
+        self._reduction.give(GradientSend(piece.shard, ROOT, last, result.gradients))
+        before = self._left.pop(piece.shard, None)
+        result = result._replace(gradients=[])
+        if before is not None:
+            result = before.result.plus(result, self._task.step)
+        if not last:
+            self._left[piece.shard] = _Left(state, result)
+            return
+        buffers = self._replica.buffers.changed()
+        left_out = self._batch.size_of(piece.shard) - piece.of
+        _, given, total, weight, values = result
+        ended = ShardResult([], total, weight, buffers, values, left_out, given)
+        self._table.record(self._device, piece.shard, ended)
+
+    def _send_back(self, inputs: StageInputs, result: PieceResult, state: ShardState) -> None:
+        values = result.values
+        head: Mapping[str, Any] = {
+            "state": list(state.indices),
+            "weight": result.weight,
+            "given": bytes(result.given),
+            "lines": [] if values is None else list(values.lines),
+        }
+        count = len(inputs.outputs.tensors)
+        gradients = [inputs.gradients.get(number) for number in range(count)]
+        tensors = [*state.tensors, *gradients, result.total]
+        tensors += [None if values is None else values.numbers, *result.gradients]
+        self._channel.send(self._device, self._device - 1, Message(head, tensors))
+
+    def _receive(self, source: int) -> Message:
+        start = self._replica.watch.now()
+        message = self._channel.receive(self._device, source)
+        self._replica.watch.note("exchange", f"wait for device {source}", start)
+        return message
+
+    def _on(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self._replica.device)
+
+    def _here(self, tensor: torch.Tensor | None) -> torch.Tensor | None:
+        return None if tensor is None else self._on(tensor)

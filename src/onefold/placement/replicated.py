@@ -1,0 +1,120 @@
+"""Each device has all parameters, and adds up the gradients of its own shards.
+
+Note: the order of addition in blocks
+-------------------------------------
+A device's shards are a row of whole blocks of the fold's tree (see `onefold.core.fold`). Inside a
+block gradients are added as they come: the left half is finished and kept before the right half is
+begun, so a device holds at most one partial sum for each level of the tree, however many shards it
+runs. Two blocks of one device are never added here, although they are neighbours: they are not the
+halves of one node, or they would be one block. The owners of the partitions add each in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+from onefold.core.batch import ShardedBatch
+from onefold.core.fold import Block, blocks_of, fold
+from onefold.core.values import Gradients, ShardResult
+from onefold.exchange.exchange import Exchange
+from onefold.placement.base import Before, Placement
+from onefold.shard.gradients import add_gradients
+from onefold.shard.replica import Replica
+from onefold.shard.task import ShardTask
+
+__all__ = ["Replicated", "partial_sums", "run_share"]
+
+
+def run_share(
+    replica: Replica,
+    batch: ShardedBatch,
+    task: ShardTask,
+    exchange: Exchange,
+    done: Mapping[int, ShardResult] | None = None,
+) -> Gradients:
+    """Compute a device's shards, fill its rows of the table and publish one partial sum per block.
+
+    Args:
+        replica: the model on the device.
+        batch: the batch of the step.
+        task: what all shards of the step have in common.
+        exchange: with all devices.
+        done: the results of shards that have run already; their gradients are added to in place.
+
+    Returns:
+        The gradients of the last block. With one shard in all, these are the whole batch's.
+
+    Raises:
+        LossError: the loss function returned something that is not a loss.
+        GradientError: a gradient is sparse, belongs to an inner backward, or is a tensor that a
+            hook has handed over twice.
+    """
+    device, table, watch = replica.number, exchange.table, replica.watch
+
+    def record(shard: int, result: ShardResult) -> None:
+        table.record(device, shard, result)
+
+    # Only our own rows: the others' may be full of this step's results already. An empty shard
+    # records nothing, so that without this its row would still hold the step before.
+    table.clear_rows(device, batch.plan.shards_of(device))
+    replica.begin(task)
+    gradients: Gradients = []
+    for slot, gradients in enumerate(partial_sums(replica, batch, task, record, done)):
+        start = watch.now()
+        # From here until `publish_parameters` these tensors belong to the exchange, which adds to
+        # them in place. A single shard's are added to nothing, so that `Engine._clip` may still
+        # read them.
+        exchange.publish(device, slot, gradients)
+        watch.note("exchange", "publish", start)
+    replica.end()
+    return gradients
+
+
+def partial_sums(
+    replica: Replica,
+    batch: ShardedBatch,
+    task: ShardTask,
+    record: Callable[[int, ShardResult], None],
+    done: Mapping[int, ShardResult] | None = None,
+) -> Iterator[Gradients]:
+    """Compute a device's shards, and add up the gradients of each block.
+
+    Args:
+        replica: has begun the step.
+        batch: the batch of the step.
+        task: what all shards of the step have in common.
+        record: called with the number and the result of each shard that has samples.
+        done: the results of shards that have run already.
+    """
+
+    def leaf(node: Block) -> Gradients | None:
+        if node.stop - node.start > 1:
+            # Not a shard: `fold` then asks for its halves, the left one first.
+            return None
+        if node.start not in batch.shards:
+            # An empty shard stays in the tree and adds nothing: the tree depends on V alone.
+            return replica.nothing
+        computed = (done or {}).get(node.start)
+        result = computed or replica.compute(node.start, batch, task)
+        record(node.start, result)
+        return result.gradients
+
+    for block in blocks_of(batch.plan.shards_of(replica.number), batch.plan.shards):
+        yield fold(leaf, block, add_gradients)
+
+
+class Replicated(Placement):
+    """Each device has all parameters, and adds up the gradients of all of its shards."""
+
+    def run_shards(
+        self,
+        batch: ShardedBatch,
+        task: ShardTask,
+        done: Mapping[int, ShardResult],
+        before: Before,
+    ) -> Gradients | None:
+        context, gradients = self.context, Gradients()
+        for replica in context.replicas:
+            with context.attached(replica), before(replica):
+                gradients = run_share(replica, batch, task, context.exchange, done)
+        return gradients if task.shards == 1 else None

@@ -1,0 +1,214 @@
+"""Each device keeps a partition of the parameters, and hands gradients over stage by stage.
+
+Where devices share no memory, the parameters of a stage are gathered while they are needed (see
+`onefold.placement.parameters`). Where they do, all parameters are in that memory, and gradients
+alone are partitioned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from itertools import chain
+
+import torch
+
+from onefold.core.assignment import Assignment
+from onefold.core.batch import ShardedBatch
+from onefold.core.calldigest import Call
+from onefold.core.storage import Storage
+from onefold.core.values import Gradients, ShardResult
+from onefold.exchange.exchange import Exchange
+from onefold.exchange.joining import has_memory_in_common
+from onefold.exchange.memory import Start
+from onefold.exchange.reduction import StageReduction
+from onefold.exchange.stageexchange import GradientSend
+from onefold.placement.base import Before, Placement, PlacementPlan
+from onefold.placement.context import StepContext
+from onefold.placement.distribute import distribute_entries
+from onefold.placement.parameters import ShardedParameters, StageParameters
+from onefold.shard.modelparts import ModelParts
+from onefold.shard.stages import StageModules, cut_by_itself, frozen_in_stages
+from onefold.shard.task import ShardTask
+from onefold.system.allocator import DEFAULT_ALLOCATOR, TensorAllocator
+from onefold.system.capacity import capacity_bytes
+from onefold.update.optimizer import PartitionedOptimizer
+from onefold.update.staging import shown_otherwise
+
+__all__ = ["Sharded"]
+
+
+class Sharded(Placement):
+    """Parameters, gradients and optimizer state are partitioned over all devices."""
+
+    parameters: StageParameters
+    pipeline = 1
+    """How many devices compute a shard together."""
+
+    def plan(self, parts: ModelParts, stages: Sequence[torch.nn.Module] | None) -> PlacementPlan:
+        modules = cut_by_itself(parts.module) if stages is None else stages
+        found = StageModules(parts.module, modules, parts.trained, self.pipeline)
+        allocator = self.allocator()
+        if self.shards_frozen(allocator):
+            parts.partition_frozen(frozen_in_stages(parts.other, found))
+        self.layout = PlacementPlan(found, allocator)
+        return self.layout
+
+    def allocator(self) -> TensorAllocator:
+        """What the model lies in on the host."""
+        return DEFAULT_ALLOCATOR
+
+    def shards_frozen(self, allocator: TensorAllocator) -> bool:
+        """Whether frozen parameters that lie in a stage are partitioned as well."""
+        return not has_memory_in_common(self.devices)
+
+    def check(self, storage: Storage) -> None:
+        held = storage.sharded_layout().stage_bytes
+        self._check(storage, held, "parameters and gradient")
+
+    def _check(self, storage: Storage, held: Sequence[int], what: str) -> None:
+        """Refuse a stage that is larger than a device.
+
+        Args:
+            storage: the sizes of the run.
+            held: for each stage, the bytes of its parameters that a device has at once.
+            what: names what is counted.
+        """
+        assert storage.stages is not None
+        needed = list(map(sum, zip(storage.stage_layout().stage_bytes, held, strict=True)))
+        largest = max(range(len(needed)), key=needed.__getitem__)
+        device = self.devices.devices[self.devices.own[0]]
+        capacity = capacity_bytes(device)
+        if needed[largest] > capacity:
+            raise ValueError(
+                f"stage {storage.stages.names[largest]} is larger than a device: expected at most "
+                f"{capacity:,} bytes, which {device} has, got {needed[largest]:,} bytes of {what}. "
+                f"Cut it with Trainer(stages=[...]), or cut its largest layer into modules of "
+                f"their own: docs/large-models.md. `onefold plan` shows all stages"
+            )
+
+    def distribute(
+        self, start: Start, update: PartitionedOptimizer, exchange: Exchange, assignment: Assignment
+    ) -> None:
+        if exchange.memory.is_partitioned:
+            distribute_entries(start, update, exchange, leads=self.devices.has_lead)
+        else:
+            super().distribute(start, update, exchange, assignment)
+
+    def start(self, context: StepContext) -> None:
+        super().start(context)
+        if context.exchange.memory.is_partitioned:
+            self.parameters = ShardedParameters(context)
+        else:
+            self.parameters = StageParameters()
+
+    @property
+    def _reduction(self) -> StageReduction:
+        reduction = self.context.exchange.reduction
+        assert isinstance(reduction, StageReduction)
+        return reduction
+
+    def run_shards(
+        self,
+        batch: ShardedBatch,
+        task: ShardTask,
+        done: Mapping[int, ShardResult],
+        before: Before,
+    ) -> Gradients | None:
+        context = self.context
+        # Compiled code gives all gradients at once, when it is done.
+        early = not context.compilers.compiled
+        with self.parameters.rounds(task) as task:
+            self._run_rounds(batch, task, done, before, early=early)
+        return None
+
+    def _run_rounds(
+        self,
+        batch: ShardedBatch,
+        task: ShardTask,
+        done: Mapping[int, ShardResult],
+        before: Before,
+        *,
+        early: bool,
+    ) -> None:
+        """Compute the shards of all devices of this process, one of each in every round.
+
+        Args:
+            batch: the batch of the step.
+            task: what all shards of the step have in common.
+            done: the results of shards that have run already.
+            before: surrounds all shards of a device.
+            early: whether each stage is handed over as soon as it is complete, and not after the
+                shard.
+        """
+        context, table, reduction = self.context, self.context.table, self._reduction
+        reduction.begin(shard for shard, size in enumerate(batch.sizes) if not size)
+        task = replace(task, send=reduction.give if early else None)
+        with ExitStack() as surrounding:
+            for replica in context.replicas:
+                table.clear_rows(replica.number, batch.plan.shards_of(replica.number))
+                replica.begin(task)
+                with context.attached(replica):
+                    surrounding.enter_context(before(replica))
+            for row in batch.plan.rounds():
+                for replica in context.replicas:
+                    shard = row.get(replica.number, -1)
+                    if shard not in batch.shards:
+                        continue
+                    found = done.get(shard)
+                    if found is None:
+                        with context.attached(replica):
+                            found = replica.compute(shard, batch, task)
+                    if found.gradients:
+                        _give_all(reduction, shard, found)
+                    table.record(replica.number, shard, found)
+                reduction.end_round()
+        for replica in context.replicas:
+            replica.end()
+
+    def may_write(self, shards: int) -> bool:
+        # What is written to parameters that were gathered is lost.
+        return super().may_write(shards) and not self.context.exchange.memory.is_partitioned
+
+    def written(self) -> bool:
+        update = self.context.update
+        if not self.context.exchange.memory.is_partitioned or not update.is_whole:
+            return False
+        return shown_otherwise(update.owned, update.values_of) is not None
+
+    def before_reading(self, agree: Callable[[], object]) -> None:
+        if self.sharded:
+            agree()
+
+    def refuse_call(self, call: Call) -> None:
+        self.parameters.refuse_call(call)
+
+    def read_stages(
+        self, read: Callable[[Mapping[str, torch.Tensor]], Mapping[str, str]]
+    ) -> dict[int, str]:
+        parameters, context, own = self.sharded, self.context, dict[str, str]()
+        if not parameters:
+            return {}
+
+        def look(numbers: Sequence[int]) -> None:
+            own.update(read({str(number): parameters[number] for number in numbers}))
+
+        stages = range(context.first.number, len(self._reduction.stages), context.devices)
+        self.parameters.visit(stages, look)
+        text = "".join(f"{number} {line}\n" for number, line in own.items()).encode()
+        given = context.exchange.transport.all_gather_objects({context.first.number: text})
+        lines = chain.from_iterable(each.decode().splitlines() for each in given)
+        found = (line.partition(" ") for line in lines)
+        return {int(number): rest for number, _, rest in found}
+
+    def leave(self, *, together: bool) -> None:
+        if together:
+            self.parameters.stay_unsharded()
+
+
+def _give_all(reduction: StageReduction, shard: int, result: ShardResult) -> None:
+    """Hand over the gradients of a shard that has kept them."""
+    for stage, numbers in reversed(list(enumerate(reduction.stages.entries))):
+        gradients = [result.gradients[number] for number in numbers]
+        reduction.give(GradientSend(shard, stage, True, gradients))

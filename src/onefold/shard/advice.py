@@ -1,0 +1,75 @@
+"""What a user can do about errors that PyTorch raises while a shard is computed. Pure."""
+
+from __future__ import annotations
+
+import torch
+
+from onefold.system.words import message_of
+
+__all__ = ["ONE_SAMPLE", "advice_on", "is_about_hooks", "is_shortage"]
+
+_SHORTAGE = ("can't allocate memory", "not enough memory", "ALLOC_FAILED")
+"""Words of errors that have no type of their own: PyTorch's on processors, and cuBLAS's."""
+
+ONE_SAMPLE = (
+    "This shard has one sample, and what a loss computes among the samples of a batch (negatives, "
+    "a variance) is not there. onefold.gather(rows) gives the loss those of the whole batch; fewer "
+    "shards give it more, and another result"
+)
+
+
+def is_shortage(error: BaseException) -> bool:
+    """Whether an error says that memory is used up."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in message_of(error) for sign in _SHORTAGE)
+
+
+def is_about_hooks(error: BaseException) -> bool:
+    """Whether an error says that hooks of saved tensors, by which parameters come, are refused."""
+    return "support saved tensor hooks" in message_of(error)
+
+
+def advice_on(error: Exception, *, samples: int, shards: int) -> str:
+    """Say what can be done about an error of a shard; empty where PyTorch has said all.
+
+    Args:
+        error: what was raised.
+        samples: number of samples in the shard.
+        shards: how many shards every batch is cut into.
+    """
+    text = message_of(error)
+    if is_shortage(error):
+        return (
+            f"a shard of {samples} sample{'' if samples == 1 else 's'} did not fit: run it in "
+            f'pieces with Trainer(microbatch="auto") or a number of samples; or give Trainer more '
+            f"than {shards} shards, a smaller batch_size or a lower precision. Each of these "
+            f"changes the result. Or look for what else holds memory on this device"
+        )
+    if "CUBLAS_WORKSPACE_CONFIG" in text:
+        return (
+            "onefold has set this variable, but cuBLAS was used before Trainer was made: make "
+            "Trainer before anything is computed on a GPU, or set it before the script starts"
+        )
+    if "does not have a deterministic implementation" in text:
+        return (
+            "onefold uses kernels that repeat their bits and refuses others. "
+            "Trainer(deterministic=False) allows them: results then differ by rounding, from run "
+            "to run as well"
+        )
+    if "got input1:" in text and "weight: float" in text:
+        return (
+            "autocast has no rule for nn.Bilinear, which then gets activations of low precision "
+            "and a weight of float32. Compute it in float32, `with torch.autocast(x.device.type, "
+            "enabled=False): bilinear(x.float(), y.float())`, or in low precision throughout, with "
+            'precision="bf16-params"'
+        )
+    if samples == 1 and "more than 1 value per channel" in text:
+        return f"{ONE_SAMPLE}. For batch norm there is torch.nn.SyncBatchNorm"
+    if is_about_hooks(error):
+        return (
+            "with --placement shard devices that share no memory bring parameters while backward "
+            "runs, by such hooks, which torch.func does not allow: use torch.autograd.grad in the "
+            "loss, or --placement replicate"
+        )
+    return ""

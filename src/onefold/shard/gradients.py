@@ -1,0 +1,227 @@
+"""Takes over the gradients that backward leaves behind, shard by shard, and computes their norms.
+
+`take_gradients` takes one shard's gradients, each in memory of its own. `PieceNorms` computes the
+norm of the whole gradient, of which each device has the pieces that it owns.
+
+Note: who owns a gradient
+-------------------------
+A shard begins with nothing in ``.grad`` and its gradients are taken away before the next one
+begins, so the user's code (hooks, an inner backward, ``zero_grad()``) only ever sees its own
+shard's. From then on they are onefold's, which adds to them in place: in the fold, and in the
+exchange. That is why no two of them may share memory. Autograd does give two parameters views of
+one tensor, where they went through ``torch.cat`` or a sum, and a hook may hand over a tensor that
+it keeps, one that is expanded, or one whose strides are not its parameter's. Such gradients are
+copied first, into the parameter's strides: a norm is added up in the order of the memory, and fused
+optimizers read gradients in the parameter's order, whatever their strides.
+
+Note: two norms
+---------------
+Of several shards, the squares of each piece are added up in float64, and then those of the pieces:
+pieces do not depend on the number of devices, so neither does the order of addition. Of a single
+shard it is PyTorch's own, to the last bit: the norm of each parameter's gradient, and the norm of
+these norms.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NoReturn
+
+import torch
+
+from onefold.core.flat import extent, laid_out
+from onefold.core.settings import added_up_in
+from onefold.core.values import Gradients
+from onefold.errors import GradientError
+from onefold.system.compat import add_each
+
+__all__ = [
+    "ParameterSet",
+    "add_gradients",
+    "drop_gradients",
+    "gradients_of",
+    "keeping_gradients",
+    "take_gradients",
+    "widened",
+]
+
+
+_grad = operator.attrgetter("grad")
+_layout = operator.attrgetter("layout")
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterSet:
+    """Trained parameters whose gradients are taken together: all, or those of one stage."""
+
+    parameters: Sequence[torch.nn.Parameter]
+    strides: Sequence[tuple[int, ...]]
+    """The parameters' own, which gradients get as well."""
+    names: Sequence[str]
+    places: Mapping[int, int] | None = None
+    """By the number of a parameter among all, its place here; None for all parameters."""
+
+    def some(self, numbers: Sequence[int]) -> ParameterSet:
+        """Choose some of all parameters, by their numbers."""
+        return ParameterSet(
+            [self.parameters[number] for number in numbers],
+            [self.strides[number] for number in numbers],
+            [self.names[number] for number in numbers],
+            {number: place for place, number in enumerate(numbers)},
+        )
+
+    def places_of(self, numbers: Sequence[int]) -> Sequence[int]:
+        """The places here of some parameters, as far as they are here."""
+        if self.places is None or not numbers:
+            return numbers
+        return [self.places[number] for number in numbers if number in self.places]
+
+
+def gradients_of(parameters: Iterable[torch.nn.Parameter]) -> Gradients:
+    """List what each parameter has in ``.grad``; ownership stays where it is."""
+    return list(map(_grad, parameters))
+
+
+def drop_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Set every parameter's ``.grad`` to None."""
+    for parameter in parameters:
+        # Setting .grad takes several times as long as reading it, and mostly there is nothing.
+        if parameter.grad is not None:
+            parameter.grad = None
+
+
+@contextmanager
+def keeping_gradients(parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
+    """Put back what each parameter has in ``.grad``, the script's, after memory was changed."""
+    listed = list(parameters)
+    kept = gradients_of(listed)
+    try:
+        yield
+    finally:
+        for parameter, gradient in zip(listed, kept, strict=True):
+            if parameter.grad is not gradient:
+                parameter.grad = gradient
+
+
+def take_gradients(
+    parameters: Sequence[torch.nn.Parameter],
+    strides: Sequence[tuple[int, ...]],
+    names: Sequence[str],
+    where: str,
+    left_out: Sequence[int] = (),
+) -> Gradients:
+    """Take what backward left in ``.grad`` into our ownership, and leave None there.
+
+    Args:
+        parameters: the trained ones.
+        strides: the parameters' own, which the gradients get as well.
+        names: of the parameters.
+        where: step and shard, for errors.
+        left_out: numbers of parameters whose gradients are dropped.
+
+    Raises:
+        GradientError: a gradient is sparse.
+    """
+    gradients = gradients_of(parameters)
+    for number in left_out:
+        gradients[number] = None
+    # Autograd adds in place to whatever .grad holds: the next shard's gradient would land in this
+    # one's memory.
+    for parameter in parameters:
+        parameter.grad = None
+    given = [gradient for gradient in gradients if gradient is not None]
+    if set(map(_layout, given)) - {torch.strided}:
+        _refuse_sparse(gradients, names, where)
+    # A quick test that errs on the safe side only: gradients that share memory are views of one
+    # tensor, so either two begin at one address, or one begins elsewhere than its storage does.
+    starts = set(map(torch.Tensor.data_ptr, given))
+    if len(starts) < len(given) or any(map(torch.Tensor.storage_offset, given)):
+        gradients = _apart(gradients)
+    if len(given) == len(gradients) and list(map(torch.Tensor.stride, given)) == strides:
+        return gradients
+    pairs = zip(gradients, strides, strict=True)
+    return [None if g is None else _laid_out_like(g, stride) for g, stride in pairs]
+
+
+def add_gradients(left: Gradients, right: Gradients) -> Gradients:
+    """Add two lists of gradients; where both have one, the left one's memory takes the sum.
+
+    Raises:
+        GradientError: a parameter has the same tensor in both lists.
+    """
+    pairs = list(zip(left, right, strict=True))
+    both = [(a, b) for a, b in pairs if a is not None and b is not None]
+    # A hook has put its own tensor into .grad twice: added to itself, it would count double and
+    # the left shard's values would be lost already.
+    if any(a is b for a, b in both):
+        raise GradientError(
+            "a hook of a parameter put the same tensor into .grad for two shards: give each of "
+            "them a tensor of its own (clone what you keep)"
+        )
+    if both:
+        add_each([a for a, _ in both], [b for _, b in both])
+    # A gradient that stands alone is passed on as it is: adding zeros to it would cost a pass over
+    # memory, and turn -0 into +0.
+    return [b if a is None else a for a, b in pairs]
+
+
+def widened(gradients: Gradients, narrow: Iterable[int]) -> Gradients:
+    """Convert some gradients, by number, to the dtype in which they are added up."""
+    result = list(gradients)
+    for number in narrow:
+        gradient = gradients[number]
+        if gradient is not None:
+            # Before any addition: in the sum of two numbers of 8 bits the smaller one is mostly
+            # lost, and where a device adds and where the exchange does depends on the plan.
+            result[number] = gradient.to(added_up_in(gradient.dtype))
+    return result
+
+
+def _apart(gradients: Gradients) -> Gradients:
+    """Copy every gradient that shares memory with one before it, or with itself."""
+    # Without the empty ones, which have no memory and may report any address.
+    extents = {
+        number: extent(gradient)
+        for number, gradient in enumerate(gradients)
+        if gradient is not None and gradient.numel()
+    }
+    result = list(gradients)
+    taken = 0  # addresses below it belong to gradients that were seen
+    for number in sorted(extents, key=extents.__getitem__):
+        gradient = gradients[number]
+        if gradient is None:
+            continue
+        start, stop = extents[number]
+        # Not dense: an expanded tensor, whose elements share memory, or a view with gaps, in which
+        # another may lie.
+        dense = stop - start == gradient.numel() * gradient.element_size()
+        if not dense or start < taken:
+            result[number] = gradient.clone()
+        taken = max(taken, stop)
+    return result
+
+
+def _laid_out_like(gradient: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    """Return a gradient in its parameter's strides, copied only where they differ."""
+    if gradient.stride() == stride:
+        return gradient
+    # The stride of a dimension of length 1 says nothing about memory, and PyTorch sets it freely.
+    sides = zip(gradient.shape, gradient.stride(), stride, strict=True)
+    if all(ours == theirs for size, ours, theirs in sides if size > 1):
+        return gradient
+    return laid_out(gradient, stride)
+
+
+def _refuse_sparse(gradients: Gradients, names: Sequence[str], where: str) -> NoReturn:
+    name = next(
+        name
+        for name, gradient in zip(names, gradients, strict=True)
+        if gradient is not None and gradient.layout is not torch.strided
+    )
+    raise GradientError(
+        f"{where}: parameter {name} got a sparse gradient, a dense one is expected. Make its "
+        f"layer with sparse=False"
+    )

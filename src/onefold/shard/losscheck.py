@@ -1,0 +1,469 @@
+"""Finds out from the graph of a loss what it is, where onefold would read it as something else.
+
+`LossWatch` looks at the losses of a run, and refuses or warns once.
+
+A tensor does not say what it was divided by. A scalar is read as the mean over the shard's samples,
+and (n,) values are divided by n; a sum, or a mean by class weights or by targets that are not
+ignored, gives the same bits on any number of devices and a loss that nobody intended. The node of
+autograd that made the tensor often knows: `inspect_loss` looks at it, and reports only what it is
+sure of. Sums that were written out by hand can only be guessed at (``maybe-sum``).
+
+One sample is its own sum and its own mean. A division by 1 leaves a node all the same, so a sum
+over one sample that nothing divides is still known for what it is over two.
+
+The attributes of nodes that begin with ``_saved_`` are not promised by PyTorch. Where one is
+missing, nothing is found, and ``tests/test_losscheck.py`` fails.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+
+from onefold.core.counting import Count
+from onefold.errors import LossError
+
+__all__ = ["LossFinding", "LossWatch", "inspect_loss"]
+
+_log = logging.getLogger("onefold")
+
+
+FindingKind = Literal[
+    "sum", "maybe-sum", "weights", "ignored", "tokens", "weights-none", "ignored-none"
+]
+
+_NODES_LOOKED_AT = 48
+"""A loss that adds up more terms than so many is not searched to its end."""
+_MEAN, _SUM = 1, 2
+"""PyTorch's numbers for reductions; 0 is none."""
+
+_LOSSES = {
+    "BinaryCrossEntropyBackward0": "binary_cross_entropy",
+    "BinaryCrossEntropyWithLogitsBackward0": "binary_cross_entropy_with_logits",
+    "HuberLossBackward0": "huber_loss",
+    "MseLossBackward0": "mse_loss",
+    "MultiMarginLossBackward0": "multi_margin_loss",
+    "MultilabelMarginLossBackward0": "multilabel_margin_loss",
+    "NllLoss2DBackward0": "cross_entropy",
+    "NllLossBackward0": "cross_entropy",
+    "SmoothL1LossBackward0": "smooth_l1_loss",
+    "SoftMarginLossBackward0": "soft_margin_loss",
+}
+_OF_CLASSES = {"NllLossBackward0", "NllLoss2DBackward0"}
+_SUMS = {"SumBackward0", "SumBackward1"}
+_SCALES = (10.0, 100.0)
+"""Inverse factors that are more often a scale (0.1, 0.01) than a count."""
+_ADDING = ("AddBackward", "SubBackward", "StackBackward")
+_REDUCED = {*_SUMS, "MeanBackward0"}
+_SAME_VALUES = {
+    "AliasBackward0",
+    "CloneBackward0",
+    "NegBackward0",
+    "ReshapeAliasBackward0",
+    "SqueezeBackward0",
+    "SqueezeBackward1",
+    "SqueezeBackward2",
+    "ToCopyBackward0",
+    "UnsafeViewBackward0",
+    "UnsqueezeBackward0",
+    "ViewBackward0",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LossFinding:
+    """A loss that is not what onefold would read it as."""
+
+    kind: FindingKind
+    seen: str
+    """What the tensor is, as far as its graph shows."""
+    reading: str
+    """What onefold makes of it."""
+    advice: str
+    """What to write instead."""
+
+    @property
+    def text(self) -> str:
+        """The whole finding, as the end of a sentence that begins with the loss and a verb."""
+        return f"{self.seen}. {self.reading}. {self.advice}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A node of the graph, and what lies between it and the result."""
+
+    node: Any
+    whole: bool = True
+    """Whether it is the result itself, and not one of several terms that are added up."""
+    divisor: float | None = None
+    """What it was divided by, if it was; NaN where only a GPU knows, infinity where a factor may
+    be a scale as well as one over a count."""
+
+
+def inspect_loss(result: object, samples: int) -> LossFinding | None:
+    """Report what a loss is, where it is not what onefold would read it as.
+
+    Where the loss has targets of classes, one number is read from its device.
+
+    Args:
+        result: what a loss returned for a shard; nothing is found in what is not a tensor.
+        samples: number of samples in the shard.
+
+    Returns:
+        The first finding, or None.
+
+    >>> outputs = torch.zeros(4, 2, requires_grad=True)
+    >>> loss = torch.nn.functional.mse_loss(outputs, torch.ones(4, 2), reduction="sum")
+    >>> inspect_loss(loss, 4).kind
+    'sum'
+    >>> inspect_loss(loss / 4, 4)
+    """
+    if not isinstance(result, torch.Tensor) or result.grad_fn is None or samples < 1:
+        return None
+    scalar = result.dim() == 0
+    # All at once, as what is found in one depends on whether there is a mean among the others.
+    places = list(_places(result.grad_fn, samples, scalar=scalar))
+    for place in places:
+        found = _inspect_scalar(place, samples) if scalar else _inspect_values(place)
+        if found is not None and found.kind == "sum" and any(map(_is_mean, places)):
+            return _maybe_sum(samples)  # beside a mean, it may be a penalty on the parameters
+        if found is not None:
+            return found
+    return None
+
+
+def _is_mean(place: _Place) -> bool:
+    name = place.node.name()
+    return name == "MeanBackward0" or (name in _LOSSES and _saved(place.node, "reduction") == _MEAN)
+
+
+def _places(node: Any, samples: int, *, scalar: bool) -> Iterator[_Place]:
+    """Walk to the nodes whose values make up the result, but for signs, factors and shapes."""
+    waiting = [_Place(node)]
+    for _ in range(_NODES_LOOKED_AT):
+        if not waiting:
+            return
+        place = waiting.pop()
+        name = place.node.name()
+        inner = [child for child, _ in place.node.next_functions if child is not None]
+        if _keeps_values(place.node, samples, scalar=scalar):
+            waiting += [replace(place, node=child) for child in inner]
+        elif name.startswith(_ADDING) or (scalar and _adds_losses(place.node, samples)):
+            waiting += [replace(place, node=child, whole=False) for child in reversed(inner)]
+        elif name.startswith(("MulBackward", "DivBackward")):
+            number = _number_beside(place.node)
+            # With a graph on both sides it is a product of two results, and no mere factor.
+            if number is not None and len(inner) == 1:
+                by = number if name.startswith("Div") else _inverse(number, samples)
+                waiting.append(replace(place, node=inner[0], divisor=_times(place, by, samples)))
+        else:
+            yield place
+
+
+def _keeps_values(node: Any, samples: int, *, scalar: bool) -> bool:
+    """Whether a node only changes signs or shapes, or averages each sample's own values."""
+    name = node.name()
+    if not scalar:
+        return name in _SAME_VALUES or name == "MeanBackward1"
+    if name in _REDUCED and _numel_of(node) == 1:
+        # What reduces a single sample reduces the batch of a plain loop; a scalar stays a scalar.
+        return samples > 1 or not _saved(node, "self_sym_sizes")
+    return name in _SAME_VALUES
+
+
+def _adds_losses(node: Any, samples: int) -> bool:
+    """Whether a node adds up or averages several losses that are stacked, and not the samples."""
+    inner = node.next_functions[0][0] if node.name() in _REDUCED else None
+    if inner is None or inner.name() != "StackBackward0":
+        return False
+    # As many as there are samples may well be one loss a sample, stacked in a Python loop.
+    return len(inner.next_functions) == _numel_of(node) != samples
+
+
+def _times(place: _Place, divisor: float, samples: int) -> float | None:
+    # A divisor of less than 1 scales; it cannot be a count, and 1 is that of a single sample.
+    if abs(divisor) < 1.0 or (abs(divisor) == 1.0 and samples > 1):
+        return place.divisor
+    return divisor if place.divisor is None else divisor * place.divisor
+
+
+def _inverse(factor: float, samples: int) -> float:
+    """Return what a factor divides by; infinity where it may be a scale as well as a count."""
+    divisor = 1 / abs(factor) if factor else math.nan
+    # Of one sample every whole number is a multiple.
+    if math.isnan(divisor) or (samples > 1 and _is_multiple(divisor, samples)):
+        return divisor
+    is_scale = divisor <= 2.0 or divisor in _SCALES
+    return 0.0 if is_scale and (samples > 1 or factor != 1.0) else math.inf
+
+
+def _inspect_scalar(place: _Place, samples: int) -> LossFinding | None:
+    name = place.node.name()
+    reduction = _saved(place.node, "reduction") if name in _LOSSES else None
+    if reduction == _SUM and place.divisor is None:
+        return _sum(_function(place.node), samples)
+    if reduction == _SUM:
+        return _quotient(place.divisor, samples, _function(place.node))
+    if reduction == _MEAN and name in _OF_CLASSES:
+        return _inspect_mean_of_classes(place.node, samples)
+    # A sum or mean beside other terms is most likely a penalty on the parameters, which is the same
+    # in every shard.
+    if not place.whole:
+        return None
+    if name == "MeanBackward0":
+        return _average(_numel_of(place.node) or None, samples, "values")
+    if name in _SUMS and (_numel_of(place.node) > 1 or samples == 1):
+        if place.divisor is None:
+            return _maybe_sum(samples)
+        return _quotient(place.divisor, samples, None)
+    return None
+
+
+def _inspect_mean_of_classes(node: Any, samples: int) -> LossFinding | None:
+    function = _function(node)
+    if _saved(node, "weight") is not None:
+        seen = f"a mean by class weights ({_shown(function)} with weight=)"
+        return _mean_by("weights", seen, function)
+    targets, index = _saved(node, "target"), _ignored_index(node)
+    if targets is None or index is None:
+        return None
+    ignored = _ignored(targets, index, _saved(node, "total_weight"))
+    if ignored > 0:
+        seen = f"a mean over targets of which {ignored} are ignored ({_shown(function)})"
+        return _mean_by("ignored", seen, function)
+    return _average(targets.numel(), samples, "targets", function)
+
+
+def _ignored(targets: torch.Tensor, index: int, kept: torch.Tensor | None) -> int:
+    """Count the targets that are ignored, where those that are not have been counted already."""
+    # The count is in the loss's dtype, and 16 bits round it, as 32 do from 2**24 on.
+    if kept is None or kept.itemsize < 4 or targets.numel() > 2**24:
+        return int((targets == index).sum())
+    return targets.numel() - int(kept)
+
+
+def _inspect_values(place: _Place) -> LossFinding | None:
+    """Inspect a loss of one value per sample, (n,)."""
+    if place.node.name() not in _OF_CLASSES or _saved(place.node, "reduction") != 0:
+        return None
+    function = _function(place.node)
+    if _saved(place.node, "weight") is not None:
+        seen = f"one value a sample scaled by class weights ({_shown(function)} with weight=)"
+        return _values("weights-none", seen, "the sum of their weights", function)
+    targets, index = _saved(place.node, "target"), _ignored_index(place.node)
+    if targets is None or index is None:
+        return None
+    if not bool((targets == index).any()):
+        return None
+    seen = f"one value a sample with ignored targets among them ({_shown(function)})"
+    return _values("ignored-none", seen, "those that are not ignored", function)
+
+
+def _ignored_index(node: Any) -> int | None:
+    index = _saved(node, "ignore_index")
+    # PyTorch hands it over as an unsigned number: -100 comes as 2**64 - 100.
+    return None if index is None else index - 2**64 if index >= 2**63 else index
+
+
+def _quotient(divisor: float | None, samples: int, function: str | None) -> LossFinding | None:
+    if divisor == math.inf and samples == 1:
+        return _maybe_sum(samples)
+    if divisor is None or not math.isfinite(divisor) or _is_multiple(abs(divisor), samples):
+        return None
+    return _tokens(f"a scalar divided by {abs(divisor):g}", samples, function)
+
+
+def _average(
+    count: int | None, samples: int, of: str, function: str | None = None
+) -> LossFinding | None:
+    if count is None or _is_multiple(count, samples):
+        return None
+    return _tokens(f"a mean over {count} {of}", samples, function)
+
+
+def _is_multiple(count: float, samples: int) -> bool:
+    """Whether each sample may have the same share in a count: one value, or a fixed number."""
+    # With a tolerance, as divisors may have been float32 tensors.
+    share = count / samples
+    return share > 0.5 and math.isclose(share, round(share), rel_tol=1e-5)
+
+
+def _tokens(seen: str, samples: int, function: str | None) -> LossFinding:
+    loss = f"onefold.losses.{function}(...) or " if function else ""
+    return LossFinding(
+        "tokens",
+        f"{seen}, which is no multiple of the shard's {samples} samples",
+        "onefold weighs a scalar by the samples of its shard, so that a value counts more the "
+        "fewer there are in its shard",
+        f"Return {loss}onefold.Mean(total, weight), where the weight is what the total is to be "
+        f"divided by over the whole batch",
+    )
+
+
+def _sum(function: str, samples: int) -> LossFinding:
+    return LossFinding(
+        "sum",
+        f"a sum over the shard ({_shown(function)} with reduction='sum')",
+        f"onefold reads a scalar as the mean over the shard's {_of(samples)}, so that loss and "
+        f"gradient become as many times too small as the batch has shards",
+        f"Return onefold.losses.{function}(..., reduction='sum') or onefold.Sum(total) for a sum "
+        f"over the batch, and the loss with reduction='none' for a mean",
+    )
+
+
+def _maybe_sum(samples: int) -> LossFinding:
+    return LossFinding(
+        "maybe-sum",
+        "a scalar that was added up and not divided",
+        f"onefold reads a scalar as the mean over the shard's {_of(samples)}; were it a sum "
+        f"over them, loss and gradient would become as many times too small as the batch has "
+        f"shards",
+        "Return onefold.Sum(total) if it is a sum over the batch, onefold.Mean(total, weight) if "
+        "it is to be divided, or one value a sample",
+    )
+
+
+def _of(samples: int) -> str:
+    return "one sample" if samples == 1 else f"{samples} samples"
+
+
+def _mean_by(kind: FindingKind, seen: str, function: str) -> LossFinding:
+    return LossFinding(
+        kind,
+        seen,
+        "onefold weighs a scalar by the samples of its shard and not by what it was divided by, so "
+        "that the loss is not that of the whole batch",
+        f"Return onefold.losses.{function}(...) with the same arguments, which hands over the "
+        f"total and what it is to be divided by",
+    )
+
+
+def _values(kind: FindingKind, seen: str, instead_of: str, function: str) -> LossFinding:
+    return LossFinding(
+        kind,
+        seen,
+        f"onefold divides the values by the number of samples and not by {instead_of}, as "
+        f"reduction='mean' does",
+        f"Return onefold.losses.{function}(...) with the same arguments and without "
+        f"reduction='none'; to divide by the number of samples, return "
+        f"onefold.Mean(losses.sum(), len(losses))",
+    )
+
+
+def _function(node: Any) -> str:
+    """Return the name of the loss that made a node; ``nll_loss`` makes cross-entropy's node."""
+    return _LOSSES[node.name()]
+
+
+def _shown(function: str) -> str:
+    return "cross_entropy or nll_loss" if function == "cross_entropy" else function
+
+
+def _number_beside(node: Any) -> float | None:
+    """Return the number by which a product or a quotient scales what comes from the model.
+
+    None where there is no such number; NaN where reading it would wait for a GPU.
+    """
+    # A node keeps only the operands that its backward needs: of a constant factor, that alone.
+    kept = [_saved(node, "other"), _saved(node, "self")]
+    numbers = [value for value in kept if value is not None]
+    if len(numbers) != 1:
+        return None
+    number = numbers[0]
+    if not isinstance(number, torch.Tensor):
+        return float(number) if isinstance(number, int | float) else None
+    if number.dim() != 0:
+        return None
+    return float(number) if number.device.type == "cpu" else math.nan
+
+
+def _numel_of(node: Any) -> int:
+    """Return how many values a sum or a mean reduces; 0 where the node does not say."""
+    sizes = _saved(node, "self_sym_sizes")
+    return math.prod(sizes) if sizes is not None else 0
+
+
+def _saved(node: Any, name: str) -> Any:
+    """Return what a node keeps for backward; None where it does not, or has freed it."""
+    try:
+        return getattr(node, f"_saved_{name}", None)
+    except RuntimeError:
+        # The script has run backward already, which frees saved tensors.
+        return None
+
+
+_CERTAIN: tuple[FindingKind, ...] = ("sum", "weights", "ignored")
+"""Certainly read wrongly where there are several shards; the others may be intended."""
+
+
+class LossWatch:
+    """Watches the losses of a run.
+
+    Scalars are inspected in every step, as a target may be ignored in any of them; values of
+    samples in the first few steps, and then now and then.
+
+    Args:
+        refuses: whether a loss that is certainly read wrongly is an error.
+    """
+
+    def __init__(self, *, refuses: bool = True) -> None:
+        self.refuses = refuses
+        self.findings: dict[FindingKind, LossFinding] = {}
+        """The first of each kind."""
+        self._doubted = False
+
+    def look(self, result: object, *, samples: int, run_checks: bool, where: str) -> None:
+        """Inspect the loss of one shard of several; with one, nothing could be read wrongly.
+
+        Args:
+            result: what the loss returned.
+            samples: number of samples in the shard.
+            due: whether to make the checks that cost more.
+            where: step and shard, for errors.
+
+        Raises:
+            LossError: it is certain that the loss is not the one that the script means.
+        """
+        if not isinstance(result, torch.Tensor):
+            return
+        if (result.dim() or result.device.type != "cpu") and not run_checks:
+            return  # on a GPU, looking waits for the work that is under way
+        finding = inspect_loss(result, samples)
+        if finding is None:
+            return
+        if self.refuses and finding.kind in _CERTAIN:
+            raise LossError(f"the loss of {where} is {finding.text}")
+        # Once for each kind: the same loss would be reported in every step.
+        if finding.kind not in self.findings:
+            self.findings[finding.kind] = finding
+            _log.warning(
+                "the loss of %s is %s. To see whether it is what you mean: onefold verify",
+                where,
+                finding.text,
+            )
+
+    def look_at_count(self, result: object, count: Count, where: str) -> None:
+        """Say once that a scalar counts all samples of a shard, where some may be left out.
+
+        Args:
+            result: what the loss returned.
+            count: how many samples the shard's payload holds.
+            where: step and shard.
+        """
+        is_scalar = isinstance(result, torch.Tensor) and not result.dim()
+        if count.sure or self._doubted or not is_scalar:
+            return
+        self._doubted = True
+        _log.warning(
+            "the loss of %s is a scalar and counts as the mean of %d samples, and nothing in what "
+            "collate returned has so many rows. If collate leaves out samples, return one loss a "
+            "sample as onefold.Mean(losses.sum(), len(losses)); if rows are no samples there, all "
+            "is well",
+            where,
+            count.samples,
+        )

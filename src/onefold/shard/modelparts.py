@@ -1,0 +1,387 @@
+"""The parts of the user's model and their modes, and modules that its loss uses beside it.
+
+`ModelParts` has the parts as they were when Trainer was made, and finds out whether they still are.
+
+`ExternalModules` finds modules that the loss uses beside the model: nothing folds or saves their
+state. Modules show themselves when they are called: in some steps every call of a module is noted,
+and what such a module had before its first call is compared with what it has after the last.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import weakref
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from itertools import chain
+from typing import Any
+
+import torch
+
+from onefold.core.calldigest import checksum
+from onefold.core.flat import bits_of, same_bits
+from onefold.deferred.access import NotResident
+from onefold.errors import StateError
+from onefold.system.compat import version_of
+from onefold.system.tables import buffers_of, children_of, parameters_of
+
+__all__ = ["ExternalModules", "ModelParts", "in_mode", "modules_of"]
+
+
+_requires_grad = operator.attrgetter("requires_grad")
+
+
+class ModelParts:
+    """The user's module, with its parameters sorted into trained and other; tied ones count once.
+
+    Args:
+        module: the model, made by the user.
+        trained_names: names of the parameters that the optimizer updates.
+    """
+
+    def __init__(self, module: torch.nn.Module, trained_names: Sequence[str]) -> None:
+        self.named = dict(module.named_parameters())
+        self._parameters = list(self.named.values())
+        self.homes = [
+            (f"{prefix}.{name}" if prefix else name, parameters_of(owner), name, parameter)
+            for prefix, owner in module.named_modules()
+            if isinstance(parameters_of(owner), dict)  # a scripted module makes it anew when asked
+            for name, parameter in parameters_of(owner).items()
+            if parameter is not None
+        ]
+        """Where modules hold them: full name, the module's own table, name in it, parameter."""
+        self.module = module
+        self._list_tables()
+        self.modes = Modes(module)
+        self.trained = {name: self.named[name] for name in trained_names}
+        self.other = {name: p for name, p in self.named.items() if name not in self.trained}
+        self.frozen: dict[str, torch.nn.Parameter] = {}
+        """Those of the rest that `lend` has set apart."""
+        self._tensors = self._ids()
+
+    def partition_frozen(self, names: Sequence[str]) -> None:
+        """Set those frozen parameters apart of which each device is to keep a part."""
+        self.frozen = {name: self.other.pop(name) for name in names}
+
+    def check_held(self) -> None:
+        """Refuse a model that holds other parts than when Trainer was made.
+
+        Quick where no module holds others than at the last call. Modules without parameters and
+        buffers, such as a dropout, may come and go.
+
+        Raises:
+            ValueError: a module holds another tensor in the place of one of its parameters.
+            StateError: a parameter or buffer came, went, or was replaced with its module.
+        """
+        held = self._in_tables()
+        alike = len(held) == len(self._held) and all(map(operator.is_, held, self._held))
+        if alike and self._buffer_names() == self._names_held:
+            return
+        for full_name, table, name, parameter in self.homes:
+            if table.get(name) is not parameter:
+                raise ValueError(
+                    f"parameter {full_name} has been replaced by another tensor since Trainer was "
+                    f"made, which no optimizer updates. Change values in place "
+                    f"(parameter.copy_(...) in trainer.modifying()), or make Trainer afterwards"
+                )
+        self.check_parts()
+        self.modes.refresh()
+        self._list_tables()
+
+    def _list_tables(self) -> None:
+        """Note which parameters and modules the modules hold."""
+        # The tables themselves are kept: `check_held` runs in every step, and walking the module
+        # tree or asking for attributes would cost more than a small layer.
+        parts = list(self.module.modules())
+        tables = [*map(parameters_of, parts), *map(children_of, parts)]
+        # Of a scripted module they are made anew when asked.
+        self._tables = [table for table in tables if isinstance(table, dict)]
+        self._held = self._in_tables()
+        self._buffers = [table for table in map(buffers_of, parts) if isinstance(table, dict)]
+        self._names_held = self._buffer_names()
+
+    def _in_tables(self) -> list[torch.nn.Parameter | torch.nn.Module | None]:
+        return list(chain.from_iterable(map(dict.values, self._tables)))
+
+    def _buffer_names(self) -> list[str]:
+        return list(chain.from_iterable(self._buffers))
+
+    def trainable(self) -> list[bool]:
+        """Whether each parameter requires a gradient, in the order of `named`."""
+        return list(map(_requires_grad, self._parameters))
+
+    def restore_frozen(self, trainable: Sequence[bool]) -> None:
+        """Have each parameter require a gradient exactly where `trainable` found that it does."""
+        if self.trainable() != trainable:
+            for parameter, required in zip(self.named.values(), trainable, strict=True):
+                parameter.requires_grad_(required)
+
+    def check_parts(self) -> None:
+        """Refuse a model whose parts have changed since Trainer was made.
+
+        Raises:
+            StateError: a parameter or buffer was added, removed or replaced.
+        """
+        now = self._ids()
+        for name in {**now, **self._tensors}:
+            if now.get(name) != self._tensors.get(name):
+                raise StateError(
+                    f"{name} of the model was put in, taken out or replaced since Trainer was "
+                    f"made: nobody would train or fold it. Change the model first, make its "
+                    f"optimizer, and then Trainer"
+                )
+
+    def _ids(self) -> dict[str, int]:
+        """The identity of every parameter, by name, and the name of every buffer."""
+        parameters = self.module.named_parameters(remove_duplicate=False)
+        buffers = self.module.named_buffers(remove_duplicate=False)
+        return {
+            **{f"parameter {name}": id(tensor) for name, tensor in parameters},
+            # A forward pass may well put a new tensor in a buffer's place: `BufferSet.absorb`
+            # copies its values, so that only the name counts here.
+            **{f"buffer {name}": 0 for name, _ in buffers},
+        }
+
+
+_NUMBERS = ("p", "momentum", "eps", "dropout")
+"""Settings of PyTorch's layers that schedules of a script change between steps."""
+
+
+class Modes:
+    """Reads the modes of a module's parts, and puts them back.
+
+    Args:
+        module: made by the user; its parts are listed once, and again at `refresh`.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+        self._last: list[object] = []
+        self._checksum = 0
+        self.refresh()
+
+    def refresh(self) -> None:
+        """List the parts anew."""
+        # Walking the module tree takes longer than all that is done with the list in a step.
+        self._parts = list(self._module.modules())
+        # Only PyTorch's own layers: in a user's module a number of such a name may mean anything,
+        # and change with every call.
+        self._numbers = [
+            (part.__dict__, name)
+            for part in self._parts
+            if type(part).__module__.startswith("torch.nn.")
+            for name in _NUMBERS
+            if isinstance(part.__dict__.get(name), int | float)
+        ]
+
+    def numbers_checksum(self) -> int:
+        """Compute a checksum of the layers' settings, such as the ``p`` of dropout.
+
+        Quick where they have not changed since the last time.
+        """
+        now = [held.get(name) for held, name in self._numbers]
+        if now != self._last:
+            self._last = now
+            self._checksum = checksum(repr(now).encode())
+        return self._checksum
+
+    def read(self) -> bytes:
+        """Return one byte per part: 1 for training mode."""
+        return bytes([part.training for part in self._parts])
+
+    def restore(self, modes: bytes) -> None:
+        """Give every part the mode that `read` found."""
+        if self.read() != modes:
+            for part, mode in zip(self._parts, modes, strict=True):
+                # The flag itself: train() would go on to the children, which have their own bytes.
+                part.training = bool(mode)
+
+
+@contextmanager
+def in_mode(module: torch.nn.Module, *, training: bool) -> Iterator[None]:
+    """Put a module into one mode; afterwards each part has its own mode again."""
+    # Listed here and not taken from `Modes`: parts may have been added since, and all must return.
+    parts = list(module.modules())
+    before = [part.training for part in parts]
+    # A part with a train() of its own may do more than set the flag (merge weights, for instance),
+    # so it is called even where all flags are right already.
+    if not all(part.training is training and _is_plain(part) for part in parts):
+        module.train() if training else module.eval()
+    try:
+        yield
+    finally:
+        # What such a part did in eval() it undoes in a train() of its own (weights that were merged
+        # are taken apart again). It goes on to its children, which come later in the list.
+        for part, mode in zip(parts, before, strict=True):
+            if part.training is not mode and not _is_plain(part):
+                part.train(mode)
+        # Flag by flag: module.train() would reach parts that the user keeps in evaluation mode.
+        for part, mode in zip(parts, before, strict=True):
+            if part.training is not mode:
+                part.training = mode
+
+
+def _is_plain(module: torch.nn.Module) -> bool:
+    """Whether setting a module's mode sets the flag and nothing else."""
+    return type(module).train is torch.nn.Module.train and "train" not in module.__dict__
+
+
+_LOOKED_AT = 16
+"""Values of each tensor of an outside module that are compared between devices."""
+
+
+class ExternalModules:
+    """Modules that the loss uses beside the model.
+
+    Those that are made inside the loss and end with it keep no state and are left alone; so only
+    weak references are held.
+
+    Args:
+        module: the model.
+        functions: its losses, which may close over other modules.
+    """
+
+    def __init__(self, module: torch.nn.Module, *functions: object) -> None:
+        self._module = module
+        self._functions = functions
+        self._found: list[_External] = []
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Note every module that is called inside this context."""
+        known = {id(part) for part in self._module.modules()}
+        self._found = []
+
+        # Before the first forward, and only then: what it had is copied while it still has it.
+        def note(module: torch.nn.Module, _: object) -> None:
+            if id(module) not in known:
+                known.add(id(module))
+                self._found.append(_External(module))
+
+        # A hook of all modules of the process. It slows every call down, and would make compiled
+        # ones compile anew: so it is never left in place.
+        handle = torch.nn.modules.module.register_module_forward_pre_hook(note)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    @contextmanager
+    def refusing_changes(self, where: str) -> Iterator[None]:
+        """Note every module that is called inside this context, and `check` them at its end."""
+        with self.noting():
+            yield
+        self.check(where)
+
+    def check(self, where: str) -> None:
+        """Refuse an outside module that the shards have changed, of those noted last.
+
+        Args:
+            where: step or batch, for errors.
+
+        Raises:
+            StateError: a buffer or parameter of such a module was changed.
+        """
+        found, self._found = self._found, []
+        for external in found:
+            name = external.changed()
+            if name is not None:
+                raise StateError(
+                    f"{where}: a module of {external.kind} is called that is no part of the model, "
+                    f"and its {name} was changed by the shards: every device would have its own. "
+                    f"Put the module into the model (an attribute, or a ModuleDict of both), or "
+                    f"into evaluation mode with .eval() if it is not to learn there; what follows "
+                    f"the model, such as an average, is changed between steps"
+                )
+
+    def checksum(self, function: object = None) -> int:
+        """Compute a checksum of a few values of each module that a function can reach; 0 for none.
+
+        Args:
+            function: the function, if it is not a loss.
+        """
+        own = {id(part) for part in self._module.modules()}
+        # What the model trains is compared elsewhere, and may not be on this device.
+        shared = {id(parameter) for parameter in self._module.parameters()}
+        functions = self._functions if function is None else (function,)
+        reached = [module for each in functions for module in modules_of(each)]
+        parts = {id(p): p for module in reached for p in module.modules() if id(p) not in own}
+        text = b"".join(_sampled(part, shared) for part in parts.values())
+        return checksum(text) if text else 0
+
+
+class _External:
+    """An outside module, as it was before its first call."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = weakref.ref(module)
+        self.kind = type(module).__name__
+        # Buffers by value, as batch-norm kernels change theirs without counting; parameters by
+        # PyTorch's count of changes, as they are large.
+        self._buffers = {n: b.clone() for n, b in buffers_of(module).items() if b is not None}
+        self._versions = {
+            n: version_of(p) for n, p in parameters_of(module).items() if p is not None
+        }
+
+    def changed(self) -> str | None:
+        """Name what was changed; None if nothing was, or if the module is gone."""
+        module = self._module()
+        if module is None:
+            return None
+        now = {name: b for name, b in buffers_of(module).items() if b is not None}
+        for name, before in self._buffers.items():
+            value = now.get(name)
+            if value is None or value.shape != before.shape or not same_bits(value, before):
+                return f"buffer {name}"
+        for name, version in self._versions.items():
+            parameter = parameters_of(module).get(name)
+            if parameter is None or version_of(parameter) != version:
+                return f"parameter {name}"
+        return next((f"buffer {name}" for name in now if name not in self._buffers), None)
+
+
+def _sampled(module: torch.nn.Module, but: Collection[int]) -> bytes:
+    """Return the bytes of a few values of each of a module's own tensors, but for those."""
+    parts = []
+    for tensor in [*parameters_of(module).values(), *buffers_of(module).values()]:
+        if tensor is None or id(tensor) in but or not tensor.numel():
+            continue
+        # What another Trainer has lent to somebody else just now is compared by that one.
+        with suppress(NotResident):
+            parts.append(tensor.detach().reshape(-1)[:: max(1, tensor.numel() // _LOOKED_AT)])
+    return b"".join(bits_of(part.cpu()).numpy().tobytes() for part in parts)
+
+
+def modules_of(function: Any) -> list[torch.nn.Module]:
+    """List the modules that a function can reach: it closes over, is bound to, or names them."""
+    found: dict[int, torch.nn.Module] = {}
+    for value in _values_of(function):
+        held = value.values() if isinstance(value, dict) else value
+        for each in held if isinstance(value, list | tuple | dict) else (value,):
+            if isinstance(each, torch.nn.Module):
+                found[id(each)] = each
+    return list(found.values())
+
+
+def _values_of(function: Any) -> Iterator[Any]:
+    """Yield what a function has at hand: arguments, owner, globals, defaults, closure."""
+    while isinstance(function, functools.partial):
+        yield from (*function.args, *function.keywords.values())
+        function = function.func
+    owner = getattr(function, "__self__", None)
+    if owner is not None:
+        yield from (owner, *getattr(owner, "__dict__", {}).values())
+    if isinstance(function, torch.nn.Module):
+        yield function
+    function = getattr(function, "__func__", function)
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return
+    names = getattr(function, "__globals__", {})
+    yield from (names[name] for name in code.co_names if name in names)
+    yield from getattr(function, "__defaults__", None) or ()
+    for cell in getattr(function, "__closure__", None) or ():
+        # A cell is empty where its variable is assigned only after Trainer is made.
+        with suppress(ValueError):
+            yield cell.cell_contents

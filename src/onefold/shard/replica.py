@@ -1,0 +1,525 @@
+"""The model on one device: computes one shard at a time and hands over its gradients.
+
+`GradientHooks` hands over the gradients of one piece, stage by stage, while backward runs.
+
+Note: one module for all devices of a process
+---------------------------------------------
+The user's module exists once. Where one process drives several devices, each has memory of its own
+for parameters and buffers, and the module's are pointed at it while that device's shards run. So
+hooks, attributes, modes and a loss that closes over the model are the same for every device: there
+is no copy that could fall out of date. Between calls the module points at the first device.
+
+Note: `compute` as a pure function
+----------------------------------
+A shard's result may depend on parameters, samples, seed, step and shard, and on nothing that ran
+before it on the same device: another plan would have run something else. So every shard starts from
+the step's buffers, from its own seeds, without gradients, and in the modes and with the frozen
+parameters that the step began with. Buffers, gradients and seeds are reset before a shard. Modes
+and frozen parameters are reset after it, also when it fails, so that a script that catches the
+error goes on with the model as it was; with one shard they are not, and what the loss does to them
+lasts, as it would in a plain loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+
+from onefold.core.batch import ShardedBatch, move
+from onefold.core.flat import FlatTensors
+from onefold.core.gathering import Gatherer, Gathers, gathering
+from onefold.core.mean import Contribution, seeing_whole_batch, weigh
+from onefold.core.randomness import derive_seed, seed_generators
+from onefold.core.settings import AS_GIVEN, Precision, added_up_in
+from onefold.core.shard import pieces_of, rows_of
+from onefold.core.values import (
+    GATHERS,
+    LATE,
+    Gradients,
+    ShardResult,
+    ShardValues,
+    read_values,
+    split,
+)
+from onefold.errors import GradientError
+from onefold.exchange.stageexchange import GradientSend
+from onefold.shard.advice import advice_on
+from onefold.shard.buffers import BufferSet
+from onefold.shard.gradients import (
+    ParameterSet,
+    drop_gradients,
+    gradients_of,
+    take_gradients,
+    widened,
+)
+from onefold.shard.kernels import computing_in
+from onefold.shard.losscheck import LossWatch
+from onefold.shard.modelparts import ModelParts
+from onefold.shard.stages import StageModules
+from onefold.shard.task import (
+    LossFunction,
+    PieceResult,
+    ShardPiece,
+    ShardTask,
+    added_weights,
+    backward,
+    code_of,
+    gatherer_of,
+    kinds_and_weights,
+    of_one_divisor,
+    refuse_uneven,
+    without_graph,
+)
+from onefold.system.hooks import hooked
+from onefold.watch.timing import Stopwatch
+
+__all__ = ["LossFunction", "Replica", "ShardTask", "Weighed"]
+
+
+Read = TypeVar("Read")
+
+_NOTHING = nullcontext()
+
+Weighed = Mapping[int, Sequence[tuple[str, float]]]
+"""For each shard, the kind and weight of each term of its loss."""
+
+
+class Replica:
+    """The model on one device.
+
+    Args:
+        number: the device's number among all devices of the run.
+        device: where it computes.
+        parts: the user's module, shared by all replicas of the process.
+        trained: this device's memory of the trained parameters.
+        other: this device's memory of all other parameters.
+        buffers: the module's buffers on this device.
+        precision: what is computed in which dtype.
+        stages: those of the model, if gradients are handed over stage by stage.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        device: torch.device,
+        parts: ModelParts,
+        trained: FlatTensors,
+        other: FlatTensors,
+        buffers: BufferSet,
+        precision: Precision = AS_GIVEN,
+        stages: StageModules | None = None,
+    ) -> None:
+        self.number = number
+        self.device = device
+        self.parts = parts
+        self.trained = trained
+        self.other = other
+        self.buffers = buffers
+        self.stages = stages
+        """Those of the model, if gradients are handed over stage by stage."""
+        self.watch = Stopwatch(device)
+        self.loss_watch = LossWatch()
+        self._names = list(parts.trained)
+        self._parameters = list(parts.trained.values())
+        layout = trained.layout
+        strides = [entry.stride for entry in layout.entries]
+        self._all = ParameterSet(self._parameters, strides, self._names)
+        self.of_stages = [self._all.some(n) for n in stages.stages.entries] if stages else []
+        dtypes = map(layout.dtype_of, range(len(layout.entries)))
+        self._narrow = [n for n, dtype in enumerate(dtypes) if added_up_in(dtype) != dtype]
+        self._compute_in = precision.compute
+        self._rounds = precision.parameters is not None
+        self._watched = [parameter for parameter in parts.other.values() if parameter.requires_grad]
+        # A tensor without elements may report any address, so it has no place to compare.
+        placed = (*parts.trained, *parts.other, *parts.frozen)
+        self._placed_names = [name for name in placed if parts.named[name].numel()]
+        self._placed = [parts.named[name] for name in self._placed_names]
+        views = [*trained.views, *other.views, *parts.frozen.values()]
+        # Where parameters come and go, `note_places` is called whenever they have.
+        self._places = [view.data_ptr() for view in views if view.numel()]
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The user's own, the same for all devices of this process."""
+        return self.parts.module
+
+    def attach(self) -> None:
+        """Have the module compute in this device's memory; parameters keep their identity."""
+        for parameters, flat in (
+            (self.parts.trained, self.trained),
+            (self.parts.other, self.other),
+        ):
+            views = flat.views if flat.is_there else ()
+            for parameter, view in zip(parameters.values(), views, strict=flat.is_there):
+                # Through .data, so that the optimizer, hooks and other modules that hold this very
+                # Parameter follow. The memory stays ours: the parameter is only a window onto it.
+                parameter.data = view
+                # What is there was computed in the memory of the device before.
+                parameter.grad = None
+        self.buffers.attach()
+
+    def note_places(self) -> None:
+        """Take it that parameters lie where they ought to lie."""
+        self._places = list(map(torch.Tensor.data_ptr, self._placed))
+
+    def check_places(self) -> None:
+        """Refuse parameters that have been moved to other memory, or replaced.
+
+        Raises:
+            ValueError: a parameter was replaced, or no longer lies in this device's memory.
+        """
+        self.parts.check_held()
+        places = list(map(torch.Tensor.data_ptr, self._placed))
+        if places != self._places:
+            triples = zip(self._placed_names, places, self._places, strict=True)
+            moved = next(name for name, now, before in triples if now != before)
+            raise ValueError(
+                f"parameter {moved} has been given other memory since Trainer was made, by "
+                f"model.to(), .data = ... or a second Trainer. Change values in place, or make "
+                f"Trainer afterwards"
+            )
+
+    def begin(self, task: ShardTask) -> None:
+        """Prepare for the first shard of a step."""
+        drop_gradients(self._parameters)
+        # Hooks may be registered between any two steps, so they are looked for anew.
+        several = task.shards > 1 or task.microbatch is not None
+        self._may_be_kept = self._hooked() if several else []
+
+    def end(self) -> None:
+        """Clean up after the last shard of a step."""
+        # Those of trained parameters were taken shard by shard. These nobody takes: they would hold
+        # memory between steps, and parameters unfrozen since Trainer was made would go on adding.
+        drop_gradients([*self.parts.other.values(), *self.parts.frozen.values()])
+
+    def compute(self, shard: int, batch: ShardedBatch, task: ShardTask) -> ShardResult:
+        """Run one shard forward and backward; called between `begin` and `end`.
+
+        See the note on pure functions at the head of this file.
+
+        Raises:
+            LossError: the loss function returned something that is not a loss.
+            GradientError: a gradient is sparse, or the loss left one behind by a backward of its
+                own.
+        """
+        where = self.begin_shard(shard, task)
+        samples = batch.count_of(shard).samples
+        result: PieceResult | None = None
+        try:
+            for start, stop in pieces_of(samples, task.microbatch):
+                piece = ShardPiece(shard, start, stop, samples)
+                given = self._compute_piece(piece, batch, task, where)
+                result = given if result is None else result.plus(given, task.step)
+        except Gathers:
+            drop_gradients(self._parameters)
+            self.put_back(task)
+            return ShardResult(self.nothing, None, GATHERS, None)
+        except Exception as error:
+            self.put_back(task)
+            self.explain(error, shard, batch, where)
+            raise
+        # Only now: backward may change buffers as well, as checkpointed layers run forward again.
+        buffers = self.buffers.changed()
+        self.put_back(task)
+        assert result is not None  # a shard that runs has samples
+        gradients, gave, total, weight, values = result
+        left_out = batch.size_of(shard) - samples
+        return ShardResult(gradients, total, weight, buffers, values, left_out, gave)
+
+    def _compute_piece(
+        self, piece: ShardPiece, batch: ShardedBatch, task: ShardTask, where: str
+    ) -> PieceResult:
+        """Run a piece of a shard, mostly all of it, forward and backward."""
+        payload = self.on_device(piece, batch)
+        gatherer = gatherer_of(piece, batch, task)
+        handing = self._handing(piece, batch, task, where)
+        start = self.watch.now()
+        with (
+            gathering(gatherer) if gatherer else _NOTHING,
+            handing.watched() if handing else _NOTHING,
+            task.gathered() if task.gathered else _NOTHING as begin_backward,
+        ):
+            part, values = self.loss_of(piece, payload, batch, task, where, gatherer)
+            middle = self.watch.now()
+            if handing:
+                handing.begin_backward()
+            if begin_backward:
+                begin_backward()
+            backward(part, batch, task, gatherer.roots if gatherer else ())
+        if gatherer is None or not gatherer.takes_turns:
+            self.watch.note("forward", f"forward shard {piece.shard}", start, middle)
+            self.watch.note("backward", f"backward shard {piece.shard}", middle)
+        gradients: Gradients = []
+        if handing:
+            handing.finish()
+        else:
+            gradients = self.taken(self._all, batch, task, where)
+        # Without divisors backward has not run: the step is begun again once they are known.
+        total = None if part.kind == "means" else part.total()
+        given = handing.given if handing else ()
+        weight = LATE if handing and handing.is_late else code_of(part)
+        return PieceResult(gradients, given, total, weight, values)
+
+    def taken(
+        self, taken: ParameterSet, batch: ShardedBatch, task: ShardTask, where: str
+    ) -> Gradients:
+        """Take the gradients of some parameters, as they are added up, out of ``.grad``."""
+        gradients = take_gradients(
+            taken.parameters, taken.strides, taken.names, where, taken.places_of(task.left_out)
+        )
+        # The whole batch: nothing is added to it, and its bits are a plain loop's.
+        if self._narrow and (self._rounds or not task.is_plain(batch)):
+            gradients = widened(gradients, taken.places_of(self._narrow))
+        # A hook that put a tensor of its own into .grad may write to it in the next shard, while
+        # the fold still adds to this one.
+        for place in taken.places_of(self._may_be_kept):
+            kept = gradients[place]
+            gradients[place] = None if kept is None else kept.clone()
+        return gradients
+
+    def _handing(
+        self, piece: ShardPiece, batch: ShardedBatch, task: ShardTask, where: str
+    ) -> GradientHooks | None:
+        if task.send is None or self.stages is None:
+            return None  # shards keep their gradients
+
+        def take(stage: int) -> Gradients:
+            return self.taken(self.of_stages[stage], batch, task, where)
+
+        return GradientHooks(self.stages, piece, take, task.send)
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """Compute in the run's precision inside this context."""
+        # For each shard anew: it keeps the weights that it has converted until it ends, and a
+        # shard must not depend on what another one has left.
+        if self._compute_in is None:
+            return nullcontext()
+        return computing_in(self._compute_in, self.device, self.module)
+
+    @property
+    def nothing(self) -> Gradients:
+        """The gradients of a shard without samples: none for any parameter."""
+        return [None] * len(self._parameters)
+
+    def on_device(self, piece: ShardPiece, batch: ShardedBatch) -> Any:
+        payload = batch.shards[piece.shard]
+        if piece.samples < piece.of:
+            payload = rows_of(payload, (piece.start, piece.stop), piece.of, dim=batch.dim)
+        if self.device.type == "cpu":
+            return payload
+        start = self.watch.now()
+        payload = move(payload, self.device)
+        self.watch.note("data", f"move shard {piece.shard}", start)
+        return payload
+
+    def loss_of(
+        self,
+        piece: ShardPiece,
+        payload: Any,
+        batch: ShardedBatch,
+        task: ShardTask,
+        where: str,
+        gatherer: Gatherer | None,
+    ) -> tuple[Contribution, ShardValues | None]:
+        """Run the forward pass; read what its result adds to the batch's loss, and the rest."""
+        with seeing_whole_batch(task.is_plain(batch)):
+            with self.autocast():
+                result = task.loss(self.module, payload)
+            # Now or never: once our backward has run, the two gradients are one sum.
+            self._refuse_leftovers(where)
+            loss, values, outputs = split(result, f"the loss of {where}")
+            refuse_uneven(batch, (loss, *values.values()), where)
+            part = weigh(loss, piece.samples, f"the loss of {where}")
+        if not task.is_plain(batch) and not (gatherer and gatherer.sees_batch):
+            self.loss_watch.look(
+                loss, samples=piece.samples, run_checks=task.run_checks, where=where
+            )
+            if task.run_checks:
+                self.loss_watch.look_at_count(loss, batch.count_of(piece.shard), where)
+        if gatherer is not None:
+            divisors = gatherer.end_forward(kinds_and_weights(part))
+            task = task if divisors is None else replace(task, divisors=divisors)
+        if part.kind == "means":
+            part = of_one_divisor(part, batch, task)
+        # Before backward, which would keep waiting what only they have of the graph.
+        return part, read_values(values, outputs, piece.samples, where)
+
+    def _hooked(self) -> list[int]:
+        """Number the parameters with hooks that may put a tensor of their own into ``.grad``."""
+        return hooked(self._parameters)
+
+    def weigh_shards(self, batch: ShardedBatch, task: ShardTask) -> Weighed:
+        """Compute the kind and weight of each term of the loss, for each of this device's shards.
+
+        Forward alone: what it returns decides the divisors with which backward can begin. The same
+        shards run again afterwards, from the same buffers and seeds.
+        """
+        found: dict[int, list[tuple[str, float]]] = {}
+        for shard in batch.plan.shards_of(self.number):
+            if shard in batch.shards:
+                try:
+                    rows = self._forward_alone(shard, batch, task, kinds_and_weights)
+                except Gathers:
+                    # The shards run next and find the same; of one term, no divisors are sought.
+                    rows = [[("sum", 1.0)]]
+                found[shard] = added_weights(rows, f"step {task.step}, shard {shard}")
+        return found
+
+    def rehearse(self, shard: int, batch: ShardedBatch, task: ShardTask) -> Contribution | None:
+        """Run a shard, or its first piece, without compiled code; inspect what the loss returns.
+
+        The shard runs again afterwards, from the same buffers and seeds. Returns None where the
+        loss asks for other shards.
+        """
+        with torch.compiler.set_stance("force_eager"), suppress(Gathers):
+            return self._forward_alone(shard, batch, task, without_graph, inspected=True)[0]
+        return None
+
+    def _forward_alone(
+        self,
+        shard: int,
+        batch: ShardedBatch,
+        task: ShardTask,
+        read: Callable[[Contribution], Read],
+        *,
+        inspected: bool = False,
+    ) -> list[Read]:
+        """Run a shard's pieces forward, or the first if it is inspected; read what each returns."""
+        drop_gradients(self._parameters)
+        where, samples = self.begin_shard(shard, task), batch.count_of(shard).samples
+        pieces, found = pieces_of(samples, task.microbatch), []
+        try:
+            for start, stop in pieces[:1] if inspected else pieces:
+                piece = ShardPiece(shard, start, stop, samples)
+                # Read at once: the next piece must not begin while this one's graph is there.
+                found.append(read(self._piece_alone(piece, batch, task, where, inspected)))
+                drop_gradients(self._parameters)
+        except Exception as error:
+            self.explain(error, shard, batch, where)
+            raise
+        finally:
+            drop_gradients(self._parameters)
+            self.put_back(task)
+        return found
+
+    def _piece_alone(
+        self, piece: ShardPiece, batch: ShardedBatch, task: ShardTask, where: str, inspected: bool
+    ) -> Contribution:
+        payload = self.on_device(piece, batch)
+        # Not under no_grad: a loss that differentiates something itself (a gradient penalty) needs
+        # a graph, and would fail here and not in the step proper.
+        with gathering(gatherer_of(piece, batch, task)), self.autocast():
+            result = task.loss(self.module, payload)
+        loss = split(result, f"the loss of {where}")[0]
+        if inspected:
+            self.loss_watch.look(loss, samples=piece.samples, run_checks=True, where=where)
+        return weigh(loss, piece.samples, f"the loss of {where}")
+
+    def begin_shard(self, shard: int, task: ShardTask) -> str:
+        """Reset a shard's surroundings, whatever ran before it; return its name for errors."""
+        self.buffers.restore(shard)
+        if torch.is_autocast_enabled(self.device.type):
+            # One that the script has opened around its loop keeps the weights of earlier steps.
+            torch.clear_autocast_cache()
+        # No optimizer updates these and nobody takes their gradients, but a hook or the loss may
+        # look at them, and would see those of whichever shard ran before on this device.
+        drop_gradients(self._watched)
+        common = "step", (task.seed, task.step)
+        seed = derive_seed("shard", task.seed, task.step, shard)
+        seed_generators(seed, self.device, common=common)
+        return f"step {task.step}, shard {shard}"
+
+    def put_back(self, task: ShardTask) -> None:
+        """Restore modes, and which parameters are frozen, where another shard may follow."""
+        if task.shards > 1:
+            self.parts.modes.restore(task.modes)
+            self.parts.restore_frozen(task.trainable)
+
+    def explain(self, error: Exception, shard: int, batch: ShardedBatch, where: str) -> None:
+        """Note where an error was raised; raise its cause instead, if a buffer was resized."""
+        error.add_note(f"raised in {where}, on device {self.number} ({self.device})")
+        advice = advice_on(error, samples=batch.count_of(shard).samples, shards=batch.plan.shards)
+        if advice:
+            error.add_note(advice)
+        self.buffers.check_shapes()
+
+    def _refuse_leftovers(self, where: str) -> None:
+        """Refuse what an inner backward left: it would be added to the shard's gradient."""
+        left = gradients_of(self._parameters)
+        if left.count(None) == len(left):
+            return
+        # zero_grad(set_to_none=False) leaves zeros, which add nothing. To tell zeros from others
+        # waits for a GPU, but only where the loss has gone backward itself.
+        for name, gradient in zip(self._names, left, strict=True):
+            if gradient is not None and bool(gradient.count_nonzero()):
+                raise GradientError(
+                    f"{where}: the loss function has left a gradient in {name}.grad, by a backward "
+                    f"of its own; added to the shard's gradient, it would count another number of "
+                    f"times for every number of shards. Call model.zero_grad() before returning, "
+                    f"or use torch.autograd.grad"
+                )
+
+
+class GradientHooks:
+    """What has been handed over of one piece, and what has not.
+
+    Args:
+        modules: the stages.
+        piece: of which shard.
+        take: takes the gradients of a stage out of ``.grad``.
+        give: is given each stage.
+    """
+
+    def __init__(
+        self,
+        modules: StageModules,
+        piece: ShardPiece,
+        take: Callable[[int], Gradients],
+        send: Callable[[GradientSend], None],
+    ) -> None:
+        self._modules = modules
+        self._entries = modules.stages.entries
+        self._piece = piece
+        self._take = take
+        self._give = send
+        self._left = list(reversed(range(len(self._entries))))
+        self.given = [False] * len(modules.stages.stage_of)
+        """For each trained parameter, whether there was a gradient."""
+        self.begin_backward: Callable[[], None]
+        """To be called between the two."""
+        self.is_late = False
+        """Whether a gradient came after its stage had been handed over."""
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Surround a forward pass and its backward."""
+        with self._modules.watched(self._hand_over_early) as self.begin_backward:
+            yield
+
+    def finish(self) -> None:
+        """Hand over all stages that are left, after backward.
+
+        A gradient that came after its stage had been handed over is dropped, and the stage is
+        handed over last from now on: the step has to be computed once more.
+        """
+        for stage in range(len(self._entries)):
+            if stage not in self._left and any(g is not None for g in self._take(stage)):
+                self._modules.last.add(stage)
+                self.is_late = True
+        self._hand_over(list(self._left))
+
+    def _hand_over_early(self, stages: Sequence[int]) -> None:
+        self._hand_over([s for s in stages if s in self._left and s not in self._modules.last])
+
+    def _hand_over(self, stages: Sequence[int]) -> None:
+        for stage in stages:
+            self._left.remove(stage)
+            numbers = self._entries[stage]
+            gradients = self._take(stage)
+            for number, gradient in zip(numbers, gradients, strict=True):
+                self.given[number] = gradient is not None
+            last = self._piece.stop == self._piece.of
+            self._give(GradientSend(self._piece.shard, stage, last, gradients))

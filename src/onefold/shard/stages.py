@@ -1,0 +1,210 @@
+"""The modules at whose ends a model may be cut, and what of the model lies in which.
+
+`frozen_of` shares frozen parameters out to the devices.
+
+Note: when a stage is done
+--------------------------
+Nothing is put into the graph of autograd: a node between two stages would change the order in which
+it adds gradients where a model has skips, and so the bits. It is enough to be told when an output
+of a stage has its gradient: autograd works backward in the reverse order in which the forward pass
+made its nodes, so everything that was computed after this output is done then. Of a stage that is
+called several times the first call counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from onefold.core.flat import lay_out
+from onefold.core.stages import ROOT, Stages, cut_pipeline
+from onefold.core.storage import Frozen
+from onefold.core.structure import parts_of
+
+__all__ = ["StageModules", "cut_by_itself", "frozen_in_stages", "frozen_of"]
+
+
+_LISTS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)
+
+
+class StageModules:
+    """The stages of a user's model.
+
+    Args:
+        module: the model.
+        modules: the stages, in the order in which the model uses them.
+        trained: the parameters that the optimizer updates, by name.
+        line: how many devices compute the model one after the other, each some of its stages.
+
+    Raises:
+        TypeError: something that is no module was named as a stage.
+        ValueError: a stage is no part of the model, is named twice, or lies in another one; or
+            there are fewer stages than devices in the pipeline.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        modules: Sequence[torch.nn.Module],
+        trained: Mapping[str, torch.nn.Parameter],
+        pipeline: int = 1,
+    ) -> None:
+        names = {id(part): name or "the model" for name, part in module.named_modules()}
+        _check(modules, names)
+        self.modules = tuple(modules)
+        """The module of each stage but the root: stage 1 is the first."""
+        self.last = {ROOT}
+        """Stages that are handed over after all of backward: something uses their parameters
+        before they run."""
+        self._homes: dict[int, set[int]] = {}
+        for stage, part in enumerate(modules, start=ROOT + 1):
+            for parameter in part.parameters():
+                self._homes.setdefault(id(parameter), set()).add(stage)
+        self.stages = Stages(
+            names=("the rest of the model", *(names[id(part)] for part in modules)),
+            stage_of=tuple(map(self.stage_of, trained.values())),
+            places=self._places(module, pipeline) if pipeline > 1 else (),
+        )
+
+    def stage_of(self, parameter: torch.nn.Parameter) -> int:
+        """The number of the stage that a parameter of the model lies in."""
+        homes = self._homes.get(id(parameter), set())
+        # What several stages use is nobody's alone.
+        return min(homes) if len(homes) == 1 else ROOT
+
+    def _places(self, module: torch.nn.Module, pipeline: int) -> tuple[int, ...]:
+        """The place in a pipeline of each stage, the root with the first device."""
+        sizes = [0] * (len(self.modules) + 1)
+        for parameter in module.parameters():
+            sizes[self.stage_of(parameter)] += parameter.numel() * parameter.element_size()
+        return 0, *cut_pipeline(sizes[ROOT + 1 :], pipeline)
+
+    @contextmanager
+    def watched(self, done: Callable[[Sequence[int]], None]) -> Iterator[Callable[[], None]]:
+        """Call ``done`` with the stages whose gradients are complete, while backward runs.
+
+        Yields:
+            What is to be called when the forward pass is over.
+        """
+        calls: list[int] = []
+        begun = False
+
+        def after(stage: int, output: object) -> None:
+            # Layers that are computed once more in backward run forward again.
+            if begun or torch.compiler.is_compiling():
+                return
+            calls.append(stage)
+            number = len(calls)
+            for tensor in _tensors_of(output):
+                # A leaf is a parameter, perhaps, and would keep the hook.
+                if tensor.grad_fn is not None:
+                    tensor.register_hook(lambda _: complete(number))  # type: ignore[no-untyped-call]
+
+        def complete(number: int) -> None:
+            # A gradient that the loss itself asks for, in its forward pass, is not the shard's.
+            if begun:
+                later = set(calls[number:]) - set(calls[:number])
+                done(sorted(later, reverse=True))
+
+        def begin() -> None:
+            nonlocal begun
+            begun = True
+
+        handles = [
+            part.register_forward_hook(lambda *call, stage=stage: after(stage, call[-1]))
+            for stage, part in enumerate(self.modules, start=ROOT + 1)
+        ]
+        try:
+            yield begin
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def cut_by_itself(module: torch.nn.Module) -> list[torch.nn.Module]:
+    """Find where a model may be cut: at each item of its lists and sequences of modules.
+
+    What holds such lists is gone through; what holds none is a stage as a whole.
+
+    >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU(), torch.nn.Linear(3, 1))
+    >>> [part.out_features for part in cut_by_itself(model)]
+    [3, 1]
+    """
+    found: list[torch.nn.Module] = []
+    seen: set[torch.nn.Module] = set()
+
+    def visit(part: torch.nn.Module, *, listed: bool) -> None:
+        if isinstance(part, _LISTS):
+            for child in part.children():
+                visit(child, listed=True)
+        elif listed or not any(isinstance(inner, _LISTS) for inner in part.modules()):
+            if next(part.parameters(), None) is not None and seen.isdisjoint(part.modules()):
+                found.append(part)
+                seen.update(part.modules())
+        else:
+            for child in part.children():
+                visit(child, listed=False)
+
+    visit(module, listed=False)
+    return found
+
+
+def _check(modules: Sequence[torch.nn.Module], names: Mapping[int, str]) -> None:
+    seen: dict[int, str] = {}
+    for place, part in enumerate(modules):
+        if not isinstance(part, torch.nn.Module):
+            raise TypeError(
+                f"expected stages to be modules of the model, got {part!r} as number {place}"
+            )
+        if id(part) not in names:
+            raise ValueError(
+                f"stage {place} ({type(part).__name__}) is no part of the model: expected modules "
+                f"that model.modules() lists"
+            )
+        for inner in part.modules():
+            if id(inner) in seen:
+                raise ValueError(
+                    f"stage {place} ({names[id(part)]}) and {seen[id(inner)]} both hold "
+                    f"{names[id(inner)]}: expected stages that have no module in common"
+                )
+        seen |= {id(inner): f"stage {place} ({names[id(part)]})" for inner in part.modules()}
+
+
+def _tensors_of(output: object) -> Iterator[torch.Tensor]:
+    if isinstance(output, torch.Tensor):
+        yield output
+        return
+    parts: Any = parts_of(output) or ()
+    for _, value in parts:
+        yield from _tensors_of(value)
+
+
+def frozen_in_stages(other: Mapping[str, torch.nn.Parameter], modules: StageModules) -> list[str]:
+    """Name the frozen parameters that can be brought with the stage that they lie in.
+
+    Args:
+        other: the parameters that the optimizer does not train.
+        modules: the stages.
+    """
+    # What has a gradient, which nobody takes, is read by hooks perhaps, whenever they like.
+    return [
+        name for name, p in other.items() if not p.requires_grad and modules.stage_of(p) != ROOT
+    ]
+
+
+def frozen_of(
+    parameters: Mapping[str, torch.nn.Parameter], modules: StageModules, devices: int
+) -> Frozen | None:
+    """Share frozen parameters out to the devices; None if there are none.
+
+    Args:
+        parameters: those that `frozen_in_stages` has named.
+        modules: the stages.
+        devices: how many there are.
+    """
+    if not parameters:
+        return None
+    stage_of = tuple(map(modules.stage_of, parameters.values()))
+    return Frozen.cut(lay_out(parameters), stage_of, modules.stages.places, devices)

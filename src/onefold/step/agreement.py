@@ -1,0 +1,331 @@
+"""Opens every call: all devices must begin the same one, in a state that is alike and valid.
+
+`digest_of` describes what a step begins with, which devices compare. `refuse_unfrozen` and
+`ModeWarning` refuse a model, or warn of its mode, before the step.
+
+Note: what is compared, and when
+--------------------------------
+A head (`onefold.core.calldigest.CallDigest`) travels in every call. Settings, modes and sampled
+values of parameters and buffers are compared each time; what costs more (all values, the parts of
+the model, modules beside it) only when it is due, see `onefold.checks.values.CheckInterval`. One
+device alone compares
+nothing: what its user changes between two steps is the user's affair.
+
+A process looks at its own state before it meets the others, and never between: with memory in
+common, a device that was let go first may already be writing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from onefold.checks.values import Samples
+from onefold.core.batch import ShardedBatch
+from onefold.core.calldigest import Agreed, Call, CallDigest, checksum, plan_number, read_agreed
+from onefold.core.jsonvalue import from_json, to_json
+from onefold.errors import DisagreementError, PeerError, PeerLost, PeerTimeout
+from onefold.placement.base import Placement
+from onefold.placement.context import StepContext
+from onefold.shard.modelparts import ExternalModules
+
+__all__ = ["Agreement", "ModeWarning", "digest_of", "refuse_unfrozen"]
+
+_log = logging.getLogger("onefold")
+
+
+_WITH_AVERAGES = (
+    Call.EVALUATE,
+    Call.PREDICT,
+    Call.GATHER,
+    Call.SAVE,
+    Call.BARRIER,
+    Call.BROADCAST,
+    Call.UPDATE_BN,
+    Call.AVERAGED_END,
+)
+"""The calls that are allowed while the model holds its averages."""
+
+
+class Agreement:
+    """Compares this process's state with that of all others at the beginning of each call.
+
+    Args:
+        context: this process's part of the run.
+        placement: where the model lies.
+        external: modules that the loss uses beside the model.
+    """
+
+    def __init__(
+        self, context: StepContext, placement: Placement, external: ExternalModules
+    ) -> None:
+        self._context, self._placement, self._external = context, placement, external
+        self._buffers = Samples([context.first.buffers.flat])
+        self.settings = GroupSettings(context.update.optimizer)
+        """Reads the settings of the optimizer's groups."""
+        self.modifying = False
+        """Whether the script is inside `with trainer.modifying():`."""
+        self.averaged = False
+        """Whether it is inside `with trainer.averaged():`."""
+        self.left = ""
+        """Why the trainer makes no calls any more; empty as long as it does."""
+
+    def begin(self, head: CallDigest, *, function: object = None, stop: bool = False) -> Agreed:
+        """Wait for all devices to have begun the same call, in the same state.
+
+        Args:
+            head: the call's; what this process knows of its own state is added here.
+            function: what is to be computed, if it is not the loss.
+            stop: whether this process has been asked to stop.
+
+        Returns:
+            What all devices reported, which is the same everywhere.
+
+        Raises:
+            DisagreementError: a device has begun another call or is in another state, or its
+                parameters were changed since the last call.
+            RuntimeError: the script is inside a block that the call is not allowed in.
+        """
+        call = Call(head.call)
+        self.refuse_inside(call)
+        # Local checks come before devices meet: a process that fails here reports that, and nobody
+        # waits for its word.
+        self._context.update.check_groups()
+        run_checks = call not in (Call.STEP, Call.GRADIENT) or self._context.checks.run_checks
+        if run_checks:
+            self._context.first.check_places()
+            self._context.parts.check_parts()
+            self._context.parts.modes.refresh()
+        if not self._context.with_others:
+            return Agreed((0,), stop)
+        # These make devices alike, so that they may differ before.
+        settles = call in (Call.LOAD, Call.CHANGED)
+        # Buffers that were replaced lie elsewhere than where the samples are read.
+        self._context.first.buffers.absorb()
+        changed, values = (0, 0) if settles else self._look_at_values(run_checks=run_checks)
+        head = head._replace(
+            settings=0 if settles else self.settings.checksum(run_checks=run_checks),
+            modes=self._modes_checksum(),
+            values=values,
+            outside=self._external.checksum(function) if run_checks else 0,
+        )
+        # What was changed is compared by nobody but reported to all: every device raises alike, and
+        # each can name the one on which it happened.
+        try:
+            words = self._context.exchange.agree(head.step, head.word(changed=changed, stop=stop))
+        except (PeerLost, PeerTimeout) as error:
+            if call is Call.STEP:
+                raise
+            raise self._with_advice(error, call) from error
+        agreed = read_agreed(words)
+        if any(agreed.changed):
+            raise DisagreementError(self._words_of_change(agreed, head))
+        return agreed
+
+    def end(self, step: int) -> None:
+        """Wait for all devices to leave the run; called on all of them, of which some may be gone.
+
+        The model may have other parts by now.
+
+        Args:
+            step: number of the next step.
+
+        Raises:
+            DisagreementError: a device is in another call, or parameters were changed since the
+                last one.
+        """
+        if not self._context.with_others:
+            return
+        changed, _ = self._context.guard.look(run_checks=True)
+        head = CallDigest(Call.CLOSE, step)
+        try:
+            agreed = read_agreed(self._context.exchange.agree(step, head.word(changed=changed)))
+        except PeerLost:
+            return  # its script has ended without this call, or its failure is reported there
+        if any(agreed.changed):
+            raise DisagreementError(
+                f"{self._words_of_change(agreed, head)}; after trainer.close(), the model is the "
+                f"script's again"
+            )
+
+    def _with_advice(self, error: PeerError, call: Call) -> PeerError:
+        """Say for which call a device did not come: the script may make it on the lead alone."""
+        advice = (
+            f"{error}. Device {self._context.first.number} is in {call.words}, which must be "
+            f"called on every device, and so not under `if trainer.is_lead:`"
+        )
+        return type(error)(advice, device=error.device, step=error.step)
+
+    def refuse_inside(self, call: Call) -> None:
+        """Refuse a call that is not allowed inside the block that the script has opened.
+
+        Raises:
+            RuntimeError: the script is inside `with trainer.modifying():`, or inside `with
+                trainer.averaged():` and the call is for the training values; or the trainer has
+                left the run.
+        """
+        if self.modifying and call is not Call.CHANGED:
+            raise RuntimeError(
+                f"{call.words} was called inside `with trainer.modifying():`, where devices may "
+                f"differ: expected the block to end first"
+            )
+        if self.left and call is not Call.WHOLE:
+            raise RuntimeError(f"{call.words} was called after {self.left}")
+        if self.averaged and call not in _WITH_AVERAGES:
+            raise RuntimeError(
+                f"{call.words} was called inside `with trainer.averaged():`, where the model holds "
+                f"its averages and not the values that are trained: expected the block to end first"
+            )
+
+    def _modes_checksum(self) -> int:
+        """Compute a checksum of modes, frozen parameters and numbers such as dropout's."""
+        modes = self._context.parts.modes
+        numbers = modes.numbers_checksum().to_bytes(4, "little")
+        return checksum(modes.read() + bytes(self._context.parts.trainable()) + numbers)
+
+    def _look_at_values(self, *, run_checks: bool) -> tuple[int, int]:
+        """Find a parameter changed since the last call; compute a checksum of sampled values."""
+        # In common memory all processes read the very same values, and cannot drift apart.
+        of_all = not self._context.exchange.memory.is_common
+        changed, values = self._context.guard.look(
+            also=self._buffers, run_checks=run_checks, of_all=of_all
+        )
+        if not (changed or self.averaged) and self._placement.written():
+            # A change that nobody counts, where all parameters are here for a while.
+            changed = len(self._context.parts.named) + 1
+        return changed, values
+
+    def _words_of_change(self, said: Agreed, head: CallDigest) -> str:
+        """Say which parameter was changed, and by whom."""
+        device, changed = next((n, c) for n, c in enumerate(said.changed) if c)
+        who = f"device {device}"
+        # PyTorch's counts are each process's own. Values in common memory change for all processes
+        # at once, and which of them wrote there cannot be seen.
+        if self._context.exchange.memory.is_common and changed > len(self._context.parts.named):
+            who = "a device"
+        return (
+            f"step {head.step}, {Call(head.call).words}: {self._context.guard.name_of(changed)} "
+            f"changed since the call before, on {who}, outside of `with trainer.modifying():`. "
+            f"With several devices the order of such changes is left to chance; inside that block, "
+            f"what the lead changes becomes everybody's"
+        )
+
+
+_KEPT = ("params", "param_names")
+"""Keys of a group that belong to each process itself."""
+
+
+class GroupSettings:
+    """Reads the settings of an optimizer's groups; quick where they have not changed.
+
+    Args:
+        optimizer: made by the user.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._last: list[Any] = []
+        self._checksum = 0
+
+    def checksum(self, *, run_checks: bool = True) -> int:
+        """Compute a checksum of all settings but the parameters.
+
+        Args:
+            due: whether to read numbers that lie on a GPU as well, which waits for it.
+        """
+        # Comparing the values costs far less in every step than writing them out as text.
+        now = [
+            value if not isinstance(value, torch.Tensor) else _number(value, run_checks=run_checks)
+            for group in self._optimizer.param_groups
+            for key, value in group.items()
+            if key != "params"
+        ]
+        if now != self._last:
+            self._last = now
+            self._checksum = checksum(repr(now).encode())
+        return self._checksum
+
+    def as_json(self) -> list[dict[str, Any]]:
+        """Return the settings that a script may change, for other devices to adopt."""
+        return [
+            {
+                key: to_json(value, f"{key} of the optimizer's group {number}")
+                for key, value in group.items()
+                if key not in _KEPT
+            }
+            for number, group in enumerate(self._optimizer.param_groups)
+        ]
+
+    def adopt(self, settings: list[dict[str, Any]]) -> None:
+        """Adopt what `as_json` returned on another device; tensors keep their identity."""
+        for group, values in zip(self._optimizer.param_groups, settings, strict=True):
+            for key, value in values.items():
+                came, here = from_json(value), group.get(key)
+                # In place: a schedule, or a captured graph, holds the very tensor.
+                if isinstance(came, torch.Tensor) and isinstance(here, torch.Tensor):
+                    here.copy_(came)
+                else:
+                    group[key] = came
+
+
+def _number(value: torch.Tensor, *, run_checks: bool) -> object:
+    return value.tolist() if run_checks or value.device.type == "cpu" else "on a device"
+
+
+def digest_of(batch: ShardedBatch, step: int, call: Call, *, loss: int) -> CallDigest:
+    """Describe a step by its batch, as far as this process knows it, and its loss's number."""
+    return CallDigest(
+        call=call,
+        step=step,
+        loss=loss,
+        samples=batch.samples,
+        plan=plan_number(batch.plan),
+        loader=batch.loader,
+        data_pass=batch.pass_number,
+        place=batch.stop,
+        data=batch.data_digest,
+        batch=batch.digest,
+        arguments=batch.dim,
+    )
+
+
+def refuse_unfrozen(frozen: Mapping[str, torch.nn.Parameter]) -> None:
+    """Refuse parameters that were frozen when Trainer was made, and are not any more.
+
+    Raises:
+        ValueError: there is one.
+    """
+    for name, parameter in frozen.items():
+        if parameter.requires_grad:
+            raise ValueError(
+                f"parameter {name} was frozen when Trainer was made, so it has no place in the "
+                f"gradient buffers. If it is to be trained later, let it require a gradient "
+                f"until Trainer is made, and freeze it then, before the first step"
+            )
+
+
+class ModeWarning:
+    """Warns once where a model is trained in evaluation mode.
+
+    Args:
+        module: the user's model.
+        on_lead: whether this process has device 0, which alone warns.
+    """
+
+    def __init__(self, module: torch.nn.Module, *, on_lead: bool) -> None:
+        self._module = module
+        self._on_lead = on_lead
+        self._given = False
+
+    def give(self) -> None:
+        """Warn, if there is reason to, for the first time."""
+        if not self._module.training and not self._given:
+            self._given = True
+            if self._on_lead:
+                _log.warning(
+                    "the model is in evaluation mode: dropout and batch norm do not train. Modes "
+                    "are yours; call model.train() before the steps if that was not meant"
+                )

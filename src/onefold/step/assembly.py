@@ -1,0 +1,228 @@
+"""Puts an engine together from model, optimizer and devices, and records whose the model is.
+
+`assemble` makes the engine of the user's model and optimizer and of who takes part. `hold` records
+which Trainer a model belongs to: the last one that was made of it. Another Trainer may take the
+model, or a part of it. The one before leaves the run first, as by `Trainer.close`: its memory may
+be that of several processes, and its optimizer has the state.
+
+Note: values after a Trainer
+----------------------------
+Of a model that no Trainer has held, the lead's values become everybody's, so that it may be drawn
+from unseeded random numbers. One that comes from a Trainer had the same values on every device. If
+they differ now, the script has changed them on one device alone, and that is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Callable, Container, Mapping, Sequence
+from itertools import chain
+from typing import Protocol
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from onefold.checks.description import compare, describe
+from onefold.checks.model import held_in
+from onefold.checks.optimizer import updates_by_element
+from onefold.core.assignment import Assignment, Devices
+from onefold.core.flat import (
+    lay_out,
+    named_tensors,
+    own_name,
+    tensor_digests,
+)
+from onefold.core.settings import Precision, Settings
+from onefold.core.shard import Plan
+from onefold.core.storage import Storage, cut_pieces
+from onefold.deferred.values import deferred_of, revealed
+from onefold.exchange.exchange import Exchange
+from onefold.exchange.joining import join
+from onefold.exchange.memory import Memory, Start
+from onefold.placement.choice import placement_of
+from onefold.placement.context import StepContext
+from onefold.shard.buffers import BufferPlaces, BufferSet
+from onefold.shard.kernels import Compilers
+from onefold.shard.modelparts import ModelParts
+from onefold.shard.replica import LossFunction, Replica
+from onefold.shard.stages import StageModules, frozen_of
+from onefold.step.engine import Engine
+from onefold.update.clipping import refuse_clipping
+from onefold.update.optimizer import PartitionedOptimizer
+
+__all__ = ["assemble", "hold", "take_from_holders"]
+
+
+class Holder(Protocol):
+    """What a model belongs to."""
+
+    def close(self) -> None:
+        """Leave the run, so that the model is the script's."""
+
+
+# By identity, as tensors compare by element, and weakly on both sides: nothing here keeps a model
+# or a Trainer. An entry stays when its Trainer is gone.
+_holders = WeakTensorKeyDictionary()
+
+
+def take_from_holders(module: torch.nn.Module) -> None:
+    """Have every Trainer that holds a part of a model leave the run; called on all devices."""
+    # By its parameters alone: Trainers may share buffers, which each has in memory of its own.
+    found = [_holders[tensor]() for tensor in module.parameters() if tensor in _holders]
+    for holder in dict.fromkeys(each for each in found if each is not None):
+        holder.close()
+
+
+def hold(module: torch.nn.Module, holder: Holder) -> None:
+    """Note that a model now belongs to a Trainer."""
+    reference = weakref.ref(holder)
+    for tensor in chain(module.parameters(), module.buffers()):
+        _holders[tensor] = reference
+
+
+def digests_of_held(module: torch.nn.Module) -> dict[str, str]:
+    """Digest the parameters and buffers that have belonged to a Trainer, by name."""
+    tensors = named_tensors(module)
+    return tensor_digests({n: tensor for n, tensor in tensors.items() if tensor in _holders})
+
+
+def assemble(
+    module: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    losses: Mapping[str, LossFunction],
+    *,
+    settings: Settings,
+    team: Devices,
+    plan: Plan,
+    schedule: LRScheduler | None,
+    joined: Callable[[Exchange], None],
+    stages: Sequence[torch.nn.Module] | None = None,
+) -> Engine:
+    """Bring model and optimizer into a run; the lead's values become everybody's.
+
+    ``joined`` is called with the exchange as soon as there is one: from then on others wait for
+    this process, and must hear of its failures. ``stages`` are where the model may be cut; None to
+    find that out.
+
+    Raises:
+        ValueError: the optimizer holds no parameter that can be trained.
+        DisagreementError: another device brought another model, optimizer or setting.
+        PeerError: another device did not join in time.
+    """
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    parts = _parts(module, held)
+    # Before any device's memory takes the place of what the script has.
+    values = digests_of_held(module) if len(team.own) < len(team.devices) else {}
+    places = BufferPlaces(module, settings.buffers)
+    # Every set copies the module's buffers as the script left them, and so before one is attached:
+    # from then on they are views of that set's memory.
+    buffers = {number: BufferSet(places, device) for number, device in team.own_devices.items()}
+    first = buffers[team.own[0]]
+    first.attach()
+    placement = placement_of(team, settings)
+    layout = placement.plan(parts, stages)
+    storage = _storage(parts, first, optimizer, settings, team, layout.modules)
+    placement.check(storage)
+    start = _start(parts, first)
+    assignment = _first_assignment(storage, plan, team)
+    described = describe(parts, optimizer, settings, team, plan, schedule, storage.stages, values)
+    exchange = join(
+        storage,
+        start,
+        assignment,
+        team,
+        description=json.dumps(described).encode(),
+        compare=compare,
+        timeout_s=settings.timeout_s,
+        allocator=layout.allocator,
+    )
+    joined(exchange)
+    memory = exchange.memory
+    with revealed(parts.named.values()):
+        replicas = _replicas(team, parts, memory, buffers, settings.precision, layout.modules)
+        # From here on the model's values lie in the run's memory: the lead's, everywhere.
+        replicas[0].attach()
+        refuse_clipping(parts.trained.values())
+        # After attach: state that the optimizer already has moves to where its parameters now lie.
+        update = _update(optimizer, parts, storage, assignment, memory)
+        placement.distribute(start, update, exchange, assignment)
+        compilers = Compilers(parts.module, *losses.values(), compiles=settings.compile)
+        context = StepContext(replicas, exchange, update, settings, compilers)
+        placement.start(context)
+        frozen = {n: p for n, p in {**parts.other, **parts.frozen}.items() if id(p) in held}
+        return Engine(context, placement, assignment, losses, frozen)
+
+
+def _parts(module: torch.nn.Module, held: Container[int]) -> ModelParts:
+    """Divide the model into what the optimizer, which has what is held, trains, and the rest."""
+    trained = [n for n, p in module.named_parameters() if id(p) in held and p.requires_grad]
+    if not trained:
+        raise ValueError("the optimizer holds no parameter that requires a gradient")
+    return ModelParts(module, trained)
+
+
+def _first_assignment(storage: Storage, plan: Plan, team: Devices) -> Assignment:
+    return Assignment.first(
+        team.devices, plan=plan, pieces=storage.pieces, hosts=team.hosts, stages=storage.stages
+    )
+
+
+def _replicas(
+    team: Devices,
+    parts: ModelParts,
+    memory: Memory,
+    buffers: Mapping[int, BufferSet],
+    precision: Precision,
+    modules: StageModules | None,
+) -> list[Replica]:
+    trained, other = memory.trained, memory.other
+    return [
+        Replica(n, device, parts, trained[n], other[n], buffers[n], precision, modules)
+        for n, device in team.own_devices.items()
+    ]
+
+
+def _update(
+    optimizer: torch.optim.Optimizer,
+    parts: ModelParts,
+    storage: Storage,
+    assignment: Assignment,
+    memory: Memory,
+) -> PartitionedOptimizer:
+    trained = list(parts.trained.values())
+    return PartitionedOptimizer(
+        optimizer, trained, storage, memory.trained, assignment, memory.allocator
+    )
+
+
+def _start(parts: ModelParts, buffers: BufferSet) -> Start:
+    trained, other, frozen = (
+        [deferred_of(p) or p.detach() for p in some.values()]
+        for some in (parts.trained, parts.other, parts.frozen)
+    )
+    return Start(trained, other, buffers.flat, frozen)
+
+
+def _storage(
+    parts: ModelParts,
+    buffers: BufferSet,
+    optimizer: torch.optim.Optimizer,
+    settings: Settings,
+    team: Devices,
+    modules: StageModules | None,
+) -> Storage:
+    # By the names that the model has when it is not compiled, so that a checkpoint fits both.
+    layout = lay_out({own_name(name): p for name, p in held_in(settings.precision, parts).items()})
+    devices = len(team.devices)
+    return Storage.alike(
+        layout,
+        other=lay_out(parts.other),
+        buffers=buffers.layout,
+        pieces=cut_pieces(layout, by_element=updates_by_element(optimizer)),
+        shards=settings.shards,
+        devices=devices,
+        stages=None if modules is None else modules.stages,
+        frozen=None if modules is None else frozen_of(parts.frozen, modules, devices),
+    ).with_masters(torch.float32 if settings.precision.parameters else None)

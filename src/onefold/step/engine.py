@@ -1,0 +1,529 @@
+"""Makes a step: agree, compute, judge, update, publish. Or leaves its gradient to the script.
+
+The model's state is the replicas', where it lies is the placement's, and what travels is the
+exchange's. `FullGradient` leaves the gradient of a batch in ``.grad`` of the user's parameters, on
+every device.
+
+Note: whose memory it is
+------------------------
+What shards and fold have made belongs to the exchange, which writes to it again in the next step.
+So each call makes new memory for the whole gradient, and ``.grad`` are views of it: it is the
+script's, lives as long as one of them does, and no later call overwrites it. A later call replaces
+``.grad`` by other tensors, as ``zero_grad`` and ``backward`` do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from onefold.core.assignment import Assignment
+from onefold.core.batch import ShardedBatch
+from onefold.core.calldigest import Agreed, Call, CallDigest
+from onefold.core.flat import FlatTensors
+from onefold.core.values import ShardResult, StepWeight, total_weight
+from onefold.errors import DisagreementError
+from onefold.placement.base import Placement, StepTotals
+from onefold.placement.context import StepContext
+from onefold.shard.compiling import EagerComparison
+from onefold.shard.gradients import keeping_gradients
+from onefold.shard.modelparts import ExternalModules, in_mode
+from onefold.shard.replica import LossFunction, ShardTask
+from onefold.step.agreement import Agreement, ModeWarning, digest_of, refuse_unfrozen
+from onefold.step.finite import FiniteCheck, bad_gradient, named_if_room
+from onefold.step.joint import Preparing, objectives_of
+from onefold.step.microbatch import MicrobatchSearch
+from onefold.step.result import StepResult, verdict_of
+from onefold.step.rows import ValueTrade
+from onefold.step.rules import GradientRules
+from onefold.update.clipping import allow_clipping
+from onefold.update.optimizer import PartitionedOptimizer
+from onefold.update.optimizers import Optimizers
+from onefold.update.state import PieceState, pack, packed, unpack
+from onefold.watch.timing import Span
+
+__all__ = ["Engine", "StepResult"]
+
+
+class Engine:
+    """The devices of this process, at work together with all others.
+
+    Args:
+        context: this process's part of the run.
+        placement: where the model lies.
+        assignment: who takes part.
+        losses: the user's loss functions, by name; each computes one shard.
+        frozen: parameters that must stay frozen, by name.
+    """
+
+    def __init__(
+        self,
+        context: StepContext,
+        placement: Placement,
+        assignment: Assignment,
+        losses: Mapping[str, LossFunction],
+        frozen: Mapping[str, torch.nn.Parameter],
+    ) -> None:
+        self.context, self.placement = context, placement
+        self.assignment = assignment
+        """Who takes part; `bind` sets it."""
+        self.losses = losses
+        """The user's loss functions, by name."""
+        self._frozen, settings, update = frozen, context.settings, context.update
+        trained = context.parts.trained.values()
+        self._objectives = objectives_of(losses, update.optimizer, trained, settings)
+        self.objective = next(iter(self._objectives.values()))
+        """What the step is made of, or the last one was."""
+        self.external = ExternalModules(context.module, *losses.values())
+        """Modules that the losses use beside the model."""
+        self.agreement = Agreement(context, placement, self.external)
+        """Meets the other devices."""
+        self._comparison = EagerComparison(
+            settings, self.external, notes=not context.compilers.by_user
+        )
+        self.rules = GradientRules(settings, update)
+        """What is done to each gradient."""
+        self.microbatches = MicrobatchSearch(context)
+        """Into pieces of how many samples shards are run."""
+        self._finite = FiniteCheck(settings, self.rules, context.table)
+        self._preparing = Preparing(context)
+        self._full = FullGradient(context)
+        self._values = ValueTrade(context)
+        self._mode_warning = ModeWarning(context.module, on_lead=context.leads)
+        self._updating = self._interrupted = False
+        self.gradient_ready: Callable[[float], None] | None = None
+        """Called before clipping and update with the weight that the gradient is divided by."""
+
+    @property
+    def loss(self) -> LossFunction:
+        """The user's loss, where there is only one."""
+        return next(iter(self.losses.values()))
+
+    @property
+    def update_interrupted(self) -> bool:
+        """Whether a step failed in its update and was survived: parameters may be of two steps."""
+        return self._interrupted or self._updating
+
+    def end_step(self) -> None:
+        """Note that all of the last step is done, its place in the data included."""
+        self._updating = False
+
+    def bind(self, assignment: Assignment) -> None:
+        """Adopt the next assignment; called on all devices, between two steps.
+
+        The optimizer's state of the pieces that change owners travels through the lead's process,
+        which holds it for a moment. No checkpoint may be in writing: it reads the room that the
+        state is packed into.
+        """
+        before, self.assignment = self.assignment, assignment
+        if assignment.partitions == before.partitions:
+            return
+        arriving = states_to_receive(before, assignment, self.context)
+        # Now that all states have been packed and handed out, those that leave may be dropped.
+        self.context.update.bind(assignment)
+        self.context.update.adopt_states(arriving)
+        self.context.exchange.bind(assignment)
+
+    def step(
+        self, batch: ShardedBatch, number: int, *, name: str = "", asked_to_stop: bool = False
+    ) -> StepResult:
+        """Update the parameters once; the order is that of `onefold.exchange.exchange`.
+
+        Args:
+            batch: the batch, with this process's shards of it.
+            number: the number of the step.
+            name: of the loss.
+            asked_to_stop: whether this process has been asked to stop; all devices are informed.
+
+        Raises:
+            DisagreementError: another device is at another call, or was given another batch.
+            LossError: a loss cannot be read, is not finite, or depends on no parameter.
+            StateError: a shard has changed what it must not.
+            PeerError: another device is lost or has failed.
+        """
+        context = self.context
+        agreed = self._begin(batch, number, Call.STEP, name, asked_to_stop)
+        totals, weight = self._compute(batch, number)
+        outcome, failure = self._judge(batch, number, totals, weight, agreed, now=False)
+        if outcome.norm is not None and outcome.verdict.updates:
+            self._update(outcome.norm)
+        else:
+            context.update.drop()
+        # Shards' gradients go before the next step makes its own.
+        del totals
+        self._end_shards(batch, failure)
+        if outcome.verdict.updates:
+            self._follow_average(name)
+        with context.timed("exchange", "publish parameters"):
+            self.placement.publish()  # from here on the table is no longer ours to read
+        if not context.alone:
+            context.guard.note()
+        return outcome
+
+    def gradient(
+        self, batch: ShardedBatch, number: int, *, name: str = "", asked_to_stop: bool = False
+    ) -> StepResult:
+        """Leave the gradient of a batch in ``.grad`` of the user's parameters, on all devices.
+
+        Arguments and errors are those of `step`. Of a batch that would be skipped, all parameters
+        have None there.
+        """
+        context = self.context
+        check_gradient(context.update)
+        allow_clipping(context.parts.trained.values())
+        agreed = self._begin(batch, number, Call.GRADIENT, name, asked_to_stop)
+        totals, weight = self._compute(batch, number)
+        # What the script will use must be looked at before it does.
+        outcome, failure = self._judge(batch, number, totals, weight, agreed, now=True)
+        del totals
+        self._end_shards(batch, failure)
+        with context.timed("exchange", "share the gradient"):
+            if outcome.norm is not None and outcome.verdict.updates:
+                self.rules.clip(outcome.norm)
+                self._full.write()
+            else:
+                context.update.drop()
+                self.placement.publish()
+        if not context.alone:
+            context.guard.note()
+        return outcome
+
+    def _begin(
+        self, batch: ShardedBatch, number: int, call: Call, name: str, asked_to_stop: bool
+    ) -> Agreed:
+        """Wait for all devices to have begun the same step."""
+        context = self.context
+        self._interrupted, self._updating = self.update_interrupted, False
+        context.checks.advance()
+        refuse_unfrozen(self._frozen)
+        self.objective = self._objectives[name]
+        optimizer = context.update.optimizer
+        if isinstance(optimizer, Optimizers):
+            optimizer.active = optimizer.of_loss(name)
+        with context.timed("exchange", "agree"):
+            head = digest_of(batch, number, call, loss=self.objective.number)
+            agreed = self.agree(head, stop=asked_to_stop)
+        self._mode_warning.give()
+        return agreed
+
+    def _compute(self, batch: ShardedBatch, number: int) -> tuple[StepTotals, StepWeight]:
+        """Compute all shards' gradients and losses; once more where a loss turns out to need it."""
+        context, shards, parts = self.context, batch.plan.shards, self.context.parts
+        objective, run_checks = self.objective, context.checks.run_checks
+        several = shards > 1
+        task = ShardTask(
+            loss=objective.run,
+            seed=context.settings.seed,
+            step=number,
+            shards=shards,
+            modes=parts.modes.read() if several else b"",
+            trainable=parts.trainable() if several else (),
+            scale=self.rules.loss_scale,
+            run_checks=run_checks,
+            left_out=objective.left_out,
+        )
+        if context.alone and not self.placement.may_write(shards):
+            # What the user has changed since the last step is the user's affair.
+            context.guard.note(values=run_checks)
+        watched = run_checks and several  # one shard may do what a plain loop may
+        with (
+            self._finite.computing(),
+            context.computing(run_checks=run_checks),
+            self.noting(f"step {number}, the loss", wanted=watched),
+        ):
+            with self._unsharded_if_needed():
+                task = self.microbatches.fitted(task, batch)
+            while True:
+                with self._unsharded_if_needed():
+                    task, done = self._preparing.prepared(objective, batch, task)
+                    self._task = task
+                    before = partial(
+                        self._comparison.before, batch=batch, task=task, table=context.table
+                    )
+                    totals = self.placement.compute(batch, task, done, before)
+                weight = total_weight(context.table.weights.tolist(), batch.sizes, number)
+                if weight.terms == 1 and not weight.gathers and not weight.late:
+                    return totals, weight
+                objective.several_terms |= weight.terms > 1
+                objective.gathers |= weight.gathers
+                self._comparison.check_gathering(gathers=weight.gathers)
+                self.placement.publish()  # nothing was updated; the table is free again
+
+    def _unsharded_if_needed(self) -> AbstractContextManager[None]:
+        """Have all parameters here in a step that cannot do with those of one stage."""
+        # Gathering and several terms run shards outside of the rounds in which devices bring each
+        # other something; compiled code takes all of its parameters as arguments.
+        known = self.objective
+        tries = self.context.compilers.compiled or self.microbatches.trials
+        all_of_it = tries or known.gathers or known.several_terms
+        return self.placement.unsharded() if all_of_it else nullcontext()
+
+    def _judge(
+        self,
+        batch: ShardedBatch,
+        number: int,
+        totals: StepTotals,
+        weight: StepWeight,
+        agreed: Agreed,
+        *,
+        now: bool,
+    ) -> tuple[StepResult, str]:
+        """Decide what becomes of a step; return that, and what is not finite in it.
+
+        Args:
+            batch: the batch of the step.
+            number: the number of the step.
+            totals: of all shards.
+            weight: of the whole batch.
+            agreed: what all devices reported when the step began.
+            now: whether to look at loss and gradient at once, though that waits for a GPU.
+        """
+        context = self.context
+        failure, norm = self._finite.of_loss(batch, number, now=now), None
+        if weight.value > 0 and not failure:
+            with context.timed("exchange", "norm"):
+                norm = self._gradient(batch, totals, weight)
+            bad = partial(
+                named_if_room, self._name_bad_gradient, batch, number, alone=context.alone
+            )
+            # Whoever compares gradients reports what is not finite in them as well.
+            if self.gradient_ready is None:
+                failure = self._finite.of_gradient(norm, number, bad)
+            self.rules.end_step(overflow=bool(failure))
+        verdict = verdict_of(weight, agreed, failure)
+        # A copy, as `Step.loss` may be asked for long after the table is written again.
+        values = self._values.of_step(batch, number)
+        return StepResult(
+            context.table.totals.clone(), weight.value, verdict, norm, values
+        ), failure
+
+    def _gradient(
+        self, batch: ShardedBatch, totals: StepTotals, weight: StepWeight
+    ) -> torch.Tensor:
+        """Take the totals of the step; return the norm of the gradient, (), alike everywhere."""
+        context = self.context
+        self.rules.take(batch, weight, totals, self._task)
+        if self.gradient_ready is not None:
+            self.gradient_ready(weight.value)
+        widened = context.update.storage.rounds or not self._task.is_plain(batch)
+        share = context.exchange.transport.all_gather_rows
+        return self.rules.norm(batch.plan.shards, totals, share, widened=widened)
+
+    def _update(self, norm: torch.Tensor) -> None:
+        with self.context.timed("update", "update"):
+            self.follow_parameters()
+            self.rules.clip(norm)
+            self._updating = True
+            self.context.update.step()
+        self.microbatches.note_update()
+
+    def _follow_average(self, name: str) -> None:
+        """Update the averages after a step of a loss that updated the model."""
+        context, averages = self.context, self.context.update.averages
+        if averages.rule is not None and averages.rule.after in ("", name):
+            with context.timed("update", "average"):
+                averages.follow(context.update.exact_values(), context.first.buffers.flat)
+
+    def _end_shards(self, batch: ShardedBatch, failure: str) -> None:
+        """Have buffers follow the shards unless something is not finite."""
+        context = self.context
+        # What is not finite would stay in running means for ever: they are as before the step.
+        for replica in context.replicas if not failure else ():
+            replica.buffers.end_step(context.table, batch, run_checks=context.checks.run_checks)
+
+    def agree(self, head: CallDigest, *, function: object = None, stop: bool = False) -> Agreed:
+        """Wait for all devices to have begun the same call; see `Agreement.begin`."""
+        self.placement.refuse_call(Call(head.call))
+        return self.agreement.begin(head, function=function, stop=stop)
+
+    def leave(self, step: int, why: str, *, together: bool) -> None:
+        """Have the model be the script's, with values of this process alone; once, at the end.
+
+        Args:
+            step: the number of the next step.
+            why: for whoever calls the trainer later.
+            together: whether all devices call this, and may be waited for.
+
+        Raises:
+            DisagreementError: the script has changed parameters since the last call.
+            RuntimeError: it is inside a block of the trainer.
+        """
+        context, agreement = self.context, self.agreement
+        agreement.refuse_inside(Call.CLOSE)
+        if together:
+            agreement.end(step)
+        self.placement.leave(together=together)
+        context.exchange.memory.make_own()
+        context.update.end()
+        allow_clipping(context.parts.trained.values())
+        agreement.left = why
+
+    def refuse_raced(self) -> None:
+        """Refuse what this process has written to parameters that lie in others' memory as well.
+
+        Where only the lead writes, there is no race.
+
+        Raises:
+            DisagreementError: a parameter was changed since the last call.
+        """
+        context = self.context
+        if context.exchange.memory.is_common and context.with_others and not context.leads:
+            changed = context.guard.changed(values=False)
+            if changed:
+                raise DisagreementError(
+                    f"{context.guard.name_of(changed)} was changed on device "
+                    f"{context.first.number} after the last call of its Trainer, in memory that "
+                    f"all devices have in common: its values are left to chance. Call "
+                    f"trainer.close() before, on every device"
+                )
+
+    def check_last_step(self) -> None:
+        """Wait for the last step's loss and gradient where nobody has looked at them yet.
+
+        Raises:
+            LossError, GradientError: the loss or the gradient is not finite.
+        """
+        self._finite.check_last()
+
+    def take_spans(self) -> dict[int, list[Span]]:
+        """Return what each device of this process has done since the last call, by its number."""
+        return {replica.number: replica.watch.take() for replica in self.context.replicas}
+
+    @contextmanager
+    def evaluating(self, *, training: bool = False) -> Iterator[None]:
+        """Set the state in which models are evaluated; everything is put back afterwards.
+
+        Args:
+            training: whether the modules are in training mode all the same.
+        """
+        context = self.context
+        # Other devices of this process compute in turn, without what the first has in `.grad`.
+        with (
+            keeping_gradients(context.parts.trained.values()),
+            context.computing(),
+            in_mode(context.module, training=training),
+            torch.no_grad(),
+        ):
+            yield
+
+    def noting(self, where: str, *, wanted: bool) -> AbstractContextManager[None]:
+        """Refuse changes to modules other than the model inside this context, if ``wanted``."""
+        # Hooks would make it compile anew.
+        watched = wanted and not self.context.compilers.compiled
+        return self.external.refusing_changes(where) if watched else nullcontext()
+
+    def model_loaded(self) -> None:
+        """Take over what a checkpoint has just put into the first device's model."""
+        context = self.context
+        self._interrupted = self._updating = False
+        context.first.buffers.note_loaded()
+        context.local.copy_first()
+        context.guard.note()
+        context.checks.restart()
+
+    @contextmanager
+    def unsharded(self, step: int) -> Iterator[None]:
+        """A block before a step in which this process has all parameters; called on all devices."""
+        self.placement.before_reading(lambda: self.agree(CallDigest(Call.WHOLE, step)))
+        with self.placement.unsharded(look=True), ExitStack() as leaving:
+            leaving.callback(self.follow_parameters)
+            yield
+
+    def follow_parameters(self) -> None:
+        """Have what is kept follow what a process with all devices changed between steps."""
+        context, update = self.context, self.context.update
+        # They are not to follow averages that the model shows, nor parameters that are not here.
+        here = update.is_whole and not self.agreement.averaged
+        if not context.with_others and here and update.has_masters:
+            update.follow_parameters()
+            context.exchange.memory.broadcast_from_lead(context.first.buffers.flat)
+
+    def _name_bad_gradient(self, batch: ShardedBatch) -> str:
+        """Compute the step's shards once more, to name the first gradient that is not finite."""
+        task, done = replace(self._task, scale=1.0), dict[int, ShardResult]()
+        with self.context.computing(), self.placement.unsharded():
+            if self.objective.gathers and not task.is_plain(batch):
+                bad = self._preparing.spoilt(batch, task)
+                if bad:
+                    return bad
+                task, done = self._preparing.prepared(self.objective, batch, task)
+            return bad_gradient(self.context, batch, task, done)
+
+
+def states_to_receive(
+    before: Assignment, after: Assignment, context: StepContext
+) -> Iterator[PieceState]:
+    """Return the states of the pieces that come to this process; called on all devices.
+
+    They travel through the lead's process, which holds them for a moment.
+
+    Args:
+        before: who owns what now.
+        after: who is to own it.
+        context: this process's part of the run, with the optimizer as it is now.
+    """
+    moving = {n for n in range(before.pieces) if before.owner_of(n) != after.owner_of(n)}
+    transport, allocator = context.exchange.transport, context.exchange.memory.allocator
+    pack([s for s in context.update.states(moving=True) if s.piece in moving], transport.buffer)
+    brought = [state for memory in transport.gather_to_lead() for state in unpack(memory)]
+
+    def make(device: int) -> torch.Tensor:
+        devices = {device} if context.with_others else set(range(context.devices))
+        return packed([s for s in brought if after.owner_of(s.piece) in devices], allocator)
+
+    return unpack(transport.scatter_from_lead(make if context.leads else None))
+
+
+class FullGradient:
+    """Brings the gradients of all partitions together in every process.
+
+    Args:
+        context: this process's part of the run.
+    """
+
+    def __init__(self, context: StepContext) -> None:
+        self._context = context
+
+    def write(self) -> None:
+        """Set ``.grad`` from the gradients that were taken; called on all devices.
+
+        Parameters to which no shard gave a gradient have None.
+        """
+        update, first = self._context.update, self._context.first
+        whole = FlatTensors(update.storage.gradients, device=first.device)
+        for item, gradient in zip(update.owned, update.gradients, strict=True):
+            if gradient is not None:
+                whole.piece(item.piece).copy_(gradient)
+        # Read before the exchange is over: from then on the table is no longer ours to read.
+        gave = self._context.table.times_given()
+        self._context.exchange.all_gather_gradient(whole)
+        update.drop()
+        trained = first.parts.trained.values()
+        for parameter, view, given in zip(trained, whole.views, gave, strict=True):
+            # Rounded only now, where the model is in low precision: sums are in float32.
+            parameter.grad = view.to(parameter.dtype) if given else None
+
+
+def check_gradient(update: PartitionedOptimizer) -> None:
+    """Refuse a gradient without an update where that would not be what it seems.
+
+    Raises:
+        ValueError: the model holds rounded values of those that the optimizer updates, or an
+            average is kept.
+    """
+    if update.storage.rounds:
+        raise ValueError(
+            "trainer.gradient was called in a precision in which Trainer's optimizer updates "
+            "float32 values, of which the model holds rounded ones: an update of the script's "
+            'would be lost in rounding. Expected precision="bf16", "fp16", "fp32" or None'
+        )
+    if update.averages.rule is not None:
+        raise ValueError(
+            "trainer.gradient was called while trainer.average keeps an average, which follows the "
+            "updates that trainer.step makes and would not see the script's: keep it in the "
+            "script, by torch.optim.swa_utils.AveragedModel, or use trainer.step"
+        )

@@ -1,0 +1,261 @@
+"""Looks for losses and gradients that are not finite, and names where they come from.
+
+`FiniteCheck` decides whether a step may be used. `bad_gradient` names the shard, its samples and
+the parameter. A gradient that is not finite is seen in the sum of all shards, where nobody can tell
+any more which of them it came from. The shards are then computed once more: they are pure functions
+of what the step began with, and nothing has been updated.
+
+Note: when a GPU is asked
+-------------------------
+To read a number of a GPU is to wait for everything that it has been given to do, and while the host
+waits, the GPU runs out of work. So loss and norm are copied to the host behind the step's own
+kernels, and looked at when the shards of the next step have been handed to the GPU. The error then
+comes one step late, but still before another update, and no GPU has waited for it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+
+from onefold.core.batch import ShardedBatch
+from onefold.core.flat import all_finite
+from onefold.core.settings import Settings
+from onefold.core.values import ShardResult
+from onefold.errors import GradientError, LossError
+from onefold.exchange.shardtable import ShardTable
+from onefold.placement.context import StepContext
+from onefold.shard.advice import ONE_SAMPLE
+from onefold.shard.replica import Replica, ShardTask
+from onefold.step.rules import GradientRules
+
+__all__ = ["FiniteCheck", "bad_gradient", "named_if_room"]
+
+
+_ADVICE = (
+    "Look at these samples: a mean over nothing (targets that are all ignored, an empty mask) is "
+    "not a number, which onefold.losses and onefold.Mean get right. Else lower the learning rate, "
+    'set clip_norm, or leave such steps out with Trainer(on_nonfinite="skip")'
+)
+
+
+class _OnItsWay:
+    """A device's values on their way to the host, where nobody waits until they are read.
+
+    Args:
+        values: on any device; they may be overwritten afterwards.
+    """
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self._there: torch.cuda.Event | None = None
+        if values.device.type == "cpu":
+            self._values = values.clone()
+            return
+        # Pinned, or the host would wait; PyTorch uses this memory again only after the copy.
+        self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        self._values.copy_(values, non_blocking=True)
+        self._there = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._there.record(torch.cuda.current_stream(values.device))
+
+    def read(self) -> torch.Tensor:
+        """Return the values on the host, once they are there."""
+        if self._there is not None:
+            # For the copy alone, and not for what was queued behind it.
+            self._there.synchronize()
+        return self._values
+
+
+@dataclass(frozen=True, slots=True)
+class _Unread:
+    """What nobody has looked at yet, so as not to wait for a GPU."""
+
+    step: int
+    batch: ShardedBatch
+    totals: _OnItsWay
+    norm: _OnItsWay | None = None
+
+
+class FiniteCheck:
+    """Looks at the loss and the gradient of each step before anything is updated.
+
+    On a GPU it looks once the shards of the next step are under way, unless what it finds decides
+    whether the step is skipped; see the note at the head of this file.
+
+    Args:
+        settings: say whether a step is refused or skipped.
+        rules: know the scale of the losses.
+        table: holds the losses of all shards.
+    """
+
+    def __init__(self, settings: Settings, rules: GradientRules, table: ShardTable) -> None:
+        self._skips = settings.on_nonfinite == "skip"
+        self._rules = rules
+        self._table = table
+        on_host = self._table.totals.device.type == "cpu"
+        self._is_late = not on_host and not self._skips and rules.scale is None
+        self._unread: _Unread | None = None
+
+    def of_loss(self, batch: ShardedBatch, step: int, *, now: bool = False) -> str:
+        """Describe the first loss that is not finite, if the step is to be skipped for it.
+
+        Args:
+            batch: of the step.
+            step: its number.
+            now: look at once, at gradient as well, though that waits for a GPU.
+
+        Raises:
+            LossError: there is one, and it is not to be skipped.
+        """
+        totals = self._table.totals
+        if self._is_late and not now:
+            self._unread = _Unread(step, batch, _OnItsWay(totals))
+            return ""
+        return self._checked(_bad_loss(totals.cpu(), batch, step))
+
+    def of_gradient(self, norm: torch.Tensor, step: int, name: Callable[[], str]) -> str:
+        """Describe a gradient that is not finite, if the step is to be skipped for it.
+
+        Args:
+            norm: (), of the whole gradient.
+            step: number of the step.
+            name: computes which shard and parameter it is; called alike on all devices.
+
+        Raises:
+            GradientError: it is not finite, and not to be skipped.
+        """
+        if self._unread is not None:
+            self._unread = replace(self._unread, norm=_OnItsWay(norm))
+            return ""
+        value = float(norm)
+        if math.isfinite(value):
+            return ""
+        if self._rules.overflows(value):
+            return f"a gradient overflowed with losses scaled by {self._rules.loss_scale:.0f}"
+        if self._skips:
+            return f"the gradient of step {step} is not finite"
+        raise GradientError(f"{name()}. {_ADVICE}")
+
+    def check_last(self) -> None:
+        """Look at the last step's loss and gradient, if nobody has.
+
+        Raises:
+            LossError, GradientError: the loss or the gradient is not finite.
+        """
+        if self._unread is not None:
+            last, self._unread = self._unread, None
+            self._checked(_bad_loss(last.totals.read(), last.batch, last.step))
+            if last.norm is not None and not math.isfinite(float(last.norm.read())):
+                raise GradientError(
+                    f"the gradient of step {last.step} is not finite, and has been used for its "
+                    f"update: go on from a checkpoint. {_ADVICE}"
+                )
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Surround a step's shards; look at the last step once they are under way.
+
+        Raises:
+            LossError, GradientError: something in the last step is not finite; also in place of an
+                error of a shard, which then computed with what that step had left.
+        """
+        try:
+            yield
+        except Exception:
+            self.check_last()
+            raise
+        self.check_last()
+
+    def _checked(self, failure: str) -> str:
+        if failure and not self._skips:
+            raise LossError(f"{failure}. {_ADVICE}")
+        return failure
+
+
+def _bad_loss(totals: torch.Tensor, batch: ShardedBatch, step: int) -> str:
+    """Describe the first loss that is not finite; empty if all are.
+
+    Args:
+        totals: (V,) float64, the shards' parts of the loss.
+        batch: the batch of the step.
+        step: number of the step.
+    """
+    for shard, total in enumerate(totals.tolist()):
+        if not math.isfinite(total):
+            alone = f". {ONE_SAMPLE}" if batch.size_of(shard) == 1 < batch.samples else ""
+            return (
+                f"the loss of step {step}, shard {shard} is {total}: expected a finite number for "
+                f"{batch.describe(shard)}{alone}"
+            )
+    return ""
+
+
+def named_if_room(
+    name: Callable[[ShardedBatch], str], batch: ShardedBatch, step: int, *, alone: bool
+) -> str:
+    """Describe the first gradient that is not finite, as far as there is room to find it.
+
+    Args:
+        name: finds it, for which it takes all parameters at once.
+        batch: the batch of the step.
+        step: number of the step.
+        alone: whether this is the only device: others would wait for one that gives up.
+    """
+    try:
+        return name(batch)
+    except torch.OutOfMemoryError:
+        if not alone:
+            raise
+        return (
+            f"the gradient of step {step} is not finite (to name the shard takes room for all "
+            f"parameters on the device, which there is not)"
+        )
+
+
+def bad_gradient(
+    context: StepContext, batch: ShardedBatch, task: ShardTask, done: Mapping[int, ShardResult]
+) -> str:
+    """Describe the first gradient that is not finite; called on every device.
+
+    Args:
+        context: this process's part of the run.
+        batch: the batch of the step.
+        task: what all shards of the step have in common.
+        done: the results of shards that have been computed again already.
+    """
+    found = {}
+    for replica in context.replicas:
+        with context.attached(replica):
+            found[replica.number] = json.dumps(_of_shards(replica, batch, task, done)).encode()
+    rows = [json.loads(text) for text in context.exchange.transport.all_gather_objects(found)]
+    first = min((row for row in rows if row), default=None)
+    if first is None:
+        return (
+            f"the gradient of step {task.step} is not finite, though no shard's is when it is "
+            f"computed again: their sum overflows, or the loss does not repeat itself"
+        )
+    _, name, where = first
+    return f"{where}: the gradient of {name} is not finite"
+
+
+def _of_shards(
+    replica: Replica, batch: ShardedBatch, task: ShardTask, done: Mapping[int, ShardResult]
+) -> tuple[int, str, str] | None:
+    """Find the first of a device's shards with such a gradient, and name the parameter."""
+    replica.begin(task)
+    try:
+        for shard in batch.plan.shards_of(replica.number):
+            if shard not in batch.shards:
+                continue
+            gradients = (done.get(shard) or replica.compute(shard, batch, task)).gradients
+            for name, gradient in zip(replica.parts.trained, gradients, strict=True):
+                if gradient is not None and not all_finite(gradient):
+                    where = f"step {task.step}, shard {shard} ({batch.describe(shard)})"
+                    return shard, name, where
+    finally:
+        replica.end()
+    return None

@@ -1,0 +1,464 @@
+"""Runs the shards of a step together, where the loss needs the tensors of all of them.
+
+`Preparing` and `trade_divisors` find what the shards must know of each other beforehand.
+
+Note: two runs
+--------------
+A loss that gathers cannot come to its end in one shard before it has begun in all others. To keep
+what backward needs of every shard until then would take the memory of the whole batch. So shards
+run twice (Gao et al., 2021). The first run computes what is gathered, and the gradient of the whole
+batch's loss in it. Parameters are frozen for it, so that nothing is kept of a model but what comes
+after a gather and depends on it. The second is the ordinary one, shard by shard: `gather` returns
+what is known, and backward starts from the loss and from the tensors that were gathered, with their
+gradients. That is the chain rule and nothing else.
+
+Note: one run
+-------------
+With batch norm over the whole batch nearly all of a model comes after the first gather, and the
+first run would keep all of it. So such models run once, and what is kept is that of all shards of
+a device: the memory of a plain loop with the whole batch.
+
+Which of the two it is depends on the model alone. Neither depends on how many shards a device has,
+or its bits would depend on the plan.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from onefold.core.batch import ShardedBatch
+from onefold.core.flat import all_finite
+from onefold.core.fold import fold_shards
+from onefold.core.gathering import Joined, SyncBatchNorm
+from onefold.core.settings import Settings
+from onefold.core.values import ShardResult
+from onefold.errors import LossError
+from onefold.exchange.exchange import Exchange
+from onefold.placement.context import StepContext
+from onefold.shard.compiling import compiled
+from onefold.shard.gather import GatherCall, JointShard, Known, Stop
+from onefold.shard.replica import Replica, ShardTask, Weighed
+from onefold.shard.task import LossFunction
+from onefold.step.rows import Gathered, RowTrade, Standing
+from onefold.update.optimizers import Optimizers
+from onefold.watch.timing import Phase
+
+__all__ = ["Preparing", "objectives_of"]
+
+
+class JointShards:
+    """Knows whether the loss gathers, and prepares the steps in which it does.
+
+    Args:
+        context: this process's part of the run.
+    """
+
+    def __init__(self, context: StepContext) -> None:
+        self._context = context
+        modules = context.module.modules()
+        self._once = any(isinstance(module, SyncBatchNorm) for module in modules)
+
+    def prepare(
+        self, batch: ShardedBatch, task: ShardTask
+    ) -> tuple[ShardTask, dict[int, ShardResult]]:
+        """Compute what the shards need of each other.
+
+        Returns:
+            The task with which shards can run one by one; and the results of those that have
+            run already.
+
+        Raises:
+            LossError: shards do not gather alike.
+        """
+        if self._once:
+            run = _JointRun(self._context, batch, task)
+            run.drive()
+            return replace(task, divisors=run.divisors), run.results
+        return self._first_run(batch, task).known(task), {}
+
+    def spoilt(self, batch: ShardedBatch, task: ShardTask) -> str:
+        """Describe the first gradient of what was gathered that is not finite, by a new run.
+
+        What is gathered carries such a gradient to all shards, so that it cannot be seen in theirs
+        where it comes from.
+
+        Returns:
+            Which shard gave it; empty if there is none.
+        """
+        found = self._first_run(batch, task, looks=True).spoilt
+        # Backward begins with the last call, and goes from it to those before.
+        own = sorted((-call, shard) for shard, call in found)[:1]
+        texts = {replica.number: json.dumps(own).encode() for replica in self._context.replicas}
+        rows = [json.loads(t) for t in self._context.exchange.transport.all_gather_objects(texts)]
+        first = min((row[0] for row in rows if row), default=None)
+        if first is None:
+            return ""
+        call, shard = -first[0] + 1, first[1]
+        return (
+            f"step {task.step}, shard {shard} ({batch.describe(shard)}): the gradient of what call "
+            f"{call} of onefold.gather (or onefold.SyncBatchNorm) returned is not finite"
+        )
+
+    def _first_run(self, batch: ShardedBatch, task: ShardTask, *, looks: bool = False) -> _JointRun:
+        parts = self._context.parts
+        parts.restore_frozen([False] * len(parts.named))
+        try:
+            frozen = replace(task, trainable=parts.trainable())
+            run = _JointRun(self._context, batch, frozen, looks=looks)
+            run.drive()
+        finally:
+            parts.restore_frozen(task.trainable)
+        return run
+
+
+class _JointRun:
+    """One run of all shards of this process, in turns, from one stop to the next.
+
+    Args:
+        context: this process's part of the run.
+        batch: the batch of the step.
+        task: what all shards of the step have in common.
+        looks: whether to look for gradients that are not finite.
+    """
+
+    def __init__(
+        self,
+        context: StepContext,
+        batch: ShardedBatch,
+        task: ShardTask,
+        *,
+        looks: bool = False,
+    ) -> None:
+        self._context, self._replicas = context, context.replicas
+        self._batch, self._task, self._looks = batch, task, looks
+        self._trade = RowTrade(context, batch, task.step)
+        self._current = context.first
+        self._turns = self._make_turns()
+        self._phase: Phase = "forward"
+        self._calls: list[tuple[Gathered, dict[int, Joined]]] = []
+        self._gradients: dict[tuple[int, int], torch.Tensor] = {}
+        self.divisors: Sequence[float] | None = None
+        """Of a loss of several terms."""
+        self.results: dict[int, ShardResult] = {}
+        """For each shard."""
+        self.spoilt: list[tuple[int, int]] = []
+        """Shard and call of each gradient that is not finite, if they were looked for."""
+
+    def drive(self) -> None:
+        """Run all shards to their end."""
+        for replica in self._replicas:
+            replica.begin(self._task)
+        try:
+            self._forward()
+            self._backward()
+        finally:
+            # However it went: no thread outlives this, and none of them is left a borrowed module.
+            for turn in self._turns.values():
+                turn.thread.end()
+            self._put_back()
+
+    def known(self, task: ShardTask) -> ShardTask:
+        """Have the shards run a second time, with all that this run has found."""
+
+        def gatherer(shard: int) -> Known:
+            return Known(
+                [
+                    GatherCall(joined[shard], self._gradients.get((shard, call.number)))
+                    for call, joined in self._calls
+                ]
+            )
+
+        return replace(task, gatherers=gatherer, divisors=self.divisors)
+
+    def _make_turns(self) -> dict[int, JointShard]:
+        batch = self._batch
+        homes = {
+            shard: replica
+            for replica in self._replicas
+            for shard in batch.plan.shards_of(replica.number)
+            if shard in batch.shards
+        }
+        check_interval: dict[int, JointShard] = {}
+        for shard, replica in homes.items():
+            task = replace(self._task, gatherers=check_interval.__getitem__)
+            compute = partial(replica.compute, shard, batch, task)
+            check_interval[shard] = JointShard(replica, shard, compute, alone=len(homes) == 1)
+        return check_interval
+
+    def _forward(self) -> None:
+        stops = self._resume(dict.fromkeys(self._turns))
+        while True:
+            standings = self._trade.agree({shard: _standing(stop) for shard, stop in stops.items()})
+            if standings[0].at == "end":
+                break
+            stops = self._resume(self._join(standings, stops))
+        if max(standing.terms for standing in standings.values()) > 1:
+            self.divisors = self._trade_divisors(stops)
+        self._phase = "backward"
+        self._stops = self._resume(dict.fromkeys(stops, self.divisors))
+
+    def _backward(self) -> None:
+        stops = self._stops
+        for call, _ in reversed(self._calls):
+            if call.differentiable:
+                stops = self._resume(self._add_up(call, stops))
+        for shard, stop in stops.items():
+            assert stop.result is not None  # autograd comes to every call once, the last one first
+            self.results[shard] = stop.result
+
+    def _join(
+        self, standings: Mapping[int, Standing], stops: Mapping[int, Stop]
+    ) -> dict[int, Joined]:
+        """Bring what is gathered to all shards."""
+        first = standings[0]
+        call = Gathered(
+            number=len(self._calls),
+            dtype=getattr(torch, first.dtype.removeprefix("torch.")),
+            shapes={shard: standing.shape for shard, standing in standings.items()},
+            differentiable=first.differentiable,
+        )
+        tensors = {s: stop.tensor for s, stop in stops.items() if stop.tensor is not None}
+        with self._timed("gather"):
+            whole = self._trade.join(call, tensors)
+        on = {tensor.device: whole.to(tensor.device) for tensor in tensors.values()}
+        joined = {s: Joined(on[t.device], call.own(s)) for s, t in tensors.items()}
+        self._calls.append((call, joined))
+        return joined
+
+    def _add_up(self, call: Gathered, stops: Mapping[int, Stop]) -> dict[int, torch.Tensor]:
+        """Bring each shard the gradient of all losses in what it has gathered."""
+        given = {s: stop.tensor for s, stop in stops.items() if stop.tensor is not None}
+        if self._looks:
+            self.spoilt += [(s, call.number) for s, g in given.items() if not all_finite(g)]
+        with self._timed("gather gradients"):
+            whole = self._trade.add_up(call, given)
+        rows = {shard: whole[call.own(shard)].to(g.device) for shard, g in given.items()}
+        self._gradients |= {(shard, call.number): gradient for shard, gradient in rows.items()}
+        return rows
+
+    def _trade_divisors(self, stops: Mapping[int, Stop]) -> Sequence[float] | None:
+        found = {
+            replica.number: {
+                shard: stops[shard].terms
+                for shard in self._batch.plan.shards_of(replica.number)
+                if shard in stops
+            }
+            for replica in self._replicas
+        }
+        return trade_divisors(self._context, self._batch, found, self._task.step)
+
+    def _resume(self, answers: Mapping[int, Any]) -> dict[int, Stop]:
+        """Let each shard go on to its next stop, one after the other."""
+        stops = {}
+        for shard, answer in answers.items():
+            turn = self._turns[shard]
+            self._attach(turn.replica)
+            watch = turn.replica.watch
+            start = watch.now()
+            stops[shard] = turn.thread.resume(answer)
+            watch.note(self._phase, f"{self._phase} shard {shard}, together", start)
+        return stops
+
+    def _attach(self, replica: Replica) -> None:
+        if replica is not self._current:
+            self._current = replica
+            replica.attach()
+
+    def _put_back(self) -> None:
+        """Leave everything as a step finds it, however far the shards have come."""
+        for replica in self._replicas:
+            self._attach(replica)
+            replica.begin(self._task)  # drops gradients
+            replica.buffers.restore()
+            replica.end()
+        self._attach(self._replicas[0])
+        parts = self._context.parts
+        parts.modes.restore(self._task.modes)
+        parts.restore_frozen(self._task.trainable)
+
+    @contextmanager
+    def _timed(self, label: str) -> Iterator[None]:
+        watch = self._replicas[0].watch
+        start = watch.now()
+        yield
+        watch.note("exchange", label, start)
+
+
+def _standing(stop: Stop) -> Standing:
+    if stop.tensor is None:
+        return Standing(stop.at, terms=len(stop.terms))
+    return Standing(
+        stop.at,
+        dtype=str(stop.tensor.dtype),
+        shape=tuple(stop.tensor.shape),
+        differentiable=stop.differentiable,
+    )
+
+
+class Preparing:
+    """Prepares the steps of losses that gather, or that have several terms.
+
+    Args:
+        context: this process's part of the run.
+    """
+
+    def __init__(
+        self,
+        context: StepContext,
+    ) -> None:
+        self._context = context
+        self._together = JointShards(context)
+        self.spoilt = self._together.spoilt
+
+    def prepared(
+        self, objective: Objective, batch: ShardedBatch, task: ShardTask
+    ) -> tuple[ShardTask, dict[int, ShardResult]]:
+        """Complete the task of a step; called on all devices.
+
+        Returns:
+            The task with which shards can run one by one; and the results of those that have
+            run already.
+
+        Raises:
+            LossError: shards do not gather alike, or have different numbers of terms.
+        """
+        if task.is_plain(batch):
+            return task, {}
+        if objective.gathers:
+            return self._together.prepare(batch, task)
+        if objective.several_terms:
+            task = replace(task, divisors=self._divisors(batch, task))
+        return task, {}
+
+    def _divisors(self, batch: ShardedBatch, task: ShardTask) -> tuple[float, ...] | None:
+        """Find the whole batch's weight of each term of the loss; None if it has one term."""
+        found = {}
+        for replica in self._context.replicas:
+            with self._context.attached(replica):
+                found[replica.number] = replica.weigh_shards(batch, task)
+        return trade_divisors(self._context, batch, found, task.step)
+
+
+def trade_divisors(
+    context: StepContext, batch: ShardedBatch, found: Mapping[int, Weighed], step: int
+) -> tuple[float, ...] | None:
+    """Add up the weight of each term of the loss over the whole batch; None if it has one term.
+
+    Called on all devices; each gets the same numbers.
+
+    Args:
+        context: this process's part of the run.
+        batch: the batch, with this process's shards of it.
+        found: for each own device and each of its shards, the kind and weight of each term.
+        step: number of the step, for errors.
+
+    Raises:
+        LossError: shards have different numbers of terms.
+    """
+    homes = {replica.number: replica.device for replica in context.replicas}
+    exchange = context.exchange
+    # First how many terms there are: a device whose shards are all empty does not know, and must
+    # bring a table of the right size to the second exchange.
+    numbers = {n: {s: [float(len(own[s]))] for s in own} for n, own in found.items()}
+    counts = [int(row[0]) for row in _share_by_shard(exchange, batch, numbers, homes, 1)]
+    terms = max(counts)
+    wrong = next((s for s, c in enumerate(counts) if batch.size_of(s) and c != terms), None)
+    if wrong is not None:
+        raise LossError(
+            f"the loss of step {step}, shard {wrong} has {counts[wrong]} terms and that of another "
+            f"shard {terms}: expected the same terms for every shard; one in which there is "
+            f"nothing to count has the weight 0"
+        )
+    if terms == 1:
+        return None
+    # Per term two numbers: its weight, and whether it is not divided.
+    pairs = {
+        n: {s: [x for kind, w in own[s] for x in (w, float(kind == "sum"))] for s in own}
+        for n, own in found.items()
+    }
+    rows = _share_by_shard(exchange, batch, pairs, homes, 2 * terms)
+    columns = [[row[place] for row in rows] for place in range(2 * terms)]
+    # In the fold's order: the divisors are part of the result, as the gradients are.
+    return tuple(
+        1.0 if any(undivided) else fold_shards(weights, _add)
+        for weights, undivided in zip(columns[::2], columns[1::2], strict=True)
+    )
+
+
+def _share_by_shard(
+    exchange: Exchange,
+    batch: ShardedBatch,
+    own: Mapping[int, Mapping[int, Sequence[float]]],
+    homes: Mapping[int, torch.device],
+    numbers: int,
+) -> list[list[float]]:
+    """Share a row of numbers per shard: (V, numbers) of all shards, zeros for empty ones."""
+    shards = batch.plan.shards
+    rows = {}
+    for number, home in homes.items():
+        table = torch.zeros(shards, numbers, dtype=torch.float64)
+        for shard, values in own[number].items():
+            table[shard] = torch.tensor(values, dtype=torch.float64)
+        rows[number] = table.flatten().to(home)
+    # (devices, V * numbers): only one device has other numbers than zero for a shard, so that the
+    # order of this sum is of no matter.
+    shared: list[list[float]] = (
+        exchange.transport.all_gather_rows(rows).sum(dim=0).view(shards, -1).tolist()
+    )
+    return shared
+
+
+def _add(left: float, right: float) -> float:
+    return left + right
+
+
+@dataclass(slots=True, kw_only=True)
+class Objective:
+    """A loss that steps can be made of."""
+
+    name: str
+    """What the script calls it; empty where it is the only one."""
+    number: int
+    """Its place among all losses of the run."""
+    run: LossFunction
+    """The user's loss as steps compute it."""
+    left_out: tuple[int, ...]
+    """Numbers of the trained parameters that its optimizer does not update."""
+    several_terms: bool = False
+    """Whether it has returned a sum of several terms."""
+    gathers: bool = False
+    """Whether it has called `onefold.gather`."""
+
+
+def objectives_of(
+    losses: Mapping[str, LossFunction],
+    optimizer: torch.optim.Optimizer,
+    trained: Iterable[torch.nn.Parameter],
+    settings: Settings,
+) -> dict[str, Objective]:
+    """Put losses and optimizers together.
+
+    Args:
+        losses: the user's loss functions, by name.
+        optimizer: the run's; several have the names of the losses, or there is one.
+        trained: the parameters that any optimizer updates.
+        settings: the settings of the run.
+    """
+    made = {}
+    for number, (name, loss) in enumerate(losses.items()):
+        left_out: tuple[int, ...] = ()
+        if isinstance(optimizer, Optimizers):
+            used = [optimizer.given[each].param_groups for each in optimizer.of_loss(name)]
+            held = {id(p) for groups in used for group in groups for p in group["params"]}
+            left_out = tuple(n for n, p in enumerate(trained) if id(p) not in held)
+        made[name] = Objective(
+            name=name, number=number, run=compiled(loss, settings), left_out=left_out
+        )
+    return made

@@ -1,0 +1,143 @@
+"""The result of one update, as the user gets it.
+
+`StepResult` is what the engine knows of an update, and `verdict_of` decides whether it is made.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from onefold.core.calldigest import Agreed
+from onefold.core.fold import fold_shards
+from onefold.core.values import StepValues, StepWeight
+from onefold.watch.timing import PhaseSeconds, Span
+
+__all__ = ["Step", "StepResult", "verdict_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The result of one update."""
+
+    number: int
+    """The number of the step in the run, counted from 1."""
+    samples: int
+    """Number of samples in the whole batch."""
+    epoch: int
+    """Which pass over the data the batch belongs to."""
+    _outcome: StepResult = field(repr=False)
+    _spans: Sequence[Span] = field(repr=False)
+    name: str = field(default="", repr=False)
+    """Which loss was computed, where the Trainer has several by name; else empty."""
+
+    @property
+    def loss(self) -> torch.Tensor:
+        """The loss of the whole batch before the update: () float64.
+
+        The sum of the shards' totals over the sum of their weights. Computed when it is asked for;
+        on a GPU nothing waits for it until then.
+        """
+        # In the fold's order, as the gradients are: the loss has the same bits on any number of
+        # devices too.
+        total = fold_shards(list(self._outcome.totals.unbind()), torch.add)
+        return total / self._outcome.weight if self._outcome.weight else total * math.nan
+
+    @property
+    def values(self) -> dict[str, torch.Tensor]:
+        """What the loss returned beside itself, over the whole batch: () float64 for each name.
+
+        Read as losses are: the sum of the shards' totals over the sum of their weights, NaN where
+        these are 0. Empty where the loss returned itself alone. Computed when it is asked for; on a
+        GPU nothing waits for it until then.
+        """
+        beside = self._outcome.values
+        return {} if beside is None else beside.finished()
+
+    @property
+    def outputs(self) -> dict[str, Any]:
+        """What the loss returned for each sample: for each name the rows of the whole batch.
+
+        That is a tensor (samples, ...) on the host, or a list with one tensor, or dict of tensors,
+        a sample; on every device, in the order of the batch. Empty where the loss returned none.
+        They are gathered in the step, so that any device may read them or leave it.
+
+        >>> def loss(model, batch):
+        ...     errors = model(batch)[:, 0]
+        ...     return errors.square(), {}, {"td": errors.abs()}
+        >>> trainer = onefold.Trainer(model, optimizer, loss, shards=2)
+        >>> trainer.step(torch.ones(6, 2)).outputs["td"].shape
+        torch.Size([6])
+        """
+        beside = self._outcome.values
+        return {} if beside is None else dict(beside.outputs)
+
+    @property
+    def skipped(self) -> str:
+        """Why nothing was updated, in words; empty, and so false, where the step was made."""
+        return self._outcome.verdict.skipped
+
+    @property
+    def grad_norm(self) -> float:
+        """The norm of the whole gradient before clipping; NaN if the batch had no weight.
+
+        Read when it is asked for; on a GPU nothing waits for it until then.
+        """
+        return math.nan if self._outcome.norm is None else float(self._outcome.norm)
+
+    @property
+    def seconds(self) -> PhaseSeconds:
+        """Where the time went: data, forward, backward, exchange, update.
+
+        Measured on this process's first device, by its own clock. Added up when asked for, which
+        on a GPU waits for the step to be done.
+        """
+        return PhaseSeconds.of(self._spans)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """The result of a step."""
+
+    totals: torch.Tensor
+    """(V,) float64, where the lead computes: each shard's part of the loss."""
+    weight: float
+    """What the sum of totals is divided by."""
+    verdict: Verdict
+    """Whether the parameters were updated and the run goes on; the same on all devices."""
+    norm: torch.Tensor | None
+    """The norm of the whole gradient before clipping, (); None if the step has none."""
+    values: StepValues | None = None
+    """What the loss returned beside itself; None if that was nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What becomes of a step."""
+
+    skipped: str
+    """Why the parameters are left alone; empty where they are updated."""
+    stops: bool
+    """Whether a device was asked to stop: the run then ends after this step, once it is saved."""
+
+    @property
+    def updates(self) -> bool:
+        """Whether the parameters are updated."""
+        return not self.skipped
+
+
+def verdict_of(weight: StepWeight, said: Agreed, failure: str = "") -> Verdict:
+    """Reach the verdict on a step.
+
+    Args:
+        weight: the whole batch's, the same on all devices.
+        said: what all devices reported when the step began.
+        failure: what is not finite in it, if the step is to be skipped for it.
+    """
+    # From what all devices have in common, and so without another exchange.
+    nothing = "" if weight.value > 0 or failure else "the batch's weights add up to 0"
+    return Verdict(skipped=failure or nothing, stops=said.stop)

@@ -1,0 +1,126 @@
+"""From a step's totals to the optimizer's gradient, if it gets one, and what in it is not finite.
+
+`GradientRules` makes the gradient that the optimizer gets. `FiniteCheck` looks whether it may be
+used. `bad_gradient` finds what is not finite in a step, and names the shard, its samples and the
+parameter. A gradient that is not finite is seen in the sum of all shards, where nobody can tell any
+more which of them it came from. The shards are then computed once more: they are pure functions of
+what the step began with, and nothing has been updated.
+
+Note: the order
+---------------
+Totals are first divided by what backward could not know yet, and by the scale of the loss. Then the
+norm of the whole gradient is added up, piece by piece in float64, and every device has it: a single
+value that is not finite makes the norm not finite, so one number decides for all devices whether
+anything is updated. Only then is the gradient clipped, first by norm and then by value.
+
+Note: when a GPU is asked
+-------------------------
+To read a number of a GPU is to wait for everything that it has been given to do, and while the host
+waits, the GPU runs out of work. So loss and norm are copied to the host behind the step's own
+kernels, and looked at when the shards of the next step have been handed to the GPU. The error then
+comes one step late, but still before another update, and no GPU has waited for it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from onefold.core.batch import ShardedBatch
+from onefold.core.settings import LossScale, Settings
+from onefold.core.values import StepWeight
+from onefold.errors import LossError
+from onefold.placement.base import StepTotals
+from onefold.shard.replica import ShardTask
+from onefold.update.norms import Share, exact_norm, exact_total, plain_norm
+from onefold.update.optimizer import PartitionedOptimizer
+
+__all__ = ["GradientRules"]
+
+
+class GradientRules:
+    """What is done to every gradient before the update.
+
+    Args:
+        settings: the settings of the run.
+        update: holds the gradients of this process's pieces.
+    """
+
+    def __init__(self, settings: Settings, update: PartitionedOptimizer) -> None:
+        self.scale = LossScale() if settings.precision.is_scaled else None
+        """The factor of the losses; None where they are not scaled."""
+        self._clip_norm = settings.clip_norm
+        self._clip_value = settings.clip_value
+        self._update = update
+
+    @property
+    def loss_scale(self) -> float:
+        """What losses are multiplied by before backward."""
+        return 1.0 if self.scale is None else self.scale.value
+
+    def take(
+        self, batch: ShardedBatch, weight: StepWeight, totals: StepTotals, task: ShardTask
+    ) -> None:
+        """Take the totals of a step, divided as the loss is.
+
+        Args:
+            batch: the batch of the step.
+            weight: the weight of the whole batch.
+            totals: of all shards.
+            task: what all shards of the step have in common.
+
+        Raises:
+            LossError: no shard gave any parameter a gradient.
+        """
+        update = self._update
+        if not any(totals.gave):
+            raise LossError(
+                f"the loss of step {task.step} does not depend on any parameter that requires a "
+                f"gradient, in any shard: was it computed under no_grad, or detached?"
+            )
+        update.take(totals.pieces, totals.gave, shards=batch.plan.shards)
+        divisor = task.divisor(batch, weight.value) if weight.divided else 1.0
+        factor = divisor / weight.value / self.loss_scale
+        if factor != 1.0:
+            update.scale(factor)
+
+    def norm(self, shards: int, totals: StepTotals, share: Share, *, widened: bool) -> torch.Tensor:
+        """Compute the norm of the whole gradient, (), the same on every device.
+
+        Args:
+            shards: how many shards every batch is cut into.
+            totals: of all shards.
+            share: brings rows of numbers to all devices.
+            widened: whether gradients are in the dtype in which sums are.
+        """
+        update = self._update
+        if shards > 1:
+            return update.norms.squared(update.gradients, share).sqrt()
+        # As torch.nn.utils.clip_grad_norm_ does, to the last bit.
+        if totals.whole is None:
+            return update.norms.of_one_shard(
+                update.owned, update.gradients, totals.gave, share, widened=widened
+            )
+        given = [gradient for gradient in totals.whole if gradient is not None]
+        norm = plain_norm(given)
+        # Of large gradients in low precision the norm itself overflows: then it is exact.
+        if given and norm.device.type == "cpu" and not math.isfinite(norm.item()):
+            return exact_total([*map(exact_norm, given)])
+        return norm
+
+    def clip(self, norm: torch.Tensor) -> None:
+        """Limit the gradient, whose norm is given, in norm and then in the size of its elements."""
+        if self._clip_norm is not None:
+            self._update.scale((self._clip_norm / (norm + 1e-6)).clamp(max=1.0))
+        if self._clip_value is not None:
+            self._update.limit(self._clip_value)
+
+    def overflows(self, norm: float) -> bool:
+        """Whether a step is skipped for its gradient alone, as a smaller scale may mend it."""
+        return self.scale is not None and self.scale.can_shrink and not math.isfinite(norm)
+
+    def end_step(self, *, overflow: bool) -> None:
+        """Note how a step ended that had a gradient."""
+        if self.scale is not None:
+            self.scale = self.scale.after(overflow=overflow)

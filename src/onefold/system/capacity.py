@@ -1,0 +1,52 @@
+"""How much memory a device has, of which this process may take a part."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+__all__ = ["capacity_bytes"]
+
+
+_ROOT = Path("/sys/fs/cgroup")
+
+
+def capacity_bytes(device: torch.device) -> int:
+    """All memory of a device: of the host, what this process may take of it."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([whole, *_limits()])
+
+
+def _limits() -> list[int]:
+    """The limits of the control groups that this process is in; none where they are not used."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        # Number, what is controlled, path; of version 2 the number is 0 and the second is empty.
+        _, controlled, path = line.split(":", 2)
+        if not controlled:
+            found += _read_limits(_ROOT, path, "memory.max")
+        elif "memory" in controlled.split(","):
+            found += _read_limits(_ROOT / "memory", path, "memory.limit_in_bytes")
+    return found
+
+
+def _read_limits(root: Path, path: str, name: str) -> list[int]:
+    """The limits of a group and of all that it is in."""
+    own = root / path.lstrip("/")
+    found = []
+    for folder in (own, *own.parents):
+        try:
+            text = (folder / name).read_text().strip()
+        except OSError:
+            continue
+        if text.isdigit():
+            found.append(int(text))
+    return found

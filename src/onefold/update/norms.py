@@ -1,0 +1,168 @@
+"""Computes the norm of the whole gradient, of which each device has the pieces that it owns.
+
+Note: two norms
+---------------
+Of several shards, the squares of each piece are added up in float64, and then those of the pieces:
+pieces do not depend on the number of devices, so neither does the order of addition. Of a single
+shard it is PyTorch's own, to the last bit: the norm of each parameter's gradient, and the norm of
+these norms.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby, islice
+
+import torch
+
+from onefold.core.flat import FlatTensors, storage_order
+from onefold.core.shard import runs_of
+from onefold.core.storage import Storage
+from onefold.core.values import Gradients
+from onefold.update.staging import OwnedPiece
+
+__all__ = ["PieceNorms", "Share", "exact_norm", "exact_total", "plain_norm"]
+
+
+def exact_norm(gradient: torch.Tensor) -> torch.Tensor:
+    """The norm of one gradient, () float64: finite wherever the gradient is."""
+    if gradient.is_complex():
+        gradient = torch.view_as_real(gradient)
+    norm: torch.Tensor = torch.linalg.vector_norm(gradient, dtype=torch.float64)
+    return norm
+
+
+Share = Callable[[Mapping[int, torch.Tensor]], torch.Tensor]
+"""Brings a row of float64 from each device to all: see `Transport.all_gather_rows`."""
+
+
+def plain_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The norm, (), of some gradients as torch.nn.utils.clip_grad_norm_ computes it.
+
+    Not finite if the gradients are so large that their squares are not; see `exact_total`.
+    """
+    return torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
+
+
+def exact_total(norms: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The norm, () float64, of gradients of which norms are given, each () float64."""
+    return torch.stack([norm.square() for norm in norms]).sum().sqrt()
+
+
+class PieceNorms:
+    """Computes the norms of the pieces of this process, and hears of those of the others.
+
+    Args:
+        storage: the sizes of the run.
+        memory: of each device of this process, by number.
+        partitions: for each device of the run, the numbers of the pieces that it owns.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        memory: Mapping[int, FlatTensors],
+        partitions: Sequence[Sequence[int]],
+    ) -> None:
+        self._storage = storage
+        # A device whose partition is empty has a row as well: all devices must share alike.
+        self._rows = {
+            device: torch.zeros(len(storage.pieces), dtype=torch.float64, device=flat.device)
+            for device, flat in memory.items()
+        }
+        # In slices: a list of their numbers would have to be copied to a GPU, and where scripts ask
+        # for deterministic kernels, waited for.
+        self._slots = {
+            device: [(row[run], run.stop - run.start) for run in runs_of(partitions[device])]
+            for device, row in self._rows.items()
+        }
+
+    def squared(self, gradients: Gradients, share: Share) -> torch.Tensor:
+        """The squared norm, (), of the whole gradient.
+
+        Args:
+            gradients: of the pieces of this process, in the order of their devices.
+            share: brings rows to all devices.
+        """
+        # A norm for each piece and never for a partition: see the head of this file.
+        given = iter(gradients)
+        for slots in self._slots.values():
+            for slot, pieces in slots:
+                norms = [
+                    slot.new_zeros(()) if gradient is None else exact_norm(gradient.to(slot.device))
+                    for gradient in islice(given, pieces)
+                ]
+                torch.stack(norms, out=slot).square_()
+        return self._shared(share).sum()
+
+    def of_one_shard(
+        self,
+        owned: Sequence[OwnedPiece],
+        gradients: Gradients,
+        gave: Sequence[int],
+        share: Share,
+        *,
+        widened: bool,
+    ) -> torch.Tensor:
+        """The norm, (), of the whole gradient of a single shard.
+
+        Args:
+            owned: the pieces of this process; all of a parameter's are one process's.
+            gradients: of these pieces.
+            gave: for each trained parameter, whether it was given a gradient.
+            share: brings rows to all devices.
+            widened: whether gradients are in the dtype in which sums are.
+        """
+        layout = self._storage.gradients if widened else self._storage.parameters
+        norms = self._by_parameter(owned, gradients, gave, share, lambda each: plain_norm([each]))
+        # Norms of one number each are that number: what remains is the norm of the norms, in the
+        # order in which PyTorch goes through gradients of several dtypes.
+        norm = plain_norm([norms[n].to(layout.dtype_of(n)).reshape(1) for n in norms])
+        if norm.device.type != "cpu" or math.isfinite(norm.item()):
+            return norm
+        exact = self._by_parameter(owned, gradients, gave, share, exact_norm)
+        return exact_total([*exact.values()])
+
+    def _by_parameter(
+        self,
+        owned: Sequence[OwnedPiece],
+        gradients: Gradients,
+        gave: Sequence[int],
+        share: Share,
+        norm_of: Callable[[torch.Tensor], torch.Tensor],
+    ) -> dict[int, torch.Tensor]:
+        """The norm of each parameter's gradient, () float64, by the number, in order."""
+        for row in self._rows.values():
+            row.zero_()
+        for number, device, gradient in self._whole(owned, gradients):
+            row = self._rows[device]
+            row[number] = norm_of(gradient.to(row.device))
+        norms = self._shared(share)
+        firsts: dict[int, int] = {}
+        for number, piece in enumerate(self._storage.pieces):
+            firsts.setdefault(piece.entry, number)
+        # Pieces lie in the order of memory, where parameters of one dtype are together.
+        return {entry: norms[firsts[entry]] for entry in sorted(firsts) if gave[entry]}
+
+    def _whole(
+        self, owned: Sequence[OwnedPiece], gradients: Gradients
+    ) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """Yield each parameter's gradient with the number of its first piece, and its device."""
+        pairs = zip(owned, gradients, strict=True)
+        for entry, group in groupby(pairs, key=lambda pair: pair[0].piece.entry):
+            items, parts = zip(*group, strict=True)
+            given = [part for part in parts if part is not None]
+            if not given:
+                continue
+            whole = given[0]
+            if not items[0].piece.whole:
+                shaped = self._storage.gradients.entries[entry]
+                whole = torch.cat([storage_order(part) for part in given])
+                whole = whole.as_strided(shaped.shape, shaped.stride)
+            yield items[0].number, items[0].device, whole
+
+    def _shared(self, share: Share) -> torch.Tensor:
+        """What all devices have, (pieces,): a piece has one owner, and adding zeros is exact."""
+        rows = share(self._rows)
+        return rows.sum(dim=0) if len(rows) > 1 else rows[0]

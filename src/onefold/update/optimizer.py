@@ -1,0 +1,586 @@
+"""The user's own optimizer, at work on the partitions of this process.
+
+`parts_of` cuts an update, which is then made one part of the model after the other. Where a model
+is updated stage by stage, the optimizer's ``step()`` is called once for each stage, with the pieces
+of that stage in its groups: what it needs besides is there for one stage at a time.
+
+Note: how an optimizer is divided
+---------------------------------
+The user's optimizer object is kept, so that schedulers attached to it, its hooks and its parameter
+groups go on working. For the length of ``step`` its groups hold this process's pieces in place of
+the parameters; its state is keyed by pieces for good. A whole piece is the parameter itself; any
+other is a flat view of a part of it, so that updating the piece updates the parameter in place. An
+optimizer finds a piece's state by the identity of the tensor object: as long as this process owns a
+piece, the very same object must stand for it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from onefold.core.assignment import Assignment
+from onefold.core.flat import FlatTensors, Piece, laid_out, storage_order
+from onefold.core.storage import Storage
+from onefold.system.allocator import DEFAULT_ALLOCATOR, TensorAllocator
+from onefold.system.compat import copy_each, multiply_each
+from onefold.update.clipping import clipping_each
+from onefold.update.norms import PieceNorms
+from onefold.update.optimizers import (
+    TAKEN,
+    StateView,
+    UpdateDraws,
+    explain_state_dict,
+    has_own_step,
+    name_of,
+    optimizers_in,
+    refuse_own_steps,
+    steps_by_parameter,
+)
+from onefold.update.staging import OwnedPiece, Staging, cut_state
+from onefold.update.state import AVERAGE, Averages, PieceState, is_by_element
+
+__all__ = ["MASTER", "PartitionedOptimizer"]
+
+
+MASTER = "onefold.master"
+"""The key under which a piece's values travel beside its state, where models hold rounded ones."""
+
+
+class PartitionedOptimizer:
+    """Runs the user's optimizer on the pieces that this process owns.
+
+    Args:
+        optimizer: that of the user, already checked.
+        users: the user's own parameters, in the order of the layouts.
+        storage: the layouts, and the pieces.
+        memory: the trained parameters on each device of this process, by the device's number.
+        assignment: who updates what.
+        allocator: where state, averages and values of higher precision lie; if that is a disk, the
+            model is updated one stage after the other, and if it is apart, as
+            `onefold.update.staging` says.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        users: Sequence[torch.nn.Parameter],
+        storage: Storage,
+        memory: Mapping[int, FlatTensors],
+        assignment: Assignment,
+        allocator: TensorAllocator = DEFAULT_ALLOCATOR,
+    ) -> None:
+        self.optimizer = optimizer
+        self._allocator = allocator
+        self.storage = storage
+        self.owned: list[OwnedPiece] = []
+        """This process's pieces."""
+        self.gradients: list[torch.Tensor | None] = []
+        """The gradient of each of these pieces, from `take` to the end of `step`: shaped as the
+        piece, in the dtype in which gradients are added up; None where no shard gave one."""
+        self._device = next(iter(memory.values())).device
+        self._staging = Staging.of(self._device, allocator)
+        self.averages = Averages(allocator, self._staging)
+        """The averages of these pieces, if the run keeps any."""
+        self.users = users
+        """The user's own parameters, in the order of the layouts."""
+        self._memory = memory
+        self._in_models = self.is_whole
+        """Whether models compute with the values that are updated: else they are gathered."""
+        self._group_of = {
+            id(parameter): number
+            for number, group in enumerate(optimizer.param_groups)
+            for parameter in group["params"]
+        }
+        # Copies of the lists: add_param_group and scripts change the lists themselves.
+        self._held = [list(group["params"]) for group in optimizer.param_groups]
+        self._each = optimizers_in(optimizer).values()
+        self.view = StateView(optimizer)
+        """What the script sees of the optimizer's state."""
+        self.state = self.view.kept
+        """The optimizer's state, by piece."""
+        self._cuts = not all(piece.whole for piece in storage.pieces)
+        TAKEN.update(self._each)
+        self._draws = UpdateDraws(self._each, {flat.device for flat in memory.values()})
+        self._stepping: bool | None = False
+        """Whether this runs the optimizer just now; None once nobody may."""
+        # First the pieces, then the state that is cut as they are.
+        self.bind(assignment)
+        whole = dict(self.state)
+        self._forget()
+        self._divide_state(whole)
+        self.view.hide(undivided=self.is_undivided)
+        view = self.view
+        explain_state_dict(self._each, lambda: view.is_whole)
+        # Weakly, or the optimizer, which a script may keep, would keep the run's memory with it.
+        this = weakref.ref(self)
+        refuse_own_steps(self._each, lambda: None if (it := this()) is None else it._stepping)
+
+    def bind(self, assignment: Assignment) -> None:
+        """Own the pieces that an assignment gives this process; drop the state of all others.
+
+        The state of pieces that arrive comes separately, through `adopt_states`.
+        """
+        before = {(item.device, item.number): item for item in self.owned}
+        places = [(d, number) for d in self._memory for number in assignment.partitions[d]]
+        # Pieces that stay keep their tensor objects, and with these their state.
+        self.owned = [
+            before.pop(place) if place in before else self._own_piece(*place) for place in places
+        ]
+        self._by_number = {item.number: item for item in self.owned}
+        self._apart = [(item, item.home) for item in self.owned if item.home is not None]
+        for item in before.values():
+            self.state.pop(item.values, None)
+            self._staging.forget(item.values)
+        self.norms = PieceNorms(self.storage, self._memory, assignment.partitions)
+        self.averages.keep({item.number for item in self.owned})
+        self.gradients = [None] * len(self.owned)
+        self._entries = [item.piece.entry for item in self.owned]
+        values = [item.values for item in self.owned]
+        groups = [self._group_of[id(item.parameter)] for item in self.owned]
+        stages = self.storage.stages
+        # Where all has room, one call of the optimizer is quicker than several.
+        of = (
+            [stages.stage_of[n] for n in self._entries]
+            if stages and self._allocator.on_disk
+            else []
+        )
+        count = len(self.optimizer.param_groups)
+        self._whole = Part.of(range(len(values)), values, groups, count)
+        self._parts = parts_of(values, groups, count, of or [0] * len(values))
+
+    @property
+    def in_place(self) -> bool:
+        """Whether pieces are kept in the memory in which the device computes."""
+        return not self._staging.moves
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether models see copies of some of the values that are updated."""
+        return bool(self._apart)
+
+    def exact_values(self) -> dict[int, torch.Tensor]:
+        """The values of the owned pieces by number, shaped as the piece, as they are updated."""
+        return {item.number: item.values.detach() for item in self.owned}
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether there is memory for all parameters, in which models see the pieces."""
+        return all(flat.is_there for flat in self._memory.values())
+
+    def values_of(self, number: int) -> torch.Tensor:
+        """The values of an owned piece as models see them: (numel,) in storage order."""
+        item = self._by_number[number]
+        entry = self.storage.parameters.entries[item.piece.entry]
+        values = item.values.detach().to(self.storage.parameters.dtypes[entry.section])
+        return storage_order(values)
+
+    def _own_piece(self, device: int, number: int) -> OwnedPiece:
+        piece, home = self.storage.pieces[number], self._memory[device]
+        user = self.users[piece.entry]
+        if not self._in_models or self.storage.rounds_entry(piece.entry):
+            # A parameter, as optimizers may look for one; its exact values come with the state.
+            return OwnedPiece(number, device, piece, user, self._master(piece, home), home)
+        values: torch.Tensor = home.piece(piece)
+        if piece.whole:
+            # Between calls the module, and so the user's parameter, points at the first device's
+            # memory. On the others a stand-in must do, or the update would go to the wrong memory.
+            values = user if device == next(iter(self._memory)) else torch.nn.Parameter(values)
+        return OwnedPiece(number, device, piece, user, values)
+
+    def _master(self, piece: Piece, home: FlatTensors) -> torch.Tensor:
+        entry = self.storage.masters.entries[piece.entry]
+        dtype = self.storage.masters.dtypes[entry.section]
+        if home.is_there:
+            values = home.piece(piece)
+            return torch.nn.Parameter(self._allocator.like(values, dtype).copy_(values))
+        shape, stride = (entry.shape, entry.stride) if piece.whole else ((piece.numel,), (1,))
+        return torch.nn.Parameter(self._staging.new(shape, stride, dtype))
+
+    def take(
+        self, totals: Sequence[torch.Tensor | None], gave: Sequence[int], *, shards: int
+    ) -> None:
+        """Accept the gradients of a step.
+
+        Args:
+            totals: one summed gradient for each owned piece, shaped as the piece; changed in place.
+            gave: for each trained parameter the number of shards that gave it a gradient; a
+                parameter that got none is left alone, as plain PyTorch does.
+            shards: how many shards the batch is cut into; where fewer gave a gradient, the missing
+                ones count as zeros.
+        """
+        if gave.count(shards) == len(gave):  # as nearly always
+            self.gradients = list(totals)
+            return
+        for number, (entry, total) in enumerate(zip(self._entries, totals, strict=True)):
+            given = gave[entry]
+            # Flat memory holds zeros where no shard gave a gradient, and zeros are not "none":
+            # momentum and weight decay would move the parameter. Hence the count.
+            if total is None or not given:
+                self.gradients[number] = None
+                continue
+            # Inside a block a missing gradient is left out, but a partial sum holds +0 for it, and
+            # adding +0 turns -0 into +0. Which of the two happens depends on the plan: add it here.
+            if given < shards:
+                total.add_(0.0)
+            self.gradients[number] = total
+
+    def scale(self, factor: float | torch.Tensor) -> None:
+        """Multiply all gradients of this process's pieces by a factor.
+
+        Args:
+            factor: a number, or a () tensor, which the host does not read.
+        """
+        gradients = [gradient for gradient in self.gradients if gradient is not None]
+        if not gradients:
+            return  # no parameter of this partition got one
+        if isinstance(factor, float):
+            multiply_each(gradients, factor)
+        else:
+            self._staging.change(lambda tensors, _: _scale(tensors, factor), gradients)
+
+    def limit(self, magnitude: float) -> None:
+        """Limit each element of all gradients of this process's pieces to a magnitude."""
+        for gradient in self.gradients:
+            if gradient is not None:
+                gradient.clamp_(-magnitude, magnitude)
+
+    def drop(self) -> None:
+        """Let go of the gradients taken, of a step that is skipped."""
+        self.gradients = [None] * len(self.owned)
+
+    def step(self) -> None:
+        """Run the user's optimizer on the owned pieces with the gradients taken."""
+        groups = self.optimizer.param_groups
+        # The very list objects, for whoever else holds them gets the same ones back.
+        users = [group["params"] for group in groups]
+        cut = len(self._parts) > 1 and steps_by_parameter(self._each)
+        parts = self._parts if cut else [self._whole]
+        self.adopt_assigned()
+        self._stepping = True
+        self.view.step()
+        try:
+            with self._draws.watched(), clipping_each(name_of(self.optimizer)):
+                for part in parts:
+                    self._step(part)
+            self.show()
+        finally:
+            # Also when the step fails: a script may catch the error and go on with its groups.
+            self._stepping = False
+            self.view.end_step()
+            self.view.hide(undivided=self.is_undivided)
+            for group, parameters in zip(groups, users, strict=True):
+                group["params"] = parameters
+            # The totals belong to the exchange again, and the next step overwrites them: no
+            # parameter may go on pointing at them.
+            for item in self.owned:
+                item.values.grad = None
+                if item.piece.whole:
+                    item.parameter.grad = None
+            self.gradients = [None] * len(self.owned)
+
+    def _step(self, part: Part) -> None:
+        """Call the optimizer for a part of the pieces, for some of them or for all."""
+        for group, pieces in zip(self.optimizer.param_groups, part.divided, strict=True):
+            group["params"] = pieces
+        with self._staging.updating(self.optimizer, partial(self._visitors, part)):
+            self._update(part)
+        if self._allocator.on_disk:
+            for place, values in zip(part.places, part.values, strict=True):
+                values.grad = self.gradients[place] = None
+                self._keep(self.state.get(values, {}))
+            self._allocator.trim()
+
+    def _visitors(self, part: Part) -> Sequence[Sequence[torch.Tensor]]:
+        """For each group, the pieces that the optimizer looks at."""
+        pairs = zip(part.places, part.values, strict=True)
+        # PyTorch's own look at none without a gradient.
+        idle = {id(values) for place, values in pairs if self.gradients[place] is None}
+        idle = idle if steps_by_parameter(self._each) else set()
+        return [[each for each in pieces if id(each) not in idle] for pieces in part.divided]
+
+    def _update(self, part: Part) -> None:
+        moves = self._staging.moves
+        for place, values in zip(part.places, part.values, strict=True):
+            gradient = self.gradients[place]
+            # Rounded only now: scaling and clipping are done in the precision of the sum.
+            if gradient is not None and (moves or gradient.dtype is not values.dtype):
+                gradient = gradient.to(values.device, values.dtype)
+            values.grad = gradient
+            item = self.owned[place]
+            # Another device of this process has a stand-in. A hook may go through the model instead
+            # of the groups: what it does to the gradient there must reach the stand-in.
+            if item.piece.whole and item.home is None and values.device == item.parameter.device:
+                item.parameter.grad = gradient
+        self.optimizer.step()
+
+    def _keep(self, state: dict[str, Any]) -> None:
+        """Have what is large in the state of a piece lie where it is kept."""
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor):
+                state[key] = self._allocator.kept(value)
+
+    def states(self, *, moving: bool = False) -> list[PieceState]:
+        """List the state of the owned pieces as it is now, masters and averages with it.
+
+        The tensors are the optimizer's own.
+
+        Args:
+            moving: whether they go to other owners, who have no values of these pieces.
+
+        Raises:
+            TypeError: the optimizer keeps state under something other than a parameter, or another
+                optimizer has it.
+        """
+        self.adopt_assigned()
+        self.view.hide(undivided=self.is_undivided)
+        found = self.averages.states()
+        if self.view.others:
+            raise TypeError(
+                f"{name_of(self.optimizer)} works with {', '.join(self.view.others)}, whose state "
+                f"no checkpoint of onefold holds: expected the state in one optimizer"
+            )
+        if self._loose():
+            raise TypeError(
+                f"the optimizer keeps {', '.join(map(repr, self._loose()))} in its state, under no "
+                f"parameter, which no checkpoint of onefold holds: expected state by parameter"
+            )
+        for item in self.owned:
+            if self.storage.rounds or (moving and not self._in_models):
+                values = storage_order(item.values.detach())
+                found.append(PieceState(item.number, MASTER, values, True))
+        return found + self.optimizer_states()
+
+    def optimizer_states(self) -> list[PieceState]:
+        """List what the optimizer itself keeps of the owned pieces; the tensors are its own."""
+        found = []
+        for item in self.owned:
+            for key, value in self.state.get(item.values, {}).items():
+                stride = item.values.stride() if item.piece.whole else None
+                by_element = is_by_element(key, value, item.values.shape, stride)
+                # In storage order a piece's state joins its neighbours' as their values do.
+                if by_element:
+                    value = storage_order(laid_out(value, item.values.stride()))
+                found.append(PieceState(item.number, key, value, by_element))
+        return found
+
+    def take_states(
+        self, states: Iterable[PieceState], shown: Mapping[int, torch.Tensor] | None = None
+    ) -> None:
+        """Replace the state of all owned pieces.
+
+        Args:
+            states: of the owned pieces; tensors are copied.
+            shown: their values as models see them, (numel,) by number, if these have no memory.
+        """
+        self.view.hide(undivided=self.is_undivided)
+        self._forget()
+        self.averages.pieces.clear()
+        # Where the states bring no masters, the models' own values are all that there is.
+        seen = self._shown() if shown is None else shown
+        for number, values in seen.items():
+            storage_order(self._by_number[number].values.data).copy_(values)
+        self.adopt_states(states)
+        self._follow(seen)
+
+    def adopt_states(self, states: Iterable[PieceState]) -> None:
+        """Add the states of pieces that have none yet.
+
+        Args:
+            states: of owned pieces; tensors are copied, as those given may lie in memory that is
+                used again.
+        """
+        owned = {item.number: item for item in self.owned}
+        found: dict[torch.Tensor, dict[str, Any]] = {}
+        for state in states:
+            values = owned[state.piece].values
+            value = state.value
+            if state.key == MASTER:
+                # A run whose models have full precision has no use for them.
+                if owned[state.piece].home is not None:
+                    storage_order(values.data).copy_(value)
+            elif state.key == AVERAGE:
+                self.averages.adopt(state.piece, values.detach(), value)
+            elif state.by_element:
+                # In the piece's own strides: fused kernels read state and values in step.
+                value = self._allocator.like(values.detach(), value.dtype)
+                storage_order(value).copy_(state.value)
+            elif isinstance(value, torch.Tensor):
+                value = value.to(self._home(state.key, values), copy=True)
+            if state.key not in (MASTER, AVERAGE):
+                found.setdefault(values, {})[state.key] = value
+        self.state.update(found)
+
+    def show(self) -> None:
+        """Have the models see the values of this process's pieces, rounded to their precision."""
+        if self.is_whole and self._apart:
+            exact = [item.values.data for item, _ in self._apart]
+            copy_each([home.piece(item.piece) for item, home in self._apart], exact)
+
+    def end(self) -> None:
+        """Let go of the state, which lies in parts on the devices, and have nobody use it."""
+        self._forget()
+        self.averages.end()
+        self._stepping = None
+
+    def follow_parameters(self) -> None:
+        """Adopt what was written to parameters that models hold in a lower precision.
+
+        An element that is still its master, rounded, keeps the master's precision.
+        """
+        self._follow(self._shown())
+
+    def _shown(self) -> dict[int, torch.Tensor]:
+        """Views of the values that models see, (numel,) in storage order, if they lie elsewhere."""
+        pairs = [(item.number, item.shown) for item in self.owned]
+        return {number: storage_order(shown) for number, shown in pairs if shown is not None}
+
+    def _follow(self, seen: Mapping[int, torch.Tensor]) -> None:
+        for number, values in seen.items():
+            exact = storage_order(self._by_number[number].values.data)
+            shown = values.to(exact.device)
+            exact.copy_(torch.where(exact.to(shown.dtype) == shown, exact, shown))
+
+    def _forget(self) -> None:
+        """Drop the state of all parameters; what is kept under other keys stays."""
+        for key in [key for key in self.state if isinstance(key, torch.Tensor)]:
+            del self.state[key]
+
+    def _loose(self) -> list[Any]:
+        """List the keys of the optimizer's state that are not tensors; alike on every device."""
+        return [key for key in self.state if not isinstance(key, torch.Tensor)]
+
+    def _home(self, key: str, values: torch.Tensor) -> torch.device:
+        """Return where the optimizer expects a value of its state: PyTorch's rule for loading."""
+        if key != "step":
+            return values.device
+        # A count of steps lives on the host, as kernels need it as a number; fused and capturable
+        # ones read it on the device, and fail if it is not there.
+        held = zip(self.optimizer.param_groups, self._whole.divided, strict=True)
+        group = next(group for group, pieces in held if any(p is values for p in pieces))
+        there = group.get("capturable") or group.get("fused")
+        return values.device if there else torch.device("cpu")
+
+    def check_groups(self) -> None:
+        """Refuse parameter groups and steps that were changed since Trainer was made.
+
+        Raises:
+            ValueError: a group was added or removed, or has another number of parameters; or
+                ``step()`` has got a hook that would see parts of parameters.
+        """
+        if self._cuts and any(map(has_own_step, self._each)):
+            raise ValueError(
+                f"{name_of(self.optimizer)} got a hook on its step, or another step, after Trainer "
+                f"was made, which has cut parameters into pieces that are updated by themselves: "
+                f"expected it before, and then step() and its hooks see whole parameters"
+            )
+        sizes = [len(group["params"]) for group in self.optimizer.param_groups]
+        if sizes != list(map(len, self._held)):
+            raise ValueError(
+                "the optimizer's parameter groups were changed after Trainer was made: expected "
+                "all before. To train a group later, give it to the optimizer, make Trainer, and "
+                "then freeze its parameters by requires_grad_(False); requires_grad_(True) between "
+                "two steps, alike on every device, has them trained"
+            )
+
+    def _divide_state(self, whole: Mapping[Any, Any]) -> None:
+        """Cut the state that parameters already have as they are cut."""
+        for item in self.owned:
+            state = whole.get(item.parameter)
+            if state:
+                entry = self.storage.masters.entries[item.piece.entry]
+                self.state[item.values] = {
+                    key: cut_state(value, item, entry.stride) for key, value in state.items()
+                }
+                self._keep(self.state[item.values])
+
+    @property
+    def is_undivided(self) -> bool:
+        """Whether the state is that of whole parameters as it is kept, and all of it."""
+        own = [item for item in self.owned if item.values is item.parameter]
+        return len(own) == len(self.users)
+
+    def replace_states(self, states: Iterable[PieceState]) -> None:
+        """Replace the state of all owned pieces, but not values and averages.
+
+        Args:
+            states: of all pieces; tensors are copied.
+        """
+        self._forget()
+        self.adopt_states(state for state in states if state.piece in self._by_number)
+
+    def adopt_assigned(self) -> None:
+        """Adopt what a script has put in the place of an optimizer's state, as to begin anew."""
+        for held, whole in self.view.assigned():
+            for item in self.owned:
+                if id(item.parameter) in held:
+                    self.state.pop(item.values, None)
+            self._divide_state(dict(whole))
+            for key in self._loose() if len(self._each) == 1 else ():
+                del self.state[key]
+            self.state.update({k: v for k, v in whole.items() if not isinstance(k, torch.Tensor)})
+
+
+def _scale(gradients: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
+    # A list on several devices or of several dtypes falls back to a kernel for each tensor.
+    alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for gradient in gradients:
+        alike.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    # The factor keeps its own dtype, as in clip_grad_norm_: rounded to bfloat16 it would be coarse.
+    for (device, _), group in alike.items():
+        multiply_each(group, factor.to(device))
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one call of ``step()`` updates."""
+
+    places: Sequence[int]
+    """Among the pieces of this process."""
+    values: Sequence[torch.Tensor]
+    """Of each of them."""
+    divided: Sequence[Sequence[torch.Tensor]]
+    """For each group of the optimizer, the values of those that lie in it."""
+
+    @classmethod
+    def of(
+        cls,
+        places: Sequence[int],
+        values: Sequence[torch.Tensor],
+        groups: Sequence[int],
+        count: int,
+    ) -> Part:
+        """Divide some of the pieces among the groups.
+
+        Args:
+            places: of these pieces.
+            values: of all pieces of this process.
+            groups: for each of them, the number of its group.
+            count: how many groups there are.
+        """
+        divided: list[list[torch.Tensor]] = [[] for _ in range(count)]
+        for place in places:
+            divided[groups[place]].append(values[place])
+        return cls(places, [values[place] for place in places], divided)
+
+
+def parts_of(
+    values: Sequence[torch.Tensor], groups: Sequence[int], count: int, stages: Sequence[int]
+) -> list[Part]:
+    """Cut an update into one part for each stage; at least one, though it may be empty.
+
+    Args:
+        values: of all pieces of this process.
+        groups: for each of them, the number of its group.
+        count: how many groups there are.
+        stages: for each of them, the number of its stage.
+    """
+    found: dict[int, list[int]] = {}
+    for place, stage in enumerate(stages):
+        found.setdefault(stage, []).append(place)
+    return [Part.of(places, values, groups, count) for places in found.values() or [[]]]

@@ -1,0 +1,240 @@
+"""The pieces that this process updates, and how they come to the device that computes with them.
+
+`OwnedPiece` is a piece of the model that a device of this process updates. `Staging` brings pieces
+that are kept in other memory to the device while they are updated.
+
+Note: what is computed where
+----------------------------
+Where a device keeps nothing, gradients are added up in the memory of the host: a sum of two numbers
+has the same bits everywhere, and so has a product with one number that the host knows. (A script
+that flushes denormal numbers on the host has others there.) All else is computed on the device, one
+piece or one stage at a time, as processors and GPUs order the additions of a norm differently, and
+round a product that is added at once in another place.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from onefold.core.flat import FlatTensors, Piece, laid_out, same_bits, storage_order
+from onefold.system.allocator import TensorAllocator
+
+__all__ = ["OwnedPiece", "Staging", "cut_state", "shown_otherwise"]
+
+
+Change = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None]
+
+
+class Staging:
+    """Pieces and their state stay where they are updated, in the memory of an allocator.
+
+    Args:
+        device: that computes.
+        allocator: has what is kept.
+    """
+
+    moves = False
+    """Whether pieces are kept in other memory than that in which the device computes."""
+
+    def __init__(self, device: torch.device, allocator: TensorAllocator) -> None:
+        self._device, self._allocator = device, allocator
+
+    @classmethod
+    def of(cls, device: torch.device, allocator: TensorAllocator) -> Staging:
+        """Make the one that goes with an allocator."""
+        return (DeviceStaging if allocator.apart else cls)(device, allocator)
+
+    def new(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor of any content, where pieces are kept."""
+        return torch.empty_strided(shape, stride, dtype=dtype, device=self._device)
+
+    def change(
+        self, change: Change, tensors: Sequence[torch.Tensor], by: Sequence[torch.Tensor] = ()
+    ) -> None:
+        """Change tensors that are kept, on the device that computes.
+
+        Args:
+            change: is given tensors to write to and others to read, both on the device.
+            tensors: overwritten.
+            by: one for each of these; or none.
+        """
+        change(tensors, by)
+
+    def forget(self, values: torch.Tensor) -> None:
+        """Forget a piece, which another process owns now."""
+
+    def updating(
+        self,
+        optimizer: torch.optim.Optimizer,
+        divided: Callable[[], Sequence[Collection[torch.Tensor]]],
+    ) -> AbstractContextManager[None]:
+        """Have pieces on the device inside this context; what becomes of them is kept.
+
+        Args:
+            optimizer: whose pieces they are.
+            divided: for each group of the optimizer, the values of those of its pieces that come.
+        """
+        return nullcontext()
+
+
+class DeviceStaging(Staging):
+    """Brings pieces and their state to a device while they are updated."""
+
+    moves = True
+
+    def __init__(self, device: torch.device, allocator: TensorAllocator) -> None:
+        super().__init__(device, allocator)
+        self._came: dict[torch.Tensor, frozenset[str]] = {}
+        """For each piece that has been updated, what of its state the optimizer had there."""
+
+    def new(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        flat = self._allocator.empty(math.prod(shape) * dtype.itemsize).view(dtype)
+        return flat.as_strided(shape, stride)
+
+    def change(
+        self, change: Change, tensors: Sequence[torch.Tensor], by: Sequence[torch.Tensor] = ()
+    ) -> None:
+        for place, tensor in enumerate(tensors):
+            there = tensor.to(self._device, copy=True)
+            change([there], [each.to(self._device) for each in by[place : place + 1]])
+            tensor.copy_(there)
+
+    def forget(self, values: torch.Tensor) -> None:
+        self._came.pop(values, None)
+
+    @contextmanager
+    def updating(
+        self,
+        optimizer: torch.optim.Optimizer,
+        divided: Callable[[], Sequence[Collection[torch.Tensor]]],
+    ) -> Iterator[None]:
+        # Each leaves, whatever happens to others, and also if some cannot come.
+        with ExitStack() as leaving:
+            for group, pieces in zip(optimizer.param_groups, divided(), strict=True):
+                # Of a state that was loaded: counts of steps are read on the host, but by kernels
+                # that want them on the device.
+                counts = bool(group.get("capturable") or group.get("fused"))
+                for values in pieces:
+                    self._come(values, optimizer, leaving, counts=counts)
+            yield
+
+    def _come(
+        self,
+        values: torch.Tensor,
+        optimizer: torch.optim.Optimizer,
+        leaving: ExitStack,
+        *,
+        counts: bool,
+    ) -> None:
+        stays: torch.Tensor = values.data
+        state: dict[str, Any] = optimizer.state.get(values, {})
+        known = self._came.get(values)
+        along = {
+            key: value
+            for key, value in state.items()
+            if isinstance(value, torch.Tensor)
+            and (key in known if known is not None else key != "step" or counts)
+        }
+        leaving.callback(partial(self._leave, values, stays, along, optimizer))
+        # Through .data, as the optimizer finds the state by this very object.
+        values.data = stays.to(self._device, copy=True)
+        for key, value in along.items():
+            state[key] = value.to(self._device, copy=True)
+
+    def _leave(
+        self,
+        values: torch.Tensor,
+        stays: torch.Tensor,
+        along: dict[str, torch.Tensor],
+        optimizer: torch.optim.Optimizer,
+    ) -> None:
+        values.grad = None
+        if values.data_ptr() != stays.data_ptr():
+            stays.copy_(values.data)
+            values.data = stays
+        state: dict[str, Any] = optimizer.state.get(values, {})
+        tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+        self._came[values] = frozenset(
+            key for key, value in tensors.items() if value.device == self._device
+        )
+        for key, value in tensors.items():
+            before = along.get(key)
+            if before is not None and _are_alike(before, value):
+                state[key] = before.copy_(value)
+            else:
+                state[key] = self._allocator.kept(value)
+
+
+def _are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    same = one.shape == other.shape and one.stride() == other.stride()
+    return same and one.dtype == other.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class OwnedPiece:
+    """A piece that a device of this process updates."""
+
+    number: int
+    """The piece's number among all pieces of the model."""
+    device: int
+    """Number of the device that updates it."""
+    piece: Piece
+    """Which elements of which parameter it covers."""
+    parameter: torch.nn.Parameter
+    """The user's own parameter that it is cut from; its group and earlier state are found by it."""
+    values: torch.Tensor
+    """The piece's values on its device, which the optimizer updates in place: (numel,), or shaped
+    as the parameter where the piece is whole. Models compute with these very values, unless they
+    hold parameters in a lower precision, or only for a while."""
+    home: FlatTensors | None = None
+    """The device's memory of parameters, where models then see the values, rounded or not."""
+
+    @property
+    def shown(self) -> torch.Tensor | None:
+        """Where models see the values, if that is elsewhere; there must be memory for it."""
+        return None if self.home is None else self.home.piece(self.piece)
+
+
+def shown_otherwise(
+    owned: Iterable[OwnedPiece], values_of: Callable[[int], torch.Tensor]
+) -> OwnedPiece | None:
+    """Find a piece of which models see other values than its owner keeps.
+
+    Args:
+        owned: pieces that are kept elsewhere than models see them; there is memory for both.
+        values_of: given the number of a piece, returns what is kept, as models ought to see it.
+    """
+    for item in owned:
+        assert item.shown is not None
+        shown = storage_order(item.shown.detach())
+        kept = values_of(item.number)
+        if same_bits(shown, kept):
+            continue
+        # A zero of the other sign is no other value: owners keep their own when they follow.
+        kept = kept.to(shown.device)
+        if bool(((shown != kept) & ~(shown.isnan() & kept.isnan())).any()):
+            return item
+    return None
+
+
+def cut_state(value: Any, item: OwnedPiece, stride: tuple[int, ...]) -> Any:
+    """Return one piece's part of a value of a parameter's state, in memory of its own."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    # A count of steps is cloned for each piece: optimizers add to it in place, and pieces that had
+    # one in common would each add to it.
+    if value.shape != item.parameter.shape or value.dim() == 0:
+        return value.clone()
+    # Pieces are stretches of storage order, so the strides of the layout come first.
+    laid = laid_out(value, stride)
+    device = item.values.device
+    if item.piece.whole:
+        return laid.to(device, copy=True)
+    return storage_order(laid)[item.piece.start : item.piece.stop].to(device, copy=True)

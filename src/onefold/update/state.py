@@ -1,0 +1,500 @@
+"""Converts the optimizer's state between pieces and whole tensors, and keeps the model's averages.
+
+Devices hold pieces, and files hold whole tensors. `Averages` keeps the averages of the model: of
+parameters piece by piece at their owners, of buffers everywhere.
+
+A process packs the state of its pieces into one stretch of bytes, so that it can travel; the lead
+joins what it receives from all into whole tensors, under the parameters' names. For a process that
+goes on from a file, the lead packs the pieces that the process owns now.
+
+Note: a packed stretch
+----------------------
+First a header of JSON that lists every value, then the tensors' bytes, each aligned, so that
+`unpack` can view them in place in any dtype. Nothing is pickled: a stretch may come over a
+network. The memory may be a transport's that is used again, so whoever keeps what `unpack` yields
+must copy it.
+
+Note: where an average lies
+---------------------------
+The owner of a piece keeps its average, as it keeps the piece's state of the optimizer, so all
+devices together hold one. An average travels, and is saved, among that state under a key of its
+own. Every process keeps the averages of all buffers, which are few and alike everywhere.
+
+Pieces do not depend on the number of devices, and an average is computed element by element from
+values that every run has alike. So the bits of the averages do not depend on it either.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from onefold.core.averaging import AverageRule, averaged_in
+from onefold.core.flat import (
+    FlatTensors,
+    Layout,
+    Piece,
+    aligned,
+    bits_of,
+    dense_stride,
+    is_dense,
+    laid_out,
+    storage_order,
+)
+from onefold.core.jsonvalue import from_bytes, from_json, to_bytes, to_json
+from onefold.system.allocator import DEFAULT_ALLOCATOR, TensorAllocator
+from onefold.system.tensorfile import DTYPES, Bytes, TensorParts
+from onefold.update.staging import Staging
+
+__all__ = [
+    "AVERAGE",
+    "Averages",
+    "JoinedState",
+    "PieceState",
+    "check_saved",
+    "described",
+    "is_by_element",
+    "join",
+    "pack",
+    "packed",
+    "read_described",
+    "take_apart",
+    "unpack",
+]
+
+
+_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
+
+
+def is_by_element(
+    key: str, value: object, shape: Sequence[int], stride: Sequence[int] | None = None
+) -> bool:
+    """Whether a value of an optimizer's state has one number for each element of its parameter.
+
+    A count of steps does not, even where the parameter is a single number as well.
+
+    Args:
+        key: the optimizer's name of the value.
+        value: any value of a state.
+        shape: the shape of the parameter.
+        stride: the parameter's, if it is never cut. A value that lies otherwise then stays as it
+            is: it may be a matrix to multiply with, whose bits depend on how it lies.
+    """
+    if not isinstance(value, torch.Tensor) or tuple(value.shape) != tuple(shape):
+        return False
+    if stride is not None and value.stride() != tuple(stride):
+        return False
+    return value.dim() > 0 or key != "step"
+
+
+class PieceState(NamedTuple):
+    """One value of the state of one piece."""
+
+    piece: int
+    """Number of the piece, among those of the model."""
+    key: str
+    """The optimizer's name of the value."""
+    value: Any
+    """A tensor of any shape and dtype, or what JSON can hold."""
+    by_element: bool
+    """Whether it is a tensor with one number for each element of the piece, in storage order."""
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedState:
+    """The whole optimizer's state."""
+
+    tensors: Sequence[TensorParts]
+    """The tensors, each named PARAMETER.KEY."""
+    keys: Mapping[str, Sequence[str]]
+    """For each parameter, which of its keys are tensors."""
+    values: Mapping[str, Mapping[str, Any]]
+    """For each parameter, the values of its other keys, as JSON."""
+    strides: Mapping[str, Sequence[int]]
+    """Of the tensors with several dimensions that do not lie as their parameters do."""
+
+
+def pack(states: Sequence[PieceState], room: Callable[[int], torch.Tensor]) -> None:
+    """Copy states into one stretch of bytes.
+
+    Args:
+        states: the states; tensors may be on any device.
+        room: takes a number of bytes, and returns (at least that many,) uint8 on the host.
+
+    Raises:
+        TypeError: a value is neither a tensor nor JSON, or of a dtype that a file cannot hold.
+    """
+    listed, nbytes = _listed(states)
+    header = to_bytes(listed)
+    first = aligned(len(header))
+    memory = room(first + nbytes)
+    memory[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+    for (_, _, kind, _), state in zip(listed, states, strict=True):
+        if kind is not None and state.value.numel():
+            place = first + kind[3]
+            nbytes = state.value.numel() * state.value.element_size()
+            target = memory[place : place + nbytes].view(state.value.dtype)
+            target.as_strided(state.value.shape, kind[4]).copy_(state.value)
+
+
+def described(states: Sequence[PieceState]) -> bytes:
+    """Describe states, for `read_described`: all but the values of tensors.
+
+    Raises:
+        TypeError: as `pack`.
+    """
+    return to_bytes(_listed(states)[0])
+
+
+def read_described(text: bytes) -> Iterator[PieceState]:
+    """Yield the states that were described; their tensors have no values, and are on no device."""
+    listed, _ = from_bytes(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+    for piece, key, kind, value in listed:
+        if kind is None:
+            yield PieceState(piece, key, from_json(value), False)
+            continue
+        name, shape, by_element, _, stride = kind
+        empty = torch.empty_strided(shape, stride, dtype=_DTYPES[name], device="meta")
+        yield PieceState(piece, key, empty, by_element)
+
+
+def _listed(states: Sequence[PieceState]) -> tuple[list[list[Any]], int]:
+    """List every value for the header, and count the bytes of all tensors."""
+    listed: list[list[Any]] = []
+    # Places are counted from the end of the header, whose length is known only when it is written.
+    start = 0
+    for piece, key, value, by_element in states:
+        if isinstance(value, torch.Tensor):
+            if value.dtype not in DTYPES:
+                raise TypeError(
+                    f"the optimizer's {key} is of {value.dtype}, which no file can hold"
+                )
+            lies = start, list(dense_stride(value))
+            kind: list[Any] = [DTYPES[value.dtype], list(value.shape), by_element, *lies]
+            start += aligned(value.numel() * value.element_size())
+            listed.append([piece, key, kind, None])
+        else:
+            listed.append([piece, key, None, to_json(value, f"the optimizer's {key}")])
+    return listed, start
+
+
+def packed(
+    states: Sequence[PieceState], allocator: TensorAllocator = DEFAULT_ALLOCATOR
+) -> torch.Tensor:
+    """Pack states into new memory on the host: (k,) uint8, see `pack`."""
+    made: list[torch.Tensor] = []
+
+    def room(nbytes: int) -> torch.Tensor:
+        made.append(allocator.empty(nbytes))
+        return made[0]
+
+    pack(states, room)
+    return made[0]
+
+
+def unpack(memory: torch.Tensor) -> Iterator[PieceState]:
+    """Yield the states that were packed; their tensors are views of the same memory.
+
+    Args:
+        memory: (k,) uint8 on the host, as filled by `pack`; more bytes may follow.
+    """
+    listed, stop = from_bytes(memory)
+    first = aligned(stop)
+    for piece, key, kind, value in listed:
+        if kind is None:
+            yield PieceState(piece, key, from_json(value), False)
+            continue
+        name, shape, by_element, start, stride = kind
+        dtype = _DTYPES[name]
+        nbytes = torch.Size(shape).numel() * dtype.itemsize
+        stretch = memory[first + start : first + start + nbytes]
+        # An empty tensor may be listed where the memory ends, and has nothing to view.
+        empty = torch.empty(shape, dtype=dtype)
+        tensor = stretch.view(dtype).as_strided(shape, stride) if nbytes else empty
+        yield PieceState(piece, key, tensor, by_element)
+
+
+def join(
+    states: Iterable[PieceState],
+    pieces: Sequence[Piece],
+    layout: Layout,
+    coming: Callable[[int, str], Iterable[Bytes]] | None = None,
+) -> JoinedState:
+    """Join the pieces of all devices into whole tensors, without copying any.
+
+    Args:
+        states: those of all processes, from `unpack` or `read_described`.
+        pieces: the pieces of the model.
+        layout: the trained parameters'.
+        coming: where only descriptions are at hand, how the bytes of a tensor are found, given the
+            number of its parameter and its key.
+    """
+    grouped: dict[tuple[int, str], list[PieceState]] = defaultdict(list)
+    # By number: pieces of one parameter then follow each other in storage order, whoever sent them.
+    for state in sorted(states, key=lambda state: state.piece):
+        grouped[pieces[state.piece].entry, state.key].append(state)
+    tensors: list[TensorParts] = []
+    keys: dict[str, list[str]] = defaultdict(list)
+    values: dict[str, dict[str, Any]] = defaultdict(dict)
+    strides: dict[str, Sequence[int]] = {}
+    for (number, key), parts in grouped.items():
+        entry, first = layout.entries[number], parts[0]
+        if not isinstance(first.value, torch.Tensor):
+            values[entry.name][key] = to_json(first.value, f"the optimizer's {key}")
+            continue
+        keys[entry.name].append(key)
+        # A count of steps is the same for all pieces of a parameter: the first stands for all.
+        used = parts if first.by_element else parts[:1]
+        shape = entry.shape if first.by_element else tuple(first.value.shape)
+        stretches = coming(number, key) if coming is not None else _bytes_of(used)
+        given = (f"{entry.name}.{key}", first.value.dtype, shape)
+        if not first.by_element and len(shape) > 1:
+            strides[given[0]] = first.value.stride()
+        # What is not by element is written in rows, see `bits_of`.
+        tensors.append(
+            TensorParts(*given, entry.stride, stretches)
+            if first.by_element
+            else TensorParts.in_rows(*given, stretches)
+        )
+    return JoinedState(tensors, dict(keys), dict(values), strides)
+
+
+def _bytes_of(parts: Iterable[PieceState]) -> list[Bytes]:
+    return [bits_of(part.value).numpy() for part in parts]
+
+
+def check_saved(
+    keys: Mapping[str, Sequence[str]],
+    kind_of: Callable[[str], tuple[tuple[int, ...], str] | None],
+    pieces: Sequence[Piece],
+    layout: Layout,
+    strides: Mapping[str, Sequence[int]] | None = None,
+) -> None:
+    """Refuse saved tensors that `take_apart` could not take apart.
+
+    Args:
+        keys: see `JoinedState`.
+        kind_of: takes a tensor's name, and returns its shape and dtype; None if there is none.
+        pieces: the pieces of the model.
+        layout: the trained parameters'.
+        strides: see `JoinedState`.
+
+    Raises:
+        ValueError: a tensor is missing, is of an unknown dtype, has strides with gaps, or has
+            neither the shape of its parameter nor that of a single number.
+    """
+    # State of a parameter that is never cut may have any shape, as Adafactor's rows and columns.
+    divided = {piece.entry for piece in pieces if not piece.whole}
+    for number, entry in enumerate(layout.entries):
+        for key in keys.get(entry.name, ()):
+            name = f"{entry.name}.{key}"
+            found = kind_of(name)
+            if found is None:
+                raise ValueError(f"the optimizer's {name} is not among its tensors")
+            shape, dtype = found
+            if dtype not in _DTYPES:
+                raise ValueError(f"the optimizer's {name} is of {dtype}, which is not known")
+            stride = (strides or {}).get(name)
+            if stride and not (len(stride) == len(shape) and is_dense(shape, stride)):
+                raise ValueError(
+                    f"the optimizer's {name} has strides {stride}, expected those of a tensor of "
+                    f"shape {shape} without gaps"
+                )
+            if number in divided and shape not in ((), entry.shape):
+                raise ValueError(
+                    f"the optimizer's {name} has shape {shape}, expected that of its parameter, "
+                    f"{entry.shape}"
+                )
+
+
+def take_apart(
+    keys: Mapping[str, Sequence[str]],
+    values: Mapping[str, Mapping[str, Any]],
+    read: Callable[[str], torch.Tensor],
+    owned: Iterable[int],
+    pieces: Sequence[Piece],
+    layout: Layout,
+    strides: Mapping[str, Sequence[int]] | None = None,
+) -> Iterator[PieceState]:
+    """Yield the states of some pieces, cut from whole tensors.
+
+    Args:
+        keys: see `JoinedState`.
+        values: see `JoinedState`.
+        read: takes a tensor's name, and returns the tensor.
+        owned: numbers of the wanted pieces, in order.
+        pieces: the pieces of the model.
+        layout: the trained parameters'.
+        strides: see `JoinedState`.
+
+    Raises:
+        ValueError: a parameter is cut into pieces, and a tensor of its state cannot be.
+    """
+    # Only the current parameter's: in order, each tensor is read once, and only a few are held.
+    laid: dict[str, torch.Tensor] = {}
+    for number in owned:
+        piece = pieces[number]
+        entry = layout.entries[piece.entry]
+        for key in keys.get(entry.name, ()):
+            name = f"{entry.name}.{key}"
+            own = (strides or {}).get(name) if piece.whole else None
+            if name not in laid:
+                laid = {n: t for n, t in laid.items() if n.startswith(f"{entry.name}.")}
+                whole = read(name)
+                shaped = tuple(whole.shape) == entry.shape
+                stride = tuple(own) if own else entry.stride
+                laid[name] = laid_out(whole, stride) if own or shaped else whole
+            tensor = laid[name]
+            by_element = not own and is_by_element(key, tensor, entry.shape)
+            if by_element:
+                tensor = storage_order(tensor)[piece.start : piece.stop]
+            elif not piece.whole and tensor.dim():
+                raise ValueError(
+                    f"{name} has shape {tuple(tensor.shape)}, expected that of its parameter, "
+                    f"{entry.shape}"
+                )
+            yield PieceState(number, key, tensor, by_element)
+        for key, value in values.get(entry.name, {}).items():
+            yield PieceState(number, key, from_json(value), False)
+
+
+AVERAGE = "onefold.average"
+"""The key under which the average of a piece, or of a buffer, travels and is saved."""
+
+
+class Averages:
+    """The averages that this process keeps; none until `begin`.
+
+    Args:
+        allocator: where those of pieces lie.
+        staging: brings pieces to the device that computes.
+    """
+
+    def __init__(self, allocator: TensorAllocator, staging: Staging) -> None:
+        self._allocator, self._staging = allocator, staging
+        self.rule: AverageRule | None = None
+        """How they follow the model; None where there are none."""
+        self.steps = 0
+        """How many steps they have followed; those that were skipped do not count."""
+        self.pieces: dict[int, torch.Tensor] = {}
+        """The average of each piece of this process, by the piece's number: of the shape and the
+        strides of the values that the optimizer updates."""
+        self.buffers: FlatTensors | None = None
+        """The averages of the module's buffers, on this process's first device."""
+
+    def begin(
+        self,
+        rule: AverageRule,
+        values: Mapping[int, torch.Tensor],
+        buffers: FlatTensors,
+        *,
+        steps: int = 0,
+    ) -> None:
+        """Begin with the values as they are now, where `adopt` has brought no average.
+
+        Args:
+            rule: how the averages are to follow.
+            values: of the pieces of this process, by number.
+            buffers: the module's buffers.
+            steps: how many steps the averages that were brought have followed.
+        """
+        self.rule, self.steps = rule, steps
+        for number, value in values.items():
+            if number not in self.pieces:
+                self.adopt(number, value, storage_order(value))
+        if self.buffers is None:
+            self.buffers = FlatTensors(buffers.layout.converted(averaged_in), device=buffers.device)
+            for kept, section in zip(self.buffers.sections, buffers.sections, strict=True):
+                kept.copy_(section)
+
+    def end(self) -> None:
+        """Keep no averages any more."""
+        self.rule, self.steps, self.buffers = None, 0, None
+        self.pieces.clear()
+
+    def follow(self, values: Mapping[int, torch.Tensor], buffers: FlatTensors) -> None:
+        """Update the averages after a step that updated the model, when that is due.
+
+        Args:
+            values: of the pieces of this process, by number.
+            buffers: the module's buffers.
+        """
+        if self.rule is None or self.buffers is None:
+            return
+        self.steps += 1
+        if self.steps % self.rule.every:
+            return
+        kept = self.rule.kept(self.steps // self.rule.every)
+        self._staging.change(
+            lambda averages, newest: _move(averages, newest, kept),
+            [self.pieces[number] for number in values],
+            list(values.values()),
+        )
+        for average, section in zip(self.buffers.sections, buffers.sections, strict=True):
+            _move_buffers(average, section, kept)
+
+    def states(self) -> list[PieceState]:
+        """List the averages of the pieces as states that travel."""
+        return [
+            PieceState(number, AVERAGE, storage_order(average), True)
+            for number, average in self.pieces.items()
+        ]
+
+    def adopt(self, number: int, values: torch.Tensor, average: torch.Tensor) -> None:
+        """Keep the average of a piece that has come from elsewhere.
+
+        Args:
+            number: the number of the piece.
+            values: of the piece; their shape, strides and device are the average's.
+            average: (numel,) in storage order; copied.
+        """
+        self.pieces[number] = self._allocator.like(values, averaged_in(values.dtype))
+        storage_order(self.pieces[number]).copy_(average)
+
+    def adopt_buffers(self, layout_of: FlatTensors, states: Iterable[PieceState]) -> None:
+        """Keep averages of buffers that have come from elsewhere.
+
+        Args:
+            layout_of: the module's buffers.
+            states: one for each buffer, by its number in the layout; copied.
+        """
+        layout = layout_of.layout.converted(averaged_in)
+        self.buffers = FlatTensors(layout, device=layout_of.device)
+        for state in states:
+            self.buffers.views[state.piece].copy_(state.value)
+
+    def keep(self, numbers: Collection[int]) -> None:
+        """Drop the averages of all other pieces."""
+        self.pieces = {n: average for n, average in self.pieces.items() if n in numbers}
+
+
+def _move(averages: Sequence[torch.Tensor], values: Sequence[torch.Tensor], kept: float) -> None:
+    """Move averages towards values in place; the nearer, the less of them is kept."""
+    alike: dict[
+        tuple[torch.device, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]
+    ] = {}
+    # A list on several devices or of several dtypes falls back to a kernel for each tensor.
+    for average, value in zip(averages, values, strict=True):
+        group = alike.setdefault((average.device, average.dtype), ([], []))
+        group[0].append(average)
+        group[1].append(value.detach().to(average.dtype))
+    move = get_ema_multi_avg_fn(kept)  # type: ignore[no-untyped-call]
+    for targets, sources in alike.values():
+        move(targets, sources, 0)
+
+
+def _move_buffers(average: torch.Tensor, section: torch.Tensor, kept: float) -> None:
+    """Move the averages of a section of buffers; whole numbers take the newest value."""
+    newest = section.to(average.dtype)
+    if not (average.is_floating_point() or average.is_complex()):
+        average.copy_(newest)
+        return
+    moved = average.clone()
+    _move([moved], [newest], kept)
+    # Masks hold infinities, which have no average: infinity less infinity is not a number.
+    average.copy_(torch.where(torch.isfinite(moved), moved, newest))

@@ -1,0 +1,102 @@
+"""What must be alike on every device when a run begins, beside `tests/test_agreement.py`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+from onefold.checks.description import compare, describe
+from onefold.core.shard import Plan
+from onefold.errors import DisagreementError
+from onefold.shard.modelparts import ModelParts
+from tests.small import sgd
+from tests.step.assembled import settings_of, team_of
+from tests.tables import for_each
+
+Change = Callable[[nn.Sequential], object]
+Schedule = Callable[[torch.optim.Optimizer], Any]
+
+
+def said(
+    change: Change = lambda _: None,
+    *,
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] = sgd,
+    schedule: Schedule = lambda _: None,
+    trainer: int = 0,
+    **settings: Any,
+) -> dict[str, str]:
+    module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    change(module)
+    parts = ModelParts(module, [n for n, p in module.named_parameters() if p.requires_grad])
+    made, team = optimizer(module), team_of(2, own=[1], trainer=trainer)
+    return describe(parts, made, settings_of(**settings), team, Plan((2, 2)), schedule(made))
+
+
+def compared(*each: dict[str, str]) -> None:
+    compare([json.dumps(one).encode() for one in each])
+
+
+def by_lambda(optimizer: torch.optim.Optimizer) -> Any:
+    """Where functions lie in memory differs."""
+    return lr_scheduler.LambdaLR(optimizer, lambda step: 0.5)
+
+
+def test_devices_that_are_alike_are_not_refused(caplog: pytest.LogCaptureFixture) -> None:
+    compared(said(), said(), said())
+    compared(said(schedule=by_lambda), said(schedule=by_lambda))
+    # Only sets depend on the hashes of text, so other ones are no error.
+    compared(said(), {**said(), "a hash": "12345"})
+    assert [m for m in caplog.messages if "set PYTHONHASHSEED=0" in m]
+
+
+CHOICES: dict[str, dict[str, Any]] = {
+    "shards is 4 on device 0 and 8 on device 1: every device": {"shards": 8},
+    "clip_norm is None on device 0 and 0.5 on": {"clip_norm": 0.5},
+    "the rules of buffers is {} on device 0 and": {"buffers": {"*": "max"}},
+    "the number of Trainers before this one is 0 on device 0": {"trainer": 1},
+    "the schedule is None on device 0 and LambdaLR on": {"schedule": by_lambda},
+    "the optimizer is SGD on device 0 and Rprop on": {
+        "optimizer": lambda m: torch.optim.Rprop(m.parameters(), lr=0.1)
+    },
+    r"optimizer group 0 lr is 0\.1 on device 0 and 0\.2 on": {
+        "optimizer": lambda m: torch.optim.SGD(m.parameters(), lr=0.2, momentum=0.9)
+    },
+}
+MODELS: dict[str, Change] = {
+    r"parameter 2\.weight is trained torch\.float32 .* torch.float64": lambda m: m[2].double(),
+    r"parameter 3\.weight is absent .* and trained torch\.float32 \(2, 1\)": (
+        lambda m: m.append(nn.Linear(1, 2))
+    ),
+    r"parameter 0\.weight is trained .* \(3, 1\) on device 0 and .* \(1, 4\) on": (
+        lambda m: setattr(m[0].weight, "data", torch.zeros(3, 4).t())
+    ),
+    r"parameter 0\.bias is trained .* other torch\.f": lambda m: m[0].bias.requires_grad_(False),
+    "buffer mask is absent on device 0": lambda m: m.register_buffer("mask", torch.zeros(2)),
+}
+CHOICES |= {words: {"change": each} for words, each in MODELS.items()}
+
+
+@for_each("words", CHOICES)
+def test_what_differs_is_named(words: str) -> None:
+    other = said(**CHOICES[words])
+    with pytest.raises(DisagreementError, match=f"^{words}"):
+        compared(said(), other)
+    with pytest.raises(DisagreementError, match=r" on device 2\b"):
+        compared(said(), said(), other)
+
+
+def test_scripts_may_set_the_precision_of_products_for_one_kind_of_device() -> None:
+    """Asked in the old way after it was set in the new one, PyTorch raises."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    try:
+        matmul.fp32_precision = "tf32"
+        assert said()["the precision of matrix products"] == "none"
+    finally:
+        matmul.fp32_precision = before

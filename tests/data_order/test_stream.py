@@ -1,0 +1,251 @@
+"""A stream is read in one order, and each device keeps the samples of its shards."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import IterableDataset
+
+from onefold.core.batch import ShardedBatch
+from onefold.core.shard import Plan
+from onefold.data_order.loader import Loader
+from onefold.data_order.position import Position
+from onefold.errors import SampleError
+from tests.bits.loaders import KnowingFlow
+from tests.data_order.test_loader import (
+    Augmented,
+    make_loader,
+    noisy_collate,
+    processes,
+    samples_in,
+)
+from tests.tables import for_each
+
+with_worker = pytest.mark.parametrize("workers", [0, pytest.param(1, marks=processes)])
+
+
+class Noisy(IterableDataset[tuple[int, float]]):
+    """Draws from every generator, before the first sample and with each."""
+
+    def __init__(self, samples: int = 20) -> None:
+        self._samples = samples
+
+    def __iter__(self) -> Iterator[tuple[int, float]]:
+        start = torch.rand(()).item() + random.random() + np.random.randn()
+        for index in range(self._samples):
+            noise = torch.randn(()).item() + random.gauss(0, 1) + np.random.randn()
+            yield index, start + noise
+
+
+class Plain:
+    def __init__(self, samples: int) -> None:
+        self._samples = samples
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self._samples))
+
+
+def stream_loader(stream: Any, plan: Any, own: Any = (0,), **choices: Any) -> Loader:
+    return make_loader(stream, plan, own, **{"shuffle": False, **choices})
+
+
+@with_worker
+def test_what_a_stream_draws_depends_on_seed_and_pass_alone(workers: int) -> None:
+    def read(plan: Plan, workers: int, **choices: Any) -> list[Any]:
+        loader = stream_loader(Noisy(), plan, range(plan.devices), workers=workers, **choices)
+        found = []
+        for batch in (batch for _ in range(2) for batch in loader):
+            found += samples_in([batch])
+            torch.rand(3), random.random(), np.random.rand()  # the script's own
+        return found
+
+    first = read(Plan((1,)), 0)
+    assert read(Plan((2, 1)), workers) == first == read(Plan((3,)), workers, batch_size=4)
+    assert first[:20] != first[20:]
+    assert read(Plan((1,)), workers, seed=9) != first
+    digests = [
+        [batch.data_digest for batch in stream_loader(data, Plan((1, 3)), [own], digest=True)]
+        for data, own in ((Noisy(), 0), (Noisy(), 1), (Noisy(19), 1))
+    ]
+    assert digests[0] == digests[1] != digests[2]
+    assert len(set(digests[0])) == 4
+
+
+@with_worker
+@for_each("stream", [True, False])
+def test_the_callers_generators_are_left_alone(workers: int, stream: bool) -> None:
+    def states() -> Any:
+        return torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state())
+
+    before = states()
+    data = Noisy() if stream else Augmented()
+    for _ in stream_loader(data, Plan((2,)), workers=workers, collate=noisy_collate):
+        assert states() == before
+    assert states() == before
+
+
+def test_a_stream_may_know_its_length_and_leave_out_a_short_batch() -> None:
+    class Known(Plain):
+        def __len__(self) -> int:
+            return 20
+
+    assert len(stream_loader(Known(20), Plan((1,)))) == 4
+    for stream in (Known(20), Plain(20)):
+        loader = stream_loader(stream, Plan((1,)), drop_last=True)
+        assert samples_in(list(loader)) == list(range(18))
+    assert len(stream_loader(Known(20), Plan((1,)), drop_last=True)) == 3
+    with pytest.raises(TypeError, match="has no len"):
+        len(loader)
+
+
+@with_worker
+def test_a_plan_holds_from_the_next_batch(workers: int) -> None:
+    counts = [(1, 3), (2, 2), (0, 4), (4, 0), (4, 0), (1, 3), (2, 2), (3, 1)]
+    now = [Plan(counts[0])]
+    choices: Any = {"batch_size": 4, "collate": noisy_collate}
+    loader = stream_loader(Noisy(40), lambda: now[0], [1], workers=workers, **choices)
+    read: list[ShardedBatch] = []
+    for _ in range(2):
+        for batch in loader:
+            read.append(batch)
+            now[0] = Plan(counts[len(read) % len(counts)])
+    whole_loader = stream_loader(Noisy(40), Plan((4,)), **choices)
+    plain = [batch for _ in range(2) for batch in whole_loader]
+    assert [b.plan.counts for b in read] == [counts[n % len(counts)] for n in range(20)]
+    for batch, whole in zip(read, plain, strict=True):
+        shards = batch.plan.shards_of(1)
+        assert dict(batch.shards) == {shard: whole.shards[shard] for shard in shards}
+
+
+def used_until(loader: Loader, stop: int) -> dict[str, Any]:
+    """What a checkpoint says after the steps up to a place; one batch more was handed out."""
+    loader.track.follow(Position())
+    for batch in loader:
+        assert batch.data_pass is not None
+        if batch.stop > stop:
+            break
+        batch.data_pass.used = batch.stop
+    return json.loads(json.dumps(loader.track.to_json(epoch_done=False)))  # type: ignore[no-any-return]
+
+
+@with_worker
+@for_each("batch_size", [4, 5])
+def test_a_stream_goes_on_with_the_first_unused_sample(workers: int, batch_size: int) -> None:
+    whole = samples_in(list(stream_loader(Noisy(), Plan((2,)))))
+    saved = used_until(stream_loader(Noisy(), Plan((2,)), workers=workers, batch_size=4), 8)
+    assert saved["passes"] == [[0, 8]]
+    again = stream_loader(Noisy(), Plan((1, 1)), (0, 1), workers=workers, batch_size=batch_size)
+    again.track.go_to(saved)
+    assert samples_in(list(again)) == whole[8:]
+    assert len(samples_in(list(again))) == 20
+
+
+@with_worker
+def test_a_stream_with_a_state_goes_on_by_itself(workers: int) -> None:
+    def same(one: Any, other: Any) -> bool:
+        pairs = zip(sum(one, ()), sum(other, ()), strict=True)
+        return all(torch.equal(a, b) for a, b in pairs)
+
+    whole = samples_in(list(stream_loader(KnowingFlow(), Plan((2,)), workers=workers)))
+    saved = used_until(stream_loader(KnowingFlow(), Plan((2,)), workers=workers), 12)
+    assert list(saved["streams"]) == ["0"]
+    flow = KnowingFlow()
+    again = stream_loader(flow, Plan((2,)), workers=workers)
+    again.track.go_to(saved)
+    # Saved once more before a batch is used, it is the same.
+    assert used_until(again, 0) == saved
+    again.track.go_to(saved)
+    assert same(samples_in(list(again)), whole[12:])
+    if not workers:
+        assert min(flow.read) >= 12
+
+
+def test_a_state_that_no_checkpoint_can_hold_is_not_kept(caplog: pytest.LogCaptureFixture) -> None:
+    class Odd(Noisy):
+        def state_dict(self) -> dict[str, Any]:
+            return {"file": object()}
+
+        def load_state_dict(self, state: Any) -> None:
+            raise AssertionError
+
+    saved = used_until(stream_loader(Odd(), Plan((2,))), 12)
+    assert "streams" not in saved
+    assert caplog.text.count("which a checkpoint cannot hold") == 1
+    again = stream_loader(Odd(), Plan((2,)))
+    again.track.go_to(saved)
+    assert samples_in(list(again)) == samples_in(list(stream_loader(Odd(), Plan((2,)))))[12:]
+
+
+@with_worker
+def test_a_sample_that_cannot_be_read_is_named(workers: int) -> None:
+    class Broken(Noisy):
+        def __iter__(self) -> Iterator[Any]:
+            yield from range(8)
+            raise OSError("no such shard: 3.tar")
+
+    batches = iter(stream_loader(Broken(), Plan((1,)), workers=workers))
+    next(batches)
+    with pytest.raises(SampleError, match=r"reading sample 8 in epoch 0 failed: OSError: no such"):
+        next(batches)
+
+
+class Holding(IterableDataset[float]):
+    def __init__(self) -> None:
+        self.one, self.other = torch.Generator(), torch.Generator()
+        self.python, self.numpy = random.Random(1), np.random.default_rng(1)
+
+    def __iter__(self) -> Iterator[float]:
+        for _ in range(20):
+            yield from (torch.rand((), generator=g).item() for g in (self.one, self.other))
+            yield from (self.python.random(), self.numpy.normal())
+
+
+@with_worker
+def test_a_stream_with_generators_of_its_own_goes_on(workers: int) -> None:
+    def begun() -> Loader:
+        return stream_loader(Holding(), Plan((2,)), workers=workers, batch_size=4)
+
+    first, second = (samples_in(list(loader)) for loader in [begun()] * 2)
+    assert len({*first, *second}) == 160  # each has a seed of its own in a pass
+    again = begun()
+    again.track.go_to(used_until(begun(), 8))
+    assert samples_in(list(again)) == first[8:]
+    assert samples_in(list(again)) == second
+
+
+class Once:
+    """Its own iterator, which does not begin anew unless it is to."""
+
+    def __init__(self, anew: bool = False) -> None:
+        self._left, self._anew = iter(range(8)), anew
+
+    def __iter__(self) -> Once:
+        if self._anew:
+            self._left = iter(range(8))
+        return self
+
+    def __next__(self) -> int:
+        return next(self._left)
+
+
+@with_worker
+def test_a_stream_that_is_used_up_is_an_error(workers: int) -> None:
+    loader = stream_loader(Once(), Plan((1,)), workers=workers, batch_size=4)
+    assert len(list(loader)) == 2
+    if workers:  # which reads a copy of it, made at the beginning of each pass
+        assert len(list(loader)) == 2
+        return
+    with pytest.raises(SampleError, match="the stream Once gave no sample in epoch 1, and had"):
+        list(loader)
+
+
+def test_an_iterator_that_begins_anew_is_a_stream() -> None:
+    """Also where a second iter() in the middle of a pass would begin anew."""
+    loader = stream_loader(Once(anew=True), Plan((1,)), batch_size=3)
+    assert [samples_in(list(loader)) for _ in range(3)] == [[*range(8)]] * 3

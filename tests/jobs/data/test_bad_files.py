@@ -1,0 +1,46 @@
+"""What is said of files and lines that cannot be used, and of folders that may not be looked at."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from onefold.errors import DataError
+from onefold.jobs.data.files import BadFile, readable, visible
+from onefold.jobs.data.pictures import picture_paths, visible_folders
+
+
+def test_any_name_can_be_shown() -> None:
+    assert str(BadFile(Path("a/b.tsv"), "why", 7)) == "a/b.tsv, line 7: why"
+    assert str(BadFile(Path(os.fsdecode(b"caf\xe9.png")), "why")).encode() == b"caf\\xe9.png: why"
+    for name in ("猫/ñandú 1.png", "a b/'c'.png", "."):
+        assert readable(Path(name)) == name
+    assert visible("a\x1b[2J\n\x9bñ猫") == "a\\x1b[2J\\n\\x9bñ猫"  # no control of a screen
+    assert str(BadFile(Path("a\rb.png"), "why")) == "a\\rb.png: why"
+
+
+def test_what_may_not_be_looked_at_is_bad(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that may be read and not searched: its names can be seen, and nothing else."""
+    (tmp_path / "closed").mkdir()
+    (tmp_path / "closed" / "b.png").touch()
+    (tmp_path / "to nothing").symlink_to("nothing")
+    real = Path.stat
+
+    # The tests may be run by root, whom no file system keeps out.
+    def refused(path: Path, **options: Any) -> Any:
+        if path.parent.name == "closed":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real(path, **options)
+
+    monkeypatch.setattr(Path, "stat", refused)
+    bad: list[BadFile] = []
+    assert picture_paths(tmp_path, bad) == []
+    reason = "expected a file or folder, got Permission denied"
+    assert bad == [BadFile(tmp_path / "closed" / "b.png", reason)]
+    assert visible_folders(tmp_path) == [tmp_path / "closed"]
+    with pytest.raises(DataError, match=r"closed/b.*: expected a folder that can be looked thr"):
+        visible_folders(tmp_path / "closed")

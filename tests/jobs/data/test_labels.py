@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import pytest
+
+from onefold.errors import DataError
+from onefold.jobs.data.labels import check_apart, check_labels
+from onefold.jobs.data.pictures import Look, Sums, white_of
+from tests.tables import for_each
+
+
+def measured(count: int, each: int = 1) -> dict[str, int]:
+    return {f"{number / 3:.2f}": each for number in range(count)}
+
+
+@for_each(
+    "counts",
+    [
+        {"0": 5, "1": 6},
+        {str(number): 5 for number in range(50)},
+        {f"{number / 2}": 9 for number in range(11)},  # stars
+        {f"n{number:08}": 3 for number in range(1000)},
+        {"new york": 3, "new jersey": 3, "old york": 2},
+        {"red, large": 1, "red, small": 1, "blue, large": 1, "blue, small": 1},
+        measured(20),
+    ],
+)
+def test_labels_of_classes_pass_without_a_word(counts: dict[str, int]) -> None:
+    assert check_labels(counts, "train.tsv") == []
+    (note,) = check_labels({str(age): 30 for age in range(18, 91)}, "train.tsv")
+    assert note.startswith("train.tsv: 73 classes, all of them whole numbers: if these are measur")
+
+
+def test_labels_that_are_no_classes_are_refused() -> None:
+    for counts, words in (
+        (measured(21), "got 21 different ones on 21 samples, all of them numbers, such as '0.00'"),
+        ({str(n * n): 2 for n in range(80)}, "got 80 different ones on 160 samples, all of them"),
+        ({f"word {n}": 1 for n in range(30)}, "30 of them only once, such as 'word 0'"),
+        ({"toxic": 5, "toxic,rude": 3, "rude, mean": 2, "mean": 1}, "got lists of them, such as"),
+        ({"0 1 0": 5, "1 0 0": 4}, "got lists of them, such as '0 1 0', '1 0 0'"),
+        ({"Lob": 3, "smash": 3, "lob": 2}, "got 'Lob' and 'lob': give them one name"),
+        ({"cafe\u0301": 3, "caf\u00e9": 2}, "the same letters in two ways of Unicode"),
+        ({"Straße": 3, "STRASSE": 2}, "got 'Straße' and 'STRASSE'"),
+        ({"cat": 3, "ca\u200bt": 2}, "expected one spelling of every class"),
+        ({"cat": 3, "\x1b[2Jdog": 2}, "expected names of classes in letters, got '.x1b"),
+    ):
+        with pytest.raises(DataError, match=f"^train.tsv: .*{words}.*--labels-as-is"):
+            check_labels(counts, "train.tsv")
+
+
+def test_white_is_as_many_bits_as_the_largest_value_needs() -> None:
+    for deep, white in (
+        ([], None),
+        ([(0.4, True), (1.0, True)], 1),
+        ([(0.4, True), (17.5, False)], 255),
+        ([(4095.0, False), (3.0, False)], 4095),
+        ([(65535.0, False), (1000.0, False)], 65535),
+        ([(100000.0, False)], 131071),
+        ([(-3.0, False)], 255),
+    ):
+        looks = [Look((1, 1), True, Sums(), largest, fractions) for largest, fractions in deep]
+        assert white_of([Look((1, 1), True, Sums()), *looks]) == white
+
+
+def test_a_test_set_is_refused_if_more_than_half_of_it_was_trained_with() -> None:
+    train = ["a", "b", "c", "d"]
+    for same in (0, 2, 3, 4):
+        test = [*train[:same], *"wxyz"[same:]]
+        words = f"pets: {same} of 4 test samples are in the training set"
+        names = {"train_names": train, "test_names": test}
+        if same > 2:
+            with pytest.raises(DataError, match=words):
+                check_apart(train, test, where="pets", **names)
+        else:
+            notes = check_apart(train, test, where="pets", **names)
+            assert [note.startswith(words) for note in notes] == [True] * (same > 0)
+    # Nothing is known of these.
+    names = {"train_names": ["a", "b"], "test_names": ["c"]}
+    assert check_apart(["", "1"], [""], where="pets", **names) == []

@@ -1,0 +1,204 @@
+"""Pictures with masks: what is found, what is refused, what is counted."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from onefold.errors import DataError
+from onefold.jobs.data.masks import MaskRule
+from onefold.jobs.data.pairs import MaskedPictures, read_pairs
+from tests.masked import black_and_white, grey, save, save_pairs
+from tests.tables import for_each
+
+pillow = pytest.importorskip("PIL.Image", reason='needs pip install "onefold[images]"')
+
+SQUARE = (4, 4)
+
+
+def read(directory: Path, **choices: Any) -> MaskedPictures:
+    usual: dict[str, Any] = {"holdout": 0.25, "seed": 0, "skip_bad": False}
+    return read_pairs(directory, **{**usual, **choices})
+
+
+def names(data: MaskedPictures) -> tuple[list[str], list[str]]:
+    return [pair.name for pair in data.train], [pair.name for pair in data.test]
+
+
+def pixels_of(path: Path) -> Any:
+    return np.asarray(pillow.open(path))
+
+
+@pytest.fixture
+def whole(tmp_path: Path) -> Path:
+    save_pairs(tmp_path, [SQUARE] * 8)
+    return tmp_path
+
+
+@pytest.fixture
+def split(tmp_path: Path) -> Path:
+    """Three sound pairs to train with, of different sizes, and two to test with."""
+    save_pairs(tmp_path / "train", [(4, 4), (5, 3), (8, 8)])
+    save_pairs(tmp_path / "test", [SQUARE] * 2, first=3)
+    return tmp_path
+
+
+def test_folders_of_their_own_are_taken_as_they_are(split: Path) -> None:
+    folder = split / "test"
+    for name in ("test", "val", "valid", "validation"):
+        folder = folder.rename(split / name)
+        data = read(split)
+        assert names(data) == (["0.png", "1.png", "2.png"], ["3.png", "4.png"])
+    assert data.train[0].image == split / "train" / "images" / "0.png"
+    assert data.train[0].mask == split / "train" / "masks" / "0.png"
+    assert (data.shortest, data.left_out) == (3, [])
+    folder.rename(split / "later")
+    with pytest.raises(DataError, match="has a folder train, and none of test, val"):
+        read(split)
+
+
+def test_a_share_is_held_out_where_there_is_no_test_set(whole: Path, tmp_path: Path) -> None:
+    (whole / "images" / ".0.png").write_bytes(b"")
+    (whole / "masks" / "notes.txt").write_text("by hand")
+    for holdout, count in ((0.25, 2), (0.01, 1), (0.99, 7)):
+        train, test = names(read(whole, holdout=holdout))
+        assert len(test) == count
+        assert sorted(train + test) == [f"{number}.png" for number in range(8)]
+    drawn = [names(read(whole, seed=seed)) for seed in (0, 0, 1)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    (linked := tmp_path / "linked").mkdir()
+    for name in ("images", "masks"):
+        (linked / name).symlink_to(whole / name)
+    assert names(read(linked)) == drawn[0]
+
+
+def test_too_little_is_refused(tmp_path: Path) -> None:
+    for made, words in (
+        ("masks", "expected .* there is no images"),
+        ("images", "images: expected pictures, found none"),
+    ):
+        (tmp_path / made).mkdir()
+        with pytest.raises(DataError, match=words):
+            read(tmp_path)
+    save_pairs(tmp_path, [SQUARE])
+    with pytest.raises(DataError, match="to train and to test with, found 1 and 0"):
+        read(tmp_path)
+
+
+def other_size(folder: Path) -> dict[str, str]:
+    save(folder / "masks" / "0.png", black_and_white(4, 5))
+    return {"masks/0.png": f"expected a mask of 4x4 pixels, .*{folder}/images/0.png, got 5x4"}
+
+
+def one_missing(folder: Path) -> dict[str, str]:
+    (folder / "masks" / "0.png").unlink()
+    (folder / "images" / "1.png").unlink()
+    return {
+        "images/0.png": "there is no mask of that name in",
+        "masks/1.png": "there is no picture of that name in",
+    }
+
+
+def broken(folder: Path) -> dict[str, str]:
+    (folder / "masks" / "0.png").write_bytes(b"no picture")
+    path = save(folder / "images" / "1.png", grey(64, 64, 3))
+    path.write_bytes(path.read_bytes()[:2000])
+    reason = "expected a picture that can be read"
+    return {"masks/0.png": reason, "images/1.png": reason}
+
+
+def twice(folder: Path) -> dict[str, str]:
+    save(folder / "images" / "0.jpg", grey(*SQUARE))
+    return {
+        "images/0.jpg": "expected one file of that name, there is 0.png as well",
+        "images/0.png": "expected one file of that name, there is 0.jpg as well",
+    }
+
+
+def numbers_of_classes(folder: Path) -> dict[str, str]:
+    save(folder / "masks" / "0.png", np.full(SQUARE, 3, dtype=np.uint8))
+    return {"masks/0.png": r"expected a mask of 0 and 1, or of 0 and 255, got 3 \(100.0%\): none"}
+
+
+@for_each("spoil", [other_size, one_missing, broken, twice, numbers_of_classes])
+def test_what_is_bad_is_named_or_left_out(tmp_path: Path, spoil: Any) -> None:
+    save_pairs(tmp_path, [SQUARE] * 8)
+    reasons = spoil(tmp_path)
+    words = f"^{len(reasons)} of the files and lines cannot be used"
+    with pytest.raises(DataError, match=words) as caught:
+        read(tmp_path)
+    for path, reason in reasons.items():
+        assert re.search(f"{tmp_path / path}: {reason}", str(caught.value))
+    data = read(tmp_path, skip_bad=True)
+    assert {str(bad.path.relative_to(tmp_path)) for bad in data.left_out} == set(reasons)
+    bad = {Path(path).stem for path in reasons}
+    train, test = names(data)
+    assert sorted(train + test) == [f"{n}.png" for n in range(8) if str(n) not in bad]
+    for path in (tmp_path / "masks").iterdir():
+        path.write_bytes(b"")
+    with pytest.raises(DataError, match="to train and to test with, found 0 and 0"):
+        read(tmp_path, skip_bad=True)
+
+
+def test_a_test_set_that_says_nothing_is_refused(split: Path) -> None:
+    for number in (3, 4):
+        save(split / "test" / "masks" / f"{number}.png", np.zeros(SQUARE, dtype=np.uint8))
+    with pytest.raises(DataError, match="none of the 2 to test with has a foreground pixel"):
+        read(split)
+    shutil.rmtree(split / "test")
+    shutil.copytree(split / "train", split / "test")
+    with pytest.raises(DataError, match="3 of 3 test samples are in the training set as well"):
+        read(split)
+
+
+def test_pixels_are_counted_in_the_training_pictures_that_are_used(split: Path) -> None:
+    data = read(split)
+    assert data.pixels == data.sums.count == 4 * 4 + 5 * 3 + 8 * 8
+    masks = [pixels_of(pair.mask) for pair in data.train]
+    assert data.foreground == sum(int((mask == 255).sum()) for mask in masks)
+    images = np.concatenate([pixels_of(pair.image).ravel() for pair in data.train])
+    assert data.sums.totals == [int(images.sum(dtype=np.int64))] * 3
+    save(split / "train" / "masks" / "0.png", black_and_white(9, 9))  # left out
+    save(split / "train" / "masks" / "1.png", np.zeros((5, 3), dtype=np.uint8))
+    data = read(split, skip_bad=True)
+    assert data.pixels == 5 * 3 + 8 * 8
+    assert data.foreground == int((masks[2] == 255).sum())
+
+
+def test_other_data_have_another_digest(whole: Path) -> None:
+    digests = [read(whole).digest, read(whole, seed=1).digest]
+    assert read(whole).digest == digests[0]
+    for kind in ("images", "masks"):
+        (whole / kind / "0.png").rename(whole / kind / "x.png")
+    assert len({*digests, read(whole).digest}) == 3
+    path = whole / "masks" / "3.png"
+    save(path, pixels_of(path) // 255)
+    with pytest.raises(DataError, match=r"masks/3\.png: expected masks that are all of 0 and 1"):
+        read(whole)
+
+
+def test_masks_of_several_classes_need_a_rule(tmp_path: Path) -> None:
+    for number in range(8):
+        mask = np.zeros((12, 12), dtype=np.uint8)
+        mask[1:6, 1:6], mask[6:11, 6:11], mask[6] = 1, 2, 255
+        save(tmp_path / "images" / f"{number}.png", grey(12, 12, seed=number))
+        save(tmp_path / "masks" / f"{number}.png", mask)
+    words = r"masks/1.png: expected a mask of 0 and 1, or of 0 and 255, got 0 .*--foreground 1, and"
+    with pytest.raises(DataError, match=f"(?s)8 of the files and lines cannot be used.*{words}"):
+        read(tmp_path)
+    data = read(tmp_path, rule=MaskRule(("1", "2"), ("255",)))
+    assert len(data.train) == 6
+    assert (data.foreground, data.void, data.pixels) == (6 * (25 + 20), 6 * 12, 6 * (144 - 12))
+    # What is void is part of the digest.
+    one, other = (read(tmp_path, rule=MaskRule(("1",), (void,))) for void in ("2", "255"))
+    assert one.foreground == other.foreground
+    assert one.digest != other.digest
+    with pytest.raises(DataError, match=r"--foreground 7: expected a value .* none .* 0, 1, 2, 25"):
+        read(tmp_path, rule=MaskRule(("7",)))
+    with pytest.raises(DataError, match="--void #ff0000: expected a value of the masks, none in"):
+        read(tmp_path, rule=MaskRule(("1",), ("#ff0000",)))

@@ -1,0 +1,222 @@
+"""Pictures as they are decoded, and what is counted of their pixels."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import pickle
+import random
+import re
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from onefold.errors import DataError
+from onefold.jobs.data.decoding import is_picture, load_picture, open_picture
+from onefold.jobs.data.pictures import (
+    ArrayPictures,
+    PictureFiles,
+    Sums,
+    look_at,
+    picture_paths,
+    sum_looks,
+)
+from onefold.jobs.data.scan import scan_pictures
+from tests.jobs.data.pictures import WAYS_TO_BE_BAD, noise, write_cut_jpeg, write_page
+from tests.tables import for_each
+
+SIZE = (12, 10)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "picture.png"
+
+
+def assert_true(sums: Sums, arrays: list[np.ndarray]) -> None:
+    """Mean and standard deviation are those of all pixels by channel."""
+    flat = [torch.tensor(array).reshape(-1, array.shape[-1]) for array in arrays]
+    pixels = torch.cat(flat).to(torch.float64) / 255
+    mean, std = (torch.tensor(values, dtype=torch.float64) for values in sums.mean_and_std())
+    torch.testing.assert_close(mean, pixels.mean(dim=0), rtol=0, atol=1e-13)
+    expected = pixels.std(dim=0, correction=0).clamp_min(1 / 255)
+    torch.testing.assert_close(std, expected, rtol=0, atol=1e-13)
+
+
+def test_a_picture_is_known_by_its_name() -> None:
+    pictures = ["a.jpg", "a.JPG", "a.Jpeg", "a.b.webp", "猫 1.png", "a.heic"]
+    others = [".DS_Store", "._a.jpg", ".jpg", "Thumbs.db", "a.jpg.txt", "jpg"]
+    assert [name for name in pictures + others if is_picture(Path("x") / name)] == pictures
+
+
+@for_each(
+    ("mode", "suffixes", "expected"),
+    [
+        *((mode, ["png"], "L") for mode in ("L", "LA", "1")),
+        *((mode, ["tiff"], "L") for mode in ("F", "I")),
+        ("L", ["jpg", "pgm"], "L"),
+        ("RGB", ["jpg", "webp", "gif", "bmp", "tiff", "ppm", "png"], "RGB"),
+        *(("RGBA", ["png"], "RGB"), ("P", ["png", "gif"], "RGB"), ("YCbCr", ["tiff"], "RGB")),
+    ],
+)
+def test_pixels_are_pillows(tmp_path: Path, mode: str, suffixes: list[str], expected: str) -> None:
+    for suffix in suffixes:
+        path = tmp_path / f"picture.{suffix}"
+        noise(SIZE, mode).save(path)
+        picture = open_picture(path)
+        assert (picture.mode, picture.size) == (expected, SIZE)
+        if mode not in ("F", "I"):
+            with Image.open(path) as plain:
+                assert picture.tobytes() == plain.convert(expected).tobytes()
+
+
+@for_each("orientation", range(1, 9))
+def test_a_picture_is_turned_as_its_note_says(tmp_path: Path, orientation: int) -> None:
+    path, exif = tmp_path / "a.png", Image.Exif()
+    exif[0x0112] = orientation
+    noise(SIZE).save(path, exif=exif)
+    quarters = {3: 2, 4: 2, 5: 1, 6: 3, 7: 3, 8: 1}.get(orientation, 0)
+    turned = np.rot90(np.asarray(noise(SIZE)), quarters)
+    if orientation in (2, 4, 5, 7):
+        turned = np.flip(turned, axis=1 if orientation < 5 else 0)
+    np.testing.assert_array_equal(np.asarray(open_picture(path)), turned)
+    assert scan_pictures([path]).looks[0].size == (turned.shape[1], turned.shape[0])
+
+
+def test_more_than_a_byte_for_a_pixel_becomes_a_byte(tmp_path: Path) -> None:
+    for values, kind, expected in (
+        ([0, 257, 65535], np.uint16, [0, 1, 255]),
+        ([0, 257, 65535], np.int32, [0, 1, 255]),
+        ([0, 200, 255], np.int32, [0, 200, 255]),
+        ([-5, 7, 2**20], np.int32, [0, 0, 255]),
+        ([0, 0.5, 1], np.float32, [0, 127, 255]),
+        ([0, 1285, 65535], np.float32, [0, 5, 255]),
+        ([np.nan, np.inf, 1], np.float32, [0, 0, 255]),
+    ):
+        Image.fromarray(np.array([values], dtype=kind)).save(tmp_path / "deep.tiff")
+        picture = open_picture(tmp_path / "deep.tiff")
+        assert (picture.mode, list(picture.tobytes())) == ("L", expected)
+
+
+@for_each("way", WAYS_TO_BE_BAD)
+def test_what_cannot_be_read_is_named(tmp_path: Path, way: str) -> None:
+    write, reason = WAYS_TO_BE_BAD[way]
+    path = tmp_path / os.fsdecode(b"caf\xe9.jpg")
+    write(path)
+    words = re.escape(f"{tmp_path}/caf\\xe9.jpg: expected a picture that can be read: {reason}")
+    with pytest.raises(DataError, match=f"^{words}") as caught:
+        open_picture(path)
+    (bad,) = scan_pictures([path]).bad
+    assert str(bad) == str(caught.value)
+
+
+@for_each("suffix", ["bmp", "gif", "jpg", "pgm", "png", "tiff", "webp"])
+def test_a_damaged_file_is_read_or_refused_and_nothing_else(
+    tmp_path: Path, suffix: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / f"a.{suffix}"
+    caplog.set_level(logging.CRITICAL, "PIL")
+    noise(SIZE, "L" if suffix == "pgm" else "RGB").save(path)
+    sound, draw, refused = path.read_bytes(), random.Random(suffix), 0
+    for _ in range(60):
+        content = bytearray(sound)
+        for _ in range(4):
+            content[draw.randrange(min(len(content), 150))] = draw.randrange(256)
+        path.write_bytes(content)
+        try:
+            assert open_picture(path).mode in ("L", "RGB")
+        except DataError:
+            refused += 1
+    assert refused > 0
+
+
+EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n%%EOF\n"
+
+
+def test_no_picture_starts_a_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trace, program = tmp_path / "gs was started", tmp_path / "bin" / "gs"
+    program.parent.mkdir()
+    program.write_text(f"#!/bin/sh\necho 10.0\ntouch '{trace}'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    monkeypatch.setattr("PIL.EpsImagePlugin.gs_binary", None, raising=False)
+    for name in ("a.png", "a.jpg", "a.eps"):
+        (tmp_path / name).write_bytes(EPS)
+        for read in (open_picture, load_picture, look_at):
+            with pytest.raises(DataError, match=r"no known format that begins with b'%!PS-.* PNG"):
+                read(tmp_path / name)
+    assert not trace.exists()
+
+
+def test_too_many_pixels_are_not_decoded(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    noise(SIZE).save(file)
+    content = file.read_bytes()
+    head = b"IHDR" + (12_000).to_bytes(4, "big") * 2 + content[24:29]
+    file.write_bytes(content[:12] + head + zlib.crc32(head).to_bytes(4, "big") + content[33:])
+    monkeypatch.setattr("PIL.ImageFile.ImageFile.load", lambda *_: pytest.fail("decoded"))
+    words = r"re\.png: .*: it has 12000x12000 pixels, more than the 134,217,728 .*: make it smaller"
+    with pytest.raises(DataError, match=words):
+        open_picture(file)
+
+
+def test_links_lead_neither_to_devices_nor_round_without_end(tmp_path: Path) -> None:
+    (tmp_path / "a.png").symlink_to("/dev/zero")
+    os.mkfifo(tmp_path / "b.png")
+    (path,) = picture_paths(tmp_path, [])
+    (found,) = scan_pictures([path]).bad
+    assert "a.png: expected a picture that can be read: expected a file, got a FIFO" in str(found)
+    levels = [tmp_path / f"level {number}" for number in range(40)]
+    for level in levels:
+        level.mkdir()
+    for above, beneath in itertools.pairwise(levels):
+        (above / "a").symlink_to(beneath)
+        (above / "b").symlink_to(beneath)
+    noise((4, 4)).save(levels[-1] / "x.png")
+    assert picture_paths(levels[0], []) == [levels[0].joinpath(*["a"] * 39, "x.png")]
+
+
+def test_a_look_through_says_what_is_sound_and_what_is_bad(tmp_path: Path) -> None:
+    paths = [tmp_path / f"{number:02}.png" for number in range(40)]
+    for number, path in enumerate(paths):
+        mode = "L" if number % 3 == 0 else "RGB"
+        noise((4 + number % 5, 3 + number % 7), mode, seed=number).save(path)
+    for number in (0, 17, 39):
+        write_cut_jpeg(paths[number])
+    facts = scan_pictures(paths)
+    assert facts.sound == [n for n in range(40) if n not in (0, 17, 39)]
+    assert [bad.path for bad in facts.bad] == [paths[n] for n in (0, 17, 39)]
+    assert [look.size for look in facts.looks] == [(4 + n % 5, 3 + n % 7) for n in facts.sound]
+    assert [look.grey for look in facts.looks] == [n % 3 == 0 for n in facts.sound]
+    backwards = scan_pictures(paths[::-1])
+    assert (backwards.bad, backwards.looks) == (facts.bad[::-1], facts.looks[::-1])
+    # Grey ones among coloured ones count in all channels.
+    arrays = [np.asarray(open_picture(paths[n]).convert("RGB")) for n in facts.sound]
+    assert_true(sum_looks(facts.looks, grey=facts.grey), arrays)
+    grey = scan_pictures(paths[3:36:3])
+    arrays = [np.asarray(open_picture(path))[..., None] for path in paths[3:36:3]]
+    assert_true(sum_looks(grey.looks, grey=grey.grey), arrays)
+    assert scan_pictures([]).sound == []
+
+
+def test_files_are_named_from_the_root_and_read_when_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "cat").mkdir()
+    paths = [tmp_path / name for name in ("cat/ñ 1.png", "dog.png", os.fsdecode(b"caf\xe9.png"))]
+    for number, path in enumerate(paths):
+        noise(SIZE, seed=number).save(path)
+    files = pickle.loads(pickle.dumps(PictureFiles(paths, tmp_path)))
+    assert [files.name(i) for i in range(len(files))] == ["cat/ñ 1.png", "dog.png", "caf\\xe9.png"]
+    expected = [noise(SIZE, seed=number).tobytes() for number in range(3)]
+    assert [files[i].tobytes() for i in range(3)] == expected
+    pixels = torch.arange(24, dtype=torch.uint8).view(2, 3, 4)
+    source = pickle.loads(pickle.dumps(ArrayPictures(pixels, "test picture")))
+    assert (len(source), source.name(1)) == (2, "test picture 1")
+    source[1].convert("L").paste(9, (0, 0, 4, 3))
+    assert (source[1].mode, list(source[1].tobytes())) == ("L", list(range(12, 24)))
+    write_page(paths[1])
+    with pytest.raises(DataError, match=r"dog\.png: expected a picture that can be read"):
+        files[1]

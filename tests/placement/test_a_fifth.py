@@ -1,0 +1,88 @@
+"""A placement of somebody else's, by what `Placement` asks for alone: parameters lie in a dict."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from onefold.core.batch import ShardedBatch
+from onefold.core.values import Gradients, ShardResult
+from onefold.placement import choice
+from onefold.placement.base import Before, Placement, ResidentParameters
+from onefold.placement.context import StepContext
+from onefold.placement.replicated import run_share
+from onefold.shard.task import ShardTask
+from tests.small import make_trainer, points
+
+
+class DictParameters(ResidentParameters):
+    """The parameters of a model that are copies of what lies in a dict."""
+
+    def __init__(self, context: StepContext) -> None:
+        self._named = context.parts.trained
+        self.kept: dict[str, torch.Tensor] = {}
+        self.keep()
+
+    def keep(self) -> None:
+        self.kept = {name: p.detach().clone() for name, p in self._named.items()}
+
+    def load(self) -> None:
+        for name, parameter in self._named.items():
+            parameter.data.copy_(self.kept[name])
+
+    @contextmanager
+    def unsharded(self, *, look: bool = False) -> Iterator[None]:
+        self.load()
+        yield
+        self.keep()
+
+
+class InADict(Placement):
+    """One device, which has its parameters from a dict in each step."""
+
+    parameters: DictParameters
+
+    def start(self, context: StepContext) -> None:
+        super().start(context)
+        self.parameters = DictParameters(context)
+
+    def run_shards(
+        self,
+        batch: ShardedBatch,
+        task: ShardTask,
+        done: Mapping[int, ShardResult],
+        before: Before,
+    ) -> Gradients | None:
+        context = self.context
+        self.parameters.load()
+        with context.attached(context.first), before(context.first):
+            gradients = run_share(context.first, batch, task, context.exchange, done)
+        return gradients if task.shards == 1 else None
+
+    def publish(self) -> None:
+        super().publish()
+        self.parameters.keep()
+
+    def may_write(self, shards: int) -> bool:
+        return True  # to copies
+
+
+def trained(*, spoils: bool = False) -> list[list[float]]:
+    trainer = make_trainer()
+    for _ in range(3):
+        if spoils:
+            for parameter in trainer.model.parameters():
+                parameter.data.fill_(7.0)
+        trainer.step(points(8))
+    with trainer.unsharded():
+        return [parameter.flatten().tolist() for parameter in trainer.model.parameters()]
+
+
+def test_a_placement_needs_no_other_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    replicated = trained()
+    monkeypatch.setitem(choice.PLACEMENTS, "replicate", InADict)
+    assert trained() == replicated
+    assert trained(spoils=True) == replicated, "what is in the dict counts"

@@ -1,0 +1,217 @@
+"""How the user's own optimizer is divided, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import onefold
+from onefold.checks.optimizer import updates_by_element
+from onefold.core.context import LaunchContext
+from onefold.core.options import RunOptions
+from onefold.errors import StateError
+from tests.small import bits, line, make_trainer, points, sgd, square
+from tests.tables import for_each
+
+both = for_each("devices", [1, 3])
+
+
+class Branches(nn.Module):
+    """One branch for all samples, one for those that begin with a large number, one for none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.usual, self.rare, self.unused = line(), line(), line(300)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        result = self.usual(inputs)
+        chosen = inputs[:, :1] > 50
+        return result + self.rare(inputs) * chosen if bool(chosen.any()) else result
+
+
+def decaying(model: nn.Module) -> torch.optim.Optimizer:
+    """In two groups with settings of their own."""
+    named = dict(model.named_parameters())
+    biases = [p for name, p in named.items() if "bias" in name]
+    weights = [p for name, p in named.items() if "bias" not in name]
+    groups: list[dict[str, Any]] = [{"params": biases, "lr": 0.3}, {"params": weights}]
+    return torch.optim.AdamW(groups, lr=0.1, weight_decay=0.5)
+
+
+def test_which_optimizers_may_cut_a_parameter() -> None:
+    kinds = torch.optim.SGD, torch.optim.AdamW, torch.optim.Rprop
+    derived = type("Derived", (torch.optim.SGD,), {})  # nobody knows what it does
+    others = torch.optim.Adafactor, torch.optim.Muon, derived
+    model = nn.Linear(2, 2, bias=False)
+    for kind in (*kinds, *others):
+        assert updates_by_element(kind(model.parameters(), lr=0.1)) == (kind in kinds)
+
+
+def with_a_strange_parameter(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = sgd(model)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(4, 2))]})
+    return optimizer
+
+
+def in_use(model: nn.Module) -> torch.optim.Optimizer:
+    """The second trainer would not find the state again that the first one cut up."""
+    make_trainer(model, optimizer=(optimizer := sgd(model)))
+    return optimizer
+
+
+@for_each(
+    ("build", "words"),
+    [
+        (lambda m: torch.optim.LBFGS(m.parameters()), "LBFGS needs a closure that runs the model"),
+        (lambda m: torch.optim.SparseAdam(m.parameters()), "works on sparse gradients; use Adam"),
+        (with_a_strange_parameter, r"parameter 0 of group 1, of shape \(4, 2\), is not"),
+        (lambda m: sgd(copy.deepcopy(m)), r"Make the optimizer from this model's parameters\(\)"),
+        (lambda m: sgd(m.requires_grad_(False)), "holds no parameter that requires a gradient"),
+        (in_use, "already belongs to a Trainer"),
+    ],
+)
+def test_optimizers_that_cannot_be_divided(build: Callable[..., Any], words: str) -> None:
+    model = line()
+    optimizer = build(model)
+    with pytest.raises((TypeError, ValueError), match=words):
+        make_trainer(model, optimizer=optimizer)
+
+
+CHANGES: list[Callable[[torch.optim.Optimizer, nn.Module], object]] = [
+    lambda o, m: o.add_param_group({"params": list(m.parameters())}),
+    lambda o, m: o.param_groups.pop(),
+    lambda o, m: o.param_groups[1]["params"].append(m.weight),
+]
+
+
+@for_each("change", CHANGES)
+def test_groups_that_were_changed_afterwards_are_refused(change: Callable[..., object]) -> None:
+    model = nn.Sequential(line(), nn.Linear(1, 1), nn.Linear(1, 1))
+    groups = [{"params": list(model[i].parameters()), "lr": 0.1} for i in range(2)]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    trainer = make_trainer(model, optimizer=optimizer)
+    before = bits(model)
+    change(optimizer, model[2])
+    for call in (lambda: trainer.save("nowhere"), lambda: trainer.step(points(4))):
+        with pytest.raises(ValueError, match="parameter groups were changed after Trainer was"):
+            call()
+    assert bits(model) == before
+
+
+@both
+def test_what_is_unused_or_frozen_for_a_step_is_skipped_as_in_plain_pytorch(devices: int) -> None:
+    """Weight decay would change them, and so would a gradient of zeros."""
+    ours, theirs = Branches().double(), Branches().double()
+    trainer = make_trainer(ours, optimizer=decaying(ours), devices=devices)
+    other = decaying(theirs)
+    usual = tuple(tensor.double() for tensor in points(8))
+    rarely = tuple(tensor.clone() for tensor in usual)
+    rarely[0][6, 0] = 99.0  # one sample, in the last of four shards
+    for batch, used, rests in ((usual, (), False), (rarely, ("rare",), True), (usual, (), False)):
+        for model in (ours, theirs):
+            model.usual.bias.requires_grad_(not rests)
+        before = bits(ours)
+        trainer.step(batch)
+        other.zero_grad()
+        square(theirs, batch).mean().backward()
+        other.step()
+        named = [dict(model.named_parameters()) for model in (ours, theirs)]
+        torch.testing.assert_close(*named)
+        after = bits(ours)
+        changed = {name.split(".")[0] for name in after if after[name] != before[name]}
+        assert changed == {"usual", *used}
+        assert (after["usual.bias"] == before["usual.bias"]) is rests
+
+
+class Counting(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        self.state["steps"] = self.state.get("steps", 0) + 1
+        return super().step(closure)
+
+
+@both
+def test_state_under_a_key_that_is_no_parameter_is_kept(devices: int, tmp_path: Path) -> None:
+    model = line()
+    optimizer = Counting(model.parameters(), lr=0.1)
+    optimizer.state["steps"] = 5
+    trainer = make_trainer(model, optimizer=optimizer, devices=devices)
+    for _ in range(2):
+        trainer.step(points(8))
+    assert optimizer.state["steps"] == 7
+    with pytest.raises(TypeError, match="keeps 'steps' in its state, under no parameter"):
+        trainer.save(tmp_path)
+
+
+class Noisy(torch.optim.SGD):
+    """Draws in its steps from some number on, as annealed noise or stochastic rounding does."""
+
+    draw: Callable[[], object] = staticmethod(lambda: None)
+    begins = 1
+    done = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.done += 1
+        if self.done >= self.begins:
+            self.draw()
+        return super().step(closure)
+
+
+def noisy(draw: Any, devices: int = 1, begins: int = 1, own: Any = None) -> onefold.Trainer:
+    model = line()
+    optimizer: Any = Noisy(model.parameters(), lr=0.1)
+    optimizer.draw, optimizer.begins, optimizer.own = draw, begins, own
+    return make_trainer(model, optimizer=optimizer, devices=devices)
+
+
+@both
+@for_each(
+    ("draw", "name"),
+    [
+        (lambda: torch.randn(()), "PyTorch's generator"),
+        (random.random, "Python's random"),
+        (np.random.rand, "NumPy's generator"),
+        (np.random.standard_normal, "NumPy's generator"),  # the half of a pair
+    ],
+)
+def test_one_that_draws_is_refused(draw: Callable[[], object], name: str, devices: int) -> None:
+    words = (
+        rf"Noisy draws random numbers in step\(\), from {name}: expected none.*Trainer\(model, N"
+    )
+    with pytest.raises(StateError, match=words):
+        noisy(draw, devices).step(points(8))
+
+
+def test_one_that_begins_later_or_has_a_generator_of_its_own_is_noticed() -> None:
+    trainer = noisy(lambda: torch.randn(()), begins=10)
+
+    def train() -> None:
+        for _ in range(120):  # it is looked at now and then
+            trainer.step(points(8))
+
+    with pytest.raises(StateError, match="Noisy draws"):
+        train()
+    assert trainer.steps > 5
+    own = np.random.default_rng(1)
+    with pytest.raises(StateError, match=r"Noisy draws .*, from a generator of its own"):
+        noisy(own.normal, own=own).step(points(8))
+
+
+def test_an_optimizer_of_the_script_is_called_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may count its calls, or look at all parameters together."""
+    world = LaunchContext(options=RunOptions(placement="offload"))
+    monkeypatch.setattr("onefold.trainer.current_context", lambda: world)
+    model = nn.Sequential(nn.Linear(3, 40), nn.Linear(40, 40), nn.Linear(40, 1))
+    optimizer = Noisy(model.parameters(), lr=0.1)
+    trainer = make_trainer(model, optimizer=optimizer, devices=None)
+    for _ in range(2):
+        trainer.step(points(8))
+    assert optimizer.done == 2
+    trainer.close()
