@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import doctest
 import importlib
@@ -11,6 +12,7 @@ import runpy
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -207,6 +209,38 @@ def test_what_the_architecture_names_is_in_the_module_that_it_names() -> None:
     for name, path in pairs:
         found = rf"(?m)(?:def|class) {name.split('.')[-1]}\b|^{name}\b"
         assert re.search(found, (SOURCE / path).read_text()), f"{name} in {path}"
+
+
+def explained(node: ast.AST) -> Iterator[str]:
+    """The arguments that a docstring explains."""
+    text = ast.get_docstring(node, clean=True) or ""  # type: ignore[arg-type]
+    _, _, rest = text.partition("Args:\n")
+    for line in rest.partition("\n\n")[0].splitlines():
+        if names := re.match(r" {4}(\**\w+(?:, \**\w+)*):(?: |$)", line):
+            yield from (name.strip(" *") for name in names[1].split(","))
+
+
+def test_arguments_that_docstrings_explain_are_those_of_the_function() -> None:
+    wrong, seen = [], 0
+    for path in sorted(SOURCE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            made = [node, *(node.body if isinstance(node, ast.ClassDef) else [])]
+            taking = [
+                each
+                for each in made
+                if isinstance(each, ast.FunctionDef)
+                and (each is node or each.name in ("__init__", "__new__"))
+            ]
+            if not taking:
+                continue
+            names = {each.arg for each in ast.walk(taking[0].args) if isinstance(each, ast.arg)}
+            found = list(explained(node))
+            seen += len(found)
+            wrong += [
+                f"{path.name}: {taking[0].name}: {name}" for name in found if name not in names
+            ]
+    assert wrong == []
+    assert seen > 1000
 
 
 def test_the_lines_of_ports_are_those_that_are_counted() -> None:

@@ -226,7 +226,7 @@ class ValueGuard:
 
         Args:
             also: other values to include in the checksum.
-            due: whether costly checks are due.
+            run_checks: whether costly checks are due.
             of_all: whether to add up all values as well, where checks are due.
 
         Returns:

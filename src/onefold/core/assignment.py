@@ -54,7 +54,7 @@ class Assignment:
             raise ValueError(
                 f"expected a host, a share of the plan and a partition for each of "
                 f"{len(self.devices)} devices, got {len(self.hosts)} hosts, "
-                f"{self.plan.devices} shares and {len(self.partitions)} spans"
+                f"{self.plan.devices} shares and {len(self.partitions)} partitions"
             )
         # Spans must tile the pieces: a gap would leave parameters as they are in every step, an
         # overlap would have two devices write the same memory.

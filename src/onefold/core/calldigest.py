@@ -72,7 +72,7 @@ _CALLS = {
     Call.UPDATE_BN: "the update_bn of trainer.averaged",
     Call.BROADCAST: "trainer.broadcast",
     Call.GRADIENT: "trainer.gradient",
-    Call.WHOLE: "the beginning of trainer.whole",
+    Call.WHOLE: "the beginning of trainer.unsharded",
     Call.CLOSE: "trainer.close",
 }
 

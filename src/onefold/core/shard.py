@@ -115,7 +115,7 @@ class Plan:
         """Have the devices of each pipeline compute shards together: the first one of it has them.
 
         Raises:
-            ValueError: there are more lines than shards.
+            ValueError: there are more pipelines than shards.
 
         >>> Plan.in_pipelines(shards=4, devices=2, pipeline=2).read_by(1)
         (0, 1, 2, 3)
@@ -126,7 +126,7 @@ class Plan:
         if pipelines > shards:
             raise ValueError(
                 f"{pipelines} pipelines cannot share {shards} shards: a shard is never divided. "
-                f"Use at most {shards} lines, or give Trainer more shards"
+                f"Use at most {shards} pipelines, or give Trainer more shards"
             )
         counts = [0] * devices
         counts[::pipeline] = [stop - start for start, stop in cut_bounds(shards, pipelines)]

@@ -339,7 +339,7 @@ def cut_partitions_in_pipelines(
         pieces: of the model.
         stage_of: for each entry, the number of its stage.
         places: for each stage, the place in its pipeline of a device that computes it.
-        lines: how many there are.
+        pipelines: how many there are.
 
     Returns:
         For each device, line after line, the numbers of its pieces.

@@ -144,7 +144,7 @@ class LocalReplicas:
     Args:
         replicas: the model on each device of this process.
         guard: remembers the parameters of the first one.
-        turns: decides when costly checks are due.
+        check_interval: decides when costly checks are due.
     """
 
     def __init__(

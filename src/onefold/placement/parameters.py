@@ -295,7 +295,7 @@ class ShardedParameters(StageParameters):
         """Surround a forward pass and its backward.
 
         Args:
-            course: in which order stages are wanted.
+            order: in which order stages are wanted.
 
         Yields:
             What is to be called between the two.

@@ -62,8 +62,8 @@ def run_share(
     for slot, gradients in enumerate(partial_sums(replica, batch, task, record, done)):
         start = watch.now()
         # From here until `publish_parameters` these tensors belong to the exchange, which adds to
-        # them in place. A single shard's are added to nothing, so that `Engine._clip` may still
-        # read them.
+        # them in place. A single shard's are added to nothing, so that `GradientRules.norm`
+        # may still read them.
         exchange.publish(device, slot, gradients)
         watch.note("exchange", "publish", start)
     replica.end()

@@ -157,7 +157,7 @@ class StageBuffers:
 
         Args:
             stage: its number.
-            room: its memory.
+            buffer: its memory.
             trained: whether to look at trained parameters as well as at frozen ones.
         """
         numbers = self.layout.stages.entries[stage]

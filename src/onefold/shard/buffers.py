@@ -162,7 +162,7 @@ class BufferSet:
         Args:
             table: with the rows of all shards.
             batch: knows how many samples each shard has.
-            due: whether to make checks for which a GPU must be waited for.
+            run_checks: whether to make checks for which a GPU must be waited for.
 
         Raises:
             StateError: shards have changed parts of a buffer, which a mean would destroy.

@@ -168,7 +168,7 @@ class EagerComparison:
 
     Args:
         settings: the settings of the run.
-        outside: modules that the loss uses beside the model.
+        external: modules that the loss uses beside the model.
         notes: whether to look for them; a module that the script has compiled warns of that.
     """
 

@@ -1,7 +1,4 @@
-"""Takes over the gradients that backward leaves behind, shard by shard, and computes their norms.
-
-`take_gradients` takes one shard's gradients, each in memory of its own. `PieceNorms` computes the
-norm of the whole gradient, of which each device has the pieces that it owns.
+"""Takes over the gradients that backward leaves behind, shard by shard, each in its own memory.
 
 Note: who owns a gradient
 -------------------------
@@ -13,13 +10,6 @@ one tensor, where they went through ``torch.cat`` or a sum, and a hook may hand 
 it keeps, one that is expanded, or one whose strides are not its parameter's. Such gradients are
 copied first, into the parameter's strides: a norm is added up in the order of the memory, and fused
 optimizers read gradients in the parameter's order, whatever their strides.
-
-Note: two norms
----------------
-Of several shards, the squares of each piece are added up in float64, and then those of the pieces:
-pieces do not depend on the number of devices, so neither does the order of addition. Of a single
-shard it is PyTorch's own, to the last bit: the norm of each parameter's gradient, and the norm of
-these norms.
 """
 
 from __future__ import annotations

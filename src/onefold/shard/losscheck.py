@@ -423,7 +423,7 @@ class LossWatch:
         Args:
             result: what the loss returned.
             samples: number of samples in the shard.
-            due: whether to make the checks that cost more.
+            run_checks: whether to make the checks that cost more.
             where: step and shard, for errors.
 
         Raises:

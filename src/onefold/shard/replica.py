@@ -470,7 +470,7 @@ class GradientHooks:
         modules: the stages.
         piece: of which shard.
         take: takes the gradients of a stage out of ``.grad``.
-        give: is given each stage.
+        send: is given each stage.
     """
 
     def __init__(

@@ -36,7 +36,7 @@ class StageModules:
         module: the model.
         modules: the stages, in the order in which the model uses them.
         trained: the parameters that the optimizer updates, by name.
-        line: how many devices compute the model one after the other, each some of its stages.
+        pipeline: how many devices compute the model one after the other, each some of its stages.
 
     Raises:
         TypeError: something that is no module was named as a stage.

@@ -212,7 +212,7 @@ def backward(
 ) -> None:
     """Run backward where it can begin and there is something to differentiate."""
     # A loss that depends on no parameter is legal in one shard (one without positives, say); that
-    # none of the batch's shards gave a gradient is refused later, in `Engine._apply`.
+    # none of the batch's shards gave a gradient is refused later, in `GradientRules.take`.
     if part.kind == "means" or not part.root.requires_grad:
         if beside:
             torch.autograd.backward([t for t, _ in beside], [g for _, g in beside])

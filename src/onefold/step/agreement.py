@@ -234,7 +234,7 @@ class GroupSettings:
         """Compute a checksum of all settings but the parameters.
 
         Args:
-            due: whether to read numbers that lie on a GPU as well, which waits for it.
+            run_checks: whether to read numbers that lie on a GPU as well, which waits for it.
         """
         # Comparing the values costs far less in every step than writing them out as text.
         now = [

@@ -1,24 +1,12 @@
-"""From a step's totals to the optimizer's gradient, if it gets one, and what in it is not finite.
-
-`GradientRules` makes the gradient that the optimizer gets. `FiniteCheck` looks whether it may be
-used. `bad_gradient` finds what is not finite in a step, and names the shard, its samples and the
-parameter. A gradient that is not finite is seen in the sum of all shards, where nobody can tell any
-more which of them it came from. The shards are then computed once more: they are pure functions of
-what the step began with, and nothing has been updated.
+"""From a step's totals to the gradient that the optimizer gets.
 
 Note: the order
 ---------------
 Totals are first divided by what backward could not know yet, and by the scale of the loss. Then the
 norm of the whole gradient is added up, piece by piece in float64, and every device has it: a single
 value that is not finite makes the norm not finite, so one number decides for all devices whether
-anything is updated. Only then is the gradient clipped, first by norm and then by value.
-
-Note: when a GPU is asked
--------------------------
-To read a number of a GPU is to wait for everything that it has been given to do, and while the host
-waits, the GPU runs out of work. So loss and norm are copied to the host behind the step's own
-kernels, and looked at when the shards of the next step have been handed to the GPU. The error then
-comes one step late, but still before another update, and no GPU has waited for it.
+anything is updated (`onefold.step.finite`). Only then is the gradient clipped, first by norm and
+then by value.
 """
 
 from __future__ import annotations

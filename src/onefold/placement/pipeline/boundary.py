@@ -472,7 +472,7 @@ def hooks_in_place(
         model: the whole.
         place_of: the place in the pipeline of each module that is a part of a stage.
         place: of the device.
-        reach: how far the device has come.
+        progress: how far the device has come.
 
     Raises:
         PipelineError: a module has hooks that no device alone could call.

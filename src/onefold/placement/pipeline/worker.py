@@ -82,7 +82,7 @@ class PipelineWorker:
 
     Args:
         replica: the model on the device.
-        passing: cuts the model for it.
+        boundary: cuts the model for it.
         attached: has the module compute on the device.
         batch: the batch of the step.
         task: what all shards of the step have in common.
