@@ -56,8 +56,8 @@ class Assignment:
                 f"{len(self.devices)} devices, got {len(self.hosts)} hosts, "
                 f"{self.plan.devices} shares and {len(self.partitions)} partitions"
             )
-        # Spans must tile the pieces: a gap would leave parameters as they are in every step, an
-        # overlap would have two devices write the same memory.
+        # Partitions must tile the pieces: a gap would leave parameters as they are in every step,
+        # an overlap would have two devices write the same memory.
         owners = Counter(chain.from_iterable(self.partitions))
         pieces = max(owners, default=-1) + 1
         wrong = next((piece for piece in range(pieces) if owners[piece] != 1), None)

@@ -87,7 +87,7 @@ def evaluate(
 @contextmanager
 def scoring(engine: Engine, batch: ShardedBatch, where: str, *, first: bool) -> Iterator[None]:
     """Refuse writing to parameters in this context; in the first batch, to other modules, too."""
-    # One shard may write, as in a plain loop; but what is written to what is lent is lost.
+    # One shard may write, as in a plain loop; but what is written to gathered parameters is lost.
     free = engine.placement.may_write(batch.plan.shards)
     guarded = nullcontext() if free else engine.context.guard.refusing_writing(values=first)
     with engine.noting(where, wanted=first), guarded:
