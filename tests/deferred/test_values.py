@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from onefold.core.flat import lay_out
-from onefold.deferred.recipe import Call, Recipe, Reference, View
+from onefold.deferred.recipe import RecordedCall, Recipe, Reference, View
 from onefold.deferred.values import DeferredValues, defer, deferred_of
 from onefold.placement.distribute import values_of_entry
 from onefold.system.allocator import SparseAllocator
@@ -29,7 +29,7 @@ def undrawn(folder: Path) -> nn.Parameter:
     memory = allocator.room(4 * 40 * 50)
     view = View(torch.float32, SHAPE, (50, 1), 0)
     torch.manual_seed(3)
-    call = Call(
+    call = RecordedCall(
         function=torch.Tensor.normal_,
         args=(Reference(view),),
         kwargs={},

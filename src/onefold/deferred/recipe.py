@@ -19,7 +19,7 @@ import torch
 from onefold.core.flat import storage_order
 from onefold.core.structure import parts_of, with_parts
 
-__all__ = ["Call", "Recipe", "Reference", "View", "replaced", "short_lived"]
+__all__ = ["Recipe", "RecordedCall", "Reference", "View", "replaced", "short_lived"]
 
 
 class View(NamedTuple):
@@ -58,7 +58,7 @@ class Reference:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class RecordedCall:
     """One operation, and what its result depends on besides its arguments."""
 
     function: Callable[..., Any]
@@ -97,11 +97,11 @@ class Recipe:
     """All calls that have made the content of a stretch of memory, in their order."""
 
     nbytes: int
-    calls: tuple[Call, ...] = ()
+    calls: tuple[RecordedCall, ...] = ()
     length: int = 0
     """How many calls it takes, those that make arguments included."""
 
-    def then(self, call: Call, length: int) -> Recipe:
+    def then(self, call: RecordedCall, length: int) -> Recipe:
         """The recipe with one more call, and of another length."""
         return Recipe(self.nbytes, (*self.calls, call), length)
 

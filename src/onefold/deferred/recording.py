@@ -46,7 +46,7 @@ from torch.overrides import TorchFunctionMode
 
 from onefold.core.flat import extent, is_dense
 from onefold.core.structure import parts_of, tensors_of
-from onefold.deferred.recipe import Call, Recipe, Reference, View, replaced, short_lived
+from onefold.deferred.recipe import Recipe, RecordedCall, Reference, View, replaced, short_lived
 from onefold.deferred.values import DeferredValues, defer
 from onefold.system.allocator import SparseAllocator
 from onefold.system.compat import (
@@ -222,7 +222,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             given = tuple(args), {n: None if v is generator else v for n, v in kwargs.items()}
             kept = replaced(given, torch.Tensor, partial(self._kept, into))
             state = generator.get_state() if draws else None
-            call = Call(function=func, args=kept[0], kwargs=kept[1], state=state)
+            call = RecordedCall(function=func, args=kept[0], kwargs=kept[1], state=state)
             try:
                 result, after = self._rehearsed(call, given, into)
             except Exception:
@@ -240,7 +240,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return result
 
     def _rehearsed(
-        self, call: Call, given: Any, into: _Waiting | None
+        self, call: RecordedCall, given: Any, into: _Waiting | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Make a call on scratch memory: the result, and the state of the generator afterwards."""
         target = short_lived(0 if into is None else into.recipe.nbytes)
@@ -262,7 +262,9 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             torch.set_rng_state(before)
 
-    def _without_values(self, result: torch.Tensor, call: Call, length: int) -> torch.Tensor:
+    def _without_values(
+        self, result: torch.Tensor, call: RecordedCall, length: int
+    ) -> torch.Tensor:
         """A tensor like the result of a call, in memory that waits for values."""
         memory, view = self._room_for(result)
         recipe = Recipe(memory.numel())

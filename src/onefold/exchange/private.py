@@ -49,12 +49,12 @@ from onefold.exchange.memory import (
 )
 from onefold.exchange.shardtable import ShardTable
 from onefold.exchange.stageexchange import (
-    Call,
     Delivery,
     GradientSend,
     Header,
     ParameterRequest,
     StageExchange,
+    StageMessage,
 )
 from onefold.exchange.transport import Message, PipelineChannel, packed_message, read_message
 
@@ -295,7 +295,7 @@ class GroupStageExchange(StageExchange):
         finally:
             self._among = self._everybody
 
-    def exchange(self, call: Call) -> list[Delivery]:
+    def exchange(self, call: StageMessage) -> list[Delivery]:
         transport = self._transport
         if isinstance(call, ParameterRequest) and self._is_alone_with(call.stage):
             self._fill(call, self._kept[self.rank][call.stage])
@@ -347,7 +347,7 @@ class GroupStageExchange(StageExchange):
         device = self._transport.device
         return [self._values(n).to(device) for n in self._kept[self.rank][header.stage]]
 
-    def _awaited(self, call: Call, peer: int) -> list[torch.Tensor]:
+    def _awaited(self, call: StageMessage, peer: int) -> list[torch.Tensor]:
         """Where what a device has of the parameters that this one requests is to lie."""
         if not isinstance(call, ParameterRequest):
             return []

@@ -48,11 +48,11 @@ from onefold.core.storage import Storage, cut_chunks
 from onefold.exchange.memory import Memory, PartitionSums, by_stage
 from onefold.exchange.stageexchange import (
     DONE,
-    Call,
     Delivery,
     GradientSend,
     ParameterRequest,
     StageExchange,
+    StageMessage,
 )
 from onefold.system.allocator import TensorAllocator
 from onefold.system.compat import add_each
@@ -377,7 +377,7 @@ class StageReduction(Reduction):
         for sums in self._sums:
             sums.clear()
 
-    def _take_part(self, call: Call) -> bool:
+    def _take_part(self, call: StageMessage) -> bool:
         """Take part in an event, and add up what has come; whether all are done with their shards.
 
         What is late is added up some events later, or at the end of the round.

@@ -65,12 +65,12 @@ from onefold.exchange.mailbox import Mailbox
 from onefold.exchange.memory import Memory, Partial, PartitionSums, Start, write_first
 from onefold.exchange.shardtable import ShardTable
 from onefold.exchange.stageexchange import (
-    Call,
     Delivery,
     GradientSend,
     Header,
     LocalStageExchange,
     StageExchange,
+    StageMessage,
 )
 from onefold.exchange.transport import (
     Message,
@@ -404,7 +404,7 @@ class HostStageExchange(StageExchange):
         self._transport, self._column, self._buffers = transport, column, buffers
         self._turn = 0
 
-    def exchange(self, call: Call) -> list[Delivery]:
+    def exchange(self, call: StageMessage) -> list[Delivery]:
         if isinstance(call, GradientSend):
             others = (rank for rank in self._column if rank != self.rank)
             leaving = [item for rank in others for item in self._own_pieces(call, rank).items()]

@@ -121,7 +121,7 @@ class ParameterRequest:
         return Header(_PREFETCHES if self.ahead else _REQUESTS, self.stage, True, ())
 
 
-Call = GradientSend | ParameterRequest | None
+StageMessage = GradientSend | ParameterRequest | None
 """What a device contributes to an event; None if it is done with its shard."""
 
 
@@ -178,7 +178,7 @@ class StageExchange(ABC):
         return nullcontext()
 
     @abstractmethod
-    def exchange(self, call: Call) -> list[Delivery]:
+    def exchange(self, call: StageMessage) -> list[Delivery]:
         """Send gradients, request parameters, or report the end; return what all have sent.
 
         May block, and raise `PeerError`, where other processes take part. Nobody requests
@@ -189,7 +189,7 @@ class StageExchange(ABC):
         """Wait until what was prefetched is here, and what others requested has left."""
 
     def _all_gather_headers(
-        self, transport: Transport, among: Sequence[int], call: Call
+        self, transport: Transport, among: Sequence[int], call: StageMessage
     ) -> dict[int, Header]:
         """Announce what this device contributes; what all do, by their numbers."""
         packed = (DONE if call is None else call.header).packed(max(self._sizes, default=0))
@@ -252,7 +252,7 @@ class LocalStageExchange(StageExchange):
         super().bind(assignment)
         self._devices = assignment.devices
 
-    def exchange(self, call: Call) -> list[Delivery]:
+    def exchange(self, call: StageMessage) -> list[Delivery]:
         if call is None:
             return [Delivery(DONE)]
         if isinstance(call, ParameterRequest):

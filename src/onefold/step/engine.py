@@ -35,8 +35,9 @@ from onefold.shard.modelparts import ExternalModules, in_mode
 from onefold.shard.replica import LossFunction, ShardTask
 from onefold.step.agreement import Agreement, ModeWarning, digest_of, refuse_unfrozen
 from onefold.step.finite import FiniteCheck, bad_gradient, named_if_room
-from onefold.step.joint import Preparing, objectives_of
+from onefold.step.joint import Preparing
 from onefold.step.microbatch import MicrobatchSearch
+from onefold.step.objective import objectives_of
 from onefold.step.result import StepResult, verdict_of
 from onefold.step.rows import ValueTrade
 from onefold.step.rules import GradientRules
