@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from onefold.core.flat import lay_out
-from onefold.deferred.recipe import RecordedCall, Recipe, Reference, View
+from onefold.deferred.recipe import Recipe, RecordedCall, Reference, View
 from onefold.deferred.values import DeferredValues, defer, deferred_of
 from onefold.placement.distribute import values_of_entry
 from onefold.system.allocator import SparseAllocator
