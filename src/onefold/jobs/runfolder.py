@@ -55,8 +55,6 @@ CONFIG = "config.toml"
 RUN = "run.json"
 SCAN = "scan.json"
 _INSTEAD = "give this run another --name"
-MOST_JSON_BYTES = 1 << 26
-"""The largest ``run.json`` that is read."""
 
 _log = logging.getLogger("onefold")
 _TRIED_BYTES = 4096

@@ -52,8 +52,8 @@ class StageBuffers:
         self._pieces = len(storage.pieces)
         self._update, self.frozen, self._device = update, frozen, device
         entries = enumerate(self.layout.layout.entries)
-        self._hollow = [
-            _hollow(self.layout.layout.dtype_of(n), device).expand(e.shape) for n, e in entries
+        self._placeholders = [
+            _placeholder(self.layout.layout.dtype_of(n), device).expand(e.shape) for n, e in entries
         ]
         self._elsewhere = AccessHook(used)
         self._places = [0] * len(self.parameters)
@@ -124,7 +124,7 @@ class StageBuffers:
     def hide(self, numbers: Iterable[int]) -> None:
         """Have parameters be without values."""
         for number in numbers:
-            self.parameters[number].data = self._hollow[number]
+            self.parameters[number].data = self._placeholders[number]
             self._elsewhere.hide([self.parameters[number]])
 
     def hide_all(self) -> None:
@@ -231,7 +231,7 @@ class StageBuffers:
         return self.layout.whole(number, buffer)
 
 
-def _hollow(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _placeholder(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """() of a dtype, not a number where there is such a value."""
     unknown = torch.nan if dtype.is_floating_point or dtype.is_complex else 0
     return torch.tensor(unknown, device=device).to(dtype)

@@ -14,14 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
 from onefold.core.flat import lay_out
 from onefold.core.stages import ROOT, Stages, cut_pipeline
 from onefold.core.storage import Frozen
-from onefold.core.structure import parts_of
+from onefold.core.structure import tensors_of
 
 __all__ = ["StageModules", "cut_by_itself", "frozen_in_stages", "frozen_of"]
 
@@ -97,7 +96,7 @@ class StageModules:
                 return
             calls.append(stage)
             number = len(calls)
-            for tensor in _tensors_of(output):
+            for tensor in tensors_of(output):
                 # A leaf is a parameter, perhaps, and would keep the hook.
                 if tensor.grad_fn is not None:
                     tensor.register_hook(lambda _: complete(number))  # type: ignore[no-untyped-call]
@@ -170,15 +169,6 @@ def _check(modules: Sequence[torch.nn.Module], names: Mapping[int, str]) -> None
                     f"{names[id(inner)]}: expected stages that have no module in common"
                 )
         seen |= {id(inner): f"stage {place} ({names[id(part)]})" for inner in part.modules()}
-
-
-def _tensors_of(output: object) -> Iterator[torch.Tensor]:
-    if isinstance(output, torch.Tensor):
-        yield output
-        return
-    parts: Any = parts_of(output) or ()
-    for _, value in parts:
-        yield from _tensors_of(value)
 
 
 def frozen_in_stages(other: Mapping[str, torch.nn.Parameter], modules: StageModules) -> list[str]:

@@ -94,7 +94,7 @@ class ShapeStages:
             unsure = [is_unsure(tensor) for tensor in tensors_of(result)]
             empty = with_tensors(result, _emptied)
             self._known[key] = _Known(empty, unsure, [*_held(module)])
-        return with_tensors(result, partial(_hollow_of, progress))
+        return with_tensors(result, partial(_shape_of, progress))
 
     @contextmanager
     def _explained(self, stage: int, progress: LossProgress) -> Iterator[None]:
@@ -226,7 +226,7 @@ def _emptied(tensor: torch.Tensor) -> torch.Tensor:
     return made.requires_grad_(tensor.requires_grad)
 
 
-def _hollow_of(progress: LossProgress, tensor: torch.Tensor) -> torch.Tensor:
+def _shape_of(progress: LossProgress, tensor: torch.Tensor) -> torch.Tensor:
     """What a stage gives this time."""
     return tensor if isinstance(tensor, ShapeTensor) else ShapeTensor.like(tensor, progress)
 
