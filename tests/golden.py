@@ -159,7 +159,7 @@ def in_stages() -> Iterator[Problem]:
 
 
 def in_pipelines() -> Iterator[tuple[str, Compute]]:
-    """Models that a line of devices can compute."""
+    """Models that a pipeline can compute."""
     from tests.bits import adapted, lined
 
     for case in lined.CASES[::3]:

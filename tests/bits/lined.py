@@ -1,4 +1,4 @@
-"""Models that a line of devices can compute, and runs of them; also in launched processes."""
+"""Models that a pipeline can compute, and runs of them; also in launched processes."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def test_a_score_may_use_the_model_as_it_likes(make: Callable[[], nn.Module], sc
 
 
 class Row(nn.Module):
-    """Layers that a line of devices can share out."""
+    """Layers that a pipeline can share out."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a line of devices cannot compute is refused by name, on every device, and nobody hangs; and
+"""What a pipeline cannot compute is refused by name, on every device, and nobody hangs; and
 what a line does with what it has computed."""
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def normalising(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 
 class Refused(NamedTuple):
-    """What a line of devices refuses."""
+    """What a pipeline refuses."""
 
     match: str
     forward: Forward = in_order

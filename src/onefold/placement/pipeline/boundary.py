@@ -396,7 +396,7 @@ class StageBoundary:
             )
         return PipelineError(
             f"{progress.where}: stage {self._names[stage]} is called {after}{wanted}: a pipeline "
-            f"of devices needs stages that follow each other as they are listed, each once. "
+            f"needs stages that follow each other as they are listed, each once. "
             f"{instead}; or use --placement shard"
         )
 

@@ -193,7 +193,7 @@ class PipelineWorker:
             except Gathers:
                 raise PipelineError(
                     f"{where}: the loss calls onefold.gather (or the model has SyncBatchNorm), "
-                    f"which needs all shards at one time: a pipeline has one after the "
+                    f"which needs all shards at one time: a pipeline takes one after the "
                     f"other. Use --placement shard"
                 ) from None
             if underway.values is not None and underway.values.rows:
@@ -283,7 +283,7 @@ class PipelineWorker:
             raise PipelineError(
                 f"{where}: the loss has several terms with divisors of their own (Mean + Mean, or "
                 f"Mean + Sum), which are known only when all shards have been forward: a pipeline "
-                f"of devices has one after the other. Use --placement shard"
+                f"takes one shard after the other. Use --placement shard"
             )
 
     def _back(self, number: int, piece: ShardPiece) -> None:
