@@ -19,6 +19,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from onefold.exchange.collective import GroupTransport
 from onefold.exchange.exchange import Exchange
 from onefold.exchange.mailbox import Mailbox
 from onefold.exchange.private import PrivateMemory
-from onefold.exchange.reduction import PartitionFold
+from onefold.exchange.reduction import BlockReduction
 from onefold.exchange.shared import HostMemory
 
 __all__ = ["OPTIMIZERS", "Traffic", "Training", "main", "memory_bytes_per_s", "new_model"]
@@ -83,6 +84,7 @@ class Traffic:
     def watch(self) -> None:
         """Count from here on, for good."""
         _before(PrivateMemory, "collect", functools.partial(self._enter, "collect"))
+        _before(PrivateMemory, "_bring_buffers", functools.partial(self._enter, "buffers"))
         _before(PrivateMemory, "publish_parameters", functools.partial(self._enter, "spread"))
         _before(Exchange, "agree", functools.partial(self._enter, "board"))
         _before(GroupTransport, "move", self._count_sends)
@@ -90,7 +92,7 @@ class Traffic:
         _before(HostMemory, "publish", functools.partial(self._enter, "written"))
         _before(HostMemory, "collect", functools.partial(self._enter, "collect"))
         _before(torch, "_foreach_copy_", self._count_copied)
-        _before(PartitionFold, "fold", self._count_added)
+        _before(BlockReduction, "collect", self._count_added)
         _before(Mailbox, "_send", self._count_frame)
 
     def _enter(self, phase: str, *_: object) -> None:
@@ -100,24 +102,25 @@ class Traffic:
         for operation in operations:
             if operation.sends and operation.part.numel():
                 # Trained parameters go in chunks; rows and totals as they are.
-                trained = operation.chunk is not None
-                self.amounts[self._phase if trained else "board"] += operation.part.nbytes
+                is_board = operation.chunk is None and self._phase != "buffers"
+                self.amounts["board" if is_board else self._phase] += operation.part.nbytes
                 self.amounts["messages"] += 1
 
     def _count_gather(self, parts: Sequence[torch.Tensor], own: torch.Tensor, **_: object) -> None:
-        head = self._phase == "board"
-        self.amounts["board" if head else "buffers"] += own.nbytes * (len(parts) - 1)
+        self.amounts["board"] += own.nbytes * (len(parts) - 1)
         self.amounts["messages"] += len(parts) - 1
 
     def _count_copied(self, targets: Sequence[torch.Tensor], *_: object) -> None:
         if self._phase == "written":
             self.amounts["written"] += sum(target.nbytes for target in targets)
 
-    def _count_added(self, span: PartitionFold, plan: Any, memory: Any, **__: Any) -> None:
+    def _count_added(self, reduction: BlockReduction, plan: Any) -> None:
         published = published_by(plan).values()
         # A single partial sum is the total, and added to nothing.
         for place in published if len(published) > 1 else ():
-            self.amounts["added"] += sum(memory(place).chunk(c).nbytes for c in span.chunks)
+            memory = reduction.memory.partial(place)
+            chunks = chain.from_iterable(reduction.chunks.values())
+            self.amounts["added"] += sum(memory.chunk(chunk).nbytes for chunk in chunks)
 
     def _count_frame(self, _mailbox: object, _peer: object, frame: bytes) -> None:
         self.amounts["frames"] += len(frame)

@@ -193,8 +193,8 @@ def new_collective(rank: int, amount: Amount) -> Exchange:
 def storage_of(amount: Amount) -> Storage:
     """A model that has `amount` of parameters, and nothing else."""
     trained = lay_out({str(number): one for number, one in enumerate(amount.gradients(0.0))})
-    return Storage.alike(
-        trained,
+    return Storage(
+        parameters=trained,
         other=lay_out({}),
         buffers=lay_out({}),
         pieces=cut_pieces(trained, by_element=True),

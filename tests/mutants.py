@@ -90,13 +90,13 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "stages of a line are cut as if for one device fewer",
         "core/stages.py",
-        "if _shares(sizes, middle) <= devices:",
-        "if _shares(sizes, middle) < devices:",
+        "_shares(sizes, limit) <= devices",
+        "_shares(sizes, limit) < devices",
     ),
     Mutant(
         "partial sums are added from left to right",
         "exchange/reduction.py",
-        "            total = fold(parts.get, Block(0, self._shards), _add_in_place)",
+        "            total = fold(parts.get, Block(0, plan.shards), _add_in_place)",
         "            total = parts[min(parts)]\n"
         "            for block in sorted(parts)[1:]:\n"
         "                total = _add_in_place(total, parts[block])",
@@ -126,8 +126,8 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "buffers of a later shard are those of an earlier one",
         "exchange/private.py",
-        "for run, piece in zip(runs, pieces, strict=True):",
-        "for run, piece in zip(runs, reversed(pieces), strict=True):",
+        "coming = [table[run] for run in theirs]",
+        "coming = [table[run] for run in reversed(theirs)]",
     ),
     Mutant(
         "of two messages of a line the later one is taken first",
@@ -300,8 +300,8 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "an evaluation counts samples that collate has left out",
         "passes/evaluation.py",
-        "tally.add(shard, values, batch.count_of(shard).samples, where)",
-        "tally.add(shard, values, batch.size_of(shard), where)",
+        "add(place, values, batch.count_of(shard).samples, where)",
+        "add(place, values, batch.size_of(shard), where)",
     ),
     Mutant(
         "random numbers begin anew on the next device of a pipeline",
@@ -330,14 +330,14 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "a pass that goes on has all its samples again",
         "data_order/position.py",
-        "            number, used = self._coming.pop(0)",
-        "            number = self._coming.pop(0)[0]",
+        "            coming = self._coming.pop(0)",
+        "            coming = SavedPass(self._coming.pop(0).number, 0)",
     ),
     Mutant(
         "batches that were read ahead are lost with their plan",
         "data_order/workers.py",
-        "self._plan, self._next = plan, start",
-        "self._plan = plan",
+        "self.plan, self.start = plan, start",
+        "self.plan = plan",
     ),
     Mutant(
         "a checkpoint forgets how long the loss scale was good",
@@ -360,14 +360,15 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "a run that was saved with its averages goes on with them",
         "checkpoint/model.py",
-        "ModelFiles(*(paths if trained is None else [trained]))",
-        "ModelFiles(*paths)",
+        "TensorFiles(paths if trained is None else [trained], stack)",
+        "TensorFiles(paths, stack)",
     ),
     Mutant(
         "anybody may look into a private folder",
         "system/ownfiles.py",
-        "        self._mark = _marked(self.path)",
-        "        os.fchmod(self._descriptor, 0o755)\n        self._mark = _marked(self.path)",
+        "            (self.path / _MARK).write_bytes(_boot())",
+        "            os.fchmod(self._descriptor, 0o755)\n"
+        "            (self.path / _MARK).write_bytes(_boot())",
     ),
     Mutant(
         "a run that torchrun starts again has its old name",
@@ -408,14 +409,14 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "numbers beyond the largest of an option are accepted",
         "jobs/options.py",
-        "small = value is None or most is None or value <= most",
-        "small = value is None or most is None or value < math.inf",
+        '"most": (operator.le, ',
+        '"most": (operator.ne, ',
     ),
     Mutant(
         "the numbers of classes follow the hashes of their names",
         "jobs/data/classes.py",
-        "classes = tuple(sorted(set(train.labels)))",
-        "classes = tuple(set(train.labels))",
+        "classes = tuple(sorted({picture.label for picture in train}))",
+        "classes = tuple({picture.label for picture in train})",
     ),
     Mutant(
         "a report has the mean of speeds and not samples over seconds",

@@ -53,8 +53,6 @@ WRITES_OR_REMOVES = """
     jobs/runfolder.py tempfile.TemporaryFile: without a name, to try the folder
     run/launch.py tempfile.TemporaryFile: without a name
     system/allocator.py os.ftruncate: memory without a name
-    system/folderlock.py os.open: for its owner alone, through no link
-    system/folderlock.py path.unlink: a stranger's lock, while it is still that file
     system/folderlock.py self._path.unlink: our lock, while it is held, and is still that file
     system/allocator.py os.ftruncate: longer, of our own file without a name
     system/allocator.py tempfile.TemporaryFile: without a name, in the home that was named
@@ -68,21 +66,18 @@ WRITES_OR_REMOVES = """
     run/worker.py os.fdopen: what the function returned, into the launcher's file without a name
     system/ownfiles.py aside.unlink: the file that was just made
     data_order/workers.py os.open: the null device, to learn its number
-    system/ownfiles.py os.fdopen: the same
+    system/ownfiles.py os.fdopen: the same; or reads
+    system/ownfiles.py (self.path / _MARK).write_bytes: in the private folder that was just made
     system/ownfiles.py os.open: new files, through no link; a folder just made; or for looking
     system/ownfiles.py os.memfd_create: memory without a name
     system/ownfiles.py tempfile.TemporaryFile: without a name, in memory
     system/ownfiles.py os.replace: the place of an output that was found to be ours or free
     system/ownfiles.py (self.path / _MARK).unlink: of the private folder, while it is that one
-    system/ownfiles.py os.rename: a file in the private folder that was just made
     system/ownfiles.py shutil.rmtree: the private folder, while it is still the one that was made;
         or one of this user's, by its mark that of a process of this host whose lock is gone
     system/ownfiles.py tempfile.mkdtemp: for this user alone
-    system/ownfiles.py os.fdopen: reads
-    system/ownfiles.py os.open: reads; does not wait for a FIFO
     system/record.py os.fdopen: appends to a trace that was found to be one
     system/tensorfile.py open: a new file in the folder that is being written
-    watch/timeline.py os.fdopen: reads
 """
 
 ENDS = """
@@ -102,9 +97,8 @@ LOCKS = """
     checkpoint/aside.py fcntl.flock: on a file of its owner alone; never waits
     jobs/progress.py threading.Lock: held for a line
     system/folderlock.py fcntl.lockf: on a file of its owner alone; never waits
-    system/ownfiles.py fcntl.flock: on the private folder, so that cleaners leave it, and on its
-        mark, so that others do; never waits
-    testing/baton.py threading.Semaphore: of simulated devices, one of which always goes on
+    system/ownfiles.py fcntl.flock: on the private folder, so that others leave it; never waits
+    testing/scheduler.py threading.Semaphore: of simulated devices, one of which always goes on
 """
 
 WAITS = """
@@ -137,16 +131,16 @@ WAITS = """
     exchange/connections.py time.sleep: in a loop with a limit
     system/folderlock.py time.sleep: in a loop with a limit
     exchange/sealing.py self._store.wait: as the caller says, and else for the limit of the store
-    exchange/reduction.py self._exchange.bind: no socket: follows an assignment
+    exchange/reduction.py self.exchange.bind: no socket: follows an assignment
     exchange/mailbox.py poller.poll: for part of the limit
     data_order/workers.py time.sleep: until the batch before is taken, for which there is a limit
     run/workers.py poller.poll: for part of a limit, or as long as the workers run, signals noticed
     run/workers.py self._process.wait: for what the kernel has said to have ended
     run/session.py self.engine.bind: no socket: follows an assignment
-    testing/baton.py thread.join: each device ends, or is made to
-    testing/network.py baton.wait: for devices of this process; ends where none can go on
-    testing/network.py self._network.baton.wait: the same
-    testing/network.py self.baton.wait: the same
+    testing/scheduler.py thread.join: each device ends, or is made to
+    testing/network.py scheduler.wait: for devices of this process; ends where none can go on
+    testing/network.py self._network.scheduler.wait: the same
+    testing/network.py self.scheduler.wait: the same
     testing/network.py self.recv: no socket: a message of another thread
     testing/network.py self.recv(tensors, lead).wait: the same
     testing/network.py work.wait: the same

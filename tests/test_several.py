@@ -224,9 +224,9 @@ ALONE = {"model": ONE, "optimizer": OPTIMIZER, "loss": lambda m, batch: m(batch)
     ("changes", "words"),
     [
         ({"optimizer": {"generator": OPTIMIZER}}, "same names, .* optimizers are 'generator'"),
-        ({"model": {}}, "at least one model, got an empty dict"),
+        ({"model": {}}, "at least one model, got none"),
         ({"model": {"a.b": ONE}}, r"model\['a.b'\]: expected another name"),
-        ({"model": MODELS | {"generator": 3}}, r"model\['generator'\] to be a torch.nn.Module"),
+        ({"model": MODELS | {"generator": 3}}, r"model\['generator'\] to be a PyTorch Module"),
         ({"optimizer": OPTIMIZERS | {"generator": 3}}, r"expected optimizer\['generator'\] to be"),
         ({"loss": LOSSES | {"generator": 3}}, r"expected loss\['generator'\] to be a function"),
         (
@@ -355,7 +355,7 @@ def test_bits_do_not_depend_on_devices(make: Any, precision: Any, tmp_path: Path
 @for_each(
     ("change", "message"),
     [
-        (lambda o, s: ([], squares, None), "at least one optimizer, got an empty list"),
+        (lambda o, s: ([], squares, None), "at least one optimizer, got none"),
         (lambda o, s: (o, squares, s[:1]), "one for each or None, got 1 sched"),
         (lambda o, s: (o[0], squares, s), "expected a list of schedules beside a list of opt"),
         (lambda o, s: (o, squares, s[0]), "or a list beside a list"),
@@ -365,7 +365,10 @@ def test_bits_do_not_depend_on_devices(make: Any, precision: Any, tmp_path: Path
             "or one loss that all of them upd",
         ),
         (lambda o, s: ([*o, o[0]], squares, None), "in the optimizers '0' and '2': expected it in"),
-        (lambda o, s: ([o[0], squares], squares, None), r"expected optimizer\['1'\] to be a torch"),
+        (
+            lambda o, s: ([o[0], squares], squares, None),
+            r"expected optimizer\['1'\] to be a PyTorch",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(change: Any, message: str) -> None:

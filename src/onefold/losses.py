@@ -36,7 +36,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from onefold.core.mean import Mean, Sum, mean_of_whole, sees_whole_batch
+from onefold.core.mean import PASS, Mean, Sum, mean_of_whole
 
 __all__ = [
     "binary_cross_entropy",
@@ -75,11 +75,19 @@ def distance(
     reduction: str,
     weight: Tensor | None,
 ) -> Loss:
-    # A weighted mean of these losses is one of the few that PyTorch divides by the sum of weights.
-    numel = common_numel(input, target)
     if weight is None:
-        return reduced(function, (input, target), reduction, lambda: numel)
+        return by_element(function, (input, target), reduction)
+    # A weighted mean of these losses is one of the few that PyTorch divides by the sum of weights.
+    common_numel(input, target)
     return reduced(function, (input, target), reduction, lambda: _added(weight), weight=weight)
+
+
+def by_element(
+    function: Callable[..., Tensor], tensors: tuple[Tensor, ...], reduction: str, **options: Any
+) -> Loss:
+    """A loss of which a mean is over the elements of the tensors."""
+    numel = common_numel(*tensors)
+    return reduced(function, tensors, reduction, lambda: numel, **options)
 
 
 def reduced(
@@ -96,7 +104,7 @@ def reduced(
             f"expected reduction to be 'mean', 'sum' or 'none' ('batchmean' as well for kl_div), "
             f"got {reduction!r}"
         )
-    if sees_whole_batch():
+    if PASS.whole:
         # The bits of the plain loop: nothing is added to this.
         value = function(*tensors, reduction=reduction, **options)
         return Sum(value) if reduction == "sum" else mean_of_whole(value, denominator())
@@ -201,8 +209,7 @@ def smooth_l1_loss(
     >>> smooth_l1_loss(torch.zeros(2, 3), torch.ones(2, 3))
     Mean(total=tensor(3.), weight=6)
     """
-    numel = common_numel(input, target)
-    return reduced(F.smooth_l1_loss, (input, target), reduction, lambda: numel, beta=beta)
+    return by_element(F.smooth_l1_loss, (input, target), reduction, beta=beta)
 
 
 def huber_loss(
@@ -224,9 +231,7 @@ def huber_loss(
     >>> huber_loss(torch.zeros(2, 3), torch.ones(2, 3))
     Mean(total=tensor(3.), weight=6)
     """
-    numel = common_numel(input, target)
-    options = {} if weight is None else {"weight": weight}
-    return reduced(F.huber_loss, (input, target), reduction, lambda: numel, delta=delta, **options)
+    return by_element(F.huber_loss, (input, target), reduction, delta=delta, weight=weight)
 
 
 def kl_div(
@@ -279,9 +284,8 @@ def poisson_nll_loss(
     >>> poisson_nll_loss(torch.zeros(2, 3), torch.ones(2, 3))
     Mean(total=tensor(6.), weight=6)
     """
-    numel = common_numel(input, target)
     options = {"log_input": log_input, "full": full, "eps": eps}
-    return reduced(F.poisson_nll_loss, (input, target), reduction, lambda: numel, **options)
+    return by_element(F.poisson_nll_loss, (input, target), reduction, **options)
 
 
 def gaussian_nll_loss(
@@ -314,9 +318,7 @@ def margin_ranking_loss(
     >>> margin_ranking_loss(torch.zeros(3), torch.ones(3), torch.ones(3))
     Mean(total=tensor(3.), weight=3)
     """
-    numel = common_numel(input1, input2, target)
-    tensors = (input1, input2, target)
-    return reduced(F.margin_ranking_loss, tensors, reduction, lambda: numel, margin=margin)
+    return by_element(F.margin_ranking_loss, (input1, input2, target), reduction, margin=margin)
 
 
 def hinge_embedding_loss(
@@ -329,8 +331,7 @@ def hinge_embedding_loss(
     >>> hinge_embedding_loss(torch.full((3,), 0.25), torch.tensor([1, -1, -1]))
     Mean(total=tensor(1.7500), weight=3)
     """
-    numel = common_numel(input, target)
-    return reduced(F.hinge_embedding_loss, (input, target), reduction, lambda: numel, margin=margin)
+    return by_element(F.hinge_embedding_loss, (input, target), reduction, margin=margin)
 
 
 def cosine_embedding_loss(
@@ -411,14 +412,9 @@ def cross_entropy(
             return per_class(input)
         return counted(target, weight, ignore_index)
 
+    options: dict[str, Any] = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
     return reduced(
-        F.cross_entropy,
-        (input, target),
-        reduction,
-        denominator,
-        weight=weight,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
+        F.cross_entropy, (input, target), reduction, denominator, weight=weight, **options
     )
 
 
@@ -448,14 +444,9 @@ def nll_loss(
     >>> nll_loss(torch.full((3, 2), -0.5), torch.tensor([0, 1, 5]), ignore_index=5)
     Mean(total=tensor(1.), weight=tensor(2))
     """
-    return reduced(
-        F.nll_loss,
-        (input, target),
-        reduction,
-        lambda: counted(target, weight, ignore_index),
-        weight=weight,
-        ignore_index=ignore_index,
-    )
+    options: dict[str, Any] = {"weight": weight, "ignore_index": ignore_index}
+    denominator = functools.partial(counted, target, weight, ignore_index)
+    return reduced(F.nll_loss, (input, target), reduction, denominator, **options)
 
 
 def binary_cross_entropy(
@@ -487,14 +478,8 @@ def binary_cross_entropy_with_logits(
     >>> binary_cross_entropy_with_logits(torch.zeros(2, 3), torch.ones(2, 3))
     Mean(total=tensor(4.1589), weight=6)
     """
-    return reduced(
-        F.binary_cross_entropy_with_logits,
-        (input, target),
-        reduction,
-        input.numel,
-        weight=weight,
-        pos_weight=pos_weight,
-    )
+    function, options = F.binary_cross_entropy_with_logits, {"pos_weight": pos_weight}
+    return reduced(function, (input, target), reduction, input.numel, weight=weight, **options)
 
 
 def soft_margin_loss(input: Tensor, target: Tensor, *, reduction: str = "mean") -> Loss:
@@ -503,8 +488,7 @@ def soft_margin_loss(input: Tensor, target: Tensor, *, reduction: str = "mean") 
     >>> soft_margin_loss(torch.zeros(2, 3), torch.ones(2, 3))
     Mean(total=tensor(4.1589), weight=6)
     """
-    numel = common_numel(input, target)
-    return reduced(F.soft_margin_loss, (input, target), reduction, lambda: numel)
+    return by_element(F.soft_margin_loss, (input, target), reduction)
 
 
 def multi_margin_loss(
@@ -577,7 +561,7 @@ def ctc_loss(
     """
     arguments = (log_probs, targets, input_lengths, target_lengths)
     options: dict[str, Any] = {"blank": blank, "zero_infinity": zero_infinity}
-    if reduction != "mean" or sees_whole_batch():
+    if reduction != "mean" or PASS.whole:
         sequences = log_probs.shape[1] if log_probs.dim() == 3 else 1
         return reduced(F.ctc_loss, arguments, reduction, lambda: sequences, **options)
     # Each sequence has a divisor of its own inside the mean, so the total has to be added up here;

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Unpack, overload
@@ -160,7 +160,7 @@ class Trainer:
     @property
     def devices(self) -> tuple[torch.device, ...]:
         """All devices of the run, by number."""
-        return self._session.team.devices
+        return self._session.devices.devices
 
     @property
     def shards(self) -> int:
@@ -170,7 +170,7 @@ class Trainer:
     @property
     def is_lead(self) -> bool:
         """Whether this process has device 0."""
-        return self._session.team.has_lead
+        return self._session.devices.has_lead
 
     @property
     def asked_to_stop(self) -> bool:
@@ -425,8 +425,7 @@ class Trainer:
         """Steps done, those before a checkpoint included."""
         return self._session.position.step
 
-    @contextmanager
-    def modifying(self, *, optimizer_state: bool | None = None) -> Iterator[None]:
+    def modifying(self, *, optimizer_state: bool | None = None) -> AbstractContextManager[None]:
         """A block in which the model may be changed between steps; called on every device.
 
         When it ends, the lead's parameters, buffers and optimizer settings are everybody's; what
@@ -446,8 +445,7 @@ class Trainer:
         >>> with trainer.modifying():
         ...     _ = model.weight.data.clamp_(-0.1, 0.1)
         """
-        with self._session.modifying(optimizer_state=optimizer_state):
-            yield
+        return self._session.modifying(optimizer_state=optimizer_state)
 
     @contextmanager
     def unsharded(self) -> Iterator[None]:
@@ -565,7 +563,7 @@ class Trainer:
         """
         session = self._session
         with session.telling_others():
-            text = written(value) if session.team.has_lead else None
+            text = written(value) if session.devices.has_lead else None
             session.engine.agree(CallDigest(Call.BROADCAST, self.steps + 1))
             return broadcast(session.engine.context.exchange, text)
 
@@ -595,10 +593,9 @@ class Trainer:
         with session.telling_others():
             text = written(value)
             session.engine.agree(CallDigest(Call.GATHER, self.steps + 1))
-            return gather(session.engine.context.exchange, dict.fromkeys(session.team.own, text))
+            return gather(session.engine.context.exchange, dict.fromkeys(session.devices.own, text))
 
-    @contextmanager
-    def fork_rng(self) -> Iterator[None]:
+    def fork_rng(self) -> AbstractContextManager[None]:
         """A block whose random numbers do not shift those that come after it.
 
         When it ends, the generators of PyTorch (this process's devices included), ``random`` and
@@ -614,8 +611,7 @@ class Trainer:
         >>> torch.equal(torch.get_rng_state(), state)
         True
         """
-        with forked_generators(*self._session.team.own_devices.values()):
-            yield
+        return forked_generators(*self._session.devices.own_devices.values())
 
     def fingerprint(self) -> str:
         """16 hexadecimal digits over parameters and buffers: the same for the same bits.

@@ -145,7 +145,7 @@ BAD: list[tuple[Path_, object, str]] = [
     ),
     *(
         (("position", 0, name), OUT, f"position[0].{name} is missing")
-        for name in ("made_in_epoch", "number", "samples", "batch_size", "first_pass", "passes")
+        for name in ("made_in_epoch", "number", "loader", "size", "passes")
     ),
     (("format",), "1", "format"),
     (("step",), -1, "expected step to be `int` >= 0, got -1"),
@@ -183,8 +183,12 @@ BAD: list[tuple[Path_, object, str]] = [
     (("optimizer", "settings", 0, "lr"), {KIND: "code"}, "there is no kind of value 'code'"),
     (("optimizer", "tensors", "weight"), ["exp_avg"], "weight"),  # without its average
     (("optimizer", "other_state", "weight"), {"onefold.average": 3}, "weight"),
-    (("position", 0, "passes"), [[0, -1]], "position[0].passes[0][1] to be `int` >= 0, got -1"),
-    (("position", 0, "orders"), {"x": "digest"}, "expected keys of position[0].orders to be"),
+    (
+        ("position", 0, "passes", "begun"),
+        [[0, -1]],
+        "position[0].passes.begun[0][1] to be `int` >= 0, got -1",
+    ),
+    (("position", 0, "size", "samples"), OUT, "position[0].size.samples is missing"),
     (("average", "decay"), 1.0, "average.decay"),
     (("average", "every"), 0, "average.every"),
     *(

@@ -52,7 +52,7 @@ def test_what_was_saved_loads_into_a_fresh_model(tmp_path: Path, devices: int) -
 def write(folder: Path, value: float = 1.0, *, bytes_of: int = 8, **record: Any) -> None:
     tensor = torch.full((bytes_of,), int(value), dtype=torch.uint8)
     parts = [TensorParts("weight", torch.uint8, (bytes_of,), (1,), [tensor.numpy()])]
-    write_checkpoint(folder, {"model.safetensors": parts}, lambda: run_of(folder, **record), dict)
+    write_checkpoint(folder, {"model.safetensors": parts}, run_of(folder, **record), dict)
 
 
 def run_of(folder: Path, **record: Any) -> Mapping[str, object]:
@@ -130,15 +130,14 @@ def test_a_lock_is_its_owners_alone_and_no_forked_child_keeps_it(tmp_path: Path)
     seen: list[tuple[str, int]] = []
     pids: list[int] = []
 
-    def looking() -> Mapping[str, object]:
+    def looking(_: object) -> None:
         seen.extend((p.suffix, p.stat().st_mode & 0o777) for p in tmp_path.glob(".step-*.lock"))
         if (pid := os.fork()) == 0:
             signal.pause()
         pids.append(pid)
-        return run_of(tmp_path / ONE)
 
     try:
-        write_checkpoint(tmp_path / ONE, {}, looking, dict)
+        write_checkpoint(tmp_path / ONE, {}, run_of(tmp_path / ONE), looking)
         assert seen == [(".lock", 0o600)]
         write(tmp_path / ONE, 7)
         assert value_in(tmp_path / ONE) == 7

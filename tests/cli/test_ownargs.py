@@ -5,10 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.main import get_command
 
-from onefold.cli.main import come_too_late, with_end_of_options
+from onefold.cli.main import _command, app, come_too_late
 from tests.tables import for_each
 
 OWN = {"-m", "--devices", "--timeout", "--placement"}
@@ -17,16 +19,24 @@ OWN = {"-m", "--devices", "--timeout", "--placement"}
 @for_each(
     ("given", "taken"),
     [
-        ("-m train --devices 2", "-m train -- --devices 2"),
-        ("-mtrain -m x", "-mtrain -- -m x"),
-        ("--devices 2 -m train x -m y", "--devices 2 -m train -- x -m y"),
-        ("-m train -- --devices 2", "-m train -- --devices 2"),
-        ("-- train.py -m x", "-- train.py -m x"),
-        ("--placement -m -m train -x", "--placement -m -m train -- -x"),
+        ("-m train --devices 2", "-m train --devices 2"),
+        ("--devices 2 -m train x -m y", "-m train x -m y"),
+        ("-m train -- --devices 2", "-m train --devices 2"),
+        ("-m -- train --devices 2", "-m train --devices 2"),
+        ("-- {script} -m x", "{script} -m x"),
+        ("{script} -- --devices 2", "{script} -- --devices 2"),
+        ("--placement -m -m train -x", "-m train -x"),
     ],
 )
 def test_the_commands_own_end_with_the_script(given: str, taken: str) -> None:
-    assert with_end_of_options(given.split(), OWN) == taken.split()
+    command: Any = get_command(app)
+    words = [__file__ if word == "{script}" else word for word in given.split()]
+    context = command.commands["run"].make_context("run", words)
+    found = _command(context.params["script"], context.params["module"], context.args)
+    assert found == [__file__ if word == "{script}" else word for word in taken.split()]
+
+
+def test_options_of_the_command_behind_a_script_are_found() -> None:
     assert come_too_late(["--lr", "1", "--devices=2", "-m"], OWN) == ["--devices", "-m"]
     assert come_too_late(["--device", "2"], OWN) == []
 

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onefold.core.batch import as_if_copied, batch_digest, cut_batch, move
+from onefold.core.batch import as_if_copied, cut_batch, move
 from onefold.core.shard import Plan
 from onefold.core.structure import parts_of
 from tests.tables import for_each
@@ -137,6 +137,10 @@ def test_arrays_are_copied_only_where_pytorch_cannot_use_them() -> None:
         parts: list[Any] = [cut.shards[shard].numpy() for shard in range(2)]  # type: ignore[attr-defined]
         assert np.array_equal(np.concatenate(parts), array)
         assert [np.shares_memory(part, array) for part in parts] == [not copied] * 2
+
+
+def batch_digest(batch: object) -> int:
+    return cut_batch(batch, Plan((1,)), (), digest=True).digest
 
 
 @given(n=st.integers(1, 300))

@@ -72,9 +72,9 @@ def test_anything_else_is_refused_and_named() -> None:
         (Mean(SIX, LEARNED), r".*depends on parameters.* weight\.detach\(\)"),
         (RIGHT + Mean(SIX, -1), r", term 2: .* finite and >= 0, got -1\.0"),
         (RIGHT + Sum(torch.ones(2)), r", term 2: the total of onefold\.Sum must be"),
-        (LossTerms((torch.ones(()),)), r".*the terms of onefold\.LossTerms must be .*, got Tensor"),  # type: ignore[arg-type]
-        (LossTerms(()), r".*expected a tuple of terms in onefold\.LossTerms, got"),
-        (LossTerms([RIGHT]), r".*expected a tuple of terms in onefold\.LossTerms, got"),  # type: ignore[arg-type]
+        (LossTerms((torch.ones(()),)), r".*each a onefold\.Mean or onefold\.Sum, got \(tensor"),  # type: ignore[arg-type]
+        (LossTerms(()), r".*expected a tuple of terms in onefold\.LossTerms, each"),
+        (LossTerms([RIGHT]), r".*expected a tuple of terms in onefold\.LossTerms, each"),  # type: ignore[arg-type]
     ):
         with pytest.raises(LossError, match=f"^the loss of shard 3{words}"):
             weigh(result, 3, "the loss of shard 3")

@@ -24,6 +24,7 @@ from onefold.core.batch import ShardedBatch
 from onefold.core.randomness import order_by_length, sample_order
 from onefold.core.shard import Plan, cut_bounds
 from onefold.data_order.loader import Loader
+from onefold.data_order.position import SavedPasses
 from onefold.errors import SampleError
 from tests.conftest import ROOT
 from tests.small import make_trainer
@@ -317,7 +318,7 @@ def test_workers_end_with_their_pass(how: str) -> None:
     data = Items(broken) if how == "failed" else Augmented()
     loader = make_loader(data, Plan((1,)), shuffle=False, workers=2)
     if how == "empty":
-        loader.track.go_to({"first_pass": 0, "empty_passes": 1, "passes": []})
+        loader.track.go_to(SavedPasses(0, 1, []))
     with pytest.raises(SampleError) if how == "failed" else nullcontext() as failure:
         for number, _ in enumerate(loader):
             assert len(active_children()) == 2

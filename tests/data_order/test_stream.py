@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset
 from onefold.core.batch import ShardedBatch
 from onefold.core.shard import Plan
 from onefold.data_order.loader import Loader
-from onefold.data_order.position import Position
+from onefold.data_order.position import Position, SavedPass, SavedPasses
 from onefold.errors import SampleError
 from tests.bits.loaders import KnowingFlow
 from tests.data_order.test_loader import (
@@ -123,15 +123,16 @@ def test_a_plan_holds_from_the_next_batch(workers: int) -> None:
         assert dict(batch.shards) == {shard: whole.shards[shard] for shard in shards}
 
 
-def used_until(loader: Loader, stop: int) -> dict[str, Any]:
+def used_until(loader: Loader, stop: int) -> SavedPasses:
     """What a checkpoint says after the steps up to a place; one batch more was handed out."""
-    loader.track.follow(Position())
+    loader.track.position = Position()
     for batch in loader:
         assert batch.data_pass is not None
         if batch.stop > stop:
             break
         batch.data_pass.used = batch.stop
-    return json.loads(json.dumps(loader.track.to_json(epoch_done=False)))  # type: ignore[no-any-return]
+    text = msgspec.json.encode(loader.track.saved(epoch_done=False))
+    return msgspec.json.decode(text, type=SavedPasses)
 
 
 @with_worker
@@ -139,7 +140,7 @@ def used_until(loader: Loader, stop: int) -> dict[str, Any]:
 def test_a_stream_goes_on_with_the_first_unused_sample(workers: int, batch_size: int) -> None:
     whole = samples_in(list(stream_loader(Noisy(), Plan((2,)))))
     saved = used_until(stream_loader(Noisy(), Plan((2,)), workers=workers, batch_size=4), 8)
-    assert saved["passes"] == [[0, 8]]
+    assert saved.begun == [SavedPass(0, 8)]
     again = stream_loader(Noisy(), Plan((1, 1)), (0, 1), workers=workers, batch_size=batch_size)
     again.track.go_to(saved)
     assert samples_in(list(again)) == whole[8:]
@@ -154,7 +155,7 @@ def test_a_stream_with_a_state_goes_on_by_itself(workers: int) -> None:
 
     whole = samples_in(list(stream_loader(KnowingFlow(), Plan((2,)), workers=workers)))
     saved = used_until(stream_loader(KnowingFlow(), Plan((2,)), workers=workers), 12)
-    assert list(saved["streams"]) == ["0"]
+    assert saved.begun[0].state is not None
     flow = KnowingFlow()
     again = stream_loader(flow, Plan((2,)), workers=workers)
     again.track.go_to(saved)
@@ -175,7 +176,7 @@ def test_a_state_that_no_checkpoint_can_hold_is_not_kept(caplog: pytest.LogCaptu
             raise AssertionError
 
     saved = used_until(stream_loader(Odd(), Plan((2,))), 12)
-    assert "streams" not in saved
+    assert saved.begun[0].state is None
     assert caplog.text.count("which a checkpoint cannot hold") == 1
     again = stream_loader(Odd(), Plan((2,)))
     again.track.go_to(saved)

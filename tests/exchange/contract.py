@@ -64,8 +64,8 @@ STAGES = Stages(("rest", "first", "second", "empty"), (1, 2, 0, 2, 1, 2))
 
 def storage(devices: int, *, staged: bool = False) -> Storage:
     trained = lay_out(tensors())
-    return Storage.alike(
-        trained,
+    return Storage(
+        parameters=trained,
         other=lay_out({"frozen": torch.zeros(4)}),
         buffers=lay_out({name: torch.zeros(3).to(dtype) for name, dtype in BUFFERS.items()}),
         pieces=cut_pieces(trained, by_element=True),
@@ -235,6 +235,10 @@ def check_exchange(exchange: Exchange, sizes: Storage, begun: Start, own: range)
         texts = {d: bytes([65 + d]) * (longest * d // devices) for d in own}
         gathered = exchange.transport.all_gather_objects(texts)
         assert gathered == [bytes([65 + d]) * (longest * d // devices) for d in range(devices)]
+    values = {d: (d, torch.full((d,), d / 3)) for d in own}
+    found = exchange.transport.all_gather_values(values)
+    assert [d for d, _ in found] == list(range(devices))
+    assert all(tensor.equal(torch.full((d,), d / 3)) for d, tensor in found)
     check_bytes(exchange, begun, own)
     exchange.close()
     exchange.close()

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from onefold.jobs.text_models import build_classifier
-from onefold.jobs.tokens import encode_texts, pad_shard
+from onefold.jobs.text_models import build_classifier, encode_texts, pad_shard
 
 VOCABULARY_SIZE = 300
 TEXTS = [

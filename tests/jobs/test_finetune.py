@@ -37,7 +37,7 @@ def pictures(samples: int = 8) -> Batch:
 
 
 def train(model: nn.Module, *, steps: int = 3, devices: int = 1) -> onefold.Trainer:
-    groups = parameter_groups(model, rate=0.1, head="fc", head_scale=1.0)
+    groups = parameter_groups(model, TrainOptions(lr=0.1), "fc")
     optimizer = torch.optim.SGD(groups, momentum=0.9, weight_decay=0.01)
     loss, how = lambda m, b: F.cross_entropy(m(b[0]), b[1]), {"shards": 2, "devices": devices}
     trainer = make_trainer(model, loss, optimizer=optimizer, **how)
@@ -60,8 +60,8 @@ def test_the_body_is_loaded_whatever_the_head(tmp_path: Path, prefix: str, witho
     source = small(5, seed=1)
     state = {prefix + n: value for n, value in source.state_dict().items() if without not in n}
     torch.save({"state_dict": state}, tmp_path / "w.pth")
-    ways = [lambda: small(small_images=False), small, lambda: small(7)]
-    model = load_body(ways, tmp_path / "w.pth", "fc", key="state_dict")
+    model = small()
+    load_body(model, tmp_path / "w.pth", "fc", key="state_dict")
     counts = {name for name in source.state_dict() if without in name}
     assert changed(bits(source), model) <= names_under(model, "fc") | counts
     assert model.get_submodule("fc").weight.shape == (3, 8)
@@ -81,7 +81,7 @@ def test_weights_of_another_model_are_refused(tmp_path: Path, source: Any, words
     state = {f"module.{name}": value for name, value in source().state_dict().items()}
     torch.save(state, tmp_path / "w.pth")
     with pytest.raises(CheckpointError, match=words):
-        load_body([small, lambda: small(blocks=(3,))], tmp_path / "w.pth", "fc", key=None)
+        load_body(small(), tmp_path / "w.pth", "fc", key=None)
 
 
 TIES = [("highest", (0.5, 0.9, 0.7), 2), ("lowest", (0.5, 0.9, 0.7), 1)]

@@ -18,14 +18,14 @@ import pytest
 
 import onefold
 from onefold.errors import CheckpointError, DataError, LaunchError, RunFailed
-from onefold.jobs.catalog import JOBS, job_of
+from onefold.jobs.catalog import JOBS
 from onefold.jobs.data import scan
 from onefold.jobs.run import Job, read_options, run_job
 from onefold.system.process import stopped_by_signals
 from onefold.system.record import read_record
 from tests.capabilities import needs_text
 from tests.checkpoint.folders import full_disk, steps_in
-from tests.jobs.tiny import SMALL, WRITERS, run_here, write_pictures, write_texts
+from tests.jobs.tiny import SMALL, WRITERS, job_of, run_here, write_pictures, write_texts
 from tests.tables import for_each
 
 needs_text()

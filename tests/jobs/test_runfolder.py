@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
-import logging
 import math
 import os
 from collections.abc import Callable
@@ -17,7 +15,7 @@ from onefold.errors import LaunchError
 from onefold.jobs.options import TrainOptions
 from onefold.jobs.runfolder import RunFolder, next_name, require_room
 from onefold.system.folderlock import lock_of_checkpoints
-from tests.somebody import NOBODY, needs_root, somebody_else
+from tests.somebody import NOBODY
 from tests.tables import for_each
 
 OPTIONS = TrainOptions(data="digits", name="one")
@@ -128,25 +126,6 @@ def test_later_lines_are_taken_back(tmp_path: Path, steps: int, epochs: int, kep
     assert metrics(tmp_path) == lines[:kept]
 
 
-def share(path: Path) -> None:
-    """Hold a lock as anybody may who can read a file."""
-    fcntl.lockf(os.open(path, os.O_RDONLY), fcntl.LOCK_SH)
-
-
-@needs_root
-def test_a_strangers_lock_does_not_hinder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """On a file of a former version, which others could open."""
-    path = tmp_path / ".lock"
-    path.touch()
-    path.chmod(0o644)
-    with somebody_else(share, path), caplog.at_level(logging.WARNING, "onefold"):
-        require_room(tmp_path)
-        folder = begun(tmp_path)
-        assert path.stat().st_mode & 0o777 == 0o600
-        folder.close()
-    assert "was held by process" in caplog.text
-
-
 def test_ones_own_process_is_named(tmp_path: Path) -> None:
     begun(tmp_path).close()
     child = os.fork()
@@ -176,7 +155,7 @@ def of_somebody_else(path: Path) -> None:
 
 
 LOCKS: list[tuple[Callable[[Path], object], str]] = [
-    (a_link, "expected a file of this user's own, got a link"),
+    (a_link, "expected a file, got a link. onefold needs a file of this user's own"),
     (os.mkfifo, r"\.lock: expected a file, got a FIFO or a device"),
 ]
 if os.geteuid() == 0:

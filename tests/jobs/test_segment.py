@@ -22,7 +22,7 @@ from onefold.jobs.data.masks import VOID, MaskRule
 from onefold.jobs.data.pairs import Pair
 from onefold.jobs.finetune import best_checkpoint
 from onefold.jobs.segment import MaskModel, SegmentOptions
-from onefold.jobs.segment_pictures import Crops, Padded, WholePictures, inside
+from onefold.jobs.segment_pictures import Augment, Padded, PicturePairs, inside
 from onefold.jobs.training import Task
 from tests.jobs.tiny import run_here
 from tests.masked import black_and_white, grey, save, save_pairs
@@ -91,8 +91,9 @@ def pixelwise() -> nn.Module:
 @for_each("turns", ["no", "yes"])
 def test_picture_and_mask_turn_together(doubles: list[Pair], flip: Any, turns: Any) -> None:
     """In every way that was asked for, and alike by the same seed."""
-    crops = Crops(doubles, options(flip=flip, turns=turns, jitter=0.0), PLAIN)
-    square = WholePictures(doubles, PLAIN)[2][1]
+    change = Augment(side=32, flip=flip == "yes", turns=turns == "yes", jitter=0.0)
+    crops = PicturePairs(doubles, PLAIN, augment=change)
+    square = PicturePairs(doubles, PLAIN)[2][1]
     ways = [torch.rot90(square.flip(1) if m else square, q) for m in range(2) for q in range(4)]
     seen = set()
     for seed in range(60):
@@ -175,7 +176,7 @@ def scored(
         path = tmp_path / f"mask-{number}.png"
         pairs.append(Pair(image, save(path, np.asarray(mask, dtype=np.uint8))))
     task = task_of(folder, threshold=how.pop("threshold", 0.5))
-    data = WholePictures(pairs, PLAIN, rule)
+    data = PicturePairs(pairs, PLAIN, rule)
     trainer = make_trainer(pixelwise(), task.loss, shards=how.pop("shards", 2))
     return trainer.evaluate(task.score, data, collate=Padded(32), **{"batch_size": 3, **how})
 
@@ -221,13 +222,12 @@ def test_void_is_kept_in_crops_and_does_not_weigh(voids: Path) -> None:
         settled(voids)
     asked, data = settled(voids, turns="yes", jitter=0.0, pos_weight="auto", **VOID_OPTIONS)
     assert (data.foreground, data.void) == (6 * 240, 6 * (24 * 32 - 480))
-    crops = Crops(data.train, asked, PLAIN)
+    task = segment.make_task(asked, data)
     torch.manual_seed(0)
-    seen = torch.cat([crops[number][1].flatten() for number in range(6)]).unique()
+    seen = torch.cat([task.train_set[number][1].flatten() for number in range(6)]).unique()
     assert seen.tolist() == [VOID, 0.0, 1.0]
     counted = 40 * 44 - (24 * 32 - 480)
-    facts = segment.make_task(asked, data).facts
-    assert facts["pos_weight"] == pytest.approx((counted - 240) / 240, rel=1e-6)
+    assert task.facts["pos_weight"] == pytest.approx((counted - 240) / 240, rel=1e-6)
 
 
 def test_a_run_keeps_what_its_model_needs(folder: Path, run: Path, tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from onefold.errors import CheckpointError
 from onefold.jobs.text import (
     TextModel,
     TextOptions,
-    build_of_run,
     confidences,
     make_task,
     prepare,
@@ -38,7 +37,8 @@ def test_a_model_learns_which_word_decides_and_is_built_again(data: Path, tmp_pa
     folder, said = run_here("text", data, tmp_path, epochs=12, lr=5e-3, dropout=0.0)
     assert said["best"]["value"] == 1.0
     assert said["classes"] == ["bad", "good"]
-    kind, model = TextModel.of_run(folder), build_of_run(folder)
+    kind = TextModel.of_run(folder)
+    model = kind.build(folder)
     ids = kind.encode(["the film was fine"])
     shard = kind.collate([(ids[0], 0), (ids[0][:3], 1)])
     with torch.no_grad():
@@ -67,4 +67,4 @@ def test_a_folder_with_a_pretrained_model_is_used(data: Path, tmp_path: Path) ->
     assert all(torch.equal(old[name], new[name]) for name in body)
     folder, said = run_here("text", data, tmp_path / "runs", model=str(before))
     assert said["model"] == str(before)
-    assert build_of_run(folder).num_labels == 2  # type: ignore[comparison-overlap]
+    assert TextModel.of_run(folder).build(folder).num_labels == 2  # type: ignore[comparison-overlap]

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from onefold.jobs import tokens
-from onefold.jobs.tokens import EncodedTexts, encode_texts, train_tokenizer
+from onefold.jobs import text_models as tokens
+from onefold.jobs.text_models import EncodedTexts, encode_texts, train_tokenizer
 from tests.capabilities import needs_text
 from tests.jobs.sentences import TEXTS, VOCABULARY_SIZE
 

@@ -18,13 +18,13 @@ import onefold
 from onefold.cli.verify import verify_script
 from onefold.core.options import RunOptions
 from onefold.errors import CheckpointError, DataError, LaunchError
-from onefold.jobs.catalog import JOBS, job_of
+from onefold.jobs.catalog import JOBS
 from onefold.jobs.finetune import best_checkpoint
 from onefold.jobs.run import read_options, run_job
 from onefold.jobs.training import read_saved
 from onefold.system.record import read_record
 from tests.capabilities import needs_text
-from tests.jobs.tiny import SMALL, WRITERS, run_here, write_pictures, write_texts
+from tests.jobs.tiny import SMALL, WRITERS, job_of, run_here, write_pictures, write_texts
 from tests.tables import for_each
 
 needs_text()
@@ -209,9 +209,10 @@ BESTS = (3, {"epoch": 0}, *({**BEST, "checkpoint": each} for each in PLACES))
 
 @for_each("extra", [*STRANGE, *({**SAVED, "best": each} for each in BESTS)])
 def test_what_another_script_has_saved_is_refused(extra: Any, tmp_path: Path) -> None:
-    assert read_saved(SAVED, tmp_path) == (SAVED["part"], 1, BEST)
-    assert read_saved({"part": {}, "epochs_done": 0, "best": None}, tmp_path) == ({}, 0, None)
-    best = read_saved({**SAVED, "best": {**BEST, "value": math.nan}}, tmp_path)[2]
+    assert read_saved(SAVED, tmp_path) == SAVED
+    none: Any = {"part": {}, "epochs_done": 0, "best": None}
+    assert read_saved(none, tmp_path) == none
+    best = read_saved({**SAVED, "best": {**BEST, "value": math.nan}}, tmp_path)["best"]
     assert best is not None
     assert math.isnan(best["value"])
     with pytest.raises(CheckpointError, match="expected checkpoints of onefold train, the newest"):

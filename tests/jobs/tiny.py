@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from onefold.jobs.catalog import job_of
+from onefold.jobs.catalog import JOBS
 from onefold.jobs.run import read_options
-from onefold.jobs.training import train
+from onefold.jobs.training import begin_training
 
 CLASSES = ("apple", "pear", "plum")
+job_of = {job.name: job for job in JOBS}.__getitem__
 
 
 def write_pictures(root: Path, *, train: int = 8, test: int = 4) -> Path:
@@ -79,4 +80,5 @@ def run_here(job: str, data: Path | str, runs: Path, **options: Any) -> tuple[Pa
     asked = read_options(kind, given, None)
     prepared = kind.prepare(asked)
     settled = kind.settle(asked, prepared)
-    return settled.folder, train(settled, kind.name, kind.make_task(settled, prepared))
+    task = kind.make_task(settled, prepared)
+    return settled.folder, begin_training(settled, kind.name, task).run()

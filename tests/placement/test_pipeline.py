@@ -20,6 +20,7 @@ import onefold
 from onefold.core.context import LaunchContext
 from onefold.core.options import ExchangeName, RunOptions
 from onefold.errors import PeerFailed, PipelineError
+from onefold.placement.pipeline import shapetensor
 from onefold.testing import outcomes
 from tests import simulated
 from tests.tables import for_each
@@ -146,12 +147,6 @@ def with_a_mask(model: Layers, x: torch.Tensor) -> torch.Tensor:
     return by(given=lambda n, _: (mask,) if n == 4 else ())(model, x) * mask
 
 
-def with_its_dtype(model: Layers, x: torch.Tensor) -> torch.Tensor:
-    x = model.layers[0](x)
-    scale = torch.full((1,), 0.37, dtype=x.dtype)  # a linear layer's, in bf16
-    return by(range(1, 6))(model, x) * scale
-
-
 def far(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return (model(batch) - batch).square().mean(dim=1)
 
@@ -186,7 +181,6 @@ class Refused(NamedTuple):
     loss: Callable[..., Any] = far
     layer: Callable[[], nn.Module] = Linear
     stops_early: bool = True
-    precision: Any = "fp32"
     in_processes: str = ""
     """What is said where each device has a process; the same if empty, nothing if "-"."""
 
@@ -241,7 +235,6 @@ REFUSED = {
         loss=lambda m, b: onefold.Mean((x := m(b)).sum(), 9) + onefold.Sum(x.sum()),
     ),
     "grad": Refused("the loss differentiates something itself", loss=differentiating),
-    "dtype": Refused("asks for the dtype", with_its_dtype, precision="bf16"),
 }
 
 
@@ -255,7 +248,7 @@ def attempt(name: str, devices: int = 0) -> None:
     case = REFUSED[name]
     torch.manual_seed(3)
     model = Layers(case.forward, case.layer)
-    trainer = trainer_of(model, case.loss, devices, precision=case.precision)
+    trainer = trainer_of(model, case.loss, devices)
     try:
         with set_checkpoint_early_stop(case.stops_early):
             trainer.step(F.normalize(torch.randn(9, WIDTH)))
@@ -336,26 +329,44 @@ def test_a_step_computes_each_stage_once_and_leaves_nothing_to_the_collector() -
     trainer.close()
 
 
-def given_a_dtype(by_name: bool, devices: int = 0) -> str:
+TAKEN: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "by name": lambda places, other: places.to(tensor=other),
+    "by place": lambda places, other: places.to(other, False),
+    "asked for": lambda places, other: places.to(other.dtype),
+    "made of it": lambda places, other: other.new_tensor(places.tolist()),
+}
+
+
+def given_a_dtype(way: str, devices: int = 0) -> str:
     """The fingerprint of a model between whose stages a tensor takes the dtype of another."""
     torch.manual_seed(1)
     model = nn.Sequential(*[nn.Sequential(nn.Linear(5, 5), nn.Dropout()) for _ in range(4)])
     places = torch.randn(5, dtype=torch.float64)
 
     def loss(model: nn.Sequential, batch: torch.Tensor) -> torch.Tensor:
-        first = model[0](batch)
-        x = first + (places.to(tensor=first) if by_name else places.to(first, False))
+        first = model[0](batch)  # in bfloat16, by autocast
+        x = first + TAKEN[way](places, first)
         for layer in model[1:]:
             x = layer(x)
         return x.square().mean(dim=1)
 
-    trainer = trainer_of(model, loss, devices)
+    trainer = trainer_of(model, loss, devices, precision="bf16")
     trainer.step(torch.ones(8, 5))
     return trainer.fingerprint()
 
 
-@for_each("by_name", [False, True])
-def test_its_dtype_may_be_taken(by_name: bool) -> None:
-    """`x.to(tensor)` needs no values of it; nor do random numbers within stages."""
-    found = simulated.launch(given_a_dtype, devices="cpu:2", args=(by_name,), placement="pipeline")
-    assert found == given_a_dtype(by_name, 1)
+@for_each("way", TAKEN)
+def test_its_dtype_may_be_taken(way: str) -> None:
+    """It needs no values; nor do random numbers within stages."""
+    found = simulated.launch(given_a_dtype, devices="cpu:2", args=(way,), placement="pipeline")
+    assert found == given_a_dtype(way, 1)
+
+
+def test_forms_are_not_kept_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shards of many sizes would fill memory."""
+    monkeypatch.setattr(shapetensor, "MOST_KEPT", 3)
+    for size in range(1, 20):
+        progress = shapetensor.LossProgress("here", torch.device("cpu"))
+        made = shapetensor.ShapeTensor.apart(torch.empty(size), progress) + 1.0
+        assert made.shape == (size,)
+    assert shapetensor.FakeTensorMode.cache_info().size <= 4

@@ -72,7 +72,7 @@ def test_who_is_alone_among_others_must_not_train(name: str) -> None:
 @for_each("name", PROCESSES)
 def test_the_command_makes_one_run_of_all(name: str) -> None:
     """What it starts in place of the script here prints the environment that it was given."""
-    command = others_of(PROCESSES[name]).refusal.split("\n    ")[1]  # type: ignore[union-attr]
+    command = others_of(PROCESSES[name]).refusal.split("\n    ")[1]
     begin, end = command.index("sh -c"), command.index("  (HOST")
     shell = command[begin:end].replace("python train.py", "env").replace("HOST", "node1")
     path = os.environ["PATH"]

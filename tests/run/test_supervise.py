@@ -126,7 +126,7 @@ def test_how_a_worker_ended_is_known_and_no_number_is_used_that_may_be_anothers(
 
 
 REPORT = """
-report = dict(rank=1, step=3, time_s=0.0, kind={kind!r}, text="CUDA error: uncorrectable",
+report = dict(time_s=0.0, kind={kind!r}, text="CUDA error: uncorrectable",
     traceback="", caused_by_peer={by_peer})
 if context["rank"] == 1:
     os.write(context["report_descriptor"], json.dumps(report).encode() + b"\\n")

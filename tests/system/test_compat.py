@@ -5,10 +5,11 @@ Where one of these fails with a newer PyTorch, its message says what would break
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
-from onefold.system import compilers, hooks, tables
+from onefold.system import compat, compilers, hooks
 
 
 def test_backward_hooks_are_hidden_for_a_while() -> None:
@@ -54,7 +55,19 @@ def test_kernels_that_repeat_their_bits_can_be_chosen_and_put_back() -> None:
 def test_tables_of_a_module_are_its_own() -> None:
     """Or a parameter or buffer that was replaced would not be seen, and trained by nobody."""
     layer = nn.BatchNorm1d(2)
-    assert tables.parameters_of(layer)["weight"] is layer.weight
-    assert tables.children_of(nn.Sequential(layer))["0"] is layer
-    tables.buffers_of(layer)["running_mean"] = torch.ones(2)
+    assert hooks.parameters_of(layer)["weight"] is layer.weight
+    assert hooks.children_of(nn.Sequential(layer))["0"] is layer
+    hooks.buffers_of(layer)["running_mean"] = torch.ones(2)
     assert layer.running_mean.tolist() == [1, 1]
+
+
+def test_fake_tensors_have_the_form_of_a_result_and_no_values() -> None:
+    """Or later devices of a pipeline would not follow a loss to their own stages."""
+    x = compat.FakeTensor(
+        compat.FakeTensorMode(), torch.empty(3, 4, device="meta"), torch.device("cpu")
+    )
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        product = x @ x.T
+    assert (product.shape, product.dtype, product.device.type) == ((3, 3), torch.bfloat16, "cpu")
+    with pytest.raises(RuntimeError, match="_local_scalar_dense"):
+        product.sum().item()

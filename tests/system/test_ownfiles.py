@@ -73,7 +73,7 @@ def test_what_is_no_file_is_refused_at_once(
         ("link", lambda path: path.symlink_to("nothing"), "expected a file, got a link"),
         ("folder", Path.mkdir, "expected a file, got a folder"),
         ("fifo", os.mkfifo, "expected a file, got a FIFO or a device"),
-        ("socket", make_socket, "No such device or address"),
+        ("socket", make_socket, "expected a file, got a FIFO or a socket"),
         ("nothing", lambda path: None, "No such file or directory"),
     ):
         make(tmp_path / name)
@@ -193,14 +193,14 @@ def test_folders_of_killed_processes_are_removed_by_the_next(temporary: Path) ->
 def marked(path: Path, mark: bytes, mode: int = 0o700) -> Path:
     path.mkdir(mode)
     path.chmod(mode)
-    (path / ".onefold-owner").write_bytes(mark)
+    (path / ".onefold-boot").write_bytes(mark)
     return path
 
 
 def test_what_is_not_surely_ours_and_dead_stays(tmp_path: Path) -> None:
     with PrivateFolder() as folder:
-        mark = (folder.path / ".onefold-owner").read_bytes()
-    owner = marked(tmp_path / "elsewhere", mark) / ".onefold-owner"
+        mark = (folder.path / ".onefold-boot").read_bytes()
+    owner = marked(tmp_path / "elsewhere", mark) / ".onefold-boot"
     for number, make in enumerate(
         (
             lambda path: path.mkdir(0o700),

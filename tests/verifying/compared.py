@@ -50,7 +50,7 @@ class Compared:
         return self.lines(trainer)[1]
 
     def lines(self, trainer: onefold.Trainer) -> list[dict[str, Any]]:
-        number = session_in(trainer).team.trainer
+        number = session_in(trainer).devices.trainer
         return read_record(self.folder, f"0-{number}-mathematics")
 
 

@@ -22,7 +22,7 @@ def seen(**what: Any) -> Comparison:
 
 
 def finding(kind: FindingKind) -> LossFinding:
-    return LossFinding(kind, f"a finding of kind {kind}", "it is read so", "write this instead")
+    return LossFinding(kind, f"a finding of kind {kind}")
 
 
 def texts(found: Comparison) -> list[str]:
@@ -55,7 +55,7 @@ BELIEVED |= {"maybe-sum": {"sum"}, "tokens": {"mean", "weighted", "unclear"}}
 @for_each("kind", BELIEVED)
 def test_a_finding_is_believed_with_numbers_that_fit_it(kind: FindingKind, relation: str) -> None:
     found = texts(seen(finding=finding(kind), relation=relation))
-    said = f"the loss is a finding of kind {kind}. it is read so. write this instead"
+    said = f"the loss is a finding of kind {kind}"
     assert (said in found) is (relation in BELIEVED[kind])
 
 

@@ -5,7 +5,7 @@ Note: a lock file that is removed
 A lock lies on the inode, not on the name. Between opening a lock file and locking it, its owner may
 have removed it, and another process may have made a new one under the same name: then two processes
 hold locks on two inodes, and each takes the name for its own. So after locking, the inode of the
-descriptor is compared with what lies under the name (`_is_at`), and the owner removes the name
+descriptor is compared with what lies under the name (`_locked`), and the owner removes the name
 *before* it unlocks: whoever gets the lock afterwards finds nothing there, or another inode.
 """
 
@@ -51,10 +51,16 @@ def sweep(directory: Path) -> None:
             if match[3] != "lock":
                 folders.append(path)
     for (name, word), folders in left.items():
+        lock = _lock_of(directory / name, word)
         # Under the lock, so that a folder of a living process is never touched.
-        with contextlib.suppress(OSError), _abandoned(_lock_of(directory / name, word)):
-            for folder in filter(_is_our_leftover, folders):
-                _tidy(folder, directory / name)
+        with contextlib.suppress(OSError):
+            if (descriptor := _locked(lock, is_new=False)) is None:
+                continue
+            try:
+                for folder in filter(_is_our_leftover, folders):
+                    _tidy(folder, directory / name)
+            finally:
+                _let_go(descriptor, lock)
 
 
 def _tidy(folder: Path, place: Path) -> None:
@@ -80,63 +86,54 @@ def _lock_of(folder: Path, word: str) -> Path:
 @contextlib.contextmanager
 def names_beside(folder: Path) -> Iterator[Callable[[str], Path]]:
     """Yield a function from endings to names beside a folder that are this process's alone."""
-    while True:
+    descriptor = None
+    # Between making the file and locking it, a sweep may have taken it for abandoned.
+    while descriptor is None:
         word = uuid.uuid4().hex[:8]
         lock = _lock_of(folder, word)
-        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        # Between making the file and locking it, a sweep may have taken it for abandoned.
-        if _holds(descriptor, lock):
-            break
-        os.close(descriptor)
+        descriptor = _locked(lock, is_new=True)
     try:
         yield lambda ending: folder.with_name(f".{folder.name}.{word}.{ending}")
     finally:
         _let_go(descriptor, lock)
 
 
-def _holds(descriptor: int, lock: Path) -> bool:
-    """Lock a new file, and return whether it is still ours; some file systems have no locks."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
-    return _is_at(descriptor, lock)
+def _locked(lock: Path, *, is_new: bool) -> int | None:
+    """Open and lock a lock file, of a new name or of one that somebody may have left behind.
 
-
-def _is_at(descriptor: int, lock: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), lock.lstat())
-    except FileNotFoundError:
-        return False
-
-
-@contextlib.contextmanager
-def _abandoned(lock: Path) -> Iterator[None]:
-    """Hold the lock of names that a process has left behind.
+    Returns:
+        Its descriptor; None if the file is another process's, or no longer under its name.
 
     Raises:
-        OSError: the process is still at work, or that cannot be found out.
+        OSError: it cannot be opened, or whether somebody holds it cannot be found out.
     """
-    # O_CREAT, as the lock may be gone already; O_NOFOLLOW and O_NONBLOCK, as anyone may have put a
-    # link or a pipe under this name.
+    # O_CREAT, as an abandoned lock may be gone already; O_NOFOLLOW and O_NONBLOCK, as anyone may
+    # have put a link or a pipe under this name.
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    descriptor = os.open(lock, flags, 0o600)
+    descriptor = os.open(lock, flags | (os.O_EXCL if is_new else 0), 0o600)
     try:
-        if os.fstat(descriptor).st_uid != os.geteuid():
-            raise PermissionError(errno.EPERM, "it is somebody else's", str(lock))
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not _is_at(descriptor, lock):
-            raise FileNotFoundError(errno.ENOENT, "its owner has just removed it", str(lock))
+        _flock(descriptor, needs_locks=not is_new)
+        there = os.fstat(descriptor)
+        # A file server may give a new file to another user.
+        is_ours = is_new or there.st_uid == os.geteuid()
+        if is_ours and os.path.samestat(there, lock.lstat()):
+            return descriptor
+    except (BlockingIOError, FileNotFoundError):
+        pass
     except BaseException:
         os.close(descriptor)
         raise
+    os.close(descriptor)
+    return None
+
+
+def _flock(descriptor: int, *, needs_locks: bool) -> None:
     try:
-        yield
-    finally:
-        _let_go(descriptor, lock)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        # Some file systems have no locks: what is new there is written all the same.
+        if needs_locks or error.errno not in _NO_LOCKS:
+            raise
 
 
 def _let_go(descriptor: int, lock: Path) -> None:

@@ -31,7 +31,7 @@ The place is where the checkpoint was made, as it says itself:
   epoch of `Trainer.epochs`, if the script now goes on for longer; without it, up to the next step.
   Whether a block between them belongs to the part that is done is then undecidable: it counts as
   done, and a step that follows says so, with the line.
-- neither: wherever the script called `Trainer.save`, or an earlier version made one within a step.
+- neither: wherever the script called `Trainer.save`, or at the end of an epoch as the run stopped.
   The place is the beginning of the pass that was under way, or of the next epoch.
 
 What `evaluate` and `predict` return before the place, after a loop has begun, cannot be what it was
@@ -49,7 +49,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from onefold.checkpoint.folder import Keeping
+from onefold.checkpoint.folder import Keeping, try_directory
 from onefold.checkpoint.record import RUN, Place
 from onefold.checkpoint.resume import Checkpoints, Found
 from onefold.core.assignment import Devices
@@ -113,37 +113,29 @@ class Autosave:
     steps of batches that several loaders have read side by side, waits for the last of these.
 
     Args:
-        directory: where the checkpoints lie.
-        every: how many steps apart they are written; 0 for no such number.
-        clock: says when they are due by time.
-        keep: how many of the newest stay.
+        team: who takes part, and what was asked for.
         checkpoints: saves and loads the trainer.
         position: where the trainer is.
-        lock: of the directory; the lead's process holds it.
+        progress: the table in which the lead asks for what is due by time.
+        lock: of the directory of the checkpoints; the lead's process holds it.
         blocks: returns how many blocks of changes the script has opened.
     """
 
     def __init__(
         self,
-        directory: Path,
-        *,
-        every: int,
-        clock: SaveClock,
-        keep: int,
+        team: Devices,
         checkpoints: Checkpoints,
         position: Position,
+        progress: Progress,
         lock: FolderLock,
         blocks: Callable[[], int],
     ) -> None:
-        self._directory = directory
-        self._lock = lock
-        self._every = every
-        self._clock = clock
-        self._keeping = Keeping(keep)
-        self._checkpoints = checkpoints
+        options = team.context.options
+        self._directory, self._lock = Path(options.checkpoint), lock
+        self._every, self._keeping = options.every, Keeping(options.keep_last)
+        self._clock = SaveClock(progress, options.every_s, decides=team.has_lead)
+        self._checkpoints, self._position, self._blocks = checkpoints, position, blocks
         self._schedule = checkpoints.schedule
-        self._position = position
-        self._blocks = blocks
         self._saved = position.step
         self._due = False
         self._at_next = False
@@ -191,29 +183,16 @@ class Autosave:
                 f"--checkpoint {directory} is the folder of one checkpoint: expected the directory "
                 f"that holds it, {directory.parent}"
             )
-        # Now, as a full or read-only disk is better found before the first hours of training.
-        checkpoints.try_directory(directory)
         lock = lock_of_checkpoints(directory)
         if team.has_lead:
+            # Now, as a full or read-only disk is better found before the first hours of training.
+            try_directory(directory)
             lock.take(context.options.grace_s)
-        found = checkpoints.find(
-            directory,
-            changed=context.options.changed,
-            if_any=True,
-            leave_out=context.leave_out,
-        )
+        changed, leave_out = context.options.changed, context.leave_out
+        found = checkpoints.find(directory, changed=changed, if_any=True, leave_out=leave_out)
         if found is not None:
             resumption.begin(found)
-        return cls(
-            directory,
-            every=context.options.every,
-            clock=SaveClock(progress, context.options.every_s, decides=team.has_lead),
-            keep=context.options.keep_last,
-            checkpoints=checkpoints,
-            position=position,
-            lock=lock,
-            blocks=blocks,
-        )
+        return cls(team, checkpoints, position, progress, lock, blocks)
 
     def check(self, batch: ShardedBatch) -> None:
         """Refuse a step that could not be resumed as if nothing had happened.
@@ -258,19 +237,17 @@ class Autosave:
         return stop
 
     def _save_before_step(self, batch: ShardedBatch) -> bool:
-        if not self._at_next:
-            return False
+        is_used = self._position.has_used(batch)
         too_long = self._put_off > _MOST_PUT_OFF
-        if self._position.has_used(batch):
-            if too_long:
-                raise ValueError(
-                    f"this batch is used for more than {_MOST_PUT_OFF} steps, and onefold run "
-                    f"--checkpoint saves between batches: use each of a run for at most "
-                    f"{_MOST_PUT_OFF}, or call trainer.save and trainer.load in the script, after "
-                    f"the last step of a batch"
-                )
-            return False
-        if self._position.is_at_an_end() and not too_long:
+        if self._at_next and is_used and too_long:
+            raise ValueError(
+                f"this batch is used for more than {_MOST_PUT_OFF} steps, and onefold run "
+                f"--checkpoint saves between batches: use each of a run for at most "
+                f"{_MOST_PUT_OFF}, or call trainer.save and trainer.load in the script, after "
+                f"the last step of a batch"
+            )
+        waits = is_used or (self._position.is_at_an_end() and not too_long)
+        if not self._at_next or waits:
             return False
         self._save("step")
         return self._stop
@@ -284,7 +261,10 @@ class Autosave:
             updated: whether the step is done; an update of the script's is still to come.
         """
         self._stop |= stop
-        self._due |= stop or self._run_checks()
+        step = self._position.step
+        self._due |= (
+            stop or (self._every > 0 and step % self._every == 0) or self._clock.is_due(step)
+        )
         self._at_next = False
         if not self._due:
             return
@@ -308,10 +288,6 @@ class Autosave:
     def leave(self) -> None:
         """Let another run save itself in the directory, once everything is written."""
         self._lock.let_go()
-
-    def _run_checks(self) -> bool:
-        step = self._position.step
-        return (self._every > 0 and step % self._every == 0) or self._clock.is_due(step)
 
     def _save(self, place: Place) -> None:
         self._write(place)
@@ -357,7 +333,7 @@ class Resumption:
 
     def begin(self, found: Found) -> None:
         """Have the run stand where a checkpoint was made; its values come later."""
-        self._found, self._place = found, found.stored.run.get("place")
+        self._found, self._place = found, found.stored.run["place"]
         self._checkpoints.adopt_place(found)
         if self._on_lead:
             step, folder = self._position.step, found.stored.folder
@@ -447,7 +423,7 @@ class Resumption:
     def end(self) -> None:
         """Take nothing more from the checkpoint."""
         if self._found is not None:
-            self._found.close()
+            self._found.opened.close()
         self._found = None
 
     def _warn(self, text: str, *arguments: object) -> None:

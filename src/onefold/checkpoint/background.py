@@ -3,7 +3,7 @@
 Note: who sees a failure
 ------------------------
 A thread has nobody to raise to. Its exception is kept, and raised once, by the first call of the
-training thread that looks (`check`, `wait`, `done_within`). What nobody has looked at when the
+training thread that looks (`wait`). What nobody has looked at when the
 program ends is written to the log. Only the training thread calls the methods, so the one write
 that crosses threads, of the failure, is always read after ``join``, and needs no lock.
 """
@@ -50,42 +50,28 @@ class Background:
         self._thread = threading.Thread(target=self._run, args=(job,), name=self.what)
         self._thread.start()
 
-    def check(self) -> None:
-        """Raise what the job has raised, if it has ended; does not wait."""
-        if self._thread is not None and not self._thread.is_alive():
-            self.wait()
+    def wait(self, limit_s: float | None = None) -> bool:
+        """Wait for the job; return whether it has ended, and raise what it has raised.
 
-    def done_within(self, limit_s: float) -> bool:
-        """Wait this long for the job; return whether it has ended, and raise what it has raised."""
+        Args:
+            limit_s: the longest wait; without limit if None.
+        """
         if self._thread is not None:
             self._thread.join(limit_s)
             if self._thread.is_alive():
                 return False
-        self.wait()
-        return True
-
-    def wait(self) -> None:
-        """Wait for the job, and raise what it has raised."""
-        if self._thread is not None:
-            self._thread.join()
             self._thread = None
         # Forgotten before it is raised: a script that survives it may save once more.
-        if self._failure is not None:
-            failure, self._failure = self._failure, None
+        failure, self._failure = self._failure, None
+        if failure is not None:
             raise failure
+        return True
 
     def abandon(self) -> None:
         """Wait for the job and ignore its outcome, as another failure came first."""
         if self._thread is not None:
             self._thread.join()
         self._thread = self._failure = None
-
-    def tell(self) -> None:
-        """Wait for the job, and log what it has raised: nobody is left to catch it."""
-        try:
-            self.wait()
-        except BaseException as failure:
-            _log.error("%s failed: %s: %s", self.what, type(failure).__name__, failure)
 
     def _run(self, job: Callable[[], None]) -> None:
         try:
@@ -113,4 +99,8 @@ def finish_all() -> None:
 
 def _tell_unraised() -> None:
     for background in list(_all):
-        background.tell()
+        try:
+            background.wait()
+        # Nobody is left to catch it.
+        except BaseException as failure:
+            _log.error("%s failed: %s: %s", background.what, type(failure).__name__, failure)

@@ -41,7 +41,6 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +48,12 @@ from onefold.checkpoint.aside import BESIDE, check_ours, delete, names_beside, s
 from onefold.checkpoint.record import RUN, check_stored, next_serial
 from onefold.core.jsonvalue import from_json
 from onefold.errors import CheckpointError
-from onefold.system.ownfiles import RECORD_BYTES, parse_json, read_plain
+from onefold.system.ownfiles import RECORD_BYTES, parse_json, read_plain, write_whole
 from onefold.system.tensorfile import Seal, TensorParts, digest_file, write_tensors
+from onefold.system.words import listed
 
 __all__ = [
     "FORMAT",
-    "Best",
     "Checkpoint",
     "Keeping",
     "StoredCheckpoint",
@@ -95,26 +94,16 @@ class StoredCheckpoint:
         return self.folder / name if name in self.run["files"] else None
 
 
-@dataclass(frozen=True, slots=True)
-class Best:
-    """A rule by which a checkpoint is kept besides the newest: the best by one score."""
+def _read_rule(rule: str) -> tuple[str, int]:
+    """Read the name of a score from a rule, and 1 if the highest is best, -1 if the lowest.
 
-    score: str
-    """Name of the score."""
-    highest: bool
-    """Whether a higher score is better."""
-
-    @classmethod
-    def read(cls, text: str) -> Best:
-        """Read a rule from ``"highest NAME"`` or ``"lowest NAME"``.
-
-        Raises:
-            ValueError: the text is neither.
-        """
-        order, _, score = text.partition(" ")
-        if order not in ("highest", "lowest") or not score:
-            raise ValueError(f'expected best to be "highest NAME" or "lowest NAME", got {text!r}')
-        return cls(score, order == "highest")
+    Raises:
+        ValueError: the rule is neither ``"highest NAME"`` nor ``"lowest NAME"``.
+    """
+    order, _, score = rule.partition(" ")
+    if order not in ("highest", "lowest") or not score:
+        raise ValueError(f'expected best to be "highest NAME" or "lowest NAME", got {rule!r}')
+    return score, 1 if order == "highest" else -1
 
 
 def folder_of(directory: Path, step: int) -> Path:
@@ -125,7 +114,7 @@ def folder_of(directory: Path, step: int) -> Path:
 def write_checkpoint(
     folder: Path,
     files: Mapping[str, Sequence[TensorParts]],
-    describe: Callable[[], Mapping[str, object]],
+    run: Mapping[str, object],
     check: Callable[[Mapping[str, Any]], None],
 ) -> None:
     """Write a checkpoint, replacing one that is there.
@@ -133,8 +122,9 @@ def write_checkpoint(
     Args:
         folder: where to, see `folder_of`.
         files: the tensors of each file, by the file names of this format.
-        describe: makes the JSON about the run; called after the files are written.
-        check: raises ValueError for a record of a run that could not be used when it is read.
+        run: what is said about the run, as JSON.
+        check: raises ValueError for a record of a run that could not be used when it is read;
+            called after the files are written.
 
     Raises:
         CheckpointError: the record could not be used; what was there before still is.
@@ -152,10 +142,10 @@ def write_checkpoint(
         try:
             seals = {name: write_tensors(aside / name, files[name]) for name in files}
             when = {"serial": serial, "time": datetime.now(UTC).isoformat(timespec="seconds")}
-            record = {**describe(), **when, "files": {n: asdict(seals[n]) for n in seals}}
-            _write_record(aside / RUN, record, partial(_check_usable, folder, check))
+            record = {**run, **when, "files": {n: asdict(seals[n]) for n in seals}}
+            _write_record(aside / RUN, record, folder, check)
             sync(aside)
-            _put_in_place(aside, folder, record, beside("old"))
+            _put_in_place(aside, folder, run.get("run"), beside("old"))
         except BaseException:
             shutil.rmtree(aside, ignore_errors=True)
             raise
@@ -170,13 +160,8 @@ def try_directory(directory: Path) -> None:
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        with (
-            tempfile.TemporaryDirectory(prefix=".onefold-", dir=directory) as tried,
-            open(Path(tried, "file"), "xb") as file,
-        ):
-            file.write(bytes(_TRIED_BYTES))
-            file.flush()
-            os.fsync(file.fileno())
+        with tempfile.TemporaryDirectory(prefix=".onefold-", dir=directory) as tried:
+            write_whole(Path(tried, "file"), bytes(_TRIED_BYTES))
     except OSError as error:
         came = "a file" if isinstance(error, FileExistsError) else error.strerror
         raise OSError(
@@ -242,10 +227,9 @@ def find_checkpoint(path: Path, *, leave_out: int = 0) -> StoredCheckpoint:
         return found
     if damaged:
         raise CheckpointError(f"no checkpoint of {path} can be used: {'; '.join(damaged.values())}")
-    there = "it is empty" if path.is_dir() and not any(path.iterdir()) else _what_is(path)
     raise CheckpointError(
         f"there is no checkpoint in {path}: expected folders called step-00000001 and so on as "
-        f"trainer.save makes them; {there}"
+        f"trainer.save makes them; {_what_is(path)}"
     )
 
 
@@ -274,7 +258,7 @@ def prune(directory: Path, *, run: str, keep: int) -> None:
     kept = set(ordered[-keep:])
     kept |= {folder for folder, record in records.items() if record["keep"] is None}
     for rule in {record["best"] for record in records.values() if record["best"]}:
-        kept |= best_of(records, Best.read(rule))
+        kept |= best_of(records, rule)
     for folder in ordered:
         if folder not in kept:
             delete(folder)
@@ -297,24 +281,20 @@ def _records_in(directory: Path) -> tuple[dict[Path, dict[str, Any]], dict[Path,
     return records, damaged
 
 
-def _places(directory: Path) -> dict[Path, int]:
-    """Folders that may be checkpoints, with their steps; ``.old`` ones if nothing replaced them."""
+def _places(directory: Path) -> list[Path]:
+    """Folders that may be checkpoints, by step; ``.old`` ones if nothing replaced them."""
     if not directory.is_dir():
-        return {}
-    found = {path: _step_of(path.name) for path in directory.iterdir() if _is_named(path)}
+        return []
+    found = [path for path in directory.iterdir() if _is_named(path)]
     for path in directory.iterdir():
         match = BESIDE.fullmatch(path.name)
         if match and match[3] == "old" and not (directory / match[1]).exists():
-            found[path] = _step_of(match[1])
-    return dict(sorted(found.items(), key=lambda item: item[1]))
+            found.append(path)
+    return sorted(found, key=lambda path: int(_name_of(path).removeprefix("step-")))
 
 
 def _is_named(path: Path) -> bool:
     return _NAME.fullmatch(path.name) is not None and path.is_dir()
-
-
-def _step_of(name: str) -> int:
-    return int(name.removeprefix("step-"))
 
 
 def _name_of(folder: Path) -> str:
@@ -401,68 +381,56 @@ def _what_is(path: Path) -> str:
     if not path.is_dir():
         return "that is a file"
     names = sorted(entry.name for entry in path.iterdir())
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return f"it holds {', '.join(names[:5])}{more}"
+    return f"it holds {listed(names)}" if names else "it is empty"
 
 
-def _check_usable(folder: Path, check: Callable[[Mapping[str, Any]], None], text: bytes) -> None:
-    """Refuse to write a record that a reader would refuse: it is found when it is too late.
-
-    Raises:
-        CheckpointError: it holds a value that no reader accepts.
-    """
+def _write_record(
+    path: Path,
+    record: Mapping[str, object],
+    folder: Path,
+    check: Callable[[Mapping[str, Any]], None],
+) -> None:
+    """Write a record, unless a reader would refuse it, who would find that when it is too late."""
+    sealed = {"sha256": _NO_SEAL.decode(), **record}
+    text = f"{json.dumps(sealed, indent=2, allow_nan=False)}\n".encode()
+    if len(text) > RECORD_BYTES:
+        raise ValueError(
+            f"what is saved beside tensors takes {len(text):,} bytes: expected {RECORD_BYTES:,} at "
+            f"most. Keep large things out of extra"
+        )
     try:
-        record = parse_json(text)
-        check_stored(record)
-        check(record)
+        read = parse_json(text)
+        check_stored(read)
+        check(read)
     except ValueError as error:
         raise CheckpointError(
             f"{folder} is not written, as it could not be read again: {error}. If the run goes on "
             f"from a checkpoint that holds such a value, go on from an earlier one; checkpoints "
             f"that are there stay"
         ) from error
-
-
-def _write_record(path: Path, record: Mapping[str, object], check: Callable[[bytes], None]) -> None:
-    text = (
-        json.dumps({"sha256": _NO_SEAL.decode(), **record}, indent=2, allow_nan=False).encode()
-        + b"\n"
-    )
-    if len(text) > RECORD_BYTES:
-        raise ValueError(
-            f"what is saved beside tensors takes {len(text):,} bytes: expected {RECORD_BYTES:,} at "
-            f"most. Keep large things out of extra"
-        )
-    check(text)
     with path.open("xb") as file:
         file.write(_sealed(text))
         file.flush()
         os.fsync(file.fileno())
 
 
-def _put_in_place(aside: Path, folder: Path, record: Mapping[str, object], old: Path) -> None:
+def _put_in_place(aside: Path, folder: Path, run: object, old: Path) -> None:
     if not folder.exists():
         os.rename(aside, folder)
         return
-    run = _run_of(folder)
-    if run not in (None, record.get("run")):
-        other = folder.with_name(f"{folder.name}.of-another-run-{uuid.uuid4().hex[:8]}")
-        os.rename(folder, other)
-        os.rename(aside, folder)
-        _log.warning("%s was there from another run: it is now %s", folder, other.name)
-        return
+    there = run
+    with contextlib.suppress(CheckpointError):
+        there = _read_record(folder).get("run")
+    is_anothers = there not in (None, run)
+    if is_anothers:
+        old = folder.with_name(f"{folder.name}.of-another-run-{uuid.uuid4().hex[:8]}")
     # Between the renames only the old one exists, which `_places` finds; it goes last of all.
     os.rename(folder, old)
     os.rename(aside, folder)
-    shutil.rmtree(old)
-
-
-def _run_of(folder: Path) -> object:
-    """Name of the run that wrote a checkpoint; None if that cannot be read."""
-    try:
-        return _read_record(folder).get("run")
-    except CheckpointError:
-        return None
+    if is_anothers:
+        _log.warning("%s was there from another run: it is now %s", folder, old.name)
+    else:
+        shutil.rmtree(old)
 
 
 def _has_right_sizes(folder: Path, record: Mapping[str, Any]) -> bool:
@@ -470,13 +438,21 @@ def _has_right_sizes(folder: Path, record: Mapping[str, Any]) -> bool:
     return all(path.is_file() and path.stat().st_size == size for path, size in paths.items())
 
 
-def best_of(records: Mapping[Path, Mapping[str, Any]], best: Best) -> set[Path]:
-    """Find the best checkpoint by a rule, of equal ones the newest; none if none has its score."""
-    sign = 1 if best.highest else -1
+def best_of(records: Mapping[Path, Mapping[str, Any]], rule: str) -> set[Path]:
+    """Find the best checkpoint by a rule, of equal ones the newest; none if none has its score.
+
+    Args:
+        records: the ``run.json`` of each checkpoint.
+        rule: ``"highest NAME"`` or ``"lowest NAME"``, of a score.
+
+    Raises:
+        ValueError: the rule is neither.
+    """
+    name, sign = _read_rule(rule)
     scored = [
         (sign * value, _age(record), folder)
         for folder, record in records.items()
-        if not math.isnan(value := from_json(record["scores"]).get(best.score, math.nan))
+        if not math.isnan(value := from_json(record["scores"]).get(name, math.nan))
     ]
     return {max(scored)[2]} if scored else set()
 
@@ -504,7 +480,7 @@ class Keeping:
     newest: int | None
     """How many of the newest stay; None keeps this one for good."""
     best: str | None = None
-    """The rule by which one more stays, in the form of `Best.read`."""
+    """The rule by which one more stays, ``"highest NAME"`` or ``"lowest NAME"``."""
     scores: Mapping[str, float] = field(default_factory=dict)
     """The scores of this checkpoint."""
 
@@ -522,7 +498,7 @@ class Keeping:
         for name, value in scores.items():
             if not isinstance(name, str) or not isinstance(value, int | float):
                 raise TypeError(f"expected scores to be numbers by name, got {name!r}: {value!r}")
-        if best is not None and Best.read(best).score not in scores:
+        if best is not None and _read_rule(best)[0] not in scores:
             raise ValueError(
                 f"best is {best!r}: expected a score of that name among scores, which has "
                 f"{list(scores)}"

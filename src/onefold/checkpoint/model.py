@@ -1,7 +1,7 @@
 """Copies a model for writing, fills in saved values, and reads the other tensors of a checkpoint.
 
-`copy_model` and `ModelFiles` move a model between memory and files. `StoredStates` has the files of
-a checkpoint that is loaded: it decides which of their tensors are used, and what for.
+`copy_model` and `TensorFiles` move a model between memory and files. `StoredStates` has the files
+of a checkpoint that is loaded: it decides which of their tensors are used, and what for.
 """
 
 from __future__ import annotations
@@ -40,13 +40,12 @@ __all__ = [
     "StoredStates",
     "buffer_parts",
     "carried_parts",
-    "check_fingerprint",
-    "check_model_can_be_saved",
     "coming_parts",
     "copy_model",
     "is_saved_as_it_is",
     "left_by_shard",
     "saved_rule",
+    "sorted_values",
 ]
 
 
@@ -83,35 +82,15 @@ def copy_model(module: torch.nn.Module, room: Callable[[int], torch.Tensor]) -> 
     """
     # Into one stretch that is used again for every checkpoint: fresh memory would cost a page fault
     # every 4 KiB, while training waits.
-    model, rest, names = _sorted_values(module)
-    sizes = [aligned(value.nbytes) for value in (*model.values(), *rest.values())]
-    memory = room(sum(sizes))
-    copies: list[torch.Tensor] = []
+    model, rest, names = sorted_values(module)
+    values = {**model, **rest}
+    memory = room(sum(aligned(value.nbytes) for value in values.values()))
     start = 0
-    for value, size in zip((*model.values(), *rest.values()), sizes, strict=True):
-        # A tensor without elements has no bytes to view as its type; it stands for itself.
-        stretch = memory[start : start + value.nbytes]
-        copy = stretch.view(value.dtype).view(value.shape) if value.nbytes else value.detach().cpu()
-        copies.append(copy.copy_(value.detach()) if value.nbytes else copy)
-        start += size
-    return ModelCopy(
-        dict(zip(model, copies, strict=False)),
-        dict(zip(rest, copies[len(model) :], strict=True)),
-        names,
-    )
-
-
-def check_model_can_be_saved(module: torch.nn.Module, *, keep_vars: bool = False) -> None:
-    """Refuse what `copy_model` would refuse, before there is anything to lose.
-
-    Args:
-        module: the user's own model.
-        keep_vars: whether its parameters are elsewhere, and it `is_saved_as_it_is`.
-
-    Raises:
-        TypeError: the model holds something that is no tensor, or of a type that no file can hold.
-    """
-    _sorted_values(module, keep_vars=keep_vars)
+    for name, value in values.items():
+        stretch = memory[start : start + value.nbytes].view(value.dtype)
+        values[name] = stretch.view(value.shape).copy_(value.detach())
+        start += aligned(value.nbytes)
+    return ModelCopy({n: values[n] for n in model}, {n: values[n] for n in rest}, names)
 
 
 def is_saved_as_it_is(module: torch.nn.Module) -> bool:
@@ -120,16 +99,14 @@ def is_saved_as_it_is(module: torch.nn.Module) -> bool:
     Asked where some are elsewhere; where all are here it makes no difference.
     """
     try:
-        _state_of(module, keep_vars=True)
+        _state_of(module)
     except NotResident:
         return False
     return True
 
 
 def coming_parts(
-    module: torch.nn.Module,
-    numbers: Mapping[int, int],
-    coming: Callable[[str, int], TensorParts],
+    module: torch.nn.Module, numbers: Mapping[int, int], coming: Callable[[str, int], TensorParts]
 ) -> tuple[list[TensorParts], list[TensorParts]]:
     """What ``state_dict`` names, and what it leaves out, of a model whose parameters are elsewhere.
 
@@ -141,7 +118,7 @@ def coming_parts(
     Raises:
         TypeError: the model holds something that is no tensor, or of a type that no file can hold.
     """
-    model, rest, _ = _sorted_values(module, keep_vars=True)
+    model, rest, _ = sorted_values(module)
 
     def part(name: str, value: torch.Tensor) -> TensorParts:
         if id(value) in numbers:
@@ -151,24 +128,15 @@ def coming_parts(
     return [part(*each) for each in model.items()], [part(*each) for each in rest.items()]
 
 
-def check_fingerprint(now: str, folder: Path, expected: str) -> None:
-    """Check that a model which was loaded from a checkpoint has the bits that were saved.
+def sorted_values(
+    module: torch.nn.Module,
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], tuple[str, ...]]:
+    """Check and return what ``state_dict`` names, what it leaves out, and the names of all.
 
     Raises:
-        RuntimeError: it has not.
+        TypeError: the model holds something that is no tensor, or of a type that no file can hold.
     """
-    if now != expected:
-        raise RuntimeError(
-            f"{folder} was loaded and the model's fingerprint is {now}, {expected} was expected: "
-            f"the model changes the values that are written to it"
-        )
-
-
-def _sorted_values(
-    module: torch.nn.Module, *, keep_vars: bool = False
-) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], tuple[str, ...]]:
-    """Check and return what ``state_dict`` names, what it leaves out, and the names of all."""
-    model = _state_of(module, keep_vars=keep_vars)
+    model = _state_of(module)
     named = named_tensors(module)
     rest = {name: tensor for name, tensor in named.items() if name not in model}
     for name, value in (*model.items(), *rest.items()):
@@ -176,67 +144,53 @@ def _sorted_values(
     return model, rest, tuple(named)
 
 
-class ModelFiles:
-    """The values of a model in the files of a checkpoint.
+class TensorFiles:
+    """The tensors in some files of a checkpoint.
 
     Args:
-        paths: the files, which are open while this is used as a context.
+        paths: the files.
+        stack: closes them.
     """
 
-    def __init__(self, *paths: Path) -> None:
-        self._paths = paths
-        self._stack = ExitStack()
+    def __init__(self, paths: Iterable[Path], stack: ExitStack) -> None:
+        self._files: dict[str, Any] = {}
+        for path in paths:
+            try:
+                file = stack.enter_context(safe_open(path, framework="pt"))
+            except SafetensorError as error:
+                raise CheckpointError(f"{path} is a broken safetensors file: {error}") from error
+            self._files |= dict.fromkeys(file.keys(), file)
 
-    def __enter__(self) -> ModelFiles:
-        opened = [self._opened(path) for path in self._paths]
-        self._files = {name: file for file in opened for name in file.keys()}  # noqa: SIM118
-        return self
-
-    def _opened(self, path: Path) -> Any:
-        try:
-            return self._stack.enter_context(safe_open(path, framework="pt"))
-        except SafetensorError as error:
-            raise CheckpointError(f"{path} is a broken safetensors file: {error}") from error
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    def check(self, module: torch.nn.Module, *, keep_vars: bool = False) -> None:
+    def check(self, module: torch.nn.Module) -> None:
         """Compare names, shapes and types with those of a model.
 
         Args:
             module: made by the user.
-            keep_vars: whether its parameters are elsewhere, and it `is_saved_as_it_is`.
 
         Raises:
             CheckpointError: a tensor differs, or is in only one of the two; the message names it.
         """
-        wanted = {**_state_of(module, keep_vars=keep_vars), **named_tensors(module)}
+        wanted = {**_state_of(module), **named_tensors(module)}
         for name, tensor in wanted.items():
             if name not in self._files:
                 raise CheckpointError(
                     f"{name}, of shape {tuple(tensor.shape)}, is in this model and not in the "
                     f"checkpoint: it was saved from another model"
                 )
-            shape, dtype = self.kind_of(name)
-            if (shape, dtype) != (tuple(tensor.shape), DTYPES.get(tensor.dtype)):
+            here, there = (tuple(tensor.shape), DTYPES.get(tensor.dtype)), self.kind_of(name)
+            if here != there:
                 raise CheckpointError(
-                    f"{name} is {dtype} {shape} in the checkpoint and "
-                    f"{DTYPES.get(tensor.dtype)} {tuple(tensor.shape)} in this model: it was saved "
-                    f"from another model"
+                    f"{name} is {there[1]} {there[0]} in the checkpoint and {here[1]} {here[0]} in "
+                    f"this model: it was saved from another model"
                 )
-        for name in self._files:
-            if name not in wanted:
-                shape, _ = self.kind_of(name)
-                raise CheckpointError(
-                    f"{name}, of shape {shape}, is in the checkpoint and not in this model: it was "
-                    f"saved from another model"
-                )
+        for name in (each for each in self._files if each not in wanted):
+            raise CheckpointError(
+                f"{name}, of shape {self.kind_of(name)[0]}, is in the checkpoint and not in this "
+                f"model: it was saved from another model"
+            )
 
-    @property
-    def names(self) -> Collection[str]:
-        """The names of all tensors."""
-        return self._files.keys()
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
 
     def kind_of(self, name: str) -> tuple[tuple[int, ...], str]:
         """The shape of a tensor, and its type as `DTYPES` calls it; reads no values."""
@@ -262,8 +216,10 @@ class ModelFiles:
                     tensor.copy_(self.read(name))
 
 
-def _state_of(module: torch.nn.Module, *, keep_vars: bool) -> dict[str, torch.Tensor]:
-    state = module.state_dict(keep_vars=keep_vars)
+def _state_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    # The tensors themselves: to detach those whose values are elsewhere would mean to read them.
+    with torch.no_grad():
+        state = module.state_dict(keep_vars=True)
     return {own_name(name): value for name, value in state.items()}
 
 
@@ -294,8 +250,7 @@ _SHARD = "onefold.shard"
 
 def saved_rule(run: Mapping[str, Any], changed: Collection[str]) -> AverageRule | None:
     """The rule of the average that goes on with a checkpoint; None if none does."""
-    # An earlier version kept none.
-    saved = None if "average" in changed else run.get("average")
+    saved = None if "average" in changed else run["average"]
     return None if saved is None else AverageRule.from_json(saved)
 
 
@@ -310,7 +265,7 @@ def carried_parts(left: Iterable[tuple[str, int, torch.Tensor]]) -> list[TensorP
 
 
 def left_by_shard(states: Iterable[PieceState]) -> dict[int, dict[int, torch.Tensor]]:
-    """What shards carry, by the buffer's number and the shard's; copied from `carried`."""
+    """What shards carry, by the buffer's number and the shard's; copied."""
     left: dict[int, dict[int, torch.Tensor]] = {}
     for state in states:
         left.setdefault(state.piece, {})[int(state.key)] = state.value.clone()
@@ -342,9 +297,9 @@ class StoredStates:
         trained = stored.path("training.safetensors")
         names = ("model.safetensors", "buffers.safetensors")
         paths = [path for name in names if (path := stored.path(name)) is not None]
-        self.model = stack.enter_context(ModelFiles(*(paths if trained is None else [trained])))
+        self.model = TensorFiles(paths if trained is None else [trained], stack)
         """What the model goes on with."""
-        self._files = stack.enter_context(ModelFiles(stored.folder / "optimizer.safetensors"))
+        self._files = TensorFiles([stored.folder / "optimizer.safetensors"], stack)
         self._storage, self._allocator = storage, allocator
         self._carried = () if "shards" in changed else carried
         self._with_optimizer = "optimizer" not in changed
@@ -355,8 +310,7 @@ class StoredStates:
             for name, keys in saved["tensors"].items()
         }
         self._values = saved["other_state"] if self._with_optimizer else {}
-        # An earlier version did not save them.
-        self._strides = saved.get("strides", {})
+        self._strides = saved["strides"]
 
     def check(self) -> None:
         """Refuse states that do not fit, before anything is changed.
@@ -398,26 +352,20 @@ class StoredStates:
         return packed(list(take_apart(keys, {}, read, owned, pieces, layout)), self._allocator)
 
     def buffers(self) -> torch.Tensor:
-        """Pack the averages of all buffers, by number; of none if the average does not go on."""
-        return packed(list(self._averaged_buffers()))
-
-    def carried(self) -> torch.Tensor:
-        """Pack what shards carry in buffers, for `left_by_shard`."""
-        left = [(n, str(shard), self._files.read(key)) for n, shard, key in self._left()]
-        return packed([PieceState(*each, by_element=False) for each in left])
+        """Pack the averages of buffers that go on, and what shards carry, for `left_by_shard`."""
+        kept = [(number, str(shard), key) for number, shard, key in self._left()]
+        if self._with_average:
+            entries = enumerate(self._storage.buffers.entries)
+            kept += [(number, AVERAGE, _key_of(entry.name)) for number, entry in entries]
+        return packed([PieceState(n, what, self._files.read(key), False) for n, what, key in kept])
 
     def _left(self) -> Iterator[tuple[int, int, str]]:
         for number in self._carried:
             name = self._storage.buffers.entries[number].name
             for shard in range(self._storage.shards):
                 key = _key_in(name, shard)
-                if key in self._files.names:
+                if key in self._files:
                     yield number, shard, key
-
-    def _averaged_buffers(self) -> Iterator[PieceState]:
-        entries = self._storage.buffers.entries if self._with_average else ()
-        for number, entry in enumerate(entries):
-            yield PieceState(number, AVERAGE, self._files.read(_key_of(entry.name)), False)
 
     def _is_used(self, key: str) -> bool:
         return self._with_average if key == AVERAGE else self._with_optimizer
@@ -444,7 +392,7 @@ class StoredStates:
             raise ValueError(f"{name} is {found[1]} {found[0]}, expected {expected}")
 
     def _kind_of(self, name: str) -> tuple[tuple[int, ...], str] | None:
-        return self._files.kind_of(name) if name in self._files.names else None
+        return self._files.kind_of(name) if name in self._files else None
 
 
 def _key_in(buffer: str, shard: int) -> str:

@@ -21,6 +21,7 @@ from msgspec import Meta, Struct
 
 from onefold.core.jsonvalue import from_json
 from onefold.core.settings import PRECISIONS, ScheduleEvery
+from onefold.data_order.position import Count, SavedLoader
 
 __all__ = ["RUN", "TENSOR_FILES", "Place", "check_run", "check_stored", "next_serial"]
 
@@ -43,12 +44,9 @@ where it called `Trainer.save`."""
 _MOST = 1 << 62
 """Limit of any whole number: steps, sizes and seeds fit, and the sum of two is below 2**63."""
 _SHOWN = 60
-_Count = Annotated[int, Meta(ge=0, lt=_MOST)]
 _Positive = Annotated[int, Meta(ge=1, lt=_MOST)]
 _Number = Annotated[int, Meta(gt=-_MOST, lt=_MOST)] | float
 _Values = dict[str, Any]
-_Pass = Annotated[str, Meta(pattern=r"\A[0-9]{1,18}\Z")]
-"""The number of a pass, as a key."""
 
 
 def _one_of(names: Iterable[str]) -> Meta:
@@ -57,18 +55,18 @@ def _one_of(names: Iterable[str]) -> Meta:
 
 
 class _Seal(Struct, forbid_unknown_fields=True):
-    size: _Count
+    size: Count
     sha256: Annotated[str, Meta(min_length=64, max_length=64)]
 
 
 class _Stored(Struct):
-    step: _Count
+    step: Count
     run: str
     keep: _Positive | None
     best: Annotated[str, Meta(pattern=r"\A(highest|lowest) [\s\S]")] | None
     scores: _Values
     files: dict[str, _Seal]
-    serial: _Count = 0
+    serial: Count
 
     def __post_init__(self) -> None:
         # Else a made-up record could have any file of the machine opened.
@@ -85,7 +83,7 @@ class _Optimizer(Struct, rename={"kind": "class"}):
     settings_at_start: list[_Values]
     tensors: dict[str, list[str]]
     other_state: dict[str, _Values]
-    strides: dict[str, list[_Count]] = {}
+    strides: dict[str, list[Count]]
 
     def __post_init__(self) -> None:
         from_json([*self.settings, *self.other_state.values()])
@@ -96,33 +94,15 @@ class _Optimizer(Struct, rename={"kind": "class"}):
 class _Schedule(Struct, rename={"kind": "class"}):
     kind: str
     state: _Values
-    every: Annotated[str, _one_of(get_args(ScheduleEvery))] = "step"
-    open: _Count | None = None
-
-
-class _Loader(Struct, kw_only=True):
-    made_in_epoch: _Count | None
-    number: _Count
-    loader: _Count = 0
-    samples: _Count
-    batch_size: _Positive
-    drop_last: bool
-    shuffle: bool
-    lengths: str = ""
-    subset: str = ""
-    kind: str = ""
-    orders: dict[_Pass, str] = {}
-    streams: dict[_Pass, _Values] = {}
-    first_pass: _Count
-    empty_passes: _Count
-    passes: list[tuple[_Count, _Count]]
+    every: Annotated[str, _one_of(get_args(ScheduleEvery))]
+    open: Count | None
 
 
 class _Average(Struct):
     decay: Annotated[float, Meta(ge=0, lt=1)] | None
     every: _Positive
-    steps: _Count
-    after: str = ""
+    steps: Count
+    after: str
 
 
 class _Libraries(Struct):
@@ -131,27 +111,27 @@ class _Libraries(Struct):
 
 class _Run(Struct, kw_only=True):
     files: _Values
-    epoch: _Count
+    epoch: Count
     seed: Annotated[int, Meta(ge=-2 * _MOST)]
     shards: _Positive
     clip_norm: _Number | None
-    clip_value: _Number | None = None
-    precision: Annotated[str, _one_of(PRECISIONS)] | None = None
-    microbatch: _Positive | None = None
-    microbatch_trials: Annotated[int, Meta(ge=0, le=2)] | None = None
-    compile: bool = False
+    clip_value: _Number | None
+    precision: Annotated[str, _one_of(PRECISIONS)] | None
+    microbatch: _Positive | None
+    microbatch_trials: Annotated[int, Meta(ge=0, le=2)] | None
+    compile: bool
     loss_scale: _Number
-    good_steps: _Count = 0
+    good_steps: Count
     average: _Average | None = None
-    place: Annotated[str, _one_of(("step", "end"))] | None = None
-    trained: dict[str, list[str]] = {}
-    fingerprint: str
+    place: Annotated[str, _one_of(("step", "end"))] | None
+    trained: dict[str, list[str]]
+    fingerprint: Annotated[str, Meta(pattern=r"\A[0-9a-f]{16}\Z")]
     threads: _Positive
     device: str
     libraries: _Libraries
     schedule: _Schedule | None
     optimizer: _Optimizer
-    position: list[_Loader]
+    position: list[SavedLoader]
     extra: Any
 
     def __post_init__(self) -> None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -36,30 +36,22 @@ from onefold.checkpoint.folder import (
     find_checkpoint,
     folder_of,
     has_checkpoints,
-    try_directory,
 )
-from onefold.checkpoint.model import (
-    StoredStates,
-    check_fingerprint,
-    check_model_can_be_saved,
-    left_by_shard,
-    saved_rule,
-)
+from onefold.checkpoint.model import StoredStates, left_by_shard, saved_rule, sorted_values
 from onefold.checkpoint.record import Place, check_run
 from onefold.checkpoint.runstate import OF_THE_SCRIPT, RunState
-from onefold.checkpoint.saving import Lead, Saving, own_buffers, refuse_not_finite, told_all
+from onefold.checkpoint.saving import Lead, Saving
 from onefold.core.assignment import Devices
 from onefold.core.calldigest import Call, CallDigest, digest
-from onefold.core.flat import fingerprint_of, names_with_nan
-from onefold.core.jsonvalue import from_bytes, from_json
-from onefold.core.settings import Settings
+from onefold.core.flat import fingerprint_of
+from onefold.core.jsonvalue import from_bytes, from_json, to_bytes
 from onefold.data_order.position import PROMISES, Position
 from onefold.errors import CheckpointError, StateError
 from onefold.passes.averaged import Averaging
 from onefold.passes.collectives import agreed_digests
 from onefold.step.engine import Engine
 from onefold.update.schedule import RunSchedule
-from onefold.update.state import unpack
+from onefold.update.state import AVERAGE, unpack
 
 __all__ = ["Checkpoints", "Found"]
 
@@ -80,10 +72,6 @@ class Found:
     opened: ExitStack
     """Holds the files open."""
 
-    def close(self) -> None:
-        """Close the files, from which nothing more is to be taken."""
-        self.opened.close()
-
 
 class Checkpoints:
     """Saves and loads one trainer; all devices make the same calls.
@@ -91,7 +79,6 @@ class Checkpoints:
     Args:
         engine: the devices of this process.
         averaging: shows the averages of the model.
-        settings: the settings of the run.
         team: who takes part.
         position: where the run is.
         schedule: the schedule of the run, if it has one, and when it is stepped.
@@ -101,7 +88,6 @@ class Checkpoints:
         self,
         engine: Engine,
         averaging: Averaging,
-        settings: Settings,
         team: Devices,
         position: Position,
         schedule: RunSchedule,
@@ -114,11 +100,10 @@ class Checkpoints:
         self._position = position
         self.schedule = schedule
         """The schedule that is saved with the run, or none."""
-        self._lead = Lead(engine, team, settings.timeout_s)
-        self._state = RunState(engine, averaging, settings, team, position, schedule)
+        self._lead = Lead(engine, team, engine.context.settings.timeout_s)
+        self._state = RunState(engine, averaging, team, position, schedule)
         self._writing = Background("writing a checkpoint")
         self._saving = Saving(engine, averaging, self._lead, self._writing)
-        self._nan_from_the_start = names_with_nan(own_buffers(self._module))
         self.lost = False
         """Whether the last checkpoint could not be written."""
 
@@ -152,13 +137,10 @@ class Checkpoints:
         # The writing still reads the rooms of all devices, which `pack` is about to overwrite.
         self._wait_until_written()
         with self._saving.readable():
-            step = self._position.step
-            refuse_not_finite(
-                self._engine, self._averaging, self._lead, step, self._nan_from_the_start
-            )
+            self._saving.refuse_not_finite(self._position.step)
             self._engine.follow_parameters()
             self.lost = False
-            waits = self._saving.begin(folder, record, keeping)
+            waits = self._saving.begin(folder, record)
         if wait or waits:
             self._wait_until_written()
         self._position.note_save()
@@ -171,7 +153,7 @@ class Checkpoints:
         found = self.find(path, changed=changed, if_any=if_any)
         if found is None:
             return None
-        with closing(found):
+        with found.opened:
             self._take(found)
         self.adopt_place(found)
         run = found.stored.run
@@ -184,12 +166,7 @@ class Checkpoints:
         )
 
     def find(
-        self,
-        path: Path,
-        *,
-        changed: Collection[str] = (),
-        if_any: bool = False,
-        leave_out: int = 0,
+        self, path: Path, *, changed: Collection[str] = (), if_any: bool = False, leave_out: int = 0
     ) -> Found | None:
         """Find a checkpoint and check that it fits; nothing changes.
 
@@ -205,8 +182,8 @@ class Checkpoints:
         self._begin_loading(digest((sorted(changed), if_any)))
         with ExitStack() as stack, self._saving.readable():
             find = partial(self._find, path, changed, if_any, leave_out, stack)
-            told, files = self._lead.do("checking a checkpoint", find) or (None, None)
-            stored = self._agree_on(told)
+            found, files = self._lead.do("checking a checkpoint", find) or (None, None)
+            stored = self._agree_on(found)
             # The files stay open until the last is taken of them, whoever prunes meanwhile.
             return None if stored is None else Found(stored, files, changed, stack.pop_all())
 
@@ -233,13 +210,16 @@ class Checkpoints:
             # From here on the trainer changes: all that could be refused was refused before.
             self._take_model(files)
             self._take_optimizer(stored.run["optimizer"], files, changed)
-            self._take_average(stored.run, files, changed)
-            self._take_carried(files)
-            now = fingerprint_of(agreed_digests(self._engine))
-            check_fingerprint(now, stored.folder, stored.run["fingerprint"])
+            self._take_buffers(stored.run, files, changed)
+            now, expected = fingerprint_of(agreed_digests(self._engine)), stored.run["fingerprint"]
+        if now != expected:
+            raise RuntimeError(
+                f"{stored.folder} was loaded and the model's fingerprint is {now}, {expected} was "
+                f"expected: the model changes the values that are written to it"
+            )
         self.schedule.go_on(stored.run, changed)
         self._state.adopt(stored.run, changed)
-        self._nan_from_the_start = names_with_nan(own_buffers(self._module))
+        self._saving.note_nan()
 
     def note_step(self, loss: str) -> None:
         """Note which parameters the step of a loss trains, as it begins."""
@@ -252,23 +232,13 @@ class Checkpoints:
             TypeError: the model or the optimizer holds a value that no file can.
         """
         with self._saving.readable():
-            keep_vars = bool(self._engine.placement.sharded)
-            check_model_can_be_saved(self._module, keep_vars=keep_vars)
+            sorted_values(self._module)
         self._state.check_settings()
-
-    def try_directory(self, directory: Path) -> None:
-        """Refuse at the start a directory to which the first save could not write.
-
-        Raises:
-            OSError: no file can be written there; raised on the lead only.
-        """
-        if self._lead.is_here:
-            try_directory(directory)
 
     def check(self) -> None:
         """Raise what the writing has raised, if it has ended; does not wait."""
         with self._noting_loss():
-            self._writing.check()
+            self._writing.wait(limit_s=0)
 
     def finish(self) -> None:
         """Wait until everything is written, and raise what the writing has raised."""
@@ -302,16 +272,11 @@ class Checkpoints:
     # Going on
 
     def _find(
-        self,
-        path: Path,
-        changed: Collection[str],
-        if_any: bool,
-        leave_out: int,
-        stack: ExitStack,
-    ) -> tuple[Callable[[int], torch.Tensor], StoredStates | None]:
-        """On the lead, find and check the checkpoint; return what to hand out, and its files."""
+        self, path: Path, changed: Collection[str], if_any: bool, leave_out: int, stack: ExitStack
+    ) -> tuple[object, StoredStates | None]:
+        """On the lead, find and check the checkpoint; return what to tell all, and its files."""
         if if_any and not has_checkpoints(path):
-            return told_all(None), None
+            return None, None
         try:
             found = find_checkpoint(path, leave_out=leave_out)
             try:
@@ -326,18 +291,20 @@ class Checkpoints:
             try:
                 # Before the model, whose parameters have another dtype in another precision.
                 self._state.check_precision(found.run, changed)
-                files.model.check(self._module, keep_vars=bool(self._engine.placement.sharded))
+                files.model.check(self._module)
                 self._state.check_fits(found.run, changed)
                 files.check()
             except (CheckpointError, ValueError) as error:
                 raise CheckpointError(f"{found.folder} does not fit: {error}") from None
         except CheckpointError as error:
-            return told_all({"error": str(error)}), None
-        return told_all({"folder": str(found.folder), "run": found.run}), files
+            return {"error": str(error)}, None
+        return {"folder": str(found.folder), "run": found.run}, files
 
-    def _agree_on(self, told: Callable[[int], torch.Tensor] | None) -> StoredCheckpoint | None:
-        """Receive what the lead has found; if that is an error, all devices raise it."""
-        found, _ = from_bytes(self._exchange.transport.scatter_from_lead(told))
+    def _agree_on(self, told: object) -> StoredCheckpoint | None:
+        """Tell all devices what the lead has found; if that is an error, all of them raise it."""
+        text = torch.frombuffer(bytearray(to_bytes(told)), dtype=torch.uint8)
+        make = (lambda device: text) if self._lead.is_here else None
+        found, _ = from_bytes(self._exchange.transport.scatter_from_lead(make))
         if found is None:
             return None
         if "error" in found:
@@ -376,20 +343,19 @@ class Checkpoints:
                 taken -= set(_WITH_SCHEDULE)
             group.update({key: from_json(v) for key, v in values.items() if key in taken})
 
-    def _take_average(
+    def _take_buffers(
         self, run: Mapping[str, Any], files: StoredStates | None, changed: Collection[str]
     ) -> None:
-        """Go on with the average, of whose pieces the owners have theirs already."""
-        rule = saved_rule(run, changed)
+        """Go on with the averages, and with what shards have left in buffers of their own."""
         make = None if files is None else lambda device: files.buffers()
-        buffers = unpack(self._lead.scatter_from_lead(make)) if rule is not None else iter(())
-        self._averaging.loaded(rule, run["average"]["steps"] if rule else 0, buffers)
-
-    def _take_carried(self, files: StoredStates | None) -> None:
-        """Have shards go on with what they have left in buffers of their own."""
+        states = list(unpack(self._lead.scatter_from_lead(make)))
+        # The owners of pieces have the averages of these already.
+        averages = [state for state in states if state.key == AVERAGE]
+        rule = saved_rule(run, changed)
+        self._averaging.loaded(rule, run["average"]["steps"] if rule else 0, averages)
         if self._buffers.carried.indices:
-            make = None if files is None else lambda device: files.carried()
-            self._buffers.carried.go_on(left_by_shard(unpack(self._lead.scatter_from_lead(make))))
+            left = [state for state in states if state.key != AVERAGE]
+            self._buffers.carried.go_on(left_by_shard(left))
 
     def _take_values(self, files: StoredStates | None) -> dict[int, torch.Tensor]:
         """Receive the values that this process keeps; return those that it trains, by piece."""
@@ -400,7 +366,7 @@ class Checkpoints:
         trained = {}
         for state in unpack(self._lead.scatter_from_lead(make)):
             if frozen is not None and state.piece >= len(storage.pieces):
-                frozen.adopt(state.piece, state.value)
+                frozen.part(state.piece).copy_(state.value)
             else:
                 # Copied, as what is handed out next may come in the same memory.
                 trained[state.piece] = state.value.clone()

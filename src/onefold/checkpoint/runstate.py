@@ -8,6 +8,7 @@ import math
 import platform
 import uuid
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import version
 from typing import Any
 
@@ -20,7 +21,7 @@ from onefold.checkpoint.record import Place
 from onefold.core.assignment import Devices
 from onefold.core.flat import named_tensors, own_name
 from onefold.core.jsonvalue import from_json, to_json
-from onefold.core.settings import LossScale, Precision, Settings
+from onefold.core.settings import LossScale, Precision
 from onefold.data_order.position import Position, check_same
 from onefold.errors import CheckpointError
 from onefold.passes.averaged import Averaging
@@ -34,16 +35,8 @@ __all__ = ["OF_THE_SCRIPT", "RunState"]
 _log = logging.getLogger("onefold")
 OF_THE_SCRIPT = ("capturable", "differentiable", "foreach", "fused")
 """Settings that say how a device computes, and are therefore the resuming script's."""
-_SAME = {
-    "seed": "seed",
-    "shards": "shards",
-    "clip_norm": "clip_norm",
-    "clip_value": "clip_norm",
-    "compile": "compile",
-}
-"""Settings that a run keeps, and for each the name under which it may be changed on resuming."""
-_BEFORE = {"compile": False}
-"""What a setting was in versions that did not save it, where that is not None."""
+_SAME = ("seed", "shards", "clip_norm", "clip_value", "compile")
+"""Settings that a run keeps."""
 _LIBRARIES = ("onefold", "torch", "numpy", "safetensors")
 
 
@@ -53,7 +46,6 @@ class RunState:
     Args:
         engine: the devices of this process.
         averaging: shows the averages of the model.
-        settings: the settings of the run.
         team: who takes part.
         position: where the run is.
         schedule: the schedule of the run, if it has one, and when it is stepped.
@@ -63,20 +55,15 @@ class RunState:
         self,
         engine: Engine,
         averaging: Averaging,
-        settings: Settings,
         team: Devices,
         position: Position,
         schedule: RunSchedule,
     ) -> None:
-        self._settings = settings
-        self._team = team
-        self._position = position
-        self._schedule = schedule
-        self._optimizer = engine.context.update.optimizer
-        self._rules = engine.rules
+        self._team, self._averaging = team, averaging
+        self._position, self._schedule = position, schedule
+        self._settings = engine.context.settings
+        self._optimizer, self._rules = engine.context.update.optimizer, engine.rules
         self._microbatches = engine.microbatches
-        self._averaging = averaging
-        self._module = engine.context.replicas[0].module
         self._parts = engine.context.replicas[0].parts
         self._trained: dict[str, list[str]] = {}
         """For each loss, which parameters required a gradient as its last step began."""
@@ -84,7 +71,9 @@ class RunState:
         """The same of the saved run, for losses that have had no step since it was loaded."""
         # Before a checkpoint is loaded: what the script itself asks for, to be compared with what
         # the run began with.
-        self._at_start = _settings_if_any(self._optimizer)
+        self._at_start: list[dict[str, Any]] = []
+        with suppress(TypeError):  # what cannot be saved is refused only by a save
+            self._at_start = _settings(self._optimizer)
         self.run = uuid.uuid4().hex
         """Name of the run; one that resumes another takes over its name."""
 
@@ -140,7 +129,7 @@ class RunState:
 
     def _group_names(self) -> list[list[str]]:
         # Groups hold tensors; only their identity leads back to the model's names.
-        names = {id(p): name for name, p in named_tensors(self._module).items()}
+        names = {id(p): name for name, p in named_tensors(self._parts.module).items()}
         return [[names[id(p)] for p in g["params"]] for g in self._optimizer.param_groups]
 
     def check_precision(self, run: Mapping[str, Any], changed: Collection[str]) -> None:
@@ -149,7 +138,7 @@ class RunState:
         Raises:
             CheckpointError: it is another one, and not among ``changed``, or cannot be changed.
         """
-        saved, name = run.get("precision"), self._settings.precision.name
+        saved, name = run["precision"], self._settings.precision.name
         check_same("precision", saved, name, changed, "precision")
         if Precision(saved).parameters != self._settings.precision.parameters:
             raise CheckpointError(
@@ -165,15 +154,18 @@ class RunState:
             CheckpointError: the runs differ in something that is not among ``changed``.
         """
         here = self._state()
-        # Not those that an earlier version did not save: it had none of them.
-        for name, key in _SAME.items():
-            check_same(key, run.get(name, _BEFORE.get(name)), here[name], changed, name)
+        for name in _SAME:
+            key = "clip_norm" if name == "clip_value" else name
+            check_same(key, run[name], here[name], changed, name)
         # One that looks for the number may go on with another's, but not with none at all.
-        saved, number = run.get("microbatch"), self._settings.microbatch
-        looked = saved is not None or run.get("microbatch_trials") is not None
+        saved, number = run["microbatch"], self._settings.microbatch
+        looked = saved is not None or run["microbatch_trials"] is not None
         if number != "auto" or not looked:
             check_same("microbatch", saved, number, changed, "microbatch")
-        self._check_average(run, changed)
+        # The script need not ask for an average to go on with it.
+        average, asked = saved_rule(run, changed), self._averaging.asked
+        if average is not None and asked is not None:
+            check_same("average", average.words, asked.words, changed, "an average of")
         one, other = run["optimizer"], here["optimizer"]
         check_same("optimizer", one["class"], other["class"], changed, "optimizer")
         if "optimizer" not in changed:
@@ -186,11 +178,9 @@ class RunState:
         for name in {**before, **after}:
             what = f"parameter {name} in the optimizer's group"
             check_same("optimizer", before.get(name), after.get(name), changed, what)
-        then, now = (s and s["class"] for s in (run["schedule"], here["schedule"]))
-        check_same("schedule", then, now, changed, "schedule")
-        # Before there was a choice it was stepped after each step.
-        then, now = (s and s.get("every", "step") for s in (run["schedule"], here["schedule"]))
-        check_same("schedule", then, now, changed, "schedule_every")
+        for key, name in (("class", "schedule"), ("every", "schedule_every")):
+            then, now = (each and each[key] for each in (run["schedule"], here["schedule"]))
+            check_same("schedule", then, now, changed, name)
         if "schedule" not in changed:
             self._schedule.check_fits(run["schedule"])
         self._position.check_fits(run, changed)
@@ -234,24 +224,16 @@ class RunState:
                     f"changed=['optimizer'])"
                 )
 
-    def _check_average(self, run: Mapping[str, Any], changed: Collection[str]) -> None:
-        """Refuse another average than the script asks for; it need not ask for one to go on."""
-        saved, asked = saved_rule(run, changed), self._averaging.asked
-        if saved is not None and asked is not None:
-            check_same("average", saved.words, asked.words, changed, "an average of")
-
     def adopt(self, run: Mapping[str, Any], changed: Collection[str]) -> None:
         """Go on with what a saved run had found: the scale of its losses, and pieces that fit."""
-        if self._rules.scale is not None and Precision(run.get("precision")).is_scaled:
-            self._rules.scale = LossScale(run["loss_scale"], run.get("good_steps", 0))
+        if self._rules.scale is not None and Precision(run["precision"]).is_scaled:
+            self._rules.scale = LossScale(run["loss_scale"], run["good_steps"])
         if self._settings.microbatch == "auto":
             if "microbatch" in changed:
                 self._microbatches.search_anew()
             else:
-                self._microbatches.adopt(run.get("microbatch"), run.get("microbatch_trials"))
-        # An earlier version did not save them.
-        self._trained_then = dict(run.get("trained", {}))
-        self._trained = dict(self._trained_then)
+                self._microbatches.adopt(run["microbatch"], run["microbatch_trials"])
+        self._trained, self._trained_then = dict(run["trained"]), dict(run["trained"])
 
     def note_step(self, loss: str) -> None:
         """Note which parameters the step of a loss trains; warn once if others were trained."""
@@ -352,11 +334,3 @@ def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
         }
         for number, group in enumerate(optimizer.param_groups)
     ]
-
-
-def _settings_if_any(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The settings with which a run begins; what cannot be saved is refused only by a save."""
-    try:
-        return _settings(optimizer)
-    except TypeError:
-        return []

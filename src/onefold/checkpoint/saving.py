@@ -1,6 +1,6 @@
 """Writes a run as it is now to files, and has the lead work while the other devices wait for it.
 
-`Saving` writes from `Copies`, or by a `Stream` as the devices bring what they keep. `Lead` has the
+`Saving` writes from copies, or by a `Stream` as the devices bring what they keep. `Lead` has the
 lead do work while the other devices wait for it, however long it takes.
 
 Note: who does what
@@ -26,17 +26,17 @@ import math
 import queue
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from onefold.checkpoint.background import Background
-from onefold.checkpoint.folder import Keeping, prune, write_checkpoint
+from onefold.checkpoint.folder import prune, write_checkpoint
 from onefold.checkpoint.model import (
     VALUES,
     ModelCopy,
@@ -46,10 +46,9 @@ from onefold.checkpoint.model import (
     copy_model,
     is_saved_as_it_is,
 )
-from onefold.checkpoint.record import check_run
+from onefold.checkpoint.record import TENSOR_FILES, check_run
 from onefold.core.assignment import Devices
 from onefold.core.flat import all_finite, fingerprint_of, first_not_finite, names_with_nan, own_name
-from onefold.core.jsonvalue import to_bytes
 from onefold.errors import CheckpointError, StateError
 from onefold.exchange.transport import host_buffer
 from onefold.passes.averaged import Averaging
@@ -66,7 +65,7 @@ from onefold.update.state import (
     unpack,
 )
 
-__all__ = ["Lead", "Saving", "own_buffers", "refuse_not_finite", "told_all"]
+__all__ = ["Lead", "Saving"]
 
 
 _log = logging.getLogger("onefold")
@@ -140,7 +139,11 @@ class Lead:
     def wait_for(self, job: Background) -> None:
         """Wait until the lead has done a job; what the job has raised is raised on the lead."""
         patience = self.patience(job)
-        while not self._is_done(job):
+        while True:
+            # The others do not sleep: they wait in `share` for as long as the lead waits.
+            done = job.wait(self.look_s) if self.is_here else True
+            if self.share(float(done)) > 0:
+                return
             patience.look()
 
     def patience(self, job: Background) -> Patience:
@@ -193,21 +196,10 @@ class Lead:
                 mine = given
         return mine
 
-    def _is_done(self, job: Background) -> bool:
-        # The others do not sleep: they wait in `share` for as long as the lead waits for the job.
-        done = job.done_within(self.look_s) if self.is_here else True
-        return self.share(float(done)) > 0
-
 
 def _part_for(wanted: int, made: torch.Tensor, device: int) -> torch.Tensor:
     """Return what was made for one device, and an empty stretch of it for the others."""
     return made if device == wanted else made[:0]
-
-
-def told_all(said: object) -> Callable[[int], torch.Tensor]:
-    """Make a function for ``scatter_from_lead`` that gives every process the same."""
-    text = to_bytes(said)
-    return lambda device: torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
 class Saving:
@@ -224,141 +216,171 @@ class Saving:
         self, engine: Engine, averaging: Averaging, lead: Lead, writing: Background
     ) -> None:
         self._engine, self._averaging = engine, averaging
-        self._parts = engine.context.replicas[0].parts
-        self._lead = lead
-        self._writing = writing
+        self._context, self._parts = engine.context, engine.context.replicas[0].parts
+        self._lead, self._writing = lead, writing
         self._rooms: dict[str, torch.Tensor] = {}
         """Where copies of the model's values are made, again for every checkpoint."""
+        self.note_nan()
 
     def readable(self) -> AbstractContextManager[None]:
         """Have all parameters here if the model itself computes what is saved of them."""
         by_stage = is_saved_as_it_is(self._parts.module)
         return nullcontext() if by_stage else self._engine.placement.unsharded()
 
-    def begin(self, folder: Path, record: dict[str, Any], keeping: Keeping) -> bool:
+    def note_nan(self) -> None:
+        """Note which buffers are NaN as the run begins, which is the model's own affair."""
+        self._nan_before = names_with_nan(_own_buffers(self._parts.module))
+
+    def refuse_not_finite(self, step: int) -> None:
+        """Have all devices raise if a value that is saved is not finite.
+
+        The lead looks at what it has, and where each device keeps its partition, each of them at
+        that.
+
+        Args:
+            step: the number of the last step.
+
+        Raises:
+            StateError: a parameter is not finite, or a buffer has become NaN.
+        """
+        module = self._parts.module
+        parameters = [own_name(name) for name, _ in module.named_parameters()]
+        names = [*parameters, *_own_buffers(module)]
+        found = [*self._of_partition()]
+        if self._lead.is_here:
+            found += self._of_lead()
+        # As a number, which all can be sent: the place of the name in a list that all have.
+        number = self._lead.least(min(map(names.index, found), default=math.inf))
+        if not math.isfinite(number):
+            return
+        what = "parameter" if number < len(parameters) else "buffer"
+        raise StateError(
+            f"{what} {names[int(number)]} is not finite after step {step}: no "
+            f"checkpoint is written, and those that are there stay. The loss was finite and a "
+            f"gradient, or what was computed beside it, was not. Look at the samples of that "
+            f"step, and at square roots, norms and divisions at 0; lower the learning rate, or "
+            f"set clip_norm. The run can go on from the checkpoint before"
+        )
+
+    def _of_partition(self) -> Iterator[str]:
+        """Name what is not finite of the pieces that this device keeps, if it has no more."""
+        if not self._engine.placement.sharded:
+            return
+        update, frozen = self._context.update, self._context.exchange.memory.frozen
+        entries = update.storage.sharded_layout().layout.entries
+        for item in update.owned:
+            if not all_finite(update.values_of(item.number)):
+                yield own_name(entries[item.piece.entry].name)
+        if frozen is not None:
+            spoilt = (n for n in frozen.numbers if not all_finite(frozen.part(n)))
+            yield from (own_name(entries[frozen.entry_of(number)].name) for number in spoilt)
+
+    def _of_lead(self) -> Iterator[str]:
+        """Name the first value that is not finite of all that the lead has."""
+        first, frozen = self._context.replicas[0], self._context.exchange.memory.frozen
+        of_all = [] if frozen is None else frozen.flat.sections
+        with self._averaging.training_values() as trained:
+            sharded = set(map(id, self._engine.placement.sharded))
+            here = {name: p for name, p in first.parts.named.items() if id(p) not in sharded}
+            named = {own_name(name): parameter for name, parameter in here.items()}
+            found = first_not_finite((*trained.sections, *first.other.sections, *of_all), named)
+            spoilt = names_with_nan(_own_buffers(first.module)) - self._nan_before
+            yield from [name for name in (found, min(spoilt, default=None)) if name is not None]
+
+    def begin(self, folder: Path, record: dict[str, Any]) -> bool:
         """Begin to write; return whether all is written, or has failed, by now.
 
         Args:
             folder: where to.
             record: what is saved beside tensors.
-            keeping: which checkpoints stay.
         """
         if self._engine.placement.sharded:
-            self._stream(folder, record, keeping)
+            self._stream(folder, record)
             return True
-        self._start_writing(folder, record, keeping)
-        return False
-
-    def _start_writing(self, folder: Path, record: dict[str, Any], keeping: Keeping) -> None:
-        """Copy everything, and have the lead begin to write the copies."""
-        pack(self._engine.context.update.states(), self._engine.context.exchange.transport.buffer)
-        brought = self._engine.context.exchange.transport.gather_to_lead()
+        transport = self._context.exchange.transport
+        pack(self._context.update.states(), transport.buffer)
+        brought = transport.gather_to_lead()
         # Copied by the training thread: the thread that writes reads nothing but copies.
         if self._lead.is_here:
-            copies = self._copies()
-            self._writing.start(partial(self._write, folder, record, copies, brought, keeping))
+            self._writing.start(partial(self._write, folder, record, *self._copies(), brought))
+        return False
 
-    def _stream(self, folder: Path, record: dict[str, Any], keeping: Keeping) -> None:
+    def _stream(self, folder: Path, record: dict[str, Any]) -> None:
         """Have the lead write what the devices keep, of which it never has more than a tensor."""
         stream = Stream(self._engine, self._lead)
         record["fingerprint"] = fingerprint_of(agreed_digests(self._engine))
         write = None
         if self._lead.is_here:
-            self._add_state(record, stream.optimizer)
-            files = self._coming_files(stream)
-            write = partial(self._put, folder, files, lambda: record, keeping, record["run"])
+            numbers = {id(p): n for n, p in enumerate(self._engine.placement.sharded)}
+            saved, rest = coming_parts(self._parts.module, numbers, stream.parameter)
+            of_buffers = self._of_buffers()
+            write = partial(_write_all, folder, record, stream.optimizer, of_buffers, saved, rest)
         stream.feed(self._writing, write)
-
-    def _coming_files(self, stream: Stream) -> dict[str, Sequence[TensorParts]]:
-        """The tensors of each file, of which those of the stream come when they are written."""
-        buffers = self._engine.context.replicas[0].buffers
-        buffers.note_changes()
-        left = carried_parts(buffers.carried.left(buffers.places.names))
-        averages = buffer_parts(self._averaging.buffers())
-        numbers = {id(p): n for n, p in enumerate(self._engine.placement.sharded)}
-        saved, rest = coming_parts(self._parts.module, numbers, stream.parameter)
-        files: dict[str, Sequence[TensorParts]] = {
-            "model.safetensors": saved,
-            "optimizer.safetensors": [*stream.optimizer.tensors, *averages, *left],
-        }
-        return files | {"buffers.safetensors": rest} if rest else files
 
     def _write(
         self,
         folder: Path,
         record: dict[str, Any],
-        copies: Copies,
+        trained: ModelCopy,
+        shown: ModelCopy | None,
+        of_buffers: Sequence[TensorParts],
         rooms: list[torch.Tensor],
-        keeping: Keeping,
     ) -> None:
         """Write a checkpoint in the background, from copies alone: training changes the rest."""
-        storage = self._engine.context.update.storage
+        storage = self._context.update.storage
         states = chain.from_iterable(map(unpack, rooms))
         joined = join(states, storage.pieces, storage.masters)
-        self._add_state(record, joined)
-        saved, rest = (copies.shown or copies.trained).parts()
-        parts = [*joined.tensors, *buffer_parts(copies.averages), *copies.carried]
-        files = {"model.safetensors": saved, "optimizer.safetensors": parts}
-        if rest:
-            files["buffers.safetensors"] = rest
-        if copies.shown is not None:
-            files["training.safetensors"] = [p for found in copies.trained.parts() for p in found]
+        saved, rest = (shown or trained).parts()
+        beside = [] if shown is None else [*chain(*trained.parts())]
+        record["fingerprint"] = trained.fingerprint()
+        _write_all(folder, record, joined, of_buffers, saved, rest, beside)
 
-        def described() -> dict[str, Any]:
-            return {**record, "fingerprint": copies.trained.fingerprint()}
-
-        self._put(folder, files, described, keeping, record["run"])
-
-    @staticmethod
-    def _add_state(record: dict[str, Any], state: JoinedState) -> None:
-        kept = {"tensors": state.keys, "other_state": state.values, "strides": state.strides}
-        record["optimizer"] |= kept
-
-    @staticmethod
-    def _put(
-        folder: Path,
-        files: Mapping[str, Sequence[TensorParts]],
-        describe: Callable[[], dict[str, Any]],
-        keeping: Keeping,
-        run: str,
-    ) -> None:
-        """Write a checkpoint, and delete those that are no longer to be kept."""
-        write_checkpoint(folder, files, describe, check_run)
-        # Only now that the new one is on the disk: a failure before leaves all the old ones.
-        if keeping.newest is not None:
-            prune(folder.parent, run=run, keep=keeping.newest)
-
-    def _copies(self) -> Copies:
-        """Copy what the lead saves beside the states of pieces."""
-        averaging = self._averaging
+    def _copies(self) -> tuple[ModelCopy, ModelCopy | None, list[TensorParts]]:
+        """Copy the model that the run goes on with, its averages if it shows them, and buffers."""
         shown = None
         if self._engine.agreement.averaged:
             shown = copy_model(self._parts.module, partial(self._room, "shown"))
-        with averaging.training_values():
+        with self._averaging.training_values():
             trained = copy_model(self._parts.module, partial(self._room, "trained"))
-        buffers = self._engine.context.replicas[0].buffers
+        return trained, shown, self._of_buffers()
+
+    def _of_buffers(self) -> list[TensorParts]:
+        """Copy the averages of buffers, and what shards carry in buffers."""
+        buffers = self._context.replicas[0].buffers
         buffers.note_changes()
         left = buffers.carried.left(buffers.places.names)
-        return Copies(trained, shown, averaging.buffers(), carried_parts(left))
+        return [*buffer_parts(self._averaging.buffers()), *carried_parts(left)]
 
     def _room(self, what: str, nbytes: int) -> torch.Tensor:
-        context = self._engine.context
-        device, allocator = context.replicas[0].device, context.exchange.memory.allocator
+        device = self._context.replicas[0].device
+        allocator = self._context.exchange.memory.allocator
         self._rooms[what] = host_buffer(self._rooms.get(what), nbytes, device, allocator)
         return self._rooms[what]
 
 
-class Copies(NamedTuple):
-    """What the lead has copied for a checkpoint."""
-
-    trained: ModelCopy
-    """The model that the run goes on with."""
-    shown: ModelCopy | None
-    """The model with its averages, if it is they that are saved as the model."""
-    averages: Mapping[str, torch.Tensor]
-    """The averages of the buffers, by name."""
-    carried: Sequence[TensorParts]
-    """What shards carry in buffers."""
+def _write_all(
+    folder: Path,
+    record: dict[str, Any],
+    optimizer: JoinedState,
+    of_buffers: Sequence[TensorParts],
+    saved: Sequence[TensorParts],
+    rest: Sequence[TensorParts],
+    trained: Sequence[TensorParts] = (),
+) -> None:
+    """Write a checkpoint, and delete those that are no longer to be kept."""
+    keys, values = optimizer.keys, optimizer.values
+    record["optimizer"] |= {"tensors": keys, "other_state": values, "strides": optimizer.strides}
+    tensors = saved, [*optimizer.tensors, *of_buffers], rest, trained
+    # The first two are there even where they hold nothing.
+    files = {
+        name: each
+        for name, each in zip(TENSOR_FILES, tensors, strict=True)
+        if each or name in TENSOR_FILES[:2]
+    }
+    write_checkpoint(folder, files, record, check_run)
+    # Only now that the new one is on the disk: a failure before leaves all the old ones.
+    if record["keep"] is not None:
+        prune(folder.parent, run=record["run"], keep=record["keep"])
 
 
 _NOTHING, _ENDED = -1, -2
@@ -478,71 +500,6 @@ class Stream:
         return self._storage.pieces[state.piece].entry, state.key
 
 
-def own_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+def _own_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The buffers of a model under its own names."""
     return {own_name(name): buffer for name, buffer in module.named_buffers()}
-
-
-def refuse_not_finite(
-    engine: Engine, averaging: Averaging, lead: Lead, step: int, nan_before: Collection[str]
-) -> None:
-    """Have all devices raise if a value that is saved is not finite.
-
-    The lead looks at what it has, and where each device keeps its partition, each of them at that.
-
-    Args:
-        engine: the devices of this process.
-        averaging: shows the averages of the model.
-        lead: the lead's work.
-        step: the number of the last step.
-        nan_before: the buffers that were NaN when the run began.
-
-    Raises:
-        StateError: a parameter is not finite, or a buffer has become NaN.
-    """
-    module = engine.context.replicas[0].module
-    parameters = [own_name(name) for name, _ in module.named_parameters()]
-    names = [*parameters, *own_buffers(module)]
-    found = [*_of_partition(engine)]
-    if lead.is_here:
-        found += _of_lead(engine, averaging, nan_before)
-    # As a number, which all can be sent: the place of the name in a list that all have.
-    number = lead.least(min(map(names.index, found), default=math.inf))
-    if not math.isfinite(number):
-        return
-    what = "parameter" if number < len(parameters) else "buffer"
-    raise StateError(
-        f"{what} {names[int(number)]} is not finite after step {step}: no "
-        f"checkpoint is written, and those that are there stay. The loss was finite and a "
-        f"gradient, or what was computed beside it, was not. Look at the samples of that "
-        f"step, and at square roots, norms and divisions at 0; lower the learning rate, or "
-        f"set clip_norm. The run can go on from the checkpoint before"
-    )
-
-
-def _of_partition(engine: Engine) -> Iterator[str]:
-    """Name what is not finite of the pieces that this device keeps, if it has no more."""
-    if not engine.placement.sharded:
-        return
-    entries = engine.context.update.storage.sharded_layout().layout.entries
-    for item in engine.context.update.owned:
-        if not all_finite(engine.context.update.values_of(item.number)):
-            yield own_name(entries[item.piece.entry].name)
-    frozen = engine.context.exchange.memory.frozen
-    if frozen is not None:
-        spoilt = (n for n in frozen.numbers if not all_finite(frozen.part(n)))
-        yield from (own_name(entries[frozen.entry_of(number)].name) for number in spoilt)
-
-
-def _of_lead(engine: Engine, averaging: Averaging, nan_before: Collection[str]) -> Iterator[str]:
-    """Name the first value that is not finite of all that the lead has."""
-    first, frozen = engine.context.replicas[0], engine.context.exchange.memory.frozen
-    of_all = [] if frozen is None else frozen.flat.sections
-    with averaging.training_values() as trained:
-        sharded = set(map(id, engine.placement.sharded))
-        here = {name: p for name, p in first.parts.named.items() if id(p) not in sharded}
-        named = {own_name(name): parameter for name, parameter in here.items()}
-        found = first_not_finite((*trained.sections, *first.other.sections, *of_all), named)
-        # Buffers that were NaN from the start are the model's own affair (masks, unset statistics).
-        spoilt = names_with_nan(own_buffers(first.module)) - {*nan_before}
-        yield from [name for name in (found, min(spoilt, default=None)) if name is not None]

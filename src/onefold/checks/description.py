@@ -28,6 +28,10 @@ __all__ = ["compare", "describe"]
 _log = logging.getLogger("onefold")
 _HASHES = "a hash"
 _VALUE = "the value of "
+_SETTINGS = (
+    *("shards", "seed", "clip_norm", "clip_value", "on_nonfinite", "microbatch", "compile"),
+    *("deterministic", "schedule_every"),
+)
 
 
 def describe(
@@ -45,15 +49,8 @@ def describe(
     ``values`` are the digests of those parameters and buffers of which the values must be, too.
     """
     described = {
-        "shards": str(settings.shards),
-        "seed": str(settings.seed),
-        "clip_norm": str(settings.clip_norm),
-        "clip_value": str(settings.clip_value),
+        **{name: str(getattr(settings, name)) for name in _SETTINGS},
         "precision": str(settings.precision.name),
-        "on_nonfinite": settings.on_nonfinite,
-        "microbatch": str(settings.microbatch),
-        "compile": str(settings.compile),
-        "deterministic": str(settings.deterministic),
         "the rules of buffers": str(dict(settings.buffers)),
         "the plan": str(plan.counts),
         "the placement": team.context.options.placement,
@@ -62,23 +59,18 @@ def describe(
         "the optimizer": name_of(optimizer),
         "what the optimizer updates": "parts" if updates_by_element(optimizer) else "parameters",
         "the schedule": "None" if schedule is None else class_of(schedule),
-        "schedule_every": settings.schedule_every,
         "the state of the schedule": "" if schedule is None else _state_of(schedule),
         **_surroundings(team.devices[team.own[0]]),
     }
     if settings.compile:
         described["what compiles"] = code_compiler(team.devices[team.own[0]])
-    for kind, parameters in (
-        ("trained", parts.trained),
-        ("other", parts.other),
-        ("other", parts.frozen),
-    ):
+    for kind, parameters in (("trained", parts.trained), ("other", parts.other | parts.frozen)):
         for name, p in parameters.items():
             # With strides: they decide the order of elements in flat memory.
             described[f"parameter {name}"] = f"{kind} {p.dtype} {tuple(p.shape)} {p.stride()}"
-    for name, buffer in parts.module.named_buffers():
-        described[f"buffer {name}"] = f"{buffer.dtype} {tuple(buffer.shape)}"
     buffers = dict(parts.module.named_buffers())
+    for name, buffer in buffers.items():
+        described[f"buffer {name}"] = f"{buffer.dtype} {tuple(buffer.shape)}"
     for name, digest in (values or {}).items():
         described[f"{_VALUE}{'buffer' if name in buffers else 'parameter'} {name}"] = digest
     for number, group in enumerate(optimizer.param_groups):

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import torch
 from torch.nn.parameter import is_lazy
 
-from onefold.core.flat import extent
+from onefold.core.flat import extent, is_dense
 from onefold.core.settings import Precision
 from onefold.deferred.values import deferred_of
 from onefold.shard.modelparts import ModelParts
@@ -154,20 +154,13 @@ def _check_memory(model: torch.nn.Module) -> None:
 def _touch(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors whose ranges overlap have a byte in common, not just alternating rows."""
     # Listing every address is slow, and only needed where one of the two has gaps.
-    if all(_fills_its_range(tensor) for tensor in (one, other)):
+    if all(is_dense(tensor.shape, tensor.stride()) for tensor in (one, other)):
         return True
     return bool(torch.isin(_places_of(one), _places_of(other)).any())
-
-
-def _fills_its_range(tensor: torch.Tensor) -> bool:
-    start, stop = extent(tensor)
-    return stop - start == tensor.numel() * tensor.element_size()
 
 
 def _places_of(tensor: torch.Tensor) -> torch.Tensor:
     """List every address that a tensor occupies: (bytes,) int64."""
     size = tensor.element_size()
-    place = torch.tensor([tensor.data_ptr()])
-    for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        place = (place[:, None] + torch.arange(length) * stride * size).flatten()
-    return (place[:, None] + torch.arange(size)).flatten()
+    stride = [step * size for step in tensor.stride()]
+    return torch.arange(*extent(tensor)).as_strided((*tensor.shape, size), (*stride, 1)).flatten()

@@ -18,18 +18,16 @@ from contextlib import contextmanager
 import torch
 
 from onefold.core.calldigest import checksum
-from onefold.core.flat import FlatTensors, storage_order
+from onefold.core.flat import FlatTensors, as_words
 from onefold.errors import StateError
 from onefold.system.compat import version_of
 
-__all__ = ["CheckInterval", "Samples", "ValueGuard", "as_words", "sum_of"]
+__all__ = ["CheckInterval", "Samples", "ValueGuard", "sum_of"]
 
 _SPREAD = 192
 """Values looked at in each section, spread evenly over it."""
 _OF_ENTRIES = 256
 """Entries whose middle value is looked at as well."""
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""As what the elements of a dtype are read, by their size in bytes."""
 _SLICE = 1 << 22
 """Elements that are added up at a time."""
 _FIRST_STEPS = 3
@@ -66,19 +64,15 @@ class Samples:
 
     def __init__(self, flats: Sequence[FlatTensors]) -> None:
         self._parts: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._words: list[torch.Tensor] = []
         self.on_host = all(flat.device.type == "cpu" for flat in flats)
         for flat in flats:
             for number, section in enumerate(flat.sections):
                 places = _places(flat, number)
                 if places:
-                    # As whole numbers: all bits count, NaN is like NaN, and NumPy need not know the
-                    # dtype. A complex128 counts as two words.
-                    words = section.view(_WORDS[min(8, section.element_size())])
+                    words = as_words(section)
                     scale = section.element_size() // words.element_size()
                     index = torch.tensor(places, device=section.device) * scale
                     self._parts.append((words, index))
-                    self._words.append(words)
         # NumPy views of the same memory: picking values through PyTorch costs more than all else.
         self._host = (
             [(words.numpy(), index.numpy()) for words, index in self._parts] if self.on_host else []
@@ -86,7 +80,7 @@ class Samples:
 
     def add_up(self) -> bytes:
         """Return the sums of all values, read as whole numbers; on a GPU this waits as well."""
-        return b"".join(sum_of(words) for words in self._words)
+        return b"".join(sum_of(words) for words, _ in self._parts)
 
     def read(self) -> bytes:
         """Return the bytes of the few values; on a GPU this waits for the work under way."""
@@ -94,11 +88,6 @@ class Samples:
             return b"".join([words.take(index).tobytes() for words, index in self._host])
         parts = [words[index].cpu().numpy().tobytes() for words, index in self._parts]
         return b"".join(parts)
-
-
-def as_words(tensor: torch.Tensor) -> torch.Tensor:
-    """A dense tensor's elements, read as whole numbers: all bits count, and NaN is like NaN."""
-    return storage_order(tensor).view(_WORDS[min(8, tensor.element_size())])
 
 
 def sum_of(words: torch.Tensor) -> bytes:
@@ -139,14 +128,10 @@ class ValueGuard:
     ) -> None:
         self._names = list(parameters)
         self._parameters = list(parameters.values())
-        self._samples = Samples(flats)
+        self.samples = Samples(flats)
+        """The values that are looked at."""
         self._values = b""
         self.note()
-
-    @property
-    def samples(self) -> Samples:
-        """The values that are looked at."""
-        return self._samples
 
     def note(self, *, values: bool = True) -> None:
         """Remember the parameters as they are now, which is how they ought to be.
@@ -156,8 +141,8 @@ class ValueGuard:
         """
         self._versions = self._count()
         # Never on a GPU: this runs at the end of a step, and would wait for the update.
-        if values and self._samples.on_host:
-            self._values = self._samples.read()
+        if values and self.samples.on_host:
+            self._values = self.samples.read()
 
     def changed(self, *, values: bool = True) -> int:
         """Find a parameter that was changed since the last `note`.
@@ -169,8 +154,8 @@ class ValueGuard:
             Its number, counted from 1; the number after the last where only values show a change;
             0 where none is seen.
         """
-        if values and self._samples.on_host:
-            return self._changed(self._samples.read())
+        if values and self.samples.on_host:
+            return self._changed(self.samples.read())
         # Compared with themselves, values differ in nothing: only the counts decide.
         return self._changed(self._values)
 
@@ -233,14 +218,14 @@ class ValueGuard:
             The number that `changed` returns, and the checksum; 0 where the values are on a GPU and
             no check is due.
         """
-        if not (self._samples.on_host or run_checks):
+        if not (self.samples.on_host or run_checks):
             return self.changed(values=False), 0
-        read = self._samples.read()
+        read = self.samples.read()
         # `note` keeps no values of a GPU, so there these are compared with other devices' only.
-        changed = self._changed(read if self._samples.on_host else self._values)
+        changed = self._changed(read if self.samples.on_host else self._values)
         text = read if also is None else read + also.read()
         if run_checks and of_all:
-            text += b"".join(s.add_up() for s in (self._samples, also) if s is not None)
+            text += b"".join(s.add_up() for s in (self.samples, also) if s is not None)
         return changed, checksum(text)
 
     def _changed(self, sampled: bytes) -> int:

@@ -2,10 +2,9 @@
 
 What the commands do is in the modules that they call.
 
-`ScriptCommand` tells the arguments of ``onefold run``, ``onefold verify`` and ``onefold plan`` from
-those of the script. Only what stands before the script, or before ``-m MODULE`` and in it, is the
-command's: everything behind belongs to the script, whatever it is called. ``--`` may stand between
-the two.
+Of the arguments of ``onefold run``, ``onefold verify`` and ``onefold plan``, only those before the
+script, or before the module behind ``-m``, are the command's: everything behind belongs to the
+script, whatever it is called. ``--`` may stand between the two.
 
 Note: imports inside of commands
 --------------------------------
@@ -16,18 +15,16 @@ command is its help.
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
 from typer import Argument, Option
-from typer.core import TyperCommand
 
 import onefold
 from onefold import Outcome, RunOptions, select_devices, supervise
@@ -40,43 +37,6 @@ __all__ = ["main"]
 
 SCRIPT = {"allow_extra_args": True, "allow_interspersed_args": False}
 """Settings of a command that ends at its first argument, and hands on all others."""
-_MODULE = "-m"
-
-
-class ScriptCommand(TyperCommand):
-    """A command that runs a script, or a module by ``-m``, with arguments of its own."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the command's own options; see `with_end_of_options`."""
-        return super().parse_args(ctx, with_end_of_options(args, own_options(self)))
-
-
-def own_options(command: Any) -> set[str]:
-    """List the options of a command; all of those that run a script take a value."""
-    return {name for option in command.params for name in option.opts if name.startswith("-")}
-
-
-def with_end_of_options(arguments: Sequence[str], options: Collection[str]) -> list[str]:
-    """Put ``--`` behind ``-m MODULE``, where typer would go on looking for options.
-
-    Args:
-        arguments: of the command.
-        options: the command's own, all of which take a value.
-
-    >>> with_end_of_options(["--devices", "2", "-m", "train", "--devices", "3"], {"--devices"})
-    ['--devices', '2', '-m', 'train', '--', '--devices', '3']
-    """
-    place = 0
-    while place < len(arguments):
-        word = arguments[place]
-        if word in ("-", "--") or not word.startswith("-"):
-            break  # the script, or the end of options already
-        if word.startswith(_MODULE):
-            end = place + (2 if word == _MODULE else 1)
-            own, rest = list(arguments[:end]), list(arguments[end:])
-            return [*own, *(["--"] if rest and rest[0] != "--" else []), *rest]
-        place += 2 if word in options else 1
-    return list(arguments)
 
 
 def come_too_late(given: Sequence[str], options: Collection[str]) -> list[str]:
@@ -97,14 +57,17 @@ app = typer.Typer(
 )
 
 _DEFAULTS = RunOptions()
+_OF_CHECKPOINTS = ("every", "keep_last", "grace", "changed", "restarts", "restarts_with")
+"""Options of ``onefold run`` that make no sense without ``--checkpoint``."""
 _SECONDS = {"s": 1, "m": 60, "h": 3600}
 _USAGE = 2
 """The exit code of a program that cannot use its arguments."""
 
-Script = Annotated[str | None, Argument(help="The script; what follows it are its own arguments.")]
-Module = Annotated[
-    str | None, Option("-m", help="Run a module instead, as python -m does; it has what follows.")
+Script = Annotated[
+    str | None,
+    Argument(help="The script, or with -m the module; what follows it are its own arguments."),
 ]
+Module = Annotated[bool, Option("-m", help="Run a module instead of a script, as python -m does.")]
 Devices = Annotated[str, Option(help="N, auto, cpu:N, or a list of GPUs such as cuda:1,cuda:3.")]
 _PLACEMENT_VARIABLE = "ONEFOLD_PLACEMENT"
 PlacementOption = Annotated[
@@ -122,11 +85,11 @@ Exchange = Annotated[str, Option(help="auto, shared or collective.")]
 Timeout = Annotated[float, Option(help="Seconds that a device waits for another one.")]
 
 
-@app.command(cls=ScriptCommand, context_settings=SCRIPT)
+@app.command(context_settings=SCRIPT)
 def run(
     context: typer.Context,
     script: Script = None,
-    module: Module = None,
+    module: Module = False,
     devices: Devices = "auto",
     placement: PlacementOption = "replicate",
     home: Home = None,
@@ -145,28 +108,26 @@ def run(
         Option(help="Go on from the newest checkpoint in this folder, and write new ones."),
     ] = None,
     every: Annotated[
-        str | None,
-        Option(
-            help="From one checkpoint to the next: steps, time, or both (200; 10m; 500,1h). "
-            "200 by default."
-        ),
-    ] = None,
+        str,
+        Option(help="From one checkpoint to the next: steps, time, or both (200; 10m; 500,1h)."),
+    ] = str(_DEFAULTS.every),
     keep_last: Annotated[
-        int | None, Option(help="How many of the newest checkpoints stay, 3 by default.")
-    ] = None,
+        int, Option(help="How many of the newest checkpoints stay.")
+    ] = _DEFAULTS.keep_last,
     grace: Annotated[
-        float | None, Option(help="Seconds for saving after a signal to stop, 60 by default.")
-    ] = None,
+        float, Option(help="Seconds for saving after a signal to stop.")
+    ] = _DEFAULTS.grace_s,
     changed: Annotated[
         str | None,
         Option(help="What differs on purpose from the run that was saved, such as seed."),
     ] = None,
     restarts: Annotated[
-        int | None, Option(help="Start again after so many crashes without progress, 0 by default.")
-    ] = None,
+        int, Option(help="Start again after so many crashes without progress.")
+    ] = _DEFAULTS.restarts,
     restarts_with: Annotated[
-        str | None, Option(help="The same devices, or fewer: without one that was lost.")
-    ] = None,
+        Literal["same", "fewer"],
+        Option(help="The same devices, or fewer: without one that was lost."),
+    ] = _DEFAULTS.restarts_with,
 ) -> None:
     """Run a script on the devices of this machine.
 
@@ -180,33 +141,28 @@ def run(
         raise LaunchError(f"--trace {trace}: there is no folder {trace.absolute().parent}")
     if profile is not None:
         profile.mkdir(parents=True, exist_ok=True)
-    chosen = {
-        **(_every(every) if every is not None else {}),
-        "keep_last": keep_last,
-        "grace_s": grace,
-        "changed": tuple(changed.split(",")) if changed else None,
-        "restarts": restarts,
-        "restarts_with": restarts_with,
-    }
-    # None is for an option that was not given: RunOptions has the defaults, and those that make
-    # no sense without --checkpoint can be told apart.
-    saving = {name: value for name, value in chosen.items() if value is not None}
+    steps, seconds = _every(every)
     if checkpoint is not None:
         if checkpoint.exists() and not checkpoint.is_dir():
             raise LaunchError(f"--checkpoint {checkpoint}: expected a folder, this is a file")
         checkpoint.mkdir(parents=True, exist_ok=True)
-    elif saving:
-        names = dict.fromkeys(name.removesuffix("_s").replace("_", "-") for name in saving)
-        given = ", ".join(f"--{name}" for name in names)
-        raise LaunchError(f"{given}: expected with --checkpoint, which names the directory")
+    elif given := [each for each in _OF_CHECKPOINTS if _is_given(context, each)]:
+        named = ", ".join(f"--{each.replace('_', '-')}" for each in given)
+        raise LaunchError(f"{named}: expected with --checkpoint, which names the directory")
     # Absolute paths: the script may change its folder before a worker uses them.
     options = RunOptions(
         placement=placement,
         home=_folder(home, placement),
-        exchange=exchange,  # type: ignore[arg-type]  # likewise
+        exchange=exchange,  # type: ignore[arg-type]  # RunOptions checks it
         timeout_s=timeout,
         checkpoint=_absolute(checkpoint),
-        **saving,  # type: ignore[arg-type]  # RunOptions checks them
+        every=steps,
+        every_s=seconds,
+        keep_last=keep_last,
+        grace_s=grace,
+        changed=tuple(changed.split(",")) if changed else (),
+        restarts=restarts,
+        restarts_with=restarts_with,
         trace=_absolute(trace),
         profile=_absolute(profile),
         logs=_absolute(logs),
@@ -217,13 +173,13 @@ def run(
     raise typer.Exit(outcome.exit_code)
 
 
-@app.command(cls=ScriptCommand, context_settings=SCRIPT)
+@app.command(context_settings=SCRIPT)
 def verify(
     context: typer.Context,
     script: Script = None,
-    module: Module = None,
+    module: Module = False,
     devices: Annotated[str, Option(help="Counts to compare: 1,2,3 or cpu:1,2,3.")] = "1,2",
-    steps: Annotated[int, Option(help="Steps of each Trainer to compare.")] = 5,
+    steps: Annotated[int, Option(min=1, help="Steps of each Trainer to compare.")] = 5,
     trainers: Annotated[
         int | None, Option(min=1, help="End the script after so many Trainers.", show_default="all")
     ] = None,
@@ -272,11 +228,11 @@ def verify(
     )
 
 
-@app.command(cls=ScriptCommand, context_settings=SCRIPT)
+@app.command(context_settings=SCRIPT)
 def plan(
     context: typer.Context,
     script: Script = None,
-    module: Module = None,
+    module: Module = False,
     devices: Annotated[str, Option(help="Device counts, such as 1,2,4.")] = "1,2,4",
     home: Annotated[Path | None, Option(help="As for onefold run --placement offload.")] = None,
 ) -> None:
@@ -426,27 +382,34 @@ def _absolute(path: Path | None) -> str:
 
 
 def _folder(home: Path | None, placement: str) -> str:
-    """The folder of ``--home`` or ``ONEFOLD_HOME``, which must be there; empty if there is none."""
+    """The folder of ``--home``, which must be there; empty if none is named."""
     if home is None:
-        named = os.environ.get("ONEFOLD_HOME", "")
-        home = Path(named) if named and placement != "replicate" else None
-    elif placement == "replicate":
+        return ""
+    if all(RunOptions(placement=each.strip()).keeps_whole for each in placement.split(",")):
         raise LaunchError(
             f"--home {home}: expected --placement offload, shard or pipeline with it, which may "
             f"have a file there"
         )
-    if home is not None and not home.is_dir():
+    if not home.is_dir():
         raise LaunchError(f"--home {home}: expected a folder that is there")
     return _absolute(home)
 
 
-def _every(text: str) -> dict[str, float]:
+def _is_given(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def _every(text: str) -> tuple[int, float]:
     """Read how far apart checkpoints are: 200, 10m, or 200,10m for whichever comes first.
+
+    Returns:
+        Steps and seconds, of which one may be 0.
 
     Raises:
         LaunchError: it is neither a number of steps nor a time.
     """
-    chosen: dict[str, float] = {"every": 0, "every_s": 0.0}
+    steps, seconds = 0, 0.0
     for part in text.split(","):
         number, unit = (part[:-1], part[-1]) if part[-1:] in _SECONDS else (part, "")
         if not (number.isascii() and number.isdecimal() and int(number)):
@@ -454,21 +417,23 @@ def _every(text: str) -> dict[str, float]:
                 f"--every {text}: expected a number of steps of at least 1, a time such as 30s, "
                 f"10m or 1h, or both as in 500,1h"
             )
-        chosen["every_s" if unit else "every"] = int(number) * _SECONDS.get(unit, 1)
-    return chosen
+        if unit:
+            seconds = float(int(number) * _SECONDS[unit])
+        else:
+            steps = int(number)
+    return steps, seconds
 
 
-def _command(script: str | None, module: str | None, rest: list[str]) -> list[str]:
+def _command(script: str | None, module: bool, rest: list[str]) -> list[str]:
     """Return what a worker has to run; a script must exist.
 
     Raises:
         LaunchError: there is no script of this name, or none was given.
     """
-    # After -m, typer takes the module's first argument for the script.
-    if module is not None:
-        return ["-m", module, *([script] if script is not None else []), *rest]
     if script is None:
         raise LaunchError("expected a script, or -m and the name of a module")
+    if module:
+        return ["-m", script, *(rest[1:] if rest[:1] == ["--"] else rest)]
     if not Path(script).is_file():
         raise LaunchError(
             f"there is no script {script}: expected the path of a Python file, from this folder "
@@ -495,7 +460,8 @@ def _tell_of_late_options(context: typer.Context, command: list[str], outcome: O
     if outcome.exit_code != _USAGE or outcome.traceback:
         return
     given = command[2:] if command[0] == "-m" else command[1:]
-    late = come_too_late(given, own_options(context.command))
+    own = {name for option in context.command.params for name in option.opts}
+    late = come_too_late(given, own)
     if late:
         tell(
             f"what stands after the script is the script's: give {', '.join(late)} before it if "

@@ -38,9 +38,10 @@ def plan_script(command: Sequence[str], devices: str, *, options: RunOptions) ->
     counts = _read_counts(devices)
     with PrivateFolder("onefold-plan-") as private:
         path = private.path / "plan.json"
-        options = replace(options, plan=str(path), plan_devices=counts)
-        options = replace(options, logs=str(private.path), quiet=True)
-        outcome = supervise(command, select_devices(1), options)
+        settled = replace(
+            options, plan=str(path), plan_devices=counts, logs=str(private.path), quiet=True
+        )
+        outcome = supervise(command, select_devices(1), settled)
         if outcome.exit_code or not path.exists():
             print(outcome.traceback, file=sys.stderr, end="")
             tell(outcome.message or "the script made no Trainer")

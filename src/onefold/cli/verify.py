@@ -25,8 +25,8 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
-from itertools import pairwise, product
+from dataclasses import dataclass, field, replace
+from itertools import compress, pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -95,8 +95,8 @@ def hints_of(step: int, reference: _States, other: _States) -> list[str]:
     """
     everyone = [s for run in (reference, other) for lines in run.values() for s in lines]
     hints = [_UNSEEDED_START] if step == 0 else []
-    for field, advice in _HINTS.items():
-        found = listed(dict.fromkeys(each for s in everyone for each in getattr(s, field)))
+    for name, advice in _HINTS.items():
+        found = listed(dict.fromkeys(each for s in everyone for each in getattr(s, name)))
         if found:
             hints.append(f"{found}: {advice}")
         # Before the first step nothing was computed: only initial values can differ.
@@ -159,13 +159,11 @@ class _Way:
 
     devices: int
     placement: str
-    tells_placement: bool
-    """Whether there are runs that keep something else."""
     on: str
     """``cpu:`` for processes on the processor also where there are GPUs, else empty."""
 
     def __str__(self) -> str:
-        kept = f" with placement {self.placement}" if self.tells_placement else ""
+        kept = "" if self.placement == "replicate" else f" with placement {self.placement}"
         return f"{self.devices} device{'s' if self.devices > 1 else ''}{kept}"
 
 
@@ -229,11 +227,9 @@ def verify_script(
 
     Raises:
         LaunchError: this machine has fewer GPUs than one of the counts.
-        ValueError: the device counts, the steps, or what is kept cannot be used.
+        ValueError: the device counts or the placements cannot be used.
     """
     ways = _read_ways(devices, placement)
-    if steps < 1:
-        raise ValueError(f"--steps {steps}: expected at least one step")
     with PrivateFolder("onefold-verify-") as private:
         comparison = _Comparison(command, private.path, steps, options)
         try:
@@ -244,25 +240,21 @@ def verify_script(
             return int(failed.args[0])
 
 
+@dataclass
 class _Comparison:
-    """Runs a script again and again, records every run in one folder, and compares them.
+    """Runs a script again and again, records every run in one folder, and compares them."""
 
-    Args:
-        command: the script and its arguments.
-        folder: where the runs are recorded.
-        steps: how many steps of each trainer to compare.
-        options: the options of every run.
-    """
-
-    def __init__(
-        self, command: Sequence[str], folder: Path, steps: int, options: RunOptions
-    ) -> None:
-        self._console = Console(highlight=False)
-        self._command = command
-        self._folder = folder
-        self._steps = steps
-        self._options = options
-        self._number = 0
+    command: Sequence[str]
+    """The script and its arguments."""
+    folder: Path
+    """Where the runs are recorded."""
+    steps: int
+    """How many steps of each trainer to compare."""
+    options: RunOptions
+    """Of every run."""
+    console: Console = field(default_factory=lambda: Console(highlight=False))
+    number: int = 0
+    """Runs so far."""
 
     def of_bits(self, ways: Sequence[_Way]) -> int:
         """Compare runs bit for bit, and print a verdict; return the exit code.
@@ -273,17 +265,17 @@ class _Comparison:
         runs = [self._recorded(way) for way in ways]
         reference = runs[0].trainers
         differences = [[*map(first_difference, reference, run.trainers)] for run in runs]
-        self._console.print(_table(runs, differences))
+        self.console.print(_table(runs, differences))
         if (alike := {len(run.trainers) for run in runs}) != {len(reference)}:
             words = f"The runs made different numbers of Trainers: {sorted(alike)}."
-            self._console.print(f"[bold red]{words}[/]")
+            self.console.print(f"[bold red]{words}[/]")
             return _DIFFER
         codes = [self._judge(trainer, runs, differences) for trainer in range(len(reference))]
         made = [len(lines) - 1 for lines in reference]
         each = (
-            f"{len(made)} Trainers, at most {self._steps} of each" if len(made) > 1 else "1 Trainer"
+            f"{len(made)} Trainers, at most {self.steps} of each" if len(made) > 1 else "1 Trainer"
         )
-        self._console.print(f"Compared: {sum(made)} steps of {each}.")
+        self.console.print(f"Compared: {sum(made)} steps of {each}.")
         return max(codes)
 
     def of_mathematics(self, way: _Way) -> int:
@@ -294,12 +286,12 @@ class _Comparison:
         """
         # In float64 rounding is far below any true difference. A script that insists on float32, by
         # a cast or a kernel of its own, fails there, and is compared as it is.
-        alone = replace(way, devices=1, placement="replicate", tells_placement=False)
+        alone = replace(way, devices=1, placement="replicate")
         for precision in ("float64", "float32"):
             name, outcome = self._run(f"V shards and one, {precision}", alone, precision)
             if not outcome.exit_code or self._is_compared(outcome, name):
                 trainers = self._lines(name, "-mathematics")
-                agree = report_mathematics(self._console, precision, trainers)
+                agree = report_mathematics(self.console, precision, trainers)
                 return _AGREE if agree else _DIFFER
         raise self._failed(outcome, "computing every batch as one shard as well")
 
@@ -311,7 +303,7 @@ class _Comparison:
             if not self._is_compared(outcome, name):
                 raise self._failed(outcome, f"on {way}")
             self._note("The script failed after the compared steps", way, outcome.message)
-        if (cut := self._folder / f"{name}-cut").exists():
+        if (cut := self.folder / f"{name}-cut").exists():
             self._note("The script was cut short", way, cut.read_text())
         if not any(len(lines) > 1 for lines in trainers):
             tell("the script made no step of a Trainer")
@@ -320,41 +312,41 @@ class _Comparison:
         return _Recorded(way, trainers, states)
 
     def _run(self, title: str, way: _Way, mathematics: str) -> tuple[str, Outcome]:
-        name = str(self._number)
+        name = str(self.number)
         options = replace(
-            self._options,
+            self.options,
             placement=way.placement,
-            probe=str(self._folder),
+            probe=str(self.folder),
             probe_run=name,
-            probe_steps=self._steps,
+            probe_steps=self.steps,
             # Kept by the first run alone: with every tensor of every step, they take much room.
-            probe_records=self._number == 0,
+            probe_records=self.number == 0,
             probe_mathematics=mathematics,
-            logs=str(self._folder / name),
+            logs=str(self.folder / name),
         )
         # Counted before it starts: a run that fails must not share its name with the next.
-        self._number += 1
+        self.number += 1
         # Its thread is for the screen alone, and a file shows nothing of it.
-        shown = self._console.is_terminal
-        with self._console.status(f"{title}, {self._steps} steps") if shown else nullcontext():
-            return name, supervise(self._command, select_devices(f"{way.on}{way.devices}"), options)
+        shown = self.console.is_terminal
+        with self.console.status(f"{title}, {self.steps} steps") if shown else nullcontext():
+            return name, supervise(self.command, select_devices(f"{way.on}{way.devices}"), options)
 
     def _is_compared(self, outcome: Outcome, name: str) -> bool:
         """Whether a run that failed had made all steps, and is not one that onefold refuses."""
-        done = (self._folder / f"{name}-done").exists()
+        done = (self.folder / f"{name}-done").exists()
         return done and _REFUSALS.search(outcome.message) is None
 
     def _note(self, what: str, way: _Way, text: str) -> None:
-        self._console.print(f"[yellow]{what}[/] on {way}:", end=" ")
-        self._console.print(text, markup=False)
+        self.console.print(f"[yellow]{what}[/] on {way}:", end=" ")
+        self.console.print(text, markup=False)
 
     def _failed(self, outcome: Outcome, where: str) -> _Failed:
         """Report a failed run, and return what is raised for it."""
         # What onefold refuses is a finding about the script; anything else is a run that failed.
         refusal = _REFUSALS.search(outcome.message)
         if refusal is not None:
-            self._console.print(f"[bold red]onefold refuses the script[/] {where}:", end=" ")
-            self._console.print(f"{refusal[1]}: {refusal[2]}", markup=False)
+            self.console.print(f"[bold red]onefold refuses the script[/] {where}:", end=" ")
+            self.console.print(f"{refusal[1]}: {refusal[2]}", markup=False)
             return _Failed(_DIFFER)
         print(outcome.traceback, file=sys.stderr, end="")
         tell(f"{where}: {outcome.message}")
@@ -363,17 +355,15 @@ class _Comparison:
     def _lines(self, name: str, what: str) -> list[list[dict[str, Any]]]:
         # Numbered without gaps, so the first number that is missing is the number of Trainers.
         found: list[list[dict[str, Any]]] = []
-        while lines := read_record(self._folder, f"{name}-{len(found)}{what}"):
+        while lines := read_record(self.folder, f"{name}-{len(found)}{what}"):
             found.append(lines)
         return found
 
     def _states(self, name: str, trainer: int, count: int) -> dict[int, list[State]]:
+        files = {device: f"{name}-{trainer}-state-{device}" for device in range(count)}
         return {
-            device: [
-                State(**line)
-                for line in read_record(self._folder, f"{name}-{trainer}-state-{device}")
-            ]
-            for device in range(count)
+            device: [State(**line) for line in read_record(self.folder, file)]
+            for device, file in files.items()
         }
 
     def _judge(
@@ -388,24 +378,24 @@ class _Comparison:
         steps = sorted({len(run.trainers[trainer]) - 1 for run in runs})
         if len(steps) > 1:
             words = f"The runs made different numbers of steps{who}: {steps}."
-            self._console.print(f"[bold red]{words}[/]")
+            self.console.print(f"[bold red]{words}[/]")
             return _DIFFER
         for run, each in zip(runs, differences, strict=True):
             if (found := each[trainer]) is not None:
-                self._console.print(f"[bold red]The bits{who} differ[/], {found}")
+                self.console.print(f"[bold red]The bits{who} differ[/], {found}")
                 for hint in self._hints(trainer, runs[0], run, found):
-                    self._console.print(f"Hint: {escape(hint)}.")
+                    self.console.print(f"Hint: {escape(hint)}.")
                 return _DIFFER
         if not steps[0]:
             # That no Trainer made any was refused before.
-            self._console.print(
+            self.console.print(
                 f"[yellow]Trainer {trainer} made no step[/] while the others made theirs: it was "
                 f"not compared."
             )
             return _AGREE
         if self._nothing_trained(lines, who):
             return _DIFFER
-        self._console.print(f"[bold green]The bits{who} agree[/] after each of {steps[0]} steps.")
+        self.console.print(f"[bold green]The bits{who} agree[/] after each of {steps[0]} steps.")
         return _AGREE
 
     def _nothing_trained(self, lines: Sequence[dict[str, Any]], who: str) -> bool:
@@ -415,13 +405,13 @@ class _Comparison:
         if any(first[name] != last[name] for name in lines[0]["parameters"]):
             return False
         if all(line["loss"] == 0 for line in lines[1:]):
-            self._console.print(
+            self.console.print(
                 f"[bold red]Nothing was trained[/]{who}: the loss was exactly 0 in each of {done} "
                 f"steps and no parameter changed, so that equal bits say nothing. Look at what the "
                 f"loss returns, and at the data that it is given."
             )
             return True
-        self._console.print(
+        self.console.print(
             f"[yellow]No parameter changed[/]{who} in {done} steps: is the learning rate 0?"
         )
         return False
@@ -463,15 +453,16 @@ _GUESSES = {
 
 def _table(runs: Sequence[_Recorded], differences: Sequence[Sequence[Difference | None]]) -> Table:
     several = max(len(run.trainers) for run in runs) > 1
-    kept = ("placement",) if runs[0].way.tells_placement else ()
-    headings = ("devices", *kept, "steps", "last loss", "last fingerprint", "bits")
-    table = Table(*(["trainer"] if several else []), *headings)
+    placed = any(run.way.placement != "replicate" for run in runs)
+    shown = (several, True, placed, True, True, True, True)
+    headings = "trainer", "devices", "placement", "steps", "last loss", "last fingerprint", "bits"
+    table = Table(*compress(headings, shown))
     for trainer in range(len(runs[0].trainers)):
         for number, (run, found) in enumerate(zip(runs, differences, strict=True)):
             # A run may have made fewer than the first, which the caller reports after the table.
             if trainer < len(run.trainers):
                 row = _row(run, trainer, found[trainer], reference=number == 0)
-                table.add_row(*([str(trainer)] if several else []), *row)
+                table.add_row(*compress(row, shown))
     return table
 
 
@@ -481,8 +472,8 @@ def _row(run: _Recorded, trainer: int, found: Difference | None, *, reference: b
     if found is not None:
         verdict = f"differ from step {found.step}"
     loss = "" if last["loss"] is None else f"{last['loss']:.6g}"
-    kept = [run.way.placement] if run.way.tells_placement else []
-    return [str(run.way.devices), *kept, str(last["step"]), loss, last["fingerprint"], verdict]
+    made = str(last["step"]), loss, last["fingerprint"]
+    return [str(trainer), str(run.way.devices), run.way.placement, *made, verdict]
 
 
 def _read_ways(devices: str, placement: str) -> list[_Way]:
@@ -501,7 +492,7 @@ def _read_ways(devices: str, placement: str) -> list[_Way]:
         # With `pipeline:2`, an odd number of devices makes no whole pipelines.
         with suppress(ValueError):
             RunOptions(placement=each).pipeline_of(count)
-            ways.append(_Way(count, each, tells_placement=len(kept) > 1, on=on))
+            ways.append(_Way(count, each, on))
     for each in kept:
         if not any(way.placement == each for way in ways):
             raise ValueError(

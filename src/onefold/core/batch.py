@@ -101,7 +101,7 @@ class ShardedBatch:
     numbers: Mapping[int, Sequence[int]] = field(default_factory=dict, repr=False, compare=False)
     """The numbers of the samples in the data set, for each shard that this process has read."""
     digest: int = 0
-    """`batch_digest` of a batch of the script's own, where that was asked for."""
+    """Of a batch of the script's own, where that was asked for; see the note on digests."""
     dim: int = 0
     """The dimension of its tensors in which the samples lie."""
     others: tuple[int, ...] = ()
@@ -244,7 +244,7 @@ def cut_batch(
     cut = ShardedBatch(
         samples=samples,
         plan=plan,
-        shards={shard: _map(batch, _cutter(bounds, shard, dim)) for shard in kept},
+        shards={shard: map_parts(batch, _cutter(bounds, shard, dim)) for shard in kept},
         epoch=epoch,
         digest=_digest_of(leaves) if digest else 0,
         dim=dim,
@@ -252,27 +252,6 @@ def cut_batch(
         parts=parts,
     )
     return _with_place(cut, parts) if parts else cut
-
-
-def map_parts(batch: object, change: Callable[[Any], Any]) -> Any:
-    """Change every tensor, array, `Shared`, `OwnLength` and batch of a loader in a batch."""
-    return _map(batch, change)
-
-
-def batch_digest(batch: object) -> int:
-    """Digest a batch into a signed 64-bit number, by which devices notice that theirs differ.
-
-    It costs microseconds: it covers the structure, the shapes and dtypes, and of each tensor on the
-    host at most 64 elements: the first, the last, and others spread evenly. So it detects a batch
-    that was drawn differently, and not a single element that differs.
-
-    Args:
-        batch: as for `cut_batch`.
-
-    Raises:
-        TypeError: the batch holds something that `cut_batch` refuses.
-    """
-    return _digest_of(_leaves(batch, "batch"))
 
 
 def _with_place(cut: ShardedBatch, parts: Sequence[ShardedBatch]) -> ShardedBatch:
@@ -308,7 +287,7 @@ def move(payload: object, device: torch.device) -> object:
     """
     # Non-blocking: it only takes effect for pinned memory, and kernels on the same stream wait for
     # the copy, so nobody can read the tensor too early.
-    return _map(
+    return map_parts(
         payload,
         lambda leaf: _moved(leaf, device),
         strict=False,
@@ -339,7 +318,7 @@ def _moved_by_itself(value: Any, device: torch.device) -> object:
     moved = value.to(device)
     moved = value if moved is None else moved
     # What was there already may still be a slice of a whole batch.
-    return moved if device.type == "cpu" else _map(moved, _laid_out, strict=False)
+    return moved if device.type == "cpu" else map_parts(moved, _laid_out, strict=False)
 
 
 def _laid_out(leaf: torch.Tensor) -> torch.Tensor:
@@ -429,10 +408,10 @@ def _cutter(bounds: Sequence[tuple[int, int]], shard: int, dim: int) -> Callable
 
     def part_of(leaf: Any) -> object:
         if isinstance(leaf, Shared):
-            return _map(leaf.value, _as_tensor)
+            return map_parts(leaf.value, _as_tensor)
         if isinstance(leaf, OwnLength):
             length = _common_length(_leaves(leaf.value, "batch"), leaf.dim)
-            return _map(leaf.value, _slicer(*cut_bounds(length, len(bounds))[shard], leaf.dim))
+            return map_parts(leaf.value, _slicer(*cut_bounds(length, len(bounds))[shard], leaf.dim))
         return leaf.shards[shard] if isinstance(leaf, ShardedBatch) else cut(leaf)
 
     return part_of
@@ -558,20 +537,27 @@ def _leaves(batch: object, path: str) -> Iterator[tuple[str, Any]]:
             yield from _leaves(part, path + name)
 
 
-def _map(
+def map_parts(
     batch: Any,
     change: Callable[[Any], object],
     *,
     strict: bool = True,
     alone: Callable[[Any], object] | None = None,
-) -> object:
-    """Change every tensor; ``alone`` changes objects with a method ``to`` as a whole."""
+) -> Any:
+    """Change every tensor in a batch.
+
+    Args:
+        batch: as for `cut_batch`.
+        change: is given each tensor.
+        strict: whether arrays, `Shared`, `OwnLength` and batches of a loader are changed as well.
+        alone: changes objects with a method ``to`` as a whole.
+    """
     if isinstance(batch, torch.Tensor) or (strict and isinstance(batch, (np.ndarray, *_MARKED))):
         return change(batch)
     kind = type(batch)
     # Nearly all are one of these; lists of texts may be long, and nobody asks for their paths.
     if kind is tuple or kind is list:
-        return kind([_map(part, change, strict=strict, alone=alone) for part in batch])
+        return kind([map_parts(part, change, strict=strict, alone=alone) for part in batch])
     # Of the class: a field may be called so as well.
     itself = not isinstance(batch, Mapping) and callable(getattr(kind, "to", None))
     if alone is not None and itself:
@@ -579,4 +565,6 @@ def _map(
     parts = parts_of(batch)
     if parts is None:
         return batch
-    return with_parts(batch, [_map(part, change, strict=strict, alone=alone) for _, part in parts])
+    return with_parts(
+        batch, [map_parts(part, change, strict=strict, alone=alone) for _, part in parts]
+    )

@@ -21,7 +21,7 @@ import zlib
 from collections.abc import Sequence
 from enum import IntEnum
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from onefold.core.shard import Plan
 from onefold.errors import DisagreementError
@@ -32,49 +32,32 @@ __all__ = ["Agreed", "Call", "CallDigest", "checksum", "digest", "plan_number", 
 class Call(IntEnum):
     """What a device is about to do together with the others."""
 
-    STEP = 1
-    EVALUATE = 2
-    PREDICT = 3
-    GATHER = 4
-    SAVE = 5
-    LOAD = 6
-    CHANGING = 7
-    CHANGED = 8
-    BARRIER = 9
-    AVERAGE = 10
-    AVERAGED = 11
-    AVERAGED_END = 12
-    UPDATE_BN = 13
-    BROADCAST = 14
-    GRADIENT = 15
-    WHOLE = 16
-    CLOSE = 17
+    words: str
+    """What users call it."""
 
-    @property
-    def words(self) -> str:
-        """What users call it."""
-        return _CALLS[self]
+    # Without words it is a look-up: `Call(7)`.
+    def __new__(cls, number: int, words: str = "") -> Self:
+        call = int.__new__(cls, number)
+        call._value_, call.words = number, words
+        return call
 
-
-_CALLS = {
-    Call.STEP: "trainer.step",
-    Call.EVALUATE: "trainer.evaluate",
-    Call.PREDICT: "trainer.predict",
-    Call.GATHER: "trainer.gather",
-    Call.SAVE: "trainer.save",
-    Call.LOAD: "trainer.load",
-    Call.CHANGING: "the beginning of trainer.modifying",
-    Call.CHANGED: "the end of trainer.modifying",
-    Call.BARRIER: "trainer.barrier",
-    Call.AVERAGE: "trainer.average",
-    Call.AVERAGED: "the beginning of trainer.averaged",
-    Call.AVERAGED_END: "the end of trainer.averaged",
-    Call.UPDATE_BN: "the update_bn of trainer.averaged",
-    Call.BROADCAST: "trainer.broadcast",
-    Call.GRADIENT: "trainer.gradient",
-    Call.WHOLE: "the beginning of trainer.unsharded",
-    Call.CLOSE: "trainer.close",
-}
+    STEP = 1, "trainer.step"
+    EVALUATE = 2, "trainer.evaluate"
+    PREDICT = 3, "trainer.predict"
+    GATHER = 4, "trainer.gather"
+    SAVE = 5, "trainer.save"
+    LOAD = 6, "trainer.load"
+    CHANGING = 7, "the beginning of trainer.modifying"
+    CHANGED = 8, "the end of trainer.modifying"
+    BARRIER = 9, "trainer.barrier"
+    AVERAGE = 10, "trainer.average"
+    AVERAGED = 11, "the beginning of trainer.averaged"
+    AVERAGED_END = 12, "the end of trainer.averaged"
+    UPDATE_BN = 13, "the update_bn of trainer.averaged"
+    BROADCAST = 14, "trainer.broadcast"
+    GRADIENT = 15, "trainer.gradient"
+    WHOLE = 16, "the beginning of trainer.unsharded"
+    CLOSE = 17, "trainer.close"
 
 
 class CallDigest(NamedTuple):
@@ -124,12 +107,11 @@ class CallDigest(NamedTuple):
                 one, counted from 1; 0 for none.
             stop: whether this process has been asked to stop.
         """
-        return _HEAD.pack(*self, changed, stop)
+        return _HEAD.pack(*self) + _REPORT.pack(changed, stop)
 
 
 # Little-endian wherever it runs: devices may sit on machines of different kinds.
-_HEAD = struct.Struct(f"<{len(CallDigest._fields) + 2}q")
-_COMPARED = 8 * len(CallDigest._fields)
+_HEAD, _REPORT = struct.Struct(f"<{len(CallDigest._fields)}q"), struct.Struct("<2q")
 
 
 class Agreed(NamedTuple):
@@ -141,10 +123,6 @@ class Agreed(NamedTuple):
     """Whether any device has been asked to stop."""
 
 
-# Two zeros: no parameter was changed, and nobody was asked to stop.
-_NOTHING = bytes(16)
-
-
 def read_agreed(words: Sequence[bytes]) -> Agreed:
     """Compare the heads of all devices, and return what they report beside them.
 
@@ -154,54 +132,34 @@ def read_agreed(words: Sequence[bytes]) -> Agreed:
     Raises:
         DisagreementError: the heads differ; the message names who differs, and in what.
     """
+    reports = [_REPORT.unpack_from(word, _HEAD.size) for word in words]
+    agreed = Agreed(tuple(changed for changed, _ in reports), any(stop for _, stop in reports))
     # This runs in every step, so equal heads are recognised as bytes, without being unpacked.
-    first = words[0][:_COMPARED]
-    if any(word[:_COMPARED] != first for word in words):
-        reported = _changed_and_stop(words)
-        difference = differing(words)
-        # Values that differ because a parameter was changed between two calls are not raised here:
-        # the caller knows the parameter's name, and its error is the more helpful one.
-        if difference is not None and not (difference.field == "values" and any(reported.changed)):
-            raise DisagreementError(difference.words)
-        return reported
-    if all(word[_COMPARED:] == _NOTHING for word in words):
-        return Agreed((0,) * len(words), False)
-    return _changed_and_stop(words)
+    first = words[0][: _HEAD.size]
+    if any(word[: _HEAD.size] != first for word in words):
+        _refuse_difference(words, changed=any(agreed.changed))
+    return agreed
 
 
-def _changed_and_stop(words: Sequence[bytes]) -> Agreed:
-    rests = [_HEAD.unpack(word)[-2:] for word in words]
-    return Agreed(tuple(changed for changed, _ in rests), any(stop for _, stop in rests))
-
-
-class CallDifference(NamedTuple):
-    """The first field in which devices differ."""
-
-    field: str
-    """Name of the field of `CallDigest`."""
-    words: str
-    """The message for the user, which names the devices and their values."""
-
-
-def differing(words: Sequence[bytes]) -> CallDifference | None:
-    """Find the first field that differs, and the devices that differ from device 0 in it."""
-    heads = [CallDigest(*_HEAD.unpack(word)[:-2]) for word in words]
+def _refuse_difference(words: Sequence[bytes], *, changed: bool) -> None:
+    """Name the first field that differs, and the devices that differ from device 0 in it."""
+    heads = [CallDigest(*_HEAD.unpack_from(word)) for word in words]
     # Not knowing a module beside the model is no difference: a device without shards has never seen
     # it being called. Such devices take the checksum of one that has.
     known = max(head.outside for head in heads)
     heads = [head if head.outside else head._replace(outside=known) for head in heads]
     lead = heads[0]
     places = [i for i, ours in enumerate(lead) if any(head[i] != ours for head in heads)]
-    if not places:
-        return None
-    place = places[0]
-    name = CallDigest._fields[place]
-    others = [number for number, head in enumerate(heads) if head[place] != lead[place]]
+    name = CallDigest._fields[places[0]] if places else ""
+    # Values that differ because a parameter was changed between two calls are not raised here: the
+    # caller knows the parameter's name, and its error is the more helpful one.
+    if not name or (name == "values" and changed):
+        return
+    others = [n for n, head in enumerate(heads) if head[places[0]] != lead[places[0]]]
     who = f"device{'s' if len(others) > 1 else ''} {', '.join(map(str, others))}"
     where = f"step {lead.step}, {Call(lead.call).words}"
-    theirs, ours = (_shown(name, head[place]) for head in (heads[others[0]], lead))
-    text = _WORDS[name].format(who=who, where=where, theirs=theirs, ours=ours)
-    return CallDifference(name, text)
+    theirs, ours = (_shown(name, head[places[0]]) for head in (heads[others[0]], lead))
+    raise DisagreementError(_WORDS[name].format(who=who, where=where, theirs=theirs, ours=ours))
 
 
 def checksum(text: bytes) -> int:

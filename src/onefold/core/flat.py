@@ -100,7 +100,7 @@ class Layout:
     def section_bytes(self) -> tuple[int, ...]:
         """Bytes of each section, rounded up to the alignment."""
         pairs = zip(self.numels, self.dtypes, strict=True)
-        return tuple(_round_up(n * dtype.itemsize, _ALIGNMENT_BYTES) for n, dtype in pairs)
+        return tuple(aligned(n * dtype.itemsize) for n, dtype in pairs)
 
     @property
     def nbytes(self) -> int:
@@ -160,7 +160,6 @@ def lay_out(tensors: Mapping[str, torch.Tensor]) -> Layout:
     filled = dict.fromkeys(dtypes, 0)
     entries = []
     for name, tensor in tensors.items():
-        alignment_numel = max(1, _ALIGNMENT_BYTES // tensor.dtype.itemsize)
         entries.append(
             Entry(
                 name=name,
@@ -171,7 +170,7 @@ def lay_out(tensors: Mapping[str, torch.Tensor]) -> Layout:
                 numel=tensor.numel(),
             )
         )
-        filled[tensor.dtype] += _round_up(tensor.numel(), alignment_numel)
+        filled[tensor.dtype] += aligned(tensor.nbytes) // tensor.itemsize
     return Layout(tuple(entries), dtypes, tuple(filled.values()))
 
 
@@ -275,6 +274,18 @@ def storage_order(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""As what the elements of a dtype are read, by their size in bytes."""
+
+
+def as_words(tensor: torch.Tensor) -> torch.Tensor:
+    """A dense tensor's elements, in the order of memory, read as whole numbers.
+
+    All bits count, NaN is like NaN, and NumPy need not know the dtype. A complex128 is two words.
+    """
+    return storage_order(tensor).view(_WORDS[min(8, tensor.element_size())])
+
+
 def laid_out(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
     """The same values with the given dense strides: in the same memory if they lie there so."""
     if tensor.stride() == stride:
@@ -318,8 +329,10 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
     """The tensor's own strides if its elements fill one stretch of memory, else contiguous ones."""
-    dense = is_dense(tensor.shape, tensor.stride())
-    return tuple(tensor.stride()) if dense else _contiguous_stride(tensor.shape)
+    if is_dense(tensor.shape, tensor.stride()):
+        return tuple(tensor.stride())
+    # On the meta device nothing is allocated, and the rules for strides are PyTorch's own.
+    return tuple(torch.empty(tensor.shape, device="meta").stride())
 
 
 def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
@@ -334,18 +347,9 @@ def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
     return True
 
 
-def _contiguous_stride(shape: Iterable[int]) -> tuple[int, ...]:
-    # On the meta device nothing is allocated, and the rules for strides are PyTorch's own.
-    return tuple(torch.empty(tuple(shape), device="meta").stride())
-
-
 def aligned(nbytes: int) -> int:
     """Round up to a multiple of 256 bytes, where a tensor of any dtype may begin."""
-    return _round_up(nbytes, _ALIGNMENT_BYTES)
-
-
-def _round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
+    return -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
 def named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -35,7 +35,6 @@ __all__ = [
     "SyncBatchNorm",
     "gather",
     "gathering",
-    "in_turn",
     "packed_bytes",
     "unpacked_bytes",
 ]
@@ -131,11 +130,6 @@ def gathering(gatherer: Gatherer | None) -> Iterator[None]:
     finally:
         # Not the one before: shards that take turns do not end in the order in which they began.
         GATHERER.gatherer = None
-
-
-def in_turn(gatherer: Gatherer) -> None:
-    """Have `gather` find this gatherer, whose shard goes on."""
-    GATHERER.gatherer = gatherer
 
 
 def joins() -> bool:

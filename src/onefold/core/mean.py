@@ -25,7 +25,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import ClassVar, Literal, NoReturn, Self, TypeVar
 
@@ -34,16 +34,7 @@ import torch
 from onefold.errors import LossError
 from onefold.system.compat import version_of
 
-__all__ = [
-    "PASS",
-    "Contribution",
-    "LossTerms",
-    "Mean",
-    "Sum",
-    "seeing_whole_batch",
-    "sees_whole_batch",
-    "weigh",
-]
+__all__ = ["PASS", "Contribution", "LossTerms", "Mean", "Sum", "seeing_whole_batch", "weigh"]
 
 Kind = Literal["mean", "sum", "means"]
 
@@ -52,6 +43,7 @@ class _Pass:
     """What the forward pass that is under way sees; one at a time in a process."""
 
     whole = False
+    """Whether it is that of a whole batch, as in a plain loop."""
 
 
 PASS = _Pass()
@@ -66,11 +58,6 @@ def seeing_whole_batch(sees: bool) -> Iterator[None]:
         yield
     finally:
         PASS.whole = False
-
-
-def sees_whole_batch() -> bool:
-    """Whether the loss that is being computed is that of a whole batch, as in a plain loop."""
-    return PASS.whole
 
 
 class _Arithmetic(ABC):
@@ -282,6 +269,14 @@ class Contribution:
         """Everything that has a divisor of its own: the terms, or else this contribution itself."""
         return self.terms or (self,)
 
+    def kinds_and_weights(self) -> list[tuple[str, float]]:
+        """The kind and the weight of each of ``parts``."""
+        return [(part.kind, part.weight) for part in self.parts]
+
+    def without_graph(self) -> Contribution:
+        """Drop the graph of a loss, and its terms, and keep its values."""
+        return replace(self, root=self.root.detach(), terms=())
+
     def total(self) -> torch.Tensor:
         """() float64 on the shard's device: the shard's part of the numerator.
 
@@ -407,16 +402,12 @@ def weigh(result: object, samples: int, what: str) -> Contribution:
 
 
 def _weigh_terms(means: LossTerms, what: str) -> Contribution:
-    if not isinstance(means.terms, tuple) or not means.terms:
+    terms = means.terms if isinstance(means.terms, tuple) else ()
+    if not terms or not all(isinstance(term, Mean | Sum) for term in terms):
         raise LossError(
-            f"{what}: expected a tuple of terms in onefold.LossTerms, got {means.terms!r}"
+            f"{what}: expected a tuple of terms in onefold.LossTerms, each a onefold.Mean or "
+            f"onefold.Sum, got {means.terms!r}"
         )
-    for term in means.terms:
-        if not isinstance(term, Mean | Sum):
-            raise LossError(
-                f"{what}: the terms of onefold.LossTerms must be onefold.Mean or onefold.Sum, got "
-                f"{type(term).__name__}"
-            )
     # Errors count terms from 1, in the order in which the user added them.
     parts = [
         _weigh_term(term, f"{what}, term {number}") for number, term in enumerate(means.terms, 1)

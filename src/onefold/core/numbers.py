@@ -1,13 +1,25 @@
-"""Checks numbers that a user gives, before any work begins."""
+"""Checks numbers and choices that a user gives, before any work begins."""
 
 from __future__ import annotations
 
 import math
+from typing import get_args
 
-__all__ = ["check_positive", "check_seconds", "check_whole"]
+__all__ = ["check_choice", "check_positive", "check_seconds", "check_whole"]
 
 MOST_S = 24 * 86_400
 """24 days: poll() and its like take milliseconds in 31 bits, which is 24.8 days at most."""
+
+
+def check_choice(name: str, value: object, choices: object) -> None:
+    """Refuse a value that is none of those of a `typing.Literal`.
+
+    Raises:
+        ValueError: it is none of them.
+    """
+    if value not in get_args(choices):
+        listed = ", ".join(f'"{choice}"' for choice in get_args(choices))
+        raise ValueError(f"expected {name} to be one of {listed}, got {value!r}")
 
 
 def check_seconds(name: str, value: object) -> float:

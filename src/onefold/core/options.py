@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from onefold.core.numbers import check_seconds, check_whole
+from onefold.core.numbers import check_choice, check_seconds, check_whole
 
 __all__ = ["DEFAULT_GRACE_S", "DEFAULT_TIMEOUT_S", "ExchangeName", "RunOptions"]
 
@@ -13,6 +13,8 @@ DEFAULT_TIMEOUT_S = 600.0
 DEFAULT_GRACE_S = 60.0
 
 ExchangeName = Literal["auto", "shared", "collective"]
+
+Restarts = Literal["same", "fewer"]
 
 PlacementName = Literal["replicate", "shard", "offload", "pipeline"]
 """Where the parameters of a model lie: on each device, partitioned, on the host, or by stage."""
@@ -59,7 +61,7 @@ class RunOptions:
     restarts: int = 0
     """How many times in a row the workers are restarted from the last checkpoint after a failure:
     a newer checkpoint makes the count begin anew."""
-    restarts_with: Literal["same", "fewer"] = "same"
+    restarts_with: Restarts = "same"
     """Whether restarts leave out a device that was lost; see `Outcome.lost`."""
     probe: str = ""
     """Folder in which runs are compared; empty for no comparison."""
@@ -90,24 +92,25 @@ class RunOptions:
             check_whole(name, value, least=least)
         if self.restarts and not self.checkpoint:
             raise ValueError("restarts go on from the last checkpoint: name a directory for them")
-        if self.restarts_with not in ("same", "fewer"):
-            raise ValueError(f"expected restarts_with same or fewer, got {self.restarts_with!r}")
+        check_choice("restarts_with", self.restarts_with, Restarts)
         if not _is_placement(self.placement):
             raise ValueError(
                 f"expected placement to be one of {', '.join(get_args(PlacementName))}, got "
                 f"{self.placement!r}; how many checkpoints are kept is --keep-last, and pipelines "
                 f"of 2 devices or more side by side are pipeline:2 and so on"
             )
-        if self.exchange not in ("auto", "shared", "collective"):
-            raise ValueError(
-                f"expected the exchange to be auto, shared or collective, got {self.exchange!r}"
-            )
+        check_choice("the exchange", self.exchange, ExchangeName)
 
     @property
     def placement_name(self) -> PlacementName:
         """The placement, without a number behind it."""
         name: PlacementName = self.placement.partition(":")[0]  # type: ignore[assignment]  # checked above
         return name
+
+    @property
+    def keeps_whole(self) -> bool:
+        """Whether each device keeps the whole model, so that no file has it."""
+        return self.placement_name == "replicate"
 
     def pipeline_of(self, devices: int) -> int:
         """How many devices compute a shard together if a run has so many; 1 without a

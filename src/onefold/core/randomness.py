@@ -23,7 +23,7 @@ import ctypes
 import hashlib
 import random
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -117,21 +117,33 @@ def seed_generators(
     COMMON.purpose, COMMON.numbers = common or ("", None)
     COMMON.device = device
     # Not torch.manual_seed, which would seed every GPU of the machine, and other backends besides.
-    torch.default_generator.manual_seed(seed)
-    if device is not None and device.type == "cuda":
-        torch.cuda.default_generators[device.index].manual_seed(seed)
+    for generator in _generators(device):
+        generator.manual_seed(seed)
     random.seed(seed)
     # NumPy accepts 32 bits and no more; the low ones of a hash are as good as any.
     np.random.seed(seed & 0xFFFFFFFF)
 
 
+def _generators(*devices: torch.device | None) -> list[torch.Generator]:
+    """PyTorch's generators of the host, and of those devices that are GPUs."""
+    gpus = [d.index for d in devices if d is not None and d.type == "cuda"]
+    return [torch.default_generator, *(torch.cuda.default_generators[index] for index in gpus)]
+
+
+def _states_of(generators: Iterable[torch.Generator]) -> list[torch.Tensor]:
+    return [generator.get_state() for generator in generators]
+
+
+def _put_states(generators: Iterable[torch.Generator], states: Iterable[torch.Tensor]) -> None:
+    for generator, state in zip(generators, states, strict=True):
+        generator.set_state(state)
+
+
 @contextmanager
-def kept_generators(*devices: torch.device) -> Iterator[None]:
+def kept_generators(*devices: torch.device | None) -> Iterator[None]:
     """Restore the caller's generators afterwards, whatever is seeded and drawn inside."""
-    gpus = [torch.cuda.default_generators[d.index] for d in devices if d.type == "cuda"]
-    gpu_states = [generator.get_state() for generator in gpus]
-    cpu_state = torch.default_generator.get_state()
-    python_state = random.getstate()
+    generators = _generators(*devices)
+    states, python_state = _states_of(generators), random.getstate()
     common = COMMON.purpose, COMMON.numbers, COMMON.device
     try:
         with _kept_numpy():
@@ -139,9 +151,7 @@ def kept_generators(*devices: torch.device) -> Iterator[None]:
     finally:
         COMMON.purpose, COMMON.numbers, COMMON.device = common
         random.setstate(python_state)
-        torch.default_generator.set_state(cpu_state)
-        for generator, state in zip(gpus, gpu_states, strict=True):
-            generator.set_state(state)
+        _put_states(generators, states)
 
 
 def in_common() -> tuple[str, tuple[int, ...]] | None:
@@ -179,7 +189,7 @@ def same_in_all_shards(name: str = "") -> Iterator[None]:
             "a call inside a loss, a function for evaluate or predict, or a loader's collate. The "
             "script itself draws alike on all devices without it"
         )
-    with kept_generators(*(() if device is None else (device,))):
+    with kept_generators(device):
         seed = derive_seed(f"same {purpose} {name}", *numbers)
         seed_generators(seed, device, common=(purpose, numbers))
         yield
@@ -204,20 +214,17 @@ class GeneratorStates:
     """
 
     def __init__(self, *devices: torch.device) -> None:
-        self._gpus = [torch.cuda.default_generators[d.index] for d in devices if d.type == "cuda"]
-        self._gpu_states = [generator.get_state() for generator in self._gpus]
-        self._cpu = torch.default_generator.get_state()
+        self._generators = _generators(*devices)
+        self._states = _states_of(self._generators)
         self._python, self._numpy = random.getstate(), np.random.get_state(legacy=False)
 
     def drawn_from(self) -> str:
         """Name a generator whose state is another one by now, in words; empty if none is."""
         numpy = np.random.get_state(legacy=False)
+        host, *gpus = map(torch.equal, self._states, _states_of(self._generators))
         moved = {
-            "PyTorch's generator": not torch.equal(self._cpu, torch.default_generator.get_state()),
-            "PyTorch's generator of a GPU": not all(
-                torch.equal(state, generator.get_state())
-                for generator, state in zip(self._gpus, self._gpu_states, strict=True)
-            ),
+            "PyTorch's generator": not host,
+            "PyTorch's generator of a GPU": not all(gpus),
             "Python's random": random.getstate() != self._python,
             "NumPy's generator": comparable_state(numpy) != comparable_state(self._numpy),
         }
@@ -229,9 +236,7 @@ class GeneratorStates:
         np.random.set_state(self._numpy)
         # What was found out about the generator meanwhile, a step inside say, is true no more.
         _numpy.forget()
-        torch.default_generator.set_state(self._cpu)
-        for generator, state in zip(self._gpus, self._gpu_states, strict=True):
-            generator.set_state(state)
+        _put_states(self._generators, self._states)
 
 
 @contextmanager
@@ -375,8 +380,7 @@ def packed_generators(device: torch.device) -> torch.Tensor:
     # Made by a step, and so of this kind: see the note at the head.
     numpy: dict[str, Any] = np.random.get_state(legacy=False)
     states = {
-        "torch": torch.default_generator.get_state(),
-        "gpu": _of_gpu(device).get_state() if device.type == "cuda" else None,
+        "torch": _states_of(_generators(device)),
         "python": [version, np.array(words, dtype=np.uint64), pending],
         "numpy": numpy,
     }
@@ -391,9 +395,7 @@ def put_generators(packed: torch.Tensor, device: torch.device) -> None:
         device: the one whose generator is set as well, if it is a GPU.
     """
     states = decode(packed.numpy().tobytes())
-    torch.default_generator.set_state(states["torch"])
-    if device.type == "cuda" and states["gpu"] is not None:
-        _of_gpu(device).set_state(states["gpu"])
+    _put_states(_generators(device), states["torch"])
     version, words, pending = states["python"]
     random.setstate((version, tuple(words.tolist()), pending))
     np.random.set_state(states["numpy"])
@@ -411,13 +413,7 @@ def redo_generators(before: torch.Tensor, after: torch.Tensor, device: torch.dev
         device: the one whose generator counts as well, if it is a GPU.
     """
     found, wanted = decode(before.numpy().tobytes()), decode(after.numpy().tobytes())
-    pairs = [("torch", torch.default_generator)]
-    if device.type == "cuda":
-        pairs.append(("gpu", _of_gpu(device)))
-    for name, generator in pairs:
-        if torch.equal(generator.get_state(), found[name]):
-            generator.set_state(wanted[name])
-
-
-def _of_gpu(device: torch.device) -> torch.Generator:
-    return torch.cuda.default_generators[device.index]
+    triples = zip(_generators(device), found["torch"], wanted["torch"], strict=True)
+    for generator, state, moved in triples:
+        if torch.equal(generator.get_state(), state):
+            generator.set_state(moved)

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 import torch
 
-from onefold.core.numbers import check_positive, check_seconds, check_whole
+from onefold.core.numbers import check_choice, check_positive, check_seconds, check_whole
 
 __all__ = [
     "AS_GIVEN",
@@ -57,9 +57,8 @@ class Precision:
     """As the user named it; None leaves everything as the model has it."""
 
     def __post_init__(self) -> None:
-        if self.name is not None and self.name not in PRECISIONS:
-            expected = ", ".join(f'"{name}"' for name in PRECISIONS)
-            raise ValueError(f"expected precision to be one of {expected} or None, got {self.name}")
+        if self.name is not None:
+            check_choice("precision", self.name, PrecisionName)
 
     @property
     def compute(self) -> torch.dtype | None:
@@ -187,12 +186,5 @@ class Settings:
                 f"expected compile to be True or False, got {self.compile!r}: modes and backends "
                 f"of torch.compile are not chosen here, as some of them do not repeat their bits"
             )
-        if self.schedule_every not in get_args(ScheduleEvery):
-            raise ValueError(
-                'expected schedule_every to be "step", "epoch" or "script", got '
-                f"{self.schedule_every!r}"
-            )
-        if self.on_nonfinite not in get_args(OnNonfinite):
-            raise ValueError(
-                f'expected on_nonfinite to be "raise" or "skip", got {self.on_nonfinite!r}'
-            )
+        check_choice("schedule_every", self.schedule_every, ScheduleEvery)
+        check_choice("on_nonfinite", self.on_nonfinite, OnNonfinite)

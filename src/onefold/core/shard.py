@@ -38,8 +38,6 @@ def cut_bounds(samples: int, shards: int) -> tuple[tuple[int, int], ...]:
     >>> cut_bounds(7, 3)
     ((0, 3), (3, 5), (5, 7))
     """
-    if samples < 0 or shards < 1:
-        raise ValueError(f"expected samples >= 0 and shards >= 1, got {samples} and {shards}")
     size, longer = divmod(samples, shards)
     starts = [shard * size + min(shard, longer) for shard in range(shards + 1)]
     return tuple(pairwise(starts))
@@ -90,11 +88,6 @@ class Plan:
                 f"a plan gives every device zero or more shards, at least one in all; "
                 f"got {self.counts}"
             )
-        if any(count for device, count in enumerate(self.counts) if device % self.pipeline):
-            raise ValueError(
-                f"a plan gives shards to the first device of each pipeline of {self.pipeline}; "
-                f"got {self.counts}"
-            )
 
     @classmethod
     def even(cls, *, shards: int, devices: int) -> Plan:
@@ -103,12 +96,7 @@ class Plan:
         Raises:
             ValueError: there are more devices than shards.
         """
-        if not 1 <= devices <= shards:
-            raise ValueError(
-                f"{devices} devices cannot share {shards} shards: a shard is never divided. "
-                f"Use at most {shards} devices, or give Trainer more shards"
-            )
-        return cls(tuple(stop - start for start, stop in cut_bounds(shards, devices)))
+        return cls(_even_shares(shards, devices, "devices"))
 
     @classmethod
     def in_pipelines(cls, *, shards: int, devices: int, pipeline: int) -> Plan:
@@ -122,14 +110,8 @@ class Plan:
         >>> Plan.in_pipelines(shards=5, devices=4, pipeline=2).counts
         (3, 0, 2, 0)
         """
-        pipelines = devices // pipeline
-        if pipelines > shards:
-            raise ValueError(
-                f"{pipelines} pipelines cannot share {shards} shards: a shard is never divided. "
-                f"Use at most {shards} pipelines, or give Trainer more shards"
-            )
         counts = [0] * devices
-        counts[::pipeline] = [stop - start for start, stop in cut_bounds(shards, pipelines)]
+        counts[::pipeline] = _even_shares(shards, devices // pipeline, "pipelines")
         return cls(tuple(counts), in_rounds=True, pipeline=pipeline)
 
     @classmethod
@@ -190,6 +172,15 @@ class Plan:
         return _rounds(self)
 
 
+def _even_shares(shards: int, number: int, what: str) -> tuple[int, ...]:
+    if not 1 <= number <= shards:
+        raise ValueError(
+            f"{number} {what} cannot share {shards} shards: a shard is never divided. Use at most "
+            f"{shards} {what}, or give Trainer more shards"
+        )
+    return tuple(stop - start for start, stop in cut_bounds(shards, number))
+
+
 @lru_cache(maxsize=64)
 def _rounds(plan: Plan) -> tuple[Mapping[int, int], ...]:
     rows: list[dict[int, int]] = []
@@ -222,9 +213,7 @@ def pieces_of(samples: int, size: int | None) -> tuple[tuple[int, int], ...]:
     return cut_bounds(samples, 1 if size is None else max(1, -(-samples // size)))
 
 
-def rows_of(
-    payload: Any, piece: tuple[int, int], samples: int, path: str = "batch", *, dim: int = 0
-) -> Any:
+def rows_of(payload: Any, piece: tuple[int, int], samples: int, *, dim: int = 0) -> Any:
     """Take a piece's samples out of a shard's payload; tensors are views of the payload's.
 
     Args:
@@ -233,14 +222,13 @@ def rows_of(
             head of this file. Single numbers and texts, which belong to all samples, go along.
         piece: the first sample, and the one after the last.
         samples: how many samples the shard has.
-        path: name of the payload, for errors.
         dim: the dimension of tensors in which the samples lie.
 
     Raises:
         ValueError: a tensor has another size in that dimension than the samples.
         TypeError: the payload holds something that cannot be cut.
     """
-    return _Cut(piece, samples, dim, _lists_samples(payload, samples)).rows(payload, path)
+    return _Cut(piece, samples, dim, _lists_samples(payload, samples)).rows(payload, "batch")
 
 
 def join_rows(payloads: Sequence[Any], sizes: Sequence[int], *, dim: int = 0) -> Any:

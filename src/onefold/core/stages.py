@@ -13,6 +13,7 @@ training").
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -195,22 +196,13 @@ def cut_pipeline(sizes: Sequence[int], devices: int) -> tuple[int, ...]:
             f"expected a stage or more for each device of a pipeline, got {len(sizes)} stages and "
             f"{devices} devices: use fewer devices, or name more stages with Trainer(stages=[...])"
         )
-    starts = [0, *_ends(sizes, devices, _least_limit(sizes, devices))]
+    # The least size that no share need be larger than.
+    limits = range(max(sizes), sum(sizes) + 1)
+    place = bisect_left(limits, True, key=lambda limit: _shares(sizes, limit) <= devices)
+    starts = [0, *_ends(sizes, devices, limits[place])]
     return tuple(
         place for place, (start, stop) in enumerate(pairwise(starts)) for _ in range(start, stop)
     )
-
-
-def _least_limit(sizes: Sequence[int], devices: int) -> int:
-    """The least size that no share need be larger than."""
-    low, high = max(sizes), sum(sizes)
-    while low < high:
-        middle = (low + high) // 2
-        if _shares(sizes, middle) <= devices:
-            high = middle
-        else:
-            low = middle + 1
-    return low
 
 
 def _shares(sizes: Sequence[int], limit: int) -> int:

@@ -18,8 +18,8 @@ pieces.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import torch
@@ -30,32 +30,19 @@ from onefold.core.settings import added_up_in
 from onefold.core.stages import StageLayout, Stages
 from onefold.core.values import MOST
 
-__all__ = [
-    "Frozen",
-    "Storage",
-    "TableShape",
-    "cut_chunks",
-    "cut_partitions",
-    "cut_partitions_by_stage",
-    "cut_partitions_in_pipelines",
-    "cut_pieces",
-]
+__all__ = ["Frozen", "Storage", "TableShape", "cut_chunks", "cut_partitions", "cut_pieces"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Storage:
     """The layouts of parameters, gradients and buffers, and the numbers of devices and shards.
 
-    The first three layouts have the same entries in the same order, and may differ in dtype. A
-    piece is the same stretch of elements in each of them.
+    The layouts of parameters, gradients and masters have the same entries in the same order, and
+    may differ in dtype. A piece is the same stretch of elements in each of them.
     """
 
     parameters: Layout
     """The trained parameters, in the dtypes in which models compute with them."""
-    gradients: Layout
-    """Their gradients, in the dtypes in which they are added up."""
-    masters: Layout
-    """Their values, in the dtypes in which the optimizer updates them."""
     other: Layout
     """The rest of the parameters: frozen ones, and those that no optimizer holds."""
     buffers: Layout
@@ -70,39 +57,18 @@ class Storage:
     """The stages after each of which gradients are handed over; None if whole sums are."""
     frozen: Frozen | None = None
     """Frozen parameters of which each device keeps a part; they are not among the other ones."""
+    updated_in: torch.dtype | None = None
+    """The dtype of the values that the optimizer updates, where models compute with another one."""
+    gradients: Layout = field(init=False)
+    """Gradients of the trained parameters, in the dtypes in which they are added up."""
+    masters: Layout = field(init=False)
+    """Values of the trained parameters, in the dtypes in which the optimizer updates them."""
 
-    @classmethod
-    def alike(
-        cls,
-        trained: Layout,
-        *,
-        other: Layout,
-        buffers: Layout,
-        pieces: tuple[Piece, ...],
-        shards: int,
-        devices: int,
-        stages: Stages | None = None,
-        frozen: Frozen | None = None,
-    ) -> Storage:
-        """Update the very values that models compute with."""
-        return cls(
-            parameters=trained,
-            gradients=trained.converted(added_up_in),
-            masters=trained,
-            other=other,
-            buffers=buffers,
-            pieces=pieces,
-            shards=shards,
-            devices=devices,
-            stages=stages,
-            frozen=frozen,
-        )
-
-    def with_masters(self, dtype: torch.dtype | None) -> Storage:
-        """Have the optimizer update values of this dtype where models compute with another one."""
-        if dtype is None:
-            return self
-        return replace(self, masters=self.parameters.converted(lambda _: dtype))
+    def __post_init__(self) -> None:
+        # Once, as they are asked for many times in a step.
+        masters = self.parameters.converted(lambda dtype: self.updated_in or dtype)
+        object.__setattr__(self, "gradients", self.parameters.converted(added_up_in))
+        object.__setattr__(self, "masters", masters)
 
     @property
     def rounds(self) -> bool:
@@ -147,13 +113,16 @@ class Storage:
         if self.frozen is None:
             return StageLayout(self.parameters, self.pieces, self.stages)
         layout = side_by_side(self.parameters, self.frozen.layout)
-        return StageLayout(layout, self.sharded_pieces(), self.frozen.after(self.stages))
+        stages = replace(self.stages, stage_of=self.stages.stage_of + self.frozen.stage_of)
+        return StageLayout(layout, self.sharded_pieces(), stages)
 
     def sharded_pieces(self) -> tuple[Piece, ...]:
         """The pieces of what `sharded_layout` lays out."""
         if self.frozen is None:
             return self.pieces
-        return self.pieces + self.frozen.counted_on(len(self.parameters.entries))
+        first = len(self.parameters.entries)
+        counted_on = (replace(piece, entry=first + piece.entry) for piece in self.frozen.pieces)
+        return (*self.pieces, *counted_on)
 
     def kept(self, partitions: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
         """For each device, which pieces of `sharded_pieces` it keeps.
@@ -219,37 +188,8 @@ class Frozen:
     """The stage of each; none is of the root."""
     pieces: tuple[Piece, ...]
     """What they are cut into."""
-    partitions: tuple[tuple[int, ...], ...]
+    partitions: tuple[Sequence[int], ...]
     """For each device, the pieces that it keeps, in ascending order: of each stage neighbours."""
-
-    @classmethod
-    def cut(
-        cls, layout: Layout, stage_of: tuple[int, ...], places: Sequence[int], devices: int
-    ) -> Frozen:
-        """Share frozen parameters out.
-
-        Args:
-            layout: of all of them together.
-            stage_of: the stage of each.
-            places: for each stage, the place of a device that computes it in its pipeline; none
-                where every device computes all stages.
-            devices: how many there are.
-        """
-        pieces = cut_pieces(layout, by_element=True)
-        if places:
-            pipelines = devices // (max(places) + 1)
-            partitions = cut_partitions_in_pipelines(pieces, stage_of, places, pipelines)
-        else:
-            partitions = cut_partitions_by_stage(pieces, stage_of, devices)
-        return cls(layout, stage_of, pieces, partitions)
-
-    def after(self, stages: Stages) -> Stages:
-        """The stages of the trained parameters, and then of these."""
-        return replace(stages, stage_of=(*stages.stage_of, *self.stage_of))
-
-    def counted_on(self, entries: int) -> tuple[Piece, ...]:
-        """The pieces, where so many other parameters come first."""
-        return tuple(replace(piece, entry=piece.entry + entries) for piece in self.pieces)
 
 
 def side_by_side(one: Layout, other: Layout) -> Layout:
@@ -294,8 +234,36 @@ def cut_pieces(layout: Layout, *, by_element: bool) -> tuple[Piece, ...]:
     return tuple(pieces)
 
 
-def cut_partitions(pieces: Sequence[Piece], devices: int) -> tuple[range, ...]:
-    """Divide the pieces into one row of neighbours for each device, balanced by elements."""
+def cut_partitions(
+    pieces: Sequence[Piece], devices: int, stages: Stages | None = None
+) -> tuple[Sequence[int], ...]:
+    """Divide the pieces among the devices, balanced by elements.
+
+    Args:
+        pieces: of the model.
+        devices: how many there are.
+        stages: of the model, if the pieces of every stage are to be divided among the devices that
+            compute it: all of them, or one in each pipeline.
+
+    Returns:
+        For each device, pipeline after pipeline, the numbers of its pieces in ascending order:
+        neighbours, or neighbours of each stage.
+    """
+    if stages is None:
+        return _cut_row(pieces, devices)
+    partitions: list[list[int]] = [[] for _ in range(devices)]
+    for stage in sorted(set(stages.stage_of)):
+        numbers = [n for n, piece in enumerate(pieces) if stages.stage_of[piece.entry] == stage]
+        place = stages.places[stage] if stages.places else 0
+        computing = partitions[place :: stages.pipeline]
+        cuts = _cut_row([pieces[number] for number in numbers], len(computing))
+        for partition, cut in zip(computing, cuts, strict=True):
+            partition += [numbers[place] for place in cut]
+    return tuple(tuple(sorted(partition)) for partition in partitions)
+
+
+def _cut_row(pieces: Sequence[Piece], devices: int) -> tuple[range, ...]:
+    """Divide the pieces into one row of neighbours for each device."""
     total = sum(piece.numel for piece in pieces)
     cuts = [0]
     seen = 0
@@ -311,49 +279,6 @@ def cut_partitions(pieces: Sequence[Piece], devices: int) -> tuple[range, ...]:
     return tuple(range(start, stop) for start, stop in pairwise(cuts))
 
 
-def cut_partitions_by_stage(
-    pieces: Sequence[Piece], stage_of: Sequence[int], devices: int
-) -> tuple[tuple[int, ...], ...]:
-    """Divide the pieces of every stage, as `cut_partitions` does, among all devices.
-
-    Args:
-        pieces: of the model.
-        stage_of: for each entry, the number of its stage.
-        devices: how many there are.
-    """
-    partitions: list[list[int]] = [[] for _ in range(devices)]
-    for stage in sorted(set(stage_of)):
-        numbers = [n for n, piece in enumerate(pieces) if stage_of[piece.entry] == stage]
-        cuts = cut_partitions([pieces[number] for number in numbers], devices)
-        for partition, cut in zip(partitions, cuts, strict=True):
-            partition += [numbers[place] for place in cut]
-    return tuple(tuple(sorted(partition)) for partition in partitions)
-
-
-def cut_partitions_in_pipelines(
-    pieces: Sequence[Piece], stage_of: Sequence[int], places: Sequence[int], pipelines: int
-) -> tuple[tuple[int, ...], ...]:
-    """Divide the pieces of every stage between the devices that compute it, one in each pipeline.
-
-    Args:
-        pieces: of the model.
-        stage_of: for each entry, the number of its stage.
-        places: for each stage, the place in its pipeline of a device that computes it.
-        pipelines: how many there are.
-
-    Returns:
-        For each device, line after line, the numbers of its pieces.
-    """
-    columns = []
-    for place in sorted(set(places)):
-        numbers = [n for n, piece in enumerate(pieces) if places[stage_of[piece.entry]] == place]
-        partitions = cut_partitions_by_stage(
-            [pieces[number] for number in numbers], stage_of, pipelines
-        )
-        columns.append([tuple(numbers[n] for n in partition) for partition in partitions])
-    return tuple(column[pipeline] for pipeline in range(pipelines) for column in columns)
-
-
 def cut_chunks(layout: Layout, partition: Sequence[Piece]) -> list[Chunk]:
     """The stretches that a partition covers, cut small enough for the processor's cache.
 
@@ -361,41 +286,25 @@ def cut_chunks(layout: Layout, partition: Sequence[Piece]) -> list[Chunk]:
         layout: which the pieces belong to.
         partition: pieces in ascending order, of which some may be left out.
     """
-    follows = _neighbours(layout)
     stretches: list[Chunk] = []
-    before: Piece | None = None
-    joins = False
     for piece in partition:
         entry = layout.entries[piece.entry]
         large = piece.entry if layout.is_large(piece.entry) else None
-        start, stop = entry.offset + piece.start, entry.offset + piece.stop
-        joins = joins and before is not None and follows(before, piece)
+        stretch = Chunk(entry.section, entry.offset + piece.start, entry.offset + piece.stop, large)
         # Neighbours are joined, so that small tensors are added in one kernel, padding included. A
         # large one stays apart from its neighbours: its gradient may lie outside the flat memory.
-        if joins and (stretches[-1].section, stretches[-1].entry) == (entry.section, large):
-            stretches[-1] = stretches[-1]._replace(stop=stop)
+        if stretches and _follows(stretches[-1], stretch, layout):
+            stretches[-1] = stretches[-1]._replace(stop=stretch.stop)
         elif piece.numel:
-            stretches.append(Chunk(entry.section, start, stop, large))
-            joins = True
-        before = piece
+            stretches.append(stretch)
     return [part for stretch in stretches for part in _cut(stretch, layout)]
 
 
-def _neighbours(layout: Layout) -> Callable[[Piece, Piece], bool]:
-    """Return whether a piece follows another one, with nothing but padding between them."""
-    places, counts = [], [0] * len(layout.dtypes)
-    for entry in layout.entries:
-        places.append((entry.section, counts[entry.section]))
-        counts[entry.section] += 1
-
-    def follows(before: Piece, piece: Piece) -> bool:
-        if before.entry == piece.entry:
-            return before.stop == piece.start
-        section, place = places[before.entry]
-        ends = before.stop == layout.entries[before.entry].numel
-        return ends and piece.start == 0 and places[piece.entry] == (section, place + 1)
-
-    return follows
+def _follows(before: Chunk, stretch: Chunk, layout: Layout) -> bool:
+    """Whether there is nothing but padding between two stretches, of small entries or of one."""
+    size = layout.dtypes[before.section].itemsize
+    alike = (before.section, before.entry) == (stretch.section, stretch.entry)
+    return alike and aligned(before.stop * size) == stretch.start * size
 
 
 def _cut(stretch: Chunk, layout: Layout) -> list[Chunk]:

@@ -31,7 +31,7 @@ it waits.
 Note: codes below 0
 -------------------
 A weight is never negative, so a negative number in its place can say that there is none: ``SUM`` if
-the loss is not divided, ``several(n)`` if it has n terms with a divisor each, ``GATHERS`` if it
+the loss is not divided, ``SUM - n`` if it has n terms with a divisor each, ``GATHERS`` if it
 asked for the tensors of other shards, and ``LATE`` if a gradient came after those of its stage had
 been handed over. Several divisors must be known before backward can begin, so such a step is
 started over: the loss is first computed without gradients, only for its weights; these are traded;
@@ -43,6 +43,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import operator
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -52,7 +53,7 @@ import torch
 
 from onefold.core.calldigest import checksum
 from onefold.core.fold import fold_shards
-from onefold.core.mean import LossTerms, Mean, Sum, weigh
+from onefold.core.mean import Contribution, LossTerms, Mean, Sum, weigh
 from onefold.errors import DisagreementError, LossError
 
 __all__ = [
@@ -68,11 +69,11 @@ __all__ = [
     "ShardValues",
     "StepValues",
     "StepWeight",
+    "code_of",
     "columns_of",
     "detached",
     "names_of",
     "read_values",
-    "several",
     "split",
     "total_weight",
     "values_by_name",
@@ -346,7 +347,11 @@ def read_values(
     for name, value in outputs.items():
         rows |= columns_of(name, value, samples, where)
     for name, value in values.items():
-        for divided, total, weight in _terms_of(value, samples, f"the value {name!r} of {where}"):
+        what = f"the value {name!r} of {where}"
+        terms = value.terms if isinstance(value, LossTerms) else (value,)
+        for number, term in enumerate(terms, 1):
+            words = what if len(terms) == 1 else f"{what}, term {number}"
+            divided, total, weight = _term_of(term, samples, words)
             lines.append((_MEAN if divided else _SUM) + name)
             pairs.append((total, weight))
     if len(lines) > MOST:
@@ -358,21 +363,10 @@ def read_values(
     return ShardValues(tuple(lines), _numbers(pairs), rows)
 
 
-def _terms_of(
-    value: object, samples: int, what: str
-) -> list[tuple[bool, torch.Tensor, torch.Tensor | float]]:
-    """For each term whether it is divided, its total, () float64, and its weight."""
-    if not isinstance(value, LossTerms):
-        return [_term_of(value, samples, what)]
-    return [
-        _term_of(term, samples, f"{what}, term {number}")
-        for number, term in enumerate(value.terms, 1)
-    ]
-
-
 def _term_of(
     term: object, samples: int, what: str
 ) -> tuple[bool, torch.Tensor, torch.Tensor | float]:
+    """Whether a term is divided, its total, () float64, and its weight."""
     waiting = None
     if isinstance(term, Mean) and isinstance(term.weight, torch.Tensor):
         # One that depends on parameters will do here: no gradient is wanted.
@@ -386,9 +380,7 @@ def _term_of(
     return part.kind != "sum", part.total(), part.weight if waiting is None else waiting
 
 
-def _numbers(
-    pairs: Sequence[tuple[torch.Tensor, torch.Tensor | float]],
-) -> torch.Tensor:
+def _numbers(pairs: Sequence[tuple[torch.Tensor, torch.Tensor | float]]) -> torch.Tensor:
     devices = {total.device for total, _ in pairs}
     if devices <= {torch.device("cpu")}:
         rows = [(float(total), float(weight)) for total, weight in pairs]
@@ -421,7 +413,7 @@ class ChangedBuffers:
 
 @dataclass(frozen=True, slots=True)
 class ShardResult:
-    """The result of one shard.
+    """The result of one shard, or of some of its pieces.
 
     It depends on the parameters, the buffers, the shard's samples, and (seed, step, shard), and on
     nothing else: the same call on another device, or later, returns the same bits.
@@ -434,7 +426,7 @@ class ShardResult:
     """() float64: the shard's part of the loss; None until a loss of several terms has divisors."""
     weight: float
     """The shard's part of the divisor, or a code below 0: see `onefold.core.values`."""
-    buffers: ChangedBuffers | None
+    buffers: ChangedBuffers | None = None
     """The buffers that the shard changed; None if it changed none."""
     values: ShardValues | None = None
     """What the loss returned beside itself, if anything."""
@@ -482,10 +474,12 @@ class StepWeight:
     """Whether a shard has handed over a stage too early; then sums are not complete."""
 
 
-def several(terms: int) -> float:
-    """The code that stands for a loss of ``terms`` terms."""
-    # One below SUM for a single term, so that no code is SUM itself.
-    return -1.0 - terms
+def code_of(part: Contribution) -> float:
+    """A shard's entry among the table's weights: its weight, or a code below 0."""
+    if part.kind == "means":
+        # One below SUM for a single term, so that no code is SUM itself.
+        return SUM - len(part.parts)
+    return SUM if part.kind == "sum" else part.weight
 
 
 def total_weight(weights: Sequence[float], sizes: Sequence[int], step: int) -> StepWeight:
@@ -509,7 +503,7 @@ def total_weight(weights: Sequence[float], sizes: Sequence[int], step: int) -> S
         return StepWeight(math.nan, late=True)
     least = min(filled)
     if least >= 0:
-        return StepWeight(fold_shards(list(weights), _add))
+        return StepWeight(fold_shards(list(weights), operator.add))
     if max(filled) != least:
         kinds = ", ".join(sorted({_kind(weight) for weight in filled}))
         raise LossError(
@@ -525,7 +519,3 @@ def _kind(weight: float) -> str:
     if weight >= 0:
         return "a mean"
     return "onefold.Sum" if weight == SUM else f"a sum of {int(-1.0 - weight)} terms"
-
-
-def _add(left: float, right: float) -> float:
-    return left + right

@@ -12,10 +12,20 @@ import torch
 
 from onefold.core.randomness import comparable_state, derive_seed
 
-__all__ = ["MOST", "held_states", "kept_apart", "put_back", "seed_held", "states_of", "within"]
+__all__ = [
+    "GENERATORS",
+    "MOST",
+    "held_states",
+    "kept_apart",
+    "put_back",
+    "seed_held",
+    "state_of",
+    "states_of",
+    "within",
+]
 
-_KINDS = torch.Generator | random.Random | np.random.Generator | np.random.RandomState
-
+GENERATORS = torch.Generator | random.Random | np.random.Generator | np.random.RandomState
+"""The kinds of random generators."""
 
 MOST = 20
 """Objects within another one that are looked at."""
@@ -55,7 +65,7 @@ def seed_held(owners: Iterable[object], seed: int, domain: str) -> None:
 
 def held_states(owners: Iterable[object]) -> list[Any]:
     """Where the generators among the attributes of some objects stand; compare with `==`."""
-    return [comparable_state(_state_of(generator)) for generator in _held_by(owners)]
+    return [comparable_state(state_of(generator)) for generator in _held_by(owners)]
 
 
 @contextmanager
@@ -70,7 +80,7 @@ def kept_apart(owners: Iterable[object]) -> Iterator[None]:
 
 def states_of(owners: Iterable[object]) -> list[tuple[Any, Any]]:
     """Return each generator among the attributes of some objects, with its state."""
-    return [(generator, _state_of(generator)) for generator in _held_by(owners)]
+    return [(generator, state_of(generator)) for generator in _held_by(owners)]
 
 
 def put_back(states: Iterable[tuple[Any, Any]]) -> None:
@@ -83,12 +93,13 @@ def _held_by(owners: Iterable[object]) -> list[Any]:
     held: list[Any] = []
     for each in owners:
         for _, value in sorted(getattr(each, "__dict__", {}).items()):
-            if isinstance(value, _KINDS) and not any(value is known for known in held):
+            if isinstance(value, GENERATORS) and not any(value is known for known in held):
                 held.append(value)
     return held
 
 
-def _state_of(generator: Any) -> Any:
+def state_of(generator: Any) -> Any:
+    """The state of one of `GENERATORS`, in the form of its library."""
     if isinstance(generator, random.Random):
         return generator.getstate()
     if isinstance(generator, np.random.Generator):

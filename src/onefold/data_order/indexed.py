@@ -1,9 +1,12 @@
 """Sources of a loader's batches: a data set with an index, and whole batches.
 
-`Indexed` is a data set with an index. `WholeBatches` has whole batches, by the script's own `Rule`
-or as the `Items` of a data set: every process makes the whole batch and keeps its own shards of it,
-as `trainer.step` does with a batch of the script's own; so what it costs to make a batch is not
-divided between devices.
+`Indexed` is a data set with an index, of samples or of whole batches (`Items`). `Ruled` has whole
+batches by the script's own `Rule`. Of whole batches every process makes all and keeps its own
+shards, as `trainer.step` does with a batch of the script's own; so what it costs to make a batch is
+not divided between devices.
+
+Sources, `onefold.data_order.stream.Stream` among them, are alike: in each pass the loader calls
+``order``, and then ``reader`` for what answers the requests, in this process or in a worker.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
@@ -26,75 +29,73 @@ from onefold.core.randomness import (
     sample_order,
     seed_generators,
 )
-from onefold.data_order.order import BatchOrder, Counting, Order, SampleOrder
-from onefold.data_order.position import LoaderSize, LoaderTrack
-from onefold.data_order.reader import Answer, Collate, Reader, Request, SizedDataset, bad_sample
-from onefold.data_order.samplers import (
+from onefold.data_order.order import (
+    Order,
     changes_with_epoch,
     check_sampler,
     draw_batches,
     draw_samples,
 )
+from onefold.data_order.position import LoaderSize, LoaderTrack
+from onefold.data_order.reader import Answer, Collate, Reader, Request, SizedDataset, bad_sample
 
-__all__ = ["BatchRule", "Indexed", "Items", "Rule", "Source", "WholeBatches"]
+__all__ = ["BatchRule", "Choices", "Indexed", "Items", "Rule", "Ruled"]
 
 
-class Source(Protocol):
-    """Where batches come from; the loader calls `order` and then `reader` in each pass."""
+class Choices(TypedDict, total=False):
+    """Which samples come when, and in which batches."""
 
-    dataset: Any
-    """What the user gave."""
-    size: LoaderSize
-    """Everything that determines the batches, apart from the seed."""
-    digests: int
-    """How many batches of a pass are compared between devices: 1 for the first, 2 for all."""
-
-    def batches(self) -> int:
-        """Return the number of batches in a pass."""
-
-    def order(self, this: DataPass, loader: int) -> Order:
-        """Find the order of a pass."""
-
-    def reader(self, this: DataPass, track: LoaderTrack) -> Dataset[Answer]:
-        """Make what answers the requests of a pass, in this process or in a worker."""
+    batch_size: int | None
+    """Number of samples in a whole batch, over all devices; None with a ``batch_sampler``."""
+    shuffle: bool
+    """Whether to visit the samples in a different order in each pass."""
+    lengths: Sequence[int] | None
+    """The length of every sample, to have similar ones in one batch; None to ignore lengths."""
+    drop_last: bool
+    """Whether to leave out the last batch if it is short."""
+    sampler: Iterable[int] | None
+    """Yields the numbers of the samples in the order of a pass."""
+    batch_sampler: Iterable[Sequence[int]] | None
+    """Yields the numbers of the samples of whole batches, those of all devices together."""
 
 
 class Indexed:
-    """A data set with an index, whose samples are visited in an order that is known beforehand.
+    """A data set with an index, visited in an order that is known beforehand.
 
     Args:
-        dataset: an object with a length and an item for each index.
-        collate: makes a shard's payload; PyTorch's default if None.
+        dataset: an object with a length and an item for each index; or `Items`, which say the order
+            and take the place of all choices.
+        collate: makes a shard's payload; PyTorch's default if None. Of items it changes each before
+            it is cut.
         seed: seed of the run.
-        batch_size: number of samples in a whole batch; None with a ``batch_sampler``.
-        shuffle: visit the samples in a different order in each pass.
-        lengths: of the samples, to have similar ones in one batch.
-        drop_last: leave out the last batch if it is short.
-        sampler: the user's own order of the samples.
-        batch_sampler: the user's own batches, those of all devices together.
+        own: numbers of this process's devices.
+        choices: which samples come when.
 
     Raises:
         TypeError, ValueError: the arguments do not fit together, no pass would have a batch, or
             there are too many samples to shuffle.
     """
 
-    digests = 1
-
     def __init__(
         self,
-        dataset: SizedDataset,
+        dataset: SizedDataset | Items,
         collate: Collate | None,
         seed: int,
-        *,
-        batch_size: int | None,
-        shuffle: bool = False,
-        lengths: Sequence[int] | None = None,
-        drop_last: bool = False,
-        sampler: Iterable[int] | None = None,
-        batch_sampler: Iterable[Sequence[int]] | None = None,
+        own: Sequence[int],
+        choices: Choices,
     ) -> None:
-        if len(dataset) == 0:
-            raise ValueError("the data set is empty: expected at least one sample")
+        self._items = items = dataset if isinstance(dataset, Items) else None
+        if isinstance(dataset, Items):
+            choices = {"batch_size": 1, "shuffle": dataset.shuffle, "sampler": dataset.sampler}
+            dataset = dataset.dataset
+        sampler, batch_sampler = choices.get("sampler"), choices.get("batch_sampler")
+        batch_size, drop_last = choices.get("batch_size"), choices.get("drop_last", False)
+        shuffle, lengths = choices.get("shuffle", False), choices.get("lengths")
+        self.dataset: Any = dataset
+        samples = len(self.dataset)
+        if samples == 0:
+            one = "sample" if items is None else "batch"
+            raise ValueError(f"the data set is empty: expected at least one {one}")
         alone = {"shuffle": shuffle, "lengths": lengths is not None}
         if batch_sampler is not None:
             sizes = {"batch_size": batch_size is not None, "drop_last": drop_last}
@@ -106,62 +107,71 @@ class Indexed:
             check_alone("sampler", alone)
             check_sampler(sampler, "sampler")
         if shuffle:
-            check_shuffled(len(dataset))
-        self.dataset = dataset
-        self._collate = collate
-        self._seed = seed
+            check_shuffled(samples)
+        self.digests = 1 if items is None else 2
+        """How many batches of a pass are compared between devices: 1 for the first, 2 for all."""
+        self._collate, self._seed, self._own = collate, seed, own
         self._sampler, self._batch_sampler = sampler, batch_sampler
-        by_length = None if lengths is None else _checked_lengths(lengths, len(dataset), shuffle)
-        self._by_length = by_length
+        self._by_length = None
+        if lengths is not None:
+            self._by_length = _checked_lengths(lengths, samples, shuffle)
         self.size = LoaderSize(
-            samples=len(dataset),
+            samples=samples,
             batch_size=batch_size or 1,
             drop_last=drop_last,
             shuffle=shuffle,
-            lengths="" if by_length is None else _digest(by_length),
+            lengths="" if self._by_length is None else _digest(self._by_length),
             subset=_subset(dataset),
-            kind=_kind(sampler, batch_sampler),
+            kind=self._kind(),
         )
         if drop_last and not self.batches() and not changes_with_epoch(sampler):
-            one: Any = sampler
             raise ValueError(
                 f"drop_last=True leaves out every batch: expected at least batch_size={batch_size} "
-                f"samples in a pass, got {len(dataset if one is None else one)}, so that nothing "
-                f"would be trained. Make batch_size smaller, or leave out drop_last=True"
+                f"samples in a pass, got {self._places()}, so that nothing would be trained. Make "
+                f"batch_size smaller, or leave out drop_last=True"
             )
 
     def batches(self) -> int:
         """Return the number of batches in a pass."""
         own: Any = self._batch_sampler
-        if own is not None:
-            return len(own)
-        sampler: Any = self._sampler
-        return self.size.batches(self.size.samples if sampler is None else len(sampler))
+        return self.size.batches(self._places()) if own is None else len(own)
 
     def order(self, this: DataPass, loader: int) -> Order:
         """Find the order of a pass."""
         # A function of (seed, epoch, loader) alone: a resumed run computes it again.
-        size, seed, epoch = self.size, self._seed, this.number
-        batch_size = size.batch_size
+        numbers = {"seed": self._seed, "epoch": this.number, "loader": loader}
+        samples, batch_size = self.size.samples, self.size.batch_size
         if self._batch_sampler is not None:
-            return draw_batches(self._batch_sampler, seed=seed, epoch=epoch, loader=loader)
+            return draw_batches(self._batch_sampler, **numbers)
         if self._sampler is not None:
-            return draw_samples(
-                self._sampler, batch_size=batch_size, seed=seed, epoch=epoch, loader=loader
-            )
-        if not size.shuffle:
-            return SampleOrder(Counting(size.samples), batch_size)
-        if self._by_length is None:
-            order = sample_order(size.samples, seed=seed, epoch=epoch, loader=loader)
+            order = draw_samples(self._sampler, batch_size=batch_size, **numbers)
+        elif not self.size.shuffle:
+            order = Order(range(samples), batch_size)
+        elif self._by_length is None:
+            order = Order(sample_order(samples, **numbers), batch_size)
         else:
-            order = order_by_length(
-                self._by_length, batch_size=batch_size, seed=seed, epoch=epoch, loader=loader
-            )
-        return SampleOrder(order, batch_size)
+            by_length = order_by_length(self._by_length, batch_size=batch_size, **numbers)
+            order = Order(by_length, batch_size)
+        return order if self._items is None else replace(order, of_items=True)
 
     def reader(self, this: DataPass, track: LoaderTrack) -> Dataset[Answer]:
         """Make what answers the requests of a pass."""
-        return Reader(self.dataset, self._collate, self._seed)
+        if self._items is None:
+            return Reader(self.dataset, self._collate, self._seed)
+        return _WholeReader(self._items, self._collate, self._seed, self._own)
+
+    def _places(self) -> int:
+        """How many samples a pass has."""
+        sampler: Any = self._sampler
+        return self.size.samples if sampler is None else len(sampler)
+
+    def _kind(self) -> str:
+        order = self._sampler if self._batch_sampler is None else self._batch_sampler
+        if self._items is None and order is None:
+            return ""
+        kind = "samples" if self._batch_sampler is None else "batches"
+        kind = kind if self._items is None else "batches as items"
+        return kind if order is None else f"{kind} by {type(order).__name__}"
 
 
 def check_alone(name: str, others: dict[str, bool]) -> None:
@@ -196,13 +206,6 @@ def check_shuffled(samples: int) -> None:
         )
 
 
-def _kind(sampler: object, batch_sampler: object) -> str:
-    if sampler is None and batch_sampler is None:
-        return ""
-    kind = "samples by" if batch_sampler is None else "batches by"
-    return f"{kind} {type(sampler if batch_sampler is None else batch_sampler).__name__}"
-
-
 def _checked_lengths(lengths: Sequence[int], samples: int, shuffle: bool) -> torch.Tensor:
     if not shuffle:
         raise ValueError("batches by length are made of shuffled samples: expected shuffle=True")
@@ -231,43 +234,25 @@ BatchRule = Callable[[int, torch.Generator], object]
 class Rule:
     """Batches by a rule of the script's own, for `Loader` in the place of a data set."""
 
-    function: BatchRule
+    dataset: BatchRule
+    """The function."""
     per_epoch: int
     """How many batches a pass has."""
 
     def __post_init__(self) -> None:
-        if not callable(self.function):
+        if not callable(self.dataset):
             raise TypeError(
                 f"expected a function of step and generator that returns a whole batch, got "
-                f"{self.function!r}"
+                f"{self.dataset!r}"
             )
         check_whole("per_epoch", self.per_epoch, least=1)
-
-    @property
-    def dataset(self) -> Any:
-        """Where batches come from."""
-        return self.function
-
-    @property
-    def size(self) -> LoaderSize:
-        """What determines the batches."""
-        return _size_of(self.per_epoch, "batches by a rule")
-
-    def batches(self) -> int:
-        """Return the number of batches in a pass."""
-        return self.per_epoch
-
-    def order(self, seed: int, epoch: int, loader: int) -> BatchOrder:
-        """Find the order of a pass."""
-        # Numbered on from pass to pass: the rule is given the number of the batch in the run.
-        return BatchOrder(Counting(self.per_epoch, epoch * self.per_epoch))
 
     def read(self, request: Request, seed: int) -> object:
         """Make a whole batch."""
         # Both: a rule may draw from its own generator or, as many do, from the global ones.
         drawn = loader_seed("batch", seed, request.item, loader=request.loader)
         seed_generators(drawn)
-        return self.function(request.item, torch.Generator().manual_seed(drawn))
+        return self.dataset(request.item, torch.Generator().manual_seed(drawn))
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,35 +264,6 @@ class Items:
     sampler: Iterable[int] | None = None
     """The script's own order of the items; None for that of their numbers, or shuffled."""
 
-    def __post_init__(self) -> None:
-        if len(self.dataset) == 0:
-            raise ValueError("the data set is empty: expected at least one batch")
-        if self.sampler is not None:
-            check_sampler(self.sampler, "sampler")
-        if self.shuffle:
-            check_shuffled(len(self.dataset))
-
-    @property
-    def size(self) -> LoaderSize:
-        """What determines the batches."""
-        by = "" if self.sampler is None else f" by {type(self.sampler).__name__}"
-        return _size_of(len(self.dataset), f"batches as items{by}", shuffle=self.shuffle)
-
-    def batches(self) -> int:
-        """Return the number of batches in a pass."""
-        sampler: Any = self.sampler
-        return len(self.dataset if sampler is None else sampler)
-
-    def order(self, seed: int, epoch: int, loader: int) -> BatchOrder:
-        """Find the order of a pass."""
-        if self.sampler is not None:
-            drawn = draw_samples(self.sampler, batch_size=1, seed=seed, epoch=epoch, loader=loader)
-            return BatchOrder(drawn.indices, drawn.digest)
-        length = len(self.dataset)
-        if not self.shuffle:
-            return BatchOrder(Counting(length))
-        return BatchOrder(sample_order(length, seed=seed, epoch=epoch, loader=loader))
-
     def read(self, request: Request, seed: int) -> object:
         """Read a whole batch."""
         # By the place in the pass, for a sampler may give an item twice.
@@ -316,17 +272,11 @@ class Items:
         return self.dataset[request.item]
 
 
-def _size_of(length: int, kind: str, *, shuffle: bool = False) -> LoaderSize:
-    return LoaderSize(samples=length, batch_size=1, drop_last=False, shuffle=shuffle, kind=kind)
-
-
-class WholeBatches(Dataset[Answer]):
-    """Whole batches, of which each process keeps its shards; places of a pass count batches.
-
-    It answers requests itself.
+class Ruled:
+    """Whole batches by a rule; places of a pass count batches.
 
     Args:
-        given: where they come from.
+        rule: makes them.
         convert: changes each batch before it is cut; None to leave it as it is.
         seed: seed of the run.
         own: numbers of this process's devices.
@@ -334,24 +284,34 @@ class WholeBatches(Dataset[Answer]):
 
     digests = 2
 
+    def __init__(self, rule: Rule, convert: Collate | None, seed: int, own: Sequence[int]) -> None:
+        self.dataset: Any = rule.dataset
+        self.size = LoaderSize(samples=rule.per_epoch, batch_size=1, kind="batches by a rule")
+        self._reader = _WholeReader(rule, convert, seed, own)
+
+    def batches(self) -> int:
+        """Return the number of batches in a pass."""
+        return self.size.samples
+
+    def order(self, this: DataPass, loader: int) -> Order:
+        """Find the order of a pass."""
+        # Numbered on from pass to pass: the rule is given the number of the batch in the run.
+        first = this.number * self.size.samples
+        return Order(range(first, first + self.size.samples), of_items=True)
+
+    def reader(self, this: DataPass, track: LoaderTrack) -> Dataset[Answer]:
+        """Make what answers the requests of a pass."""
+        return self._reader
+
+
+class _WholeReader(Dataset[Answer]):
+    """Answers requests for whole batches, of which each process keeps its shards."""
+
     def __init__(
         self, given: Rule | Items, convert: Collate | None, seed: int, own: Sequence[int]
     ) -> None:
         self._given, self._convert, self._seed, self._own = given, convert, seed, own
-        self.dataset: Any = given.dataset
-        self.size = given.size
-
-    def batches(self) -> int:
-        """Return the number of batches in a pass."""
-        return self._given.batches()
-
-    def order(self, this: DataPass, loader: int) -> Order:
-        """Find the order of a pass."""
-        return self._given.order(self._seed, this.number, loader)
-
-    def reader(self, this: DataPass, track: LoaderTrack) -> Dataset[Answer]:
-        """Make what answers the requests of a pass."""
-        return self
+        self.dataset = given.dataset
 
     def __getitem__(self, request: Request) -> Answer:
         try:

@@ -16,17 +16,17 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, Unpack
 
 from torch.utils.data import Dataset
 
 from onefold.core.batch import DataPass, ShardedBatch
 from onefold.core.randomness import kept_generators
 from onefold.core.shard import Plan
-from onefold.data_order.indexed import Indexed, Items, Rule, Source, WholeBatches
+from onefold.data_order.indexed import Choices, Indexed, Items, Rule, Ruled
 from onefold.data_order.position import LoaderTrack
 from onefold.data_order.reader import Answer, BadSample, Collate, Request, one_thread
 from onefold.data_order.stream import Stream, is_stream
@@ -61,14 +61,7 @@ class Loader:
     Args:
         dataset: an object with a length and an item for each index; or a stream, or whole batches
             (`Items`, `Rule`).
-        batch_size: number of samples in a whole batch, over all devices.
-        shuffle: visit the samples in a different order in each pass.
-        lengths: the length of every sample, to put samples of similar length into one batch; None
-            to ignore lengths.
-        sampler: yields the numbers of the samples in the order of a pass.
-        batch_sampler: yields the numbers of the samples of whole batches.
         workers: number of processes that read ahead, or `Workers`; 0 reads in this process.
-        drop_last: leave out the last batch if it is short.
         collate: makes a shard's payload from a list of samples; PyTorch's default if None.
         seed: seed of the run.
         plan: returns the current plan; called when a batch is handed out, whenever it was read.
@@ -79,19 +72,14 @@ class Loader:
         digest: read a few more samples per pass, by which processes notice that their data differ.
         gather: brings the payloads of a batch's shards to every device.
         repeats: returns whether passes are to have the last batch again and again, unread.
+        choices: which samples come when.
     """
 
     def __init__(
         self,
         dataset: Any,
         *,
-        batch_size: int | None,
-        shuffle: bool = False,
-        lengths: Sequence[int] | None = None,
-        sampler: Iterable[int] | None = None,
-        batch_sampler: Iterable[Sequence[int]] | None = None,
         workers: int | Workers = 0,
-        drop_last: bool = False,
         collate: Collate | None = None,
         seed: int,
         plan: Callable[[], Plan],
@@ -102,25 +90,15 @@ class Loader:
         digest: bool = False,
         gather: Callable[[ShardedBatch], Any] | None = None,
         repeats: Callable[[], bool] | None = None,
+        **choices: Unpack[Choices],
     ) -> None:
         if collate is not None and not callable(collate):
             raise TypeError(f"expected collate to be a function of a list of samples: {collate!r}")
         self._own = tuple(own)
         self._workers = workers if isinstance(workers, Workers) else Workers(number=workers)
-        self._source = source_of(
-            dataset,
-            collate,
-            seed,
-            self._own,
-            self._workers,
-            batch_size=batch_size,
-            shuffle=shuffle,
-            lengths=lengths,
-            drop_last=drop_last,
-            sampler=sampler,
-            batch_sampler=batch_sampler,
-        )
-        self._batch_size = batch_size
+        self._source = source_of(dataset, collate, seed, self._own, self._workers, choices)
+        self.batch_size = choices.get("batch_size")
+        """Number of samples in a whole batch, over all devices; None where batches differ."""
         self.track = LoaderTrack(self._source.size, first_epoch)
         """Which passes the loader has been through."""
         self._plan, self._gather = plan, gather
@@ -141,11 +119,6 @@ class Loader:
     def dataset(self) -> Any:
         """The data set, stream or function that the batches come from."""
         return self._source.dataset
-
-    @property
-    def batch_size(self) -> int | None:
-        """Number of samples in a whole batch, over all devices; None where batches differ."""
-        return self._batch_size
 
     def __iter__(self) -> Generator[ShardedBatch, None, str]:
         """Begin a new pass.
@@ -186,12 +159,9 @@ class Loader:
                 # The plan first, then the answer: see the note on plans that change.
                 requests.follow(self._plan(), this.given)
                 answer = self._next(answers)
-                # The very first answer carries the digest, even if its batch is dropped below.
-                self._data_digest = answer.digest or self._data_digest
                 # Dropped: batches that were read ahead for the previous plan.
                 while answer.request.turn != requests.turn:
                     answer = self._next(answers)
-                    self._data_digest = answer.digest or self._data_digest
                 payloads = _checked(answer.payloads)
                 if answer.over:
                     self._check_not_exhausted(this)
@@ -270,7 +240,7 @@ class Loader:
     def _next(self, answers: Iterator[Answer]) -> Answer:
         began = time.monotonic()
         try:
-            return next(answers)
+            answer = next(answers)
         except RuntimeError as error:
             # DataLoader raises the same class for a timeout and for whatever else goes wrong, and a
             # collate function may raise it as well: so the text and the time must both fit.
@@ -283,18 +253,16 @@ class Loader:
                 f"--timeout), or what a worker had read could not be sent, which it has reported "
                 f"above; with workers=0 this process reads"
             ) from error
+        # The very first answer carries the digest, even if its batch is dropped.
+        self._data_digest = answer.digest or self._data_digest
+        return answer
 
     def _requests(self, this: DataPass) -> Requests:
         order = self._source.order(this, self.track.number)
         self.track.settle(this, order.length, order.digest.hex())
-        return Requests(
-            this,
-            order,
-            loader=self.track.number,
-            plan=self._plan(),
-            own=self._own,
-            digest=self._digests,
-        )
+        place = this.number, this.given, this.end
+        by = self.track.number, self._plan(), self._own
+        return Requests(*place, order, *by, self._digests)
 
     def _answers(self, reader: Dataset[Answer], requests: Requests) -> Iterator[Answer]:
         if not self._workers.number:
@@ -350,8 +318,8 @@ def source_of(
     seed: int,
     own: Sequence[int],
     workers: Workers,
-    **choices: Any,
-) -> Source:
+    choices: Choices,
+) -> Indexed | Ruled | Stream:
     """Find how a data set is read.
 
     Args:
@@ -360,27 +328,35 @@ def source_of(
         seed: seed of the run.
         own: numbers of this process's devices.
         workers: how many processes read ahead.
-        choices: the other arguments of `Loader` that decide which samples come when.
+        choices: which samples come when.
 
     Raises:
         TypeError: the data set has neither an index nor passes.
         ValueError: the choices do not fit the data set, or each other.
     """
-    if isinstance(dataset, Rule | Items):
-        return WholeBatches(dataset, collate, seed, own)
+    if isinstance(dataset, Rule):
+        return Ruled(dataset, collate, seed, own)
     if _is_loader(dataset) or not is_stream(dataset):
-        _check_index(dataset)
-        return Indexed(dataset, collate, seed, **choices)
+        if not isinstance(dataset, Items):
+            _check_index(dataset)
+        return Indexed(dataset, collate, seed, own, choices)
     if workers.number > 1:
         raise ValueError(
             f"{type(dataset).__name__} is a stream, which one process reads from beginning to end: "
             f"expected workers of 0 or 1, got {workers.number}"
         )
-    refused = {
-        "shuffle": choices.pop("shuffle"),
-        **{name: choices.pop(name) is not None for name in ("lengths", "sampler", "batch_sampler")},
+    by_index = {
+        name: choices.get(name) for name in ("shuffle", "lengths", "sampler", "batch_sampler")
     }
-    return Stream(dataset, collate, seed, own, **choices, refused=refused)
+    given = [name for name, value in by_index.items() if value is not None and value is not False]
+    if given:
+        raise ValueError(
+            f"{type(dataset).__name__} is a stream, whose samples come in its own order, so "
+            f"{' and '.join(given)} cannot be followed: leave that out. To shuffle a stream, "
+            f"shuffle in it: a buffer from which it yields at random, or the order of its files"
+        )
+    drop_last = choices.get("drop_last", False)
+    return Stream(dataset, collate, seed, own, choices.get("batch_size"), drop_last=drop_last)
 
 
 def _is_loader(dataset: Any) -> bool:

@@ -23,14 +23,31 @@ outside the epochs or in one, and as which one there.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+from msgspec.structs import replace
 
 from onefold.core.batch import DataPass, ShardedBatch
+from onefold.core.jsonvalue import from_json
 from onefold.errors import CheckpointError
 
-__all__ = ["PROMISES", "WHOLE", "LoaderSize", "LoaderTrack", "Position", "Reached", "check_same"]
+__all__ = [
+    "PROMISES",
+    "WHOLE",
+    "Count",
+    "LoaderSize",
+    "LoaderTrack",
+    "Position",
+    "Reached",
+    "SavedLoader",
+    "SavedPass",
+    "SavedPasses",
+    "StreamState",
+    "check_same",
+]
 
 
 _log = logging.getLogger("onefold")
@@ -68,7 +85,7 @@ class Position:
         # The loaders that exist, and the saved ones that the script has not made yet. Keys are the
         # epoch in which a loader was made (None: outside), and its number there.
         self._tracks: dict[tuple[int | None, int], LoaderTrack] = {}
-        self._waiting: dict[tuple[int | None, int], dict[str, Any]] = {}
+        self._waiting: dict[tuple[int | None, int], SavedLoader] = {}
         self._changed: Collection[str] = ()
         self.reached: Callable[[Reached], None] = lambda where: None
         """Called where a loop of the script gets to one of these places."""
@@ -76,7 +93,7 @@ class Position:
     @property
     def awaits(self) -> bool:
         """Whether a resumed script is still to come to a pass of which the saved run used some."""
-        waiting = any(_was_begun(each) for each in self._waiting.values())
+        waiting = any(each.passes.were_used for each in self._waiting.values())
         return waiting or any(track.awaits for track in self._tracks.values())
 
     @property
@@ -131,11 +148,11 @@ class Position:
             saved = self._waiting[place]
             # The position is unchanged until the check has passed: a script may catch the error.
             _check_loader(saved, track, self._changed)
-            track.go_to(saved, self._changed)
+            track.go_to(saved.passes, self._changed)
             del self._waiting[place]
         self._made[where] = place[1] + 1
         self._tracks[place] = track
-        track.follow(self)
+        track.position = self
 
     def check(self, batch: ShardedBatch) -> None:
         """Refuse a batch that was read before the run was moved elsewhere by a load.
@@ -159,13 +176,13 @@ class Position:
 
     def is_at_an_end(self) -> bool:
         """Whether a pass has been used up, and the script has not noticed yet."""
-        return any(track.is_at_an_end(self.here) for track in self._tracks.values())
+        return any(each.used >= each.end for each in self._under_way())
 
     def is_between_batches(self, batch: ShardedBatch) -> bool:
         """Whether no other loader has a batch waiting to be used once this batch's step is done."""
         tracks = self._tracks.values()
         others = [track for track in tracks if not any(map(track.made, batch.read))]
-        return not any(track.is_ahead(self.here) for track in others)
+        return not any(p.given > p.used for track in others for p in track.under_way(self.here))
 
     def note_step(self, batch: ShardedBatch) -> None:
         """Note that a step has used a batch."""
@@ -191,11 +208,16 @@ class Position:
         """Note that a pass of which samples were used has ended."""
         self._epoch_used, self._exhausted = True, not broken_off
 
+    def _under_way(self) -> list[DataPass]:
+        return [p for track in self._tracks.values() for p in track.under_way(self.here)]
+
     @property
     def _is_epoch_done(self) -> bool:
         """Whether a run that goes on from here begins with the next epoch."""
-        under_way = any(track.holds_epoch(self.here) for track in self._tracks.values())
-        return self.inside and self._epoch_used and not under_way
+        if not (self.inside and self._epoch_used):
+            return False
+        # A loader that is read beside another may well go on in the next epoch.
+        return not any(not p.joint or p.given > p.used for p in self._under_way())
 
     def note_save(self) -> None:
         """Note that the run was saved here."""
@@ -206,11 +228,11 @@ class Position:
         done = self._is_epoch_done
         # Saved loaders that the script has not made again yet are kept as they were.
         loaders = list(self._waiting.values())
-        for (where, number), track in self._tracks.items():
-            passes = track.to_json(epoch_done=done)
-            place = {"made_in_epoch": where, "number": number, "loader": track.number}
-            loaders.append({**place, **asdict(track.size), **passes})
-        return {"step": self.step, "epoch": self.epoch + done, "position": loaders}
+        for place, track in self._tracks.items():
+            passes = track.saved(epoch_done=done)
+            loaders.append(SavedLoader(*place, track.number, track.size, passes))
+        position = msgspec.to_builtins(loaders)
+        return {"step": self.step, "epoch": self.epoch + done, "position": position}
 
     def check_fits(self, saved: Mapping[str, Any], changed: Collection[str]) -> None:
         """Compare the loaders that exist with those of a saved position.
@@ -241,7 +263,7 @@ class Position:
                 track.restart(0)
                 del self._tracks[place]
             elif place in self._waiting:
-                track.go_to(self._waiting.pop(place), changed)
+                track.go_to(self._waiting.pop(place).passes, changed)
             else:
                 track.restart(self.epoch)
 
@@ -250,27 +272,19 @@ def _is_used(batch: ShardedBatch) -> bool:
     return batch.data_pass is not None and batch.stop <= batch.data_pass.used
 
 
-def _check_loader(saved: Mapping[str, Any], track: LoaderTrack, changed: Collection[str]) -> None:
-    _size_of(saved).check_same(track.size, changed)
-    # Before loaders were numbered, all had the order and the random numbers of the first.
+def _check_loader(saved: SavedLoader, track: LoaderTrack, changed: Collection[str]) -> None:
+    saved.size.check_same(track.size, changed)
     name = "the order and random numbers of loader"
-    check_same("dataset", saved.get("loader", 0), track.number, changed, name)
+    check_same("dataset", saved.loader, track.number, changed, name)
 
 
-def _size_of(saved: Mapping[str, Any]) -> LoaderSize:
-    # Saved loaders carry their passes and places beside the fields of their size.
-    known = {field.name for field in fields(LoaderSize)}
-    return LoaderSize(**{name: value for name, value in saved.items() if name in known})
+def _by_place(saved: Mapping[str, Any]) -> dict[tuple[int | None, int], SavedLoader]:
+    loaders = msgspec.convert(saved["position"], list[SavedLoader])
+    return {(each.made_in_epoch, each.number): each for each in loaders}
 
 
-def _was_begun(saved: Mapping[str, Any]) -> bool:
-    return bool(saved["empty_passes"]) or any(used for _, used in saved["passes"])
-
-
-def _by_place(saved: Mapping[str, Any]) -> dict[tuple[int | None, int], dict[str, Any]]:
-    return {(each["made_in_epoch"], each["number"]): each for each in saved["position"]}
-
-
+Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
+"""Any whole number of a checkpoint: steps and sizes fit, and the sum of two is below 2**63."""
 WHOLE = 1 << 60
 """Stands for all of a pass whose length is only known once its order is drawn, or it is read."""
 _PLAIN = "samples by number"
@@ -316,15 +330,14 @@ def check_same(what: str, saved: object, now: object, changed: Collection[str], 
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoaderSize:
+class LoaderSize(Struct, frozen=True, kw_only=True):
     """Everything that determines the batches of a loader's passes, apart from the seed."""
 
-    samples: int
+    samples: Count
     """Number of samples in the data set."""
-    batch_size: int
-    drop_last: bool
-    shuffle: bool
+    batch_size: Annotated[int, Meta(ge=1, lt=1 << 62)]
+    drop_last: bool = False
+    shuffle: bool = False
     lengths: str = ""
     """A digest of the samples' lengths, if batches are made by length; otherwise empty."""
     subset: str = ""
@@ -354,10 +367,60 @@ class LoaderSize:
         check_same("batch_size", self.drop_last, now.drop_last, changed, "drop_last")
         check_same("dataset", self.shuffle, now.shuffle, changed, "shuffle")
         check_same("dataset", self.lengths, now.lengths, changed, "lengths of samples, as a digest")
-        # An earlier version did not save it.
-        if self.subset:
-            name = "a subset of samples, as a digest,"
-            check_same("dataset", self.subset, now.subset, changed, name)
+        name = "a subset of samples, as a digest,"
+        check_same("dataset", self.subset, now.subset, changed, name)
+
+
+class StreamState(Struct, frozen=True):
+    """Where a stream stands at a place of a pass, as JSON."""
+
+    own: Any
+    """What the stream says itself."""
+    generators: Annotated[str, Meta(pattern=r"\A([0-9a-f]{2})*\Z")]
+    """The states of the generators that it may draw from."""
+
+    def __post_init__(self) -> None:
+        from_json(self.own)
+
+
+class SavedPass(Struct, frozen=True, array_like=True):
+    """A pass that a resumed script comes to."""
+
+    number: Count
+    used: Count
+    """How many of its samples were used."""
+    order: str = ""
+    """A digest of its order; empty if that follows from the seed alone."""
+    state: StreamState | None = None
+    """Where its stream stood, if it says so."""
+
+
+class SavedPasses(Struct, frozen=True):
+    """The passes of a loader that a resumed script comes to."""
+
+    first: Count
+    """Number of the first."""
+    empty: Count
+    """How many come empty, before those that were begun."""
+    begun: list[SavedPass]
+
+    @property
+    def were_used(self) -> bool:
+        """Whether anything of them was used."""
+        return self.empty > 0 or any(each.used for each in self.begun)
+
+
+class SavedLoader(Struct, frozen=True):
+    """A loader in a checkpoint."""
+
+    made_in_epoch: Count | None
+    """The epoch in which it was made; None outside of any."""
+    number: Count
+    """Which one it is of those that were made there."""
+    loader: Count
+    """Its number in the run."""
+    size: LoaderSize
+    passes: SavedPasses
 
 
 class LoaderTrack:
@@ -375,55 +438,45 @@ class LoaderTrack:
         self._next = first_pass
         self._empty = 0
         """How many passes come empty, before those of ``_coming``."""
-        self._coming: list[list[int]] = []
-        """For each pass that was partly used: its number, and how many of its samples were used."""
+        self._coming: list[SavedPass] = []
+        """The passes that were partly used before the run resumed."""
         self._used_up = 0
         """How many passes were used up outside the epochs, before those of ``_passes``."""
         self._passes: list[DataPass] = []
-        # Of the saved run, by the number of a pass: digests of orders, and the states of streams.
-        self._orders: dict[int, str] = {}
-        self._states: dict[int, object] = {}
         # All of a pass, where its length is not known from the start.
         self._whole = WHOLE if size.kind else size.samples
-        self._position: Position | None = None
-
-    @property
-    def is_followed(self) -> bool:
-        """Whether a position follows it, so that a run may go on in the middle of a pass."""
-        return self._position is not None
-
-    def follow(self, position: Position) -> None:
-        """Report passes that end to ``position`` from now on."""
-        self._position = position
+        self.position: Position | None = None
+        """What follows it, if a run may go on in the middle of a pass; it is told of their ends."""
 
     def begin(self) -> DataPass:
         """Begin the next pass, without the samples that were used before the run resumed."""
-        number, used = self._next, 0
+        coming = SavedPass(self._next, 0)
         if self._empty:
             self._empty -= 1
-            used = self._whole
+            coming = SavedPass(self._next, self._whole)
         elif self._coming:
-            number, used = self._coming.pop(0)
-        self._next = number + 1
+            coming = self._coming.pop(0)
+        self._next = coming.number + 1
         # Passes outside the epochs would pile up in a script without epochs: used up ones are
         # merely counted. Only the oldest go, so that the order of the rest is kept.
         while self._passes and self._passes[0].epoch is None and self._is_used_up(self._passes[0]):
             del self._passes[0]
             self._used_up += 1
-        epoch = None if self._position is None else self._position.here
+        epoch = None if self.position is None else self.position.here
+        used = coming.used
         end = self._end_of(self._whole, used)
-        begun = DataPass(number, used, epoch, end, given=used)
-        if used and number in self._states:
-            begun.states[used] = self._states[number]
+        begun = DataPass(coming.number, used, epoch, end, given=used, order=coming.order)
+        if coming.state is not None:
+            begun.states[used] = coming.state
         self._passes.append(begun)
-        if self._position is not None:
-            self._position.reached("pass")
+        if self.position is not None:
+            self.position.reached("pass")
         return begun
 
     @property
     def awaits(self) -> bool:
         """Whether a pass is still to come of which some was used before the run resumed."""
-        return self._empty > 0 or any(used for _, used in self._coming)
+        return SavedPasses(self._next, self._empty, self._coming).were_used
 
     def settle(self, this: DataPass, length: int, order: str) -> None:
         """Note how long a pass is, now that its order is known.
@@ -436,8 +489,7 @@ class LoaderTrack:
         Raises:
             CheckpointError: the saved run had another order in this pass.
         """
-        saved = self._orders.get(this.number, order)
-        if saved != order:
+        if this.order not in ("", order):
             raise CheckpointError(
                 f"in pass {this.number} the sampler gave another order than in the run that was "
                 f"saved: expected the same, of which {this.used} places are used already. An "
@@ -462,56 +514,41 @@ class LoaderTrack:
         this.over, this.broken_off = True, broken_off and this.used < this.end
         if not this.broken_off:
             this.states.clear()
-        if self._position is None or this.abandoned:
+        if self.position is None or this.abandoned:
             return
-        if this.epoch is not None and this.epoch != self._position.epoch:
+        if this.epoch is not None and this.epoch != self.position.epoch:
             # An iterator of an earlier epoch, which the script has held until now. It says nothing
             # about the epoch that the run is in.
             self._passes = [each for each in self._passes if each is not this]
         elif this.used:
-            self._position.note_pass_end(broken_off=this.broken_off)
+            self.position.note_pass_end(broken_off=this.broken_off)
 
     def made(self, batch: ShardedBatch) -> bool:
         """Whether a batch comes from one of this loader's recorded passes."""
         return any(each is batch.data_pass for each in self._passes)
 
-    def is_ahead(self, epoch: int | None) -> bool:
-        """Whether a pass of this epoch has handed out samples that no step has used yet."""
-        return any(p.given > p.used for p in self._under_way(epoch))
-
-    def is_at_an_end(self, epoch: int | None) -> bool:
-        """Whether all samples of a pass of this epoch have been used, though it has not ended."""
-        return any(p.used >= p.end for p in self._under_way(epoch))
-
-    def holds_epoch(self, epoch: int | None) -> bool:
-        """Whether a pass of this epoch has not ended, such that the epoch is not done either.
-
-        A loader that is read beside another may well go on in the next epoch.
-        """
-        return any(not p.joint or p.given > p.used for p in self._under_way(epoch))
-
-    def _under_way(self, epoch: int | None) -> list[DataPass]:
+    def under_way(self, epoch: int | None) -> list[DataPass]:
+        """The passes of this epoch that have not ended."""
         return [p for p in self._passes if p.epoch == epoch and not p.over]
 
-    def go_to(self, saved: Mapping[str, Any], changed: Collection[str] = ()) -> None:
-        """Continue with the passes that `to_json` wrote; those under way become unusable."""
+    def go_to(self, saved: SavedPasses, changed: Collection[str] = ()) -> None:
+        """Continue with the passes that `saved` returned; those under way become unusable."""
         for each in self._passes:
             each.abandoned = True
         self._passes = []
         self._used_up = 0
-        self._next, self._empty = saved["first_pass"], saved["empty_passes"]
-        self._coming = [[number, min(used, self._whole)] for number, used in saved["passes"]]
+        self._next, self._empty = saved.first, saved.empty
+        self._coming = [replace(each, used=min(each.used, self._whole)) for each in saved.begun]
         # With another seed or another data set the order is another one, as was agreed to.
-        compared = {} if {"seed", "dataset"} & set(changed) else saved.get("orders", {})
-        self._orders = {int(number): order for number, order in compared.items()}
-        self._states = {int(number): state for number, state in saved.get("streams", {}).items()}
+        if {"seed", "dataset"} & set(changed):
+            self._coming = [replace(each, order="") for each in self._coming]
 
     def restart(self, first_pass: int) -> None:
         """Start over with pass ``first_pass``; passes under way become unusable."""
-        self.go_to({"first_pass": first_pass, "empty_passes": 0, "passes": []})
+        self.go_to(SavedPasses(first_pass, 0, []))
 
-    def to_json(self, *, epoch_done: bool) -> dict[str, Any]:
-        """Write down the passes that a resumed script will go through.
+    def saved(self, *, epoch_done: bool) -> SavedPasses:
+        """Return the passes that a resumed script will go through.
 
         Args:
             epoch_done: whether the resumed run begins with the next epoch, rather than with this
@@ -520,41 +557,26 @@ class LoaderTrack:
         # Passes of an epoch that is done are not asked for again; those outside the epochs always
         # are, because the script runs again from its beginning.
         passes = [p for p in self._passes if not (epoch_done and p.epoch is not None and p.over)]
-        known = [[p.number, self._whole if self._is_used_up(p) else p.used] for p in passes]
+        known = [self._saved_pass(each) for each in passes]
         # If empty passes are still to come, all passes since the run resumed were empty, too.
         if self._empty:
             first, empty, known = self._next - len(known), len(known) + self._empty, []
         else:
-            first, empty = (known[0][0] if known else self._next), 0
+            first, empty = (known[0].number if known else self._next), 0
         # Passes of epochs that are done lie between the last one and the next, and are not listed:
         # the next one is, so that it keeps its number, and with it its order.
-        if known and not self._coming and known[-1][0] + 1 != self._next:
-            known.append([self._next, 0])
-        return {
-            "first_pass": first - self._used_up,
-            "empty_passes": empty + self._used_up,
-            "passes": [*known, *self._coming],
-            **self._within(passes),
-        }
+        if known and not self._coming and known[-1].number + 1 != self._next:
+            known.append(SavedPass(self._next, 0))
+        empty += self._used_up
+        return SavedPasses(first - self._used_up, empty, [*known, *self._coming])
 
-    def _within(self, passes: Sequence[DataPass]) -> dict[str, Any]:
-        """Write down the orders and states of passes that are under way or saved as such."""
-        coming = {number for number, _ in self._coming}
-        orders = {number: order for number, order in self._orders.items() if number in coming}
-        states = {number: state for number, state in self._states.items() if number in coming}
-        for each in passes:
-            if each.used and not self._is_used_up(each):
-                if each.order:
-                    orders[each.number] = each.order
-                if each.used in each.states:
-                    states[each.number] = _as_json(each.states[each.used])
-        found: dict[str, dict[int, Any]] = {"orders": orders, "streams": states}
-        # Only what there is: a loader of the usual kind has neither.
-        return {
-            key: {str(number): each for number, each in values.items()}
-            for key, values in found.items()
-            if values
-        }
+    def _saved_pass(self, this: DataPass) -> SavedPass:
+        if self._is_used_up(this):
+            return SavedPass(this.number, self._whole)
+        if not this.used:
+            return SavedPass(this.number, 0)
+        state: Any = this.states.get(this.used)
+        return SavedPass(this.number, this.used, this.order, state)
 
     def end_epoch(self) -> None:
         """Forget the passes of an epoch that is done."""
@@ -566,11 +588,6 @@ class LoaderTrack:
         A pass that was broken off outside the epochs continues, unless another pass followed: the
         script may have been interrupted rather than have left the loop on purpose.
         """
-        inside = self._position is not None and self._position.inside
+        inside = self.position is not None and self.position.inside
         chosen = not this.broken_off or inside or this is not self._passes[-1]
         return this.over and this.used > 0 and chosen
-
-
-def _as_json(state: Any) -> object:
-    # A pass that has just resumed has its state as the checkpoint has it.
-    return state if isinstance(state, dict) else state.to_json()

@@ -27,25 +27,22 @@ the reader keeps the samples of the last few batches: as many as may have been r
 
 from __future__ import annotations
 
-import json
 import logging
-import random
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any, cast
 
-import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from onefold.core.batch import DataPass
 from onefold.core.jsonvalue import from_json, to_json
 from onefold.core.numbers import check_whole
-from onefold.core.randomness import loader_seed, seed_generators
-from onefold.core.shard import Plan, cut_bounds
+from onefold.core.randomness import loader_seed, packed_generators, put_generators, seed_generators
+from onefold.core.shard import cut_bounds
 from onefold.data_order.held import MOST, seed_held, within
-from onefold.data_order.order import Cut, Order
-from onefold.data_order.position import WHOLE, LoaderSize, LoaderTrack
+from onefold.data_order.order import Order
+from onefold.data_order.position import LoaderSize, LoaderTrack, StreamState
 from onefold.data_order.reader import (
     Answer,
     Collate,
@@ -56,7 +53,6 @@ from onefold.data_order.reader import (
     join_digests,
     take,
 )
-from onefold.errors import CheckpointError
 
 __all__ = ["Stream", "is_stream"]
 
@@ -64,6 +60,7 @@ _log = logging.getLogger("onefold")
 
 _KEPT = 4
 """Batches whose samples are kept: one in use, two that the one worker reads ahead, one more."""
+_HOST = torch.device("cpu")
 _ONCE = ("_io", "builtins", "itertools")
 """Modules whose iterators can be gone through a single time."""
 
@@ -82,23 +79,6 @@ def is_stream(dataset: object) -> bool:
     return hasattr(dataset, "__iter__") and not (indexed or once or unordered)
 
 
-@dataclass(frozen=True, slots=True)
-class _StreamOrder:
-    """The order of a stream: as it comes."""
-
-    batch_size: int
-    length: int = WHOLE
-    digest: bytes = b""
-
-    def stop(self, start: int) -> int:
-        """Return where the batch ends, if the stream goes on so long."""
-        return start + self.batch_size
-
-    def cut(self, start: int, stop: int, plan: Plan, own: Sequence[int]) -> Cut:
-        """Leave the cutting to the reader, which alone knows how many samples there are."""
-        return Cut({}, {}, -1)
-
-
 class Stream:
     """A stream, whose passes are of any length, and begin anew with ``iter()``.
 
@@ -109,10 +89,9 @@ class Stream:
         own: numbers of this process's devices.
         batch_size: number of samples in a whole batch.
         drop_last: leave out the last batch if it is short.
-        refused: arguments that need an index, and whether each was given.
 
     Raises:
-        ValueError: one of these arguments was given.
+        TypeError, ValueError: the size is no positive number.
     """
 
     digests = 2
@@ -123,26 +102,17 @@ class Stream:
         collate: Collate | None,
         seed: int,
         own: Sequence[int],
+        batch_size: object,
         *,
-        batch_size: int | None,
         drop_last: bool,
-        refused: dict[str, bool],
     ) -> None:
-        given = [name for name, is_given in refused.items() if is_given]
-        if given:
-            raise ValueError(
-                f"{type(dataset).__name__} is a stream, whose samples come in its own order, so "
-                f"{' and '.join(given)} cannot be followed: leave that out. To shuffle a stream, "
-                f"shuffle in it: a buffer from which it yields at random, or the order of its files"
-            )
-        check_whole("batch_size", batch_size, least=1)
+        batch_size = check_whole("batch_size", batch_size, least=1)
         self.dataset: Any = dataset
         self.collate, self.seed, self.own = collate or default_collate, seed, own
         self.size = LoaderSize(
             samples=0,
-            batch_size=batch_size or 1,
+            batch_size=batch_size,
             drop_last=drop_last,
-            shuffle=False,
             kind=f"the stream {type(dataset).__name__}",
         )
 
@@ -156,7 +126,7 @@ class Stream:
 
     def order(self, this: DataPass, loader: int) -> Order:
         """Find the order of a pass."""
-        return _StreamOrder(self.size.batch_size)
+        return Order(None, self.size.batch_size)
 
     def reader(self, this: DataPass, track: LoaderTrack) -> Dataset[Answer]:
         """Make what answers the requests of a pass."""
@@ -176,63 +146,6 @@ def _is_part(value: object) -> bool:
     )
 
 
-class _Generators(NamedTuple):
-    """The states of the generators that a stream may draw from."""
-
-    cpu: bytes
-    python: Any
-    numpy: dict[str, Any]
-
-    @classmethod
-    def now(cls) -> _Generators:
-        """Note the current states."""
-        numpy: Any = np.random.get_state(legacy=False)
-        return cls(torch.default_generator.get_state().numpy().tobytes(), random.getstate(), numpy)
-
-    def restore(self) -> None:
-        """Make these the current states."""
-        state = torch.frombuffer(bytearray(self.cpu), dtype=torch.uint8)
-        torch.default_generator.set_state(state)
-        random.setstate(self.python)
-        np.random.set_state(self.numpy)
-
-
-@dataclass(frozen=True, slots=True)
-class StreamState:
-    """Where a stream stands after a batch: what it says itself, and the generators."""
-
-    own: str
-    """As JSON text, so that the stream may go on changing what it gave."""
-    generators: _Generators
-
-    def to_json(self) -> dict[str, Any]:
-        """Write the state down for a checkpoint."""
-        cpu, python, numpy = self.generators
-        return {
-            "stream": json.loads(self.own),
-            "torch": cpu.hex(),
-            "python": to_json(python, "the state of random"),
-            "numpy": to_json(numpy, "the state of numpy.random"),
-        }
-
-    @classmethod
-    def from_json(cls, saved: Any) -> StreamState:
-        """Read a state from a checkpoint.
-
-        Raises:
-            CheckpointError: it was not written by `to_json`.
-        """
-        try:
-            python, numpy = from_json(saved["python"]), from_json(saved["numpy"])
-            states = _Generators(bytes.fromhex(saved["torch"]), python, numpy)
-            return cls(json.dumps(saved["stream"]), states)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(
-                f"the checkpoint's state of a stream cannot be read: {error}. Go on from another "
-                f"checkpoint"
-            ) from error
-
-
 _Piece = tuple[list[Any], StreamState | None]
 """One batch as it came from the stream, and where the stream then stood."""
 
@@ -244,15 +157,14 @@ class _StreamReader(Dataset[Answer]):
         self._source = source
         self._stream = self.dataset = stream = source.dataset
         self._numbers, self._loader = (source.seed, this.number), track.number
-        self._place, state = this.used, this.states.get(this.used)
-        self._state = None if state is None else StreamState.from_json(state)
+        self._place, self._state = this.used, cast(StreamState | None, this.states.get(this.used))
         self._has_state = all(
             callable(getattr(stream, name, None)) for name in ("state_dict", "load_state_dict")
         )
         # Nobody goes on in the middle of an evaluation.
-        self._keeps_state = track.is_followed and self._has_state
+        self._keeps_state = track.position is not None and self._has_state
         self._samples: Iterator[Any] = iter(())
-        self._generators: _Generators | None = None
+        self._generators: torch.Tensor | None = None  # (n,) uint8
         self._read: dict[int, _Piece] = {}
 
     def __getitem__(self, request: Request) -> Answer:
@@ -292,13 +204,13 @@ class _StreamReader(Dataset[Answer]):
         if self._generators is None:
             self._begin(start)
         else:
-            self._generators.restore()
+            put_generators(self._generators, _HOST)
         samples = []
         for sample in take(self._samples, wanted):
             samples.append(sample)
             self._place += 1
         # Noted before anything else is drawn or read: see the note on a stream that goes on.
-        self._generators = _Generators.now()
+        self._generators = packed_generators(_HOST)
         piece = samples, self._state_now()
         self._read = dict([*self._read.items(), (start, piece)][-_KEPT:])
         return piece
@@ -311,10 +223,11 @@ class _StreamReader(Dataset[Answer]):
         if callable(set_epoch := getattr(self._stream, "set_epoch", None)):
             set_epoch(epoch)
         if self._state is not None and self._has_state:
-            self._stream.load_state_dict(from_json(json.loads(self._state.own)))
+            self._stream.load_state_dict(from_json(self._state.own))
             self._samples = iter(self._stream)
             # After everything else: whatever was drawn until here was drawn by the run before.
-            self._state.generators.restore()
+            states = bytearray.fromhex(self._state.generators)
+            put_generators(torch.frombuffer(states, dtype=torch.uint8), _HOST)
             return
         self._samples = iter(self._stream)
         # What was used before the run resumed is read once more, and dropped.
@@ -322,10 +235,12 @@ class _StreamReader(Dataset[Answer]):
             continue
 
     def _state_now(self) -> StreamState | None:
+        """Note where the stream stands, as a checkpoint has it, if the stream itself says so."""
         if not self._keeps_state or self._generators is None:
             return None
         try:
-            own = json.dumps(to_json(self._stream.state_dict(), "the state of the stream"))
+            # Copied by this, so that the stream may go on changing what it gave.
+            own = to_json(self._stream.state_dict(), "the state of the stream")
         except TypeError as error:
             # The run is none the worse: without a state, going on reads what was used once more.
             self._keeps_state = False
@@ -335,4 +250,4 @@ class _StreamReader(Dataset[Answer]):
                 error,
             )
             return None
-        return StreamState(own, self._generators)
+        return StreamState(own, self._generators.numpy().tobytes().hex())

@@ -13,22 +13,22 @@ worker looks at what is left before it sends.
 
 from __future__ import annotations
 
+import io
 import multiprocessing
 import os
 import resource
 import tempfile
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
 from torch.multiprocessing import get_sharing_strategy
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from onefold.core.batch import DataPass
 from onefold.core.numbers import check_whole
 from onefold.core.shard import Plan
 from onefold.data_order.order import Order
@@ -151,6 +151,7 @@ def _check_temporary_path(workers: int) -> None:
         )
 
 
+@dataclass
 class Requests:
     """The batches of a pass that are to be read, one after the other; starts over if plans change.
 
@@ -163,55 +164,47 @@ class Requests:
     ``__next__`` may continue after it has raised StopIteration.
 
     It does not refer to the loader: see the note on who keeps the workers alive.
-
-    Args:
-        this: the pass.
-        order: the order of its samples.
-        loader: number of the loader.
-        plan: the plan for the first batch.
-        own: numbers of this process's devices.
-        digest: how many of the requests ask for a digest: 0, 1 (the first), or 2 for all of them.
     """
 
-    def __init__(
-        self,
-        this: DataPass,
-        order: Order,
-        *,
-        loader: int,
-        plan: Plan,
-        own: Sequence[int],
-        digest: int,
-    ) -> None:
-        self.turn = 0
-        """How often the plan has changed during this pass."""
-        self._epoch, self._next, self._end = this.number, this.given, this.end
-        self._order, self._loader, self._plan = order, loader, plan
-        self._own, self._digest = own, digest
+    epoch: int
+    """Number of the pass."""
+    start: int
+    """The place in it of the next batch."""
+    end: int
+    """Where the pass ends."""
+    order: Order
+    loader: int
+    """Number of the loader."""
+    plan: Plan
+    """The plan of the next batch."""
+    own: Sequence[int]
+    """Numbers of this process's devices."""
+    digest: int
+    """How many of the requests ask for a digest: 0, 1 (the first), or 2 for all of them."""
+    turn: int = 0
+    """How often the plan has changed during this pass."""
 
     def __iter__(self) -> Requests:
         return self
 
     def __next__(self) -> Request:
-        if self._next >= self._end:
+        if self.start >= self.end:
             raise StopIteration
-        start, self._next = self._next, min(self._order.stop(self._next), self._end)
-        return self._request(start, self._next)
+        start = self.start
+        self.start = stop = min(self.order.stop(start), self.end)
+        cut = self.order.cut(start, stop, self.plan, self.own)
+        digest = self.order.digest if self.digest else None
+        # The data set is compared once in a pass; what is only known batch by batch, in each.
+        self.digest = 2 if self.digest == 2 else 0
+        numbers = self.loader, self.epoch, stop - start, stop
+        return Request(*numbers, self.plan, self.turn, digest, *cut)
 
     def follow(self, plan: Plan, start: int) -> None:
         """Go back to place ``start`` of the pass if the plan has changed."""
         # The identity first: it settles nearly every step without comparing the counts.
-        if plan is not self._plan and plan != self._plan:
+        if plan is not self.plan and plan != self.plan:
             self.turn += 1
-            self._plan, self._next = plan, start
-
-    def _request(self, start: int, stop: int) -> Request:
-        cut = self._order.cut(start, stop, self._plan, self._own)
-        digest = self._order.digest if self._digest else None
-        # The data set is compared once in a pass; what is only known batch by batch, in each.
-        self._digest = 2 if self._digest == 2 else 0
-        numbers = self._loader, self._epoch, stop - start, stop
-        return Request(*numbers, self._plan, self.turn, digest, *cut)
+            self.plan, self.start = plan, start
 
 
 _MOST_OPEN_FILES = 1 << 16
@@ -220,7 +213,6 @@ _EACH = 2
 """Descriptors of a tensor that waits to be sent: that of its memory, and the one to be sent."""
 _PLENTY = 1 << 14
 _PAUSE_S = 0.02
-_PLAIN = frozenset({int, float, str, bytes, bool, complex, type(None)})
 _SPARE = 16
 """Those of connections, and of what the data set opens to read a sample."""
 
@@ -285,33 +277,30 @@ class Sending:
         return answer._replace(payloads=bad)
 
 
-def count_tensors(value: Any) -> int:
-    """Count the tensors in containers and in attributes of objects, however nested.
+class _Counting(ForkingPickler):
+    """Counts the tensors in what it pickles, as a worker's queue does to send it."""
+
+    def __init__(self) -> None:
+        super().__init__(io.BytesIO())
+        self.tensors = 0
+
+    def reducer_override(self, value: Any) -> Any:
+        """Count a tensor in place of pickling it, which would share its memory."""
+        if not isinstance(value, torch.Tensor):
+            return NotImplemented
+        self.tensors += 1
+        return str, ()
+
+
+def count_tensors(value: object) -> int:
+    """Count the tensors that are sent with a value, however nested.
 
     >>> count_tensors({"images": torch.zeros(2), "boxes": [torch.zeros(1), torch.zeros(1)]})
     3
     """
-    found, rest, seen = 0, [value], set()
-    while rest:
-        each = rest.pop()
-        if isinstance(each, torch.Tensor):
-            found += 1
-            continue
-        parts = _parts_of(each)
-        if parts is not None and id(each) not in seen:
-            seen.add(id(each))
-            # Of numbers and texts there may be very many.
-            rest += [part for part in parts if type(part) not in _PLAIN]
-    return found
-
-
-def _parts_of(value: Any) -> Iterable[Any] | None:
-    if isinstance(value, Mapping):
-        return value.values()
-    if isinstance(value, list | tuple | set | frozenset | deque):
-        return value
-    attributes = getattr(value, "__dict__", None)
-    return attributes.values() if isinstance(attributes, dict) else None
+    counting = _Counting()
+    counting.dump(value)
+    return counting.tensors
 
 
 def _open_files() -> int:

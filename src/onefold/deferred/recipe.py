@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from onefold.core.flat import storage_order
 from onefold.core.structure import parts_of, with_parts
 
 __all__ = ["Recipe", "RecordedCall", "Reference", "View", "replaced", "short_lived"]
@@ -119,19 +118,6 @@ class Recipe:
                 call.repeat(memory)
         finally:
             torch.set_rng_state(state)
-
-    def fill_view(self, view: torch.Tensor, made: View) -> None:
-        """Make the values of a tensor that has all of the memory to itself.
-
-        Args:
-            view: where they are to be, of the same shape, on any device and in any dtype.
-            made: how the tensor lies in the memory.
-        """
-        alike = (view.dtype, view.device.type) == (made.dtype, "cpu")
-        if alike and tuple(view.stride()) == made.stride:
-            self.fill(storage_order(view).view(torch.uint8))
-        else:
-            view.copy_(made.within(self.made()))
 
 
 def short_lived(nbytes: int) -> torch.Tensor:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
+from onefold.core.flat import storage_order
 from onefold.deferred.access import AccessHook
 from onefold.deferred.recipe import Recipe, View
 from onefold.system.allocator import SparseAllocator
@@ -45,8 +46,12 @@ class DeferredValues:
     allocator: SparseAllocator
 
     def write_to(self, view: torch.Tensor) -> None:
-        """Draw the values, into a tensor of the parameter's shape on any device."""
-        self.recipe.fill_view(view, self.view)
+        """Draw the values, into a tensor of the parameter's shape, on any device, of any dtype."""
+        alike = (view.dtype, view.device.type) == (self.view.dtype, "cpu")
+        if alike and tuple(view.stride()) == self.view.stride:
+            self.recipe.fill(storage_order(view).view(torch.uint8))
+        else:
+            view.copy_(self.view.within(self.recipe.made()))
 
     def settle(self) -> None:
         """Draw the values, into the parameter's own memory.

@@ -26,21 +26,20 @@ cause must stay.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
+import msgspec
 import torch
 import torch.distributed as dist
 
-from onefold.errors import PeerError, PeerFailed, PeerLost, PeerTimeout
+from onefold.errors import DisagreementError, PeerError, PeerLost, PeerTimeout
 from onefold.exchange.group import Joined, break_off
-from onefold.exchange.transport import Ranks, Transport, has_left
+from onefold.exchange.transport import Failure, Ranks, Transport, has_left
 from onefold.system.allocator import DEFAULT_ALLOCATOR, TensorAllocator
-from onefold.system.words import words_of_failure
 
 __all__ = ["GroupTransport", "Moving", "Operation"]
 
@@ -175,7 +174,7 @@ class GroupTransport(Transport):
         self._leaving = []
 
     def gather_to_lead(self) -> list[torch.Tensor]:
-        own = self._filled()
+        own = self.buffer(0)
         if self.rank == 0:
             return [own, *map(self.receive, range(1, self.size))]
         self.begin_sending(0, own)
@@ -203,16 +202,16 @@ class GroupTransport(Transport):
         self._watch.close()
         if failure is None:
             return
-        self._failure = self._failure or words_of_failure(failure, self.step)
+        told = Failure.of(failure, device=self.rank, step=self.step)
+        self._failure = self._failure or told.words
         break_off()
         # Write why before the cut that makes the others look for it; see the note at the head.
         if not isinstance(failure, PeerError):
-            self._tell(failure)
+            self._tell(told)
         self._connections.cut()  # or whoever waits for us would wait up to the limit
 
-    def _tell(self, failure: BaseException) -> None:
-        words = words_of_failure(failure, self.step)
-        text = json.dumps({"device": self.rank, "step": self.step, "words": words})
+    def _tell(self, told: Failure) -> None:
+        text = msgspec.json.encode(told).decode()
         # Only if nobody has written yet: the first failure is the one to report.
         try:
             self._store.compare_set(_FAILURE_KEY, "", text)
@@ -232,7 +231,7 @@ class GroupTransport(Transport):
                 raise
             raise self._explain(error) from error
 
-    def _explain(self, error: RuntimeError) -> PeerError:
+    def _explain(self, error: RuntimeError) -> PeerError | DisagreementError:
         step = self.step
         # Ask the store only after this: a stopped peer may be the one that serves it.
         if self._watch.stopped is not None:
@@ -244,8 +243,7 @@ class GroupTransport(Transport):
         _asked(lambda: self._lateness.say_waiting(in_vain=timed_out), None)
         told = _asked(self._failure_told, None)
         if told is not None:
-            device, step = told["device"], told["step"]
-            return PeerFailed(f"device {device} {told['words']}", device=device, step=step)
+            return told.error()
         # No reason was given: either a script has ended in order, or nobody could write one.
         gone: list[int] = _asked(self._who_left, [])
         if gone:
@@ -273,10 +271,9 @@ class GroupTransport(Transport):
             step=step,
         )
 
-    def _failure_told(self) -> dict[str, Any] | None:
+    def _failure_told(self) -> Failure | None:
         self._store.wait([_FAILURE_KEY], timedelta(seconds=_LAST_WORDS_S))
-        told: dict[str, Any] = json.loads(self._store.get(_FAILURE_KEY))
-        return told
+        return msgspec.json.decode(self._store.get(_FAILURE_KEY), type=Failure)
 
 
 def _asked(question: Callable[[], T], otherwise: T) -> T:
@@ -323,7 +320,7 @@ class Moving:
         operations: Sequence[Operation],
         works: Sequence[dist.Work],
         limit: timedelta,
-        naming: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+        naming: Callable[[], contextlib.AbstractContextManager[None]],
     ) -> None:
         self._naming = naming
         self._parts = [operation.part for operation in operations]

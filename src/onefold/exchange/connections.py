@@ -145,12 +145,10 @@ class Connections:
     def cut(self) -> None:
         """Shut them down in both directions: whoever waits for a message on them gets an error."""
         for descriptor, inode in self.sockets.items():
-            with _copy_of(descriptor, inode) as copy:
-                try:
-                    if copy is not None:
-                        copy.shutdown(socket.SHUT_RDWR)
-                except OSError:  # the other end was gone already
-                    continue
+            # An error if the other end was gone already.
+            with _copy_of(descriptor, inode) as copy, suppress(OSError):
+                if copy is not None:
+                    copy.shutdown(socket.SHUT_RDWR)
         self.sockets = {}
 
 
@@ -160,9 +158,7 @@ def noted_connections(connections: Connections) -> Iterator[None]:
     # By inode, as a number that was free before may be another socket's afterwards.
     before = _connected()
     yield
-    after = _connected()
-    new = {fd: inode for fd, inode in after.items() if before.get(fd) != inode}
-    connections.sockets.update(new)
+    connections.sockets.update(_connected().items() - before.items())
 
 
 class PeerWatch:
@@ -240,8 +236,13 @@ def _connected() -> dict[int, str]:
     for name in os.listdir("/proc/self/fd"):
         descriptor = int(name)
         inode = _inode_of(descriptor)
-        if inode.startswith("socket:") and _is_connected(descriptor, inode):
-            found[descriptor] = inode
+        if not inode.startswith("socket:"):
+            continue
+        # The name of the other end is an error where there is none.
+        with _copy_of(descriptor, inode) as copy, suppress(OSError):
+            if copy is not None and copy.family in (socket.AF_INET, socket.AF_INET6):
+                copy.getpeername()
+                found[descriptor] = inode
     return found
 
 
@@ -273,14 +274,3 @@ def _copy_of(descriptor: int, inode: str) -> Iterator[socket.socket | None]:
         return
     with socket.socket(fileno=own) as copy:
         yield copy
-
-
-def _is_connected(descriptor: int, inode: str) -> bool:
-    with _copy_of(descriptor, inode) as copy:
-        try:
-            if copy is None:
-                return False
-            copy.getpeername()
-        except OSError:
-            return False
-        return copy.family in (socket.AF_INET, socket.AF_INET6)

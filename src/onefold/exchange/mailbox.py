@@ -22,7 +22,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import json
 import os
 import select
 import socket
@@ -36,11 +35,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NoReturn
 
-from onefold.errors import DisagreementError, PeerFailed, PeerLost, PeerTimeout
+import msgspec
+
+from onefold.errors import DisagreementError, PeerLost, PeerTimeout
 from onefold.exchange.progress import Waiting
-from onefold.exchange.transport import Ranks, has_left
+from onefold.exchange.transport import Failure, Ranks, has_left
 from onefold.system.process import LOOK_S, Stillness
-from onefold.system.words import message_of, words_of_failure
 
 __all__ = ["Mailbox", "Peer", "connected"]
 
@@ -154,11 +154,9 @@ class Mailbox:
 
     def tell_failure(self, failure: BaseException) -> None:
         """Tell every peer that this process has failed, and why."""
-        words = words_of_failure(failure, self.step)
-        self._failure = self._failure or words
-        text = message_of(failure) if isinstance(failure, DisagreementError) else None
-        told = {"step": self.step, "words": words, "disagreement": text}
-        self._tell(_FAILED + json.dumps(told).encode())
+        told = Failure.of(failure, device=self.rank, step=self.step)
+        self._failure = self._failure or told.words
+        self._tell(_FAILED + msgspec.json.encode(told))
 
     def tell_end(self) -> None:
         """Tell every peer that this process leaves in order, and has not been killed."""
@@ -190,7 +188,7 @@ class Mailbox:
         except BlockingIOError:
             return False
         if frame.startswith(_FAILED):
-            self._raise_failed(peer, frame)
+            raise msgspec.json.decode(frame[1:], type=Failure).error()
         if frame == _LEAVING:
             peer.has_left = True
             return self._drain(peer)
@@ -262,13 +260,6 @@ class Mailbox:
             device=peer.number,
             step=self.step,
         )
-
-    def _raise_failed(self, peer: Peer, frame: bytes) -> NoReturn:
-        told = json.loads(frame[1:])
-        if told["disagreement"] is not None:
-            raise DisagreementError(told["disagreement"])
-        number = peer.number
-        raise PeerFailed(f"device {number} {told['words']}", device=number, step=told["step"])
 
     def _send(self, peer: Peer, frame: bytes) -> None:
         try:

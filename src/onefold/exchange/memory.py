@@ -309,11 +309,7 @@ class FrozenMemory:
         for number in self.numbers:
             piece = self._pieces[number - self._first_piece]
             if piece.entry == entry:
-                self.adopt(number, values[piece.start : piece.stop])
-
-    def adopt(self, number: int, values: torch.Tensor) -> None:
-        """Keep other values of a piece: (numel,), on any device."""
-        self.part(number).copy_(values)
+                self.part(number).copy_(values[piece.start : piece.stop])
 
     def has_all_of(self, stage: int) -> bool:
         """Whether all frozen parameters of a stage lie where this device computes.

@@ -151,9 +151,9 @@ class PrivateMemory(Memory):
             table.take_row(peer, shards[peer], row)
 
         def finish() -> None:
-            # In this order everywhere: the gather shares its connections with the moves.
+            # In this order everywhere, as messages are matched by their order alone.
             moving.finish()
-            self._gather_buffers(plan)
+            self._bring_buffers(plan)
 
         # The sums may still be on their way: the owner adds each chunk as it comes.
         return Arrivals(moving.wait_for, finish)
@@ -187,22 +187,11 @@ class PrivateMemory(Memory):
         for partial_sum in self._own.values():
             partial_sum.release()
 
-    def _gather_buffers(self, plan: Plan) -> None:
-        """Gather everybody's buffers, if a shard changed any."""
-        # The table is complete and the same everywhere, so that all gather or none does.
-        if not self.table.changed.any():
-            return
-        rows = self.table.rows_memory
-        own = plan.shards_of(self._rank)
-        # all_gather takes one shape from everybody, and devices may run unequal numbers of shards.
-        padded = torch.zeros(max(plan.counts), rows.shape[1], dtype=torch.uint8, device=rows.device)
-        padded[: len(own)] = torch.cat([rows[:0], *(rows[run] for run in runs_of(own))])
-        for peer, part in enumerate(self._transport.gather(padded)):
-            theirs = plan.shards_of(peer)
-            runs = runs_of(theirs)
-            pieces = torch.split(part[: len(theirs)], [run.stop - run.start for run in runs])
-            for run, piece in zip(runs, pieces, strict=True):
-                rows[run] = piece
+    def _bring_buffers(self, plan: Plan) -> None:
+        """Bring everybody's buffers here, if a shard changed any."""
+        # The table is complete and the same everywhere, so that all do so or none does.
+        if self.table.changed.any():
+            self._transport.move(self._rows_to_move(plan, [self.table.rows_memory])).finish()
 
     def _slot(self, slot: int) -> Partial:
         if slot not in self._own:
@@ -215,18 +204,19 @@ class PrivateMemory(Memory):
         # wait for the device to know them.
         if self.table.on_host:
             return []
-        parts = [self.table.totals, *([self.table.values] if self.table.width else [])]
+        values = [self.table.values] if self.table.width else []
+        return self._rows_to_move(plan, [self.table.totals, *values])
+
+    def _rows_to_move(self, plan: Plan, tables: Sequence[torch.Tensor]) -> list[Operation]:
+        """List what leaves (our shards' rows) and comes (those of all others) of some tables."""
         own = runs_of(plan.shards_of(self._rank))
-        return [
-            operation
-            for peer in self._transport.peers()
-            for part in parts
-            for operation in _swap(
-                peer,
-                [part[run] for run in own],
-                [part[run] for run in runs_of(plan.shards_of(peer))],
-            )
-        ]
+        operations = []
+        for peer in self._transport.peers():
+            theirs = runs_of(plan.shards_of(peer))
+            for table in tables:
+                coming = [table[run] for run in theirs]
+                operations += _swap(peer, [table[run] for run in own], coming)
+        return operations
 
     def _partials_to_move(self, plan: Plan) -> list[Operation]:
         """List what leaves (others' partitions of our sums) and comes (our partition of theirs).

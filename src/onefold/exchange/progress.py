@@ -17,7 +17,6 @@ from __future__ import annotations
 import functools
 import logging
 import mmap
-import struct
 import time
 from collections.abc import Callable, Sequence
 
@@ -32,7 +31,6 @@ FIRST_S = 10.0
 """After how many seconds a device says whom it waits for."""
 _log = logging.getLogger(WAITING)
 
-_ROW = struct.Struct("<qq")
 _BEGUN, _ENDED = 1, 2
 
 
@@ -45,51 +43,52 @@ class Progress:
     """
 
     def __init__(self, descriptor: int, devices: int) -> None:
-        self._table = mmap.mmap(descriptor, self.nbytes(devices))
-        self._launcher = devices * _ROW.size
+        memory = mmap.mmap(descriptor, self.nbytes(devices))
+        # A row for each device: how far it is, and its step; then the launcher's.
+        self._rows = memoryview(memory).cast("q", (devices + 1, 2))
+        self._launcher = devices
 
     @staticmethod
     def nbytes(devices: int) -> int:
         """The size of the table's memory."""
-        return _ROW.size * (devices + 1)
+        return 2 * 8 * (devices + 1)
 
     def set_step(self, rank: int, step: int) -> None:
         """Note that ``rank`` has begun ``step``."""
-        _ROW.pack_into(self._table, rank * _ROW.size, _BEGUN, step)
+        self._rows[rank, 1] = step
+        self._rows[rank, 0] = _BEGUN
 
     def step_of(self, rank: int) -> int:
         """The step that ``rank`` is at; -1 before the first."""
-        begun, step = _ROW.unpack_from(self._table, rank * _ROW.size)
-        return int(step) if begun else -1
+        return self._rows[rank, 1] if self._rows[rank, 0] else -1
 
     def set_ended(self, rank: int) -> None:
         """Note that the script of ``rank`` has ended."""
-        step = self.step_of(rank)
-        _ROW.pack_into(self._table, rank * _ROW.size, _ENDED, step)
+        self._rows[rank, 1] = self.step_of(rank)
+        self._rows[rank, 0] = _ENDED
 
     def has_ended(self, rank: int) -> bool:
         """Whether `set_ended` was called for ``rank``."""
-        state, _ = _ROW.unpack_from(self._table, rank * _ROW.size)
-        return bool(state == _ENDED)
+        return self._rows[rank, 0] == _ENDED
 
     def request_stop(self) -> None:
         """Ask the run to save itself and stop at the end of its step."""
-        self._table[self._launcher] = 1
+        self._rows[self._launcher, 0] = 1
 
     def stop_requested(self) -> bool:
         """Whether `request_stop` was called."""
-        return bool(_ROW.unpack_from(self._table, self._launcher)[0])
+        return bool(self._rows[self._launcher, 0])
 
     def save_after(self, step: int) -> None:
         """Ask all devices to save once ``step`` is done; for the lead, before it begins the step.
 
         All devices see it then: none ends a step before the lead has begun it.
         """
-        struct.pack_into("<q", self._table, self._launcher + 8, step)
+        self._rows[self._launcher, 1] = step
 
     def saves_after(self, step: int) -> bool:
         """Whether `save_after` was called last for ``step``."""
-        return bool(_ROW.unpack_from(self._table, self._launcher)[1] == step)
+        return self._rows[self._launcher, 1] == step
 
 
 def progress_of(world: LaunchContext) -> Progress | None:

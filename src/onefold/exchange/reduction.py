@@ -33,7 +33,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Generic, TypeVar
@@ -41,11 +40,10 @@ from typing import Generic, TypeVar
 import torch
 
 from onefold.core.assignment import Assignment
-from onefold.core.flat import FlatTensors, Layout, Piece
-from onefold.core.fold import Block, Published, fold, published_by
+from onefold.core.fold import Block, fold, published_by
 from onefold.core.shard import Plan
 from onefold.core.storage import Storage, cut_chunks
-from onefold.exchange.memory import Memory, PartitionSums, by_stage
+from onefold.exchange.memory import Arrivals, Memory, PartitionSums, by_stage
 from onefold.exchange.stageexchange import (
     DONE,
     Delivery,
@@ -57,7 +55,7 @@ from onefold.exchange.stageexchange import (
 from onefold.system.allocator import TensorAllocator
 from onefold.system.compat import add_each
 
-__all__ = ["BlockReduction", "PartitionFold", "Reduction", "RunningFold", "StageReduction"]
+__all__ = ["BlockReduction", "Reduction", "RunningFold", "StageReduction"]
 
 
 class Reduction(ABC):
@@ -88,7 +86,10 @@ class Reduction(ABC):
 
 
 class BlockReduction(Reduction):
-    """Adds whole partial sums, one of each block of shards.
+    """Adds whole partial sums, one of each block of shards, over the partitions of this process.
+
+    It goes chunk by chunk: the sums of the tree's inner nodes are then still in the processor's
+    cache when they are added in turn, and a chunk can be added while later ones are on their way.
 
     Args:
         storage: the sizes.
@@ -96,96 +97,63 @@ class BlockReduction(Reduction):
     """
 
     def __init__(self, storage: Storage, memory: Memory) -> None:
-        self._storage, self._memory = storage, memory
-        self._folds: dict[int, PartitionFold] = {}
+        self._storage, self.memory = storage, memory
+        self._totals: dict[int, list[torch.Tensor | None]] = {}
 
     def bind(self, assignment: Assignment) -> None:
         storage = self._storage
-        self._folds = {
-            device: PartitionFold(
-                storage.gradients, storage.pieces_of(assignment.partitions[device]), storage.shards
-            )
-            for device in self._memory.trained
+        self._partitions = {
+            device: storage.pieces_of(assignment.partitions[device])
+            for device in self.memory.trained
         }
+        self.chunks = {
+            device: cut_chunks(storage.gradients, partition)
+            for device, partition in self._partitions.items()
+        }
+        """For each device of this process, the stretches that are added one after the other."""
 
     def collect(self, plan: Plan) -> None:
-        memory = self._memory
         # Before any addition: it is in place, so everybody must have finished writing.
-        arrivals = memory.collect(plan)
-        arrived = None if arrivals is None else arrivals.wait_for
-        for device, partition_fold in self._folds.items():
-            partition_fold.fold(plan, memory.partial, home=memory.home(device), arrived=arrived)
+        arrivals = self.memory.collect(plan)
+        for device in self.chunks:
+            self._totals[device] = self._added_up(device, plan, arrivals)
         # Only now: our partial sums may still be on their way out while our partitions are added
         # up, as no other device is sent these stretches.
         if arrivals is not None:
             arrivals.finish()
 
     def totals(self, device: int) -> Sequence[torch.Tensor | None]:
-        return self._folds[device].totals
+        return self._totals.get(device, ())
 
     def release(self) -> None:
-        for partition_fold in self._folds.values():
-            partition_fold.release()
+        # The totals are views of somebody's partial sum.
+        self._totals = {}
 
-
-class PartitionFold:
-    """The owner's part of the fold: adds the published partial sums over one partition.
-
-    It goes chunk by chunk: the sums of the tree's inner nodes are then still in the processor's
-    cache when they are added in turn, and a chunk can be added while later ones are on their way.
-
-    Args:
-        layout: the layout of the gradients.
-        partition: the pieces that this device owns.
-        shards: how many shards every batch is cut into.
-    """
-
-    def __init__(self, layout: Layout, partition: Sequence[Piece], shards: int) -> None:
-        self.chunks = cut_chunks(layout, partition)
-        self._partition = partition
-        self._shards = shards
-        self.totals: list[torch.Tensor | None] = []
-        """One tensor for each piece of the partition, shaped like it; None without a gradient."""
-
-    def fold(
-        self,
-        plan: Plan,
-        memory: Callable[[Published], PartitionSums],
-        *,
-        home: FlatTensors | None = None,
-        arrived: Callable[[int], None] | None = None,
-    ) -> None:
-        """Add up the partial sums; ``totals`` are ready afterwards.
-
-        Args:
-            plan: who published what.
-            memory: returns the memory of a partial sum.
-            home: where the total goes, if it cannot stay where the leftmost partial sum lies.
-            arrived: waits until the chunk of this number has been received.
-        """
+    def _added_up(
+        self, device: int, plan: Plan, arrivals: Arrivals | None
+    ) -> list[torch.Tensor | None]:
+        """Add up the partial sums over a device's partition: one tensor for each of its pieces."""
+        # Where the total goes, if it cannot stay where the leftmost partial sum lies.
+        home = self.memory.home(device)
         # From the plan alone, so every owner adds the same blocks in the same order.
         published = published_by(plan)
-        memories = {block: memory(at) for block, at in published.items()}
+        memories = {block: self.memory.partial(at) for block, at in published.items()}
         # A lone partial sum that is here, and may stay where it lies, is the total already.
-        nothing_to_do = len(published) == 1 and arrived is None and home is None
-        for number, chunk in enumerate(() if nothing_to_do else self.chunks):
-            if arrived is not None:
-                arrived(number)
+        nothing_to_do = len(published) == 1 and arrivals is None and home is None
+        for number, chunk in enumerate(() if nothing_to_do else self.chunks[device]):
+            if arrivals is not None:
+                arrivals.wait_for(number)
             parts = {block: partial.chunk(chunk) for block, partial in memories.items()}
             if home is not None:
                 parts = {block: part.to(home.device) for block, part in parts.items()}
             # In place, left before right: the leftmost part ends up as the total, and its own value
             # is gone. Each chunk is therefore folded exactly once a step.
-            total = fold(parts.get, Block(0, self._shards), _add_in_place)
+            total = fold(parts.get, Block(0, plan.shards), _add_in_place)
             # `to` copies nothing on the same device, so the total may be in its place already.
             if home is not None and total.data_ptr() != home.chunk(chunk).data_ptr():
                 home.chunk(chunk).copy_(total)
         source: PartitionSums = memories[min(memories)] if home is None else home
-        self.totals = [source.piece(piece) for piece in self._partition]
-
-    def release(self) -> None:
-        """Drop the totals, which are views of somebody's partial sum."""
-        self.totals = []
+        return [source.piece(piece) for piece in self._partitions[device]]
 
 
 def _add_in_place(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -214,11 +182,6 @@ class RunningFold(Generic[T]):
         self._add = add
         self._kept: dict[Block, T] = {}
         self._came: set[int] = set()
-
-    @property
-    def kept(self) -> int:
-        """How many sums are kept now."""
-        return len(self._kept)
 
     def values(self) -> list[T]:
         """The sums that are kept now."""
@@ -292,7 +255,8 @@ class StageReduction(Reduction):
     def __init__(self, exchange: StageExchange, memory: Memory) -> None:
         self.stages = exchange.layout.stages
         """Of the model."""
-        self._exchange, self._memory = exchange, memory
+        self.exchange, self._memory = exchange, memory
+        """Brings gradients and parameters."""
         self._allocator = memory.allocator
         self._late: deque[list[Delivery]] = deque()
         """What may still be on its way, of one event after the other."""
@@ -301,12 +265,12 @@ class StageReduction(Reduction):
         ]
 
     def bind(self, assignment: Assignment) -> None:
-        self._exchange.bind(assignment)
+        self.exchange.bind(assignment)
         self._partitions = {
             device: assignment.partitions[device] for device in self._memory.trained
         }
         own = [number for partition in self._partitions.values() for number in partition]
-        self._pieces = by_stage(self._exchange.layout, own)
+        self._pieces = by_stage(self.exchange.layout, own)
         self._places = {
             number: (stage, place)
             for stage, numbers in enumerate(self._pieces)
@@ -321,15 +285,11 @@ class StageReduction(Reduction):
         """
         # Of a step that failed something may still be on its way to memory that is in use.
         self._arrived()
-        self.await_prefetched()
+        self.exchange.await_prefetched()
         self.release()
         for shard in empty:
             for sums, numbers in zip(self._sums, self._pieces, strict=True):
                 sums.put(shard, StageSum([None] * len(numbers), set()), last=True)
-
-    def serve(self, values: Callable[[int], torch.Tensor]) -> None:
-        """Set how the parameters that this process owns are found; see `StageExchange.serve`."""
-        self._exchange.serve(values)
 
     def give(self, send: GradientSend) -> None:
         """Hand over a shard's gradients of one stage; may block until other devices send theirs.
@@ -342,25 +302,12 @@ class StageReduction(Reduction):
         """Gather the parameters of a stage; may block until other devices make a call."""
         self._take_part(request)
 
-    @property
-    def prefetches(self) -> bool:
-        """See `StageExchange.prefetches`."""
-        return self._exchange.prefetches
-
-    def await_prefetched(self) -> None:
-        """Wait for what was requested ahead of its use; see `StageExchange.await_prefetched`."""
-        self._exchange.await_prefetched()
-
-    def in_pipeline(self) -> AbstractContextManager[None]:
-        """Surround the shards that go through pipelines; see `StageExchange.in_pipeline`."""
-        return self._exchange.in_pipeline()
-
     def end_round(self) -> None:
         """Wait until every device has given all of its shard of this round."""
         while not self._take_part(None):
             pass
         self._add(self._arrived())
-        self.await_prefetched()
+        self.exchange.await_prefetched()
 
     def collect(self, plan: Plan) -> None:
         arrivals = self._memory.collect(plan, partials=False)
@@ -382,7 +329,7 @@ class StageReduction(Reduction):
 
         What is late is added up some events later, or at the end of the round.
         """
-        found = self._exchange.exchange(call)
+        found = self.exchange.exchange(call)
         self._late.append([each for each in found if each.arrive is not None])
         come = self._arrived(but=_EVENTS_UNDERWAY)
         self._add([*come, *(each for each in found if each.arrive is None)])

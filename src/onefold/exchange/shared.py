@@ -45,7 +45,6 @@ refers to it: parameters, tied ones, and what a script has kept of a ``state_dic
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -85,6 +84,7 @@ from onefold.system.allocator import (
     DEFAULT_ALLOCATOR,
     MmapAllocator,
     TensorAllocator,
+    map_over,
     naming_limits,
     new_disk_file,
 )
@@ -92,10 +92,6 @@ from onefold.system.compat import copy_each
 from onefold.system.ownfiles import memory_file
 
 __all__ = ["HostMemory", "HostTransport", "shared_exchange"]
-
-
-_MAP_FIXED = 0x10
-"""As Linux has it on all processors that PyTorch runs on; Python does not name it."""
 
 
 def new_file(
@@ -168,24 +164,14 @@ def make_own(memory: torch.Tensor, allocator: TensorAllocator = DEFAULT_ALLOCATO
     if isinstance(allocator, MmapAllocator):
         with temporary_file(memory.numel(), allocator) as (descriptor, copy):
             copy.copy_(memory)
-            _map_over(memory, mmap.MAP_SHARED, descriptor)
+            with naming_limits("room for a copy of the model"):
+                map_over(memory.data_ptr(), memory.numel(), mmap.MAP_SHARED, descriptor)
     else:
         copy = memory.clone()
-        _map_over(memory, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
+        kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        with naming_limits("room for a copy of the model"):
+            map_over(memory.data_ptr(), memory.numel(), kind, -1)
         memory.copy_(copy)
-
-
-def _map_over(memory: torch.Tensor, flags: int, descriptor: int) -> None:
-    """Map something else where a mapping is; Python's object for that will unmap it as well."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-    access = mmap.PROT_READ | mmap.PROT_WRITE
-    address = memory.data_ptr()
-    found = libc.mmap(address, memory.numel(), access, flags | _MAP_FIXED, descriptor, 0)
-    if found != address:
-        number = ctypes.get_errno()
-        raise OSError(number, f"{os.strerror(number)}: no room for a copy of the model")
 
 
 _PAGE_BYTES = 4096
@@ -304,7 +290,7 @@ class HostMemory(Memory):
 
     def all_gather_gradient(self, whole: FlatTensors) -> None:
         # The stretch of its own partition in its own first partial sum is read by nobody but the
-        # owner, whose fold is over: see the notes of `onefold.exchange.partitions`.
+        # owner, whose fold is over: see the notes of `onefold.exchange.reduction`.
         own = self._own[0].flat
         for chunk in self._summed[self._rank]:
             own.chunk(chunk).copy_(whole.chunk(chunk))
@@ -336,17 +322,13 @@ def _map_shared(
     # Each stretch starts on a page of its own, and so is aligned for any dtype.
     rounded = [-(-max(size, 1) // _PAGE_BYTES) * _PAGE_BYTES for size in sizes]
     starts = list(accumulate(rounded, initial=0))
-    memory = _common_memory(mailbox, starts[-1], allocator)
-    return [memory[a : a + size] for a, size in zip(starts[:-1], sizes, strict=True)]
-
-
-def _common_memory(mailbox: Mailbox, size_bytes: int, allocator: TensorAllocator) -> torch.Tensor:
     if mailbox.rank != 0:
-        return take_file(mailbox, 0)
-    with temporary_file(size_bytes, allocator) as (descriptor, memory):
-        for rank in range(1, mailbox.size):
-            mailbox.send_file(rank, descriptor)
-    return memory
+        memory = take_file(mailbox, 0)
+    else:
+        with temporary_file(starts[-1], allocator) as (descriptor, memory):
+            for rank in range(1, mailbox.size):
+                mailbox.send_file(rank, descriptor)
+    return [memory[a : a + size] for a, size in zip(starts[:-1], sizes, strict=True)]
 
 
 class HostPipelineChannel(PipelineChannel):
@@ -459,7 +441,7 @@ class HostTransport(Transport):
         return self._buffer
 
     def gather_to_lead(self) -> list[torch.Tensor]:
-        memory, mailbox = self._filled(), self.mailbox
+        memory, mailbox = self.buffer(0), self.mailbox
         if mailbox.rank != 0:
             mailbox.send_file(0, self._descriptor)
             return []

@@ -27,15 +27,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 
 from onefold.core.flat import aligned
 from onefold.core.wire import decode, encode
-from onefold.errors import OnefoldError
+from onefold.errors import DisagreementError, OnefoldError, PeerFailed
 from onefold.system.allocator import DEFAULT_ALLOCATOR, TensorAllocator
+from onefold.system.words import message_of, words_of_failure
 
 __all__ = [
     "Alone",
+    "Failure",
     "LocalPipelineChannel",
     "Message",
     "PipelineChannel",
@@ -65,6 +68,28 @@ def has_left(failure: str) -> OnefoldError:
         f"this trainer has left its run, {why}, and the other devices go on without it: make a "
         f"new run"
     )
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """Why a device has failed, as it tells the others."""
+
+    device: int
+    step: int
+    words: str
+    disagreement: str = ""
+    """The message of a `DisagreementError`, which all devices raise alike; else empty."""
+
+    @classmethod
+    def of(cls, failure: BaseException, *, device: int, step: int) -> Failure:
+        """Describe a device's own failure."""
+        alike = message_of(failure) if isinstance(failure, DisagreementError) else ""
+        return cls(device, step, words_of_failure(failure, step), alike)
+
+    def error(self) -> DisagreementError | PeerFailed:
+        """The error of a device that is told of it."""
+        if self.disagreement:
+            return DisagreementError(self.disagreement)
+        return PeerFailed(f"device {self.device} {self.words}", device=self.device, step=self.step)
 
 
 class Transport(ABC):
@@ -132,6 +157,18 @@ class Transport(ABC):
         messages = self._all_gather_frames(text.ljust(max(lengths), b"\0"))
         return [bytes(each[:n]) for each, n in zip(messages, lengths, strict=True)]
 
+    def all_gather_values(self, values: Mapping[int, Any]) -> list[Any]:
+        """Share a value from each device of this process, and return those of all.
+
+        Args:
+            values: for each of them by number, a value that `onefold.core.wire` knows.
+
+        Returns:
+            The values in device order; their tensors lie on the host.
+        """
+        texts = {number: encode(value, "what a device reports") for number, value in values.items()}
+        return [decode(text) for text in self.all_gather_objects(texts)]
+
     def _all_gather_frames(self, text: bytes) -> list[bytearray]:
         """Share texts of one length that may be longer than a message, one frame after another."""
         found: list[bytearray] = []
@@ -152,11 +189,6 @@ class Transport(ABC):
         `gather_to_lead`.
         """
         self._buffer = host_buffer(self._buffer, nbytes, self.device, self.allocator)
-        return self._buffer
-
-    def _filled(self) -> torch.Tensor:
-        if self._buffer is None:
-            raise ValueError("there is nothing to gather: fill a buffer first")
         return self._buffer
 
     @abstractmethod
@@ -196,11 +228,10 @@ class Alone(Transport):
         return [texts[number] for number in sorted(texts)]
 
     def gather_to_lead(self) -> list[torch.Tensor]:
-        return [self._filled()]
+        return [self.buffer(0)]
 
     def scatter_from_lead(self, make: Callable[[int], torch.Tensor] | None) -> torch.Tensor:
-        if make is None:
-            raise ValueError("expected the lead's process to say what there is to scatter")
+        assert make is not None  # this process is the lead's
         return make(0)
 
     def close(self, failure: BaseException | None = None) -> None:

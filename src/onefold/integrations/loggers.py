@@ -88,12 +88,12 @@ def log_steps(
         raise ValueError(f"every must be a positive whole number of steps, got {every!r}")
     write = _writing(logger) if trainer.is_lead else None
     if write is not None:
-        trainer.on_step(_follower(write, every, prefix, _by_name(optimizer)))
+        trainer.on_step(_follower(write, every, prefix, lambda: _rates(optimizer)))
     return StepLog(trainer, write)
 
 
 def _follower(
-    write: Write, every: int, prefix: str, optimizers: Mapping[str, torch.optim.Optimizer]
+    write: Write, every: int, prefix: str, rates: Callable[[], Mapping[str, float]]
 ) -> Callable[[Step], None]:
     samples, since = 0, 0.0
     written = False
@@ -107,7 +107,7 @@ def _follower(
         found |= {name: float(value) for name, value in step.values.items()}
         own = f"{prefix}{step.name}/" if step.name else prefix
         numbers = {own + name: value for name, value in found.items()}
-        numbers |= {prefix + name: rate for name, rate in _rates(optimizers).items()}
+        numbers |= {prefix + name: rate for name, rate in rates().items()}
         # Read after the loss, for which a GPU finishes the step.
         now = time.perf_counter()
         if written:
@@ -118,19 +118,14 @@ def _follower(
     return follow
 
 
-def _by_name(
+def _rates(
     optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None,
-) -> Mapping[str, torch.optim.Optimizer]:
-    if optimizer is None:
-        return {}
-    return optimizer if isinstance(optimizer, Mapping) else {"": optimizer}
-
-
-def _rates(optimizers: Mapping[str, torch.optim.Optimizer]) -> dict[str, float]:
+) -> dict[str, float]:
     """The learning rates, by names such as ``lr``, ``lr/0`` and ``generator/lr``."""
+    several = optimizer if isinstance(optimizer, Mapping) else {"": optimizer}
     found = {}
-    for name, optimizer in optimizers.items():
-        groups = optimizer.param_groups
+    for name, each in several.items():
+        groups = each.param_groups if each is not None else []
         own = f"{name}/lr" if name else "lr"
         for number, group in enumerate(groups):
             found[own if len(groups) == 1 else f"{own}/{number}"] = float(group["lr"])

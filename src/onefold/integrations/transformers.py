@@ -105,9 +105,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         """Whether this process has device 0."""
         return not hasattr(self, "folded") or self.folded.is_lead  # asked before all is made
 
-    def is_local_process_zero(self) -> bool:
-        """Whether this process has device 0."""
-        return self.is_world_process_zero()
+    is_local_process_zero = is_world_process_zero
 
     def train(self, *given: Any, **named: Any) -> Any:
         """As that of `transformers.Trainer`; called on every device."""

@@ -7,45 +7,23 @@ from onefold.jobs.run import Job
 
 __all__ = ["JOBS"]
 
-JOBS = (
+JOBS = tuple(
     Job(
-        name=classify.JOB,
-        help="Pictures with one label each: from class folders, IDX files or digits.",
-        options=classify.ClassifyOptions,
-        check_early=classify.check_early,
-        prepare=classify.prepare,
-        settle=classify.settle,
-        make_task=classify.make_task,
-    ),
-    Job(
-        name=segment.JOB,
-        help="Pictures with a mask each, by a U-Net.",
-        options=segment.SegmentOptions,
-        check_early=segment.check_early,
-        prepare=segment.prepare,
-        settle=segment.settle,
-        make_task=segment.make_task,
-    ),
-    Job(
-        name=text.JOB,
-        help="Texts with one label each, from TSV files.",
-        options=text.TextOptions,
-        check_early=text.check_early,
-        prepare=text.prepare,
-        settle=text.settle,
-        make_task=text.make_task,
-    ),
+        name=module.JOB,
+        help=help,
+        options=options,
+        check_early=module.check_early,
+        prepare=module.prepare,
+        settle=module.settle,
+        make_task=module.make_task,
+    )
+    for module, options, help in (
+        (
+            classify,
+            classify.ClassifyOptions,
+            "Pictures with one label each: from class folders, IDX files or digits.",
+        ),
+        (segment, segment.SegmentOptions, "Pictures with a mask each, by a U-Net."),
+        (text, text.TextOptions, "Texts with one label each, from TSV files."),
+    )
 )
-
-
-def job_of(name: str) -> Job:
-    """Return the job of this name.
-
-    Raises:
-        ValueError: no job has this name.
-    """
-    for job in JOBS:
-        if job.name == name:
-            return job
-    known = ", ".join(job.name for job in JOBS)
-    raise ValueError(f"there is no job {name}: expected one of {known}")

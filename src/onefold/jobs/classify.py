@@ -2,59 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+import msgspec
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import onefold
-from onefold.errors import LaunchError
+from onefold.errors import CheckpointError, LaunchError
+from onefold.jobs import finetune
 from onefold.jobs.data.arrays import read_digits, read_idx_folder
 from onefold.jobs.data.augment import (
-    IMAGENET,
     CentreCrop,
     LabelledPictures,
-    Normalise,
     RandomFlip,
     RandomResizedCrop,
     RandomShift,
 )
-from onefold.jobs.data.classes import PictureClasses, Split, read_folders
-from onefold.jobs.data.decoding import require_pillow
+from onefold.jobs.data.classes import PictureClasses, read_folders
 from onefold.jobs.data.fetch import fetch_dataset
-from onefold.jobs.data.pictures import Mode, require_folder
+from onefold.jobs.data.pictures import Mode, require_folder, require_pillow
 from onefold.jobs.data.scan import Scanning
-from onefold.jobs.examples import classifier_examples, save_picture
-from onefold.jobs.finetune import (
-    best_checkpoint,
-    freeze,
-    load_body,
-    load_finite,
-    new_head,
-    parameter_groups,
-    require_pretrained,
-    reuse_rows,
-    run_of,
-)
+from onefold.jobs.examples import classifier_examples
 from onefold.jobs.models.catalog import MODELS, build_model, head_name, head_of, import_timm
 from onefold.jobs.options import (
-    MOST_FACTOR,
+    FRACTION,
     MOST_SIDE,
-    MOST_STEPS,
+    PART,
+    SHARE,
     Augment,
+    Normalisation,
     TrainOptions,
+    again,
     expect,
+    full_rate,
     option,
-    scaled_rate,
-    usual_rate,
+    within,
 )
-from onefold.jobs.runfolder import RunFolder, kept_as, kept_facts, read_run
-from onefold.jobs.training import Task, facts_of
+from onefold.jobs.runfolder import RunFolder, read_kept
+from onefold.jobs.training import Task, facts_of, loss_and_score
 from onefold.system.compat import BatchNorm
 
 __all__ = ["JOB", "ClassifyOptions", "PictureModel", "check_early", "make_task", "prepare"]
@@ -71,23 +61,21 @@ SMALL = 64
 """Pictures up to this side are shifted rather than cut, and tested as a whole."""
 USUAL_SIDE = 224
 FIXED_SIDE = 28
+CHANNELS: dict[Mode, int] = {"L": 1, "RGB": 3}
+"""Channels of a picture, by its mode."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PictureModel:
+class PictureModel(finetune.Normalised, frozen=True, kw_only=True):
     """What must be known of a model to use it on pictures; kept in ``run.json``."""
 
     name: str
     """The model's name in the catalog, or ``timm:NAME``."""
     classes: tuple[str, ...]
-    image_size: int
+    # Anybody may have written the file: a side of billions of pixels would take all memory.
+    image_size: Annotated[int, msgspec.Meta(ge=8, le=MOST_SIDE)]
     mode: Mode
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
     small_stem: bool | None
     """Whether its first layers are those for small pictures; None if the model has no choice."""
-    white: int | None = None
-    """The brightest value of pictures with more than 8 bits a pixel; None if there are none."""
 
     @classmethod
     def of_run(cls, run: Path) -> PictureModel:
@@ -96,27 +84,17 @@ class PictureModel:
         Raises:
             DataError: the folder is not that of a run of this job, or its ``run.json`` is damaged.
         """
-        facts = read_run(run, JOB)
-        with kept_facts(run):
-            made = kept_as(cls, facts["picture_model"])
-            # Anybody may have written the file: a side of billions of pixels would take all memory.
-            expect(8 <= made.image_size <= MOST_SIDE, "image_size", made.image_size, "a side")
-            return made
+        return read_kept(cls, run, JOB, "picture_model")
 
-    def build(self, *, small_stem: bool | None = None) -> nn.Module:
+    def build(self) -> nn.Module:
         """Build the model with fresh weights."""
         return build_model(
             self.name,
             num_classes=len(self.classes),
-            in_channels=1 if self.mode == "L" else 3,
+            in_channels=CHANNELS[self.mode],
             image_size=self.image_size,
-            small_images=self.small_stem if small_stem is None else small_stem,
+            small_images=self.small_stem,
         )
-
-    @property
-    def normalise(self) -> Normalise:
-        """How its pictures become numbers."""
-        return Normalise(self.mean, self.std)
 
     @property
     def test_changes(self) -> list[CentreCrop]:
@@ -135,9 +113,9 @@ def check_early(options: ClassifyOptions) -> None:
         ValueError: an option does not suit the model.
     """
     require_pillow()
-    require_pretrained(options.pretrained, JOB, options.pretrained_classes)
-    run = run_of(options.pretrained)
-    model = options.model or (PictureModel.of_run(run).name if run else USUAL_MODEL)
+    finetune.require_pretrained(options.pretrained, JOB, options.pretrained_classes)
+    before = _before(options)
+    model = options.model or (before.name if before else USUAL_MODEL)
     if model not in MODELS:
         import_timm(model)
     elif options.freeze or options.freeze_until:
@@ -145,7 +123,7 @@ def check_early(options: ClassifyOptions) -> None:
         fresh = build_model(
             model, num_classes=2, in_channels=3, image_size=options.image_size or FIXED_SIDE
         )
-        freeze(fresh, options, head_name(fresh))
+        finetune.freeze(fresh, options, head_name(fresh))
 
 
 def prepare(options: ClassifyOptions, scanning: Scanning | None = None) -> PictureClasses:
@@ -157,9 +135,7 @@ def prepare(options: ClassifyOptions, scanning: Scanning | None = None) -> Pictu
 
     Raises:
         DataError, FileNotFoundError, ValueError: the data are missing, damaged or unsuitable.
-        LaunchError: a library is missing.
     """
-    require_pillow()
     if options.data == "digits":
         return read_digits(holdout=options.holdout, seed=options.seed)
     directory = Path(options.data)
@@ -186,8 +162,7 @@ def settle(options: ClassifyOptions, data: PictureClasses) -> ClassifyOptions:
     Raises:
         ValueError: an option does not suit the pretrained run.
     """
-    run = run_of(options.pretrained)
-    before = PictureModel.of_run(run) if run else None
+    before, run = _before(options), options.pretrained
     if before and options.model not in (None, before.name):
         raise ValueError(
             f"--model {options.model}: the run {run} is of {before.name}; leave --model out to "
@@ -195,22 +170,25 @@ def settle(options: ClassifyOptions, data: PictureClasses) -> ClassifyOptions:
         )
     model = options.model or (before.name if before else USUAL_MODEL)
     # The weights of such a model, in its last layers, fit one size of picture only.
-    fixed = before and not (model in MODELS and MODELS[model].any_size)
-    if before and fixed and options.image_size not in (None, before.image_size):
+    if before and not _any_size(model) and options.image_size not in (None, before.image_size):
         raise ValueError(
             f"--image-size {options.image_size}: the run {run} is of {model}, which has one size, "
             f"{before.image_size}; leave --image-size out"
         )
     size = options.image_size or (before.image_size if before else _side(model, data))
     fine = options.pretrained is not None
+    usual: dict[str, Any] = {
+        "augment": "shift" if size <= SMALL else "crop",
+        # Grey pictures are often of digits and letters, which become others when mirrored.
+        "flip": "yes" if data.mode == "RGB" else "no",
+    }
     return replace(
         options,
         model=model,
         image_size=size,
         epochs=options.epochs or (5 if fine else 10),
-        lr=usual_rate(options, fine=fine) if options.lr is None else options.lr,
-        augment=_augment(options.augment, size),
-        flip=_flip(options.flip, data.mode),
+        lr=full_rate(options, fine=fine),
+        **{name: each for name, each in usual.items() if getattr(options, name) == "auto"},
     )
 
 
@@ -218,24 +196,22 @@ def _side(model: str, data: PictureClasses) -> int:
     # The median: a few huge pictures, or tiny ones, should not decide for all.
     shorter = [min(size) for size in data.sizes]
     usual = round(median(shorter))
-    if model in MODELS and not MODELS[model].any_size:
+    if model in MODELS and not _any_size(model):
         # LeNet halves its pictures twice and takes four pixels off in between: 12 is its least.
         fits = len(set(data.sizes)) == 1 and usual % 4 == 0 and 12 <= usual <= SMALL
         return usual if fits else FIXED_SIDE
     return usual if usual <= SMALL else min(usual, USUAL_SIDE)
 
 
-def _augment(chosen: Augment, size: int) -> Augment:
-    if chosen != "auto":
-        return chosen
-    return "shift" if size <= SMALL else "crop"
+def _any_size(model: str) -> bool:
+    """Whether a model takes pictures of any size, so that it is a ResNet of the catalog."""
+    return model in MODELS and MODELS[model].any_size
 
 
-def _flip(chosen: Flip, mode: Mode) -> Flip:
-    if chosen != "auto":
-        return chosen
-    # Grey pictures are often of digits and letters, which become others when they are mirrored.
-    return "yes" if mode == "RGB" else "no"
+def _before(options: ClassifyOptions) -> PictureModel | None:
+    """The model of the run to start from; None if weights come from a file, or from nowhere."""
+    run = finetune.run_of(options.pretrained)
+    return PictureModel.of_run(run) if run else None
 
 
 def make_task(options: ClassifyOptions, data: PictureClasses) -> Task:
@@ -254,141 +230,99 @@ def make_task(options: ClassifyOptions, data: PictureClasses) -> Task:
     kind = _picture_model(options, data)
     model, kind = _with_weights(options, kind) if options.pretrained else (kind.build(), kind)
     head = head_name(model)
-    frozen = freeze(model, options, head)
-    test_set = LabelledPictures(
-        data.test.pictures, data.test.labels, kind.mode, kind.test_changes, kind.normalise
-    )
+    frozen = finetune.freeze(model, options, head)
+    pictures = partial(LabelledPictures, mode=kind.mode, normalise=kind.normalise)
+    changes = _train_changes(options, kind.image_size)
+    loss, score = loss_and_score(answer, options.label_smoothing)
+    test_set = pictures(data.test.pictures, data.test.labels, changes=kind.test_changes)
     return Task(
         model=model,
-        groups=parameter_groups(
-            model, rate=scaled_rate(options), head=head, head_scale=options.head_lr_scale
-        ),
-        loss=_loss_of(options.label_smoothing),
+        groups=finetune.parameter_groups(model, options, head),
+        loss=loss,
         score=score,
         best="highest accuracy",
         # In training, batch norm raises an error if a channel has a single value, as it may after
         # the last pooling of a single picture.
         least_shard=2 if any(isinstance(part, BatchNorm) for part in model.modules()) else 1,
-        train_set=LabelledPictures(
-            data.train.pictures,
-            data.train.labels,
-            kind.mode,
-            _train_changes(options, kind.image_size),
-            kind.normalise,
-        ),
+        train_set=pictures(data.train.pictures, data.train.labels, changes=changes),
         test_set=test_set,
-        examples=lambda trainer, folder: _examples(
-            trainer, folder, test_set, data.test, kind.classes, options.workers
-        ),
+        examples=lambda trainer, folder: _examples(trainer, folder, test_set, kind, options),
         facts={
             **facts_of(data),
             "classes": list(kind.classes),
             "model": kind.name,
-            "picture_model": asdict(kind),
+            "picture_model": msgspec.structs.asdict(kind),
             "frozen": frozen,
         },
         scan=data.scan,
     )
 
 
-def _loss_of(smoothing: float) -> Callable[[nn.Module, Any], torch.Tensor]:
-    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
-        images, labels = batch
-        return F.cross_entropy(model(images), labels, reduction="none", label_smoothing=smoothing)
-
-    return loss
-
-
-def score(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
-    """The loss of every picture of a shard, and whether its class was predicted."""
+def answer(model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The logits of every picture of a shard, (n, classes) float32, and its labels."""
     images, labels = batch
-    logits = model(images)
-    return {
-        "loss": F.cross_entropy(logits, labels, reduction="none"),
-        "accuracy": logits.argmax(dim=1) == labels,
-    }
+    return model(images), labels
 
 
 def confidences(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
     """The probability of every class, (n, classes) float32, for every picture of a shard."""
-    images = batch[0]
-    return {"confidence": model(images).softmax(dim=1)}
+    return {"confidence": answer(model, batch)[0].softmax(dim=1)}
 
 
 def _picture_model(options: ClassifyOptions, data: PictureClasses) -> PictureModel:
-    mode, run = data.mode, run_of(options.pretrained)
-    mean, std = data.sums.mean_and_std()
-    normalise = options.normalise
-    if run:
-        # Its first layer has so many channels, whatever these pictures have.
-        before = PictureModel.of_run(run)
-        mode = before.mode
-        if normalise == "auto":
-            mean, std = before.mean, before.std
-    elif options.pretrained:
-        # Published weights are of colour pictures, normalised by the numbers of ImageNet.
-        mode = "RGB"
-        normalise = "imagenet" if normalise == "auto" else normalise
-    if normalise == "imagenet":
-        mode, (mean, std) = "RGB", IMAGENET
-    elif normalise == "none":
-        mean, std = (0.0,), (1.0,)
-    channels = 1 if mode == "L" else 3
+    before = _before(options)
+    # Published weights are of colour pictures, and so are the numbers of ImageNet. The first layer
+    # of a run has so many channels as its pictures had, whatever these have.
+    colours = options.normalise == "imagenet" or (options.pretrained and not before)
+    mode: Mode = "RGB" if colours else (before or data).mode
+    mean, std = finetune.statistics_of(
+        options.normalise, options.pretrained, before, data.sums, channels=CHANNELS[mode]
+    )
     size, model = options.image_size or USUAL_SIDE, options.model or USUAL_MODEL
-    resnet = model in MODELS and MODELS[model].any_size
     stem = size <= SMALL if options.stem == "auto" else options.stem == "small"
     return PictureModel(
         name=model,
         classes=data.classes,
         image_size=size,
         mode=mode,
-        mean=_for_channels(mean, channels),
-        std=_for_channels(std, channels),
-        small_stem=stem if resnet else None,
+        mean=mean,
+        std=std,
+        small_stem=stem if _any_size(model) else None,
         white=data.white,
     )
 
 
-def _for_channels(values: tuple[float, ...], channels: int) -> tuple[float, ...]:
-    if len(values) == channels:
-        return values
-    return values * channels if len(values) == 1 else (sum(values) / len(values),)
-
-
 def _with_weights(options: ClassifyOptions, kind: PictureModel) -> tuple[nn.Module, PictureModel]:
     """Build a model from pretrained weights and a new last layer, with the stem of the weights."""
-    run = run_of(options.pretrained)
-    weights = best_checkpoint(run) if run else Path(options.pretrained or "")
+    run = finetune.run_of(options.pretrained)
+    weights = finetune.best_checkpoint(run) if run else Path(options.pretrained or "")
     stems = [kind.small_stem]
     if kind.small_stem is not None and options.stem == "auto":
         stems.append(not kind.small_stem)
+    errors = []
     # The file decides which of the two it is; the one that suits the pictures is tried first.
-    kinds = [replace(kind, small_stem=stem) for stem in stems]
-
-    def fresh(each: PictureModel) -> nn.Module:
+    for stem in stems:
+        kind = msgspec.structs.replace(kind, small_stem=stem)
         # Seeded each time: what is drawn must not depend on how many were tried before.
         torch.manual_seed(options.seed)
-        return each.build()
-
-    head = head_name(fresh(kind))
-    model = load_body(
-        [lambda each=each: fresh(each) for each in kinds],  # type: ignore[misc]
-        weights,
-        head,
-        key=options.pretrained_key,
-    )
-    if len(kinds) == 2:
-        # The small stem begins with a kernel of 3x3, the large one with 7x7.
-        first = dict(model.named_parameters())["conv1.weight"]
-        kind = kinds[0] if (first.shape[-1] == 3) == kinds[0].small_stem else kinds[1]
+        model = kind.build()
+        head = head_name(model)
+        try:
+            finetune.load_body(model, weights, head, key=options.pretrained_key)
+            break
+        except CheckpointError as error:
+            errors.append(error)
+    else:
+        # Of the stem that the options ask for.
+        raise errors[0]
     # Again: how many numbers were drawn by now depends on the stems that were tried.
     torch.manual_seed(options.seed)
-    new_head(model.get_submodule(head))
+    finetune.new_head(model.get_submodule(head))
     if options.reuse_classes:
         old_classes = _old_classes(options, run)
-        old = replace(kind, classes=tuple(old_classes)).build()
-        load_finite(old, weights, key=options.pretrained_key)
-        reuse_rows(model.get_submodule(head), kind.classes, head_of(old), old_classes)
+        old = msgspec.structs.replace(kind, classes=tuple(old_classes)).build()
+        finetune.load_finite(old, weights, key=options.pretrained_key)
+        finetune.reuse_rows(model.get_submodule(head), kind.classes, head_of(old), old_classes)
     return model, kind
 
 
@@ -417,27 +351,22 @@ def _examples(
     trainer: onefold.Trainer,
     folder: RunFolder,
     test_set: LabelledPictures,
-    test: Split,
-    classes: tuple[str, ...],
-    workers: int,
+    kind: PictureModel,
+    options: ClassifyOptions,
 ) -> dict[str, Any]:
     """Show what the trained model predicts for the test pictures; called on every device."""
     predicted = trainer.predict(
-        confidences, test_set, batch_size=EVALUATION_BATCH_SIZE, workers=workers
+        confidences, test_set, batch_size=EVALUATION_BATCH_SIZE, workers=options.workers
     )["confidence"]
 
     def show(number: int) -> dict[str, Any]:
-        entry = {"name": test.pictures.name(number)}
-        # All devices have the predictions; only the lead writes into the run's folder.
-        if trainer.is_lead:
-            entry["picture"] = save_picture(test.pictures[number], folder.pictures, number)
-        return entry
+        picture = folder.save_picture(test_set.pictures[number], number)
+        return {"name": test_set.pictures.name(number), "picture": picture}
 
-    return classifier_examples(JOB, predicted, test.labels, classes, show)
+    return classifier_examples(JOB, predicted, test_set.labels, kind.classes, show)
 
 
 Flip = Literal["auto", "yes", "no"]
-Normalisation = Literal["auto", "imagenet", "data", "none"]
 Stem = Literal["auto", "small", "large"]
 
 
@@ -445,30 +374,22 @@ Stem = Literal["auto", "small", "large"]
 class ClassifyOptions(TrainOptions):
     """Options of ``onefold train classify``."""
 
-    epochs: int | None = option(
-        None,
-        "Times that the training set is read.",
-        shown="10, or 5 with --pretrained",
-        most=MOST_STEPS,
-    )
-    lr: float | None = option(
-        None,
-        "Learning rate.",
-        shown="0.05 with sgd, else 0.001; a fifth with --pretrained",
-        most=MOST_FACTOR,
-    )
+    epochs: int | None = again("epochs", shown="10, or 5 with --pretrained")
+    lr: float | None = again("lr", shown="0.05 with sgd, else 0.001; a fifth with --pretrained")
     model: str | None = option(
         None,
         f"{', '.join(MODELS)}, or timm:NAME where timm is installed.",
         shown="resnet18, or that of the pretrained run",
     )
     cache: str = option("~/.cache/onefold", "Where mnist and fashion-mnist are fetched to.")
-    holdout: float = option(0.1, "Share of each class to test with, where there is no test set.")
+    holdout: float = option(
+        0.1, "Share of each class to test with, where there is no test set.", PART
+    )
     image_size: int | None = option(
         None,
         "Side of the square that pictures are brought to, in pixels.",
+        within(8, MOST_SIDE),
         shown="by the data",
-        most=MOST_SIDE,
     )
     stem: Stem = option(
         "auto", "Beginning of a ResNet: for small pictures (up to 64 pixels) or large ones."
@@ -476,13 +397,14 @@ class ClassifyOptions(TrainOptions):
     augment: Augment = option(
         "auto", "shift (moves a little) or crop (random resized crop); auto: by the picture's size."
     )
-    least_area: float = option(0.35, "With --augment crop: the smallest share that is cut out.")
+    least_area: float = option(
+        0.35, "With --augment crop: the smallest share that is cut out.", FRACTION
+    )
     flip: Flip = option("auto", "Mirror every second picture; auto: if they have colours.")
     normalise: Normalisation = option(
-        "auto",
-        "By the numbers of ImageNet or of the data; auto: as pretrained weights want it.",
+        "auto", "By the numbers of ImageNet or of the data; auto: as pretrained weights want it."
     )
-    label_smoothing: float = option(0.0, "Share of a label that is spread over all classes.")
+    label_smoothing: float = option(0.0, "Share of a label that is spread over all classes.", SHARE)
     labels_as_is: bool = option(
         False, "Accept every label as a class, even if they look like numbers, lists or typos."
     )
@@ -503,21 +425,9 @@ class ClassifyOptions(TrainOptions):
         # Not super(): dataclass(slots=True) makes the class a second time, and super() without
         # arguments still looks for the first.
         TrainOptions.__post_init__(self)
-        expect(0 < self.holdout < 1, "holdout", self.holdout, "more than 0 and less than 1")
-        expect(0 < self.least_area <= 1, "least_area", self.least_area, "more than 0, at most 1")
-        expect(
-            0 <= self.label_smoothing < 1, "label_smoothing", self.label_smoothing, "0 to below 1"
-        )
-        size = self.image_size
-        expect(size is None or size >= 8, "image_size", size, "8 or more")
         known = self.model is None or self.model in MODELS or self.model.startswith("timm:")
         expect(known, "model", self.model, f"{', '.join(MODELS)} or timm:NAME")
         # An option that would do nothing is more likely a mistake than intended.
-        if self.pretrained is None:
-            wanting = [
-                name
-                for name in ("pretrained_key", "pretrained_classes", "reuse_classes")
-                if getattr(self, name)
-            ]
-            for name in wanting:
-                expect(False, name, "", "with --pretrained")
+        for name in ("pretrained_key", "pretrained_classes", "reuse_classes"):
+            useful = self.pretrained is not None or not getattr(self, name)
+            expect(useful, name, "", "with --pretrained")

@@ -16,9 +16,8 @@ device reads it.
 
 from __future__ import annotations
 
-import importlib.util
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -31,6 +30,7 @@ from rich.table import Table
 from torch.utils.data import Dataset, TensorDataset
 
 import onefold
+from onefold.jobs import require
 from onefold.jobs.data.files import require_ours
 from onefold.jobs.models.resnet import ResNet
 from onefold.jobs.progress import TrainingBar
@@ -120,15 +120,11 @@ def verdict(first: Run, second: Run) -> tuple[bool, str]:
             f"The models differ: {first.fingerprint} on {first.name}, "
             f"{second.fingerprint} on {second.name}. This must not happen on devices of one kind."
         )
+    both = f"{first.name} and {second.name}"
     if len(first.devices) == len(second.devices):
-        return True, (
-            f"The same model, to the last bit: both runs on {first.name} have the fingerprint "
-            f"{first.fingerprint}."
-        )
-    return True, (
-        f"The same model, to the last bit: {first.name} and {second.name} have the fingerprint "
-        f"{first.fingerprint}."
-    )
+        both = f"both runs on {first.name}"
+    words = f"The same model, to the last bit: {both} have the fingerprint {first.fingerprint}."
+    return True, words
 
 
 def draw_curves(runs: Sequence[Run], path: Path) -> None:
@@ -138,22 +134,20 @@ def draw_curves(runs: Sequence[Run], path: Path) -> None:
         runs: one or two runs; where two agree, the second is drawn inside the first.
         path: the file to write; its folder is made if need be.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import PercentFormatter
 
     # Not pyplot: that would choose a backend, which may want a display, and keep every figure.
     figure = Figure(figsize=(10, 4.2), layout="constrained")
-    FigureCanvasAgg(figure)
     accuracy_axes, loss_axes = figure.subplots(1, 2)
-    for run, style in zip(runs, CURVE_STYLES, strict=False):
-        numbers = range(1, len(run.epochs) + 1)
-        accuracies = [epoch.accuracy for epoch in run.epochs]
-        losses = [epoch.loss for epoch in run.epochs]
-        accuracy_axes.plot(numbers, accuracies, label=run.name, **style)
-        loss_axes.plot(numbers, losses, label=run.name, **style)
     accuracy_axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-    for axes, quantity in ((accuracy_axes, "test accuracy"), (loss_axes, "training loss")):
+    for axes, name, quantity in (
+        (accuracy_axes, "accuracy", "test accuracy"),
+        (loss_axes, "loss", "training loss"),
+    ):
+        for run, style in zip(runs, CURVE_STYLES, strict=False):
+            values = [getattr(epoch, name) for epoch in run.epochs]
+            axes.plot(range(1, len(values) + 1), values, label=run.name, **style)
         axes.set(xlabel="epoch", ylabel=quantity, title=f"{quantity.capitalize()} by epoch")
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(alpha=0.3)
@@ -218,11 +212,7 @@ def digits() -> tuple[ShiftedDigits, TensorDataset]:
     Returns:
         1,437 images with random shifts and 360 without; (1, 8, 8) float32 in [0, 1] and their
         labels () int64.
-
-    Raises:
-        LaunchError: scikit-learn is not installed.
     """
-    require("sklearn")
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
 
@@ -235,16 +225,6 @@ def digits() -> tuple[ShiftedDigits, TensorDataset]:
         torch.arange(len(labels)), test_size=TEST_SHARE, stratify=labels, random_state=SEED
     )
     return ShiftedDigits(images[train], labels[train]), TensorDataset(images[test], labels[test])
-
-
-def require(*modules: str) -> None:
-    """Refuse to go on without the packages of the demo, and say how to get them."""
-    missing = [module for module in modules if importlib.util.find_spec(module) is None]
-    if missing:
-        raise onefold.errors.LaunchError(
-            f"the demo needs packages that are not installed here ({', '.join(missing)}); "
-            'run: pip install "onefold[demo]"'
-        )
 
 
 def loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
@@ -279,36 +259,24 @@ def train(epochs: int) -> Run:
     history: list[Epoch] = []
     with TrainingBar(trainer, samples=len(train_set), epochs=epochs) as bar:
         for _ in trainer.epochs(epochs):
-            mean_loss, duration_s = train_epoch(trainer, batches, schedule, bar)
+            start_s, total, samples = time.perf_counter(), 0.0, 0
+            for batch in batches:
+                step = trainer.step(batch)
+                schedule.step()
+                # This waits for a GPU in every step. With 23 of them in an epoch it does no harm;
+                # the jobs read losses now and then, see `onefold.jobs.training`.
+                total += float(step.loss) * step.samples
+                samples += step.samples
+                bar.advance(step, mean_loss=total / samples)
+            duration_s = time.perf_counter() - start_s
             scores = trainer.evaluate(score, test_set, batch_size=EVALUATION_BATCH_SIZE)
-            history.append(
-                Epoch(loss=mean_loss, accuracy=scores["accuracy"], duration_s=duration_s)
-            )
+            history.append(Epoch(loss=total / samples, duration_s=duration_s, **scores))
     return Run(
         devices=tuple(str(device) for device in trainer.devices),
         samples=len(train_set),
         epochs=tuple(history),
         fingerprint=trainer.fingerprint(),
     )
-
-
-def train_epoch(
-    trainer: onefold.Trainer,
-    batches: Iterable[object],
-    schedule: torch.optim.lr_scheduler.LRScheduler,
-    bar: TrainingBar,
-) -> tuple[float, float]:
-    """Make one pass over the training set; return its mean loss, and how many seconds it took."""
-    start_s = time.perf_counter()
-    total, samples = 0.0, 0
-    for batch in batches:
-        step = trainer.step(batch)
-        schedule.step()
-        # This waits for a GPU in every step. With 23 of them in an epoch it does no harm; the jobs
-        # read losses now and then, see `onefold.jobs.training`.
-        total, samples = total + float(step.loss) * step.samples, samples + step.samples
-        bar.advance(step, mean_loss=total / samples)
-    return total / samples, time.perf_counter() - start_s
 
 
 def one_of(devices: str) -> str:
@@ -335,7 +303,7 @@ def demo(output: Path, devices: str = "auto", epochs: int = EPOCHS) -> int:
         ValueError: ``epochs`` is less than 1, or the picture would replace a file that the demo has
             not written.
     """
-    require("sklearn", "matplotlib")
+    require("the demo", "demo", "sklearn", "matplotlib")
     if epochs < 1:
         raise ValueError(f"expected 1 epoch or more, got {epochs}")
     require_new(picture_in(output))

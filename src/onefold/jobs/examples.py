@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from onefold.system.ownfiles import aside_of
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
-
-__all__ = ["classifier_examples", "save_picture"]
+__all__ = ["classifier_examples", "spread"]
 
 SHOWN = 24
 """How many examples of each kind a report shows."""
-_LARGEST = 224
-"""The longer side of a report's pictures, in pixels at most."""
 
 
 def classifier_examples(
@@ -73,13 +64,17 @@ def choose_examples(
     >>> choose_examples(truth, predicted, torch.tensor([0.9, 0.6, 0.8]))
     ([0, 1, 2], [2, 1])
     """
-    count = min(SHOWN, len(truth))
-    # Evenly spread: a test set is mostly in the order of its classes.
-    samples = [number * len(truth) // count for number in range(count)]
     wrong = (truth != predicted).nonzero().flatten()
     # Stable, so that equally confident mistakes come in the same order on every device.
     order = confidence[wrong].argsort(descending=True, stable=True)
-    return samples, wrong[order][:SHOWN].tolist()
+    return spread(len(truth)), wrong[order][:SHOWN].tolist()
+
+
+def spread(samples: int) -> list[int]:
+    """Choose the numbers of samples from all over a test set."""
+    # Evenly: a test set is mostly in the order of its classes.
+    count = min(SHOWN, samples)
+    return [number * samples // count for number in range(count)]
 
 
 def confusion_matrix(truth: torch.Tensor, predicted: torch.Tensor, classes: int) -> list[list[int]]:
@@ -92,18 +87,3 @@ def confusion_matrix(truth: torch.Tensor, predicted: torch.Tensor, classes: int)
     counts = torch.bincount(truth * classes + predicted, minlength=classes * classes)
     table: list[list[int]] = counts.view(classes, classes).tolist()
     return table
-
-
-def save_picture(picture: Image, folder: Path, name: object) -> str:
-    """Write a picture at the size of a report, and return its path within the run's folder."""
-    # mkdir would be content with a link to a folder, and the pictures would go wherever it leads.
-    if folder.is_symlink():
-        raise NotADirectoryError(errno.ENOTDIR, "a link, and no folder of the run", str(folder))
-    folder.mkdir(exist_ok=True)
-    # thumbnail works in place, and the picture may be the data set's own.
-    small = picture.copy()
-    small.thumbnail((_LARGEST, _LARGEST))
-    path = folder / f"{name}.png"
-    with aside_of(path) as file:
-        small.save(file, format="PNG")
-    return f"{folder.name}/{path.name}"

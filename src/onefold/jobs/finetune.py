@@ -10,29 +10,32 @@ back into training mode, so its class is exchanged for one that ignores this.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 
 import onefold
 from onefold.errors import CheckpointError, DataError, LaunchError
-from onefold.jobs.options import TrainOptions
-from onefold.jobs.runfolder import CHECKPOINTS, read_run
+from onefold.jobs.data.augment import IMAGENET, Normalise
+from onefold.jobs.data.pictures import Sums
+from onefold.jobs.options import Normalisation, TrainOptions, scaled_rate
+from onefold.jobs.runfolder import CHECKPOINTS, SavedName, read_run
 from onefold.system.compat import BatchNorm
 from onefold.system.words import listed
 from onefold.weights.file import best_scored, check_weights
 from onefold.weights.load import Loaded, refuse_spoilt
 
 __all__ = [
+    "Normalised",
     "best_checkpoint",
     "freeze",
     "is_run",
-    "lacking_names",
     "load_body",
     "load_finite",
     "new_head",
@@ -40,13 +43,13 @@ __all__ = [
     "require_pretrained",
     "reuse_rows",
     "run_of",
+    "statistics_of",
 ]
 
 Head = str | tuple[str, ...]
 """Names of the parts that make up the last layer, usually a single one."""
 
 _SHOWN = 80
-_CHECKPOINT = re.compile(rf"{CHECKPOINTS}/step-[0-9]{{8,}}")
 _WRAPPERS = ("module", "_orig_mod")
 """Parts of parameter names that DataParallel and torch.compile add."""
 
@@ -60,6 +63,12 @@ def run_of(pretrained: str | None) -> Path | None:
     """The folder of the run to start from; None if weights come from a file, or from nowhere."""
     path = Path(pretrained or "")
     return path if pretrained and is_run(path) else None
+
+
+class _Best(msgspec.Struct):
+    """What is needed of the best epoch that ``run.json`` names."""
+
+    checkpoint: SavedName
 
 
 def best_checkpoint(run: Path) -> Path:
@@ -76,22 +85,21 @@ def best_checkpoint(run: Path) -> Path:
             f"{run} has not come to the end of an epoch yet, so it has no best weights; what it "
             f"has saved is in {run / CHECKPOINTS}"
         )
-    # Anybody may have written run.json: a path in it must not lead out of the run's folder.
-    named = best.get("checkpoint") if isinstance(best, dict) else best
-    if not (isinstance(named, str) and _CHECKPOINT.fullmatch(named)):
+    try:
+        # Anybody may have written run.json: a path in it must not lead out of the run's folder.
+        folder = run / msgspec.convert(best, _Best).checkpoint
+    except ValueError as error:
         raise DataError(
             f"{run / 'run.json'}: expected the best checkpoint to be one of the run, such as "
-            f"{CHECKPOINTS}/step-00000100, got {str(named)[:_SHOWN]!r}"
-        )
-    folder = run / named
+            f"{CHECKPOINTS}/step-00000100, got {str(best)[:_SHOWN]!r}"
+        ) from error
     if folder.is_dir():
         return folder
     # The run was killed after a better checkpoint had replaced this one, and before run.json named
     # that.
-    score = best.get("score") if isinstance(best, dict) else None
-    highest = str(facts.get("score", "highest")).startswith("highest")
-    rule = f"{'highest' if highest else 'lowest'} {score}"
-    found = best_scored(run / CHECKPOINTS, rule)
+    found = None
+    with suppress(ValueError):
+        found = best_scored(run / CHECKPOINTS, str(facts.get("score")))
     if found is None:
         raise CheckpointError(f"{folder}: expected the run's best weights there, found nothing")
     return found
@@ -142,60 +150,81 @@ def load_finite(
     return loaded
 
 
-def load_body(
-    build: Sequence[Callable[[], nn.Module]], weights: Path, head: str, *, key: str | None
-) -> nn.Module:
-    """Build a model with the weights of a file in all but its last layer.
+def load_body(model: nn.Module, weights: Path, head: str, *, key: str | None) -> None:
+    """Load the weights of a file into all of a model but its last layer.
 
     Args:
-        build: ways to build the model; the first that the weights fit is used.
+        model: the model.
         weights: a file, or the folder of a checkpoint.
-        head: name of the last layer, whose values are left to the caller.
+        head: name of the last layer, whose values are left to the caller; empty for an encoder,
+            which has none.
         key: the key under which the file keeps its weights, if they are in a dict.
 
     Raises:
-        CheckpointError: the weights fit none of the models.
+        CheckpointError: the weights do not fit the model, which may hold some of them.
     """
-    reasons = []
-    for make in build:
-        model = make()
-        try:
-            # Not strict, as the last layer of the file is for other classes; so what else is
-            # missing must be looked for here.
-            loaded = load_finite(model, weights, key=key, strict=False)
-        except CheckpointError as error:
-            reasons.append(str(error))
-            continue
-        lacking = lacking_names(loaded.missing, head)
-        strange = _strange(loaded.unexpected, model, head)
-        if not lacking and not strange:
-            return model
-        found = f"none for {listed(lacking)}" if lacking else f"also some for {listed(strange)}"
-        reasons.append(
-            f"{weights}: expected values of the right shape for the whole model but {head}, it has "
-            f"{found}"
-        )
-    # Of the first way to build it, which is the one that the options ask for.
-    raise CheckpointError(reasons[0])
+    # Not strict, as the last layer of the file is for other classes; so what else is missing must
+    # be looked for here.
+    loaded = load_finite(model, weights, key=key, strict=False)
 
+    def counts(name: str) -> bool:
+        # Files from before PyTorch 0.4.1 have no counts of batches; nothing here depends on them.
+        return not _is_under(name, head) and not name.endswith("num_batches_tracked")
 
-def lacking_names(missing: Iterable[str], head: str) -> list[str]:
-    """Names that the weights should have had: all but the last layer's and batch counts."""
-    # Files from before PyTorch 0.4.1 have no counts, and nothing here depends on them.
-    return [
-        name
-        for name in missing
-        if not _is_under(name, head) and not name.endswith("num_batches_tracked")
-    ]
-
-
-def _strange(unexpected: Iterable[str], model: nn.Module, head: str) -> list[str]:
-    """Names that show that the file is of another model: further layers in parts of this one."""
+    lacking = [name for name in loaded.missing if counts(name)]
+    # Further layers in parts of this model: the file is of another one.
     parts = {name.partition(".")[0] for name in model.state_dict() if not _is_under(name, head)}
-    plain = [
-        ".".join(word for word in name.split(".") if word not in _WRAPPERS) for name in unexpected
-    ]
-    return [name for name in lacking_names(plain, head) if name.partition(".")[0] in parts]
+    words = (name.split(".") for name in loaded.unexpected)
+    plain = [".".join(word for word in each if word not in _WRAPPERS) for each in words]
+    strange = [name for name in plain if counts(name) and name.partition(".")[0] in parts]
+    if lacking or strange:
+        part = f"the whole model but {head}" if head else "the whole encoder"
+        found = f"none for {listed(lacking)}" if lacking else f"also some for {listed(strange)}"
+        raise CheckpointError(
+            f"{weights}: expected values of the right shape for {part}, it has {found}"
+        )
+
+
+class Normalised(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the pictures of a model become numbers."""
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    white: int | None = None
+    """The brightest value of pictures with more than 8 bits a pixel; None if there are none."""
+
+    @property
+    def normalise(self) -> Normalise:
+        """How its pictures become numbers."""
+        return Normalise(self.mean, self.std)
+
+
+def statistics_of(
+    chosen: Normalisation,
+    pretrained: str | None,
+    before: Normalised | None,
+    sums: Sums,
+    *,
+    channels: int,
+) -> Iterator[tuple[float, ...]]:
+    """Yield the mean and the standard deviation by which pictures are normalised.
+
+    Args:
+        chosen: as the option says.
+        pretrained: where the weights come from, if any do.
+        before: the model of the run that they come from, if it is one.
+        sums: over the pixels of the training pictures.
+        channels: of the model's pictures.
+    """
+    if chosen == "auto" and before:
+        statistics = before.mean, before.std
+    elif chosen == "imagenet" or (chosen == "auto" and pretrained):
+        statistics = IMAGENET
+    else:
+        statistics = ((0.0,), (1.0,)) if chosen == "none" else sums.mean_and_std()
+    for values in statistics:
+        many = values if len(values) > 1 else values * channels
+        yield many if len(many) == channels else (sum(many) / len(many),)
 
 
 def new_head(head: nn.Module) -> None:
@@ -209,7 +238,7 @@ def new_head(head: nn.Module) -> None:
 
 def reuse_rows(
     new: nn.Module, classes: Sequence[str], old: nn.Module, old_classes: Sequence[str]
-) -> list[str]:
+) -> None:
     """Copy a last layer's rows for the classes that both label sets have.
 
     Args:
@@ -217,9 +246,6 @@ def reuse_rows(
         classes: the classes of its rows, in order.
         old: the layer to copy from.
         old_classes: the classes of its rows, in order.
-
-    Returns:
-        The classes that both have.
 
     Raises:
         LaunchError: the label sets have no class in common.
@@ -231,13 +257,11 @@ def reuse_rows(
             f"model ({listed(old_classes)})"
         )
     source = dict(old.named_parameters())
+    rows, old_rows = ([names.index(label) for label in shared] for names in (classes, old_classes))
     # Autograd refuses to write into a parameter, unless nothing is recorded.
     with torch.no_grad():
         for name, parameter in new.named_parameters():
-            for label in shared:
-                row = source[name][old_classes.index(label)]
-                parameter[classes.index(label)].copy_(row)
-    return shared
+            parameter[rows] = source[name][old_rows]
 
 
 class _Still(nn.Module):
@@ -281,14 +305,8 @@ def freeze(model: nn.Module, options: TrainOptions, head: Head) -> list[str]:
             f"--freeze and --freeze-until would freeze the model's last layer, {head}: expected "
             f"names of what comes before it"
         )
-    for name, parameter in model.named_parameters():
-        if name in frozen:
-            parameter.requires_grad_(False)
-    _still_batch_norms(model, frozen)
-    return [name for name in names if name in frozen]
-
-
-def _still_batch_norms(model: nn.Module, frozen: set[str]) -> None:
+    for name in frozen:
+        model.get_parameter(name).requires_grad_(False)
     for path, module in model.named_modules():
         # One without parameters of its own cannot be named, and so is never frozen.
         own = [f"{path}.{name}" for name, _ in module.named_parameters()]
@@ -296,35 +314,31 @@ def _still_batch_norms(model: nn.Module, frozen: set[str]) -> None:
             # The object stays, and with it its parameters, its hooks and all that refer to it.
             module.__class__ = _still(type(module))  # type: ignore[assignment, arg-type]
             module.train(False)
+    return [name for name in names if name in frozen]
 
 
-def parameter_groups(
-    model: nn.Module, *, rate: float, head: Head, head_scale: float
-) -> list[dict[str, Any]]:
+def parameter_groups(model: nn.Module, options: TrainOptions, head: Head) -> list[dict[str, Any]]:
     """Make an optimizer's groups: the last layer may have its own rate; frozen parts are left out.
 
     Args:
         model: the model of the run.
-        rate: learning rate of everything but the last layer.
+        options: the learning rate and ``head_lr_scale`` are read.
         head: name of the last layer.
-        head_scale: how many times as high the last layer's rate is.
 
     Raises:
         ValueError: the last layer has no parameters that are trained.
     """
-    parts: Mapping[bool, list[nn.Parameter]] = {False: [], True: []}
+    body: list[nn.Parameter] = []
+    last: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            parts[_is_under(name, head)].append(parameter)
-    if not parts[True]:
+            (last if _is_under(name, head) else body).append(parameter)
+    if not last:
         raise ValueError(f"the model has no last layer {head} that could be trained")
-    if head_scale == 1.0:
-        return [{"params": parts[False] + parts[True], "lr": rate}]
-    groups = [
-        {"params": parts[False], "lr": rate},
-        {"params": parts[True], "lr": rate * head_scale},
-    ]
-    return [group for group in groups if group["params"]]
+    rate, scale = scaled_rate(options), options.head_lr_scale
+    if scale == 1.0 or not body:
+        return [{"params": body + last, "lr": rate * scale}]
+    return [{"params": body, "lr": rate}, {"params": last, "lr": rate * scale}]
 
 
 def _names_under(prefix: str, names: Sequence[str], option: str) -> list[str]:

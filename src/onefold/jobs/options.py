@@ -19,13 +19,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 import re
 import tomllib
-import types
 import typing
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType, NoneType
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -38,16 +39,19 @@ from onefold.system.ownfiles import nested_too_deeply, write_whole
 __all__ = [
     "RUN_OPTIONS",
     "Augment",
+    "Normalisation",
     "Optimizer",
     "TrainOptions",
+    "again",
+    "check_limits",
     "expect",
     "from_mapping",
+    "full_rate",
     "make_optimizer",
     "option",
     "rate_factor",
     "read_config",
     "scaled_rate",
-    "usual_rate",
     "write_config",
 ]
 
@@ -57,11 +61,8 @@ Precision = Literal["fp32", "bf16", "fp16"]
 Schedule = Literal["constant", "step", "cosine"]
 ScaleRate = Literal["none", "linear", "sqrt"]
 Augment = Literal["auto", "none", "shift", "crop"]
+Normalisation = Literal["auto", "imagenet", "data", "none"]
 
-MOST_STEPS = 10**9
-"""The most epochs, and the most steps between two checkpoints."""
-MOST_SAMPLES = 10**9
-"""The most samples of a batch."""
 MOST_SHARDS = 10**6
 MOST_WORKERS = 1024
 MOST_FACTOR = 10**6
@@ -72,14 +73,37 @@ _MOST_CONFIG_BYTES = 1 << 20
 _SHOWN_CHARACTERS = 30
 
 _Options = TypeVar("_Options", bound="TrainOptions")
+Limits = Mapping[str, float]
+_LIMITS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
+    "least": (operator.ge, "{:,} or more"),
+    "above": (operator.gt, "more than {:,}"),
+    "below": (operator.lt, "less than {:,}"),
+    "most": (operator.le, "at most {:,}"),
+}
+"""How a number is compared with each kind of limit, and how a message names the limit."""
+
+
+def within(least: float, most: float) -> Limits:
+    """The limits of numbers from one to another, both included."""
+    return {"least": least, "most": most}
+
+
+COUNT = within(1, 10**9)
+"""Of epochs, steps and samples."""
+FACTOR: Limits = {"above": 0, "most": MOST_FACTOR}
+"""Of learning rates, and of factors of them."""
+FRACTION: Limits = {"above": 0, "most": 1}
+SHARE: Limits = {"least": 0, "below": 1}
+PART: Limits = {"above": 0, "below": 1}
+"""Of shares of a whole: which may be all of it, or nothing, or neither."""
 
 
 def option(
     default: Any,
     help: str,
+    limits: Limits = MappingProxyType({}),
     *,
     shown: str | None = None,
-    most: float | None = None,
     variable: str | None = None,
 ) -> Any:
     """Declare an option, as the field of a dataclass.
@@ -87,12 +111,24 @@ def option(
     Args:
         default: the option's value if none is given.
         help: one line of text.
+        limits: of the numbers that the option takes: any of least, above, below and most.
         shown: how the help describes the default; None shows the value itself.
-        most: the largest number that the option takes.
         variable: what in the environment counts as if it were given on the command line.
     """
-    notes = {"help": help, "shown": shown, "most": most, "variable": variable}
+    notes = {"help": help, "shown": shown, "variable": variable, "limits": limits}
     return dataclasses.field(default=default, metadata=notes)
+
+
+def again(name: str, default: Any = None, **notes: str | None) -> Any:
+    """Declare an option of all jobs once more, for a job in which it is not quite the same.
+
+    Args:
+        name: name of the option.
+        default: the option's value in this job if none is given.
+        notes: ``help`` or ``shown``, where it differs.
+    """
+    common = TrainOptions.__dataclass_fields__[name].metadata
+    return dataclasses.field(default=default, metadata={**common, **notes})
 
 
 def expect(condition: bool, name: str, value: object, expected: str) -> None:
@@ -104,6 +140,25 @@ def expect(condition: bool, name: str, value: object, expected: str) -> None:
     if not condition:
         given = f"--{name.replace('_', '-')} {value}".rstrip()
         raise ValueError(f"{given}: expected {expected}")
+
+
+def check_limits(options: Any) -> None:
+    """Refuse numbers beyond the limits with which their options were declared.
+
+    Args:
+        options: a dataclass, the limits of whose fields were given to `option`.
+
+    Raises:
+        ValueError: a number is beyond its limits, or not finite.
+    """
+    for field in dataclasses.fields(options):
+        value, limits = getattr(options, field.name), field.metadata.get("limits", {})
+        # First, as every comparison with NaN is false: it would be refused as too large.
+        finite = not isinstance(value, float) or math.isfinite(value)
+        expect(finite, field.name, value, "a finite number")
+        words = " and ".join(_LIMITS[kind][1].format(limit) for kind, limit in limits.items())
+        fits = value is None or all(_LIMITS[kind][0](value, limits[kind]) for kind in limits)
+        expect(fits, field.name, _short(value), words)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,98 +176,65 @@ class TrainOptions:
         variable="ONEFOLD_PLACEMENT",
     )
     shards: int = option(
-        8, "Parts of every batch: the most devices that may share one.", most=MOST_SHARDS
+        8, "Parts of every batch: the most devices that may share one.", within(1, MOST_SHARDS)
     )
-    batch_size: int = option(64, "Samples of a batch, over all devices.", most=MOST_SAMPLES)
-    epochs: int | None = option(
-        None, "Times that the training set is read.", shown="10", most=MOST_STEPS
-    )
-    lr: float | None = option(
-        None, "Learning rate.", shown="0.05 with sgd, else 0.001", most=MOST_FACTOR
-    )
+    batch_size: int = option(64, "Samples of a batch, over all devices.", COUNT)
+    epochs: int | None = option(None, "Times that the training set is read.", COUNT, shown="10")
+    lr: float | None = option(None, "Learning rate.", FACTOR, shown="0.05 with sgd, else 0.001")
     optimizer: Optimizer = option("sgd", "How the parameters are updated.")
-    momentum: float = option(0.9, "Of sgd.")
-    weight_decay: float = option(5e-4, "Pull of the parameters towards zero.", most=MOST_FACTOR)
+    momentum: float = option(0.9, "Of sgd.", SHARE)
+    weight_decay: float = option(
+        5e-4, "Pull of the parameters towards zero.", within(0, MOST_FACTOR)
+    )
     clip_norm: float | None = option(
-        None, "Scale larger gradients down to this norm.", shown="no limit", most=1e20
+        None,
+        "Scale larger gradients down to this norm.",
+        {"above": 0, "most": 10**20},
+        shown="no limit",
     )
     precision: Precision = option("fp32", "What is computed in: low precision is quicker on GPUs.")
     schedule: Schedule = option("cosine", "How the learning rate goes on after the warm-up.")
     warmup_epochs: float = option(
-        0.5, "Epochs in which the learning rate rises to its full value.", most=MOST_STEPS
+        0.5, "Epochs in which the learning rate rises to its full value.", within(0, 10**9)
     )
     decay_epochs: int | None = option(
         None,
         "With --schedule step: epochs from one decay to the next.",
+        COUNT,
         shown="a third of all",
-        most=MOST_STEPS,
     )
-    decay: float = option(0.1, "With --schedule step: what the learning rate is multiplied by.")
+    decay: float = option(
+        0.1, "With --schedule step: what the learning rate is multiplied by.", FRACTION
+    )
     scale_lr: ScaleRate = option(
         "none", "Scale the learning rate with batch size / base batch size, or its square root."
     )
     base_batch_size: int = option(
-        256, "With --scale-lr: the batch size that --lr is meant for.", most=MOST_SAMPLES
+        256, "With --scale-lr: the batch size that --lr is meant for.", COUNT
     )
     seed: int = option(0, "Of first weights, order, augmentation and dropout.")
-    workers: int = option(0, "Processes that read ahead, for each device.", most=MOST_WORKERS)
-    save_every: int = option(
-        200, "Steps from one checkpoint to the next within an epoch.", most=MOST_STEPS
-    )
+    workers: int = option(0, "Processes that read ahead, for each device.", within(0, MOST_WORKERS))
+    save_every: int = option(200, "Steps from one checkpoint to the next within an epoch.", COUNT)
     skip_bad: bool = option(False, "Leave out files and lines that cannot be used, and say so.")
-    head_lr_scale: float = option(
-        1.0, "How much faster the model's last layer learns.", most=MOST_FACTOR
-    )
+    head_lr_scale: float = option(1.0, "How much faster the model's last layer learns.", FACTOR)
     freeze: tuple[str, ...] = option(
-        (),
-        "Parts of the model that keep their values, such as layer1 or layer2.0.",
-        shown="none",
+        (), "Parts of the model that keep their values, such as layer1 or layer2.0.", shown="none"
     )
     freeze_until: str | None = option(
         None, "Freeze all that comes before this part of the model.", shown="none"
     )
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            # First, as every comparison with NaN is false: it would be refused as too large.
-            finite = not isinstance(value, float) or math.isfinite(value)
-            expect(finite, field.name, value, "a finite number")
-            most = field.metadata["most"]
-            small = value is None or most is None or value <= most
-            expect(small, field.name, _short(value), f"{most:,} or less" if most else "")
-        for name in ("shards", "batch_size", "base_batch_size", "save_every"):
-            expect(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
-        for name in ("epochs", "decay_epochs"):
-            value = getattr(self, name)
-            expect(value is None or value >= 1, name, value, "1 or more")
-        for name in ("lr", "clip_norm", "head_lr_scale"):
-            value = getattr(self, name)
-            expect(value is None or value > 0, name, value, "more than 0")
-        for name in ("weight_decay", "warmup_epochs", "workers"):
-            expect(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
-        known = (
-            re.fullmatch("replicate|shard|offload|pipeline(:[1-9][0-9]*)?", self.placement)
-            is not None
-        )
-        expect(
-            known,
-            "placement",
-            self.placement,
-            "replicate, shard, offload, pipeline, or pipeline:2 and so on",
-        )
+        check_limits(self)
+        known = re.fullmatch(r"replicate|shard|offload|pipeline(:[1-9][0-9]*)?", self.placement)
+        placements = "replicate, shard, offload, pipeline, or pipeline:2 and so on"
+        expect(known is not None, "placement", self.placement, placements)
         # What both TOML and torch.manual_seed can hold.
         expect(-(2**63) <= self.seed < 2**63, "seed", self.seed, "a number of 64 bits")
-        expect(0 <= self.momentum < 1, "momentum", self.momentum, "0 or more and less than 1")
-        expect(0 < self.decay <= 1, "decay", self.decay, "more than 0 and at most 1")
         expect(bool(self.runs), "runs", self.runs, "the name of a folder")
         # Or the run's folder would lie outside the folder of all runs.
-        expect(
-            self.name == Path(self.name).name and self.name not in (".", ".."),
-            "name",
-            self.name,
-            "a name without slashes",
-        )
+        inside = self.name == Path(self.name).name and self.name not in (".", "..")
+        expect(inside, "name", self.name, "a name without slashes")
         expect(not self.resume or bool(self.name), "resume", "", "with --name, which run it is")
 
     @property
@@ -259,12 +281,11 @@ def _typed(name: str, value: Any, hint: Any, source: str) -> Any:
         # Strict: "1" is no number, and true is not 1. A whole number does for a float, and TOML's
         # lists become tuples.
         return msgspec.convert(value, hint)
-    # UnicodeEncodeError: msgspec reads no text with lone surrogates, which stand on a command line
-    # for bytes that are not UTF-8.
-    except (UnicodeEncodeError, msgspec.ValidationError):
-        choices = [choice for choice in _parts(hint) if choice is not types.NoneType]
-        expected, got = " or ".join(map(_told, choices)), _short(repr(value))
-        raise ValueError(f"{source}: {name}: expected {expected}, got {got}") from None
+    # With UnicodeEncodeError: msgspec reads no text with lone surrogates, which stand on a command
+    # line for bytes that are not UTF-8.
+    except ValueError:
+        got = _short(repr(value))
+        raise ValueError(f"{source}: {name}: expected {_words(hint)}, got {got}") from None
 
 
 def _short(value: object) -> str:
@@ -273,20 +294,17 @@ def _short(value: object) -> str:
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
 
 
-def _parts(hint: Any) -> tuple[Any, ...]:
-    """Split a union into its types; any other type stands alone."""
-    # Before Python 3.14, `int | None` and `Optional[int]` have different origins.
-    united = typing.get_origin(hint) in (types.UnionType, typing.Union)
-    return typing.get_args(hint) if united else (hint,)
-
-
-def _told(choice: Any) -> str:
-    if typing.get_origin(choice) is Literal:
-        return ", ".join(typing.get_args(choice))
-    if typing.get_origin(choice) is tuple:
+def _words(hint: Any) -> str:
+    """Describe the values of a type."""
+    plain = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    if hint in plain:
+        return plain[hint]
+    choices = typing.get_args(hint)
+    if typing.get_origin(hint) is Literal:
+        return ", ".join(choices)
+    if typing.get_origin(hint) is tuple:
         return "a list of texts"
-    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-    return names[choice]
+    return " or ".join(_words(choice) for choice in choices if choice is not NoneType)
 
 
 def read_config(path: Path, job: str) -> dict[str, Any]:
@@ -320,23 +338,14 @@ def read_config(path: Path, job: str) -> dict[str, Any]:
 def write_config(options: TrainOptions, job: str, path: Path) -> None:
     """Write options as a file for `read_config`."""
     # Whether a run resumes belongs to one command, and not to the run.
-    values = {"job": job, **given_options(options, ("resume",))}
-    write_whole(path, tomli_w.dumps(values).encode())
-
-
-def given_options(options: TrainOptions, without: Collection[str]) -> dict[str, Any]:
-    """Return options by name, as a config file can hold them."""
-    # TOML has no null, so an option without a value is left out, and reads as its default.
     values = {
         field.name: getattr(options, field.name)
         for field in dataclasses.fields(options)
-        if field.name not in without
+        if field.name != "resume"
     }
-    return {
-        name: list(value) if isinstance(value, tuple) else value
-        for name, value in values.items()
-        if value is not None
-    }
+    # TOML has no null: an option without a value is left out, and reads as its default.
+    given = {name: value for name, value in values.items() if value is not None}
+    write_whole(path, tomli_w.dumps({"job": job, **given}).encode())
 
 
 def scaled_rate(options: TrainOptions) -> float:
@@ -345,17 +354,22 @@ def scaled_rate(options: TrainOptions) -> float:
     Linear after Goyal et al., 2017, "Accurate, large minibatch SGD"; by the square root after
     Krizhevsky, 2014, "One weird trick".
     """
-    rate = usual_rate(options) if options.lr is None else options.lr
     ratio = options.batch_size / options.base_batch_size
     scale = {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}
-    return rate * scale[options.scale_lr]
+    return full_rate(options) * scale[options.scale_lr]
 
 
-def usual_rate(options: TrainOptions, *, fine: bool = False) -> float:
-    """The learning rate of an optimizer if none was given; a fifth of it for fine-tuning."""
+def full_rate(options: TrainOptions, *, fine: bool = False) -> float:
+    """The learning rate, or that of the optimizer if none was given; a fifth of it when ``fine``.
+
+    Args:
+        options: of the run.
+        fine: whether the run begins with trained weights.
+    """
+    if options.lr is not None:
+        return options.lr
     # Adam divides by the size of its gradients, so its steps are as long as the rate says.
-    rates = {False: (0.05, 0.001), True: (0.01, 0.0002)}
-    sgd, adaptive = rates[fine]
+    sgd, adaptive = (0.01, 0.0002) if fine else (0.05, 0.001)
     return sgd if options.optimizer == "sgd" else adaptive
 
 
@@ -397,10 +411,8 @@ def make_optimizer(
         options: of the run.
         groups: parameters by group, each group with its learning rate ``lr``.
     """
-    parameters = list(groups)
+    parameters, decay = [*groups], options.weight_decay
     if options.optimizer == "sgd":
-        return torch.optim.SGD(
-            parameters, momentum=options.momentum, weight_decay=options.weight_decay
-        )
+        return torch.optim.SGD(parameters, momentum=options.momentum, weight_decay=decay)
     kind = torch.optim.AdamW if options.optimizer == "adamw" else torch.optim.Adam
-    return kind(parameters, weight_decay=options.weight_decay)
+    return kind(parameters, weight_decay=decay)

@@ -7,13 +7,13 @@ that are not predictions.
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Annotated, Any, Literal, TextIO
 
+import msgspec
 import numpy as np
 import torch
 from torch import nn
@@ -23,17 +23,22 @@ import onefold
 from onefold.errors import CheckpointError, DataError, OnefoldError
 from onefold.jobs import classify, segment, text
 from onefold.jobs.data.augment import LabelledPictures, Normalise
-from onefold.jobs.data.decoding import open_picture, require_pillow
 from onefold.jobs.data.files import BadFile, refuse, require_ours
-from onefold.jobs.data.pictures import PictureFiles, made_here, picture_paths
-from onefold.jobs.data.scan import Scanning, scan_pictures
+from onefold.jobs.data.pictures import (
+    PictureFiles,
+    made_here,
+    open_picture,
+    picture_paths,
+    require_pillow,
+)
+from onefold.jobs.data.scan import Scanning, Seen, scan_pictures
 from onefold.jobs.data.tsv import decoded, read_lines
 from onefold.jobs.finetune import best_checkpoint, load_finite
-from onefold.jobs.options import MOST_SAMPLES, MOST_SHARDS, MOST_WORKERS, expect
+from onefold.jobs.options import COUNT, MOST_SHARDS, MOST_WORKERS, check_limits, option, within
 from onefold.jobs.progress import ReadingBar
 from onefold.jobs.runfolder import CHECKPOINTS, kept_facts, read_run, require_writable
 from onefold.jobs.segment_pictures import Padded, whole_logits
-from onefold.jobs.tokens import EncodedTexts
+from onefold.jobs.text_models import EncodedTexts
 from onefold.system.ownfiles import aside_of, write_whole
 from onefold.weights.file import check_weights
 
@@ -56,33 +61,18 @@ class PredictOptions:
     """None chooses by the ending of ``output``; CSV if it has another."""
     weights: Literal["best", "last"] = "best"
     """Which checkpoint of the run to use."""
-    top: int = 1
-    """How many classes to report for each file, the most probable first."""
-    batch_size: int | None = None
-    """Samples of a batch, over all devices; None takes what the job's evaluation uses."""
-    workers: int = 0
-    """Processes that read ahead, for each device."""
+    top: int = option(1, "How many classes to report for each, the surest first.", COUNT)
+    batch_size: int | None = option(
+        None,
+        "Samples of a batch, over all devices; None takes what the job's evaluation uses.",
+        COUNT,
+    )
+    workers: int = option(0, "Processes that read ahead, for each device.", within(0, MOST_WORKERS))
     skip_bad: bool = False
     """Leave out what cannot be read, rather than refuse it."""
 
     def __post_init__(self) -> None:
-        for name, least, most in (
-            ("top", 1, MOST_SAMPLES),
-            ("batch_size", 1, MOST_SAMPLES),
-            ("workers", 0, MOST_WORKERS),
-        ):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ValueError(f"--{name.replace('_', '-')} {value}: expected {least} or more")
-            if value is not None and value > most:
-                raise ValueError(f"--{name.replace('_', '-')} {value}: expected {most:,} or less")
-
-    @property
-    def chosen_format(self) -> Format:
-        """The format, with None decided."""
-        if self.format:
-            return self.format
-        return "json" if self.output and self.output.suffix == ".json" else "csv"
+        check_limits(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,15 +86,14 @@ class Prediction:
 
 
 @dataclass(frozen=True, slots=True)
-class _Inputs:
-    """What to predict: pictures, or lines of text files."""
+class _Input:
+    """What to predict: a picture, or a line of a text file."""
 
-    paths: list[Path]
-    names: list[str]
-    """The name of each, counted from the path that was given."""
-    texts: list[str] = field(default_factory=list)
-    lines: list[int] = field(default_factory=list)
-    left_out: list[BadFile] = field(default_factory=list)
+    path: Path
+    name: str
+    """The name of the file, counted from the path that was given."""
+    text: str = ""
+    line: int = 0
 
 
 def predict_run(run: Path, paths: Sequence[Path], options: PredictOptions) -> Prediction:
@@ -123,69 +112,61 @@ def predict_run(run: Path, paths: Sequence[Path], options: PredictOptions) -> Pr
     job = str(read_run(run).get("job"))
     if job not in _PREDICTORS:
         raise DataError(f"{run}: expected a run of {', '.join(_PREDICTORS)}, got {job}")
+    masks = job == segment.JOB
     weights = best_checkpoint(run) if options.weights == "best" else _last_checkpoint(run)
     # Every byte is compared with the digests now, rather than by each device after all the rest.
     check_weights(weights)
-    _check_output(job, options.output)
+    _check_output(options.output, masks=masks)
     # The inputs are read whole only after everything that is quickly refused.
-    inputs = _read(job, paths)
+    inputs, left_out = _read_texts(paths) if job == text.JOB else _read_pictures(paths, masks=masks)
     if not options.skip_bad:
-        refuse(inputs.left_out)
-    if not inputs.paths:
+        refuse(left_out)
+    if not inputs:
         raise DataError(f"{', '.join(map(str, paths))}: expected something to look at, found none")
-    _check_inputs_stay(job, inputs, options.output)
+    if options.output is not None:
+        _check_files_stay(inputs, options.output, masks=masks)
     rows: list[dict[str, Any]] | OnefoldError = onefold.launch(
-        _predict, devices=options.devices, args=(job, run, weights, inputs, options)
+        _predict, devices=options.devices, args=(job, _Use(run, weights, inputs, options))
     )
     if isinstance(rows, OnefoldError):
         raise rows
-    return Prediction(rows, inputs.left_out)
+    return Prediction(rows, left_out)
 
 
 def _last_checkpoint(run: Path) -> Path:
     """Find the folder of a run's newest weights."""
     # By number and not by name: beyond 99,999,999 steps names grow longer.
-    steps = map(_STEP.fullmatch, os.listdir(run / CHECKPOINTS) if _has_checkpoints(run) else ())
+    steps = (_STEP.fullmatch(path.name) for path in (run / CHECKPOINTS).glob("step-*"))
     names = {int(step[1]): step[0] for step in steps if step is not None}
     if not names:
         raise CheckpointError(f"{run / CHECKPOINTS}: expected the run's checkpoints, found none")
     return run / CHECKPOINTS / names[max(names)]
 
 
-def _has_checkpoints(run: Path) -> bool:
-    return (run / CHECKPOINTS).is_dir()
-
-
 def write_prediction(
     prediction: Prediction, options: PredictOptions, screen: TextIO
 ) -> Path | None:
     """Write the rows where the options say; return the file, or None if they were printed."""
-    json_wanted = options.chosen_format == "json"
-    content = as_json(prediction.rows) if json_wanted else as_csv(prediction.rows)
-    if options.output is None:
+    path = options.output
+    format = options.format or ("json" if path and path.suffix == ".json" else "csv")
+    content = as_json(prediction.rows) if format == "json" else as_csv(prediction.rows)
+    if path is None:
         # A file name that is not UTF-8 has lone surrogates in it, which no screen can print.
         screen.write(content.encode(errors="backslashreplace").decode())
         return None
-    path = options.output
     if prediction.rows and "mask" in prediction.rows[0]:
-        path = path / f"masks.{options.chosen_format}"
+        path /= f"masks.{format}"
     path.parent.mkdir(parents=True, exist_ok=True)
     require_predictions(path)
     # File names may not be UTF-8: CSV takes their bytes as they are, JSON cannot.
-    encoded = content.encode(errors="backslashreplace" if json_wanted else "surrogateescape")
+    encoded = content.encode(errors="backslashreplace" if format == "json" else "surrogateescape")
     # Not synced: after a power failure, predictions can be made again.
     write_whole(path, encoded, sync=False)
     return path
 
 
-def _read(job: str, paths: Sequence[Path]) -> _Inputs:
-    if job == text.JOB:
-        return _read_texts(paths)
-    return _read_pictures(paths, masks=job == segment.JOB)
-
-
-def _read_pictures(paths: Sequence[Path], *, masks: bool) -> _Inputs:
-    """Find all pictures, and read each once to see whether it can be read."""
+def _read_pictures(paths: Sequence[Path], *, masks: bool) -> tuple[list[_Input], list[BadFile]]:
+    """Find all pictures, and read each once; return those that can be read, and the others."""
     require_pillow()
     found: dict[Path, str] = {}
     bad: list[BadFile] = []
@@ -201,16 +182,16 @@ def _read_pictures(paths: Sequence[Path], *, masks: bool) -> _Inputs:
     if not masks and len(set(found.values())) < len(found):
         # Of one name in several folders: nobody could tell their rows apart.
         found = {path: str(path) for path in found}
-    files = list(found)
     with ReadingBar() as bar:
-        facts = scan_pictures(files, scanning=Scanning(watch=bar.watch))
-    valid = [files[number] for number in facts.sound]
-    return _Inputs(valid, [found[path] for path in valid], left_out=[*bad, *facts.bad])
+        seen = scan_pictures([*found], scanning=Scanning(watch=bar.watch))
+    bad += [each for each in seen if isinstance(each, BadFile)]
+    valid = [item for item, each in zip(found.items(), seen, strict=True) if isinstance(each, Seen)]
+    return [_Input(path, name) for path, name in valid], bad
 
 
-def _read_texts(paths: Sequence[Path]) -> _Inputs:
+def _read_texts(paths: Sequence[Path]) -> tuple[list[_Input], list[BadFile]]:
     """Read one text from each line: what comes before the first tab, if there is one."""
-    inputs = _Inputs([], [])
+    inputs, bad = [], []
     for path in paths:
         if not path.is_file():
             came = "a folder" if path.is_dir() else "nothing there"
@@ -218,101 +199,176 @@ def _read_texts(paths: Sequence[Path]) -> _Inputs:
         for number, content in enumerate(read_lines(path), start=1):
             try:
                 line = decoded(content).partition("\t")[0]
+                if not line.strip():
+                    raise ValueError("expected a text, got none")
+                inputs.append(_Input(path, str(path), line, number))
             except ValueError as wrong:
-                inputs.left_out.append(BadFile(path, str(wrong), number))
-                continue
-            if not line.strip():
-                inputs.left_out.append(BadFile(path, "expected a text, got none", number))
-                continue
-            inputs.paths.append(path)
-            inputs.names.append(str(path))
-            inputs.texts.append(line)
-            inputs.lines.append(number)
-    return inputs
+                bad.append(BadFile(path, str(wrong), number))
+    return inputs, bad
 
 
-def _check_output(job: str, output: Path | None) -> None:
+def _check_output(output: Path | None, *, masks: bool) -> None:
     """Refuse an output that could not be written after all the work."""
-    if job != segment.JOB:
-        if output is not None and output.is_dir():
-            raise ValueError(
-                f"--output {output}: expected a file for the predictions, not a folder"
-            )
-    elif output is None:
-        raise ValueError("expected --output with a folder for the masks")
-    elif output.exists() and not output.is_dir():
-        raise ValueError(f"--output {output}: expected a folder for the masks, this is a file")
     if output is None:
+        if masks:
+            raise ValueError("expected --output with a folder for the masks")
         return
-    if job == segment.JOB:
-        require_writable(output, "--output names another one")
-    else:
-        require_writable(output.parent, "--output names another one")
+    if output.exists() and output.is_dir() != masks:
+        wanted = "a folder for the masks, this is a file"
+        if not masks:
+            wanted = "a file for the predictions, not a folder"
+        raise ValueError(f"--output {output}: expected {wanted}")
+    require_writable(output if masks else output.parent, "--output names another one")
 
 
-def _check_inputs_stay(job: str, inputs: _Inputs, output: Path | None) -> None:
+def _check_files_stay(inputs: Sequence[_Input], output: Path, *, masks: bool) -> None:
     """Refuse to write over the inputs, or over files that are not ours."""
-    if output is None:
-        return
-    if job == segment.JOB:
-        _check_masks(inputs)
-        masks = [output / _mask_name(name) for name in inputs.names]
-        written = {mask.resolve() for mask in masks}
-    else:
-        written = {output.resolve()}
+    drawn = _mask_paths(inputs, output) if masks else {}
     # Resolved: the same file may have been named by two paths, or by a link.
-    for path in inputs.paths:
-        if path.resolve() in written:
-            raise ValueError(f"--output {output}: expected another place, {path} would be lost")
-    if job == segment.JOB:
-        for mask in masks:
-            require_mask(mask, output)
-        for each in ("csv", "json"):
-            require_predictions(output / f"masks.{each}")
-    else:
-        require_predictions(output)
-
-
-def _check_masks(inputs: _Inputs) -> None:
-    # Masks are PNG files: a.jpg and a.png in one folder would share a single one.
-    masks: dict[str, Path] = {}
-    for path, name in zip(inputs.paths, inputs.names, strict=True):
-        other = masks.setdefault(_mask_name(name), path)
-        if other != path:
-            raise DataError(
-                f"{path} and {other} would have a mask of the same name, {_mask_name(name)}: "
-                f"predict them into folders of their own"
+    written = {path.resolve() for path in drawn or [output]}
+    for each in inputs:
+        if each.path.resolve() in written:
+            raise ValueError(
+                f"--output {output}: expected another place, {each.path} would be lost"
             )
+    for mask in drawn:
+        require_mask(mask, output)
+    for table in [output / f"masks.{each}" for each in ("csv", "json")] if masks else [output]:
+        require_predictions(table)
+
+
+def _mask_paths(inputs: Sequence[_Input], output: Path) -> dict[Path, _Input]:
+    """The input of every mask that is to be written; refuses two of one name."""
+    # Masks are PNG files: a.jpg and a.png in one folder would share a single one.
+    masks: dict[Path, _Input] = {}
+    for each in inputs:
+        name = _mask_name(each.name)
+        other = masks.setdefault(output / name, each)
+        if other is not each:
+            raise DataError(
+                f"{each.path} and {other.path} would have a mask of the same name, {name}: predict "
+                f"them into folders of their own"
+            )
+    return masks
 
 
 def _mask_name(name: str) -> str:
     return str(Path(name).with_suffix(".png"))
 
 
-def _predict(
-    job: str, run: Path, weights: Path, inputs: _Inputs, options: PredictOptions
-) -> list[dict[str, Any]] | OnefoldError:
+class _Kept(msgspec.Struct):
+    """What is needed of any run's ``run.json``."""
+
+    shards: Annotated[int, msgspec.Meta(ge=1, le=MOST_SHARDS)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Use:
+    """What every device needs to use a run."""
+
+    run: Path
+    weights: Path
+    inputs: list[_Input]
+    options: PredictOptions
+
+    def pictures(self) -> list[dict[str, Any]]:
+        """The classes of pictures."""
+        kind = classify.PictureModel.of_run(self.run)
+        with kept_facts(self.run):
+            model = kind.build()
+        pictures = PictureFiles([each.path for each in self.inputs], Path(), kind.white)
+        data = LabelledPictures(
+            pictures, [0] * len(pictures), kind.mode, kind.test_changes, kind.normalise
+        )
+        size = classify.EVALUATION_BATCH_SIZE
+        found = self._predict(model, classify.confidences, data, size)["confidence"]
+        rows = zip(self.inputs, _classes(found, kind.classes, self.options.top), strict=True)
+        return [{"file": each.name, "classes": classes} for each, classes in rows]
+
+    def texts(self) -> list[dict[str, Any]]:
+        """The classes of texts."""
+        kind = text.TextModel.of_run(self.run)
+        ids = kind.encode([each.text for each in self.inputs])
+        data = EncodedTexts(ids, [0] * len(ids))
+        model, size = kind.build(self.run), text.EVALUATION_BATCH_SIZE
+        found = self._predict(model, text.confidences, data, size, kind.collate)["confidence"]
+        rows = zip(self.inputs, _classes(found, kind.classes, self.options.top), strict=True)
+        return [
+            {"file": each.name, "line": each.line, "text": each.text, "classes": classes}
+            for each, classes in rows
+        ]
+
+    def masks(self) -> list[dict[str, Any]]:
+        """Masks, which are written, and the share of each that is foreground."""
+        from PIL import Image
+
+        kind = segment.MaskModel.of_run(self.run)
+        with kept_facts(self.run):
+            model = kind.build()
+        padded, folder = Padded(model.stride), self.options.output or Path()
+
+        def draw(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
+            """Write the masks of a shard where it is computed; return the share of each."""
+            masks = whole_logits(model, batch, padded.stride).sigmoid() >= kind.threshold
+            shares = []
+            # The mask's first pixel; float32 holds numbers exactly up to 16,777,216 pictures.
+            numbers = batch["masks"][:, 0, 0].to(torch.int64).tolist()
+            for mask, number, size in zip(masks, numbers, batch["sizes"].tolist(), strict=True):
+                pixels = mask[: size[0], : size[1]].cpu()
+                path = folder / _mask_name(self.inputs[number].name)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                drawn = Image.fromarray(np.where(pixels.numpy(), 255, 0).astype(np.uint8))
+                # Whole or not at all, so that nothing half-written lies there after a stop.
+                with aside_of(path) as file:
+                    drawn.save(file, format="PNG", pnginfo=made_here(MASK_NOTE))
+                shares.append(pixels.to(torch.float64).mean())
+            return {"share": torch.stack(shares)}
+
+        paths = [each.path for each in self.inputs]
+        data = _NumberedPictures(paths, kind.normalise, kind.white)
+        shares = self._predict(model, draw, data, segment.EVALUATION_BATCH_SIZE, padded)["share"]
+        return [
+            {"file": each.name, "mask": _mask_name(each.name), "share": share}
+            for each, share in zip(self.inputs, shares.tolist(), strict=True)
+        ]
+
+    def _predict(
+        self,
+        model: nn.Module,
+        measure: Callable[[nn.Module, Any], dict[str, torch.Tensor]],
+        data: LabelledPictures | EncodedTexts | _NumberedPictures,
+        batch_size: int,
+        collate: Callable[[list[Any]], Any] | None = None,
+    ) -> dict[str, torch.Tensor]:
+        """Load the weights into the model, and measure all data by a trainer without any step."""
+        load_finite(model, self.weights)
+        *others, last = model.parameters()
+        # A trainer sets memory aside for the gradients of all that is trained; something must be.
+        for parameter in others:
+            parameter.requires_grad_(False)
+        # As in training: as many devices may share a batch as could then.
+        with kept_facts(self.run):
+            shards = msgspec.convert(read_run(self.run), _Kept).shards
+        optimizer = torch.optim.SGD([last], lr=0.0)
+        return onefold.Trainer(model, optimizer, _no_loss, shards=shards).predict(
+            measure,
+            data,
+            batch_size=self.options.batch_size or batch_size,
+            workers=self.options.workers,
+            collate=collate,
+        )
+
+
+_PREDICTORS = {classify.JOB: _Use.pictures, segment.JOB: _Use.masks, text.JOB: _Use.texts}
+
+
+def _predict(job: str, use: _Use) -> list[dict[str, Any]] | OnefoldError:
     """Predict, on every device; weights that cannot be used come back as a value."""
     # Raised, the error would end this device's process, and the user would see a traceback.
     try:
-        return _PREDICTORS[job](run, weights, inputs, options)
+        return _PREDICTORS[job](use)
     except (CheckpointError, DataError) as error:
         return error
-
-
-def _trainer(model: nn.Module, run: Path, weights: Path) -> onefold.Trainer:
-    """Make a trainer that holds a model and never makes a step."""
-    load_finite(model, weights)
-    *others, last = model.parameters()
-    # A trainer sets memory aside for the gradients of all that is trained; something must be.
-    for parameter in others:
-        parameter.requires_grad_(False)
-    optimizer = torch.optim.SGD([last], lr=0.0)
-    # As in training: as many devices may share a batch as could then.
-    with kept_facts(run):
-        shards = int(read_run(run)["shards"])
-        expect(1 <= shards <= MOST_SHARDS, "shards", shards, "a number of shards")
-    return onefold.Trainer(model, optimizer, _no_loss, shards=shards)
 
 
 def _no_loss(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -336,112 +392,21 @@ def _classes(said: torch.Tensor, classes: Sequence[str], top: int) -> list[list[
     ]
 
 
-def _predict_pictures(
-    run: Path, weights: Path, inputs: _Inputs, options: PredictOptions
-) -> list[dict[str, Any]]:
-    kind = classify.PictureModel.of_run(run)
-    with kept_facts(run):
-        model = kind.build()
-    trainer = _trainer(model, run, weights)
-    pictures = PictureFiles(inputs.paths, Path(), kind.white)
-    data = LabelledPictures(
-        pictures, [0] * len(pictures), kind.mode, kind.test_changes, kind.normalise
-    )
-    found = trainer.predict(
-        classify.confidences,
-        data,
-        batch_size=options.batch_size or classify.EVALUATION_BATCH_SIZE,
-        workers=options.workers,
-    )["confidence"]
-    rows = zip(inputs.names, _classes(found, kind.classes, options.top), strict=True)
-    return [{"file": name, "classes": classes} for name, classes in rows]
-
-
-def _predict_texts(
-    run: Path, weights: Path, inputs: _Inputs, options: PredictOptions
-) -> list[dict[str, Any]]:
-    kind = text.TextModel.of_run(run)
-    trainer = _trainer(kind.build(run), run, weights)
-    data = EncodedTexts(kind.encode(inputs.texts), [0] * len(inputs.texts))
-    probabilities = trainer.predict(
-        text.confidences,
-        data,
-        batch_size=options.batch_size or text.EVALUATION_BATCH_SIZE,
-        workers=options.workers,
-        collate=kind.collate,
-    )["confidence"]
-    found = _classes(probabilities, kind.classes, options.top)
-    columns = zip(inputs.names, inputs.lines, inputs.texts, found, strict=True)
-    return [
-        {"file": name, "line": line, "text": words, "classes": classes}
-        for name, line, words, classes in columns
-    ]
-
-
+@dataclass(eq=False)
 class _NumberedPictures(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     """Whole pictures, each with its number in the place of a mask."""
 
-    def __init__(self, paths: Sequence[Path], normalise: Normalise, white: int | None) -> None:
-        self._paths = paths
-        self._normalise = normalise
-        self._white = white
+    paths: Sequence[Path]
+    normalise: Normalise
+    white: int | None
 
     def __len__(self) -> int:
-        return len(self._paths)
+        return len(self.paths)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        picture = open_picture(self._paths[index], white=self._white)
-        image = self._normalise(picture.convert("RGB"))
+        picture = open_picture(self.paths[index], white=self.white)
+        image = self.normalise(picture.convert("RGB"))
         return image, torch.full((1, 1), float(index))
-
-
-def _predict_masks(
-    run: Path, weights: Path, inputs: _Inputs, options: PredictOptions
-) -> list[dict[str, Any]]:
-    from PIL import Image
-
-    kind = segment.MaskModel.of_run(run)
-    with kept_facts(run):
-        model = kind.build()
-    trainer = _trainer(model, run, weights)
-    folder = options.output or Path()
-    padded = Padded(model.stride)
-
-    def draw(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
-        """Write the masks of a shard where it is computed; the share of each that is foreground."""
-        masks = whole_logits(model, batch, padded.stride).sigmoid() >= kind.threshold
-        shares = []
-        # The mask's first pixel; float32 holds numbers exactly up to 16,777,216 pictures.
-        numbers = batch["masks"][:, 0, 0].to(torch.int64).tolist()
-        for mask, number, size in zip(masks, numbers, batch["sizes"].tolist(), strict=True):
-            pixels = mask[: size[0], : size[1]].cpu()
-            path = folder / _mask_name(inputs.names[number])
-            path.parent.mkdir(parents=True, exist_ok=True)
-            drawn = Image.fromarray(np.where(pixels.numpy(), 255, 0).astype(np.uint8))
-            # Whole or not at all, so that nothing half-written lies there after a stop.
-            with aside_of(path) as file:
-                drawn.save(file, format="PNG", pnginfo=made_here(MASK_NOTE))
-            shares.append(pixels.to(torch.float64).mean())
-        return {"share": torch.stack(shares)}
-
-    shares = trainer.predict(
-        draw,
-        _NumberedPictures(inputs.paths, kind.normalise, kind.white),
-        batch_size=options.batch_size or 8,
-        workers=options.workers,
-        collate=padded,
-    )["share"]
-    return [
-        {"file": name, "mask": _mask_name(name), "share": share}
-        for name, share in zip(inputs.names, shares.tolist(), strict=True)
-    ]
-
-
-_PREDICTORS: dict[str, Callable[[Path, Path, _Inputs, PredictOptions], list[dict[str, Any]]]] = {
-    classify.JOB: _predict_pictures,
-    segment.JOB: _predict_masks,
-    text.JOB: _predict_texts,
-}
 
 
 _FORMULAS = ("=", "+", "-", "@", "\t", "\r", "\n", "\uff1d", "\uff0b", "\uff0d", "\uff20")

@@ -19,7 +19,7 @@ from rich.progress import (
 from rich.text import Text
 
 import onefold
-from onefold.system.words import counted
+from onefold.system.words import counted, tell
 
 __all__ = ["PHASES", "ReadingBar", "TrainingBar", "epoch_line"]
 
@@ -38,15 +38,11 @@ class SpeedColumn(ProgressColumn):
 
 @final
 class ReadingBar:
-    """Shows how many files have been read: a bar on a terminal, otherwise one line.
+    """Shows how many files have been read: a bar on a terminal, otherwise one line."""
 
-    Args:
-        console: where to write; stderr if None.
-    """
-
-    def __init__(self, console: Console | None = None) -> None:
+    def __init__(self) -> None:
         # stdout is for results, such as predictions that go to another program.
-        self._console = console or Console(stderr=True)
+        self._console = Console(stderr=True)
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -68,22 +64,15 @@ class ReadingBar:
 
     def watch(self, done: int, total: int) -> None:
         """Note how many files of how many have been read."""
+        self._progress.update(self._task, completed=done, total=total)
         # Several threads decode and report here, and only one of them may start the bar.
         with self._beginning:
-            if not self._begun:
-                self._begin(total)
-        if self._console.is_terminal:
-            self._progress.update(self._task, completed=done, total=total)
-
-    def _begin(self, total: int) -> None:
+            begun, self._begun = self._begun, True
         # With the first report and not before: data without files to look through show no bar.
-        self._begun = True
-        if self._console.is_terminal:
-            self._progress.update(self._task, total=total)
+        if not begun and self._console.is_terminal:
             self._progress.start()
-        else:
-            text = f"onefold: reading {counted(total, 'file')}"
-            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        elif not begun:
+            tell(f"reading {counted(total, 'file')}")
 
 
 @final
@@ -138,7 +127,7 @@ class TrainingBar:
 
 def epoch_line(line: dict[str, Any], epochs: int) -> str:
     """Describe an epoch in one line: losses, scores, rate, seconds, and what they were spent on."""
-    scores = "  ".join(f"{_score(name, value)}" for name, value in line["scores"].items())
+    scores = "  ".join(_score(name, value) for name, value in line["scores"].items())
     shares = phase_shares(line["devices"])
     return (
         f"epoch {line['epoch'] + 1:>{len(str(epochs))}}/{epochs}  loss {line['loss']:.4f}  "

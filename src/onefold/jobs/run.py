@@ -15,9 +15,8 @@ from __future__ import annotations
 import errno
 import importlib.util
 import signal
-import sys
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +37,7 @@ from onefold.jobs.runfolder import (
 )
 from onefold.jobs.training import Task, begin_training
 from onefold.system.process import NOTICES, STOP_SIGNALS, STOPPED_CODE, Stopped
+from onefold.system.words import tell
 
 __all__ = ["Job", "read_options", "run_job"]
 
@@ -81,8 +81,8 @@ def read_options(job: Job, given: dict[str, Any], config: Path | None) -> TrainO
         ValueError: an option is not usable, or differs from the run that is to be resumed.
         LaunchError: the run to resume does not exist, or the new one does.
     """
-    values = read_config(config, job.name) if config else {}
-    asked: TrainOptions = from_mapping(job.options, {**values, **given}, str(config or "options"))
+    named = {**(read_config(config, job.name) if config else {}), **given}
+    asked: TrainOptions = from_mapping(job.options, named, str(config or "options"))
     if not asked.data and not asked.resume:
         raise ValueError("--data: expected where the data are")
     if not asked.name:
@@ -92,17 +92,15 @@ def read_options(job: Job, given: dict[str, Any], config: Path | None) -> TrainO
         return asked
     source = asked.folder / CONFIG
     saved = read_config(source, job.name)
-    # Only options that were given are compared: the others have their defaults, which say nothing.
-    named = {**values, **given}
     before: TrainOptions = from_mapping(job.options, saved, str(source))
-    for field in fields(asked):
-        now, then = getattr(asked, field.name), getattr(before, field.name)
+    # Only options that were given are compared: the others have their defaults, which say nothing.
+    for name in named:
+        now, then = getattr(asked, name), getattr(before, name)
         # The saved options are settled: "auto" has become something else in them.
-        asked_for = field.name in named and now != "auto"
-        if asked_for and field.name not in _MAY_CHANGE | {"name"} and now != then:
+        if name not in _MAY_CHANGE | {"name"} and now not in ("auto", then):
             raise ValueError(
-                f"--{field.name.replace('_', '-')} {now}: the run {asked.name} was begun with "
-                f"{then}, and --resume goes on with the same; a new --name begins another run"
+                f"--{name.replace('_', '-')} {now}: the run {asked.name} was begun with {then}, "
+                f"and --resume goes on with the same; a new --name begins another run"
             )
     kept = {**saved, **{name: value for name, value in named.items() if name in _MAY_CHANGE}}
     resumed: TrainOptions = from_mapping(job.options, {**kept, "resume": True}, str(source))
@@ -126,8 +124,15 @@ def run_job(job: Job, options: TrainOptions) -> dict[str, Any]:
     require_room(options.folder)
     job.check_early(options)
     data = _read_data(job, options)
-    for each in [*(f"left out: {bad}" for bad in data.left_out), *data.notes, *_without_report()]:
-        print(f"onefold: {visible(each)}", file=sys.stderr)
+    notes = [*(f"left out: {bad}" for bad in data.left_out), *data.notes]
+    drawn = importlib.util.find_spec("matplotlib") is not None
+    if not drawn:
+        notes.append(
+            "there will be no report, as matplotlib is not installed here: after pip install "
+            '"onefold[report]", onefold report makes it from the folder of the run'
+        )
+    for note in notes:
+        tell(visible(note))
     _check_same_data(options, before, data.digest)
     settled = job.settle(options, data)
     # The devices are sent what was found here, so all of them have the same samples and labels.
@@ -161,8 +166,12 @@ def run_job(job: Job, options: TrainOptions) -> dict[str, Any]:
         )
     if isinstance(result, Exception):
         raise result
+    report = None
     # Under another launcher, such as torchrun, every process comes here, and one writes.
-    report = _report(settled.folder) if result["is_lead"] else None
+    if drawn and result["is_lead"]:
+        from onefold.jobs.report import build_report
+
+        report = str(build_report(settled.folder))
     return {**result, "folder": str(settled.folder), "report": report}
 
 
@@ -181,21 +190,10 @@ def _read_data(job: Job, options: TrainOptions) -> Any:
 
 def _home(options: TrainOptions) -> str:
     """Where the model lies if devices do not keep it: on the disk of the run, if that is known."""
-    if options.placement == "replicate":
+    if onefold.RunOptions(placement=options.placement).keeps_whole:
         return ""
     # Nothing is made here: the lead makes the folder of the run once its lock is taken.
     return str(next(each for each in options.folder.absolute().parents if each.is_dir()))
-
-
-def _without_report() -> list[str]:
-    """A warning, before the training, that no report can be drawn."""
-    if importlib.util.find_spec("matplotlib") is not None:
-        return []
-    note = (
-        "there will be no report, as matplotlib is not installed here: after pip install "
-        '"onefold[report]", onefold report makes it from the folder of the run'
-    )
-    return [note]
 
 
 def _said_before(options: TrainOptions) -> dict[str, Any]:
@@ -234,15 +232,6 @@ def _check_same_data(options: TrainOptions, before: dict[str, Any], digest: str)
         )
 
 
-def _report(folder: Path) -> str | None:
-    """Build the run's report, and return its path; None if the library that draws is missing."""
-    if importlib.util.find_spec("matplotlib") is None:
-        return None
-    from onefold.jobs.report import build_report
-
-    return str(build_report(folder))
-
-
 def _train(job: Job, options: TrainOptions, data: Any) -> dict[str, Any] | Exception:
     """Train, on every device; return the result, or an error that needs no traceback."""
     # Here all devices fail alike: they build the same model from the same options and files.
@@ -259,11 +248,11 @@ def _train(job: Job, options: TrainOptions, data: Any) -> dict[str, Any] | Excep
         return error
     except OSError as error:
         # The disk filled up, say. On another device it is something else, such as a broken socket.
-        if training.is_lead and error.errno in _OUTER:
+        if training.trainer.is_lead and error.errno in _OUTER:
             return error
         raise
     except (PeerFailed, PeerLost) as error:
         # Perhaps only because the lead has returned its error; if not, the lead raises this, too.
-        if training.is_lead:
+        if training.trainer.is_lead:
             raise
         return error

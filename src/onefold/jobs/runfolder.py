@@ -17,23 +17,28 @@ is what makes a folder a run, so it is written after all that the model needs.
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import json
 import logging
 import math
-import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import msgspec
 
 from onefold.errors import DataError, LaunchError, OnefoldError
 from onefold.jobs.options import TrainOptions, write_config
 from onefold.system.folderlock import FolderLock
-from onefold.system.ownfiles import open_plain, parse_json, read_plain, write_whole
+from onefold.system.ownfiles import aside_of, open_plain, parse_json, read_plain, write_whole
+from onefold.system.record import append_line
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 __all__ = [
     "CHECKPOINTS",
@@ -41,16 +46,19 @@ __all__ = [
     "RUN",
     "SCAN",
     "RunFolder",
+    "SavedName",
     "check_folder",
-    "kept_as",
     "kept_facts",
     "next_name",
+    "read_kept",
     "read_run",
     "require_room",
     "require_writable",
 ]
 
 CHECKPOINTS = "checkpoints"
+SavedName = Annotated[str, msgspec.Meta(pattern=rf"\A{CHECKPOINTS}/step-[0-9]{{8,}}\Z")]
+"""Path of a checkpoint below the folder of its run."""
 CONFIG = "config.toml"
 RUN = "run.json"
 SCAN = "scan.json"
@@ -59,10 +67,9 @@ _INSTEAD = "give this run another --name"
 _log = logging.getLogger("onefold")
 _TRIED_BYTES = 4096
 _LINE_BYTES = 1 << 20
-_ERRORS = (
-    AttributeError, LookupError, OSError, OverflowError, TypeError, ValueError,
-    msgspec.ValidationError,
-)  # fmt: skip
+_LARGEST = 224
+"""The longer side of a report's pictures, in pixels at most."""
+_ERRORS = (AttributeError, LookupError, OSError, OverflowError, TypeError, ValueError)
 """What facts of another kind than expected may raise."""
 
 _Kept = TypeVar("_Kept")
@@ -71,10 +78,8 @@ _Kept = TypeVar("_Kept")
 def next_name(runs: Path, job: str) -> str:
     """Find the first name, made of the job and a number, that is free."""
     # A proposal: another process may take it meanwhile, and the lock decides between them.
-    number = 1
-    while (runs / f"{job}-{number}").exists():
-        number += 1
-    return f"{job}-{number}"
+    names = (f"{job}-{number}" for number in count(1))
+    return next(name for name in names if not (runs / name).exists())
 
 
 def check_folder(folder: Path, *, resume: bool) -> None:
@@ -187,11 +192,29 @@ def kept_facts(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def kept_as(kind: type[_Kept], facts: dict[str, Any]) -> _Kept:
-    """Make a dataclass of facts, for a block of `kept_facts`: each has the type of its field."""
-    # Made twice: msgspec compares the types, and would pass over a fact that has no field.
-    kind(**facts)
-    return msgspec.convert(facts, kind)
+def read_kept(kind: type[_Kept], folder: Path, job: str, name: str) -> _Kept:
+    """Read what a run keeps of its model.
+
+    Args:
+        kind: what the fact is read as, for msgspec.
+        folder: the folder of the run.
+        job: the job that the run must be of.
+        name: name of the fact in ``run.json``.
+
+    Raises:
+        DataError: the folder is not that of a run of this job, or its ``run.json`` is damaged.
+    """
+    facts = read_run(folder, job)
+    with kept_facts(folder):
+        return msgspec.convert(facts[name], kind)
+
+
+class _Line(msgspec.Struct):
+    """What every line of the metrics has."""
+
+    kind: Literal["epoch", "steps"]
+    epoch: int
+    step: int
 
 
 class RunFolder:
@@ -206,7 +229,8 @@ class RunFolder:
         self.path = path
         self._is_lead = is_lead
         self._events: Any = None
-        self._locked = FolderLock(path, instead=_INSTEAD)
+        # Once taken, it keeps other processes out of this run until `close` or the end of this one.
+        self._lock = FolderLock(path, instead=_INSTEAD)
         self._said: dict[str, Any] = {}
 
     def create(self, options: TrainOptions, job: str, files: Mapping[str, str]) -> None:
@@ -214,12 +238,12 @@ class RunFolder:
         if not self._is_lead:
             return
         self.path.mkdir(parents=True, exist_ok=True)
-        self._lock()
+        self._lock.take()
         # Once more, now that nobody else can begin a run here: one may have been begun since.
         check_folder_is_free(self.path)
         for name, content in files.items():
             write_whole(self.path / name, content.encode())
-        self._write_config(options, job)
+        write_config(options, job, self.path / CONFIG)
 
     def go_on(self, options: TrainOptions, job: str, *, steps: int, epochs: int) -> None:
         """Resume the run: remove the metrics of what came after the checkpoint.
@@ -232,7 +256,7 @@ class RunFolder:
         """
         if not self._is_lead:
             return
-        self._lock()
+        self._lock.take()
         # Those steps are made again, and would stand there twice. Epochs are counted by themselves,
         # as a checkpoint at an epoch's last step may come before the evaluation.
         lines = [
@@ -245,7 +269,7 @@ class RunFolder:
         # There is none if the run was stopped right after its folder had been made.
         if (self.path / RUN).is_file():
             self._said = read_run(self.path)
-        self._write_config(options, job)
+        write_config(options, job, self.path / CONFIG)
 
     def open_events(self, step: int) -> None:
         """Write events for TensorBoard, if installed; it drops earlier ones from ``step`` on."""
@@ -253,10 +277,6 @@ class RunFolder:
             from torch.utils.tensorboard import SummaryWriter
 
             self._events = SummaryWriter(str(self.path / "tensorboard"), purge_step=step)
-
-    def _lock(self) -> None:
-        """Keep other processes out of this run until `close`, or until this process ends."""
-        self._locked.take()
 
     def close(self) -> None:
         """Write out all events, and let other processes resume the run."""
@@ -266,7 +286,7 @@ class RunFolder:
                 events.close()
         finally:
             # Last of all: from here on another process may write into this folder.
-            self._locked.let_go()
+            self._lock.let_go()
 
     def say(self, **facts: Any) -> None:
         """Record facts in ``run.json``, besides those that it has."""
@@ -278,11 +298,8 @@ class RunFolder:
         """Append a line to the metrics, and the same to the events."""
         if not self._is_lead:
             return
-        # Opened for each line: nothing is left in a buffer when the run is killed. Through no link,
-        # as one could have been put there.
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-        with os.fdopen(os.open(self._metrics, flags, 0o666), "ab") as file:
-            file.write(json.dumps(_finite(line)).encode() + b"\n")
+        # The file is opened for each line: nothing is left in a buffer when the run is killed.
+        append_line(self._metrics, _finite(line))
         if self._events is not None:
             for name, value in _scalars(line):
                 self._events.add_scalar(name, value, line["step"])
@@ -297,11 +314,14 @@ class RunFolder:
         with file:
             # A bounded piece at a time: a file without any line end would fill the memory.
             while line := file.readline(_LINE_BYTES):
-                record = _read_line(line)
-                if record is not None:
-                    found.append(record)
                 # Without its end, a line was cut off as the run was killed: nothing is damaged.
-                elif line.endswith(b"\n"):
+                if not line.endswith(b"\n"):
+                    continue
+                try:
+                    record = parse_json(line)
+                    msgspec.convert(record, _Line)
+                    found.append(record)
+                except ValueError:
                     damaged += 1
         if damaged:
             _log.warning("%s: %d damaged lines were left out", self._metrics, damaged)
@@ -317,10 +337,26 @@ class RunFolder:
         if self._is_lead:
             write_whole(self.path / "examples.json", json.dumps(_finite(examples)).encode())
 
-    @property
-    def pictures(self) -> Path:
-        """Folder of the pictures that the examples name."""
-        return self.path / "pictures"
+    def save_picture(self, picture: Image, name: object) -> str:
+        """Write a picture of the examples at the size of a report.
+
+        Returns:
+            Its path within the folder of the run, on every device.
+        """
+        path = self.path / "pictures" / f"{name}.png"
+        if self._is_lead:
+            # mkdir would be content with a link to a folder, and the pictures would go wherever it
+            # leads.
+            if path.parent.is_symlink():
+                came = "a link, and no folder of the run"
+                raise NotADirectoryError(errno.ENOTDIR, came, str(path.parent))
+            path.parent.mkdir(exist_ok=True)
+            # thumbnail works in place, and the picture may be the data set's own.
+            small = picture.copy()
+            small.thumbnail((_LARGEST, _LARGEST))
+            with aside_of(path) as file:
+                small.save(file, format="PNG")
+        return str(path.relative_to(self.path))
 
     @property
     def checkpoints(self) -> Path:
@@ -330,22 +366,6 @@ class RunFolder:
     @property
     def _metrics(self) -> Path:
         return self.path / "metrics.jsonl"
-
-    def _write_config(self, options: TrainOptions, job: str) -> None:
-        write_config(options, job, self.path / CONFIG)
-
-
-def _read_line(line: bytes) -> dict[str, Any] | None:
-    """Read a line of the metrics; None if `RunFolder.add` cannot have written it."""
-    try:
-        record = parse_json(line)
-    except ValueError:
-        return None
-    if not isinstance(record, dict) or not line.endswith(b"\n"):
-        return None
-    # Not isinstance, for which true is a whole number.
-    whole = all(type(record.get(name)) is int for name in ("epoch", "step"))
-    return record if whole and record.get("kind") in ("epoch", "steps") else None
 
 
 def _finite(value: Any) -> Any:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+import msgspec
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -14,56 +16,140 @@ from torch import nn
 from torch.utils.data import Subset
 
 import onefold
-from onefold.errors import CheckpointError, DataError
-from onefold.jobs.data.augment import IMAGENET, Normalise
-from onefold.jobs.data.decoding import open_picture, require_pillow
-from onefold.jobs.data.masks import read_mask
+from onefold.errors import DataError
+from onefold.jobs import finetune
+from onefold.jobs.data.masks import MaskRule, read_mask
 from onefold.jobs.data.pairs import MaskedPictures, Pair, read_pairs
-from onefold.jobs.data.pictures import require_folder
+from onefold.jobs.data.pictures import open_picture, require_folder, require_pillow
 from onefold.jobs.data.scan import Scanning
-from onefold.jobs.examples import SHOWN, save_picture
-from onefold.jobs.finetune import (
-    best_checkpoint,
-    freeze,
-    is_run,
-    lacking_names,
-    load_finite,
-    parameter_groups,
-    require_pretrained,
-    run_of,
-)
+from onefold.jobs.examples import spread
 from onefold.jobs.models.unet import UNet
-from onefold.jobs.options import expect, scaled_rate, usual_rate
-from onefold.jobs.runfolder import RunFolder, kept_as, kept_facts, read_run
-from onefold.jobs.segment_options import MOST_WIDTH, SegmentOptions
+from onefold.jobs.options import (
+    COUNT,
+    MOST_FACTOR,
+    MOST_SIDE,
+    PART,
+    SHARE,
+    Normalisation,
+    Optimizer,
+    TrainOptions,
+    again,
+    expect,
+    full_rate,
+    option,
+    within,
+)
+from onefold.jobs.runfolder import RunFolder, read_kept
 from onefold.jobs.segment_pictures import (
-    LARGEST_CROP,
-    Crops,
+    Augment,
     Padded,
-    WholePictures,
+    PicturePairs,
     counted_pixels,
     whole_logits,
 )
 from onefold.jobs.training import Task, facts_of
-from onefold.system.words import listed
 
-__all__ = [
-    "JOB",
-    "MaskModel",
-    "SegmentOptions",
-    "check_early",
-    "make_task",
-    "overlaps",
-    "prepare",
-    "settle",
-]
+__all__ = ["JOB", "MaskModel", "SegmentOptions", "check_early", "make_task", "prepare", "settle"]
+
+Encoder = Literal["vgg16", "resnet18", "resnet34", "resnet101"]
+Switch = Literal["yes", "no"]
 
 JOB = "segment"
 HEAD = "head"
-USUAL_ENCODER = "resnet34"
+USUAL_ENCODER: Encoder = "resnet34"
 USUAL_WIDTH = 64
+MOST_WIDTH = 4096
+"""The most channels of the encoder's first layer."""
+LARGEST_CROP = 256
+EVALUATION_BATCH_SIZE = 8
 LARGEST_SHOWN = 512
 """The longer side of a prediction in a report, in pixels at most."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentOptions(TrainOptions):
+    """Options of ``onefold train segment``."""
+
+    shards: int = again("shards", 4)
+    batch_size: int = again("batch_size", 8, help="Pictures of a batch, over all devices.")
+    epochs: int | None = again("epochs", shown="40, or 20 with --pretrained")
+    lr: float | None = again("lr", shown="0.001, or 0.0002 with --pretrained")
+    optimizer: Optimizer = again("optimizer", "adamw")
+    weight_decay: float = again("weight_decay", 0.01)
+    warmup_epochs: float = again("warmup_epochs", 1.0)
+    encoder: Encoder | None = option(
+        None,
+        "The half of the U-Net that looks at the picture.",
+        shown="resnet34, or that of the pretrained run",
+    )
+    width: int | None = option(
+        None,
+        "Channels of its first layer; published weights need 64.",
+        within(2, MOST_WIDTH),
+        shown="64, or that of the pretrained run",
+    )
+    holdout: float = option(0.1, "Share to test with, where there is no test set.", PART)
+    crop: int | None = option(
+        None,
+        "Side of the squares that are cut out for training.",
+        within(32, MOST_SIDE),
+        shown="256, or what there is",
+    )
+    flip: Switch = option("yes", "Mirror every second picture and its mask.")
+    turns: Switch = option("no", "Turn by 0, 90, 180 or 270 degrees: where no side is up.")
+    jitter: float = option(0.2, "How much brightness and contrast vary.", SHARE)
+    pos_weight: str = option(
+        "1", "Weight of the mask's pixels in the loss; auto: as many times as they are fewer."
+    )
+    foreground: tuple[str, ...] = option(
+        (),
+        "Values of the masks' pixels that are foreground, such as 15, 128-255 or '#ff0000'.",
+        shown="1, or what is brighter than half",
+    )
+    void: tuple[str, ...] = option(
+        (),
+        "Values of the masks' pixels that are left out of loss and scores, such as 255.",
+        shown="none",
+    )
+    threshold: float = option(0.5, "Probability from which a pixel is in the predicted mask.", PART)
+    evaluation_batch_size: int = option(8, "Whole pictures of a batch in tests.", COUNT)
+    normalise: Normalisation = option(
+        "auto", "By the numbers of ImageNet or of the data; auto: as pretrained weights want it."
+    )
+    pretrained: str | None = option(
+        None,
+        "Begin with an encoder from a file of torchvision's names, or a whole run of this job.",
+        shown="none",
+    )
+    pretrained_key: str | None = option(
+        None, "Where the file keeps its weights, such as state_dict.", shown="at the top"
+    )
+
+    def __post_init__(self) -> None:
+        # Not super(), which fails here: see ClassifyOptions.
+        TrainOptions.__post_init__(self)
+        # The decoder ends with half as many channels.
+        even = self.width is None or self.width % 2 == 0
+        expect(even, "width", self.width, "an even number")
+        known = self.pos_weight == "auto" or _is_positive(self.pos_weight)
+        weights = "auto, or a number above 0 and at most a million"
+        expect(known, "pos_weight", self.pos_weight, weights)
+        # Made only because it refuses what it cannot read: now, and not after the data are read.
+        MaskRule(self.foreground, self.void)
+        useful = self.pretrained is not None or not self.pretrained_key
+        expect(useful, "pretrained_key", "", "with --pretrained")
+
+    @property
+    def mask_rule(self) -> MaskRule:
+        """Which values of a mask are foreground, background and void."""
+        return MaskRule(self.foreground, self.void)
+
+
+def _is_positive(text: str) -> bool:
+    try:
+        return 0 < float(text) <= MOST_FACTOR
+    except ValueError:
+        return False
 
 
 def check_early(options: SegmentOptions) -> None:
@@ -75,12 +161,12 @@ def check_early(options: SegmentOptions) -> None:
         ValueError: an option does not suit the model.
     """
     require_pillow()
-    require_pretrained(options.pretrained, JOB)
+    finetune.require_pretrained(options.pretrained, JOB)
     if options.freeze or options.freeze_until:
-        run = run_of(options.pretrained)
-        encoder = options.encoder or (MaskModel.of_run(run).encoder if run else USUAL_ENCODER)
+        before = _before(options)
+        encoder = options.encoder or (before.encoder if before else USUAL_ENCODER)
         # Only for the names of its parts, so the smallest that there is.
-        freeze(UNet(encoder, width=2), options, HEAD)
+        finetune.freeze(UNet(encoder, width=2), options, HEAD)
 
 
 def prepare(options: SegmentOptions, scanning: Scanning | None = None) -> MaskedPictures:
@@ -92,9 +178,7 @@ def prepare(options: SegmentOptions, scanning: Scanning | None = None) -> Masked
 
     Raises:
         DataError: the data are missing, damaged or unsuitable.
-        LaunchError: Pillow is missing.
     """
-    require_pillow()
     directory = Path(options.data)
     require_folder(directory, "a folder with images and masks")
     return read_pairs(
@@ -116,33 +200,27 @@ def settle(options: SegmentOptions, data: MaskedPictures) -> SegmentOptions:
     # For what it refuses; the number itself is needed only on the devices.
     _pos_weight(options.pos_weight, data)
     fine = options.pretrained is not None
-    run = run_of(options.pretrained)
-    before = MaskModel.of_run(run) if run else None
-    encoder: Any = before.encoder if before else USUAL_ENCODER
+    before = _before(options)
     # As large as the shortest side allows, and a multiple of every encoder's stride, so that crops
     # are hardly ever padded.
     crop = min(LARGEST_CROP, max(32, data.shortest // 32 * 32))
     return replace(
         options,
-        encoder=options.encoder or encoder,
+        encoder=options.encoder or (before.encoder if before else USUAL_ENCODER),
         width=options.width or (before.width if before else USUAL_WIDTH),
         crop=options.crop or crop,
         epochs=options.epochs or (20 if fine else 40),
-        lr=usual_rate(options, fine=fine) if options.lr is None else options.lr,
+        lr=full_rate(options, fine=fine),
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MaskModel:
+class MaskModel(finetune.Normalised, frozen=True, kw_only=True):
     """What must be known of a model to use it on pictures; kept in ``run.json``."""
 
-    encoder: str
-    width: int
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
+    encoder: Encoder
+    # Anybody may have written the file: billions of channels would take all memory.
+    width: Annotated[int, msgspec.Meta(ge=2, le=MOST_WIDTH)]
     threshold: float
-    white: int | None = None
-    """The brightest value of pictures with more than 8 bits a pixel; None if there are none."""
 
     @classmethod
     def of_run(cls, run: Path) -> MaskModel:
@@ -151,21 +229,11 @@ class MaskModel:
         Raises:
             DataError: the folder is not that of a run of this job, or its ``run.json`` is damaged.
         """
-        facts = read_run(run, JOB)
-        with kept_facts(run):
-            made = kept_as(cls, facts["mask_model"])
-            # Anybody may have written the file: billions of channels would take all memory.
-            expect(2 <= made.width <= MOST_WIDTH, "width", made.width, "a number of channels")
-            return made
+        return read_kept(cls, run, JOB, "mask_model")
 
     def build(self) -> UNet:
         """Build the model with fresh weights."""
         return UNet(self.encoder, width=self.width)
-
-    @property
-    def normalise(self) -> Normalise:
-        """How its pictures become numbers."""
-        return Normalise(self.mean, self.std)
 
 
 def make_task(options: SegmentOptions, data: MaskedPictures) -> Task:
@@ -185,20 +253,24 @@ def make_task(options: SegmentOptions, data: MaskedPictures) -> Task:
     model = kind.build()
     if options.pretrained:
         _load(model, Path(options.pretrained), options.pretrained_key)
-    frozen = freeze(model, options, HEAD)
+    frozen = finetune.freeze(model, options, HEAD)
     weight = torch.tensor(_pos_weight(options.pos_weight, data))
     loss, score = _loss_and_score(weight, options.threshold, model.stride)
     padded = Padded(model.stride)
-    test_set = WholePictures(data.test, kind.normalise, data.rule, data.white)
+    augment = Augment(
+        side=options.crop or LARGEST_CROP,
+        flip=options.flip == "yes",
+        turns=options.turns == "yes",
+        jitter=options.jitter,
+    )
+    test_set = PicturePairs(data.test, kind.normalise, data.rule, data.white)
     return Task(
         model=model,
-        groups=parameter_groups(
-            model, rate=scaled_rate(options), head=HEAD, head_scale=options.head_lr_scale
-        ),
+        groups=finetune.parameter_groups(model, options, HEAD),
         loss=loss,
         score=score,
         best="highest iou",
-        train_set=Crops(data.train, options, kind.normalise, data.white),
+        train_set=PicturePairs(data.train, kind.normalise, data.rule, data.white, augment),
         test_set=test_set,
         collate=padded,
         evaluation_batch_size=options.evaluation_batch_size,
@@ -206,7 +278,7 @@ def make_task(options: SegmentOptions, data: MaskedPictures) -> Task:
         facts={
             **facts_of(data),
             "model": f"U-Net, {kind.encoder}",
-            "mask_model": asdict(kind),
+            "mask_model": msgspec.structs.asdict(kind),
             "pos_weight": float(weight),
             "frozen": frozen,
         },
@@ -241,19 +313,18 @@ def _loss_and_score(
 
     def score(model: nn.Module, batch: Any) -> dict[str, onefold.Mean]:
         logits = whole_logits(model, batch, stride)
-        overlap, predicted, given = (part.sum() for part in overlaps(logits, batch, threshold))
+        pixels = {name: each.sum() for name, each in overlaps(logits, batch, threshold).items()}
+        overlap, both = pixels["overlap"], pixels["predicted"] + pixels["given"]
         return {
             "loss": mean_loss(logits, batch),
-            "iou": onefold.Mean(overlap, predicted + given - overlap),
-            "dice": onefold.Mean(2 * overlap, predicted + given),
+            "iou": onefold.Mean(overlap, both - overlap),
+            "dice": onefold.Mean(2 * overlap, both),
         }
 
     return loss, score
 
 
-def overlaps(
-    logits: torch.Tensor, batch: Any, threshold: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def overlaps(logits: torch.Tensor, batch: Any, threshold: float) -> dict[str, torch.Tensor]:
     """Count each picture's pixels in both masks, in the predicted one, and in the given one.
 
     Args:
@@ -262,31 +333,21 @@ def overlaps(
         threshold: probability from which a pixel is in the predicted mask.
 
     Returns:
-        Three counts (n,) float64, without void pixels.
+        ``overlap``, ``predicted`` and ``given``, (n,) float64 each, without void pixels.
     """
     counted = counted_pixels(batch)
     predicted = (logits.sigmoid() >= threshold) & counted
     # Void is -1 and padding 0, so neither is ever foreground here.
     given = batch["masks"] > 0.5
     # float64 holds every count exactly, and so do sums of them, in any order.
-    pixels = (predicted & given, predicted, given)
-    first, second, third = (part.sum(dim=(1, 2), dtype=torch.float64) for part in pixels)
-    return first, second, third
+    pixels = {"overlap": predicted & given, "predicted": predicted, "given": given}
+    return {name: each.sum(dim=(1, 2), dtype=torch.float64) for name, each in pixels.items()}
 
 
 def _mask_model(options: SegmentOptions, data: MaskedPictures) -> MaskModel:
-    mean, std = data.sums.mean_and_std()
-    run, normalise = run_of(options.pretrained), options.normalise
-    if normalise == "auto" and options.pretrained:
-        if run:
-            before = MaskModel.of_run(run)
-            mean, std = before.mean, before.std
-        else:
-            normalise = "imagenet"
-    if normalise == "imagenet":
-        mean, std = IMAGENET
-    elif normalise == "none":
-        mean, std = (0.0,) * 3, (1.0,) * 3
+    mean, std = finetune.statistics_of(
+        options.normalise, options.pretrained, _before(options), data.sums, channels=3
+    )
     return MaskModel(
         encoder=options.encoder or USUAL_ENCODER,
         width=options.width or USUAL_WIDTH,
@@ -297,19 +358,19 @@ def _mask_model(options: SegmentOptions, data: MaskedPictures) -> MaskModel:
     )
 
 
+def _before(options: SegmentOptions) -> MaskModel | None:
+    """The model of the run to start from; None if weights come from a file, or from nowhere."""
+    run = finetune.run_of(options.pretrained)
+    return MaskModel.of_run(run) if run else None
+
+
 def _load(model: UNet, path: Path, key: str | None) -> None:
     """Load the whole model from a run of this job, or its encoder from a file."""
-    if is_run(path):
-        load_finite(model, best_checkpoint(path))
+    if finetune.is_run(path):
+        finetune.load_finite(model, finetune.best_checkpoint(path))
         return
-    # Not strict: the file of a classifier has a last layer more. What it lacks is looked for here.
-    loaded = load_finite(model.encoder, path, key=key, strict=False)
-    lacking = lacking_names(loaded.missing, HEAD)
-    if lacking:
-        raise CheckpointError(
-            f"{path}: expected values of the right shape for the whole encoder, it has none for "
-            f"{listed(lacking)}"
-        )
+    # The file of a classifier has a last layer more.
+    finetune.load_body(model.encoder, path, "", key=key)
 
 
 def _pos_weight(chosen: str, data: MaskedPictures) -> float:
@@ -327,16 +388,14 @@ def _pos_weight(chosen: str, data: MaskedPictures) -> float:
 def _examples(
     trainer: onefold.Trainer,
     folder: RunFolder,
-    test_set: WholePictures,
+    test_set: PicturePairs,
     padded: Padded,
     options: SegmentOptions,
 ) -> dict[str, Any]:
     """Show masks and predictions from all over the test set, and the worst; on every device."""
 
     def measure(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
-        logits = whole_logits(model, batch, padded.stride)
-        names = ("overlap", "said", "meant")
-        return dict(zip(names, overlaps(logits, batch, options.threshold), strict=True))
+        return overlaps(whole_logits(model, batch, padded.stride), batch, options.threshold)
 
     reading: dict[str, Any] = {
         "batch_size": options.evaluation_batch_size,
@@ -344,33 +403,28 @@ def _examples(
         "collate": padded,
     }
     found = trainer.predict(measure, test_set, **reading)
-    overlap, both = found["overlap"], found["said"] + found["meant"]
+    overlap, both = found["overlap"], found["predicted"] + found["given"]
     # Where neither mask has a pixel, they agree; without the least of 1 it would be 0 / 0.
     nothing = both == 0
     iou = torch.where(nothing, 1.0, overlap / (both - overlap).clamp(min=1))
     dice = torch.where(nothing, 1.0, 2 * overlap / both.clamp(min=1))
-    count = min(SHOWN, len(test_set))
-    samples = [number * len(test_set) // count for number in range(count)]
+    samples = spread(len(test_set))
     # Stable: the pictures below are predicted by all devices together, which must choose alike.
-    worst = iou.argsort(stable=True)[:count].tolist()
+    worst = iou.argsort(stable=True)[: len(samples)].tolist()
     shown = sorted({*samples, *worst})
-    draw = _Drawing(options.threshold, padded.stride)
+    draw = partial(_draw, threshold=options.threshold, stride=padded.stride)
     # Predicted once more, and only those: the masks of a whole test set would take all memory.
-    drawn = trainer.predict(draw, Subset(test_set, shown), **reading)
+    drawn = trainer.predict(draw, Subset(test_set, shown), **reading)["mask"]
 
     def entry_of(number: int) -> dict[str, Any]:
         pair = test_set.pairs[number]
-        entry = {"name": pair.name, "iou": float(iou[number]), "dice": float(dice[number])}
-        if trainer.is_lead:
-            row = shown.index(number)
-            parts = _parts(test_set, pair, drawn["mask"][row], drawn["size"][row])
-            entry.update(
-                {
-                    name: save_picture(picture, folder.pictures, f"{number}-{name}")
-                    for name, picture in parts.items()
-                }
-            )
-        return entry
+        scores = {"iou": float(iou[number]), "dice": float(dice[number])}
+        parts = _parts(test_set, pair, drawn[shown.index(number)])
+        pictures = {
+            name: folder.save_picture(picture, f"{number}-{name}")
+            for name, picture in parts.items()
+        }
+        return {"name": pair.name, **scores, **pictures}
 
     return {
         "kind": JOB,
@@ -380,44 +434,46 @@ def _examples(
     }
 
 
-class _Drawing:
-    """Predicts masks at the size of a report, each in the corner of a square of one size.
+def _draw(
+    model: nn.Module, batch: Any, *, threshold: float, stride: int
+) -> dict[str, torch.Tensor]:
+    """Predict masks at the size of a report, each in the corner of a square of one size.
 
     Args:
+        model: in evaluation mode.
+        batch: what `Padded` returned.
         threshold: probability from which a pixel is in the mask.
         stride: of the model.
+
+    Returns:
+        ``mask`` (n, side, side) uint8, of which the `_shown_size` of each picture is used.
     """
-
-    def __init__(self, threshold: float, stride: int) -> None:
-        self._threshold = threshold
-        self._stride = stride
-
-    def __call__(self, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
-        """Return ``mask`` (n, side, side) uint8, of which ``size`` (n, 2) int64 is used."""
-        # `Trainer.predict` wants values of one shape for all samples.
-        logits = whole_logits(model, batch, self._stride).unsqueeze(1)
-        masks = (logits.sigmoid() >= self._threshold).to(torch.float32)
-        canvas = torch.zeros(len(masks), LARGEST_SHOWN, LARGEST_SHOWN, dtype=torch.uint8)
-        sizes = torch.zeros(len(masks), 2, dtype=torch.int64)
-        for row, (height, width) in enumerate(batch["sizes"].tolist()):
-            scale = min(1.0, LARGEST_SHOWN / max(height, width))
-            size = [max(1, round(height * scale)), max(1, round(width * scale))]
-            # The largest of the pixels and not their mean, or thin lines would vanish.
-            mask = F.adaptive_max_pool2d(masks[row, :, :height, :width], size)
-            canvas[row, : size[0], : size[1]] = (mask[0] * 255).to(torch.uint8)
-            sizes[row] = torch.tensor(size)
-        return {"mask": canvas, "size": sizes}
+    # `Trainer.predict` wants values of one shape for all samples.
+    logits = whole_logits(model, batch, stride).unsqueeze(1)
+    masks = (logits.sigmoid() >= threshold).to(torch.float32)
+    canvas = torch.zeros(len(masks), LARGEST_SHOWN, LARGEST_SHOWN, dtype=torch.uint8)
+    for row, (height, width) in enumerate(batch["sizes"].tolist()):
+        h, w = _shown_size(height, width)
+        # The largest of the pixels and not their mean, or thin lines would vanish.
+        mask = F.adaptive_max_pool2d(masks[row, :, :height, :width], (h, w))
+        canvas[row, :h, :w] = (mask[0] * 255).to(torch.uint8)
+    return {"mask": canvas}
 
 
-def _parts(
-    test_set: WholePictures, pair: Pair, mask: torch.Tensor, size: torch.Tensor
-) -> dict[str, Any]:
+def _shown_size(height: int, width: int) -> tuple[int, int]:
+    """Height and width of a picture's mask in a report."""
+    scale = min(1.0, LARGEST_SHOWN / max(height, width))
+    return max(1, round(height * scale)), max(1, round(width * scale))
+
+
+def _parts(test_set: PicturePairs, pair: Pair, mask: torch.Tensor) -> dict[str, Any]:
     """Return a picture, its mask, and the predicted mask."""
     from PIL import Image
 
-    height, width = size.tolist()
+    image = open_picture(pair.image, white=test_set.white)
+    height, width = _shown_size(image.height, image.width)
     return {
-        "image": open_picture(pair.image, white=test_set.white),
+        "image": image,
         "mask": read_mask(pair.mask, test_set.rule),
         "prediction": Image.fromarray(np.ascontiguousarray(mask[:height, :width].numpy())),
     }

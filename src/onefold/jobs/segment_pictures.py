@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,80 +11,66 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from onefold.jobs.data.augment import Normalise, below, between
-from onefold.jobs.data.decoding import open_picture
 from onefold.jobs.data.masks import VOID, MaskRule, mask_tensor, read_mask
 from onefold.jobs.data.pairs import Pair
-from onefold.jobs.segment_options import SegmentOptions
+from onefold.jobs.data.pictures import open_picture
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["LARGEST_CROP", "Crops", "Padded", "WholePictures", "counted_pixels", "whole_logits"]
-
-LARGEST_CROP = 256
+__all__ = ["Augment", "Padded", "PicturePairs", "counted_pixels", "whole_logits"]
 
 
-class Crops(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Squares cut out of pictures and out of their masks, augmented together.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Augment:
+    """Cuts the same square out of a picture and its mask, and changes both alike.
 
     A side that is shorter than the square is taken whole.
-
-    Args:
-        pairs: the pictures and masks.
-        options: settled ones.
-        normalise: turns pictures into numbers.
-        white: the brightest value of pictures with more than 8 bits a pixel.
     """
 
-    def __init__(
-        self,
-        pairs: Sequence[Pair],
-        options: SegmentOptions,
-        normalise: Normalise,
-        white: int | None = None,
-    ) -> None:
-        self._pairs = pairs
-        self._options = options
-        self._normalise = normalise
-        self._white = white
+    side: int
+    """Of the square."""
+    flip: bool
+    """Whether every second one is mirrored."""
+    turns: bool
+    """Whether they are turned by quarters."""
+    jitter: float
+    """The largest share by which brightness and contrast change."""
 
-    def __len__(self) -> int:
-        return len(self._pairs)
+    def __call__(self, image: Image, mask: Image) -> tuple[Image, Image]:
+        from PIL import Image
 
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(3, h, w) and (h, w) float32, h and w at most ``crop``; void pixels are `VOID`."""
-        pair, options = self._pairs[index], self._options
-        image = open_picture(pair.image, white=self._white).convert("RGB")
-        mask = read_mask(pair.mask, options.mask_rule)
         # All that is drawn comes from PyTorch's generator, seeded for each sample: the order of the
         # draws is part of the result.
-        image, mask = _cut_both(image, mask, options.crop or LARGEST_CROP)
-        image, mask = _turn_both(image, mask, options)
+        left = below(max(1, image.width - self.side + 1))
+        top = below(max(1, image.height - self.side + 1))
+        right, bottom = min(left + self.side, image.width), min(top + self.side, image.height)
+        image, mask = (each.crop((left, top, right, bottom)) for each in (image, mask))
+        # By quarters only: these move pixels, while other angles would blend the values of a mask.
+        turned = Image.Transpose
+        ways = []
+        if self.flip and below(2):
+            ways.append(turned.FLIP_LEFT_RIGHT)
+        if self.turns and (quarters := below(4)):
+            ways.append([turned.ROTATE_90, turned.ROTATE_180, turned.ROTATE_270][quarters - 1])
+        for way in ways:
+            image, mask = image.transpose(way), mask.transpose(way)
         # Colours change in the picture alone; a mask has none to change.
-        return self._normalise(_jittered(image, options.jitter)), mask_tensor(mask)
+        return _jittered(image, self.jitter), mask
 
 
-class WholePictures(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Whole pictures and masks, without augmentation.
+@dataclass(eq=False)
+class PicturePairs(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Pictures and their masks, as tensors."""
 
-    Args:
-        pairs: the pictures and masks.
-        normalise: turns pictures into numbers.
-        rule: which values of a mask are foreground and void.
-        white: the brightest value of pictures with more than 8 bits a pixel.
-    """
-
-    def __init__(
-        self,
-        pairs: Sequence[Pair],
-        normalise: Normalise,
-        rule: MaskRule | None = None,
-        white: int | None = None,
-    ) -> None:
-        self.pairs = pairs
-        self.rule = rule or MaskRule()
-        self.white = white
-        self._normalise = normalise
+    pairs: Sequence[Pair]
+    normalise: Normalise
+    rule: MaskRule = field(default_factory=MaskRule)
+    """Which values of a mask are foreground and void."""
+    white: int | None = None
+    """The brightest value of pictures with more than 8 bits a pixel."""
+    augment: Augment | None = None
+    """How they are changed, anew at every reading."""
 
     def __len__(self) -> int:
         return len(self.pairs)
@@ -91,20 +78,20 @@ class WholePictures(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(3, h, w) and (h, w) float32; void pixels are `VOID`."""
         pair = self.pairs[index]
-        image = self._normalise(open_picture(pair.image, white=self.white).convert("RGB"))
-        return image, mask_tensor(read_mask(pair.mask, self.rule))
+        image = open_picture(pair.image, white=self.white).convert("RGB")
+        mask = read_mask(pair.mask, self.rule)
+        if self.augment is not None:
+            image, mask = self.augment(image, mask)
+        return self.normalise(image), mask_tensor(mask)
 
 
+@dataclass(frozen=True, slots=True)
 class Padded:
-    """Makes a shard of pictures of any size, padded on the right and below to a common size.
+    """Makes a shard of pictures of any size, padded on the right and below to a common size."""
 
-    Args:
-        stride: the common height and width are multiples of it, and twice it at least: otherwise a
-            single picture could leave batch norm with a single value in a channel.
-    """
-
-    def __init__(self, stride: int) -> None:
-        self.stride = stride
+    stride: int
+    """The common height and width are multiples of it, and twice it at least: otherwise a single
+    picture could leave batch norm with a single value in a channel."""
 
     def __call__(self, samples: list[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, torch.Tensor]:
         """Return ``images`` (n, 3, h, w), ``masks`` (n, h, w) float32, ``sizes`` (n, 2) int64."""
@@ -182,30 +169,6 @@ def whole_logits(model: nn.Module, batch: Any, stride: int) -> torch.Tensor:
         # Under autocast the model returns a smaller type than the images have.
         logits[rows, :height, :width] = values.to(logits.dtype)
     return logits
-
-
-def _cut_both(image: Image, mask: Image, side: int) -> tuple[Image, Image]:
-    """Cut the same square out of both, or as much of it as they have."""
-    left = below(max(1, image.width - side + 1))
-    top = below(max(1, image.height - side + 1))
-    box = (left, top, min(left + side, image.width), min(top + side, image.height))
-    return image.crop(box), mask.crop(box)
-
-
-def _turn_both(image: Image, mask: Image, options: SegmentOptions) -> tuple[Image, Image]:
-    """Mirror and turn both in the same way."""
-    from PIL import Image
-
-    # By quarters only: these move pixels, while other angles would blend the values of a mask.
-    turned = Image.Transpose
-    ways = []
-    if options.flip == "yes" and below(2):
-        ways.append(turned.FLIP_LEFT_RIGHT)
-    if options.turns == "yes" and (quarters := below(4)):
-        ways.append([turned.ROTATE_90, turned.ROTATE_180, turned.ROTATE_270][quarters - 1])
-    for way in ways:
-        image, mask = image.transpose(way), mask.transpose(way)
-    return image, mask
 
 
 def _jittered(image: Image, most: float) -> Image:

@@ -7,51 +7,28 @@ the folder of the pretrained model that it may have started from.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import onefold
 from onefold.errors import CheckpointError, DataError
+from onefold.jobs import require, text_models
 from onefold.jobs.data.files import read_whole, readable, refuse
-from onefold.jobs.data.labels import check_apart, check_labels, check_one_label, untested
+from onefold.jobs.data.labels import Sample, check_labels, check_same, untested
 from onefold.jobs.data.scan import Scanning
 from onefold.jobs.data.tsv import Line, TextSplits, read_splits
 from onefold.jobs.examples import classifier_examples
 from onefold.jobs.finetune import freeze, parameter_groups
-from onefold.jobs.options import (
-    MOST_FACTOR,
-    MOST_STEPS,
-    Optimizer,
-    TrainOptions,
-    expect,
-    option,
-    scaled_rate,
-)
+from onefold.jobs.options import SHARE, Optimizer, TrainOptions, again, expect, option, within
 from onefold.jobs.runfolder import kept_facts, read_run
-from onefold.jobs.text_models import (
-    build_classifier,
-    build_from_config,
-    head_parts,
-    load_pretrained,
-    most_tokens,
-)
-from onefold.jobs.tokens import (
-    PAD_ID,
-    EncodedTexts,
-    encode_texts,
-    pad_shard,
-    require,
-    token_roles,
-    train_tokenizer,
-)
-from onefold.jobs.training import Task, facts_of
+from onefold.jobs.training import Task, facts_of, loss_and_score
 
 __all__ = ["JOB", "TextModel", "TextOptions", "check_early", "make_task", "prepare", "settle"]
 
@@ -69,38 +46,33 @@ _MOST_FILE_BYTES = 1 << 28
 class TextOptions(TrainOptions):
     """Options of ``onefold train text``."""
 
-    lr: float | None = option(
-        None, "Learning rate.", shown="0.0005, or 0.00003 for --model DIR", most=MOST_FACTOR
-    )
-    epochs: int | None = option(
-        None,
-        "Times that the training set is read.",
-        shown="10, or 3 for --model DIR",
-        most=MOST_STEPS,
-    )
-    optimizer: Optimizer = option("adamw", "How the parameters are updated.")
-    weight_decay: float = option(0.01, "Pull of the parameters towards zero.", most=MOST_FACTOR)
-    clip_norm: float | None = option(1.0, "Scale larger gradients down to this norm.", most=1e20)
+    lr: float | None = again("lr", shown="0.0005, or 0.00003 for --model DIR")
+    epochs: int | None = again("epochs", shown="10, or 3 for --model DIR")
+    optimizer: Optimizer = again("optimizer", "adamw")
+    weight_decay: float = again("weight_decay", 0.01)
+    clip_norm: float | None = again("clip_norm", 1.0, shown=None)
     dev: str | None = option(
         None, "TSV file to score on, if --data is a file.", shown="dev.tsv in the folder"
     )
     model: str = option(
         TINY, "tiny, made from the options below, or a folder with a pretrained model."
     )
+    # 256 bytes and 5 special tokens.
     vocabulary: int = option(
-        4000, "Tokens that the tokenizer learns from the training texts.", most=10**7
+        4000, "Tokens that the tokenizer learns from the training texts.", within(261, 10**7)
     )
-    width: int = option(128, "Size of the tiny model's embeddings.", most=1 << 16)
-    layers: int = option(2, "Of the tiny model.", most=1000)
-    heads: int = option(4, "Attention heads in each layer of the tiny model.", most=1 << 16)
-    dropout: float = option(0.2, "Of the tiny model.")
+    width: int = option(128, "Size of the tiny model's embeddings.", within(1, 1 << 16))
+    layers: int = option(2, "Of the tiny model.", within(1, 1000))
+    heads: int = option(4, "Attention heads in each layer of the tiny model.", within(1, 1 << 16))
+    dropout: float = option(0.2, "Of the tiny model.", SHARE)
+    # Two special tokens stand around a text.
     max_length: int = option(
-        128, "Tokens of a text at most; what is beyond is cut off.", most=1 << 20
+        128, "Tokens of a text at most; what is beyond is cut off.", within(3, 1 << 20)
     )
     token_dropout: float = option(
-        0.15, "Share of tokens hidden in training, anew at every reading."
+        0.15, "Share of tokens hidden in training, anew at every reading.", SHARE
     )
-    label_smoothing: float = option(0.0, "Share of a label that is spread over all classes.")
+    label_smoothing: float = option(0.0, "Share of a label that is spread over all classes.", SHARE)
     labels_as_is: bool = option(
         False, "Accept every label as a class, even if they look like numbers, lists or typos."
     )
@@ -108,20 +80,7 @@ class TextOptions(TrainOptions):
     def __post_init__(self) -> None:
         # Not super(), which fails here: see ClassifyOptions.
         TrainOptions.__post_init__(self)
-        # 256 bytes and 5 special tokens; and two of those stand around a text.
-        for name, least in (
-            ("vocabulary", 261),
-            ("width", 1),
-            ("layers", 1),
-            ("heads", 1),
-            ("max_length", 3),
-        ):
-            value = getattr(self, name)
-            expect(value >= least, name, value, f"{least} or more")
         expect(self.width % self.heads == 0, "width", self.width, f"a multiple of {self.heads}")
-        for name in ("dropout", "token_dropout", "label_smoothing"):
-            value = getattr(self, name)
-            expect(0 <= value < 1, name, value, "0 or more and less than 1")
 
 
 def check_early(options: TextOptions) -> None:
@@ -131,7 +90,7 @@ def check_early(options: TextOptions) -> None:
         LaunchError: a library is missing.
         CheckpointError: the folder of the pretrained model does not exist.
     """
-    require("tokenizers", "transformers")
+    require("the text job", "text", "tokenizers", "transformers")
     if options.model != TINY and not Path(options.model).is_dir():
         raise CheckpointError(
             f"--model {options.model}: expected {TINY}, or a folder with a pretrained model; there "
@@ -169,21 +128,11 @@ def prepare(options: TextOptions, scanning: Scanning | None = None) -> TextSplit
     notes = [] if options.labels_as_is else check_labels(counts, readable(train))
     notes += untested(splits.classes, {line.label for line in splits.dev}, readable(dev))
     # A text that is trained on and scored on would make the score too good.
-    notes += check_apart(
-        [line.text for line in splits.train],
-        [line.text for line in splits.dev],
-        train_names=[f"line {line.line_number} of {readable(train)}" for line in splits.train],
-        test_names=[f"line {line.line_number}" for line in splits.dev],
-        where=readable(dev),
-    )
-    lines = [*splits.train, *splits.dev]
-    parts = [train] * len(splits.train) + [dev] * len(splits.dev)
-    notes += check_one_label(
-        [line.text for line in lines],
-        [line.label for line in lines],
-        [f"line {n.line_number} of {readable(part)}" for n, part in zip(lines, parts, strict=True)],
-        readable(path),
-    )
+    samples = [
+        [Sample(f"line {x.line_number} of {file}", x.label, x.text) for x in lines]
+        for file, lines in ((train, splits.train), (dev, splits.dev))
+    ]
+    notes += check_same(samples, readable(path))
     return replace(splits, notes=notes)
 
 
@@ -197,8 +146,7 @@ def settle(options: TextOptions, data: TextSplits) -> TextOptions:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TextModel:
+class TextModel(msgspec.Struct, frozen=True, kw_only=True):
     """What must be known of a model to use it on texts; kept in the run's folder."""
 
     tokenizer: str
@@ -213,15 +161,14 @@ class TextModel:
 
         Raises:
             DataError: the folder is not that of a run of this job, or a file in it is damaged.
+            LaunchError: a library is missing.
         """
+        require("the text job", "text", "tokenizers", "transformers")
         facts = read_run(run, JOB)
         with kept_facts(run):
-            made = cls(
-                tokenizer=_read_file(run / TOKENIZER_FILE),
-                classes=tuple(map(str, facts["classes"])),
-                max_length=int(facts["text_model"]["max_length"]),
-                pad_id=int(facts["text_model"]["pad_id"]),
-            )
+            tokenizer = _read_file(run / TOKENIZER_FILE)
+            kept = {**facts["text_model"], "classes": facts["classes"], "tokenizer": tokenizer}
+            made = msgspec.convert(kept, cls)
             # Tried here, or a damaged tokenizer would only be met on the devices.
             made.encode(["text"])
             return made
@@ -233,7 +180,10 @@ class TextModel:
             CheckpointError: its description is damaged.
             DataError: its description is not that of the model that ``run.json`` tells of.
         """
-        model = build_of_run(run)
+        try:
+            model = text_models.build_from_config(_read_file(run / CONFIG_FILE))
+        except (CheckpointError, ValueError) as error:
+            raise CheckpointError(f"{run / CONFIG_FILE}: {error}") from error
         config: Any = model.config
         if config.num_labels != len(self.classes) or not 0 <= self.pad_id < config.vocab_size:
             raise DataError(
@@ -245,12 +195,12 @@ class TextModel:
 
     def encode(self, texts: Sequence[str]) -> list[torch.Tensor]:
         """Token ids of each text, (t,) int64."""
-        return encode_texts(texts, self.tokenizer, max_length=self.max_length)
+        return text_models.encode_texts(texts, self.tokenizer, max_length=self.max_length)
 
     @property
     def collate(self) -> Any:
         """The function that makes a shard of texts."""
-        return partial(pad_shard, pad_id=self.pad_id)
+        return partial(text_models.pad_shard, pad_id=self.pad_id)
 
 
 def make_task(options: TextOptions, data: TextSplits) -> Task:
@@ -267,25 +217,24 @@ def make_task(options: TextOptions, data: TextSplits) -> Task:
     # Every device draws the first weights by itself, and all must draw the same.
     torch.manual_seed(options.seed)
     model, kind = _build(options, data)
-    head = head_parts(model)
+    head = text_models.head_parts(model)
     frozen = freeze(model, options, head)
-    mask_id, special_ids = token_roles(kind.tokenizer)
-    train_set = EncodedTexts(
+    mask_id, special_ids = text_models.token_roles(kind.tokenizer)
+    train_set = text_models.EncodedTexts(
         kind.encode([line.text for line in data.train]),
         _labels(data.train, kind.classes),
         token_dropout=options.token_dropout,
         mask_id=mask_id,
         special_ids=special_ids,
     )
-    dev_labels = _labels(data.dev, kind.classes)
-    dev_set = EncodedTexts(kind.encode([line.text for line in data.dev]), dev_labels)
+    dev_ids = kind.encode([line.text for line in data.dev])
+    dev_set = text_models.EncodedTexts(dev_ids, _labels(data.dev, kind.classes))
+    loss, score = loss_and_score(answer, options.label_smoothing)
     config: Any = model.config
     return Task(
         model=model,
-        groups=parameter_groups(
-            model, rate=scaled_rate(options), head=head, head_scale=options.head_lr_scale
-        ),
-        loss=_loss_of(options.label_smoothing),
+        groups=parameter_groups(model, options, head),
+        loss=loss,
         score=score,
         best="highest accuracy",
         train_set=train_set,
@@ -294,7 +243,7 @@ def make_task(options: TextOptions, data: TextSplits) -> Task:
         # Texts of near length share a batch, so that little of a shard is padding.
         lengths=train_set.lengths.tolist(),
         evaluation_batch_size=EVALUATION_BATCH_SIZE,
-        examples=lambda trainer, folder: _examples(trainer, dev_set, data.dev, kind, dev_labels),
+        examples=lambda trainer, folder: _examples(trainer, dev_set, data.dev, kind),
         facts={
             "model": options.model,
             "text_model": {"max_length": kind.max_length, "pad_id": kind.pad_id},
@@ -307,73 +256,45 @@ def make_task(options: TextOptions, data: TextSplits) -> Task:
     )
 
 
-def _loss_of(smoothing: float) -> Callable[[nn.Module, Any], torch.Tensor]:
-    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
-        return F.cross_entropy(
-            logits(model, batch), batch["labels"], reduction="none", label_smoothing=smoothing
-        )
-
-    return loss
-
-
-def build_of_run(run: Path) -> nn.Module:
-    """Build a run's model with fresh weights."""
-    try:
-        return build_from_config(_read_file(run / CONFIG_FILE))
-    except (CheckpointError, ValueError) as error:
-        raise CheckpointError(f"{run / CONFIG_FILE}: {error}") from error
-
-
 def _read_file(path: Path) -> str:
     return read_whole(path, _MOST_FILE_BYTES).decode()
 
 
-def logits(model: nn.Module, batch: Any) -> torch.Tensor:
-    """The logits of every text of a shard, (n, classes) float32."""
+def answer(model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The logits of every text of a shard, (n, classes) float32, and its labels."""
     output = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
-    values: torch.Tensor = output.logits
-    return values
-
-
-def score(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
-    """The loss of every text of a shard, and whether its class was predicted."""
-    values, labels = logits(model, batch), batch["labels"]
-    return {
-        "loss": F.cross_entropy(values, labels, reduction="none"),
-        "accuracy": values.argmax(dim=1) == labels,
-    }
+    return output.logits, batch["labels"]
 
 
 def confidences(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
     """The probability of every class, (n, classes) float32, for every text of a shard."""
-    return {"confidence": logits(model, batch).softmax(dim=1)}
+    return {"confidence": answer(model, batch)[0].softmax(dim=1)}
 
 
 def _build(options: TextOptions, data: TextSplits) -> tuple[nn.Module, TextModel]:
     """Build the model, from a folder or from scratch, and its tokenizer."""
-    classes = tuple(data.classes)
-    if options.model != TINY:
-        model, tokenizer = load_pretrained(options.model, len(classes))
-        config: Any = model.config
-        pad_id = config.pad_token_id if config.pad_token_id is not None else PAD_ID
-        length = min(options.max_length, most_tokens(model) or options.max_length)
-        kind = TextModel(tokenizer=tokenizer, max_length=length, pad_id=pad_id, classes=classes)
-        return model, kind
-    # Each device trains its own; they come out alike, see the note in onefold.jobs.tokens.
-    tokenizer = train_tokenizer([line.text for line in data.train], options.vocabulary)
-    model = build_classifier(
-        options.vocabulary,
-        len(classes),
-        width=options.width,
-        layers=options.layers,
-        heads=options.heads,
-        max_length=options.max_length,
-        dropout=options.dropout,
+    if options.model == TINY:
+        # Each device trains its own; they come out alike, see the note on tokenizers.
+        texts = [line.text for line in data.train]
+        tokenizer = text_models.train_tokenizer(texts, options.vocabulary)
+        model = text_models.build_classifier(
+            options.vocabulary,
+            len(data.classes),
+            width=options.width,
+            layers=options.layers,
+            heads=options.heads,
+            max_length=options.max_length,
+            dropout=options.dropout,
+        )
+    else:
+        model, tokenizer = text_models.load_pretrained(options.model, len(data.classes))
+    config: Any = model.config
+    return model, TextModel(
+        tokenizer=tokenizer,
+        max_length=min(options.max_length, text_models.most_tokens(model) or options.max_length),
+        pad_id=text_models.PAD_ID if config.pad_token_id is None else config.pad_token_id,
+        classes=tuple(data.classes),
     )
-    kind = TextModel(
-        tokenizer=tokenizer, max_length=options.max_length, pad_id=PAD_ID, classes=classes
-    )
-    return model, kind
 
 
 def _labels(lines: Sequence[Line], classes: Sequence[str]) -> list[int]:
@@ -383,10 +304,9 @@ def _labels(lines: Sequence[Line], classes: Sequence[str]) -> list[int]:
 
 def _examples(
     trainer: onefold.Trainer,
-    dev_set: EncodedTexts,
+    dev_set: text_models.EncodedTexts,
     dev: Sequence[Line],
     kind: TextModel,
-    labels: Sequence[int],
 ) -> dict[str, Any]:
     """Show what the trained model predicts for the test texts; called on every device."""
     predicted = trainer.predict(
@@ -397,4 +317,4 @@ def _examples(
         line = dev[number]
         return {"name": f"line {line.line_number}", "text": line.text[:SHOWN_CHARACTERS]}
 
-    return classifier_examples(JOB, predicted, labels, kind.classes, show)
+    return classifier_examples(JOB, predicted, dev_set.labels, kind.classes, show)

@@ -1,4 +1,7 @@
-"""Models of texts: a small one from scratch, and those that transformers has saved.
+"""Models of texts and their tokenizers: small ones from scratch, and those that transformers saved.
+
+`EncodedTexts` and `pad_shard` make samples and shards of token ids. The packages ``tokenizers`` and
+``transformers`` (extra ``[text]``) are imported only where they are used: those two need neither.
 
 Note: what a folder of somebody else's may do
 ---------------------------------------------
@@ -7,28 +10,50 @@ kernels that are fetched from a hub and named in the same file, by pickled weigh
 all this nothing is wanted here. ``trust_remote_code=False`` is written out everywhere, as the
 default asks the user, who is not there; names of kernels are refused; and weights are read by our
 own reader and handed over as tensors. What remains are descriptions, and models of the library.
+
+Note: the same tokenizer everywhere
+-----------------------------------
+Every device may train the tokenizer by itself. Counting runs on several threads and goes through
+hash tables in no particular order, but only whole numbers are added up, the base alphabet is all
+256 bytes in a fixed order, and of pairs with equal counts the one with the lower ids is merged
+first. What would depend on the order of a hash table are the ids of pieces with a prefix or suffix
+of their own ("##ing"): none are used here. The order of the texts does not matter either.
 """
 
 from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import Dataset
 
 from onefold.errors import CheckpointError
 from onefold.jobs.data.files import read_json, read_whole
-from onefold.jobs.tokens import END_ID, PAD_ID, START_ID, require
 from onefold.weights.file import read_weights
 from onefold.weights.load import refuse_spoilt
 
-__all__ = ["build_classifier", "build_from_config", "head_parts", "load_pretrained", "most_tokens"]
+__all__ = [
+    "PAD_ID",
+    "EncodedTexts",
+    "build_classifier",
+    "build_from_config",
+    "encode_texts",
+    "head_parts",
+    "load_pretrained",
+    "most_tokens",
+    "pad_shard",
+    "token_roles",
+    "train_tokenizer",
+]
 
 _WEIGHTS = (
     "model.safetensors",
@@ -44,6 +69,11 @@ _MOST_CONFIG_BYTES = 1 << 24
 _MOST_TOKENIZER_BYTES = 1 << 28
 _TOKENIZERS = ("tokenizer.json", "vocab.json", "vocab.txt")
 
+# In the order of RoBERTa's own vocabulary: its configuration has these numbers as defaults.
+SPECIAL_TOKENS = ("<s>", "<pad>", "</s>", "<unk>", "<mask>")
+"""The special tokens of a trained tokenizer; their ids are their places here."""
+START_ID, PAD_ID, END_ID, _, MASK_ID = range(len(SPECIAL_TOKENS))
+
 
 def build_classifier(
     vocabulary_size: int,
@@ -54,7 +84,6 @@ def build_classifier(
     heads: int,
     max_length: int,
     dropout: float,
-    pad_id: int = PAD_ID,
 ) -> nn.Module:
     """Build a RoBERTa that classifies, its weights drawn from PyTorch's global generator.
 
@@ -66,22 +95,14 @@ def build_classifier(
         heads: attention heads of each layer.
         max_length: tokens of the longest text.
         dropout: rate everywhere, in attention too.
-        pad_id: token id of the padding.
 
     Returns:
         ``model(input_ids=..., attention_mask=...).logits`` is (n, num_classes) float32.
 
-    Raises:
-        LaunchError: ``transformers`` is not installed.
-        ValueError: ``width`` is not a multiple of ``heads``.
-
     Source: Liu et al., RoBERTa: A Robustly Optimized BERT Pretraining Approach, 2019.
     """
-    require("transformers")
     from transformers import RobertaConfig, RobertaForSequenceClassification
 
-    if width % heads:
-        raise ValueError(f"expected width to be a multiple of {heads} heads, got {width}")
     config = RobertaConfig(
         vocab_size=vocabulary_size,
         num_labels=num_classes,
@@ -90,13 +111,13 @@ def build_classifier(
         intermediate_size=4 * width,
         num_hidden_layers=layers,
         num_attention_heads=heads,
-        # RoBERTa numbers positions from pad_id + 1, but embeds the numbers before that as well.
-        max_position_embeddings=max_length + pad_id + 1,
+        # RoBERTa numbers positions from PAD_ID + 1, but embeds the numbers before that as well.
+        max_position_embeddings=max_length + PAD_ID + 1,
         type_vocab_size=1,
         hidden_dropout_prob=dropout,
         attention_probs_dropout_prob=dropout,
         bos_token_id=START_ID,
-        pad_token_id=pad_id,
+        pad_token_id=PAD_ID,
         eos_token_id=END_ID,
     )
     model: nn.Module = RobertaForSequenceClassification(config)
@@ -138,10 +159,8 @@ def build_from_config(config: str) -> nn.Module:
         config: what ``model.config.to_json_string(use_diff=False)`` returned.
 
     Raises:
-        LaunchError: ``transformers`` is not installed.
         CheckpointError: the text describes no model, or one that needs code from elsewhere.
     """
-    require("transformers")
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
     try:
@@ -192,10 +211,8 @@ def load_pretrained(directory: str | PathLike[str], num_classes: int) -> tuple[n
         model's ``config`` has the length of the longest text.
 
     Raises:
-        LaunchError: ``transformers`` or ``tokenizers`` is not installed.
         CheckpointError: a file is missing or damaged, or model and tokenizer do not fit.
     """
-    require("transformers", "tokenizers")
     directory = Path(directory)
     _check_files(directory)
     try:
@@ -337,3 +354,160 @@ def _quiet() -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()
+
+
+def train_tokenizer(texts: Sequence[str], vocabulary_size: int) -> str:
+    """Train a byte-level BPE tokenizer, which has a token for every byte and so for every text.
+
+    The same texts give the same tokenizer, on any number of threads and in any process.
+
+    Args:
+        texts: of the training set.
+        vocabulary_size: tokens at most, with the 5 of `SPECIAL_TOKENS` and the 256 bytes, so 261 or
+            more; fewer if the texts give fewer.
+
+    Returns:
+        The tokenizer as JSON, for `encode_texts`.
+
+    Source: Sennrich et al., Neural Machine Translation of Rare Words with Subword Units, 2016;
+    over bytes: Radford et al., Language Models are Unsupervised Multitask Learners, 2019.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", START_ID), ("</s>", END_ID)]
+    )
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary_size,
+        special_tokens=list(SPECIAL_TOKENS),
+        # Sorted, as the library gives it in no particular order, and ids follow this one.
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer=trainer)
+    trained: str = tokenizer.to_str()
+    return trained
+
+
+def encode_texts(
+    texts: Sequence[str], tokenizer: str, *, max_length: int
+) -> list[torch.Tensor]:  # (t,) int64, t at most max_length
+    """Turn texts into token ids, each between the tokenizer's special tokens, as <s> and </s>.
+
+    Args:
+        texts: plain texts: "</s>" in one of them is four characters, and no special token.
+        tokenizer: JSON, from `train_tokenizer` or `load_pretrained`.
+        max_length: tokens at most, with the special ones; what is beyond is cut off.
+
+    Raises:
+        ValueError: there is no room for a token of the text, or the tokenizer is damaged.
+    """
+    from tokenizers import Tokenizer
+
+    try:
+        encoder = Tokenizer.from_str(tokenizer)
+    # The library raises no class of its own.
+    except Exception as error:
+        raise ValueError(f"expected a tokenizer as JSON: {error}") from error
+    least = encoder.num_special_tokens_to_add(is_pair=False) + 1
+    if max_length < least:
+        raise ValueError(f"expected max_length of {least} or more, got {max_length}")
+    encoder.encode_special_tokens = True
+    # Saved tokenizers may pad and cut as they were used last, and both are settled elsewhere.
+    encoder.no_padding()
+    encoder.enable_truncation(max_length)
+    # One by one: encode_batch starts threads, and some releases warn of forks after that, such as
+    # those of a loader's workers.
+    return [torch.tensor(encoder.encode(text).ids, dtype=torch.int64) for text in texts]
+
+
+def token_roles(tokenizer: str) -> tuple[int, set[int]]:
+    """Find the token that stands for a hidden one, and the special tokens, never hidden.
+
+    Args:
+        tokenizer: JSON, from `train_tokenizer` or `load_pretrained`.
+
+    Returns:
+        The id of the mask (of the unknown token where there is no mask), and all special ids.
+    """
+    content = json.loads(tokenizer)
+    special = {token["content"]: int(token["id"]) for token in content["added_tokens"]}
+    names = ("<mask>", "[MASK]", "<unk>", "[UNK]")
+    # A tokenizer without a mask hides tokens behind the unknown one, whose meaning is as open.
+    mask = next((special[name] for name in names if name in special), MASK_ID)
+    return mask, set(special.values())
+
+
+@dataclass(eq=False)
+class EncodedTexts(Dataset[tuple[torch.Tensor, int]]):
+    """Texts as token ids, with labels; an item is ``(ids, label)``, ids (t,) int64.
+
+    Example:
+        >>> texts = EncodedTexts([torch.tensor([0, 65, 66, 2]), torch.tensor([0, 67, 2])], [1, 0])
+        >>> texts[1], texts.lengths
+        ((tensor([ 0, 67,  2]), 0), tensor([4, 3]))
+    """
+
+    ids: Sequence[torch.Tensor]
+    """Of each text, (t,) int64, from `encode_texts`."""
+    labels: Sequence[int]
+    """Of each text, counted from 0."""
+    token_dropout: float = 0.0
+    """Share of the tokens that become ``mask_id``, at least 0 and below 1, drawn anew at every
+    reading from PyTorch's global generator; for training."""
+    mask_id: int = MASK_ID
+    """Stands for a token that was dropped."""
+    special_ids: Collection[int] = range(len(SPECIAL_TOKENS))
+    """Tokens that are never dropped."""
+
+    @property
+    def lengths(self) -> torch.Tensor:  # (n,) int64
+        """Number of tokens of each text."""
+        return torch.tensor([len(ids) for ids in self.ids], dtype=torch.int64)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        ids = self.ids[index]
+        if self.token_dropout:
+            # For special tokens as well, so that the draws depend on the length alone.
+            drawn = torch.rand(len(ids)) < self.token_dropout
+            special = torch.isin(ids, torch.tensor(sorted(self.special_ids), dtype=torch.int64))
+            ids = ids.masked_fill(drawn & ~special, self.mask_id)
+        return ids, self.labels[index]
+
+
+def pad_shard(
+    samples: Sequence[tuple[torch.Tensor, int]], pad_id: int = PAD_ID
+) -> dict[str, torch.Tensor]:
+    """Make a shard of texts, padded to the length of its longest.
+
+    Args:
+        samples: one or more items of `EncodedTexts`.
+        pad_id: token id of the padding.
+
+    Returns:
+        ``input_ids`` (n, t) int64, ``attention_mask`` (n, t) int64, 1 where there is text, and
+        ``labels`` (n,) int64.
+
+    Example:
+        >>> shard = pad_shard([(torch.tensor([0, 65, 66, 2]), 1), (torch.tensor([0, 67, 2]), 0)])
+        >>> shard["input_ids"]
+        tensor([[ 0, 65, 66,  2],
+                [ 0, 67,  2,  1]])
+        >>> shard["attention_mask"].sum(dim=1), shard["labels"]
+        (tensor([4, 3]), tensor([1, 0]))
+    """
+    texts = [ids for ids, _ in samples]
+    lengths = torch.tensor([len(ids) for ids in texts])
+    # The mask is made of lengths, not of ids: some models pad with a token that texts have, too.
+    padded = pad_sequence(texts, batch_first=True, padding_value=pad_id)
+    return {
+        "input_ids": padded,
+        "attention_mask": (torch.arange(padded.shape[1]) < lengths.unsqueeze(1)).to(torch.int64),
+        "labels": torch.tensor([label for _, label in samples], dtype=torch.int64),
+    }

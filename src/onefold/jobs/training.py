@@ -27,26 +27,30 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, Protocol, TypedDict
+from typing import Annotated, Any, TypedDict
 
 import msgspec
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import onefold
 from onefold.errors import CheckpointError, LaunchError
-from onefold.jobs.data.files import BadFile
+from onefold.jobs.data.classes import PictureClasses
+from onefold.jobs.data.pairs import MaskedPictures
+from onefold.jobs.data.tsv import TextSplits
 from onefold.jobs.options import TrainOptions, make_optimizer, rate_factor
 from onefold.jobs.progress import PHASES, TrainingBar, epoch_line
-from onefold.jobs.runfolder import CHECKPOINTS, RunFolder
+from onefold.jobs.runfolder import CHECKPOINTS, RunFolder, SavedName
 from onefold.system.process import STOPPED_CODE
 from onefold.system.words import counted
 
-__all__ = ["Task", "begin_training", "facts_of"]
+__all__ = ["Task", "begin_training", "facts_of", "loss_and_score"]
 
 
 _log = logging.getLogger("onefold")
@@ -58,7 +62,7 @@ _FEW_STEPS = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What a job makes of its options and data: everything that `train` needs."""
+    """What a job makes of its options and data: everything that `begin_training` needs."""
 
     model: nn.Module
     groups: Sequence[dict[str, Any]]
@@ -88,35 +92,34 @@ class Task:
     """What the look through the data's files found, for a run that resumes."""
 
 
-class Described(Protocol):
-    """Data that a job has prepared, as far as every run's record describes it."""
-
-    @property
-    def digest(self) -> str: ...
-    @property
-    def left_out(self) -> list[BadFile]: ...
-    @property
-    def notes(self) -> list[str]: ...
+Answer = Callable[[nn.Module, Any], tuple[torch.Tensor, torch.Tensor]]
+Scores = Callable[[nn.Module, Any], dict[str, torch.Tensor]]
 
 
-def facts_of(data: Described) -> dict[str, Any]:
+def loss_and_score(answer: Answer, smoothing: float) -> tuple[Callable[..., torch.Tensor], Scores]:
+    """Make the loss and the score of a classifier.
+
+    Args:
+        answer: returns the logits for a shard, (n, classes) float32, and its labels, (n,) int64.
+        smoothing: share of a label that is spread over all classes in the loss.
+    """
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        logits, labels = answer(model, batch)
+        return F.cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing)
+
+    def score(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
+        logits, labels = answer(model, batch)
+        right = logits.argmax(dim=1) == labels
+        return {"loss": F.cross_entropy(logits, labels, reduction="none"), "accuracy": right}
+
+    return loss, score
+
+
+def facts_of(data: PictureClasses | MaskedPictures | TextSplits) -> dict[str, Any]:
     """What ``run.json`` records about the data, whatever the job."""
     left_out = [str(each) for each in data.left_out]
     return {"data": data.digest, "left_out": left_out, "notes": data.notes}
-
-
-def train(options: TrainOptions, job: str, task: Task) -> dict[str, Any]:
-    """Train on the devices of this run, and leave everything in the run's folder.
-
-    Args:
-        options: settled ones.
-        job: whose run it is.
-        task: what to train.
-
-    Returns:
-        What ``run.json`` holds in the end.
-    """
-    return begin_training(options, job, task).run()
 
 
 def begin_training(options: TrainOptions, job: str, task: Task) -> Training:
@@ -130,7 +133,6 @@ def begin_training(options: TrainOptions, job: str, task: Task) -> Training:
     Raises:
         ValueError: the options do not suit the task, or the devices.
     """
-    _check_task(options, task)
     epochs, steps = options.epochs or 1, _steps_of_epoch(options, task)
     optimizer = make_optimizer(options, task.groups)
     factor = rate_factor(options, epochs=epochs, steps=steps)
@@ -146,67 +148,65 @@ def begin_training(options: TrainOptions, job: str, task: Task) -> Training:
     )
     # Only now is it known which process is the lead, and so who may write.
     folder = RunFolder(options.folder, is_lead=trainer.is_lead)
-    return Training(options, job, task, trainer, folder, optimizer, epochs, steps)
-
-
-def _check_task(options: TrainOptions, task: Task) -> None:
-    """Refuse a batch size with which not even a full batch has enough samples for each shard.
-
-    Raises:
-        ValueError: the largest batch has too few samples.
-    """
-    most = min(options.batch_size, len(task.train_set))
-    if most < _least_batch(options, task):
-        raise ValueError(
-            f"a batch has {most} samples at most (--batch-size {options.batch_size}, "
-            f"{len(task.train_set)} samples to train with): this model needs {task.least_shard} or "
-            f"more in each of its {options.shards} shards; give fewer --shards or a larger batch"
-        )
+    return Training(options, job, task, trainer, folder, optimizer, epochs=epochs, steps=steps)
 
 
 def _steps_of_epoch(options: TrainOptions, task: Task) -> int:
-    """Number of batches in a pass over the training set, without a last one that is too short."""
-    whole, rest = divmod(len(task.train_set), options.batch_size)
-    return whole + (1 if rest >= _least_batch(options, task) else 0)
+    """Number of batches in a pass over the training set, without a last one that is too short.
 
-
-def _least_batch(options: TrainOptions, task: Task) -> int:
-    """The fewest samples that a batch may have."""
+    Raises:
+        ValueError: not even a full batch has enough samples for each shard.
+    """
+    samples, size = len(task.train_set), options.batch_size
     # An empty shard is skipped. One with a single sample is not, and batch norm fails on it, or
     # learns nothing: where a shard needs two samples, every shard of a batch must have them.
-    return task.least_shard * options.shards if task.least_shard > 1 else 1
+    least = task.least_shard * options.shards if task.least_shard > 1 else 1
+    most = min(size, samples)
+    if most < least:
+        raise ValueError(
+            f"a batch has {most} samples at most (--batch-size {size}, {samples} samples to train "
+            f"with): this model needs {task.least_shard} or more in each of its {options.shards} "
+            f"shards; give fewer --shards or a larger batch"
+        )
+    return samples // size + int(samples % size >= least)
 
 
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Best(TypedDict):
+    """The best epoch so far."""
+
+    epoch: _Count
+    score: str
+    value: float
+    # Nothing but a checkpoint of the run: it is loaded for the examples.
+    checkpoint: SavedName
+
+
+class Saved(TypedDict):
+    """What a run keeps in its checkpoints besides the model."""
+
+    part: dict[str, float]
+    """The numbers of an epoch that was begun, as `Meter.saved` returned them."""
+    epochs_done: _Count
+    best: Best | None
+
+
+@dataclass(slots=True)
 class Training:
     """One training, from its beginning or last checkpoint to its end. Made by `begin_training`."""
 
-    def __init__(
-        self,
-        options: TrainOptions,
-        job: str,
-        task: Task,
-        trainer: onefold.Trainer,
-        folder: RunFolder,
-        optimizer: torch.optim.Optimizer,
-        epochs: int,
-        steps: int,
-    ) -> None:
-        self._options = options
-        self._job = job
-        self._task = task
-        self._trainer = trainer
-        self._folder = folder
-        self._optimizer = optimizer
-        self._epochs = epochs
-        self._steps = steps
-        self._part: dict[str, float] = {}
-        self._epochs_done = 0
-        self._best: dict[str, Any] | None = None
-
-    @property
-    def is_lead(self) -> bool:
-        """Whether this process writes."""
-        return self._trainer.is_lead
+    options: TrainOptions
+    job: str
+    task: Task
+    trainer: onefold.Trainer
+    folder: RunFolder
+    optimizer: torch.optim.Optimizer
+    epochs: int
+    steps: int
+    """Of an epoch."""
+    saved: Saved = field(default_factory=lambda: Saved(part={}, epochs_done=0, best=None))
 
     def run(self) -> dict[str, Any]:
         """Train to the end, and return what ``run.json`` then holds.
@@ -222,31 +222,29 @@ class Training:
             self._train()
             return self._finish()
         finally:
-            self._folder.close()
+            self.folder.close()
 
     def _begin(self) -> None:
         """Create the folder, or load its last checkpoint."""
-        loaded, checkpoints = None, self._folder.checkpoints
         # Loaded before the folder is touched: how much of the metrics stays depends on the step of
         # the checkpoint. A run that was killed before its first one begins again, in its folder.
-        if self._options.resume:
-            loaded = self._trainer.load(checkpoints, if_any=True)
-        if loaded is not None:
-            self._part, self._epochs_done, self._best = read_saved(loaded.extra, checkpoints)
+        if self.options.resume:
+            loaded = self.trainer.load(self.folder.checkpoints, if_any=True)
+            if loaded is not None:
+                self.saved = read_saved(loaded.extra, self.folder.checkpoints)
         self._agree(self._open_folder)
 
     def _open_folder(self) -> None:
-        if self._options.resume:
-            self._folder.go_on(
-                self._options, self._job, steps=self._trainer.steps, epochs=self._epochs_done
-            )
+        if self.options.resume:
+            steps, epochs = self.trainer.steps, self.saved["epochs_done"]
+            self.folder.go_on(self.options, self.job, steps=steps, epochs=epochs)
         else:
-            self._folder.create(self._options, self._job, self._task.files)
-            self._folder.say(started=_now())
-        self._folder.keep_scan(self._task.scan)
+            self.folder.create(self.options, self.job, self.task.files)
+            self.folder.say(started=_now())
+        self.folder.keep_scan(self.task.scan)
         # TensorBoard drops events from this step on: those of steps that are now done again.
-        self._folder.open_events(self._trainer.steps + 1)
-        self._folder.say(**self._facts())
+        self.folder.open_events(self.trainer.steps + 1)
+        self.folder.say(**self._facts())
 
     def _agree(self, write: Callable[[], None]) -> None:
         """Have the lead write, and let a failure end the run in the same way on all devices.
@@ -261,135 +259,131 @@ class Training:
             failure = error
         except OSError as error:
             words = error.strerror or str(error)
-            failure = LaunchError(f"{self._folder.path}: the run cannot be written there: {words}")
+            failure = LaunchError(f"{self.folder.path}: the run cannot be written there: {words}")
             failure.__cause__ = error
         # On every device, failed or not: if the lead raised at once, the others would wait for it
         # until their time is up, and then report a lost device rather than the folder.
-        failed = self._trainer.gather({"failed": float(failure is not None)})
+        failed = self.trainer.gather({"failed": float(failure is not None)})
         if failure is None and any(device["failed"] for device in failed):
-            failure = LaunchError(f"{self._folder.path}: the lead device could not write there")
+            failure = LaunchError(f"{self.folder.path}: the lead device could not write there")
         if failure is not None:
-            self._folder.close()
+            self.folder.close()
             raise failure
 
     def _opening(self) -> list[str]:
         """Lines to begin with: what is trained on what, and anything that looks wrong."""
-        facts, trainer = self._facts(), self._trainer
+        facts, trainer = self._facts(), self.trainer
         classes = f" in {counted(len(facts['classes']), 'class')}" if "classes" in facts else ""
         opening = (
-            f"{self._folder.path}: {facts['train_samples']:,} samples to train with, "
+            f"{self.folder.path}: {facts['train_samples']:,} samples to train with, "
             f"{facts['test_samples']:,} to test with{classes}; {facts['model']} of "
             f"{facts['parameters']:,} parameters; {counted(len(trainer.devices), 'device')}"
         )
         lines = [opening]
         if trainer.steps:
-            epoch = self._epochs_done + 1
+            epoch = self.saved["epochs_done"] + 1
             lines.append(f"goes on after step {trainer.steps:,}, in epoch {epoch}")
-        total = self._steps * self._epochs
+        total = self.steps * self.epochs
         if total < _FEW_STEPS:
             lines.append(f"only {total} steps in all: a smaller --batch-size gives more of them")
         return lines
 
     def _train(self) -> None:
         """Train the epochs that remain."""
-        task, options, trainer = self._task, self._options, self._trainer
+        task, options, trainer = self.task, self.options, self.trainer
         batches = trainer.loader(
             task.train_set,
             batch_size=options.batch_size,
             shuffle=True,
             # Only a last batch that is too short for the shards is dropped; see `_steps_of_epoch`.
-            drop_last=self._steps * options.batch_size <= len(task.train_set),
+            drop_last=self.steps * options.batch_size <= len(task.train_set),
             lengths=task.lengths,
             workers=options.workers,
             collate=task.collate,
         )
-        done = self._epochs_done * len(task.train_set) + int(self._part.get("samples", 0))
-        with TrainingBar(
-            trainer, samples=len(task.train_set), epochs=self._epochs, done=done
-        ) as bar:
+        samples = len(task.train_set)
+        done = self.saved["epochs_done"] * samples + int(self.saved["part"].get("samples", 0))
+        with TrainingBar(trainer, samples=samples, epochs=self.epochs, done=done) as bar:
             for line in self._opening():
                 bar.say(line)
-            for epoch in trainer.epochs(self._epochs):
-                meter = Meter(self._part)
+            for epoch in trainer.epochs(self.epochs):
+                meter = Meter(self.saved["part"])
                 self._train_epoch(epoch, batches, meter, bar)
                 self._evaluate(epoch, meter, bar)
 
     def _finish(self) -> dict[str, Any]:
         """Record examples of the best model and the end of the run."""
         # Of the last model, so before the examples put the best one in its place for a while.
-        fingerprint = self._trainer.fingerprint()
-        self._folder.write_examples(self._examples())
-        end = {"finished": _now(), "fingerprint": fingerprint, "best": self._best}
-        self._folder.say(**end)
-        return {**self._facts(), **end, "is_lead": self._trainer.is_lead}
+        fingerprint = self.trainer.fingerprint()
+        self.folder.write_examples(self._examples())
+        end = {"finished": _now(), "fingerprint": fingerprint, "best": self.saved["best"]}
+        self.folder.say(**end)
+        return {**self._facts(), **end, "is_lead": self.trainer.is_lead}
 
     def _examples(self) -> dict[str, Any]:
         """Predictions of the best model for the test set; the trainer is left as it was.
 
         If the best checkpoint cannot be read, the last model's are taken instead.
         """
-        epoch, last = self._epochs_done - 1, f"step-{self._trainer.steps:08d}"
-        best = self._best or {}
-        is_last = Path(best.get("checkpoint", last)).name == last
-        if not is_last:
+        epoch, best = self.saved["epochs_done"] - 1, self.saved["best"]
+        # Before the best one is loaded, and with it its number of steps.
+        last = self._checkpoint
+        is_last = best is None or best["checkpoint"] == last
+        if best is not None and not is_last:
             try:
-                self._trainer.load(self._folder.path / best["checkpoint"])
+                self.trainer.load(self.folder.path / best["checkpoint"])
                 epoch = best["epoch"]
             except CheckpointError:
                 # Raised alike on all devices, with nothing changed: none of them is left behind.
                 is_last = True
-        examples = self._task.examples(self._trainer, self._folder)
+        examples = self.task.examples(self.trainer, self.folder)
         if not is_last:
-            self._go_back(last)
+            try:
+                self.trainer.load(self.folder.path / last)
+            # Raised alike on all devices. Nothing that follows needs the model, and a training that
+            # is over must not end in an error; but it could not be resumed from here.
+            except CheckpointError as error:
+                if self.trainer.is_lead:
+                    _log.warning("the last checkpoint cannot be loaded any more: %s", error)
         return {**examples, "epoch": epoch}
-
-    def _go_back(self, checkpoint: str) -> None:
-        """Put the last model back in the place of the best one, if it can still be read."""
-        try:
-            self._trainer.load(self._folder.checkpoints / checkpoint)
-        # Raised alike on all devices. Nothing that follows needs the model, and a training that is
-        # over must not end in an error; but it could not be resumed from here.
-        except CheckpointError as error:
-            if self.is_lead:
-                _log.warning("the last checkpoint cannot be loaded any more: %s", error)
 
     def _train_epoch(self, epoch: int, batches: Any, meter: Meter, bar: TrainingBar) -> None:
         every = max(1, len(batches) // _LINES)
         for batch in batches:
             # Read first: the step ends by moving the schedule on to the next rate.
-            rate = self._optimizer.param_groups[0]["lr"]
-            step = self._trainer.step(batch)
+            rate = self.optimizer.param_groups[0]["lr"]
+            step = self.trainer.step(batch)
             meter.add(step, rate)
             bar.advance(step, mean_loss=meter.mean_loss)
             if step.number % every == 0:
                 where = {"kind": "steps", "epoch": epoch, "step": step.number}
-                self._folder.add({**where, **meter.take_line()})
+                self.folder.add({**where, **meter.take_line()})
             # The devices agreed on this in the step, so that all of them save now, or none does.
-            stop = self._trainer.asked_to_stop
-            if stop or step.number % self._options.save_every == 0:
-                extra = self._extra(self._epochs_done, meter.saved())
+            stop = self.trainer.asked_to_stop
+            if stop or step.number % self.options.save_every == 0:
+                extra = {**self.saved, "part": meter.saved()}
                 # In the background while training continues; before leaving, it must be on disk.
-                self._trainer.save(self._folder.checkpoints, keep=KEPT, wait=stop, extra=extra)
+                self.trainer.save(self.folder.checkpoints, keep=KEPT, wait=stop, extra=extra)
             if stop:
                 raise SystemExit(STOPPED_CODE)
         meter.look()
 
     def _evaluate(self, epoch: int, meter: Meter, bar: TrainingBar) -> None:
         # Taken before the evaluation, during which this clock runs on.
-        train_s, task = meter.seconds, self._task
-        scores = self._trainer.evaluate(
+        train_s, task = meter.seconds, self.task
+        scores = self.trainer.evaluate(
             task.score,
             task.test_set,
             batch_size=task.evaluation_batch_size,
-            workers=self._options.workers,
+            workers=self.options.workers,
             collate=task.collate,
         )
-        names = [str(device) for device in self._trainer.devices]
-        phases = self._trainer.gather(meter.phases)
+        names = [str(device) for device in self.trainer.devices]
+        phases = self.trainer.gather(meter.phases)
         line = {
             "kind": "epoch",
             "epoch": epoch,
-            "step": self._trainer.steps,
+            "step": self.trainer.steps,
             "loss": meter.mean_loss,
             "scores": scores,
             "lr": meter.rate,
@@ -402,58 +396,56 @@ class Training:
         }
         # The checkpoint below holds the best so far; for the order of the rest, see the note.
         self._note_best(epoch, scores)
-        self._folder.add(line)
-        bar.say(epoch_line(line, self._epochs))
+        self.folder.add(line)
+        bar.say(epoch_line(line, self.epochs))
         # The pass is over, so a run that resumes from here starts with the next epoch: it must find
         # this one counted, and nothing of it in its meter.
-        self._epochs_done, self._part = epoch + 1, {}
-        self._trainer.save(
-            self._folder.checkpoints,
+        self.saved = Saved(part={}, epochs_done=epoch + 1, best=self.saved["best"])
+        self.trainer.save(
+            self.folder.checkpoints,
             scores=scores,
             keep=KEPT,
             best=task.best,
-            extra=self._extra(epoch + 1, {}),
+            extra={**self.saved},
         )
-        self._folder.say(best=self._best)
+        self.folder.say(best=self.saved["best"])
 
     def _note_best(self, epoch: int, scores: Mapping[str, float]) -> None:
-        direction, _, name = self._task.best.partition(" ")
+        direction, _, name = self.task.best.partition(" ")
         value = scores[name]
         sign = 1 if direction == "highest" else -1
-        before = self._best["value"] if self._best else math.nan
+        before = self.saved["best"]["value"] if self.saved["best"] else math.nan
         # A tie goes to the later epoch, as it does where old checkpoints are deleted; the other
         # way round, run.json would name one that is gone. A score that is NaN beats nothing.
         if math.isnan(before) or sign * value >= sign * before:
-            checkpoint = Path(self._folder.checkpoints.name) / f"step-{self._trainer.steps:08d}"
-            self._best = {
-                "epoch": epoch,
-                "score": name,
-                "value": value,
-                "checkpoint": str(checkpoint),
-            }
+            self.saved["best"] = Best(
+                epoch=epoch, score=name, value=value, checkpoint=self._checkpoint
+            )
 
-    def _extra(self, epochs_done: int, part: dict[str, float]) -> dict[str, Any]:
-        return {"epochs_done": epochs_done, "part": part, "best": self._best}
+    @property
+    def _checkpoint(self) -> str:
+        """Path of the checkpoint of the last step, below the run's folder."""
+        return f"{CHECKPOINTS}/step-{self.trainer.steps:08d}"
 
     def _facts(self) -> dict[str, Any]:
-        model = self._trainer.model
+        model = self.trainer.model
         return {
-            "job": self._job,
-            "name": self._options.name,
+            "job": self.job,
+            "name": self.options.name,
             "onefold": onefold.__version__,
             "torch": torch.__version__,
-            "devices": [str(device) for device in self._trainer.devices],
-            "shards": self._options.shards,
-            "epochs": self._epochs,
-            "train_samples": len(self._task.train_set),
-            "test_samples": len(self._task.test_set),
+            "devices": [str(device) for device in self.trainer.devices],
+            "shards": self.options.shards,
+            "epochs": self.epochs,
+            "train_samples": len(self.task.train_set),
+            "test_samples": len(self.task.test_set),
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
-            "score": self._task.best,
-            "best": self._best,
+            "score": self.task.best,
+            "best": self.saved["best"],
             # Of an earlier end, if the run had finished and now resumes with more epochs.
             "finished": None,
             "fingerprint": None,
-            **self._task.facts,
+            **self.task.facts,
         }
 
 
@@ -461,47 +453,23 @@ def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-_Count = Annotated[int, msgspec.Meta(ge=0)]
-
-
-class _Best(TypedDict):
-    epoch: _Count
-    score: str
-    value: float
-    # Nothing but a checkpoint of the run: it is loaded for the examples.
-    checkpoint: Annotated[str, msgspec.Meta(pattern=rf"\A{CHECKPOINTS}/step-[0-9]{{8,}}\Z")]
-
-
-class _Saved(TypedDict):
-    part: dict[str, float]
-    epochs_done: _Count
-    best: _Best | None
-
-
-def read_saved(
-    extra: object, checkpoints: Path
-) -> tuple[dict[str, float], int, dict[str, Any] | None]:
+def read_saved(extra: object, checkpoints: Path) -> Saved:
     """Read the ``extra`` of a run's checkpoint.
 
     Args:
         extra: what ``Trainer.load`` returned of it.
         checkpoints: the folder of the run's checkpoints, for the error.
 
-    Returns:
-        The numbers of the epoch that was begun, the number of whole epochs, and the best of them.
-
     Raises:
         CheckpointError: it was not saved by ``onefold train``.
     """
     try:
-        saved = msgspec.convert(extra, _Saved)
-    except (msgspec.ValidationError, UnicodeEncodeError) as error:
+        return msgspec.convert(extra, Saved)
+    except ValueError as error:
         raise CheckpointError(
             f"{checkpoints}: expected checkpoints of onefold train, the newest was saved by "
             f"something else ({error}): remove it, or begin a new run with another --name"
         ) from error
-    best = saved["best"]
-    return saved["part"], saved["epochs_done"], None if best is None else {**best}
 
 
 KEPT = 2
@@ -518,20 +486,16 @@ class Meter:
     """
 
     def __init__(self, so_far: Mapping[str, float]) -> None:
-        self.total = so_far.get("total", 0.0)
-        self.samples = int(so_far.get("samples", 0))
-        self._before_s = so_far.get("seconds", 0.0)
-        self.phases = {phase: so_far.get(phase, 0.0) for phase in PHASES}
-        self.rate = so_far.get("rate", 0.0)
-        self._start_s = self._looked_s = time.perf_counter()
+        self._sums = defaultdict(float, so_far)
         self._pending: list[onefold.Step] = []
-        self._line = (so_far.get("line_total", 0.0), int(so_far.get("line_samples", 0)))
-        # As if the line had begun earlier by the time that it took before the run was stopped.
-        self._line_start_s = self._start_s - so_far.get("line_seconds", 0.0)
+        now_s = self._looked_s = time.perf_counter()
+        # As if both had begun earlier by the time that they took before the run was stopped.
+        self._start_s = now_s - so_far.get("seconds", 0.0)
+        self._line_start_s = now_s - so_far.get("line_seconds", 0.0)
 
     def add(self, step: onefold.Step, rate: float) -> None:
         """Count a step, which was made at this learning rate."""
-        self.rate = rate
+        self._sums["rate"] = rate
         # Unread, or Python would wait for the GPU here: see the note.
         self._pending.append(step)
         if time.perf_counter() - self._looked_s > _LOOK_S:
@@ -539,36 +503,50 @@ class Meter:
 
     def look(self) -> None:
         """Read the losses and times of the steps that were only collected so far."""
-        line_total, line_samples = self._line
         for step in self._pending:
             total = float(step.loss) * step.samples
-            self.total, self.samples = self.total + total, self.samples + step.samples
-            line_total, line_samples = line_total + total, line_samples + step.samples
+            for line in ("", "line_"):
+                self._sums[f"{line}total"] += total
+                self._sums[f"{line}samples"] += step.samples
             for phase, seconds in asdict(step.seconds).items():
-                self.phases[phase] += seconds
-        self._line = line_total, line_samples
+                self._sums[phase] += seconds
         self._pending.clear()
         # Only now: the reading itself may have waited for long.
         self._looked_s = time.perf_counter()
 
     @property
+    def rate(self) -> float:
+        """Learning rate of the last step."""
+        return self._sums["rate"]
+
+    @property
+    def samples(self) -> int:
+        """Samples of the steps read so far."""
+        return int(self._sums["samples"])
+
+    @property
+    def phases(self) -> dict[str, float]:
+        """Seconds in each phase of the steps read so far."""
+        return {phase: self._sums[phase] for phase in PHASES}
+
+    @property
     def seconds(self) -> float:
         """Seconds since the epoch began, those before a stop included."""
-        return self._before_s + time.perf_counter() - self._start_s
+        return time.perf_counter() - self._start_s
 
     @property
     def mean_loss(self) -> float:
         """Mean loss of the samples read so far; NaN if there are none."""
-        return self.total / self.samples if self.samples else float("nan")
+        return self._sums["total"] / self.samples if self.samples else math.nan
 
     def take_line(self) -> dict[str, float]:
         """Begin a new line of metrics; return the loss, speed and rate of the one that ends."""
         self.look()
-        total, samples = self._line
+        total, samples = self._sums.pop("line_total", 0.0), self._sums.pop("line_samples", 0.0)
         now_s = time.perf_counter()
         # A line may follow another so closely that the clock has not moved.
         speed = samples / max(now_s - self._line_start_s, 1e-9)
-        self._line, self._line_start_s = (0.0, 0), now_s
+        self._line_start_s = now_s
         loss = total / samples if samples else math.nan
         return {"loss": loss, "samples_per_s": speed, "lr": self.rate}
 
@@ -576,13 +554,5 @@ class Meter:
         """The numbers that a checkpoint in the middle of the epoch keeps."""
         # All steps so far are part of the checkpoint, so their losses must be in it as well.
         self.look()
-        return {
-            "total": self.total,
-            "samples": float(self.samples),
-            "seconds": self.seconds,
-            "rate": self.rate,
-            "line_total": self._line[0],
-            "line_samples": float(self._line[1]),
-            "line_seconds": time.perf_counter() - self._line_start_s,
-            **self.phases,
-        }
+        line_seconds = time.perf_counter() - self._line_start_s
+        return {**self._sums, "seconds": self.seconds, "line_seconds": line_seconds}

@@ -41,17 +41,13 @@ class Averaging:
         self._engine, self._context, self._agreement = engine, engine.context, engine.agreement
         self._first = self._context.first
         self._averages = self._context.update.averages
-        self._asked: AverageRule | None = None
+        self.asked: AverageRule | None = None
+        """The average that the script has asked for; None if it has not."""
         self._loaded = False
         self._kept: FlatTensors | None = None
         """The training values of all parameters, while averages are shown."""
         self._put_aside: list[tuple[torch.Tensor, torch.Tensor]] = []
         """What was overwritten to show the averages: the place, and a copy of what was there."""
-
-    @property
-    def asked(self) -> AverageRule | None:
-        """The average that the script has asked for; None if it has not."""
-        return self._asked
 
     def check_begin(self, rule: AverageRule) -> None:
         """Refuse an average that cannot be begun.
@@ -85,7 +81,7 @@ class Averaging:
             step: the number of the next step.
         """
         self._agreement.begin(CallDigest(Call.AVERAGE, step, arguments=digest(rule.words)))
-        self._asked, self._loaded = rule, False
+        self.asked, self._loaded = rule, False
         if self._averages.rule is None:
             self._begin(rule)
 
@@ -109,24 +105,21 @@ class Averaging:
             )
         self._agreement.refuse_inside(Call.AVERAGED)
         with self._engine.unsharded(step):
-            yield from self._showing(step, recomputes)
-
-    def _showing(self, step: int, recomputes: bool) -> Iterator[None]:
-        self._first.check_places()
-        self._prepare()
-        try:
-            self._agreement.begin(CallDigest(Call.AVERAGED, step, arguments=int(recomputes)))
-            self._agreement.averaged = True
-            self._show()
-            yield
-            self._agreement.begin(CallDigest(Call.AVERAGED_END, step))
-        finally:
-            self._agreement.averaged = False
-            self._put_back()
-        if self._context.exchange.memory.is_common:
-            # Nobody goes on before every owner has put back its pieces.
-            self._context.exchange.memory.publish_parameters()
-            self._context.guard.note()
+            self._first.check_places()
+            self._prepare()
+            try:
+                self._agreement.begin(CallDigest(Call.AVERAGED, step, arguments=int(recomputes)))
+                self._agreement.averaged = True
+                self._show()
+                yield
+                self._agreement.begin(CallDigest(Call.AVERAGED_END, step))
+            finally:
+                self._agreement.averaged = False
+                self._put_back()
+            if self._context.exchange.memory.is_common:
+                # Nobody goes on before every owner has put back its pieces.
+                self._context.exchange.memory.publish_parameters()
+                self._context.guard.note()
 
     @contextmanager
     def training_values(self) -> Iterator[FlatTensors]:
@@ -180,8 +173,8 @@ class Averaging:
             self._averages.pieces = brought
             self._averages.adopt_buffers(self._first.buffers.flat, buffers)
             self._begin(rule, steps)
-        elif self._asked is not None:
-            self._begin(self._asked)
+        elif self.asked is not None:
+            self._begin(self.asked)
 
     def _begin(self, rule: AverageRule, steps: int = 0) -> None:
         self._bring_changes()

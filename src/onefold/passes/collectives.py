@@ -155,7 +155,7 @@ def agreed_digests(engine: Engine) -> dict[str, str]:
     """What `model_digests` returns, in a call that all devices have agreed on."""
     tensors = named_tensors(engine.context.module)
     numbers = {id(p): n for n, p in enumerate(engine.placement.sharded)}
-    elsewhere = engine.placement.read_stages(tensor_digests)
+    elsewhere = engine.placement.parameters.read_stages(tensor_digests)
     here = tensor_digests({name: t for name, t in tensors.items() if id(t) not in numbers})
     return {
         name: here[name] if name in here else elsewhere[numbers[id(tensor)]]

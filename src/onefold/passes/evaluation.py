@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ from onefold.shard.modelparts import modules_of
 from onefold.shard.replica import Replica
 from onefold.step.engine import Engine
 
-__all__ = ["DataCall", "ScoreFunction", "evaluate", "predict", "scoring"]
+__all__ = ["DataCall", "Place", "ScoreFunction", "compute_shards", "evaluate", "predict"]
 
 
 _UNDIVIDED = " (not divided)"
@@ -40,6 +40,9 @@ _GATHERED = (
 _SAME = {"clone", "cpu", "detach", "double", "float", "reshape", "squeeze", "to", "view"}
 _SAME |= {"add", "neg", "sub"}
 """What gives a scalar another dtype, device or sign, or adds others, and divides it by nothing."""
+
+Place = tuple[int, int]
+"""Numbers of a batch and of a shard in it."""
 
 ScoreFunction = Callable[[torch.nn.Module, Any], object]
 """Takes the model and one shard; returns a dict of values as `onefold.core.mean` reads them."""
@@ -62,36 +65,66 @@ def evaluate(
             another device was given other data.
     """
     tallies = {replica.number: _Tally() for replica in engine.context.replicas}
-    shards = samples = 0
+    seed = engine.context.settings.seed
+
+    def add(replica: Replica, score: ScoreFunction, batch: ShardedBatch, place: Place) -> None:
+        number, shard = place
+        where = f"batch {number} of an evaluation, shard {shard}"
+        sums = _Sums() if number == 0 and call.may_note_sums(engine, batch) else None
+        with sums or nullcontext():
+            values = values_of_shard(replica, score, batch, place, seed, where)
+        if sums:
+            sums.refuse(values, where)
+        tallies[replica.number].add(place, values, batch.count_of(shard).samples, where)
+
+    with call.at_hand(engine), engine.evaluating():
+        sizes, last = compute_shards(engine, score, batches, call, "an evaluation", add)
+    call.agree_on_end(engine, sum(sizes), last)
+    shape = len(sizes), 0 if last is None else last.plan.shards
+    return _combine(engine.context.exchange, tallies, shape)
+
+
+def compute_shards(
+    engine: Engine,
+    function: ScoreFunction,
+    batches: Iterable[ShardedBatch],
+    call: DataCall,
+    what: str,
+    compute: Callable[[Replica, ScoreFunction, ShardedBatch, Place], None],
+) -> tuple[list[int], ShardedBatch | None]:
+    """Compute this process's shards of all batches, while nobody may write to parameters.
+
+    Args:
+        engine: the devices of this process.
+        function: the user's function.
+        batches: the data set's, each with this process's shards.
+        call: what all devices must have been given alike.
+        what: the pass, for errors.
+        compute: called for each shard, with the device, the function and the shard's place.
+
+    Returns:
+        The number of samples in each batch; and the last batch, if there was one.
+    """
+    sizes: list[int] = []
     batch = None
-    with call.at_hand(engine), engine.evaluating(), ExitStack() as during:
+    with ExitStack() as during:
         for number, batch in enumerate(batches):
+            first = number == 0
             # Only now: the data's digest is known once the first batch has been read.
-            if number == 0:
+            if first:
                 call.agree(engine, batch)
-                score = during.enter_context(engine.placement.forward(score))
-            shards = batch.plan.shards
-            samples += batch.samples
-            sums = _Sums() if number == 0 and call.may_note_sums(engine, batch) else None
-            with scoring(engine, batch, "the first batch of an evaluation", first=number == 0):
+                function = during.enter_context(engine.placement.forward(function))
+            sizes.append(batch.samples)
+            # One shard may write, as in a plain loop; but not to gathered parameters.
+            free = engine.placement.may_write(batch.plan.shards)
+            guarded = nullcontext() if free else engine.context.guard.refusing_writing(values=first)
+            with engine.noting(f"the first batch of {what}", wanted=first), guarded:
                 for replica in engine.context.replicas:
                     with engine.context.attached(replica):
-                        tally = tallies[replica.number]
-                        _score_shards(
-                            replica, score, batch, number, tally, engine.context.settings.seed, sums
-                        )
-    call.agree_on_end(engine, samples, batch)
-    return _combine(engine.context.exchange, tallies, shards)
-
-
-@contextmanager
-def scoring(engine: Engine, batch: ShardedBatch, where: str, *, first: bool) -> Iterator[None]:
-    """Refuse writing to parameters in this context; in the first batch, to other modules, too."""
-    # One shard may write, as in a plain loop; but what is written to gathered parameters is lost.
-    free = engine.placement.may_write(batch.plan.shards)
-    guarded = nullcontext() if free else engine.context.guard.refusing_writing(values=first)
-    with engine.noting(where, wanted=first), guarded:
-        yield
+                        for shard in batch.plan.shards_of(replica.number):
+                            if shard in batch.shards:
+                                compute(replica, function, batch, (number, shard))
+    return sizes, batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,11 +238,11 @@ class _Tally:
     def __init__(self) -> None:
         self.names: list[str] = []
         """One line for each part of each value: its name, and whether it is not divided."""
-        self.batches: list[dict[int, tuple[torch.Tensor, list[float]]]] = []
-        """For each batch, shard to totals, (lines,) float64 on the device, and weights."""
+        self.shards: dict[Place, tuple[torch.Tensor, list[float]]] = {}
+        """Totals, (lines,) float64 on the device, and weights."""
 
-    def add(self, shard: int, values: dict[str, object], samples: int, where: str) -> None:
-        """Add one shard's values to the last batch."""
+    def add(self, place: Place, values: dict[str, object], samples: int, where: str) -> None:
+        """Add one shard's values."""
         found = [
             (name, part)
             for name, value in values.items()
@@ -227,49 +260,24 @@ class _Tally:
         # Each stays where it is: to read totals here, or to bring weights to a GPU, would wait for
         # the GPU in every shard.
         totals = torch.stack([part.total() for part in parts])
-        self.batches[-1][shard] = totals, [part.weight for part in parts]
+        self.shards[place] = totals, [part.weight for part in parts]
 
-    def table(self, shards: int, names: int) -> torch.Tensor:
+    def table(self, shape: tuple[int, int], names: int) -> torch.Tensor:
         """Return (batches, V, lines, 2) float64 on the host, zeros for other devices' shards."""
-        table = torch.zeros(len(self.batches), shards, names, 2, dtype=torch.float64)
-        found = [
-            (number, shard, *values)
-            for number, batch in enumerate(self.batches)
-            for shard, values in batch.items()
-        ]
-        if found:
-            totals = torch.stack([total for _, _, total, _ in found]).cpu()
-            for (number, shard, _, weights), total in zip(found, totals, strict=True):
-                table[number, shard, :, 0] = total
-                table[number, shard, :, 1] = torch.tensor(weights, dtype=torch.float64)
+        table = torch.zeros(*shape, names, 2, dtype=torch.float64)
+        if self.shards:
+            totals = torch.stack([total for total, _ in self.shards.values()]).cpu()
+            for (place, (_, weights)), total in zip(self.shards.items(), totals, strict=True):
+                table[place][:, 0] = total
+                table[place][:, 1] = torch.tensor(weights, dtype=torch.float64)
         return table
-
-
-def _score_shards(
-    replica: Replica,
-    score: ScoreFunction,
-    batch: ShardedBatch,
-    number: int,
-    tally: _Tally,
-    seed: int,
-    sums: _Sums | None,
-) -> None:
-    tally.batches.append({})
-    for shard in batch.plan.shards_of(replica.number):
-        if shard in batch.shards:
-            where = f"batch {number} of an evaluation, shard {shard}"
-            with sums or nullcontext():
-                values = values_of_shard(replica, score, batch, (number, shard), seed, where)
-            if sums:
-                sums.refuse(values, where)
-            tally.add(shard, values, batch.count_of(shard).samples, where)
 
 
 def values_of_shard(
     replica: Replica,
     function: ScoreFunction,
     batch: ShardedBatch,
-    place: tuple[int, int],
+    place: Place,
     seed: int,
     where: str,
 ) -> dict[str, Any]:
@@ -306,17 +314,18 @@ def values_of_shard(
     return values
 
 
-def _combine(exchange: Exchange, tallies: dict[int, _Tally], shards: int) -> dict[str, float]:
+def _combine(
+    exchange: Exchange, tallies: dict[int, _Tally], shape: tuple[int, int]
+) -> dict[str, float]:
     # Lines first: a device whose shards were all empty needs them for the size of its table.
     names = agree_on_lines(exchange, {number: t.names for number, t in tallies.items()})
-    tables = {number: tally.table(shards, len(names)) for number, tally in tallies.items()}
-    shape = next(iter(tables.values())).shape
+    tables = {number: tally.table(shape, len(names)) for number, tally in tallies.items()}
     rows = exchange.transport.all_gather_rows(
         {number: table.flatten() for number, table in tables.items()}
     )
     # A shard was computed by one device and is zero in the others' tables: the order of this sum is
     # of no matter. That over shards and then batches is the fold's.
-    table = rows.cpu().sum(dim=0).view(shape)  # (batches, V, lines, 2)
+    table = rows.cpu().sum(dim=0).view(*shape, len(names), 2)  # (batches, V, lines, 2)
     by_batch = fold_shards(list(table.unbind(dim=1)), torch.add)  # (batches, lines, 2)
     totals = fold_shards(list(by_batch.unbind(dim=0)), torch.add)
     scores: dict[str, float] = {}
@@ -374,46 +383,26 @@ def predict(
         DisagreementError: names, dtypes or shapes differ between shards.
     """
     own = {replica.number: _Said() for replica in engine.context.replicas}
-    counts: list[int] = []
-    batch = None
-    with call.at_hand(engine), engine.evaluating(), ExitStack() as during:
-        for number, batch in enumerate(batches):
-            # Only now: the data's digest is known once the first batch has been read.
-            if number == 0:
-                call.agree(engine, batch)
-                function = during.enter_context(engine.placement.forward(function))
-            counts.append(batch.samples)
-            with scoring(engine, batch, "the first batch of a prediction", first=number == 0):
-                for replica in engine.context.replicas:
-                    with engine.context.attached(replica):
-                        _predict_shards(
-                            replica, function, batch, number, own, engine.context.settings.seed
-                        )
-    call.agree_on_end(engine, sum(counts), batch)
+    seed = engine.context.settings.seed
+
+    def add(replica: Replica, function: ScoreFunction, batch: ShardedBatch, place: Place) -> None:
+        number, shard = place
+        where = f"batch {number} of a prediction, shard {shard}"
+        _refuse_left_out(batch, shard, where)
+        values = values_of_shard(replica, function, batch, place, seed, where)
+        own[replica.number].add(values, number, batch.size_of(shard), where)
+
+    with call.at_hand(engine), engine.evaluating():
+        sizes, last = compute_shards(engine, function, batches, call, "a prediction", add)
+    call.agree_on_end(engine, sum(sizes), last)
     columns = agree_on_lines(engine.context.exchange, {n: said.columns for n, said in own.items()})
     # Batch by batch: messages stay small, and each batch's own rows are freed once they are sent.
     parts: list[dict[Column, Rows]] = []
-    for number in range(len(counts)):
+    for number in range(len(sizes)):
         texts = {device: said.message(number) for device, said in own.items()}
         for message in engine.context.exchange.transport.all_gather_objects(texts):
             parts += decode(message)
     return values_by_name(parts, columns)
-
-
-def _predict_shards(
-    replica: Replica,
-    function: ScoreFunction,
-    batch: ShardedBatch,
-    number: int,
-    own: Mapping[int, _Said],
-    seed: int,
-) -> None:
-    for shard in batch.plan.shards_of(replica.number):
-        if shard in batch.shards:
-            where = f"batch {number} of a prediction, shard {shard}"
-            _refuse_left_out(batch, shard, where)
-            values = values_of_shard(replica, function, batch, (number, shard), seed, where)
-            own[replica.number].add(values, number, batch.size_of(shard), where)
 
 
 def _refuse_left_out(batch: ShardedBatch, shard: int, where: str) -> None:

@@ -23,7 +23,6 @@ divided, and nothing of this is done.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -32,6 +31,7 @@ import torch
 
 from onefold.core.calldigest import Call, CallDigest
 from onefold.core.flat import laid_out, storage_order
+from onefold.passes.collectives import broadcast, written
 from onefold.placement.context import StepContext
 from onefold.shard.gradients import keeping_gradients
 from onefold.step.engine import Engine
@@ -239,17 +239,10 @@ class Modifying:
         context.exchange.memory.broadcast_from_lead(first.buffers.flat)
         first.buffers.note_changes()
         if context.with_others:
-            agreement.settings.adopt(self._settings_of_lead())
+            settings = written(agreement.settings.as_json()) if context.leads else None
+            agreement.settings.adopt(broadcast(context.exchange, settings))
         context.local.copy_first()
         context.update.follow_parameters()
         self._state.adopt_from_lead()
         self._held.close()
         context.guard.note()
-
-    def _settings_of_lead(self) -> list[dict[str, Any]]:
-        context = self._context
-        settings = self._agreement.settings.as_json() if context.leads else None
-        own = dict.fromkeys(context.own, json.dumps(settings).encode())
-        first = context.exchange.transport.all_gather_objects(own)[0]
-        found: list[dict[str, Any]] = json.loads(first)
-        return found

@@ -23,7 +23,7 @@ from onefold.core.batch import ShardedBatch, move
 from onefold.core.fold import fold_shards
 from onefold.core.gathering import SyncBatchNorm
 from onefold.core.randomness import derive_seed, seed_generators
-from onefold.passes.evaluation import DataCall, scoring
+from onefold.passes.evaluation import DataCall, Place, ScoreFunction, compute_shards
 from onefold.shard.replica import Replica
 from onefold.step.engine import Engine
 from onefold.system.compat import BatchNorm
@@ -119,42 +119,26 @@ def _sums(
     sums: dict[int, dict[int, torch.Tensor]] = {
         replica.number: {} for replica in engine.context.replicas
     }
-    count = shards = 0
+    seed = engine.context.settings.seed
+
+    def add(replica: Replica, loss: ScoreFunction, batch: ShardedBatch, place: Place) -> None:
+        number, shard = place
+        replica.buffers.restore()
+        own = derive_seed("update_bn", seed, number, shard)
+        seed_generators(own, replica.device, common=("update_bn", (seed, number)))
+        with replica.autocast():
+            loss(replica.module, move(batch.shards[shard], replica.device))
+        replica.buffers.absorb()
+        found = _read(replica, places, batch.count_of(shard).samples / batch.samples)
+        device = sums[replica.number]
+        device[shard] = device[shard] + found if shard in device else found
+
     with engine.unsharded(call.step), engine.evaluating(training=True):
         for layer in kept:
             layer.training = False  # put back with the modes of all others
-        for number, batch in enumerate(batches):
-            # Only now: the data's digest is known once the first batch has been read.
-            if number == 0:
-                call.agree(engine, batch)
-            count, shards = number + 1, batch.plan.shards
-            with scoring(engine, batch, "the first batch of update_bn", first=number == 0):
-                for replica in engine.context.replicas:
-                    with engine.context.attached(replica):
-                        _add_shards(engine, replica, batch, number, places, sums[replica.number])
-    return _brought_together(engine, sums, shards, places), count
-
-
-def _add_shards(
-    engine: Engine,
-    replica: Replica,
-    batch: ShardedBatch,
-    number: int,
-    places: list[list[int]],
-    sums: dict[int, torch.Tensor],
-) -> None:
-    for shard in batch.plan.shards_of(replica.number):
-        if shard not in batch.shards:
-            continue
-        replica.buffers.restore()
-        common = "update_bn", (engine.context.settings.seed, number)
-        seed = derive_seed("update_bn", engine.context.settings.seed, number, shard)
-        seed_generators(seed, replica.device, common=common)
-        with replica.autocast():
-            engine.loss(replica.module, move(batch.shards[shard], replica.device))
-        replica.buffers.absorb()
-        found = _read(replica, places, batch.count_of(shard).samples / batch.samples)
-        sums[shard] = sums[shard] + found if shard in sums else found
+        sizes, last = compute_shards(engine, engine.loss, batches, call, "update_bn", add)
+    shards = 0 if last is None else last.plan.shards
+    return _brought_together(engine, sums, shards, places), len(sizes)
 
 
 def _read(replica: Replica, places: list[list[int]], weight: float) -> torch.Tensor:

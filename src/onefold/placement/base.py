@@ -31,6 +31,7 @@ from onefold.exchange.exchange import Exchange
 from onefold.exchange.memory import Start
 from onefold.placement.context import StepContext
 from onefold.placement.distribute import distribute_masters
+from onefold.placement.pipeline.shapetensor import LossProgress
 from onefold.shard.modelparts import ModelParts
 from onefold.shard.replica import Replica
 from onefold.shard.stages import StageModules
@@ -72,7 +73,10 @@ class StepTotals:
 
 
 class ResidentParameters:
-    """The parameters of a model of which each device has all, for the whole run."""
+    """The parameters of a model of which each device has all, for the whole run.
+
+    Its methods surround what gathers parameters where devices have a part of them.
+    """
 
     @property
     def sharded(self) -> Sequence[torch.nn.Parameter]:
@@ -97,6 +101,49 @@ class ResidentParameters:
             The function, which then gathers parameters while they are needed.
         """
         return nullcontext(function)
+
+    def stay_unsharded(self) -> None:
+        """Have all parameters from here on; called on all devices alike."""
+
+    def refuse_call(self, call: Call) -> None:
+        """Refuse a call of the trainer where other devices wait for other things.
+
+        Raises:
+            RuntimeError: it was made while a shard is computed whose parameters are gathered.
+        """
+
+    def rounds(self, task: ShardTask) -> AbstractContextManager[ShardTask]:
+        """Surround the shards of a step, in which all devices take part in rounds.
+
+        Yields:
+            The task, which then gathers parameters while they are needed.
+        """
+        return nullcontext(task)
+
+    def in_pipeline(self, *, run_checks: bool) -> AbstractContextManager[None]:
+        """Surround the shards of a step that go through a pipeline.
+
+        Args:
+            run_checks: whether costly checks run in this step.
+        """
+        return nullcontext()
+
+    def on_the_way(self, progress: LossProgress) -> AbstractContextManager[None]:
+        """Surround a shard on a device of a pipeline, which has come so far in the loss."""
+        return nullcontext()
+
+    def read_stages(
+        self, read: Callable[[Mapping[str, torch.Tensor]], Mapping[str, str]]
+    ) -> dict[int, str]:
+        """Read all parameters of `sharded`, each on one device; called on all devices together.
+
+        Args:
+            read: called with parameters by name; returns a line of text for each name.
+
+        Returns:
+            The lines of all devices, by the parameter's number.
+        """
+        return {}
 
 
 class Placement(ABC):
@@ -208,26 +255,6 @@ class Placement(ABC):
 
     def before_reading(self, agree: Callable[[], object]) -> None:  # noqa: B027 (see there)
         """Meet the other devices by ``agree``, if whoever reads parameters needs them for it."""
-
-    def refuse_call(self, call: Call) -> None:  # noqa: B027 (most allow all)
-        """Refuse a call of the trainer while other devices wait for other things.
-
-        Raises:
-            RuntimeError: it was made while a shard is computed whose parameters are gathered.
-        """
-
-    def read_stages(
-        self, read: Callable[[Mapping[str, torch.Tensor]], Mapping[str, str]]
-    ) -> dict[int, str]:
-        """Read all parameters of `sharded`, each on one device; called on all devices together.
-
-        Args:
-            read: called with parameters by name; returns a line of text for each name.
-
-        Returns:
-            The lines of all devices, by the parameter's number.
-        """
-        return {}
 
     def leave(self, *, together: bool) -> None:  # noqa: B027 (all is there already)
         """Have this process keep all parameters, as far as there is room for them.

@@ -16,7 +16,7 @@ from onefold.shard.kernels import Compilers, current_gpu, repeatable_kernels
 from onefold.shard.modelparts import ModelParts
 from onefold.shard.replica import Replica
 from onefold.update.optimizer import PartitionedOptimizer
-from onefold.watch.timing import Phase, Stopwatch
+from onefold.watch.timing import Phase
 
 __all__ = ["LocalReplicas", "StepContext"]
 
@@ -117,25 +117,12 @@ class StepContext:
             self.local.follow_first()
             yield
 
-    def timed(self, phase: Phase, label: str) -> _Timed:
+    @contextmanager
+    def timed(self, phase: Phase, label: str) -> Iterator[None]:
         """A block of which the first device of this process notes how long it takes."""
-        return _Timed(self.first.watch, phase, label)
-
-
-class _Timed:
-    """A class and no generator, as each step has several."""
-
-    __slots__ = ("_label", "_phase", "_start", "_watch")
-
-    def __init__(self, watch: Stopwatch, phase: Phase, label: str) -> None:
-        self._watch, self._phase, self._label = watch, phase, label
-
-    def __enter__(self) -> None:
-        self._start = self._watch.now()
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None:
-            self._watch.note(self._phase, self._label, self._start)
+        start = self.first.watch.now()
+        yield
+        self.first.watch.note(phase, label, start)
 
 
 class LocalReplicas:

@@ -28,8 +28,8 @@ ones, which PyTorch does not count, and what it looks at is gathered before it d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -39,19 +39,20 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from onefold.core.calldigest import Call
 from onefold.core.stages import ROOT
+from onefold.core.wire import decode, encode
 from onefold.deferred.access import NotResident, Replace
 from onefold.errors import PipelineError
 from onefold.exchange.reduction import StageReduction
 from onefold.exchange.stageexchange import ParameterRequest
 from onefold.placement.base import Function, ResidentParameters
 from onefold.placement.context import StepContext
-from onefold.placement.pipeline.shapetensor import LossProgress, ShapeTensor
+from onefold.placement.pipeline.shapetensor import LossProgress
 from onefold.placement.stagebuffers import StageBuffers
 from onefold.shard.advice import is_about_hooks
 from onefold.shard.gradients import keeping_gradients
 from onefold.shard.task import ShardTask
 
-__all__ = ["QUICK", "ShardedParameters", "StageParameters"]
+__all__ = ["QUICK", "ShardedParameters"]
 
 
 _AT_HAND = 2
@@ -78,53 +79,7 @@ class _Saved(NamedTuple):
     """Of its first element, counted in elements of its dtype."""
 
 
-class StageParameters(ResidentParameters):
-    """The parameters of a model with stages, on devices that have all of them.
-
-    Its methods surround what gathers parameters where devices have a part of them.
-    """
-
-    def stay_unsharded(self) -> None:
-        """Have all parameters from here on; called on all devices alike."""
-
-    def refuse_call(self, call: Call) -> None:
-        """Refuse a call of the trainer where other devices wait for other things.
-
-        Raises:
-            RuntimeError: it was made while a shard is computed whose parameters are gathered.
-        """
-
-    def rounds(self, task: ShardTask) -> AbstractContextManager[ShardTask]:
-        """Surround the shards of a step, in which all devices take part in rounds.
-
-        Yields:
-            The task, which then gathers parameters while they are needed.
-        """
-        return nullcontext(task)
-
-    def in_pipeline(self, *, run_checks: bool) -> AbstractContextManager[None]:
-        """Surround the shards of a step that go through a pipeline.
-
-        Args:
-            run_checks: whether costly checks run in this step.
-        """
-        return nullcontext()
-
-    def on_the_way(self, progress: LossProgress) -> AbstractContextManager[None]:
-        """Surround a shard on a device of a pipeline, which has come so far in the loss."""
-        return nullcontext()
-
-    def visit(self, stages: Iterable[int], look: Callable[[Sequence[int]], None]) -> None:
-        """Gather one stage after the other, to be read; called on all devices together.
-
-        Args:
-            stages: those that this device reads, which may be others than another one's.
-            look: called while a stage is here, with the numbers of its parameters.
-        """
-        raise RuntimeError("this process has all parameters: expected them to be read at once")
-
-
-class ShardedParameters(StageParameters):
+class ShardedParameters(ResidentParameters):
     """The parameters of the model on a device that keeps its partition of them.
 
     Args:
@@ -132,7 +87,8 @@ class ShardedParameters(StageParameters):
     """
 
     def __init__(self, context: StepContext) -> None:
-        exchange, modules = context.exchange, context.first.stages
+        self._exchange = exchange = context.exchange
+        modules = context.first.stages
         assert isinstance(exchange.reduction, StageReduction)
         assert modules is not None
         self._replica = replica = context.first
@@ -154,7 +110,7 @@ class ShardedParameters(StageParameters):
         """The memory of each stage that is here, the latest last."""
         self._stage_at: dict[int, int] = {}
         """The stage of which the memory begins at an address."""
-        self._reduction.serve(self._buffers.values_of)
+        self._reduction.exchange.serve(self._buffers.values_of)
         self._prefetched: dict[int, torch.Tensor] = {}
         """The memory of the stage that is brought ahead of its use, if one is."""
         self._steps, self._passes = PrefetchOrder(), PrefetchOrder()
@@ -234,7 +190,28 @@ class ShardedParameters(StageParameters):
             yield brought
         self._reduction.end_round()
 
-    def visit(self, stages: Iterable[int], look: Callable[[Sequence[int]], None]) -> None:
+    def read_stages(
+        self, read: Callable[[Mapping[str, torch.Tensor]], Mapping[str, str]]
+    ) -> dict[int, str]:
+        parameters, own = self.sharded, dict[str, str]()
+        if not parameters:
+            return {}
+
+        def look(numbers: Sequence[int]) -> None:
+            own.update(read({str(number): parameters[number] for number in numbers}))
+
+        number, exchange = self._replica.number, self._exchange
+        self._visit(range(number, len(self._reduction.stages), exchange.table.shape.devices), look)
+        given = exchange.transport.all_gather_objects({number: encode(own, "what was read")})
+        return {int(number): line for each in given for number, line in decode(each).items()}
+
+    def _visit(self, stages: Iterable[int], look: Callable[[Sequence[int]], None]) -> None:
+        """Gather one stage after the other, to be read; called on all devices together.
+
+        Args:
+            stages: those that this device reads, which may be others than another one's.
+            look: called while a stage is here, with the numbers of its parameters.
+        """
         with self._serving():
             for stage in stages:
                 self._gather(stage)
@@ -266,7 +243,7 @@ class ShardedParameters(StageParameters):
     @contextmanager
     def in_pipeline(self, *, run_checks: bool) -> Iterator[None]:
         if self._unsharded:
-            with self._reduction.in_pipeline():
+            with self._reduction.exchange.in_pipeline():
                 yield
             return
         own = [s for s, place in enumerate(self._stages.places) if place == self._place]
@@ -275,7 +252,7 @@ class ShardedParameters(StageParameters):
             with self._serving(look=run_checks):
                 # All devices together: the first one of each pipeline has some of it.
                 self._gather(ROOT)
-                with self._reduction.in_pipeline():
+                with self._reduction.exchange.in_pipeline():
                     for stage in own:
                         self._gather(stage, own)
                     yield
@@ -368,12 +345,12 @@ class ShardedParameters(StageParameters):
             buffer = self._buffers.new_buffer(stage)
             self._reduction.request(ParameterRequest(stage, buffer))
         else:
-            self._reduction.await_prefetched()
+            self._reduction.exchange.await_prefetched()
         return buffer
 
     def _prefetch(self, order: PrefetchOrder, stage: int) -> None:
         """Have the stage brought that is likely to be the next one after this."""
-        if not self._reduction.prefetches:
+        if not self._reduction.exchange.prefetches:
             return
         following = order.after(stage, self._in_backward)
         if following is None or following in self._resident or following in self._prefetched:
@@ -395,7 +372,7 @@ class ShardedParameters(StageParameters):
         progress = self._progress
         if progress is not None and self._place and not progress.arrived:
             stage_of = self._buffers.stage_of
-            return lambda t: t if stage_of(t) is None else ShapeTensor.like(t, progress)
+            return lambda t: t if stage_of(t) is None else progress.stand_in(t)
         if self._is_pipeline:
             missing, stage = next(each for each in found if each[1] not in self._resident)
             name, stage_name = self._buffers.name_of(missing), self._stages.names[stage]
@@ -456,7 +433,7 @@ class ShardedParameters(StageParameters):
         """Have memory for all frozen parameters, and the values of all devices in it."""
         if self._memory.frozen is not None:
             self._memory.frozen.flat.get_back()
-            self.visit(self._memory.frozen.stages, self._buffers.copy_frozen)
+            self._visit(self._memory.frozen.stages, self._buffers.copy_frozen)
 
     def _shard(self) -> None:
         """Free the memory of all parameters."""

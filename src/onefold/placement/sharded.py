@@ -10,13 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from itertools import chain
 
 import torch
 
 from onefold.core.assignment import Assignment
 from onefold.core.batch import ShardedBatch
-from onefold.core.calldigest import Call
 from onefold.core.storage import Storage
 from onefold.core.values import Gradients, ShardResult
 from onefold.exchange.exchange import Exchange
@@ -27,7 +25,7 @@ from onefold.exchange.stageexchange import GradientSend
 from onefold.placement.base import Before, Placement, PlacementPlan
 from onefold.placement.context import StepContext
 from onefold.placement.distribute import distribute_entries
-from onefold.placement.parameters import ShardedParameters, StageParameters
+from onefold.placement.parameters import ShardedParameters
 from onefold.shard.modelparts import ModelParts
 from onefold.shard.stages import StageModules, cut_by_itself, frozen_in_stages
 from onefold.shard.task import ShardTask
@@ -42,7 +40,6 @@ __all__ = ["Sharded"]
 class Sharded(Placement):
     """Parameters, gradients and optimizer state are partitioned over all devices."""
 
-    parameters: StageParameters
     pipeline = 1
     """How many devices compute a shard together."""
 
@@ -100,8 +97,6 @@ class Sharded(Placement):
         super().start(context)
         if context.exchange.memory.is_partitioned:
             self.parameters = ShardedParameters(context)
-        else:
-            self.parameters = StageParameters()
 
     @property
     def _reduction(self) -> StageReduction:
@@ -116,11 +111,8 @@ class Sharded(Placement):
         done: Mapping[int, ShardResult],
         before: Before,
     ) -> Gradients | None:
-        context = self.context
-        # Compiled code gives all gradients at once, when it is done.
-        early = not context.compilers.compiled
         with self.parameters.rounds(task) as task:
-            self._run_rounds(batch, task, done, before, early=early)
+            self._run_rounds(batch, task, done, before)
         return None
 
     def _run_rounds(
@@ -129,22 +121,15 @@ class Sharded(Placement):
         task: ShardTask,
         done: Mapping[int, ShardResult],
         before: Before,
-        *,
-        early: bool,
     ) -> None:
         """Compute the shards of all devices of this process, one of each in every round.
 
-        Args:
-            batch: the batch of the step.
-            task: what all shards of the step have in common.
-            done: the results of shards that have run already.
-            before: surrounds all shards of a device.
-            early: whether each stage is handed over as soon as it is complete, and not after the
-                shard.
+        Arguments are those of `run_shards`.
         """
         context, table, reduction = self.context, self.context.table, self._reduction
         reduction.begin(shard for shard, size in enumerate(batch.sizes) if not size)
-        task = replace(task, send=reduction.give if early else None)
+        # Compiled code gives all gradients at once, when it is done, and all stages with them.
+        task = replace(task, send=None if context.compilers.compiled else reduction.give)
         with ExitStack() as surrounding:
             for replica in context.replicas:
                 table.clear_rows(replica.number, batch.plan.shards_of(replica.number))
@@ -180,27 +165,6 @@ class Sharded(Placement):
     def before_reading(self, agree: Callable[[], object]) -> None:
         if self.sharded:
             agree()
-
-    def refuse_call(self, call: Call) -> None:
-        self.parameters.refuse_call(call)
-
-    def read_stages(
-        self, read: Callable[[Mapping[str, torch.Tensor]], Mapping[str, str]]
-    ) -> dict[int, str]:
-        parameters, context, own = self.sharded, self.context, dict[str, str]()
-        if not parameters:
-            return {}
-
-        def look(numbers: Sequence[int]) -> None:
-            own.update(read({str(number): parameters[number] for number in numbers}))
-
-        stages = range(context.first.number, len(self._reduction.stages), context.devices)
-        self.parameters.visit(stages, look)
-        text = "".join(f"{number} {line}\n" for number, line in own.items()).encode()
-        given = context.exchange.transport.all_gather_objects({context.first.number: text})
-        lines = chain.from_iterable(each.decode().splitlines() for each in given)
-        found = (line.partition(" ") for line in lines)
-        return {int(number): rest for number, _, rest in found}
 
     def leave(self, *, together: bool) -> None:
         if together:

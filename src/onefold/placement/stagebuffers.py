@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from onefold.checks.values import as_words, sum_of
-from onefold.core.flat import same_bits
+from onefold.checks.values import sum_of
+from onefold.core.flat import as_words, same_bits
 from onefold.core.stages import ROOT, StageLayout
 from onefold.core.storage import Storage
 from onefold.deferred.access import AccessHook

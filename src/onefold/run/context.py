@@ -69,25 +69,24 @@ def read_context(environment: Mapping[str, str]) -> LaunchContext:
     if CONTEXT_VARIABLE in environment:
         return LaunchContext.from_json(environment[CONTEXT_VARIABLE])
     others = others_of(environment)
-    words = others.words if others is not None else ""
     # Before Slurm's: where srun has started torchrun, the devices are what torchrun starts.
     environment = {**environment, **_of_pod(environment)}
     if {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
         context = _read_torch(environment)
         # Processes of one node, where a launcher has started several nodes.
-        beside = others is not None and others.of_nodes and context.one_host
-        return replace(context, others=words if beside else "")
+        beside = others.of_nodes and context.one_host
+        return replace(context, others=others.words if beside else "")
     task = slurm_task(environment)
     # An mpirun inside of a job may start its helpers by srun, whose variables they hand on.
-    if task is not None and (others is None or others.of_nodes or others.number in (0, task.size)):
+    if task is not None and (others.of_nodes or others.number in (0, task.size)):
         # A job script often names the address, as the one who wrote it knows the network.
         host, _, port = task.address.rpartition(":")
         host = environment.get("MASTER_ADDR") or host
         return _joined(
             task, environment, host, _number(environment, "MASTER_PORT", int(port), least=1)
         )
-    refusal = others.refusal if others is not None else ""
-    return LaunchContext(options=options_of(environment), others=words, refusal=refusal)
+    options = options_of(environment)
+    return LaunchContext(options=options, others=others.words, refusal=others.refusal)
 
 
 def _of_pod(environment: Mapping[str, str]) -> Mapping[str, str]:

@@ -159,7 +159,7 @@ def _emptiest(number: int) -> tuple[str, ...]:
         )
     # Chosen by free memory, yet in the order of their indices, so that ranks follow the bus.
     emptiest = sorted(gpus, key=lambda gpu: (-gpu.free_bytes, gpu.index))[:number]
-    return tuple(f"cuda:{gpu.index}" for gpu in sorted(emptiest, key=lambda gpu: gpu.index))
+    return tuple(f"cuda:{index}" for index in sorted(gpu.index for gpu in emptiest))
 
 
 def _read(part: str, text: str) -> str:
@@ -213,11 +213,15 @@ def _gpus_of_torch(why: str, *, some: bool) -> list[DeviceInfo]:
     """
     try:
         answer, hint = _ask("PyTorch", _ASK_TORCH, _TORCH_LIMIT_S)
+        if not answer["gpus"] and some:
+            hint = (hint or "without a reason") if answer["cuda"] else "it was built without CUDA"
+            raise LaunchError(f"PyTorch sees no GPU ({hint})")
     except LaunchError as failure:
-        raise _not_listed(why, str(failure)) from None
-    if not answer["gpus"] and some:
-        hint = (hint or "without a reason") if answer["cuda"] else "it was built without CUDA"
-        raise _not_listed(why, f"PyTorch sees no GPU ({hint})")
+        raise LaunchError(
+            f"{why}, and {failure}. Mend the driver (nvidia-smi and torch.cuda.is_available() show "
+            f"whether it works), or compute on the processor: --devices cpu:N, or "
+            f"CUDA_VISIBLE_DEVICES= to hide the GPUs"
+        ) from None
     return _described(answer["gpus"])
 
 
@@ -230,27 +234,19 @@ def _ask(whom: str, script: str, limit_s: float) -> tuple[dict[str, Any], str]:
     # -P: the current folder may hold a file that is called like a library.
     command = [sys.executable, "-P", "-c", script]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=True)
     except subprocess.TimeoutExpired:
         raise LaunchError(f"{whom} did not answer within {limit_s:g} s") from None
+    except subprocess.CalledProcessError as error:
+        raise LaunchError(f"asking {whom} failed: {_last_line(error.stderr)}") from None
     except OSError as error:
         raise LaunchError(f"asking {whom} failed: {error}") from None
-    if done.returncode != 0:
-        raise LaunchError(f"asking {whom} failed: {_last_line(done.stderr)}")
     came = _last_line(done.stdout)
     with suppress(ValueError):
         answer = json.loads(came)
         if isinstance(answer, dict) and "gpus" in answer:
             return answer, _last_line(done.stderr)
     raise LaunchError(f"expected the answer of {whom} as JSON, got {came!r}")
-
-
-def _not_listed(why: str, what: str) -> LaunchError:
-    return LaunchError(
-        f"{why}, and {what}. Mend the driver (nvidia-smi and torch.cuda.is_available() show "
-        f"whether it works), or compute on the processor: --devices cpu:N, or "
-        f"CUDA_VISIBLE_DEVICES= to hide the GPUs"
-    )
 
 
 def _last_line(text: str) -> str:

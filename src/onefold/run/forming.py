@@ -167,7 +167,10 @@ def _launched(context: LaunchContext, shards: int) -> tuple[torch.device, ...]:
         first = context.rank - context.local_rank
         indices = ((rank - first) % context.local_size for rank in range(context.size))
         return tuple(torch.device("cuda", index) for index in indices)
-    if seen == 1 and _shows_one_gpu(visible_gpus()):
+    # The launcher, or the script, may let each process see its own GPU and no other. One process
+    # cannot see whether two share a GPU; that is left to NCCL, which refuses it.
+    named = [name for name in (visible_gpus() or "").split(",") if name.strip()]
+    if seen == 1 and len(named) == 1:
         return (torch.device("cuda", 0),) * context.size
     raise LaunchError(
         f"expected a GPU for each of the {context.local_size} processes that the launcher started "
@@ -180,14 +183,6 @@ def _launched(context: LaunchContext, shards: int) -> tuple[torch.device, ...]:
 
 def _gpus_seen() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
-
-
-def _shows_one_gpu(visible: str | None) -> bool:
-    """Whether the launcher, or the script, lets each process see its own GPU and no other.
-
-    One process cannot see whether two share a GPU; that is left to NCCL, which refuses it.
-    """
-    return visible is not None and len([name for name in visible.split(",") if name.strip()]) == 1
 
 
 def _listed(chosen: object) -> list[object]:

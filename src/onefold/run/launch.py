@@ -30,7 +30,7 @@ from onefold.core.options import DEFAULT_GRACE_S, DEFAULT_TIMEOUT_S, ExchangeNam
 from onefold.errors import LaunchError, RunFailed
 from onefold.run.context import PLACEMENT_VARIABLE, current_context, options_of, worker_environment
 from onefold.run.devices import Selection, select_devices
-from onefold.run.rundir import Board, Logs
+from onefold.run.rundir import Logs, RunStatus
 from onefold.run.workers import Outcome, StoppedAtOnce, WorkerGroup
 from onefold.system.folderlock import lock_of_checkpoints
 from onefold.system.ownfiles import PrivateFolder
@@ -42,7 +42,6 @@ from onefold.watch.timeline import check_timeline, join_timeline
 __all__ = ["launch", "supervise"]
 
 
-_PARTS = "timeline"
 _START = (
     "import sys; root = sys.argv.pop(1); root in sys.path or sys.path.append(root); "
     "from onefold.run.worker import main; sys.exit(main(sys.argv[1:]))"
@@ -98,29 +97,32 @@ def launch(
     """
     context = current_context()
     if context.launched:
-        _refuse_other_placement(context, placement)
+        # Devices of another launcher would keep all of a model, where less was asked for.
+        decided = context.launcher != "onefold" and context.options.keeps_whole
+        if placement and decided and not RunOptions(placement=placement).keeps_whole:
+            raise LaunchError(
+                f"placement={placement!r} was asked for in a process that another launcher has "
+                f"started: there the environment decides. Set {PLACEMENT_VARIABLE}={placement} for "
+                f'all of its processes, or ask for placement="replicate"'
+            )
         return main(*args)
     import cloudpickle
 
-    around = options_of(os.environ)
-    placement = placement or around.placement
-    if home and placement == "replicate":
-        raise ValueError(
-            f'expected placement="offload", "shard" or "pipeline" with home={home!r}, got '
-            f'placement="replicate"'
-        )
-    if not home and placement != "replicate":
-        home = around.home
     call = _packed(main, args)
     selection = select_devices(devices)
     options = RunOptions(
-        placement=placement,
+        placement=placement or options_of(os.environ).placement,
         home=os.path.abspath(home) if home else "",
         exchange=exchange,
         timeout_s=check_seconds("timeout_s", timeout_s),
         saves=grace_s is not None,
         grace_s=DEFAULT_GRACE_S if grace_s is None else check_seconds("grace_s", grace_s),
     )
+    if home and options.keeps_whole:
+        raise ValueError(
+            f'expected placement="offload", "shard" or "pipeline" with home={home!r}, got '
+            f'placement="replicate"'
+        )
     # Unpickling runs code. These files have no name and are inherited as open descriptors, so that
     # nobody else can have written there, nobody can remove them, and nothing stays behind.
     with tempfile.TemporaryFile() as payload, tempfile.TemporaryFile() as result:
@@ -188,25 +190,6 @@ def _packed(function: Callable[..., Any], arguments: Sequence[Any]) -> bytes:
     return packed.getvalue()
 
 
-def _refuse_other_placement(context: LaunchContext, placement: str | None) -> None:
-    """Refuse to keep all of a model on devices of another launcher where less was asked for.
-
-    Raises:
-        LaunchError: the environment says nothing of it. What it says takes precedence.
-    """
-    if (
-        context.launcher != "onefold"
-        and placement not in (None, "replicate")
-        and context.options.placement == "replicate"
-    ):
-        raise LaunchError(
-            f"placement={placement!r} was asked for in a process that another launcher has "
-            f"started: there the environment decides. Set {PLACEMENT_VARIABLE}={placement} for "
-            f"all of its processes, or "
-            f'ask for placement="replicate"'
-        )
-
-
 def supervise(
     command: Sequence[str], selection: Selection, options: RunOptions, *, handed: Sequence[int] = ()
 ) -> Outcome:
@@ -224,6 +207,8 @@ def supervise(
         ValueError: the devices do not make whole pipelines.
     """
     options.pipeline_of(len(selection.devices))
+    if not (options.home or options.keeps_whole):
+        options = replace(options, home=options_of(os.environ).home)
     _check_places(options)
     context = current_context()
     others = context.others
@@ -251,20 +236,24 @@ def supervise(
             failed_in.append(outcome.step)
             if options.restarts_with == "fewer":
                 run = replace(run, selection=_without(run.selection, outcome.lost, options))
-            left = len(run.selection.devices) if run.selection != selection else 0
             print(outcome.traceback, file=sys.stderr, end="")
             tell(outcome.message)
-            words = words_of_restart(failed_in, left)
-            tell(f"starting again ({failures} of {options.restarts}){words}")
+            left = ""
+            if run.selection != selection:
+                left = f", with {counted(len(run.selection.devices), 'device')}"
+            words = words_of_restart(failed_in)
+            tell(f"starting again ({failures} of {options.restarts}){left}{words}")
 
 
 def _without(selection: Selection, lost: int, options: RunOptions) -> Selection:
     """The devices that are left, in whole pipelines; all of them if that would be none."""
     devices = selection.devices
     left = [device for rank, device in enumerate(devices) if rank != lost]
-    pipeline = int(options.placement.partition(":")[2] or 1)
-    whole = len(left) // pipeline * pipeline
-    return replace(selection, devices=tuple(left[:whole])) if whole else selection
+    for count in range(len(left), 0, -1):
+        with contextlib.suppress(ValueError):
+            options.pipeline_of(count)
+            return replace(selection, devices=tuple(left[:count]))
+    return selection
 
 
 def _check_places(options: RunOptions) -> None:
@@ -286,6 +275,8 @@ def _check_places(options: RunOptions) -> None:
                 check(Path(place))
         except ValueError as error:
             raise LaunchError(f"--{name} {error}") from None
+        except OSError as error:
+            raise LaunchError(f"--{name} {error.filename}: {error.strerror}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,8 +297,8 @@ class _LaunchedRun:
             leave_out: how many of the newest checkpoints to pass over.
         """
         devices = self.selection.devices
-        with PrivateFolder() as folder, contextlib.closing(Board(len(devices))) as board:
-            parts = folder.path / _PARTS
+        with PrivateFolder() as folder, contextlib.closing(RunStatus(len(devices))) as status:
+            parts = folder.path / "timeline"
             parts.mkdir()
             context = LaunchContext(
                 size=len(devices),
@@ -319,35 +310,30 @@ class _LaunchedRun:
                 leave_out=leave_out,
                 directory=str(folder.path),
                 timeline_parts=str(parts) if self.options.profile else "",
-                progress_descriptor=board.table,
-                store_descriptor=board.store,
+                progress_descriptor=status.table,
+                store_descriptor=status.store,
                 safe_path=sys.flags.safe_path,
                 local_size=len(devices),
             )
-            outcome = self._watched(context, board)
-            step = board.progress.step_of(0)
-            return replace(outcome, step=step, timeline=self._timeline(folder))
+            outcome, timeline = self._watched(context, status), None
+            if self.options.profile and not folder.is_there():
+                tell(f"{folder.path} was removed, and the timeline with it")
+            elif self.options.profile:
+                # One that cannot be written is no reason to fail the run.
+                try:
+                    timeline = join_timeline(parts, Path(self.options.profile))
+                except (OSError, ValueError) as error:
+                    tell(f"the timeline could not be written: {error}")
+            step = status.progress.step_of(0)
+            return replace(outcome, step=step, timeline=str(timeline or ""))
 
-    def _timeline(self, folder: PrivateFolder) -> str:
-        """Write the timeline; one that cannot be written is no reason to fail the run."""
-        if not self.options.profile:
-            return ""
-        if not folder.is_there():
-            tell(f"{folder.path} was removed, and the timeline with it")
-            return ""
-        try:
-            return str(join_timeline(folder.path / _PARTS, Path(self.options.profile)) or "")
-        except (OSError, ValueError) as error:
-            tell(f"the timeline could not be written: {error}")
-            return ""
-
-    def _watched(self, context: LaunchContext, board: Board) -> Outcome:
-        group = WorkerGroup(board, self.signals, self.options)
+    def _watched(self, context: LaunchContext, status: RunStatus) -> Outcome:
+        group = WorkerGroup(status, self.signals, self.options)
         interrupted = False
         try:
             for rank, device in enumerate(context.devices):
                 group.check_requests()
-                report = board.reports[rank]
+                report = status.reports[rank]
                 own = replace(context, rank=rank, local_rank=rank, report_descriptor=report)
                 # Or an interrupt between start and add leaves a worker that nobody ends.
                 with ctrl_c_later():
@@ -405,19 +391,11 @@ def checkpoints_to_leave_out(failed_in: Sequence[int]) -> int:
     return max(0, len(list(same)) - 1)
 
 
-def words_of_restart(failed_in: Sequence[int], devices: int = 0) -> str:
-    """How a message mentions it: not at all if the newest checkpoint is used.
-
-    Args:
-        failed_in: the step in which each attempt so far has failed.
-        devices: how many devices are left, if some were left out.
-    """
-    left = f", with {counted(devices, 'device')}" if devices else ""
-    back = checkpoints_to_leave_out(failed_in)
+def words_of_restart(failed_in: Sequence[int]) -> str:
+    """How a message mentions it: not at all if the newest checkpoint is used."""
+    back, step = checkpoints_to_leave_out(failed_in), failed_in[-1]
     if not back:
-        return left
-    step = failed_in[-1]
+        return ""
     where = f"in step {step}" if step >= 0 else "before the first step"
-    further = "one checkpoint" if back == 1 else f"{back} checkpoints"
     newest = f"further back than the newest: it failed {where} {back + 1} times in a row"
-    return f"{left}, {further} {newest}"
+    return f", {counted(back, 'checkpoint')} {newest}"

@@ -139,18 +139,14 @@ _folders: list[PrivateFolder] = []
 """Those that are removed when this process ends."""
 
 
-def _make_folder(prefix: str = "onefold-") -> PrivateFolder:
+@functools.cache
+def folder_until_the_end(prefix: str = "onefold-") -> PrivateFolder:
+    """Make a private folder, once, which is removed when this process ends."""
     _forget_in_children()
     if not _folders:
         atexit.register(_remove_folders)
     _folders.append(PrivateFolder(prefix))
     return _folders[-1]
-
-
-@functools.cache
-def folder_until_the_end() -> str:
-    """Make a private folder, once, which is removed when this process ends."""
-    return str(_make_folder().path)
 
 
 def _remove_folders() -> None:
@@ -180,14 +176,13 @@ def hush_and_report(context: LaunchContext) -> None:
             sys.stderr.flush()
             os.dup2(screen.fileno(), 2)
             previous(kind, error, trace)
-            advice = advice_on_one_file(error, context.size)
-            if advice:
+            if advice := advice_on_one_file(error, context.size):
                 print(f"onefold: {advice}", file=screen, flush=True)
         elif context.rank == (1 if error.device == 0 else 0):  # one of them is enough to say so
             print(f"onefold: {error}", file=screen, flush=True)
         if log is not None and _is_kept(log):
-            path = log.path / _LOG
-            print(f"onefold: output of device {context.rank}: {path}", file=screen, flush=True)
+            where = f"output of device {context.rank}: {log.path / _LOG}"
+            print(f"onefold: {where}", file=screen, flush=True)
 
     sys.excepthook = report
 
@@ -196,7 +191,7 @@ _LOG = "output.log"
 
 
 def _write_to_log(rank: int) -> PrivateFolder:
-    folder = _make_folder(f"onefold-device-{rank}-")
+    folder = folder_until_the_end(f"onefold-device-{rank}-")
     descriptor = create_file(folder.path / _LOG, append=True)
     # What is buffered belongs to the screen; and the descriptors themselves are replaced, as
     # libraries in C and children write to them, not to sys.stdout.

@@ -80,14 +80,12 @@ class Profile:
         """Write the step that is held, if there is one."""
         (step, held), self._held = self._held, (0, {})
         for device, spans in held.items():
-            known = [(span, *self._bounds(device, span)) for span in spans]
-            first = min(start for _, start, _ in known)
-            last = max(stop for _, _, stop in known)
-            place = {"group": self._group, "row": device, "step": step}
-            events = [slice_of(f"step {step}", "step", first, last, **place)]
-            for span, start, stop in known:
-                events.append(slice_of(span.label, span.phase, start, stop, **place))
-            self._part.append(events)
+            known = [(span.label, span.phase, *self._bounds(device, span)) for span in spans]
+            first, last = min(each[2] for each in known), max(each[3] for each in known)
+            rows = [(f"step {step}", "step", first, last), *known]
+            self._part.append(
+                [slice_of(*row, group=self._group, row=device, step=step) for row in rows]
+            )
             self._ends[device] = last
 
     def _bounds(self, device: int, span: Span) -> tuple[float, float]:
@@ -188,8 +186,7 @@ def _of_launcher(
         yield _prober(Probe(options, devices.trainer), model, options.probe_steps)
 
 
-def _tracer(path: Path, model: torch.nn.Module, steps: int) -> Observer:
-    done = steps
+def _tracer(path: Path, model: torch.nn.Module, done: int) -> Observer:
     keep_steps(path, done)
 
     def trace(step: Step, spans: Mapping[int, Sequence[Span]]) -> None:

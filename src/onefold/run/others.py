@@ -58,15 +58,15 @@ class _Launcher(NamedTuple):
 
 
 class Others(NamedTuple):
-    """What a launcher says of other processes that this one cannot join."""
+    """What a launcher says of other processes that this one cannot join; empty if it says none."""
 
-    number: int
+    number: int = 0
     """How many nodes or processes there are; 0 if only that there are several."""
-    of_nodes: bool
+    of_nodes: bool = False
     """Whether it is nodes that were counted."""
-    words: str
+    words: str = ""
     """Who says how many there are."""
-    refusal: str
+    refusal: str = ""
     """Why a process that is alone there must not train, and what to do."""
 
 
@@ -128,26 +128,24 @@ _LAUNCHERS = (
 )
 
 
-def others_of(environment: Mapping[str, str]) -> Others | None:
-    """What a launcher says of others that this process cannot join; None if there are none."""
+def others_of(environment: Mapping[str, str]) -> Others:
+    """What a launcher says of others that this process cannot join."""
     for line in (*_LAUNCHERS, *_half_of_torch(environment)):
         number = _count_in(environment.get(line.variable, ""))
         left_by_slurm = line.variable.startswith("PMI") and "SLURM_PTY_PORT" in environment
-        if number >= line.least and not (left_by_slurm and has_terminal()):
-            return _others(line, environment[line.variable], number)
-    return None
-
-
-def _others(line: _Launcher, value: str, number: int) -> Others:
-    count = number if line.least > 1 else 0
-    what = f"this on {count} nodes" if line.of_nodes else f"{count or 'other'} processes"
-    words = f"{line.variable}={value} says that {line.name} has started {what}"
-    refusal = (
-        f"{words}, and nothing tells this process where it can join the others: each would train "
-        f"a model of its own. To make one run of all:\n    {line.command}\nTo train one model here "
-        f"on purpose, whatever the others do: onefold run --devices 1 train.py"
-    )
-    return Others(count, line.of_nodes, words, refusal)
+        if number < line.least or (left_by_slurm and has_terminal()):
+            continue
+        count = number if line.least > 1 else 0
+        what = f"this on {count} nodes" if line.of_nodes else f"{count or 'other'} processes"
+        value = environment[line.variable]
+        words = f"{line.variable}={value} says that {line.name} has started {what}"
+        refusal = (
+            f"{words}, and nothing tells this process where it can join the others: each would "
+            f"train a model of its own. To make one run of all:\n    {line.command}\nTo train one "
+            f"model here on purpose, whatever the others do: onefold run --devices 1 train.py"
+        )
+        return Others(count, line.of_nodes, words, refusal)
+    return Others()
 
 
 def _count_in(text: str) -> int:

@@ -82,11 +82,10 @@ def _in_pipeline(
     root, *rest = (stage["bytes"] for stage in stages)
     if devices > len(rest):
         return None
-    shares = [0] * devices
+    shares = [root] + [0] * (devices - 1)
     _, *held = (stage["held"] for stage in stages)
     for place, share in zip(cut_pipeline(held, devices), rest, strict=True):
         shares[place] += share
-    shares[0] += root
     return sizes.pipelining(devices, max(shares), together=together)
 
 

@@ -1,4 +1,4 @@
-"""What a launcher and its workers share: reports, progress, logs, and the store of a group.
+"""What a launcher and its workers share: their status, logs, and the store of a process group.
 
 Note: nothing has a name
 ------------------------
@@ -14,25 +14,21 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from onefold.exchange.progress import Progress
-from onefold.system.ownfiles import PrivateFolder, create_file, memory_file
+from onefold.system.ownfiles import PrivateFolder, create_file, memory_file, write_all
 from onefold.system.words import tell
 
-__all__ = ["Board", "Logs", "Report", "leave_note", "write_report"]
+__all__ = ["FailureReport", "Logs", "RunStatus", "report_failure", "report_threads"]
 
-_NOTE = b"threads "
-_LONGEST_NOTE = 4096
+_LONGEST_NAMES = 2000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class FailureReport:
     """How a worker failed, in its own words."""
 
-    rank: int
-    """Number of the device."""
-    step: int
-    """The step that it was at; -1 before the first step."""
     time_s: float
     """When it failed, in seconds since 1970."""
     kind: str
@@ -45,8 +41,8 @@ class Report:
     """Whether it failed because another device did."""
 
 
-class Board:
-    """The launcher's side of what it shares with its workers in memory, for one attempt of a run.
+class RunStatus:
+    """The status of one attempt of a run, in memory that the launcher shares with its workers.
 
     Args:
         devices: number of workers.
@@ -63,18 +59,20 @@ class Board:
         os.ftruncate(self.table, Progress.nbytes(devices))
         self.progress = Progress(self.table, devices)
 
-    def report(self, rank: int) -> Report | None:
-        """The worker's report of its failure, if it left a whole one."""
+    def failure(self, rank: int) -> FailureReport | None:
+        """The worker's report of its failure, if it left one."""
+        report = self._report(rank)
+        return FailureReport(**report) if "kind" in report else None
+
+    def threads(self, rank: int) -> str:
+        """The threads that the worker waits for, once its script has ended; empty for none."""
+        return str(self._report(rank).get("threads", ""))
+
+    def _report(self, rank: int) -> dict[str, Any]:
+        """The worker's report if it left a whole one; else an empty one."""
         descriptor = self.reports[rank]
         text = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
-        whole = text.endswith(b"\n") and not text.startswith(_NOTE)
-        return Report(**json.loads(text)) if whole else None
-
-    def note(self, rank: int) -> str:
-        """What the worker waits for, once its script has ended; empty if it has not said so."""
-        text = os.pread(self.reports[rank], _LONGEST_NOTE, 0)
-        whole = text.startswith(_NOTE) and text.endswith(b"\n")
-        return text[len(_NOTE) : -1].decode(errors="replace") if whole else ""
+        return dict(json.loads(text)) if text.endswith(b"\n") else {}
 
     def close(self) -> None:
         """Close the descriptors; the memory goes with the last process that has it."""
@@ -82,23 +80,21 @@ class Board:
             os.close(descriptor)
 
 
-def write_report(descriptor: int, report: Report) -> None:
+def report_failure(descriptor: int, failure: FailureReport) -> None:
     """Write the report of a failure, in place of an earlier one."""
-    _write(descriptor, json.dumps(asdict(report)).encode())
+    _write(descriptor, asdict(failure))
 
 
-def leave_note(descriptor: int, threads: str) -> None:
-    """Note, in the place of a report, for which threads a process waits that has ended well."""
-    _write(descriptor, _NOTE + threads.encode(errors="backslashreplace")[: _LONGEST_NOTE // 2])
+def report_threads(descriptor: int, names: str) -> None:
+    """Report, in place of a failure, for which threads a process waits that has ended well."""
+    _write(descriptor, {"threads": names[:_LONGEST_NAMES]})
 
 
-def _write(descriptor: int, text: bytes) -> None:
+def _write(descriptor: int, report: dict[str, Any]) -> None:
     os.ftruncate(descriptor, 0)
+    os.lseek(descriptor, 0, os.SEEK_SET)
     # The process may be killed at any moment: only what has its line's end is whole.
-    rest = text + b"\n"
-    written = 0
-    while written < len(rest):
-        written += os.pwrite(descriptor, rest[written:], written)
+    write_all(descriptor, json.dumps(report).encode() + b"\n")
 
 
 class Logs:
@@ -118,29 +114,29 @@ class Logs:
         self._private = None if folder else PrivateFolder()
         self._folder = Path(folder) if self._private is None else self._private.path
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._number = 1
-        while (made := self._make(ranks)) is None:
-            self._number += 1
-        self.descriptors = made
+        self.descriptors: dict[int, int] = {}
         """Those of the logs, by device."""
+        self._number = 1
+        while not self._make(ranks):
+            self._number += 1
         self._is_named = False
         if ranks and self._number > 1:
             tell(f"{folder} has logs already: those of this run are {self._path('*')}")
 
-    def _make(self, ranks: Sequence[int]) -> dict[int, int] | None:
-        """The descriptors of the logs, or None if one of the names is taken."""
-        made: dict[int, int] = {}
+    def _make(self, ranks: Sequence[int]) -> bool:
+        """Make the logs, unless one of the names is taken; return whether they are made."""
         try:
             for rank in ranks:
-                made[rank] = create_file(self._path(rank), append=True)
+                self.descriptors[rank] = create_file(self._path(rank), append=True)
         # Made only where there was nothing, so that two runs at once never share a file: whoever
         # comes second takes back what it made, and tries the next number.
         except FileExistsError:
-            for rank, descriptor in made.items():
+            while self.descriptors:
+                rank, descriptor = self.descriptors.popitem()
                 os.close(descriptor)
                 self._path(rank).unlink(missing_ok=True)
-            return None
-        return made
+            return False
+        return True
 
     def _path(self, rank: int | str) -> Path:
         run = "" if self._number == 1 else f".run-{self._number}"

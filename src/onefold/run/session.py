@@ -51,13 +51,12 @@ from onefold.run.planning import plan_instead
 from onefold.run.userparts import UserParts, keep_code_private
 from onefold.step.agreement import digest_of
 from onefold.step.assembly import assemble, hold, take_from_holders
-from onefold.step.engine import StepResult
 from onefold.step.result import Step
 from onefold.system.process import STOPPED_CODE, requests_by_signals
 from onefold.update.byscript import NO_STEP, ByScript, chosen_optimizer
 from onefold.update.schedule import RunSchedule
 from onefold.verifying import Verifying
-from onefold.watch.timing import Span, host_now_s
+from onefold.watch.timing import Moment, Span, host_now_s
 
 __all__ = ["Session"]
 
@@ -102,12 +101,12 @@ class Session:
         self.settings, self.parts = settings, user
         # Before others are waited for: a notice that comes meanwhile would end this process.
         self._requests = requests_by_signals(context.options.stop_signals)
-        self.team = choose_devices(context, devices, shards=settings.shards, module=user.module)
+        self.devices = choose_devices(context, devices, shards=settings.shards, module=user.module)
         keep_code_private(user, settings)
-        check_devices(self.team.own_devices.values(), settings)
-        chosen = plan_of(self.team, settings.shards, plan)
+        check_devices(self.devices.own_devices.values(), settings)
+        chosen = plan_of(self.devices, settings.shards, plan)
         # Before the engine, whose first additions must have the run's number of threads.
-        settle_process(self.team, settings)
+        settle_process(self.devices, settings)
         # Only now, as a Trainer whose arguments are refused takes nothing.
         take_from_holders(user.module)
         self.verifying = Verifying(context, user.module, user.losses)
@@ -116,7 +115,7 @@ class Session:
             optimizer,
             self.verifying.losses,
             settings=settings,
-            team=self.team,
+            team=self.devices,
             plan=chosen,
             schedule=user.schedule,
             stages=user.stages,
@@ -126,49 +125,47 @@ class Session:
         """The block in which a script may change the model."""
         self.averaging = Averaging(self.engine)
         """The averages of the model, if the run keeps any."""
-        self.verifying.begin(self.engine, self.team)
+        self.verifying.begin(self.engine, self.devices)
         self.asked_to_stop = False
         """Whether the run was asked to stop; the same on all devices, as a step agrees on it."""
         self._schedule = RunSchedule(user.schedule, settings.schedule_every, optimizer)
         self.position = Position(self._schedule.end_epoch)
-        self.gradients = GradientSteps(on_lead=self.team.has_lead)
+        self.gradients = GradientSteps(on_lead=self.devices.has_lead)
         """Which calls of `gradient` belong to one step."""
         self.checkpoints = Checkpoints(
-            self.engine, self.averaging, settings, self.team, self.position, self._schedule
+            self.engine, self.averaging, self.devices, self.position, self._schedule
         )
         self._context, self._process = context, os.getpid()
         self._left = self._is_over = False
-        self._hold()
+        # From here on the model belongs to this Trainer, and what is written to it is looked at in
+        # the end.
+        hold(user.module, self)
+        this = weakref.ref(self)
+        at_good_end(lambda: None if (it := this()) is None else it.refuse_raced())
         self._progress = progress_of(context)
         # May find a checkpoint, so what starts from the step that is done comes after it.
         self._begin_saving()
         self.note_progress()
         watches = {replica.number: replica.watch for replica in self.engine.context.replicas}
         with self._seen_whole():
-            self.observers = Observers(self.team, user.module, watches, self.position.step)
-
-    def _hold(self) -> None:
-        """Have the model belong to this Trainer, and what is written to it looked at in the end."""
-        hold(self.parts.module, self)
-        this = weakref.ref(self)
-        at_good_end(lambda: None if (it := this()) is None else it.refuse_raced())
+            self.observers = Observers(self.devices, user.module, watches, self.position.step)
 
     def _begin_saving(self) -> None:
         """Refuse what could not be saved while nothing is lost yet, and resume what was saved."""
         with_run = (self.engine, self.changes, self.checkpoints, self.position)
-        self.resumption = Resumption(*with_run, on_lead=self.team.has_lead)
+        self.resumption = Resumption(*with_run, on_lead=self.devices.has_lead)
         """Has the values of a checkpoint take effect where the script goes on."""
         try:
             self.checkpoints.check_can_be_saved()
         except TypeError as error:
             if self._context.options.checkpoint:
                 raise
-            if self.team.has_lead:  # a run that saves nothing may go on
+            if self.devices.has_lead:  # a run that saves nothing may go on
                 _log.warning("trainer.save will refuse this run: %s", error)
         # Loading may fail on one device alone, for lack of memory say: the others must be told.
         with self.telling_others():
             self._autosave = Autosave.of(
-                *(self.team, self.checkpoints, self.position, self._progress, self.resumption),
+                *(self.devices, self.checkpoints, self.position, self._progress, self.resumption),
                 blocks=lambda: self.changes.blocks,
             )
         if self._autosave is not None:
@@ -182,7 +179,7 @@ class Session:
             TypeError, ValueError: the counts are no plan for this run.
         """
         assignment = self.engine.assignment
-        self.engine.bind(assignment.next(plan=plan_of(self.team, self.settings.shards, counts)))
+        self.engine.bind(assignment.next(plan=plan_of(self.devices, self.settings.shards, counts)))
 
     def loader(self, dataset: Any, collate: Collate | None, **choices: Any) -> Loader:
         """Make a loader for `evaluate` and `predict`; see `Loader` for ``choices``."""
@@ -210,9 +207,9 @@ class Session:
             **choices,
             collate=collate,
             seed=self.settings.seed,
-            own=self.team.own,
+            own=self.devices.own,
             first_epoch=self.position.epoch,
-            pin_memory=self.team.devices[0].type == "cuda",
+            pin_memory=self.devices.devices[0].type == "cuda",
             timeout_s=self.settings.timeout_s,
             digest=self.engine.context.with_others,
         )
@@ -222,7 +219,7 @@ class Session:
         with self.telling_others():
             text = written_shards(self.verifying.plain(batch).shards)
             self.engine.agree(digest_of(batch, self.position.step + 1, Call.GATHER, loss=0))
-            return gather_batch(self.engine.context.exchange, self.team.own, text, batch)
+            return gather_batch(self.engine.context.exchange, self.devices.own, text, batch)
 
     def over_data(
         self,
@@ -284,24 +281,31 @@ class Session:
         waited = cut.waited or (start, host_now_s())
         number = self.position.step + 1
         with self.telling_others():
-            if self._before_step(cut, name):
-                raise RunStopped(STOPPED_CODE)
-            outcome = self._compute(cut, number, name)
+            self._before_step(cut, name)
+            with self.verifying.step(cut, number, name) as given:
+                # Devices see the signal at different times; the step makes one answer of it.
+                asked = self._is_asked_to_stop()
+                outcome = self.engine.step(given, number, name=name, asked_to_stop=asked)
+            self._schedule.note_step(self.position.here, name, updates=outcome.verdict.updates)
         # The step is done for everybody. The position follows before anything else can fail, or a
         # checkpoint might count the batch as unused.
         self.asked_to_stop |= outcome.verdict.stops
         self.position.note_step(cut)
         self.engine.end_step()
         self.note_progress()
-        spans = self.engine.take_spans()
-        first = [Span("data", "batch", *waited), *spans[self.team.own[0]]]
-        spans[self.team.own[0]] = first
-        step = Step(number, cut.samples, cut.epoch, outcome, first, name)
+        spans = self._take_spans(waited)
+        step = Step(number, cut.samples, cut.epoch, outcome, spans[self.devices.own[0]], name)
         with self._seen_whole():
             self.observers.observe(step, spans)
         self._after_step(cut, stop=outcome.verdict.stops, updated=True)
         self.verifying.note_step(step)
         return step
+
+    def _take_spans(self, waited: tuple[Moment, Moment]) -> dict[int, list[Span]]:
+        """The spans of a step by device, the wait for its batch among them."""
+        spans, own = self.engine.take_spans(), self.devices.own[0]
+        spans[own].insert(0, Span("data", "batch", *waited))
+        return spans
 
     def _note_again(self, batch: object, same: Step) -> Step:
         """Count a step that is not computed, as the last one stands for it."""
@@ -327,22 +331,24 @@ class Session:
             cut = self._cut(self.verifying.batch(batch), checked_dim(dim))
             waited = cut.waited or (start, host_now_s())
             with self.changes.closed(place.step + 1):
-                if not again and self._before_step(cut, name):
-                    raise RunStopped(STOPPED_CODE)
+                if not again:
+                    self._before_step(cut, name)
                 number = place.step + (not again)
-                asked = self._context.options.may_stop and self._is_asked_to_stop()
                 with self.verifying.step(cut, number, name) as given:
+                    asked = self._is_asked_to_stop()
                     outcome = engine.gradient(given, number, name=name, asked_to_stop=asked)
                 self.asked_to_stop |= outcome.verdict.stops
                 self.gradients.note(batch, place, name, begins=not again)
                 if not again:
-                    self._note_gradient(cut, stop=outcome.verdict.stops)
-        spans = engine.take_spans()
-        first = [Span("data", "batch", *waited), *spans[self.team.own[0]]]
-        step = Step(number, cut.samples, cut.epoch, outcome, first, name)
+                    # Its update is the script's, and comes later.
+                    self.position.note_step(cut)
+                    self.note_progress()
+                    self._after_step(cut, stop=outcome.verdict.stops, updated=False)
+        spans = self._take_spans(waited)
+        step = Step(number, cut.samples, cut.epoch, outcome, spans[self.devices.own[0]], name)
         if not again:
             with self._seen_whole():
-                self.observers.observe(step, spans | {self.team.own[0]: first})
+                self.observers.observe(step, spans)
             self.verifying.note_step(step)
         self.verifying.note_gradients()
         return step
@@ -352,20 +358,6 @@ class Session:
         options = self._context.options
         looked_at = options.trace or options.probe
         return self.engine.placement.unsharded() if looked_at else nullcontext()
-
-    def _note_gradient(self, batch: ShardedBatch, *, stop: bool) -> None:
-        """Count the step of a gradient, whose update is the script's and comes later."""
-        self.position.note_step(batch)
-        self.note_progress()
-        self._after_step(batch, stop=stop, updated=False)
-
-    def _compute(self, batch: ShardedBatch, number: int, name: str) -> StepResult:
-        # Devices see the signal at different times; the step makes one answer of it.
-        asked = self._context.options.may_stop and self._is_asked_to_stop()
-        with self.verifying.step(batch, number, name) as given:
-            outcome = self.engine.step(given, number, name=name, asked_to_stop=asked)
-        self._schedule.note_step(self.position.here, name, updates=outcome.verdict.updates)
-        return outcome
 
     def _reached(self, where: Reached) -> None:
         with self.telling_others():
@@ -380,16 +372,20 @@ class Session:
                 yield
             self.resumption.end_block()
 
-    def _before_step(self, batch: ShardedBatch, loss: str) -> bool:
-        """Save what is due; return whether the process is to stop, as it was asked to."""
+    def _before_step(self, batch: ShardedBatch, loss: str) -> None:
+        """Save what is due.
+
+        Raises:
+            RunStopped: the run was asked to stop, and is saved.
+        """
         self.checkpoints.check()
         self.resumption.begin_step()
         self.checkpoints.note_step(loss)
         self._schedule.check_step(self.position.here)
-        if self._autosave is None:
-            return False
-        self._autosave.check(batch)
-        return self._autosave.before_step(batch)
+        if self._autosave is not None:
+            self._autosave.check(batch)
+            if self._autosave.before_step(batch):
+                raise RunStopped(STOPPED_CODE)
 
     def _after_step(self, batch: ShardedBatch, *, stop: bool, updated: bool) -> None:
         """Note that a step is done, but for the script's own update, if it makes one."""
@@ -450,7 +446,7 @@ class Session:
         if isinstance(batch, ShardedBatch):
             cut = replace(self._checked_batch(batch, plan), dim=dim)
         else:
-            own = [s for number in self.team.own for s in plan.read_by(number)]
+            own = [s for number in self.devices.own for s in plan.read_by(number)]
             cut = cut_batch(
                 batch,
                 plan,
@@ -502,9 +498,9 @@ class Session:
             raise
 
     def _is_asked_to_stop(self) -> bool:
-        """Whether this process was asked to stop; others may not know of it yet."""
+        """Whether this process was asked to stop and can; others may not know of it yet."""
         by_launcher = self._progress is not None and self._progress.stop_requested()
-        return by_launcher or bool(self._requests)
+        return self._context.options.may_stop and (by_launcher or bool(self._requests))
 
     def note_progress(self) -> None:
         """Tell the launcher which step is next: later failures are reported as in that step."""

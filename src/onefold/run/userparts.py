@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from onefold.checks.model import check_model, check_precision
@@ -24,18 +25,12 @@ from onefold.update.schedule import check_schedule
 
 __all__ = ["GivenOptimizer", "GivenSchedule", "UserParts", "keep_code_private"]
 
-_Optimizer = torch.optim.Optimizer
 GivenOptimizer = (
-    _Optimizer | Mapping[str, _Optimizer] | list[_Optimizer] | tuple[_Optimizer, ...] | None
+    Optimizer | Mapping[str, Optimizer] | list[Optimizer] | tuple[Optimizer, ...] | None
 )
 """What a script may give for the optimizer."""
-GivenSchedule = (
-    LRScheduler
-    | Mapping[str, LRScheduler]
-    | list[LRScheduler | None]
-    | tuple[LRScheduler | None, ...]
-    | None
-)
+_One = LRScheduler | None
+GivenSchedule = _One | Mapping[str, LRScheduler] | list[_One] | tuple[_One, ...]
 """What a script may give for the schedule."""
 
 
@@ -45,7 +40,7 @@ class UserParts:
 
     module: torch.nn.Module
     """The model; of several, a `torch.nn.ModuleDict`."""
-    optimizer: torch.optim.Optimizer | None
+    optimizer: Optimizer | None
     """Of all trained parameters; of several, `onefold.update.optimizers.Optimizers`; None if the
     script updates by itself."""
     losses: Mapping[str, LossFunction]
@@ -75,11 +70,11 @@ class UserParts:
         if isinstance(schedule, list | tuple):
             schedule = _listed_schedules(schedule, optimizer)
         if isinstance(optimizer, list | tuple):
-            optimizer = _listed("optimizer", optimizer)
+            optimizer = {str(number): each for number, each in enumerate(optimizer)}
         if isinstance(optimizer, Mapping):
-            optimizer = _joined_optimizers(_named("optimizer", optimizer), losses)
+            optimizer = _joined_optimizers(_named("optimizer", optimizer, Optimizer), losses)
         if isinstance(schedule, Mapping):
-            schedule = _joined_schedules(_named("schedule", schedule), optimizer)
+            schedule = _joined_schedules(_named("schedule", schedule, LRScheduler), optimizer)
         if isinstance(stages, str) and stages != "auto":
             raise ValueError(f'expected stages to be "auto" or modules, got {stages!r}')
         cut = None if stages == "auto" else tuple(stages)
@@ -162,30 +157,18 @@ class UserParts:
         return lambda _, batch: function(part, batch)
 
 
-def _named(what: str, given: Mapping[str, Any]) -> dict[str, Any]:
+def _named(what: str, given: Mapping[str, Any], kind: type = object) -> dict[str, Any]:
     if not given:
-        raise ValueError(f"expected at least one {what}, got an empty dict")
-    kind, shown = _KINDS.get(what, (object, ""))
+        raise ValueError(f"expected at least one {what}, got none")
     for name, each in given.items():
         if not isinstance(name, str) or not name or not name.isprintable():
             raise TypeError(f"expected names of one line in the dict of {what}, got {name!r}")
         if not isinstance(each, kind):
-            raise TypeError(f"expected {what}[{name!r}] to be a {shown}, got {type(each).__name__}")
+            raise TypeError(
+                f"expected {what}[{name!r}] to be a PyTorch {kind.__name__}, got "
+                f"{type(each).__name__}"
+            )
     return dict(given)
-
-
-_KINDS: Mapping[str, tuple[type, str]] = {
-    "model": (torch.nn.Module, "torch.nn.Module"),
-    "optimizer": (torch.optim.Optimizer, "torch.optim.Optimizer"),
-    "schedule": (LRScheduler, "torch.optim.lr_scheduler"),
-}
-
-
-def _listed(what: str, given: Sequence[Any]) -> dict[str, Any]:
-    """Name what was given in a list by its places."""
-    if not given:
-        raise ValueError(f"expected at least one {what}, got an empty list")
-    return {str(number): each for number, each in enumerate(given)}
 
 
 def _listed_schedules(given: Sequence[Any], optimizer: object) -> dict[str, Any] | None:
@@ -194,13 +177,12 @@ def _listed_schedules(given: Sequence[Any], optimizer: object) -> dict[str, Any]
             f"expected a list of schedules beside a list of optimizers, one for each or None, got "
             f"{len(given)} schedules"
         )
-    found = {n: each for n, each in _listed("schedule", given).items() if each is not None}
-    return found or None
+    return {str(n): each for n, each in enumerate(given) if each is not None} or None
 
 
 def _joined_modules(models: Mapping[str, torch.nn.Module]) -> torch.nn.ModuleDict:
     joined = torch.nn.ModuleDict()
-    for name, module in _named("model", models).items():
+    for name, module in _named("model", models, torch.nn.Module).items():
         check_model(module)
         try:
             joined[name] = module
@@ -209,9 +191,7 @@ def _joined_modules(models: Mapping[str, torch.nn.Module]) -> torch.nn.ModuleDic
     return joined
 
 
-def _joined_optimizers(
-    optimizers: dict[str, Any], losses: Mapping[str, LossFunction]
-) -> torch.optim.Optimizer:
+def _joined_optimizers(optimizers: dict[str, Any], losses: Mapping[str, LossFunction]) -> Optimizer:
     if len(losses) == 1:
         return Optimizers(optimizers, together=True)
     if optimizers.keys() != losses.keys():
@@ -223,9 +203,7 @@ def _joined_optimizers(
     return Optimizers({name: optimizers[name] for name in losses}, together=False)
 
 
-def _joined_schedules(
-    schedules: dict[str, Any], optimizer: torch.optim.Optimizer | None
-) -> LRScheduler:
+def _joined_schedules(schedules: dict[str, Any], optimizer: Optimizer | None) -> LRScheduler:
     if not isinstance(optimizer, Optimizers):
         raise TypeError(
             "expected one schedule, as Trainer was given one optimizer, got a dict of schedules"
@@ -255,4 +233,4 @@ def _check_apart(optimizer: Optimizers, module: torch.nn.Module) -> None:
 def keep_code_private(user: UserParts, settings: Settings) -> None:
     """Choose a folder for compiled code, ahead of the compiler, which loads what it finds there."""
     if settings.compile or calls_compiled(user.module, *user.losses.values()):
-        keep_code_in(have_private_caches(folder_until_the_end))
+        keep_code_in(have_private_caches(lambda: str(folder_until_the_end().path)))

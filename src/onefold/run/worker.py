@@ -43,7 +43,7 @@ from onefold.errors import PeerError
 from onefold.exchange.progress import progress_of
 from onefold.run.context import current_context
 from onefold.run.membership import advice_on_one_file, end_well, leave
-from onefold.run.rundir import Report, leave_note, write_report
+from onefold.run.rundir import FailureReport, report_failure, report_threads
 from onefold.system.ownfiles import gather_sockets_in
 from onefold.system.process import (
     NOTICES,
@@ -119,7 +119,7 @@ def _mention_threads_later(report_descriptor: int) -> None:
     def mention() -> None:
         each = [t for t in threading.enumerate() if not t.daemon and t is not here and t.is_alive()]
         if each:
-            leave_note(report_descriptor, listed(f"{thread.name!r}" for thread in each))
+            report_threads(report_descriptor, listed(f"{thread.name!r}" for thread in each))
 
     timer = threading.Timer(_PATIENCE_S, mention)
     timer.daemon = True
@@ -197,21 +197,18 @@ def _call(payload: int, result: int) -> None:
 
 def _leave_word(error: BaseException) -> None:
     context = current_context()
-    progress = progress_of(context)
     # Started by hand, without a launcher to read a report: fail as any program does.
-    if progress is None:
+    if context.report_descriptor < 0:
         raise error
     words = (message_of(error), advice_on_one_file(error, context.size))
-    report = Report(
-        rank=context.rank,
-        step=progress.step_of(context.rank),
+    failure = FailureReport(
         time_s=time.time(),
         kind=type(error).__name__,
         text=". ".join(filter(None, words)),
         traceback="".join(traceback.format_exception(_of_the_user(error))),
         caused_by_peer=isinstance(error, PeerError),
     )
-    write_report(context.report_descriptor, report)
+    report_failure(context.report_descriptor, failure)
 
 
 def _end_at_once(code: int) -> NoReturn:

@@ -32,19 +32,18 @@ import select
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from onefold.core.options import RunOptions
 from onefold.errors import LaunchError
-from onefold.run.rundir import Board, Report
+from onefold.run.rundir import FailureReport, RunStatus
 from onefold.system.process import LOOK_S, STOPPED_CODE, Stillness, StopSignals
 from onefold.system.words import tell
 
 __all__ = ["Outcome", "StoppedAtOnce", "WorkerGroup"]
 
 
-_REFUSED = frozenset({errno.ENOSYS, errno.EPERM, errno.EACCES})
 _LOOK_S = 0.05
 
 
@@ -52,22 +51,20 @@ class Worker:
     """One process of the group."""
 
     def __init__(self, rank: int, device: str, process: subprocess.Popen[bytes]) -> None:
-        self.rank = rank
-        self.device = device
+        self.rank, self.pid, self._process = rank, process.pid, process
+        self._name = f"device {rank} ({device}, process {process.pid})"
+        self._code: int | None = None
         self.ended_s: float | None = None
         self.stillness = Stillness(process.pid)
-        self.unresponsive = False
-        self.ended_by_us = False
-        self._process = process
-        self._code: int | None = None
-        self._collected = False
-        self.pid = process.pid
-        # Safe to open by id: a child that nobody has collected keeps its id, dead or alive.
-        self.descriptor = _pidfd_of(process.pid)
+        self.unresponsive = self.ended_by_us = self._collected = False
+        self.descriptor: int | None = None
         """A pidfd: readable once the process has ended. None where there is no such thing."""
+        # Safe to open by id: a child that nobody has collected keeps its id, dead or alive.
+        with _where_refused():
+            self.descriptor = os.pidfd_open(process.pid)
 
     def __str__(self) -> str:
-        return f"device {self.rank} ({self.device}, process {self.pid})"
+        return self._name
 
     @property
     def code(self) -> int | None:
@@ -94,12 +91,9 @@ class Worker:
             return
         # By pidfd, which never means another process, even if the worker ends right here.
         if self.descriptor is not None:
-            try:
+            with _where_refused():
                 signal.pidfd_send_signal(self.descriptor, number)
                 return
-            except OSError as error:
-                if error.errno not in _REFUSED:
-                    raise
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, number)
 
@@ -124,13 +118,14 @@ class Worker:
             os.close(self.descriptor)
 
 
-def _pidfd_of(pid: int) -> int | None:
+@contextlib.contextmanager
+def _where_refused() -> Iterator[None]:
+    """Leave the block without an error where the system has no pidfds."""
     try:
-        return os.pidfd_open(pid)
+        yield
     except OSError as error:
-        if error.errno not in _REFUSED:
+        if error.errno not in (errno.ENOSYS, errno.EPERM, errno.EACCES):
             raise
-        return None
 
 
 def wait_for_end(workers: Sequence[Worker], limit_s: float, wake: int | None = None) -> bool:
@@ -171,13 +166,13 @@ class WorkerGroup:
     second. Others are ended at the first.
 
     Args:
-        board: the memory shared with the workers.
+        status: the memory shared with the workers.
         signals: the signals that have come to the launcher.
         options: the options of the run.
     """
 
-    def __init__(self, board: Board, signals: StopSignals, options: RunOptions) -> None:
-        self._board = board
+    def __init__(self, status: RunStatus, signals: StopSignals, options: RunOptions) -> None:
+        self._status = status
         self._signals = signals
         self._options = options
         self._workers: list[Worker] = []
@@ -199,13 +194,13 @@ class WorkerGroup:
         # The grace runs from the first request, even if a worker got it: then the table says so.
         if self._is_requested() and not self._deadline_s:
             self._deadline_s = time.monotonic() + self._options.grace_s
-            self._board.progress.request_stop()
+            self._status.progress.request_stop()
         if self._deadline_s and time.monotonic() > self._deadline_s:
             raise StoppedAtOnce
 
     def _is_requested(self) -> bool:
         """Whether the run was asked to stop, through the launcher or a worker."""
-        return bool(self._signals.came) or self._board.progress.stop_requested()
+        return bool(self._signals.came) or self._status.progress.stop_requested()
 
     def watch(self) -> None:
         """Wait until all have ended well, or one has failed and the others had time to report.
@@ -227,7 +222,7 @@ class WorkerGroup:
     def _mention_threads(self, waiting: Sequence[Worker]) -> None:
         """Say once what devices wait for whose scripts have ended."""
         for worker in waiting:
-            if not self._mentioned and (threads := self._board.note(worker.rank)):
+            if not self._mentioned and (threads := self._status.threads(worker.rank)):
                 self._mentioned = True
                 tell(
                     f"the script has ended, and {worker} waits for its threads {threads}, which "
@@ -300,7 +295,7 @@ class WorkerGroup:
         if codes == {0}:
             return Outcome(0, final=True)
         if codes <= {0, STOPPED_CODE}:
-            text = f"stopped by {name} after step {self._board.progress.step_of(0) - 1} and saved"
+            text = f"stopped by {name} after step {self._status.progress.step_of(0) - 1} and saved"
             if checkpoint:
                 text += f" in {checkpoint}: the same command goes on from there"
             return Outcome(STOPPED_CODE, text, final=True, stopped_by=by)
@@ -308,12 +303,9 @@ class WorkerGroup:
         failed = self._own_outcome()
         if failed.exit_code:
             return replace(failed, final=True)
-        twice = self._signals.look() > 1
-        why = "a second signal came" if twice else "its time for saving was over"
-        text = (
-            f"stopped by {name} in step {self._step_text(0)} (device 0) before it had saved "
-            f"itself, as {why}"
-        )
+        why = "a second signal came" if self._signals.look() > 1 else "its time for saving was over"
+        text = f"stopped by {name} in step {self._step_text(0)} (device 0) before it had saved "
+        text += f"itself, as {why}"
         if checkpoint:
             text += f"; earlier checkpoints, if any, are in {checkpoint}"
         by = by or signal.SIGTERM
@@ -333,7 +325,7 @@ class WorkerGroup:
         """Whether a peer made the worker fail, when, and what to say of it; None if it did not."""
         ended_s = worker.ended_s or time.time()
         # Its own report says more than its exit code, so it is looked at first.
-        report = self._board.report(worker.rank)
+        report = self._status.failure(worker.rank)
         step, code, lost = self._step_text(worker.rank), worker.code, worker.rank
         if report is not None:
             return report.caused_by_peer, report.time_s, self._told(worker, report)
@@ -348,7 +340,7 @@ class WorkerGroup:
             text, exit_code, lost = f"ended with exit code {code}", code, -1
         return False, ended_s, Outcome(exit_code, f"{worker} {text} in step {step}", lost=lost)
 
-    def _told(self, worker: Worker, report: Report) -> Outcome:
+    def _told(self, worker: Worker, report: FailureReport) -> Outcome:
         step = self._step_text(worker.rank)
         if report.caused_by_peer:  # the text names the peer; where this device was is no help
             return Outcome(1, report.text)
@@ -360,7 +352,7 @@ class WorkerGroup:
         return Outcome(1, text, report.traceback, final=final, lost=lost)
 
     def _step_text(self, rank: int) -> str:
-        step = self._board.progress.step_of(rank)
+        step = self._status.progress.step_of(rank)
         return str(step) if step >= 0 else "0 (before the first step)"
 
 

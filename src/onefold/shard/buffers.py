@@ -34,27 +34,26 @@ evaluation sees, and what a script changes to have all shards begin anew.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import NamedTuple, get_args
+from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from onefold.core.batch import ShardedBatch
-from onefold.core.flat import FlatTensors, Layout, lay_out, same_bits
+from onefold.core.flat import FlatTensors, Layout, as_words, lay_out, same_bits
 from onefold.core.fold import fold_shards
+from onefold.core.numbers import check_choice
 from onefold.core.settings import BufferRule
 from onefold.core.values import ChangedBuffers
 from onefold.errors import StateError
 from onefold.exchange.shardtable import ShardTable
-from onefold.system.tables import buffers_of
+from onefold.system.hooks import buffers_of
 
 __all__ = ["BufferPlaces", "BufferSet", "Carried"]
-
-
-_HAVE_MAXIMUM = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-"""Whole numbers for which PyTorch has a kernel of `torch.maximum`."""
 
 
 class BufferSet:
@@ -267,7 +266,7 @@ class BufferSet:
         wide = [e for e in entries if sum(size > 1 for size in e.shape) > 1 and e.numel]
         if len(filled) < 2 or not wide or not start.is_floating_point():
             return
-        differs = torch.stack([_bits(value) != _bits(start) for value in filled]).any(dim=0)
+        differs = torch.stack([as_words(value) != as_words(start) for value in filled]).any(dim=0)
         for entry in wide:
             # A run covers several buffers, and its elements are counted from its own start.
             place = entry.offset - run.start
@@ -306,31 +305,22 @@ class _BufferRun(NamedTuple):
 
 
 def _runs(
-    layout: Layout,
-    changed_by: Sequence[Sequence[bool]],
-    rules: Sequence[BufferRule | None],
+    layout: Layout, changed_by: Sequence[Sequence[bool]], rules: Sequence[BufferRule | None]
 ) -> list[_BufferRun]:
     """Join the changed buffers into as few stretches as possible, so that few kernels do it all."""
-    runs: list[_BufferRun] = []
     # A stable sort: within a section entries keep the order of their offsets.
     ordered = sorted(range(len(layout.entries)), key=lambda i: layout.entries[i].section)
-    # Whether the entry before is in the last run: it must not reach across an unchanged buffer.
-    touching = False
-    for index in ordered:
-        entry, shards, rule = layout.entries[index], tuple(changed_by[index]), rules[index]
-        stop = entry.offset + entry.numel
-        last = runs[-1] if runs else None
-        if not any(shards):
-            touching = False
-        elif (
-            last is not None
-            and touching
-            and (last.section, last.changed_by, last.rule) == (entry.section, shards, rule)
-        ):
-            runs[-1] = last._replace(stop=stop, entries=(*last.entries, index))
-        else:
-            runs.append(_BufferRun(entry.section, entry.offset, stop, shards, rule, (index,)))
-            touching = True
+
+    def kind(index: int) -> tuple[int, tuple[bool, ...], BufferRule | None]:
+        return layout.entries[index].section, tuple(changed_by[index]), rules[index]
+
+    runs: list[_BufferRun] = []
+    for (section, shards, rule), group in groupby(ordered, kind):
+        if any(shards):
+            entries = tuple(group)
+            first, last = layout.entries[entries[0]], layout.entries[entries[-1]]
+            stop = last.offset + last.numel
+            runs.append(_BufferRun(section, first.offset, stop, shards, rule, entries))
     return runs
 
 
@@ -359,23 +349,16 @@ def _combine(
             value for value, by_shard in zip(values, run.changed_by, strict=True) if by_shard
         )
     if rule == "max":
-        return _largest(filled, start)
+        # PyTorch has no maximum of 8-bit floats, nor of unsigned numbers of more than eight bits;
+        # these two dtypes have one.
+        known = torch.float64 if start.is_floating_point() else torch.int64
+        return fold_shards([value.to(known) for value in filled], torch.maximum).to(start.dtype)
     # Rounded to the buffer's own dtype once, at the end: small increments would be lost on the way.
     wide = torch.int64 if whole else torch.complex128 if start.is_complex() else torch.float64
     if rule == "sum":
         base = start.to(wide)
         return (base + fold_shards([v.to(wide) - base for v in filled], torch.add)).to(start.dtype)
     return _mean(values, start, sizes, torch.float64 if whole else wide)
-
-
-def _largest(filled: Sequence[torch.Tensor], start: torch.Tensor) -> torch.Tensor:
-    if start.is_floating_point():
-        # float64 holds the values of all others exactly, and 8-bit floats have no maximum.
-        known = [value.to(torch.float64) for value in filled]
-    else:
-        # PyTorch has no maximum of unsigned numbers of more than eight bits.
-        known = [value if value.dtype in _HAVE_MAXIMUM else value.long() for value in filled]
-    return fold_shards(known, torch.maximum).to(start.dtype)
 
 
 def _mean(
@@ -396,15 +379,8 @@ def _mean(
 def _equal(value: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
     """Compare element by element; 8-bit numbers as bits, as PyTorch lacks kernels for some."""
     if start.element_size() == 1:
-        return _bits(value) == _bits(start)
+        return as_words(value) == as_words(start)
     return value == start
-
-
-def _bits(values: torch.Tensor) -> torch.Tensor:
-    """View values as whole numbers of the same width, so that NaN is like NaN."""
-    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    size = values.element_size()
-    return values.view(words[size]) if size in words else torch.view_as_real(values).sum(dim=-1)
 
 
 def _copy(target: FlatTensors, source: FlatTensors) -> None:
@@ -487,11 +463,16 @@ class BufferPlaces:
     def __init__(
         self, module: torch.nn.Module, rules: Mapping[str, BufferRule] | None = None
     ) -> None:
-        places = _places(module)
-        self.names = [place.name for place in places]
-        self.tensors = [place.tensor for place in places]
-        self.homes = [place.homes for place in places]
-        self.layout = lay_out({place.name: place.tensor for place in places})
+        named = dict(module.named_buffers())
+        homes: dict[int, list[tuple[torch.nn.Module, str]]] = defaultdict(list)
+        for owner in module.modules():
+            for name, buffer in buffers_of(owner).items():
+                homes[id(buffer)].append((owner, name))
+        self.names = list(named)
+        self.tensors = list(named.values())
+        self.homes = [homes[id(tensor)] for tensor in self.tensors]
+        """For each buffer every module that holds it, with the name it has there."""
+        self.layout = lay_out(named)
         self.rules = _rules_of(self.names, rules or {})
         self._known = [
             (prefix, buffers_of(owner), {n for n, b in buffers_of(owner).items() if b is not None})
@@ -509,8 +490,18 @@ class BufferPlaces:
             StateError: a buffer was added, or one that was None got a value.
         """
         # Where none was None at the start, a new one shows in their number.
-        if self._some_are_none or sum(map(len, self._held)) != self._number:
-            self._look_closer()
+        if not self._some_are_none and sum(map(len, self._held)) == self._number:
+            return
+        # One that is None takes no part as long as it is.
+        for prefix, buffers, known in self._known:
+            for name, value in buffers.items():
+                if value is not None and name not in known:
+                    full = f"{prefix}.{name}" if prefix else name
+                    raise StateError(
+                        f"buffer {full} was not there, or None, when Trainer was made: a shard "
+                        f"that makes it keeps it to itself, and devices would differ. Register it "
+                        f"with a value, or run one forward pass, before Trainer is made"
+                    )
 
     def checked(self, index: int, value: torch.Tensor | None) -> torch.Tensor:
         """Return what has come in the place of a buffer, if it can take that place.
@@ -530,36 +521,6 @@ class BufferPlaces:
             )
         return value
 
-    def _look_closer(self) -> None:
-        """Name the buffer that is new; one that is None takes no part as long as it is."""
-        for prefix, buffers, known in self._known:
-            for name, value in buffers.items():
-                if value is not None and name not in known:
-                    full = f"{prefix}.{name}" if prefix else name
-                    raise StateError(
-                        f"buffer {full} was not there, or None, when Trainer was made: a shard "
-                        f"that makes it keeps it to itself, and devices would differ. Register it "
-                        f"with a value, or run one forward pass, before Trainer is made"
-                    )
-
-
-class _Place(NamedTuple):
-    name: str
-    tensor: torch.Tensor
-    homes: list[tuple[torch.nn.Module, str]]
-    """Every module that holds it, with the name it has there."""
-
-
-def _places(module: torch.nn.Module) -> list[_Place]:
-    found: dict[int, _Place] = {}
-    for prefix, owner in module.named_modules():
-        for name, buffer in buffers_of(owner).items():
-            if buffer is not None:
-                full_name = f"{prefix}.{name}" if prefix else name
-                place = found.setdefault(id(buffer), _Place(full_name, buffer, []))
-                place.homes.append((owner, name))
-    return list(found.values())
-
 
 def _rules_of(
     names: Sequence[str], rules: Mapping[str, BufferRule]
@@ -567,11 +528,7 @@ def _rules_of(
     """Find the rule of each buffer; a later pattern takes precedence."""
     found: list[BufferRule | None] = [None] * len(names)
     for pattern, rule in rules.items():
-        if rule not in get_args(BufferRule):
-            raise ValueError(
-                f"expected the rule of buffers {pattern!r} to be one of {get_args(BufferRule)}, "
-                f"got {rule!r}"
-            )
+        check_choice(f"the rule of buffers {pattern!r}", rule, BufferRule)
         matching = [index for index, name in enumerate(names) if fnmatchcase(name, pattern)]
         if not matching:
             raise ValueError(

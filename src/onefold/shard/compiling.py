@@ -33,7 +33,7 @@ from onefold.core.batch import ShardedBatch
 from onefold.core.gathering import SyncBatchNorm
 from onefold.core.mean import Contribution
 from onefold.core.settings import Settings
-from onefold.core.structure import parts_of
+from onefold.core.structure import tensors_of
 from onefold.core.values import detached
 from onefold.errors import LossError
 from onefold.exchange.shardtable import ShardTable
@@ -147,7 +147,7 @@ class CompiledLoss:
             raise
 
     def _count(self, payload: object) -> None:
-        self._shapes.add(tuple(_shapes_of(payload)))
+        self._shapes.add(tuple(tensor.shape for tensor in tensors_of(payload)))
         if len(self._shapes) > _MANY_SHAPES:
             self._warned = True
             _log.warning(
@@ -240,11 +240,3 @@ class EagerComparison:
             compiled,
             written,
         )
-
-
-def _shapes_of(payload: object) -> Iterator[torch.Size]:
-    if isinstance(payload, torch.Tensor):
-        yield payload.shape
-        return
-    for _, value in parts_of(payload) or ():
-        yield from _shapes_of(value)

@@ -17,11 +17,11 @@ ends before `end` returns: at its next stop an exception is raised in it, which 
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import operator
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Literal, cast
@@ -29,13 +29,13 @@ from typing import Any, Literal, cast
 import torch
 from torch.autograd.function import once_differentiable
 
-from onefold.core.gathering import Gatherer, Joined, in_turn
+from onefold.core.gathering import GATHERER, Gatherer, Joined
 from onefold.core.randomness import GeneratorStates
 from onefold.core.values import ShardResult
 from onefold.errors import LossError
-from onefold.shard.gradients import gradients_of
+from onefold.shard.gradients import gradients_of, put_gradients
 from onefold.shard.replica import Replica
-from onefold.system.tables import buffers_of
+from onefold.system.hooks import buffers_of
 
 __all__ = ["GatherCall", "JointShard", "Known", "Stop"]
 
@@ -96,7 +96,7 @@ class JointShard(Gatherer):
         self, replica: Replica, shard: int, compute: Callable[[], ShardResult], *, alone: bool
     ) -> None:
         self.replica = replica
-        self._settings = ThreadSettings(replica.device)
+        self._settings = thread_settings(replica.device)
         self._compute = compute
         self._alone = alone
         self._calls = 0
@@ -137,12 +137,12 @@ class JointShard(Gatherer):
         answer = self.thread.stop(stop)
         if put_back is not None:
             put_back()
-        in_turn(self)
+        GATHERER.gatherer = self
         return answer
 
     def _work(self) -> Stop:
         try:
-            with self._settings.here():
+            with self._settings():
                 return Stop("over", result=self._compute())
         finally:
             # They hold the graph that they are of, which holds this shard and its samples: a circle
@@ -232,7 +232,7 @@ def put_aside(replica: Replica) -> Callable[[], None]:
     """
     parameters, buffers = list(replica.parts.named.values()), replica.buffers
     gradients = gradients_of(parameters)
-    _put_gradients(parameters, [None] * len(gradients))
+    put_gradients(parameters, [None] * len(gradients))
     # Before `absorb`, which writes what has come in place of a buffer into its memory: the graph
     # of this shard may hold that memory, and what was there must be there again for backward.
     sections = [section.clone() for section in buffers.flat.sections]
@@ -255,7 +255,7 @@ def put_aside(replica: Replica) -> Callable[[], None]:
         for (table, name), value in zip(homes, held, strict=True):
             table[name] = value
         replica.parts.restore_frozen(trainable)
-        _put_gradients(parameters, gradients)
+        put_gradients(parameters, gradients)
         generators.restore()
 
     return put_back
@@ -265,15 +265,6 @@ def _same(now: dict[str, Any], before: dict[str, Any]) -> bool:
     """Whether two tables hold the very same objects."""
     # Not by ==, which compares tensors element by element.
     return list(now) == list(before) and all(map(operator.is_, now.values(), before.values()))
-
-
-def _put_gradients(
-    parameters: list[torch.nn.Parameter], gradients: list[torch.Tensor | None]
-) -> None:
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        # Setting .grad takes several times as long as reading it, and mostly there is nothing.
-        if parameter.grad is not gradient:
-            parameter.grad = gradient
 
 
 class ShardEnded(BaseException):
@@ -342,40 +333,37 @@ class ShardThread:
             self._stops.put(error)
 
 
-class ThreadSettings:
-    """Those of PyTorch's settings of the current thread that decide what a model computes.
+def thread_settings(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
+    """Read those of PyTorch's settings of the current thread that decide what a model computes.
 
     Args:
-        device: where the thread will compute.
+        device: where a thread will compute.
+
+    Returns:
+        A context that gives the thread that enters it the same settings. Backward computes in that
+        thread as well, and not in one that PyTorch has for each GPU: it could not stop there.
     """
+    grad, cache = torch.is_grad_enabled(), torch.is_autocast_cache_enabled()
+    autocast = [
+        (kind, torch.get_autocast_dtype(kind))
+        for kind in sorted({device.type, "cpu"})
+        if torch.is_autocast_enabled(kind)
+    ]
+    made_on = torch.get_default_device()
+    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._grad = torch.is_grad_enabled()
-        self._cache = torch.is_autocast_cache_enabled()
-        self._autocast = [
-            (kind, torch.get_autocast_dtype(kind))
-            for kind in sorted({device.type, "cpu"})
-            if torch.is_autocast_enabled(kind)
-        ]
-        self._made_on = torch.get_default_device()
-        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-
-    @contextlib.contextmanager
-    def here(self) -> Iterator[None]:
-        """Give the current thread the same settings, until it ends.
-
-        Backward computes in this thread as well, and not in one that PyTorch has for each GPU: it
-        could not stop there.
-        """
-        with contextlib.ExitStack() as stack:
-            for kind, dtype in self._autocast:
-                stack.enter_context(torch.autocast(kind, dtype, cache_enabled=self._cache))
-            if self._made_on.type != "cpu":
-                stack.enter_context(self._made_on)
-            if self._stream is not None:
-                stack.enter_context(torch.cuda.device(self._device))
-                stack.enter_context(torch.cuda.stream(self._stream))
-            stack.enter_context(torch.set_grad_enabled(self._grad))
+    @contextmanager
+    def here() -> Iterator[None]:
+        with ExitStack() as stack:
+            for kind, dtype in autocast:
+                stack.enter_context(torch.autocast(kind, dtype, cache_enabled=cache))
+            if made_on.type != "cpu":
+                stack.enter_context(made_on)
+            if stream is not None:
+                stack.enter_context(torch.cuda.device(device))
+                stack.enter_context(torch.cuda.stream(stream))
+            stack.enter_context(torch.set_grad_enabled(grad))
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             yield
+
+    return here

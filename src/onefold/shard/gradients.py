@@ -18,7 +18,6 @@ import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NoReturn
 
 import torch
 
@@ -34,6 +33,7 @@ __all__ = [
     "drop_gradients",
     "gradients_of",
     "keeping_gradients",
+    "put_gradients",
     "take_gradients",
     "widened",
 ]
@@ -91,49 +91,52 @@ def keeping_gradients(parameters: Iterable[torch.nn.Parameter]) -> Iterator[None
     try:
         yield
     finally:
-        for parameter, gradient in zip(listed, kept, strict=True):
-            if parameter.grad is not gradient:
-                parameter.grad = gradient
+        put_gradients(listed, kept)
 
 
-def take_gradients(
-    parameters: Sequence[torch.nn.Parameter],
-    strides: Sequence[tuple[int, ...]],
-    names: Sequence[str],
-    where: str,
-    left_out: Sequence[int] = (),
-) -> Gradients:
+def put_gradients(parameters: Iterable[torch.nn.Parameter], gradients: Gradients) -> None:
+    """Set every parameter's ``.grad``."""
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        # Setting .grad takes several times as long as reading it, and mostly there is nothing.
+        if parameter.grad is not gradient:
+            parameter.grad = gradient
+
+
+def take_gradients(taken: ParameterSet, where: str, left_out: Sequence[int] = ()) -> Gradients:
     """Take what backward left in ``.grad`` into our ownership, and leave None there.
 
     Args:
-        parameters: the trained ones.
-        strides: the parameters' own, which the gradients get as well.
-        names: of the parameters.
+        taken: the parameters, of all or of one stage.
         where: step and shard, for errors.
-        left_out: numbers of parameters whose gradients are dropped.
+        left_out: numbers, among all parameters, of those whose gradients are dropped.
 
     Raises:
         GradientError: a gradient is sparse.
     """
-    gradients = gradients_of(parameters)
-    for number in left_out:
-        gradients[number] = None
+    gradients = gradients_of(taken.parameters)
+    for place in taken.places_of(left_out):
+        gradients[place] = None
     # Autograd adds in place to whatever .grad holds: the next shard's gradient would land in this
     # one's memory.
-    for parameter in parameters:
+    for parameter in taken.parameters:
         parameter.grad = None
     given = [gradient for gradient in gradients if gradient is not None]
     if set(map(_layout, given)) - {torch.strided}:
-        _refuse_sparse(gradients, names, where)
+        named = zip(taken.names, gradients, strict=True)
+        name = next(n for n, g in named if g is not None and g.layout is not torch.strided)
+        raise GradientError(
+            f"{where}: parameter {name} got a sparse gradient, a dense one is expected. Make its "
+            f"layer with sparse=False"
+        )
     # A quick test that errs on the safe side only: gradients that share memory are views of one
     # tensor, so either two begin at one address, or one begins elsewhere than its storage does.
     starts = set(map(torch.Tensor.data_ptr, given))
     if len(starts) < len(given) or any(map(torch.Tensor.storage_offset, given)):
         gradients = _apart(gradients)
-    if len(given) == len(gradients) and list(map(torch.Tensor.stride, given)) == strides:
+    if len(given) == len(gradients) and list(map(torch.Tensor.stride, given)) == taken.strides:
         return gradients
-    pairs = zip(gradients, strides, strict=True)
-    return [None if g is None else _laid_out_like(g, stride) for g, stride in pairs]
+    pairs = zip(gradients, taken.strides, strict=True)
+    return [None if g is None else laid_out(g, stride) for g, stride in pairs]
 
 
 def add_gradients(left: Gradients, right: Gradients) -> Gradients:
@@ -192,26 +195,3 @@ def _apart(gradients: Gradients) -> Gradients:
             result[number] = gradient.clone()
         taken = max(taken, stop)
     return result
-
-
-def _laid_out_like(gradient: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
-    """Return a gradient in its parameter's strides, copied only where they differ."""
-    if gradient.stride() == stride:
-        return gradient
-    # The stride of a dimension of length 1 says nothing about memory, and PyTorch sets it freely.
-    sides = zip(gradient.shape, gradient.stride(), stride, strict=True)
-    if all(ours == theirs for size, ours, theirs in sides if size > 1):
-        return gradient
-    return laid_out(gradient, stride)
-
-
-def _refuse_sparse(gradients: Gradients, names: Sequence[str], where: str) -> NoReturn:
-    name = next(
-        name
-        for name, gradient in zip(names, gradients, strict=True)
-        if gradient is not None and gradient.layout is not torch.strided
-    )
-    raise GradientError(
-        f"{where}: parameter {name} got a sparse gradient, a dense one is expected. Make its "
-        f"layer with sparse=False"
-    )

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from onefold.errors import PrecisionError
+from onefold.shard.modelparts import closed_over
 from onefold.system.compilers import (
     KernelSettings,
     compiled_call_of,
@@ -71,12 +72,9 @@ class Compilers:
         """Whether ``torch.compile`` has a part in the model or its loss."""
         self._scripted = any(isinstance(m, torch.jit.ScriptModule) for m in module.modules())
 
-    def settled(self) -> AbstractContextManager[None]:
-        """Have compilers treat shapes as fixed inside this context."""
-        return self._settled() if self.compiled or self._scripted else _NOTHING
-
     @contextmanager
-    def _settled(self) -> Iterator[None]:
+    def settled(self) -> Iterator[None]:
+        """Have compilers treat shapes as fixed inside this context."""
         with ExitStack() as stack:
             if self._scripted:
                 stack.enter_context(torch.jit.optimized_execution(False))  # type: ignore[attr-defined]
@@ -148,14 +146,7 @@ def _compiled_parts(
     for function in functions:
         if _has_mark(function):
             yield "the loss", function
-        for cell in getattr(function, "__closure__", None) or ():
-            try:
-                value = cell.cell_contents
-            except ValueError:
-                # The variable is assigned only after Trainer is made.
-                continue
-            if _has_mark(value):
-                yield "what the loss calls", value
+        yield from (("what the loss calls", v) for v in closed_over(function) if _has_mark(v))
 
 
 def _has_mark(value: object) -> bool:

@@ -80,17 +80,8 @@ class LossFinding:
     """A loss that is not what onefold would read it as."""
 
     kind: FindingKind
-    seen: str
-    """What the tensor is, as far as its graph shows."""
-    reading: str
-    """What onefold makes of it."""
-    advice: str
-    """What to write instead."""
-
-    @property
-    def text(self) -> str:
-        """The whole finding, as the end of a sentence that begins with the loss and a verb."""
-        return f"{self.seen}. {self.reading}. {self.advice}"
+    text: str
+    """The whole finding, as the end of a sentence that begins with the loss and a verb."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +120,7 @@ def inspect_loss(result: object, samples: int) -> LossFinding | None:
     # All at once, as what is found in one depends on whether there is a mean among the others.
     places = list(_places(result.grad_fn, samples, scalar=scalar))
     for place in places:
-        found = _inspect_scalar(place, samples) if scalar else _inspect_values(place)
+        found = _inspect_scalar(place, samples) if scalar else _inspect_each(place)
         if found is not None and found.kind == "sum" and any(map(_is_mean, places)):
             return _maybe_sum(samples)  # beside a mean, it may be a penalty on the parameters
         if found is not None:
@@ -206,11 +197,12 @@ def _inspect_scalar(place: _Place, samples: int) -> LossFinding | None:
     name = place.node.name()
     reduction = _saved(place.node, "reduction") if name in _LOSSES else None
     if reduction == _SUM and place.divisor is None:
-        return _sum(_function(place.node), samples)
+        seen = f"a sum over the shard ({_shown(_LOSSES[name])} with reduction='sum')"
+        return _found("sum", seen, samples=_of(samples), function=_LOSSES[name])
     if reduction == _SUM:
-        return _quotient(place.divisor, samples, _function(place.node))
+        return _quotient(place.divisor, samples, _LOSSES[name])
     if reduction == _MEAN and name in _OF_CLASSES:
-        return _inspect_mean_of_classes(place.node, samples)
+        return _inspect_classes(place.node, samples, mean=True)
     # A sum or mean beside other terms is most likely a penalty on the parameters, which is the same
     # in every shard.
     if not place.whole:
@@ -224,19 +216,36 @@ def _inspect_scalar(place: _Place, samples: int) -> LossFinding | None:
     return None
 
 
-def _inspect_mean_of_classes(node: Any, samples: int) -> LossFinding | None:
-    function = _function(node)
+def _inspect_each(place: _Place) -> LossFinding | None:
+    """Inspect a loss of one value per sample, (n,)."""
+    node = place.node
+    of_classes = node.name() in _OF_CLASSES and _saved(node, "reduction") == 0
+    return _inspect_classes(node, 0, mean=False) if of_classes else None
+
+
+def _inspect_classes(node: Any, samples: int, *, mean: bool) -> LossFinding | None:
+    """Inspect a loss of classes: a mean, or one value per sample."""
+    function = _LOSSES[node.name()]
+    shown = _shown(function)
     if _saved(node, "weight") is not None:
-        seen = f"a mean by class weights ({_shown(function)} with weight=)"
-        return _mean_by("weights", seen, function)
+        if mean:
+            seen = f"a mean by class weights ({shown} with weight=)"
+            return _found("weights", seen, function=function)
+        seen = f"one value a sample scaled by class weights ({shown} with weight=)"
+        by = "the sum of their weights"
+        return _found("weights-none", seen, function=function, by=by)
     targets, index = _saved(node, "target"), _ignored_index(node)
     if targets is None or index is None:
         return None
-    ignored = _ignored(targets, index, _saved(node, "total_weight"))
+    ignored = _ignored(targets, index, _saved(node, "total_weight") if mean else None)
     if ignored > 0:
-        seen = f"a mean over targets of which {ignored} are ignored ({_shown(function)})"
-        return _mean_by("ignored", seen, function)
-    return _average(targets.numel(), samples, "targets", function)
+        if mean:
+            seen = f"a mean over targets of which {ignored} are ignored ({shown})"
+            return _found("ignored", seen, function=function)
+        seen = f"one value a sample with ignored targets among them ({shown})"
+        by = "those that are not ignored"
+        return _found("ignored-none", seen, function=function, by=by)
+    return _average(targets.numel(), samples, "targets", function) if mean else None
 
 
 def _ignored(targets: torch.Tensor, index: int, kept: torch.Tensor | None) -> int:
@@ -245,23 +254,6 @@ def _ignored(targets: torch.Tensor, index: int, kept: torch.Tensor | None) -> in
     if kept is None or kept.itemsize < 4 or targets.numel() > 2**24:
         return int((targets == index).sum())
     return targets.numel() - int(kept)
-
-
-def _inspect_values(place: _Place) -> LossFinding | None:
-    """Inspect a loss of one value per sample, (n,)."""
-    if place.node.name() not in _OF_CLASSES or _saved(place.node, "reduction") != 0:
-        return None
-    function = _function(place.node)
-    if _saved(place.node, "weight") is not None:
-        seen = f"one value a sample scaled by class weights ({_shown(function)} with weight=)"
-        return _values("weights-none", seen, "the sum of their weights", function)
-    targets, index = _saved(place.node, "target"), _ignored_index(place.node)
-    if targets is None or index is None:
-        return None
-    if not bool((targets == index).any()):
-        return None
-    seen = f"one value a sample with ignored targets among them ({_shown(function)})"
-    return _values("ignored-none", seen, "those that are not ignored", function)
 
 
 def _ignored_index(node: Any) -> int | None:
@@ -294,70 +286,59 @@ def _is_multiple(count: float, samples: int) -> bool:
 
 
 def _tokens(seen: str, samples: int, function: str | None) -> LossFinding:
-    loss = f"onefold.losses.{function}(...) or " if function else ""
-    return LossFinding(
-        "tokens",
-        f"{seen}, which is no multiple of the shard's {samples} samples",
-        "onefold weighs a scalar by the samples of its shard, so that a value counts more the "
-        "fewer there are in its shard",
-        f"Return {loss}onefold.Mean(total, weight), where the weight is what the total is to be "
-        f"divided by over the whole batch",
-    )
-
-
-def _sum(function: str, samples: int) -> LossFinding:
-    return LossFinding(
-        "sum",
-        f"a sum over the shard ({_shown(function)} with reduction='sum')",
-        f"onefold reads a scalar as the mean over the shard's {_of(samples)}, so that loss and "
-        f"gradient become as many times too small as the batch has shards",
-        f"Return onefold.losses.{function}(..., reduction='sum') or onefold.Sum(total) for a sum "
-        f"over the batch, and the loss with reduction='none' for a mean",
-    )
+    seen = f"{seen}, which is no multiple of the shard's {samples} samples"
+    return _found("tokens", seen, losses=f"onefold.losses.{function}(...) or " if function else "")
 
 
 def _maybe_sum(samples: int) -> LossFinding:
-    return LossFinding(
-        "maybe-sum",
-        "a scalar that was added up and not divided",
-        f"onefold reads a scalar as the mean over the shard's {_of(samples)}; were it a sum "
-        f"over them, loss and gradient would become as many times too small as the batch has "
-        f"shards",
-        "Return onefold.Sum(total) if it is a sum over the batch, onefold.Mean(total, weight) if "
-        "it is to be divided, or one value a sample",
-    )
+    seen = "a scalar that was added up and not divided"
+    return _found("maybe-sum", seen, samples=_of(samples))
 
 
 def _of(samples: int) -> str:
     return "one sample" if samples == 1 else f"{samples} samples"
 
 
-def _mean_by(kind: FindingKind, seen: str, function: str) -> LossFinding:
-    return LossFinding(
-        kind,
-        seen,
-        "onefold weighs a scalar by the samples of its shard and not by what it was divided by, so "
-        "that the loss is not that of the whole batch",
-        f"Return onefold.losses.{function}(...) with the same arguments, which hands over the "
-        f"total and what it is to be divided by",
-    )
+_BY_SAMPLES = (
+    "onefold weighs a scalar by the samples of its shard and not by what it was divided by, so "
+    "that the loss is not that of the whole batch. Return onefold.losses.{function}(...) with the "
+    "same arguments, which hands over the total and what it is to be divided by"
+)
+_BY_NUMBER = (
+    "onefold divides the values by the number of samples and not by {by}, as reduction='mean' "
+    "does. Return onefold.losses.{function}(...) with the same arguments and without "
+    "reduction='none'; to divide by the number of samples, return onefold.Mean(losses.sum(), "
+    "len(losses))"
+)
+_WORDS: dict[FindingKind, str] = {
+    "sum": (
+        "onefold reads a scalar as the mean over the shard's {samples}, so that loss and gradient "
+        "become as many times too small as the batch has shards. Return "
+        "onefold.losses.{function}(..., reduction='sum') or onefold.Sum(total) for a sum over the "
+        "batch, and the loss with reduction='none' for a mean"
+    ),
+    "maybe-sum": (
+        "onefold reads a scalar as the mean over the shard's {samples}; were it a sum over them, "
+        "loss and gradient would become as many times too small as the batch has shards. Return "
+        "onefold.Sum(total) if it is a sum over the batch, onefold.Mean(total, weight) if it is "
+        "to be divided, or one value a sample"
+    ),
+    "tokens": (
+        "onefold weighs a scalar by the samples of its shard, so that a value counts more the "
+        "fewer there are in its shard. Return {losses}onefold.Mean(total, weight), where the "
+        "weight is what the total is to be divided by over the whole batch"
+    ),
+    "weights": _BY_SAMPLES,
+    "ignored": _BY_SAMPLES,
+    "weights-none": _BY_NUMBER,
+    "ignored-none": _BY_NUMBER,
+}
+"""For each kind of finding how onefold reads the loss, and what to write instead."""
 
 
-def _values(kind: FindingKind, seen: str, instead_of: str, function: str) -> LossFinding:
-    return LossFinding(
-        kind,
-        seen,
-        f"onefold divides the values by the number of samples and not by {instead_of}, as "
-        f"reduction='mean' does",
-        f"Return onefold.losses.{function}(...) with the same arguments and without "
-        f"reduction='none'; to divide by the number of samples, return "
-        f"onefold.Mean(losses.sum(), len(losses))",
-    )
-
-
-def _function(node: Any) -> str:
-    """Return the name of the loss that made a node; ``nll_loss`` makes cross-entropy's node."""
-    return _LOSSES[node.name()]
+def _found(kind: FindingKind, seen: str, **names: str) -> LossFinding:
+    """Describe a finding: what the tensor is, as far as its graph shows, and what follows."""
+    return LossFinding(kind, f"{seen}. {_WORDS[kind].format(**names)}")
 
 
 def _shown(function: str) -> str:

@@ -24,9 +24,9 @@ from onefold.core.flat import bits_of, same_bits
 from onefold.deferred.access import NotResident
 from onefold.errors import StateError
 from onefold.system.compat import version_of
-from onefold.system.tables import buffers_of, children_of, parameters_of
+from onefold.system.hooks import buffers_of, children_of, parameters_of
 
-__all__ = ["ExternalModules", "ModelParts", "in_mode", "modules_of"]
+__all__ = ["ExternalModules", "ModelParts", "closed_over", "in_mode", "modules_of"]
 
 
 _requires_grad = operator.attrgetter("requires_grad")
@@ -43,21 +43,13 @@ class ModelParts:
     def __init__(self, module: torch.nn.Module, trained_names: Sequence[str]) -> None:
         self.named = dict(module.named_parameters())
         self._parameters = list(self.named.values())
-        self.homes = [
-            (f"{prefix}.{name}" if prefix else name, parameters_of(owner), name, parameter)
-            for prefix, owner in module.named_modules()
-            if isinstance(parameters_of(owner), dict)  # a scripted module makes it anew when asked
-            for name, parameter in parameters_of(owner).items()
-            if parameter is not None
-        ]
-        """Where modules hold them: full name, the module's own table, name in it, parameter."""
         self.module = module
         self._list_tables()
         self.modes = Modes(module)
         self.trained = {name: self.named[name] for name in trained_names}
         self.other = {name: p for name, p in self.named.items() if name not in self.trained}
         self.frozen: dict[str, torch.nn.Parameter] = {}
-        """Those of the rest that `lend` has set apart."""
+        """Those of the rest that `partition_frozen` has set apart."""
         self._tensors = self._ids()
 
     def partition_frozen(self, names: Sequence[str]) -> None:
@@ -71,41 +63,29 @@ class ModelParts:
         buffers, such as a dropout, may come and go.
 
         Raises:
-            ValueError: a module holds another tensor in the place of one of its parameters.
-            StateError: a parameter or buffer came, went, or was replaced with its module.
+            StateError: a parameter or buffer was added, removed or replaced.
         """
         held = self._in_tables()
-        alike = len(held) == len(self._held) and all(map(operator.is_, held, self._held))
-        if alike and self._buffer_names() == self._names_held:
+        if len(held) == len(self._held) and all(map(operator.is_, held, self._held)):
             return
-        for full_name, table, name, parameter in self.homes:
-            if table.get(name) is not parameter:
-                raise ValueError(
-                    f"parameter {full_name} has been replaced by another tensor since Trainer was "
-                    f"made, which no optimizer updates. Change values in place "
-                    f"(parameter.copy_(...) in trainer.modifying()), or make Trainer afterwards"
-                )
         self.check_parts()
         self.modes.refresh()
         self._list_tables()
 
     def _list_tables(self) -> None:
-        """Note which parameters and modules the modules hold."""
+        """Note which parameters and modules the modules hold, and the names of their buffers."""
         # The tables themselves are kept: `check_held` runs in every step, and walking the module
         # tree or asking for attributes would cost more than a small layer.
         parts = list(self.module.modules())
         tables = [*map(parameters_of, parts), *map(children_of, parts)]
         # Of a scripted module they are made anew when asked.
         self._tables = [table for table in tables if isinstance(table, dict)]
-        self._held = self._in_tables()
         self._buffers = [table for table in map(buffers_of, parts) if isinstance(table, dict)]
-        self._names_held = self._buffer_names()
+        self._held = self._in_tables()
 
-    def _in_tables(self) -> list[torch.nn.Parameter | torch.nn.Module | None]:
-        return list(chain.from_iterable(map(dict.values, self._tables)))
-
-    def _buffer_names(self) -> list[str]:
-        return list(chain.from_iterable(self._buffers))
+    def _in_tables(self) -> list[object]:
+        held: chain[object] = chain.from_iterable(map(dict.values, self._tables))
+        return [*held, *chain.from_iterable(self._buffers)]
 
     def trainable(self) -> list[bool]:
         """Whether each parameter requires a gradient, in the order of `named`."""
@@ -128,8 +108,9 @@ class ModelParts:
             if now.get(name) != self._tensors.get(name):
                 raise StateError(
                     f"{name} of the model was put in, taken out or replaced since Trainer was "
-                    f"made: nobody would train or fold it. Change the model first, make its "
-                    f"optimizer, and then Trainer"
+                    f"made: nobody would train or fold it. Change values in place "
+                    f"(parameter.copy_(...) in trainer.modifying()); or change the model first, "
+                    f"make its optimizer, and then Trainer"
                 )
 
     def _ids(self) -> dict[str, int]:
@@ -245,19 +226,25 @@ class ExternalModules:
     def __init__(self, module: torch.nn.Module, *functions: object) -> None:
         self._module = module
         self._functions = functions
-        self._found: list[_External] = []
 
     @contextmanager
-    def noting(self) -> Iterator[None]:
-        """Note every module that is called inside this context."""
+    def refusing_changes(self, where: str) -> Iterator[None]:
+        """Refuse that the shards change an outside module which is called inside this context.
+
+        Args:
+            where: step or batch, for errors.
+
+        Raises:
+            StateError: a buffer or parameter of such a module was changed.
+        """
         known = {id(part) for part in self._module.modules()}
-        self._found = []
+        found: list[_External] = []
 
         # Before the first forward, and only then: what it had is copied while it still has it.
         def note(module: torch.nn.Module, _: object) -> None:
             if id(module) not in known:
                 known.add(id(module))
-                self._found.append(_External(module))
+                found.append(_External(module))
 
         # A hook of all modules of the process. It slows every call down, and would make compiled
         # ones compile anew: so it is never left in place.
@@ -266,24 +253,6 @@ class ExternalModules:
             yield
         finally:
             handle.remove()
-
-    @contextmanager
-    def refusing_changes(self, where: str) -> Iterator[None]:
-        """Note every module that is called inside this context, and `check` them at its end."""
-        with self.noting():
-            yield
-        self.check(where)
-
-    def check(self, where: str) -> None:
-        """Refuse an outside module that the shards have changed, of those noted last.
-
-        Args:
-            where: step or batch, for errors.
-
-        Raises:
-            StateError: a buffer or parameter of such a module was changed.
-        """
-        found, self._found = self._found, []
         for external in found:
             name = external.changed()
             if name is not None:
@@ -381,6 +350,11 @@ def _values_of(function: Any) -> Iterator[Any]:
     names = getattr(function, "__globals__", {})
     yield from (names[name] for name in code.co_names if name in names)
     yield from getattr(function, "__defaults__", None) or ()
+    yield from closed_over(function)
+
+
+def closed_over(function: object) -> Iterator[Any]:
+    """The values of variables that a function has from where it was made."""
     for cell in getattr(function, "__closure__", None) or ():
         # A cell is empty where its variable is assigned only after Trainer is made.
         with suppress(ValueError):

@@ -21,7 +21,7 @@ lasts, as it would in a plain loop."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -41,10 +41,11 @@ from onefold.core.values import (
     Gradients,
     ShardResult,
     ShardValues,
+    code_of,
     read_values,
     split,
 )
-from onefold.errors import GradientError
+from onefold.errors import GradientError, LossError
 from onefold.exchange.stageexchange import GradientSend
 from onefold.shard.advice import advice_on
 from onefold.shard.buffers import BufferSet
@@ -59,20 +60,7 @@ from onefold.shard.kernels import computing_in
 from onefold.shard.losscheck import LossWatch
 from onefold.shard.modelparts import ModelParts
 from onefold.shard.stages import StageModules
-from onefold.shard.task import (
-    LossFunction,
-    PieceResult,
-    ShardPiece,
-    ShardTask,
-    added_weights,
-    backward,
-    code_of,
-    gatherer_of,
-    kinds_and_weights,
-    of_one_divisor,
-    refuse_uneven,
-    without_graph,
-)
+from onefold.shard.task import LossFunction, ShardPiece, ShardTask, with_next_piece
 from onefold.system.hooks import hooked
 from onefold.watch.timing import Stopwatch
 
@@ -148,10 +136,8 @@ class Replica:
 
     def attach(self) -> None:
         """Have the module compute in this device's memory; parameters keep their identity."""
-        for parameters, flat in (
-            (self.parts.trained, self.trained),
-            (self.parts.other, self.other),
-        ):
+        parts = self.parts
+        for parameters, flat in ((parts.trained, self.trained), (parts.other, self.other)):
             views = flat.views if flat.is_there else ()
             for parameter, view in zip(parameters.values(), views, strict=flat.is_there):
                 # Through .data, so that the optimizer, hooks and other modules that hold this very
@@ -185,9 +171,10 @@ class Replica:
     def begin(self, task: ShardTask) -> None:
         """Prepare for the first shard of a step."""
         drop_gradients(self._parameters)
-        # Hooks may be registered between any two steps, so they are looked for anew.
+        # Those with hooks that may put a tensor of their own into ``.grad``. They may be registered
+        # between any two steps, so they are looked for anew.
         several = task.shards > 1 or task.microbatch is not None
-        self._may_be_kept = self._hooked() if several else []
+        self._may_be_kept = hooked(self._parameters) if several else []
 
     def end(self) -> None:
         """Clean up after the last shard of a step."""
@@ -207,16 +194,16 @@ class Replica:
         """
         where = self.begin_shard(shard, task)
         samples = batch.count_of(shard).samples
-        result: PieceResult | None = None
+        result: ShardResult | None = None
         try:
             for start, stop in pieces_of(samples, task.microbatch):
                 piece = ShardPiece(shard, start, stop, samples)
                 given = self._compute_piece(piece, batch, task, where)
-                result = given if result is None else result.plus(given, task.step)
+                result = with_next_piece(result, given, task.step) if result else given
         except Gathers:
             drop_gradients(self._parameters)
             self.put_back(task)
-            return ShardResult(self.nothing, None, GATHERS, None)
+            return ShardResult(self.nothing, None, GATHERS)
         except Exception as error:
             self.put_back(task)
             self.explain(error, shard, batch, where)
@@ -225,20 +212,18 @@ class Replica:
         buffers = self.buffers.changed()
         self.put_back(task)
         assert result is not None  # a shard that runs has samples
-        gradients, gave, total, weight, values = result
-        left_out = batch.size_of(shard) - samples
-        return ShardResult(gradients, total, weight, buffers, values, left_out, gave)
+        return replace(result, buffers=buffers, left_out=batch.size_of(shard) - samples)
 
     def _compute_piece(
         self, piece: ShardPiece, batch: ShardedBatch, task: ShardTask, where: str
-    ) -> PieceResult:
+    ) -> ShardResult:
         """Run a piece of a shard, mostly all of it, forward and backward."""
         payload = self.on_device(piece, batch)
-        gatherer = gatherer_of(piece, batch, task)
+        gatherer = task.gatherer_of(piece, batch)
         handing = self._handing(piece, batch, task, where)
         start = self.watch.now()
         with (
-            gathering(gatherer) if gatherer else _NOTHING,
+            gathering(gatherer),
             handing.watched() if handing else _NOTHING,
             task.gathered() if task.gathered else _NOTHING as begin_backward,
         ):
@@ -248,7 +233,7 @@ class Replica:
                 handing.begin_backward()
             if begin_backward:
                 begin_backward()
-            backward(part, batch, task, gatherer.roots if gatherer else ())
+            task.backward(part, batch, gatherer.roots if gatherer else ())
         if gatherer is None or not gatherer.takes_turns:
             self.watch.note("forward", f"forward shard {piece.shard}", start, middle)
             self.watch.note("backward", f"backward shard {piece.shard}", middle)
@@ -261,15 +246,13 @@ class Replica:
         total = None if part.kind == "means" else part.total()
         given = handing.given if handing else ()
         weight = LATE if handing and handing.is_late else code_of(part)
-        return PieceResult(gradients, given, total, weight, values)
+        return ShardResult(gradients, total, weight, values=values, given=given)
 
     def taken(
         self, taken: ParameterSet, batch: ShardedBatch, task: ShardTask, where: str
     ) -> Gradients:
         """Take the gradients of some parameters, as they are added up, out of ``.grad``."""
-        gradients = take_gradients(
-            taken.parameters, taken.strides, taken.names, where, taken.places_of(task.left_out)
-        )
+        gradients = take_gradients(taken, where, task.left_out)
         # The whole batch: nothing is added to it, and its bits are a plain loop's.
         if self._narrow and (self._rounds or not task.is_plain(batch)):
             gradients = widened(gradients, taken.places_of(self._narrow))
@@ -331,7 +314,7 @@ class Replica:
             # Now or never: once our backward has run, the two gradients are one sum.
             self._refuse_leftovers(where)
             loss, values, outputs = split(result, f"the loss of {where}")
-            refuse_uneven(batch, (loss, *values.values()), where)
+            _refuse_uneven(batch, (loss, *values.values()), where)
             part = weigh(loss, piece.samples, f"the loss of {where}")
         if not task.is_plain(batch) and not (gatherer and gatherer.sees_batch):
             self.loss_watch.look(
@@ -340,16 +323,12 @@ class Replica:
             if task.run_checks:
                 self.loss_watch.look_at_count(loss, batch.count_of(piece.shard), where)
         if gatherer is not None:
-            divisors = gatherer.end_forward(kinds_and_weights(part))
+            divisors = gatherer.end_forward(part.kinds_and_weights())
             task = task if divisors is None else replace(task, divisors=divisors)
         if part.kind == "means":
-            part = of_one_divisor(part, batch, task)
+            part = task.of_one_divisor(part, batch)
         # Before backward, which would keep waiting what only they have of the graph.
         return part, read_values(values, outputs, piece.samples, where)
-
-    def _hooked(self) -> list[int]:
-        """Number the parameters with hooks that may put a tensor of their own into ``.grad``."""
-        return hooked(self._parameters)
 
     def weigh_shards(self, batch: ShardedBatch, task: ShardTask) -> Weighed:
         """Compute the kind and weight of each term of the loss, for each of this device's shards.
@@ -361,11 +340,11 @@ class Replica:
         for shard in batch.plan.shards_of(self.number):
             if shard in batch.shards:
                 try:
-                    rows = self._forward_alone(shard, batch, task, kinds_and_weights)
+                    rows = self._forward_alone(shard, batch, task, Contribution.kinds_and_weights)
                 except Gathers:
                     # The shards run next and find the same; of one term, no divisors are sought.
                     rows = [[("sum", 1.0)]]
-                found[shard] = added_weights(rows, f"step {task.step}, shard {shard}")
+                found[shard] = _added_weights(rows, f"step {task.step}, shard {shard}")
         return found
 
     def rehearse(self, shard: int, batch: ShardedBatch, task: ShardTask) -> Contribution | None:
@@ -375,7 +354,8 @@ class Replica:
         loss asks for other shards.
         """
         with torch.compiler.set_stance("force_eager"), suppress(Gathers):
-            return self._forward_alone(shard, batch, task, without_graph, inspected=True)[0]
+            read = Contribution.without_graph
+            return self._forward_alone(shard, batch, task, read, inspected=True)[0]
         return None
 
     def _forward_alone(
@@ -411,7 +391,7 @@ class Replica:
         payload = self.on_device(piece, batch)
         # Not under no_grad: a loss that differentiates something itself (a gradient penalty) needs
         # a graph, and would fail here and not in the step proper.
-        with gathering(gatherer_of(piece, batch, task)), self.autocast():
+        with gathering(task.gatherer_of(piece, batch)), self.autocast():
             result = task.loss(self.module, payload)
         loss = split(result, f"the loss of {where}")[0]
         if inspected:
@@ -461,6 +441,36 @@ class Replica:
                     f"times for every number of shards. Call model.zero_grad() before returning, "
                     f"or use torch.autograd.grad"
                 )
+
+
+def _refuse_uneven(batch: ShardedBatch, found: Iterable[object], where: str) -> None:
+    """Refuse means of shards that are not means of the batch, as its parts are cut unevenly.
+
+    Raises:
+        LossError: a loss, or a value beside it, is a scalar.
+    """
+    # Asked in every step: nearly all batches have no such parts.
+    if batch.others and (length := batch.uneven) is not None:
+        for value in found:
+            if isinstance(value, torch.Tensor) and not value.dim():
+                raise LossError(
+                    f"the loss of {where} is a scalar, read as the mean of the shard, in a batch "
+                    f"of {batch.samples} and {length} samples, of which {batch.plan.shards} shards "
+                    f"have no equal shares: expected onefold.Mean(total, weight) for each term, or "
+                    f"sizes that are multiples of {batch.plan.shards}"
+                )
+
+
+def _added_weights(
+    rows: Sequence[Sequence[tuple[str, float]]], where: str
+) -> list[tuple[str, float]]:
+    """Add up the weight of each term of a shard's loss over the shard's pieces."""
+    if any([kind for kind, _ in row] != [kind for kind, _ in rows[0]] for row in rows):
+        raise LossError(
+            f"the loss of {where} has other terms in some pieces of the shard than in others: "
+            f"expected the same for every piece; one with nothing to count has the weight 0"
+        )
+    return [(of[0][0], sum(weight for _, weight in of)) for of in zip(*rows, strict=True)]
 
 
 class GradientHooks:

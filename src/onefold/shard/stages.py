@@ -14,12 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
 from onefold.core.flat import lay_out
 from onefold.core.stages import ROOT, Stages, cut_pipeline
-from onefold.core.storage import Frozen
+from onefold.core.storage import Frozen, cut_partitions, cut_pieces
 from onefold.core.structure import tensors_of
 
 __all__ = ["StageModules", "cut_by_itself", "frozen_in_stages", "frozen_of"]
@@ -196,5 +197,7 @@ def frozen_of(
     """
     if not parameters:
         return None
-    stage_of = tuple(map(modules.stage_of, parameters.values()))
-    return Frozen.cut(lay_out(parameters), stage_of, modules.stages.places, devices)
+    layout, stage_of = lay_out(parameters), tuple(map(modules.stage_of, parameters.values()))
+    pieces = cut_pieces(layout, by_element=True)
+    partitions = cut_partitions(pieces, devices, replace(modules.stages, stage_of=stage_of))
+    return Frozen(layout, stage_of, pieces, partitions)

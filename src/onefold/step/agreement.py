@@ -1,7 +1,7 @@
 """Opens every call: all devices must begin the same one, in a state that is alike and valid.
 
-`digest_of` describes what a step begins with, which devices compare. `refuse_unfrozen` and
-`ModeWarning` refuse a model, or warn of its mode, before the step.
+`digest_of` describes what a step begins with, which devices compare. `refuse_unfrozen` refuses a
+model before the step.
 
 Note: what is compared, and when
 --------------------------------
@@ -17,7 +17,6 @@ common, a device that was let go first may already be writing.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,9 +31,7 @@ from onefold.placement.base import Placement
 from onefold.placement.context import StepContext
 from onefold.shard.modelparts import ExternalModules
 
-__all__ = ["Agreement", "ModeWarning", "digest_of", "refuse_unfrozen"]
-
-_log = logging.getLogger("onefold")
+__all__ = ["Agreement", "digest_of", "refuse_unfrozen"]
 
 
 _WITH_AVERAGES = (
@@ -305,27 +302,3 @@ def refuse_unfrozen(frozen: Mapping[str, torch.nn.Parameter]) -> None:
                 f"gradient buffers. If it is to be trained later, let it require a gradient "
                 f"until Trainer is made, and freeze it then, before the first step"
             )
-
-
-class ModeWarning:
-    """Warns once where a model is trained in evaluation mode.
-
-    Args:
-        module: the user's model.
-        on_lead: whether this process has device 0, which alone warns.
-    """
-
-    def __init__(self, module: torch.nn.Module, *, on_lead: bool) -> None:
-        self._module = module
-        self._on_lead = on_lead
-        self._given = False
-
-    def give(self) -> None:
-        """Warn, if there is reason to, for the first time."""
-        if not self._module.training and not self._given:
-            self._given = True
-            if self._on_lead:
-                _log.warning(
-                    "the model is in evaluation mode: dropout and batch norm do not train. Modes "
-                    "are yours; call model.train() before the steps if that was not meant"
-                )

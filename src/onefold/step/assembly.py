@@ -28,19 +28,14 @@ from onefold.checks.description import compare, describe
 from onefold.checks.model import held_in
 from onefold.checks.optimizer import updates_by_element
 from onefold.core.assignment import Assignment, Devices
-from onefold.core.flat import (
-    lay_out,
-    named_tensors,
-    own_name,
-    tensor_digests,
-)
-from onefold.core.settings import Precision, Settings
+from onefold.core.flat import lay_out, named_tensors, own_name, tensor_digests
+from onefold.core.settings import Settings
 from onefold.core.shard import Plan
 from onefold.core.storage import Storage, cut_pieces
 from onefold.deferred.values import deferred_of, revealed
 from onefold.exchange.exchange import Exchange
 from onefold.exchange.joining import join
-from onefold.exchange.memory import Memory, Start
+from onefold.exchange.memory import Start
 from onefold.placement.choice import placement_of
 from onefold.placement.context import StepContext
 from onefold.shard.buffers import BufferPlaces, BufferSet
@@ -126,7 +121,9 @@ def assemble(
     storage = _storage(parts, first, optimizer, settings, team, layout.modules)
     placement.check(storage)
     start = _start(parts, first)
-    assignment = _first_assignment(storage, plan, team)
+    assignment = Assignment.first(
+        team.devices, plan=plan, pieces=storage.pieces, stages=storage.stages
+    )
     described = describe(parts, optimizer, settings, team, plan, schedule, storage.stages, values)
     exchange = join(
         storage,
@@ -141,12 +138,19 @@ def assemble(
     joined(exchange)
     memory = exchange.memory
     with revealed(parts.named.values()):
-        replicas = _replicas(team, parts, memory, buffers, settings.precision, layout.modules)
+        trained, other, precision = memory.trained, memory.other, settings.precision
+        replicas = [
+            Replica(n, device, parts, trained[n], other[n], buffers[n], precision, layout.modules)
+            for n, device in team.own_devices.items()
+        ]
         # From here on the model's values lie in the run's memory: the lead's, everywhere.
         replicas[0].attach()
         refuse_clipping(parts.trained.values())
         # After attach: state that the optimizer already has moves to where its parameters now lie.
-        update = _update(optimizer, parts, storage, assignment, memory)
+        parameters = list(parts.trained.values())
+        update = PartitionedOptimizer(
+            optimizer, parameters, storage, trained, assignment, memory.allocator
+        )
         placement.distribute(start, update, exchange, assignment)
         compilers = Compilers(parts.module, *losses.values(), compiles=settings.compile)
         context = StepContext(replicas, exchange, update, settings, compilers)
@@ -161,40 +165,6 @@ def _parts(module: torch.nn.Module, held: Container[int]) -> ModelParts:
     if not trained:
         raise ValueError("the optimizer holds no parameter that requires a gradient")
     return ModelParts(module, trained)
-
-
-def _first_assignment(storage: Storage, plan: Plan, team: Devices) -> Assignment:
-    return Assignment.first(
-        team.devices, plan=plan, pieces=storage.pieces, hosts=team.hosts, stages=storage.stages
-    )
-
-
-def _replicas(
-    team: Devices,
-    parts: ModelParts,
-    memory: Memory,
-    buffers: Mapping[int, BufferSet],
-    precision: Precision,
-    modules: StageModules | None,
-) -> list[Replica]:
-    trained, other = memory.trained, memory.other
-    return [
-        Replica(n, device, parts, trained[n], other[n], buffers[n], precision, modules)
-        for n, device in team.own_devices.items()
-    ]
-
-
-def _update(
-    optimizer: torch.optim.Optimizer,
-    parts: ModelParts,
-    storage: Storage,
-    assignment: Assignment,
-    memory: Memory,
-) -> PartitionedOptimizer:
-    trained = list(parts.trained.values())
-    return PartitionedOptimizer(
-        optimizer, trained, storage, memory.trained, assignment, memory.allocator
-    )
 
 
 def _start(parts: ModelParts, buffers: BufferSet) -> Start:
@@ -216,8 +186,8 @@ def _storage(
     # By the names that the model has when it is not compiled, so that a checkpoint fits both.
     layout = lay_out({own_name(name): p for name, p in held_in(settings.precision, parts).items()})
     devices = len(team.devices)
-    return Storage.alike(
-        layout,
+    return Storage(
+        parameters=layout,
         other=lay_out(parts.other),
         buffers=buffers.layout,
         pieces=cut_pieces(layout, by_element=updates_by_element(optimizer)),
@@ -225,4 +195,5 @@ def _storage(
         devices=devices,
         stages=None if modules is None else modules.stages,
         frozen=None if modules is None else frozen_of(parts.frozen, modules, devices),
-    ).with_masters(torch.float32 if settings.precision.parameters else None)
+        updated_in=torch.float32 if settings.precision.parameters else None,
+    )

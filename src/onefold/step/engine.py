@@ -1,8 +1,8 @@
 """Makes a step: agree, compute, judge, update, publish. Or leaves its gradient to the script.
 
 The model's state is the replicas', where it lies is the placement's, and what travels is the
-exchange's. `FullGradient` leaves the gradient of a batch in ``.grad`` of the user's parameters, on
-every device.
+exchange's. `write_gradient` leaves the gradient of a batch in ``.grad`` of the user's parameters,
+on every device.
 
 Note: whose memory it is
 ------------------------
@@ -14,6 +14,7 @@ script's, lives as long as one of them does, and no later call overwrites it. A 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -33,9 +34,9 @@ from onefold.shard.compiling import EagerComparison
 from onefold.shard.gradients import keeping_gradients
 from onefold.shard.modelparts import ExternalModules, in_mode
 from onefold.shard.replica import LossFunction, ShardTask
-from onefold.step.agreement import Agreement, ModeWarning, digest_of, refuse_unfrozen
-from onefold.step.finite import FiniteCheck, bad_gradient, named_if_room
-from onefold.step.joint import Preparing
+from onefold.step.agreement import Agreement, digest_of, refuse_unfrozen
+from onefold.step.finite import FiniteCheck, bad_gradient
+from onefold.step.joint import JointShards
 from onefold.step.microbatch import MicrobatchSearch
 from onefold.step.objective import objectives_of
 from onefold.step.result import StepResult, verdict_of
@@ -48,6 +49,8 @@ from onefold.update.state import PieceState, pack, packed, unpack
 from onefold.watch.timing import Span
 
 __all__ = ["Engine", "StepResult"]
+
+_log = logging.getLogger("onefold")
 
 
 class Engine:
@@ -91,10 +94,9 @@ class Engine:
         self.microbatches = MicrobatchSearch(context)
         """Into pieces of how many samples shards are run."""
         self._finite = FiniteCheck(settings, self.rules, context.table)
-        self._preparing = Preparing(context)
-        self._full = FullGradient(context)
+        self._joint = JointShards(context)
         self._values = ValueTrade(context)
-        self._mode_warning = ModeWarning(context.module, on_lead=context.leads)
+        self._has_warned = False
         self._updating = self._interrupted = False
         self.gradient_ready: Callable[[float], None] | None = None
         """Called before clipping and update with the weight that the gradient is divided by."""
@@ -185,7 +187,7 @@ class Engine:
         with context.timed("exchange", "share the gradient"):
             if outcome.norm is not None and outcome.verdict.updates:
                 self.rules.clip(outcome.norm)
-                self._full.write()
+                write_gradient(context)
             else:
                 context.update.drop()
                 self.placement.publish()
@@ -208,8 +210,19 @@ class Engine:
         with context.timed("exchange", "agree"):
             head = digest_of(batch, number, call, loss=self.objective.number)
             agreed = self.agree(head, stop=asked_to_stop)
-        self._mode_warning.give()
+        self._warn_of_mode()
         return agreed
+
+    def _warn_of_mode(self) -> None:
+        """Warn once, on the lead, where a model is trained in evaluation mode."""
+        if self._has_warned or self.context.module.training:
+            return
+        self._has_warned = True
+        if self.context.leads:
+            _log.warning(
+                "the model is in evaluation mode: dropout and batch norm do not train. Modes are "
+                "yours; call model.train() before the steps if that was not meant"
+            )
 
     def _compute(self, batch: ShardedBatch, number: int) -> tuple[StepTotals, StepWeight]:
         """Compute all shards' gradients and losses; once more where a loss turns out to need it."""
@@ -240,7 +253,7 @@ class Engine:
                 task = self.microbatches.fitted(task, batch)
             while True:
                 with self._unsharded_if_needed():
-                    task, done = self._preparing.prepared(objective, batch, task)
+                    task, done = self._joint.prepared(objective, batch, task)
                     self._task = task
                     before = partial(
                         self._comparison.before, batch=batch, task=task, table=context.table
@@ -288,12 +301,10 @@ class Engine:
         if weight.value > 0 and not failure:
             with context.timed("exchange", "norm"):
                 norm = self._gradient(batch, totals, weight)
-            bad = partial(
-                named_if_room, self._name_bad_gradient, batch, number, alone=context.alone
-            )
             # Whoever compares gradients reports what is not finite in them as well.
             if self.gradient_ready is None:
-                failure = self._finite.of_gradient(norm, number, bad)
+                name = partial(self._name_bad_gradient, batch)
+                failure = self._finite.of_gradient(norm, number, name)
             self.rules.end_step(overflow=bool(failure))
         verdict = verdict_of(weight, agreed, failure)
         # A copy, as `Step.loss` may be asked for long after the table is written again.
@@ -338,7 +349,7 @@ class Engine:
 
     def agree(self, head: CallDigest, *, function: object = None, stop: bool = False) -> Agreed:
         """Wait for all devices to have begun the same call; see `Agreement.begin`."""
-        self.placement.refuse_call(Call(head.call))
+        self.placement.parameters.refuse_call(Call(head.call))
         return self.agreement.begin(head, function=function, stop=stop)
 
     def leave(self, step: int, why: str, *, together: bool) -> None:
@@ -446,13 +457,22 @@ class Engine:
     def _name_bad_gradient(self, batch: ShardedBatch) -> str:
         """Compute the step's shards once more, to name the first gradient that is not finite."""
         task, done = replace(self._task, scale=1.0), dict[int, ShardResult]()
-        with self.context.computing(), self.placement.unsharded():
-            if self.objective.gathers and not task.is_plain(batch):
-                bad = self._preparing.spoilt(batch, task)
-                if bad:
-                    return bad
-                task, done = self._preparing.prepared(self.objective, batch, task)
-            return bad_gradient(self.context, batch, task, done)
+        try:
+            with self.context.computing(), self.placement.unsharded():
+                if self.objective.gathers and not task.is_plain(batch):
+                    bad = self._joint.spoilt(batch, task)
+                    if bad:
+                        return bad
+                    task, done = self._joint.prepared(self.objective, batch, task)
+                return bad_gradient(self.context, batch, task, done)
+        except torch.OutOfMemoryError:
+            # Others would wait for one that gives up.
+            if not self.context.alone:
+                raise
+            return (
+                f"the gradient of step {task.step} is not finite (to name the shard takes room for "
+                f"all parameters on the device, which there is not)"
+            )
 
 
 def states_to_receive(
@@ -479,34 +499,24 @@ def states_to_receive(
     return unpack(transport.scatter_from_lead(make if context.leads else None))
 
 
-class FullGradient:
-    """Brings the gradients of all partitions together in every process.
+def write_gradient(context: StepContext) -> None:
+    """Set ``.grad`` from the gradients that were taken, in every process; called on all devices.
 
-    Args:
-        context: this process's part of the run.
+    Parameters to which no shard gave a gradient have None.
     """
-
-    def __init__(self, context: StepContext) -> None:
-        self._context = context
-
-    def write(self) -> None:
-        """Set ``.grad`` from the gradients that were taken; called on all devices.
-
-        Parameters to which no shard gave a gradient have None.
-        """
-        update, first = self._context.update, self._context.first
-        whole = FlatTensors(update.storage.gradients, device=first.device)
-        for item, gradient in zip(update.owned, update.gradients, strict=True):
-            if gradient is not None:
-                whole.piece(item.piece).copy_(gradient)
-        # Read before the exchange is over: from then on the table is no longer ours to read.
-        gave = self._context.table.times_given()
-        self._context.exchange.all_gather_gradient(whole)
-        update.drop()
-        trained = first.parts.trained.values()
-        for parameter, view, given in zip(trained, whole.views, gave, strict=True):
-            # Rounded only now, where the model is in low precision: sums are in float32.
-            parameter.grad = view.to(parameter.dtype) if given else None
+    update, first = context.update, context.first
+    whole = FlatTensors(update.storage.gradients, device=first.device)
+    for item, gradient in zip(update.owned, update.gradients, strict=True):
+        if gradient is not None:
+            whole.piece(item.piece).copy_(gradient)
+    # Read before the exchange is over: from then on the table is no longer ours to read.
+    gave = context.table.times_given()
+    context.exchange.all_gather_gradient(whole)
+    update.drop()
+    trained = first.parts.trained.values()
+    for parameter, view, given in zip(trained, whole.views, gave, strict=True):
+        # Rounded only now, where the model is in low precision: sums are in float32.
+        parameter.grad = view.to(parameter.dtype) if given else None
 
 
 def check_gradient(update: PartitionedOptimizer) -> None:

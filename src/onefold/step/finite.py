@@ -15,7 +15,6 @@ comes one step late, but still before another update, and no GPU has waited for 
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -34,7 +33,7 @@ from onefold.shard.advice import ONE_SAMPLE
 from onefold.shard.replica import Replica, ShardTask
 from onefold.step.rules import GradientRules
 
-__all__ = ["FiniteCheck", "bad_gradient", "named_if_room"]
+__all__ = ["FiniteCheck", "bad_gradient"]
 
 
 _ADVICE = (
@@ -194,28 +193,6 @@ def _bad_loss(totals: torch.Tensor, batch: ShardedBatch, step: int) -> str:
     return ""
 
 
-def named_if_room(
-    name: Callable[[ShardedBatch], str], batch: ShardedBatch, step: int, *, alone: bool
-) -> str:
-    """Describe the first gradient that is not finite, as far as there is room to find it.
-
-    Args:
-        name: finds it, for which it takes all parameters at once.
-        batch: the batch of the step.
-        step: number of the step.
-        alone: whether this is the only device: others would wait for one that gives up.
-    """
-    try:
-        return name(batch)
-    except torch.OutOfMemoryError:
-        if not alone:
-            raise
-        return (
-            f"the gradient of step {step} is not finite (to name the shard takes room for all "
-            f"parameters on the device, which there is not)"
-        )
-
-
 def bad_gradient(
     context: StepContext, batch: ShardedBatch, task: ShardTask, done: Mapping[int, ShardResult]
 ) -> str:
@@ -230,9 +207,9 @@ def bad_gradient(
     found = {}
     for replica in context.replicas:
         with context.attached(replica):
-            found[replica.number] = json.dumps(_of_shards(replica, batch, task, done)).encode()
-    rows = [json.loads(text) for text in context.exchange.transport.all_gather_objects(found)]
-    first = min((row for row in rows if row), default=None)
+            found[replica.number] = _of_shards(replica, batch, task, done)
+    rows = context.exchange.transport.all_gather_values(found)
+    first = min(filter(None, rows), default=None)
     if first is None:
         return (
             f"the gradient of step {task.step} is not finite, though no shard's is when it is "

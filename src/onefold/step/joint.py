@@ -1,6 +1,6 @@
 """Runs the shards of a step together, where the loss needs the tensors of all of them.
 
-`Preparing` finds what the shards must know of each other beforehand.
+`JointShards` finds what the shards must know of each other beforehand.
 
 Note: two runs
 --------------
@@ -24,31 +24,33 @@ or its bits would depend on the plan.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import operator
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 
 from onefold.core.batch import ShardedBatch
 from onefold.core.flat import all_finite
+from onefold.core.fold import fold_shards
 from onefold.core.gathering import Joined, SyncBatchNorm
 from onefold.core.values import ShardResult
+from onefold.errors import LossError
 from onefold.placement.context import StepContext
 from onefold.shard.gather import GatherCall, JointShard, Known, Stop
-from onefold.shard.replica import Replica, ShardTask
-from onefold.step.objective import Objective, trade_divisors
+from onefold.shard.replica import Replica, ShardTask, Weighed
+from onefold.step.objective import Objective
 from onefold.step.rows import Gathered, RowTrade, Standing
 from onefold.watch.timing import Phase
 
-__all__ = ["Preparing"]
+__all__ = ["JointShards"]
 
 
 class JointShards:
-    """Knows whether the loss gathers, and prepares the steps in which it does.
+    """Prepares the steps of losses that gather, or that have several terms.
 
     Args:
         context: this process's part of the run.
@@ -59,23 +61,37 @@ class JointShards:
         modules = context.module.modules()
         self._once = any(isinstance(module, SyncBatchNorm) for module in modules)
 
-    def prepare(
-        self, batch: ShardedBatch, task: ShardTask
+    def prepared(
+        self, objective: Objective, batch: ShardedBatch, task: ShardTask
     ) -> tuple[ShardTask, dict[int, ShardResult]]:
-        """Compute what the shards need of each other.
+        """Complete the task of a step; called on all devices.
 
         Returns:
             The task with which shards can run one by one; and the results of those that have
             run already.
 
         Raises:
-            LossError: shards do not gather alike.
+            LossError: shards do not gather alike, or have different numbers of terms.
         """
-        if self._once:
+        if task.is_plain(batch):
+            return task, {}
+        if objective.gathers and self._once:
             run = _JointRun(self._context, batch, task)
             run.drive()
             return replace(task, divisors=run.divisors), run.results
-        return self._first_run(batch, task).known(task), {}
+        if objective.gathers:
+            return self._first_run(batch, task).known(task), {}
+        if objective.several_terms:
+            task = replace(task, divisors=self._divisors(batch, task))
+        return task, {}
+
+    def _divisors(self, batch: ShardedBatch, task: ShardTask) -> tuple[float, ...] | None:
+        """Find the whole batch's weight of each term of the loss; None if it has one term."""
+        found = {}
+        for replica in self._context.replicas:
+            with self._context.attached(replica):
+                found[replica.number] = replica.weigh_shards(batch, task)
+        return trade_divisors(self._context, batch, found, task.step)
 
     def spoilt(self, batch: ShardedBatch, task: ShardTask) -> str:
         """Describe the first gradient of what was gathered that is not finite, by a new run.
@@ -88,10 +104,10 @@ class JointShards:
         """
         found = self._first_run(batch, task, looks=True).spoilt
         # Backward begins with the last call, and goes from it to those before.
-        own = sorted((-call, shard) for shard, call in found)[:1]
-        texts = {replica.number: json.dumps(own).encode() for replica in self._context.replicas}
-        rows = [json.loads(t) for t in self._context.exchange.transport.all_gather_objects(texts)]
-        first = min((row[0] for row in rows if row), default=None)
+        own = min(((-call, shard) for shard, call in found), default=None)
+        transport = self._context.exchange.transport
+        rows = transport.all_gather_values(dict.fromkeys(self._context.own, own))
+        first = min(filter(None, rows), default=None)
         if first is None:
             return ""
         call, shard = -first[0] + 1, first[1]
@@ -123,12 +139,7 @@ class _JointRun:
     """
 
     def __init__(
-        self,
-        context: StepContext,
-        batch: ShardedBatch,
-        task: ShardTask,
-        *,
-        looks: bool = False,
+        self, context: StepContext, batch: ShardedBatch, task: ShardTask, *, looks: bool = False
     ) -> None:
         self._context, self._replicas = context, context.replicas
         self._batch, self._task, self._looks = batch, task, looks
@@ -150,8 +161,7 @@ class _JointRun:
         for replica in self._replicas:
             replica.begin(self._task)
         try:
-            self._forward()
-            self._backward()
+            self._backward(self._forward())
         finally:
             # However it went: no thread outlives this, and none of them is left a borrowed module.
             for turn in self._turns.values():
@@ -179,14 +189,15 @@ class _JointRun:
             for shard in batch.plan.shards_of(replica.number)
             if shard in batch.shards
         }
-        check_interval: dict[int, JointShard] = {}
+        turns: dict[int, JointShard] = {}
+        task = replace(self._task, gatherers=turns.__getitem__)
         for shard, replica in homes.items():
-            task = replace(self._task, gatherers=check_interval.__getitem__)
             compute = partial(replica.compute, shard, batch, task)
-            check_interval[shard] = JointShard(replica, shard, compute, alone=len(homes) == 1)
-        return check_interval
+            turns[shard] = JointShard(replica, shard, compute, alone=len(homes) == 1)
+        return turns
 
-    def _forward(self) -> None:
+    def _forward(self) -> dict[int, Stop]:
+        """Run all shards to where backward needs the others; return where that is."""
         stops = self._resume(dict.fromkeys(self._turns))
         while True:
             standings = self._trade.agree({shard: _standing(stop) for shard, stop in stops.items()})
@@ -196,10 +207,9 @@ class _JointRun:
         if max(standing.terms for standing in standings.values()) > 1:
             self.divisors = self._trade_divisors(stops)
         self._phase = "backward"
-        self._stops = self._resume(dict.fromkeys(stops, self.divisors))
+        return self._resume(dict.fromkeys(stops, self.divisors))
 
-    def _backward(self) -> None:
-        stops = self._stops
+    def _backward(self, stops: dict[int, Stop]) -> None:
         for call, _ in reversed(self._calls):
             if call.differentiable:
                 stops = self._resume(self._add_up(call, stops))
@@ -219,7 +229,7 @@ class _JointRun:
             differentiable=first.differentiable,
         )
         tensors = {s: stop.tensor for s, stop in stops.items() if stop.tensor is not None}
-        with self._timed("gather"):
+        with self._context.timed("exchange", "gather"):
             whole = self._trade.join(call, tensors)
         on = {tensor.device: whole.to(tensor.device) for tensor in tensors.values()}
         joined = {s: Joined(on[t.device], call.own(s)) for s, t in tensors.items()}
@@ -231,7 +241,7 @@ class _JointRun:
         given = {s: stop.tensor for s, stop in stops.items() if stop.tensor is not None}
         if self._looks:
             self.spoilt += [(s, call.number) for s, g in given.items() if not all_finite(g)]
-        with self._timed("gather gradients"):
+        with self._context.timed("exchange", "gather gradients"):
             whole = self._trade.add_up(call, given)
         rows = {shard: whole[call.own(shard)].to(g.device) for shard, g in given.items()}
         self._gradients |= {(shard, call.number): gradient for shard, gradient in rows.items()}
@@ -277,13 +287,6 @@ class _JointRun:
         parts.modes.restore(self._task.modes)
         parts.restore_frozen(self._task.trainable)
 
-    @contextmanager
-    def _timed(self, label: str) -> Iterator[None]:
-        watch = self._replicas[0].watch
-        start = watch.now()
-        yield
-        watch.note("exchange", label, start)
-
 
 def _standing(stop: Stop) -> Standing:
     if stop.tensor is None:
@@ -296,45 +299,43 @@ def _standing(stop: Stop) -> Standing:
     )
 
 
-class Preparing:
-    """Prepares the steps of losses that gather, or that have several terms.
+def trade_divisors(
+    context: StepContext, batch: ShardedBatch, found: Mapping[int, Weighed], step: int
+) -> tuple[float, ...] | None:
+    """Add up the weight of each term of the loss over the whole batch; None if it has one term.
+
+    Called on all devices; each gets the same numbers.
 
     Args:
         context: this process's part of the run.
+        batch: the batch, with this process's shards of it.
+        found: for each own device and each of its shards, the kind and weight of each term.
+        step: number of the step, for errors.
+
+    Raises:
+        LossError: shards have different numbers of terms.
     """
-
-    def __init__(
-        self,
-        context: StepContext,
-    ) -> None:
-        self._context = context
-        self._together = JointShards(context)
-        self.spoilt = self._together.spoilt
-
-    def prepared(
-        self, objective: Objective, batch: ShardedBatch, task: ShardTask
-    ) -> tuple[ShardTask, dict[int, ShardResult]]:
-        """Complete the task of a step; called on all devices.
-
-        Returns:
-            The task with which shards can run one by one; and the results of those that have
-            run already.
-
-        Raises:
-            LossError: shards do not gather alike, or have different numbers of terms.
-        """
-        if task.is_plain(batch):
-            return task, {}
-        if objective.gathers:
-            return self._together.prepare(batch, task)
-        if objective.several_terms:
-            task = replace(task, divisors=self._divisors(batch, task))
-        return task, {}
-
-    def _divisors(self, batch: ShardedBatch, task: ShardTask) -> tuple[float, ...] | None:
-        """Find the whole batch's weight of each term of the loss; None if it has one term."""
-        found = {}
-        for replica in self._context.replicas:
-            with self._context.attached(replica):
-                found[replica.number] = replica.weigh_shards(batch, task)
-        return trade_divisors(self._context, batch, found, task.step)
+    own = {number: list(weighed.items()) for number, weighed in found.items()}
+    given = dict(chain.from_iterable(context.exchange.transport.all_gather_values(own)))
+    # A shard without samples never ran, and has no terms.
+    rows: list[Sequence[tuple[str, float]]] = [
+        given.get(shard, ()) for shard in range(batch.plan.shards)
+    ]
+    terms = max(map(len, rows))
+    wrong = next((s for s, row in enumerate(rows) if batch.size_of(s) and len(row) != terms), None)
+    if wrong is not None:
+        raise LossError(
+            f"the loss of step {step}, shard {wrong} has {len(rows[wrong])} terms and that of "
+            f"another shard {terms}: expected the same terms for every shard; one in which there "
+            f"is nothing to count has the weight 0"
+        )
+    if terms == 1:
+        return None
+    columns = zip(*(row or [("mean", 0.0)] * terms for row in rows), strict=True)
+    # In the fold's order: the divisors are part of the result, as the gradients are.
+    return tuple(
+        1.0
+        if any(kind == "sum" for kind, _ in column)
+        else fold_shards([float(weight) for _, weight in column], operator.add)
+        for column in columns
+    )

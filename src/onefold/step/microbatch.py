@@ -103,14 +103,11 @@ class MicrobatchSearch:
 
     def _fits(self, task: ShardTask, batch: ShardedBatch) -> bool:
         """Whether a step can be computed everywhere; called on all devices."""
-        rows = {}
+        fits = {}
         for replica in self._context.replicas:
             with self._context.attached(replica):
-                fits = _fits_here(replica, task, batch)
-            rows[replica.number] = torch.full((1,), float(fits), dtype=torch.float64).to(
-                replica.device
-            )
-        return bool(self._context.exchange.transport.all_gather_rows(rows).cpu().all())
+                fits[replica.number] = _fits_here(replica, task, batch)
+        return all(self._context.exchange.transport.all_gather_values(fits))
 
     def _warn_of_batch_norm(self, largest: int) -> None:
         size = self.samples

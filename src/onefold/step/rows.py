@@ -8,9 +8,9 @@ filled up.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,9 +19,7 @@ from onefold.core.batch import ShardedBatch
 from onefold.core.fold import Block, blocks_of, fold, published_by
 from onefold.core.gathering import packed_bytes, unpacked_bytes
 from onefold.core.settings import added_up_in
-from onefold.core.shard import runs_of
 from onefold.core.values import Column, StepValues, names_of, values_by_name
-from onefold.core.wire import decode, encode
 from onefold.errors import DisagreementError, LossError
 from onefold.placement.context import StepContext
 
@@ -69,56 +67,35 @@ class ValueTrade:
     def _outputs(self, batch: ShardedBatch, columns: Sequence[Column]) -> dict[str, Any]:
         """Bring the rows of all shards, in their order."""
         given, plan = self._context.table.given, batch.plan
-        texts = {
-            replica.number: encode(
-                [(s, given[s].rows) for s in plan.shards_of(replica.number) if s in given], "rows"
-            )
-            for replica in self._context.replicas
+        own = {
+            number: [(s, given[s].rows) for s in plan.shards_of(number) if s in given]
+            for number in self._context.own
         }
-        messages = self._context.exchange.transport.all_gather_objects(texts)
-        parts = dict(part for message in messages for part in decode(message))
+        found = self._context.exchange.transport.all_gather_values(own)
+        parts = dict(chain.from_iterable(found))
         return values_by_name([parts[shard] for shard in sorted(parts)], columns)
 
     def _first_of(self, batch: ShardedBatch, step: int) -> tuple[_Names, torch.Tensor]:
         """Agree on names that are new, and bring their values by a message of their own."""
-        shards = self._context.table
+        shards, plan = self._context.table, batch.plan
         own = {
-            replica.number: [s for s in batch.plan.shards_of(replica.number) if s in shards.given]
-            for replica in self._context.replicas
+            number: [
+                (s, values.lines, tuple(values.rows), values.numbers)
+                for s in plan.shards_of(number)
+                if (values := shards.given.get(s)) is not None
+            ]
+            for number in self._context.own
         }
-        given = shards.given
-        texts = {
-            number: json.dumps([(s, given[s].lines, list(given[s].rows)) for s in numbers]).encode()
-            for number, numbers in own.items()
-        }
-        rows = map(json.loads, self._context.exchange.transport.all_gather_objects(texts))
-        found = {s: (tuple(names), tuple(outputs)) for row in rows for s, names, outputs in row}
-        known = _agreed(found, batch, step)
-        table = self._shared(own, batch, len(known[0]))
+        found = self._context.exchange.transport.all_gather_values(own)
+        given = {s: (names, numbers) for s, *names, numbers in chain.from_iterable(found)}
+        known = _agreed({s: tuple(names) for s, (names, _) in given.items()}, batch, step)
+        # (V, lines, 2) float64: zeros for empty shards, as in the table.
+        table = torch.zeros(plan.shards, len(known[0]), 2, dtype=torch.float64)
+        for shard, (_, numbers) in given.items():
+            table[shard] = numbers
         shards.widen(max(shards.width, len(known[0])))
         self._known[next(kind for kind in shards.kinds.tolist() if kind)] = known
-        return known, table
-
-    def _shared(
-        self, own: Mapping[int, Sequence[int]], batch: ShardedBatch, lines: int
-    ) -> torch.Tensor:
-        """Share all shards' numbers: (V, lines, 2) float64."""
-        shards, rows = batch.plan.shards, {}
-        for replica in self._context.replicas:
-            table = torch.zeros(shards, lines, 2, dtype=torch.float64, device=replica.device)
-            for shard in own[replica.number]:
-                numbers = self._context.table.given[shard].numbers
-                table[shard].copy_(numbers, non_blocking=True)
-            rows[replica.number] = table.flatten()
-        tables = self._context.exchange.transport.all_gather_rows(rows).view(
-            batch.plan.devices, shards, lines, 2
-        )
-        # From the one that ran it, and not the sum: -0 plus the others' 0 would be 0.
-        found = torch.empty_like(tables[0])
-        for device in range(batch.plan.devices):
-            for run in runs_of(batch.plan.shards_of(device)):
-                found[run] = tables[device, run]
-        return found
+        return known, table.to(self._context.first.device)
 
 
 def _agreed(found: Mapping[int, _Names], batch: ShardedBatch, step: int) -> _Names:
@@ -212,20 +189,12 @@ class RowTrade:
         Raises:
             LossError: they are not at the same call with tensors of the same kind.
         """
-        texts = {
-            number: json.dumps(
-                [
-                    (s, own[s].at, own[s].terms, own[s].dtype, own[s].shape, own[s].differentiable)
-                    for s in self._filled(number)
-                ]
-            ).encode()
+        values = {
+            number: [(shard, astuple(own[shard])) for shard in self._filled(number)]
             for number in self._homes
         }
-        found = {
-            shard: Standing(at, terms, dtype, tuple(shape), differentiable)
-            for text in self._transport.all_gather_objects(texts)
-            for shard, at, terms, dtype, shape, differentiable in json.loads(text)
-        }
+        given = chain.from_iterable(self._transport.all_gather_values(values))
+        found = {shard: Standing(*fields) for shard, fields in given}
         first = found[0]
         for shard, standing in found.items():
             if standing.must_agree != first.must_agree:

@@ -31,7 +31,7 @@ import tempfile
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -45,6 +45,7 @@ __all__ = [
     "SparseAllocator",
     "TensorAllocator",
     "home_of",
+    "map_over",
     "naming_limits",
     "new_disk_file",
 ]
@@ -92,11 +93,8 @@ class TensorAllocator:
 
     apart: bool = False
     """Whether devices compute in other memory than this, so that what is kept here is a copy."""
-
-    @property
-    def on_disk(self) -> bool:
-        """Whether what is large lies in a file."""
-        return False
+    on_disk: bool = False
+    """Whether what is large lies in a file."""
 
     def empty(self, nbytes: int) -> torch.Tensor:
         """(nbytes,) uint8 of any content, on the host."""
@@ -147,6 +145,8 @@ class MmapAllocator(TensorAllocator):
         OSError: no file can be made there.
     """
 
+    on_disk = True
+
     def __init__(self, folder: Path, *, apart: bool = False) -> None:
         self.folder, self.apart = folder, apart
         self._descriptor = new_disk_file(folder, 0)
@@ -166,14 +166,9 @@ class MmapAllocator(TensorAllocator):
 
         Says so if that is no disk.
         """
-        place = home_of(folder)
-        made = cls(place, apart=apart)
-        warn_of_memory(place)
+        made = cls(home_of(folder), apart=apart)
+        warn_of_memory(made.folder)
         return made
-
-    @property
-    def on_disk(self) -> bool:
-        return True
 
     def empty(self, nbytes: int) -> torch.Tensor:
         if nbytes < LEAST_BYTES:
@@ -205,9 +200,7 @@ class MmapAllocator(TensorAllocator):
         return tensor if stays else self.copy(tensor.detach())
 
     def trim(self) -> None:
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim is not None:
-            trim(0)
+        getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)(0)
 
     def _grown(self, size: int) -> memoryview:
         """A new place, of zeros."""
@@ -230,9 +223,9 @@ class MmapAllocator(TensorAllocator):
             with naming_limits(_words_of(size, self._nbytes, self.folder)):
                 return self._part(size)
 
-    def _part(self, span: int) -> memoryview:
-        os.ftruncate(self._descriptor, self._nbytes + span)
-        return memoryview(mmap.mmap(self._descriptor, span, offset=self._nbytes))
+    def _part(self, nbytes: int) -> memoryview:
+        os.ftruncate(self._descriptor, self._nbytes + nbytes)
+        return memoryview(mmap.mmap(self._descriptor, nbytes, offset=self._nbytes))
 
     def _tensor(self, place: memoryview, nbytes: int) -> torch.Tensor:
         # A view of its own, which the tensor keeps alive, and nobody else: so it is known when the
@@ -277,12 +270,11 @@ def new_disk_file(folder: Path, nbytes: int) -> int:
             f"expected a folder in which files can be made, got {folder}: {error.strerror}. Name "
             f"another one, on a disk, by --home or ONEFOLD_HOME",
         ) from error
-    try:
+    with ExitStack() as leaving:
+        leaving.callback(os.close, descriptor)
         if nbytes:
             _reserve(descriptor, 0, nbytes, folder)
-    except BaseException:
-        os.close(descriptor)
-        raise
+        leaving.pop_all()
     return descriptor
 
 
@@ -319,6 +311,7 @@ def _let_go(
 _PIECE_BYTES = 4 << 20
 """A process may have some 65,000 mappings."""
 _MAP_FIXED = 0x10
+"""As Linux has it on all processors that PyTorch runs on; Python does not name it."""
 _FAILED = ctypes.c_void_p(-1).value
 
 
@@ -348,9 +341,9 @@ class SparseAllocator:
         size = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
         with naming_limits(f"{size:,} bytes for a tensor without values"):
             memory = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
-        for start in range(0, size, _PIECE_BYTES):
-            length = min(_PIECE_BYTES, size - start)
-            _map_over(memory.data_ptr() + start, length, mmap.MAP_PRIVATE, self._unknown)
+            for start in range(0, size, _PIECE_BYTES):
+                piece = memory[start : start + _PIECE_BYTES]
+                map_over(piece.data_ptr(), piece.numel(), mmap.MAP_PRIVATE, self._unknown)
         return memory[:nbytes]
 
     def provide(self, memory: torch.Tensor) -> None:
@@ -362,25 +355,27 @@ class SparseAllocator:
         if not self._warned:
             warn_of_memory(self.folder)
         self._warned = True
-        size = memory.untyped_storage().nbytes()
-        file = new_disk_file(self.folder, size)
+        whole = memory.untyped_storage()
+        file = new_disk_file(self.folder, whole.nbytes())
         try:
-            _map_over(memory.untyped_storage().data_ptr(), size, mmap.MAP_SHARED, file)
+            with naming_limits(f"{whole.nbytes():,} bytes of a file to be mapped"):
+                map_over(whole.data_ptr(), whole.nbytes(), mmap.MAP_SHARED, file)
         finally:
             os.close(file)  # the mapping keeps it
 
 
-def _map_over(address: int, nbytes: int, kind: int, descriptor: int) -> None:
-    """Map the beginning of a file in the place of memory that this process has mapped before."""
-    library = ctypes.CDLL(None, use_errno=True)
-    library.mmap.restype = ctypes.c_void_p
-    library.mmap.argtypes = (
-        *(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int),
-        ctypes.c_long,
-    )
+def map_over(address: int, nbytes: int, kind: int, descriptor: int) -> None:
+    """Map the beginning of a file in the place of memory that this process has mapped before.
+
+    Python's object for that memory unmaps this as well.
+
+    Raises:
+        OSError: this process may have no more memory, or mappings.
+    """
+    map_at = ctypes.CDLL(None, use_errno=True).mmap
+    integer = ctypes.c_int
+    map_at.restype = ctypes.c_void_p
+    map_at.argtypes = (ctypes.c_void_p, ctypes.c_size_t, integer, integer, integer, ctypes.c_long)
     access = mmap.PROT_READ | mmap.PROT_WRITE
-    found = library.mmap(address, nbytes, access, kind | _MAP_FIXED, descriptor, 0)
-    if found == _FAILED:
-        number = ctypes.get_errno()
-        with naming_limits(f"{nbytes:,} bytes of a file to be mapped"):
-            raise OSError(number, os.strerror(number))
+    if map_at(address, nbytes, access, kind | _MAP_FIXED, descriptor, 0) == _FAILED:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

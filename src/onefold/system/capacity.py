@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -21,32 +23,21 @@ def capacity_bytes(device: torch.device) -> int:
     return min([whole, *_limits()])
 
 
-def _limits() -> list[int]:
+def _limits() -> Iterator[int]:
     """The limits of the control groups that this process is in; none where they are not used."""
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
-    found = []
-    for line in lines:
-        # Number, what is controlled, path; of version 2 the number is 0 and the second is empty.
-        _, controlled, path = line.split(":", 2)
-        if not controlled:
-            found += _read_limits(_ROOT, path, "memory.max")
-        elif "memory" in controlled.split(","):
-            found += _read_limits(_ROOT / "memory", path, "memory.limit_in_bytes")
-    return found
+    with suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            # Number, what is controlled, path; of version 2 the number is 0, the second is empty.
+            _, controlled, path = line.split(":", 2)
+            if not controlled:
+                yield from _read_limits(_ROOT, path, "memory.max")
+            elif "memory" in controlled.split(","):
+                yield from _read_limits(_ROOT / "memory", path, "memory.limit_in_bytes")
 
 
-def _read_limits(root: Path, path: str, name: str) -> list[int]:
+def _read_limits(root: Path, path: str, name: str) -> Iterator[int]:
     """The limits of a group and of all that it is in."""
     own = root / path.lstrip("/")
-    found = []
     for folder in (own, *own.parents):
-        try:
-            text = (folder / name).read_text().strip()
-        except OSError:
-            continue
-        if text.isdigit():
-            found.append(int(text))
-    return found
+        with suppress(OSError, ValueError):  # it is "max" where there is none
+            yield int((folder / name).read_text())

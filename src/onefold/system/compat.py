@@ -1,52 +1,49 @@
 """Every private name of PyTorch that onefold uses all the same, in one place.
 
-Only those about hooks are next door, in ``hooks.py``, those that decide which kernels run, in
-``compilers.py``, and the tables of modules, in ``tables.py``. Any of them may disappear with the
-next release of PyTorch. ``tests/system/test_compat.py`` says for each what would break, and is the
-first to fail.
+Only those about modules, optimizers and their hooks are next door, in ``hooks.py``, and those that
+decide which kernels run, in ``compilers.py``. Any of them may disappear with the next release of
+PyTorch. ``tests/system/test_compat.py`` says for each what would break, and is the first to fail.
 """
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from types import FrameType
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.dropout import _DropoutNd as DropoutNd
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as EXTRA_STATE_KEY_SUFFIX
-from torch.nn.utils import clip_grad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "EXTRA_STATE_KEY_SUFFIX",
     "BatchNorm",
     "DropoutNd",
+    "FakeTensor",
+    "FakeTensorMode",
     "Groups",
     "TorchDispatchMode",
     "add_each",
     "address_of",
     "copy_each",
+    "hidden_from_classes",
     "hidden_from_modes",
     "holders_of",
     "is_in_function",
-    "is_in_list_clipping",
     "is_transformed",
     "multiply_each",
-    "replaces_step",
     "replacing_truncated_normal",
-    "steps_a_schedule",
     "version_of",
-    "wrap_clipping",
     "writes_to_arguments",
 ]
 
 _C: Any = torch._C
-_CLIP = "_clip_grads_with_norm_"
 
 version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 """The number of times that a tensor was written to in place."""
@@ -58,6 +55,10 @@ address_of: Callable[[torch.UntypedStorage], int] = operator.attrgetter("_cdata"
 
 writes_to_arguments: Callable[[Any], bool] = operator.attrgetter("_schema.is_mutable")
 """Whether an operation of the dispatcher writes to any of its arguments."""
+
+
+hidden_from_classes: Callable[[], AbstractContextManager[None]] = _C.DisableTorchFunctionSubclass
+"""A block in which classes of tensors see nothing of what is called."""
 
 
 @contextmanager
@@ -75,18 +76,7 @@ def replacing_truncated_normal(record: Callable[..., Any]) -> Iterator[None]:
         record: is given what draws otherwise, and its arguments, a tensor first.
     """
     before = torch.nn.init._no_grad_trunc_normal_
-
-    def recorded(
-        tensor: torch.Tensor,
-        mean: float,
-        std: float,
-        a: float,
-        b: float,
-        generator: torch.Generator | None = None,
-    ) -> Any:
-        return record(before, tensor, mean, std, a, b, generator=generator)
-
-    torch.nn.init._no_grad_trunc_normal_ = recorded
+    torch.nn.init._no_grad_trunc_normal_ = functools.partial(record, before)
     try:
         yield
     finally:
@@ -103,40 +93,16 @@ is_transformed: Callable[[torch.Tensor], bool] = _C._functorch.is_functorch_wrap
 """Whether a tensor belongs to a call of torch.vmap, or of a function of torch.func."""
 
 
-def steps_a_schedule(step: Callable[..., object]) -> bool:
-    """Whether a learning-rate schedule has wrapped an optimizer's step method."""
-    return hasattr(step, "_wrapped_by_lr_sched")
+copy_each: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_copy_
+"""Copy each source to its target, the first argument, in as few kernels as possible."""
 
 
-def replaces_step(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer has a step of its own beside that of its class."""
-    own = vars(optimizer).get("step")
-    # A schedule puts a function there that only notes the call, around what it found.
-    noted = own is not None and steps_a_schedule(own)
-    return own is not None and not (noted and own.__wrapped__ is type(optimizer).step)
+add_each: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_add_
+"""Add to each tensor of the first argument, in place, in as few kernels as possible."""
 
 
-def is_in_list_clipping(frame: FrameType) -> bool:
-    """Whether a frame is that of a ``clip_grad_norm_`` that was given several parameters.
-
-    They count as several if they came in a list, however many there are in it.
-    """
-    return "is_generator" in frame.f_locals
-
-
-def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy each source to its target, in as few kernels as possible."""
-    torch._foreach_copy_(targets, sources)
-
-
-def add_each(targets: list[torch.Tensor], others: list[torch.Tensor]) -> None:
-    """Add each tensor to its target in place, in as few kernels as possible."""
-    torch._foreach_add_(targets, others)
-
-
-def multiply_each(targets: list[torch.Tensor], factor: float | torch.Tensor) -> None:
-    """Multiply all targets by one number in place, in as few kernels as possible."""
-    torch._foreach_mul_(targets, factor)
+multiply_each: Callable[[list[torch.Tensor], float | torch.Tensor], None] = torch._foreach_mul_
+"""Multiply all tensors of the first argument by one number, in as few kernels as possible."""
 
 
 class Groups:
@@ -220,13 +186,3 @@ def is_in_function() -> bool:
     """Whether the caller is called by the forward of a torch.autograd.Function."""
     # Such a forward has forward-mode derivatives switched off, as torch.no_grad has not.
     return not _C._is_fwd_grad_enabled() and not torch.is_inference_mode_enabled()
-
-
-def wrap_clipping(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Wrap the function that ``clip_grad_norm_`` calls; only once, however often this is called."""
-    inner: Callable[..., Any] | None = getattr(clip_grad, _CLIP, None)
-    if inner is None or hasattr(inner, "__onefold__"):
-        return
-    wrapped = wrap(inner)
-    wrapped.__onefold__ = True  # type: ignore[attr-defined]
-    setattr(clip_grad, _CLIP, wrapped)

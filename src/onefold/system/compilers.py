@@ -87,7 +87,10 @@ def code_compiler(device: torch.device) -> str:
     if load_compiler().disable:
         raise RuntimeError("TORCH_COMPILE_DISABLE is set, which leaves everything as it is written")
     if device.type == "cuda":
-        return f"Triton {_triton_version()}"
+        try:
+            return f"Triton {version('triton')}"
+        except PackageNotFoundError:
+            raise RuntimeError("the package triton is not installed") from None
     # Loads the code generator, for a second or two: it would be loaded in the first step.
     from torch._inductor.cpp_builder import get_compiler_version_info, get_cpp_compiler
 
@@ -118,13 +121,6 @@ def keep_code_in(folder: str) -> None:
         code._HEADER_LOCK_DIR = os.path.join(folder, "precompiled_headers", "locks")
 
 
-def _triton_version() -> str:
-    try:
-        return version("triton")
-    except PackageNotFoundError:
-        raise RuntimeError("the package triton is not installed") from None
-
-
 def compiled_call_of(module: torch.nn.Module) -> object | None:
     """The call that ``module.compile()`` has put in place of the module's own, if it has."""
     return module.__dict__.get("_compiled_call_impl")
@@ -137,14 +133,12 @@ def is_compiled(value: Any, *, dynamic: bool = False) -> bool:
         value: the module or function, or the call that ``module.compile()`` has made.
         dynamic: whether only one counts that was requested to handle varying shapes.
     """
-    return _is_dynamic(value) if dynamic else hasattr(value, _COMPILED)
-
-
-def _is_dynamic(part: Any) -> bool:
-    context = getattr(part, "dynamo_ctx", None)
+    if not dynamic:
+        return hasattr(value, _COMPILED)
+    context = getattr(value, "dynamo_ctx", None)
     # A module holds its context as an attribute; a function merely closes over it.
     if context is None:
-        cells = getattr(part, "__closure__", None) or ()
+        cells = getattr(value, "__closure__", None) or ()
         held = [cell.cell_contents for cell in cells]
         context = next((each for each in held if hasattr(each, "_dynamic")), None)
     return getattr(context, "_dynamic", None) is True

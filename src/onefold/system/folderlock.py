@@ -12,8 +12,7 @@ it all the same, to copy the folder: so the lock is taken again with every check
 Note: strangers
 ---------------
 Whoever may open the file for reading may hold a shared lock on it, and so keep the run from
-starting for ever. So the file is made readable for its owner alone. One that an earlier version
-left open to all may be held by a stranger: it is removed, and a new one is made in its place.
+starting for ever. So the file is made readable for its owner alone.
 
 Note: a lock without a process
 ------------------------------
@@ -29,13 +28,13 @@ import errno
 import fcntl
 import logging
 import os
-import stat
 import struct
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from onefold.errors import LaunchError
+from onefold.system.ownfiles import open_regular
 
 __all__ = ["FolderLock", "lock_of_checkpoints"]
 
@@ -43,7 +42,6 @@ LOCK = ".lock"
 """Name of the file in the folder."""
 
 _log = logging.getLogger("onefold")
-_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _TRIES = 5
 _PAUSE_S = 0.2
 _FLOCK = struct.Struct("hhqqi4x")
@@ -114,151 +112,82 @@ class FolderLock:
                 self._path.unlink()
         os.close(descriptor)
 
-    def _in_time(self, action: Callable[[], None], within_s: float) -> None:
+    def _in_time(self, holder_after: Callable[[], int | None], within_s: float) -> None:
+        """Repeat an action until no other process holds the lock after it, or time is up."""
         end_s, said = time.monotonic() + within_s, False
-        while True:
-            try:
-                return action()
-            except _Held as held:
-                if time.monotonic() >= end_s:
-                    waited = f"; waited for {within_s:g} s" if within_s else ""
-                    raise LaunchError(f"{held}{waited}") from None
-                if not said:
-                    _log.warning("%s is at work in %s: waiting", held.who, self._path.parent)
-                said = True
+        while (holder := holder_after()) is not None:
+            who = f"process {holder}" if holder else "a process on another host"
+            if time.monotonic() >= end_s:
+                crashed = "" if holder else f" (if that has crashed, remove {self._path})"
+                waited = f"; waited for {within_s:g} s" if within_s else ""
+                raise LaunchError(
+                    f"{self._path.parent}: another process is at work in this folder ({who}); wait "
+                    f"for its end{crashed}, or {self._instead}{waited}"
+                )
+            if not said:
+                _log.warning("%s is at work in %s: waiting", who, self._path.parent)
+            said = True
             time.sleep(_PAUSE_S)
 
-    def _look(self) -> None:
+    def _look(self) -> int | None:
         try:
-            descriptor = self._open_own(make=False)
+            descriptor = self._open_own(os.O_RDWR)
         except FileNotFoundError:
-            return
+            return None
         try:
-            holder = _holder(descriptor)
-            if holder is not None and not self._is_a_strangers(holder):
-                raise self._held(holder)
+            return _holder(descriptor)
         finally:
             os.close(descriptor)
 
-    def _take(self) -> None:
+    def _take(self) -> int | None:
         # With a limit, or somebody who keeps exchanging the file would keep us here for ever.
         for _ in range(_TRIES):
-            descriptor = self._open_own(make=True)
-            try:
-                if self._lock(descriptor):
-                    break
-            except BaseException:
-                os.close(descriptor)
-                raise
-            os.close(descriptor)
-        else:
-            raise LaunchError(
-                f"{self._path}: expected a file that stays where it is, got another one each time"
-            )
-        self._descriptor, self._process = descriptor, os.getpid()
-        atexit.register(self.let_go)
+            with contextlib.ExitStack() as leaving:
+                descriptor = self._open_own(os.O_RDWR | os.O_CREAT)
+                leaving.callback(os.close, descriptor)
+                try:
+                    fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except OSError as error:
+                    if error.errno not in _NO_LOCKS:
+                        if (holder := _holder(descriptor)) is not None:
+                            return holder
+                        time.sleep(_PAUSE_S / 10)  # it was let go of meanwhile
+                        continue
+                    _log.warning(
+                        "%s is on a file system without locks: two runs there at once would not be "
+                        "noticed",
+                        self._path.parent,
+                    )
+                # Another process may have removed the file between its opening and the lock. It
+                # would then lock a new one, and both would believe that they are alone.
+                if _is_at(descriptor, self._path):
+                    leaving.pop_all()
+                    self._descriptor, self._process = descriptor, os.getpid()
+                    atexit.register(self.let_go)
+                    return None
+        raise LaunchError(
+            f"{self._path}: expected a file that stays where it is, got another one each time"
+        )
 
-    def _lock(self, descriptor: int) -> bool:
-        """Lock an open file; return whether it is locked, and still the one at the path."""
+    def _open_own(self, flags: int) -> int:
         try:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in _NO_LOCKS:
-                _log.warning(
-                    "%s is on a file system without locks: two runs there at once would not be "
-                    "noticed",
-                    self._path.parent,
-                )
-                return True
-            holder = _holder(descriptor)
-            if holder is None:  # let go of meanwhile
-                time.sleep(_PAUSE_S / 10)
-                return False
-            if not self._is_a_strangers(holder):
-                raise self._held(holder) from error
-            self._replace(descriptor, holder)
-            return False
-        # Another process may have removed the file between its opening and the lock. It would then
-        # lock a new one, and both would believe that they are alone.
-        return _is_at(descriptor, self._path)
-
-    def _open_own(self, *, make: bool) -> int:
-        try:
-            descriptor = os.open(self._path, _FLAGS | (os.O_CREAT if make else 0), 0o600)
+            descriptor = open_regular(self._path, flags, 0o600)
         except FileNotFoundError:
             raise
         except OSError as error:
-            came = "a link" if error.errno == errno.ELOOP else error.strerror
             raise LaunchError(
-                f"{self._path}: expected a file of this user's own, got {came}: another user's run "
-                f"may be there. Remove it if not, or {self._instead}"
+                f"{self._path}: {error.strerror}. onefold needs a file of this user's own there, "
+                f"and another user's run may be at work: remove it if not, or {self._instead}"
             ) from error
-        try:
-            self._require_own(descriptor)
-        except BaseException:
+        # A file of another user could be held by that user at any time.
+        owner = os.fstat(descriptor).st_uid
+        if self._strict and owner != os.geteuid():
             os.close(descriptor)
-            raise
+            raise LaunchError(
+                f"{self._path}: expected a file of user {os.geteuid()}, got one of user {owner}: "
+                f"another user's run is there. Wait for its end, or {self._instead}"
+            )
         return descriptor
-
-    def _require_own(self, descriptor: int) -> None:
-        """Refuse what is no file, or that of another user; keep others from opening it."""
-        # Asked of what is open: the path may stand for something else by now. A file of another
-        # user could be held by him at any time.
-        there = os.fstat(descriptor)
-        if not stat.S_ISREG(there.st_mode):
-            raise LaunchError(
-                f"{self._path}: expected a file, got a FIFO or a device: remove it, or "
-                f"{self._instead}"
-            )
-        if not self._strict:
-            return
-        if there.st_uid != os.geteuid():
-            raise LaunchError(
-                f"{self._path}: expected a file of user {os.geteuid()}, got one of user "
-                f"{there.st_uid}: another user's run is there. Wait for its end, or {self._instead}"
-            )
-        # An earlier version left the file readable for all; see the note on strangers.
-        try:
-            os.fchmod(descriptor, 0o600)
-        except OSError as error:
-            raise LaunchError(
-                f"{self._path}: expected a file that can be kept from other users, got "
-                f"{error.strerror}: choose a folder on another file system"
-            ) from error
-
-    def _is_a_strangers(self, holder: int) -> bool:
-        return self._strict and holder > 0 and _user_of(holder) not in (None, 0, os.geteuid())
-
-    def _replace(self, descriptor: int, holder: int) -> None:
-        """Remove a lock's file that a stranger holds."""
-        path = self._path
-        _log.warning("%s was held by process %d of another user: it is replaced", path, holder)
-        try:
-            # Unless somebody else has done the same: the new file is not a stranger's.
-            if _is_at(descriptor, path):
-                path.unlink(missing_ok=True)
-        except OSError as failure:
-            raise LaunchError(
-                f"{path}: process {holder} of another user holds this file, and it cannot be "
-                f"removed ({failure.strerror}): {self._instead}"
-            ) from failure
-
-    def _held(self, holder: int) -> _Held:
-        who = f"process {holder}" if holder > 0 else "a process on another host"
-        crashed = "" if holder > 0 else f" (if that has crashed, remove {self._path})"
-        return _Held(
-            who,
-            f"{self._path.parent}: another process is at work in this folder ({who}); wait for its "
-            f"end{crashed}, or {self._instead}",
-        )
-
-
-class _Held(LaunchError):
-    """Another process has the lock."""
-
-    def __init__(self, who: str, message: str) -> None:
-        super().__init__(message)
-        self.who = who
 
 
 def lock_of_checkpoints(directory: Path) -> FolderLock:
@@ -284,10 +213,3 @@ def _holder(descriptor: int) -> int | None:
     except OSError as error:
         return None if error.errno in _NO_LOCKS else 0
     return None if kind == fcntl.F_UNLCK else max(pid, 0)
-
-
-def _user_of(pid: int) -> int | None:
-    try:
-        return os.stat(f"/proc/{pid}").st_uid
-    except OSError:
-        return None

@@ -1,31 +1,90 @@
-"""What PyTorch keeps to itself about hooks, and about calls that differentiate.
+"""What PyTorch keeps to itself about modules, optimizers, and the hooks on both.
 
 As for ``compat.py``, ``tests/system/test_compat.py`` says for each name what would break.
 """
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
 import torch.utils.checkpoint
+from torch.nn.utils import clip_grad
 
 __all__ = [
     "ProcessHooks",
+    "buffers_of",
+    "children_of",
     "has_backward_hooks",
     "hide_backward_hooks",
     "hooked",
+    "is_in_list_clipping",
+    "parameters_of",
+    "replaces_step",
     "step_hooks",
+    "steps_a_schedule",
     "watch_differentiation",
+    "wrap_clipping",
 ]
 
 _AUTOGRAD: Any = torch.autograd
 _CHECKPOINT: Any = torch.utils.checkpoint
 _OPTIMIZER: Any = sys.modules["torch.optim.optimizer"]  # torch.optim does not show it
+_CLIP = "_clip_grads_with_norm_"
+
+
+# `named_parameters()` walks the whole tree, skips None, and leaves out the second name of a tied
+# parameter; whoever replaces parameters needs every place.
+parameters_of: Callable[[torch.nn.Module], dict[str, torch.nn.Parameter | None]]
+parameters_of = operator.attrgetter("_parameters")
+"""The table in which a module holds its own parameters."""
+
+
+children_of: Callable[[torch.nn.Module], dict[str, torch.nn.Module | None]]
+children_of = operator.attrgetter("_modules")
+"""The table in which a module holds the modules that are its own."""
+
+
+buffers_of: Callable[[torch.nn.Module], dict[str, torch.Tensor | None]]
+buffers_of = operator.attrgetter("_buffers")
+"""The table in which a module holds its own buffers."""
+
+
+def steps_a_schedule(step: Callable[..., object]) -> bool:
+    """Whether a learning-rate schedule has wrapped an optimizer's step method."""
+    return hasattr(step, "_wrapped_by_lr_sched")
+
+
+def replaces_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer has a step of its own beside that of its class."""
+    own = vars(optimizer).get("step")
+    # A schedule puts a function there that only notes the call, around what it found.
+    noted = own is not None and steps_a_schedule(own)
+    return own is not None and not (noted and own.__wrapped__ is type(optimizer).step)
+
+
+def is_in_list_clipping(frame: FrameType) -> bool:
+    """Whether a frame is that of a ``clip_grad_norm_`` that was given several parameters.
+
+    They count as several if they came in a list, however many there are in it.
+    """
+    return "is_generator" in frame.f_locals
+
+
+def wrap_clipping(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Wrap the function that ``clip_grad_norm_`` calls; only once, however often this is called."""
+    inner: Callable[..., Any] | None = getattr(clip_grad, _CLIP, None)
+    if inner is None or hasattr(inner, "__onefold__"):
+        return
+    wrapped = wrap(inner)
+    wrapped.__onefold__ = True  # type: ignore[attr-defined]
+    setattr(clip_grad, _CLIP, wrapped)
 
 
 _OF_ALL_MODULES: list[dict[int, Any]] = [

@@ -49,6 +49,7 @@ __all__ = [
     "parse_json",
     "read_plain",
     "replace_file",
+    "write_all",
     "write_whole",
 ]
 
@@ -57,13 +58,14 @@ LONGEST_TEMPORARY_PATH = 107 - len("/pymp-12345678/listener-12345678")
 """In bytes: the room in the address of a Unix socket, less what multiprocessing appends to the path
 of the temporary folder."""
 
-_MARK = ".onefold-owner"
-"""A file in a private folder that its process has locked for as long as it lives."""
+_MARK = ".onefold-boot"
+"""A file in a private folder, which its process has locked for as long as it lives. It holds what
+`_boot` returns."""
 
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-_LOOKING = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-_AS_A_LINK = frozenset({errno.ELOOP, errno.ENXIO})
-"""Errors of opening, without following or waiting, a link (ELOOP), or a pipe or socket (ENXIO)."""
+# O_NONBLOCK, or opening a FIFO would wait for its other end; O_NOCTTY, or a terminal would become
+# ours, and its Ctrl-C with it.
+_LOOKING = os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 
 class PrivateFolder:
@@ -83,7 +85,8 @@ class PrivateFolder:
         # Shared, so that nobody else who merely reads is shut out; some file systems have no locks.
         with suppress(OSError):
             fcntl.flock(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        self._mark = _marked(self.path)
+            # Only now: a sweep, which looks for this name, finds the lock with it, or neither.
+            (self.path / _MARK).write_bytes(_boot())
 
     def __enter__(self) -> Self:
         return self
@@ -104,35 +107,14 @@ class PrivateFolder:
         """Remove the folder with everything in it."""
         if self.is_there():
             shutil.rmtree(self.path, ignore_errors=True)
-        self._let_go()
+        os.close(self._descriptor)
 
     def keep(self) -> None:
         """Leave the folder to the user, and let go of it."""
         # Before the lock goes with the descriptor: a folder without a mark is nobody's to remove.
         if self.is_there():
             (self.path / _MARK).unlink(missing_ok=True)
-        self._let_go()
-
-    def _let_go(self) -> None:
         os.close(self._descriptor)
-        if self._mark is not None:
-            os.close(self._mark)
-
-
-def _marked(folder: Path) -> int | None:
-    """Mark a new folder as that of a living process; None where the file system has no locks."""
-    aside = folder / f"{_MARK}.part"
-    descriptor = os.open(aside, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.write(descriptor, _boot())
-        # Only now under the name that a sweep looks for: it finds the lock with it, or neither.
-        os.rename(aside, folder / _MARK)
-    except OSError:
-        os.close(descriptor)
-        aside.unlink(missing_ok=True)
-        return None
-    return descriptor
 
 
 def _boot() -> bytes:
@@ -149,21 +131,17 @@ def _sweep(directory: Path) -> None:
 
 
 def _remove_if_abandoned(path: Path) -> None:
-    folder = os.open(path, _LOOKING | os.O_DIRECTORY)
+    folder = os.open(path, _LOOKING | os.O_NOFOLLOW | os.O_DIRECTORY)
     try:
         there = os.fstat(folder)
         if there.st_uid != os.geteuid() or stat.S_IMODE(there.st_mode) != stat.S_IRWXU:
             return
-        mark = os.open(_MARK, _LOOKING | os.O_RDWR, dir_fd=folder)
-        try:
-            # On another host, or before a restart, the lock would say nothing of the process.
-            if os.read(mark, 64) != _boot():
-                return
-            fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(os.lstat(path), there):
-                shutil.rmtree(path, ignore_errors=True)
-        finally:
-            os.close(mark)
+        # On another host, or before a restart, the lock would say nothing of the process.
+        if read_plain(path / _MARK) != _boot():
+            return
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.lstat(path), there):
+            shutil.rmtree(path, ignore_errors=True)
     finally:
         os.close(folder)
 
@@ -208,6 +186,12 @@ def create_file(path: Path, *, append: bool = False) -> int:
     return os.open(path, _NEW | (os.O_APPEND if append else 0), 0o666)
 
 
+def write_all(descriptor: int, content: bytes | memoryview) -> None:
+    """Write everything to an open file: a single write takes 2 GiB at most, and may take less."""
+    while content:
+        content = content[os.write(descriptor, content) :]
+
+
 @contextmanager
 def aside_of(path: Path) -> Iterator[BinaryIO]:
     """Yield a new file that replaces ``path`` when all is written, or leaves nothing behind."""
@@ -223,26 +207,37 @@ def aside_of(path: Path) -> Iterator[BinaryIO]:
         aside.unlink(missing_ok=True)
 
 
-def open_regular(path: Path, flags: int, mode: int = 0o666) -> int:
-    """Open a regular file, or create it if ``flags`` say so, without following links.
+def open_regular(path: Path, flags: int, mode: int = 0o666, *, follow: bool = False) -> int:
+    """Open a regular file, or create it if ``flags`` say so, without waiting.
+
+    Args:
+        path: path of the file.
+        flags: as for `os.open`.
+        mode: permissions of a new file.
+        follow: whether to follow links, as is right if the user has named a file to be read.
 
     Raises:
-        ValueError: the path is a link, a folder, a pipe or a device.
+        FileNotFoundError: the file does not exist.
+        OSError: the path is a link, a folder, a FIFO or a device, or cannot be opened.
     """
     try:
-        # O_NONBLOCK, or opening a pipe would wait for its other end; O_NOCTTY, or a terminal would
-        # become ours, and its Ctrl-C with it.
-        descriptor = os.open(
-            path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, mode
-        )
+        descriptor = os.open(path, flags | _LOOKING | (0 if follow else os.O_NOFOLLOW), mode)
     except OSError as error:
-        if error.errno in _AS_A_LINK:
-            raise _no_file(path) from None
+        if error.errno == errno.ELOOP and not follow:
+            raise _not_plain(path, "a link") from None
+        if error.errno == errno.ENXIO:
+            raise _not_plain(path, "a FIFO or a socket") from None
         raise
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    # Asked of the descriptor: a path may be exchanged between a look at it and its opening.
+    kind = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(kind):
         os.close(descriptor)
-        raise _no_file(path)
+        raise _not_plain(path, "a folder" if stat.S_ISDIR(kind) else "a FIFO or a device")
     return descriptor
+
+
+def _not_plain(path: Path, came: str) -> OSError:
+    return OSError(errno.EINVAL, f"expected a file, got {came}", str(path))
 
 
 def replace_file(path: Path, text: str) -> None:
@@ -253,49 +248,16 @@ def replace_file(path: Path, text: str) -> None:
         file.write(text.encode())
 
 
-def _no_file(path: Path) -> ValueError:
-    return ValueError(
-        f"{path}: expected a file, this is a link or something else: onefold writes through no "
-        f"link; name the file itself"
-    )
-
-
 RECORD_BYTES = 64 << 20
 """The largest text file that is read whole: records, options, a line of metrics."""
 
 _DEEPEST = 200
 """How many lists and dicts may be nested in JSON; what onefold writes has far fewer."""
-# O_NONBLOCK, or opening a FIFO would wait for its writer; O_NOCTTY, or a terminal would become
-# ours.
-_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 
 def open_plain(path: Path, *, follow: bool = False) -> BufferedReader:
-    """Open a regular file for reading, without waiting.
-
-    Args:
-        path: path of the file.
-        follow: whether to follow links, as is right if the user has named the file.
-
-    Raises:
-        FileNotFoundError: the file does not exist.
-        OSError: the path is a link, a folder, a FIFO or a device, or cannot be opened.
-    """
-    try:
-        descriptor = os.open(path, _FLAGS | (0 if follow else os.O_NOFOLLOW))
-    except OSError as error:
-        if error.errno == errno.ELOOP and not follow:
-            raise _not_plain(path, "a link") from None
-        raise
-    try:
-        # Asked of the descriptor: a path may be exchanged between a look at it and its opening.
-        kind = os.fstat(descriptor).st_mode
-        if not stat.S_ISREG(kind):
-            raise _not_plain(path, "a folder" if stat.S_ISDIR(kind) else "a FIFO or a device")
-        return os.fdopen(descriptor, "rb")
-    except BaseException:
-        os.close(descriptor)
-        raise
+    """Open a regular file for reading; arguments and errors are those of `open_regular`."""
+    return os.fdopen(open_regular(path, os.O_RDONLY, follow=follow), "rb")
 
 
 def read_plain(path: Path, limit_bytes: int = RECORD_BYTES) -> bytes:
@@ -365,7 +327,3 @@ def nested_too_deeply(value: object) -> bool:
         if not level:
             return False
     return True
-
-
-def _not_plain(path: Path, came: str) -> OSError:
-    return OSError(errno.EINVAL, f"expected a file, got {came}", str(path))

@@ -28,6 +28,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Self
 
@@ -119,12 +120,12 @@ STOPPED_CODE = 75
 _Handler = Callable[[int, FrameType | None], Any]
 
 
+@dataclass
 class _Later:
     """A handler that notes that Ctrl-C was pressed."""
 
-    def __init__(self, before: _Handler) -> None:
-        self.before = before
-        self.came = False
+    before: _Handler
+    came: bool = False
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         self.came = True
@@ -167,15 +168,15 @@ class Stopped(KeyboardInterrupt):
         self.number = signal.Signals(number)
 
 
+@dataclass(frozen=True)
 class _Raise:
     """A handler that raises the signal that arrived as `Stopped`."""
 
-    def __init__(self, came: list[signal.Signals]) -> None:
-        self._came = came
+    came: list[signal.Signals]
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         # Noted before it is raised: somebody may catch the exception, or it may be lost.
-        self._came.append(signal.Signals(number))
+        self.came.append(signal.Signals(number))
         raise Stopped(number)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from onefold.system.ownfiles import open_regular, replace_file
+from onefold.system.ownfiles import open_plain, open_regular, replace_file
 
 __all__ = ["append_line", "check_trace", "keep_steps", "read_record"]
 
@@ -24,8 +24,7 @@ def append_line(path: Path, record: Mapping[str, object]) -> None:
     """Append one line to a file, without following links.
 
     Raises:
-        OSError: the file cannot be written.
-        ValueError: the path is a link, or not a regular file.
+        OSError: the file cannot be written, or is a link or no regular file.
     """
     # Opened for each line, so that a file that is moved away during the run is simply begun again.
     descriptor = open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
@@ -37,7 +36,8 @@ def check_trace(path: Path) -> None:
     """Refuse a file that is not a trace, because it would be overwritten.
 
     Raises:
-        ValueError: the path is something other than a trace that onefold wrote.
+        OSError: the path is a link, or no regular file.
+        ValueError: the file is something other than a trace that onefold wrote.
     """
     _read_trace(path)
 
@@ -48,8 +48,8 @@ def keep_steps(path: Path, last: int) -> None:
     A line that was cut off is dropped as well.
 
     Raises:
-        OSError: the file cannot be written.
-        ValueError: the path is something other than a trace that onefold wrote.
+        OSError: the file cannot be written, or is a link or no regular file.
+        ValueError: the file is something other than a trace that onefold wrote.
     """
     lines = _read_trace(path)
     replace_file(path, "".join([f"{line}\n" for line, step in lines if step <= last]))
@@ -58,11 +58,11 @@ def keep_steps(path: Path, last: int) -> None:
 def _read_trace(path: Path) -> list[tuple[str, int]]:
     """The whole lines of a trace with their steps; none if the file does not exist."""
     try:
-        descriptor = open_regular(path, os.O_RDONLY)
+        file = open_plain(path)
     except FileNotFoundError:
         return []
     lines = []
-    with os.fdopen(descriptor, "rb") as file:
+    with file:
         # Lines of limited length: a large file without any would otherwise be read into memory
         # whole before it could be refused.
         for number, line in enumerate(iter(lambda: file.readline(_LONGEST_BYTES), b""), 1):

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from onefold.system.ownfiles import open_plain
+from onefold.system.ownfiles import open_plain, write_all
 
 __all__ = ["DTYPES", "Seal", "TensorParts", "digest_file", "write_tensors"]
 
@@ -126,7 +126,7 @@ def write_tensors(path: Path, tensors: Iterable[TensorParts]) -> Seal:
         with open(path, "xb", buffering=0) as file:
             for stretch in _stretches(ordered):
                 digest.update(stretch)
-                _write_all(file.fileno(), stretch)
+                write_all(file.fileno(), stretch)
                 size += len(stretch)
             # Some disks and network file systems report only here that there was no room.
             os.fsync(file.fileno())
@@ -185,9 +185,3 @@ def _header(tensors: Sequence[TensorParts]) -> bytes:
     # Padded with blanks, as the format allows, so that the first tensor begins at a multiple of 8.
     text += b" " * (-len(text) % _ALIGNMENT_BYTES)
     return len(text).to_bytes(8, "little") + text
-
-
-def _write_all(descriptor: int, stretch: memoryview) -> None:
-    # A single write takes 2 GiB at most, and less where the disk fills up.
-    while stretch:
-        stretch = stretch[os.write(descriptor, stretch) :]

@@ -10,7 +10,7 @@ missing. So a run takes milliseconds, and what fails fails again with the same s
 off at a call of your choice (`Fault`).
 """
 
-from onefold.testing.baton import Fault
+from onefold.testing.scheduler import Fault
 from onefold.testing.simulation import Ended, outcomes, simulate
 
 __all__ = ["Ended", "Fault", "outcomes", "simulate"]

@@ -1,8 +1,7 @@
 """What simulated devices send each other: the calls of sockets and of a process group.
 
-`Mailbox` and `GroupTransport`, and all that is built on them, work here as between processes. What
-takes the place of the system is what they call: `_Socket` for a socket to one other device, and
-`_Group` for a process group over any backend.
+`Mailbox` and `GroupTransport`, and all that is built on them, work here as between processes: by
+sockets of the same kind, and by `_Group` in place of a process group over any backend.
 
 Note: what the backend may do
 -----------------------------
@@ -14,16 +13,16 @@ ends have begun, and an end that waits before the other has begun lets other dev
 
 from __future__ import annotations
 
-import array
 import itertools
 import os
 import socket
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,7 +33,7 @@ from onefold.exchange.group import Joined
 from onefold.exchange.mailbox import Mailbox, Peer
 from onefold.system.compat import Groups
 from onefold.system.process import Stillness
-from onefold.testing.baton import Baton
+from onefold.testing.scheduler import Scheduler
 
 __all__ = ["Connection", "Network"]
 
@@ -44,15 +43,15 @@ class Network:
 
     Args:
         devices: how many there are.
-        baton: has them go on one at a time.
-        limit_s: the limit of waits, for messages: see `Baton`.
+        scheduler: has them go on one at a time.
+        limit_s: the limit of waits, for messages: see `Scheduler`.
     """
 
-    def __init__(self, devices: int, baton: Baton, limit_s: float) -> None:
-        self.size, self.baton, self.limit_s = devices, baton, limit_s
+    def __init__(self, devices: int, scheduler: Scheduler, limit_s: float) -> None:
+        self.size, self.scheduler, self.limit_s = devices, scheduler, limit_s
         self.stores: dict[int, dict[str, bytes]] = {}
         self._seen: dict[int, dict[int, Any]] = {}
-        self._sockets: dict[tuple[int, int], list[_Socket]] = {}
+        self._sockets: dict[tuple[int, int], list[socket.socket]] = {}
         self._broken: set[int] = set()
         self._broken_in: set[tuple[int, int]] = set()
         """Trainers and the devices whose connections of that one Trainer are broken."""
@@ -66,9 +65,9 @@ class Network:
         """Break all connections of a device."""
         self._broken.add(number)
         for ends, made in self._sockets.items():
-            if number in ends:
-                for each in made:
-                    each.close()
+            for each in made if number in ends else ():
+                with suppress(OSError):  # its Trainer has closed it
+                    each.shutdown(socket.SHUT_RDWR)
 
     def cut_group(self, trainer: int, number: int) -> None:
         """Break those connections of a device that are of one Trainer's process group."""
@@ -95,10 +94,10 @@ class Network:
             return [n for n in range(self.size) if n not in seen]
 
         def ended() -> list[int]:
-            return [n for n in missing() if self.baton.seats[n].is_over]
+            return [n for n in missing() if self.scheduler.states[n].is_over]
 
-        self.baton.begin_call(number)
-        came = self.baton.wait(number, lambda: not missing() or bool(ended()))
+        self.scheduler.begin_call(number)
+        came = self.scheduler.wait(number, lambda: not missing() or bool(ended()))
         if ended():
             raise PeerLost.before_start(ended()[0])
         if not came:
@@ -110,27 +109,28 @@ class Network:
             )
         return seen
 
-    def socket(self, trainer: int, one: int, other: int) -> _Socket:
+    def socket(self, trainer: int, one: int, other: int) -> socket.socket:
         """The end of a device of its connection to another one; a new one for each Trainer."""
         own = self._sockets.setdefault((one, other), [])
         theirs = self._sockets.setdefault((other, one), [])
         while len(own) <= trainer:
-            here, there = _Socket(), _Socket()
-            here.other, there.other = there, here
-            own.append(here)
-            theirs.append(there)
+            here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            for end, ends in ((here, own), (there, theirs)):
+                end.setblocking(False)
+                ends.append(end)
             if self._broken & {one, other}:
-                here.close()
+                here.shutdown(socket.SHUT_RDWR)
         return own[trainer]
 
 
+@dataclass(frozen=True)
 class Connection:
     """What one device reaches the others by: its part of the network."""
 
-    def __init__(self, network: Network, number: int) -> None:
-        self.network, self.number = network, number
-        self.trainers: Iterator[int] = itertools.count()
-        """Numbers of the Trainers that the device makes."""
+    network: Network
+    number: int
+    trainers: Iterator[int] = field(default_factory=itertools.count)
+    """Numbers of the Trainers that the device makes."""
 
     def mailbox(self, trainer: int) -> Mailbox:
         """Connect the device with all others, as processes of one host are."""
@@ -156,53 +156,11 @@ class Connection:
         )
 
 
-class _Socket:
-    """One end of a connection for messages, with the methods that `Mailbox` calls."""
-
-    other: _Socket
-
-    def __init__(self) -> None:
-        self._came: deque[tuple[bytes, list[int]]] = deque()
-        self._closed = False
-
-    @property
-    def has_news(self) -> bool:
-        return bool(self._came) or self._closed or self.other._closed
-
-    def send(self, message: bytes, flags: int = 0) -> int:
-        return self.sendmsg([message])
-
-    def sendmsg(self, parts: Sequence[bytes], beside: Sequence[tuple[int, int, Any]] = ()) -> int:
-        if self._closed or self.other._closed:
-            raise BrokenPipeError
-        message = b"".join(parts)
-        files = [os.dup(n) for _, _, numbers in beside for n in array.array("i", numbers)]
-        self.other._came.append((message, files))
-        return len(message)
-
-    def recv(self, most: int, flags: int = 0) -> bytes:
-        return self.recvmsg(most)[0]
-
-    def recvmsg(self, most: int, room: int = 0, flags: int = 0) -> tuple[bytes, Any, int, None]:
-        if not self._came and not self.has_news:
-            raise BlockingIOError
-        message, files = self._came.popleft() if self._came else (b"", [])
-        numbers = array.array("i", files).tobytes()
-        return message, [(socket.SOL_SOCKET, socket.SCM_RIGHTS, numbers)] if files else [], 0, None
-
-    def close(self) -> None:
-        self._closed = True
-        for _, files in self._came:
-            for number in files:
-                os.close(number)
-        self._came.clear()
-
-
 class _Stopped(Stillness):
     """Whether a device will never go on."""
 
     def __init__(self, network: Network, number: int) -> None:
-        self._seat = network.baton.seats[number]
+        self._seat = network.scheduler.states[number]
 
     def look(self) -> bool:
         return self._seat.is_stopped
@@ -213,23 +171,23 @@ class _Mailbox(Mailbox):
 
     def __init__(self, network: Network, trainer: int, rank: int) -> None:
         self._network = network
-        peers = {}
-        for n in (n for n in range(network.size) if n != rank):
-            end: Any = network.socket(trainer, rank, n)
-            peers[n] = Peer(n, end, os.getpid(), None, _Stopped(network, n))
+        peers = {
+            n: Peer(n, network.socket(trainer, rank, n), os.getpid(), None, _Stopped(network, n))
+            for n in range(network.size)
+            if n != rank
+        }
         super().__init__(peers, rank=rank, timeout_s=network.limit_s)
 
     def _send(self, peer: Peer, frame: bytes) -> None:
-        self._network.baton.begin_call(self.rank)
+        self._network.scheduler.begin_call(self.rank)
         super()._send(peer, frame)
 
     def send_file(self, rank: int, descriptor: int) -> None:
-        self._network.baton.begin_call(self.rank)
+        self._network.scheduler.begin_call(self.rank)
         super().send_file(rank, descriptor)
 
     def _wait_for_news(self, peers: list[Peer], limit: float) -> bool:
-        sockets: list[Any] = [peer.socket for peer in peers]
-        if self._network.baton.wait(self.rank, lambda: any(s.has_news for s in sockets)):
+        if self._network.scheduler.wait(self.rank, lambda: self._wait_readable(peers, 0)):
             return True
         for peer in peers:
             self._look_at(peer)
@@ -247,40 +205,40 @@ class _Sent:
 
     @property
     def _is_lost(self) -> bool:
-        seats, is_broken = self._network.baton.seats, self._network.is_broken
-        return any(is_broken(self._trainer, n) or seats[n].is_over for n in self._ends)
+        states, is_broken = self._network.scheduler.states, self._network.is_broken
+        return any(is_broken(self._trainer, n) or states[n].is_over for n in self._ends)
 
     def finish(self, number: int) -> None:
         """Wait, as one of both ends, until the tensor is there."""
-        baton = self._network.baton
-        baton.begin_call(number)
-        came = baton.wait(number, lambda: self._has_both or self._is_lost)
+        scheduler = self._network.scheduler
+        scheduler.begin_call(number)
+        came = scheduler.wait(number, lambda: self.is_done or self._has_both or self._is_lost)
         if self.is_done:
             return
-        if self.source is not None and self.target is not None:
-            self.target.copy_(self.source)
-            self.is_done = True
-            self.source = self.target = None
-            return
-        raise RuntimeError("Connection closed by peer" if came else "Timed out waiting for a peer")
+        if self.source is None or self.target is None:
+            why = "Connection closed by peer" if came else "Timed out waiting for a peer"
+            raise RuntimeError(why)
+        self.target.copy_(self.source)
+        self.is_done = True
+        self.source = self.target = None
 
     @property
     def _has_both(self) -> bool:
-        return self.is_done or (self.source is not None and self.target is not None)
+        return self.source is not None and self.target is not None
 
 
-class _Work:
+class _Work(NamedTuple):
     """What a process group returns for a message."""
 
-    def __init__(self, message: _Sent, number: int) -> None:
-        self._message, self._number = message, number
+    message: _Sent
+    number: int
 
     def wait(self, limit: timedelta | None = None) -> bool:
-        self._message.finish(self._number)
+        self.message.finish(self.number)
         return True
 
     def is_completed(self) -> bool:
-        return self._message.is_done
+        return self.message.is_done
 
 
 class _Group(dist.ProcessGroup):
@@ -346,7 +304,7 @@ class _Store:
         self._values = network.stores.setdefault(trainer, {})
 
     def set(self, key: str, value: str) -> None:
-        if self._network.baton.seats[self._number].is_killed:
+        if self._network.scheduler.states[self._number].is_killed:
             return
         if self._network.is_broken(self._trainer, self._number):
             raise RuntimeError("Connection to the store is broken")
@@ -373,8 +331,8 @@ class _Watch:
 
     @property
     def stopped(self) -> int | None:
-        seats = enumerate(self._network.baton.seats)
-        return next((n for n, seat in seats if seat.is_stopped), None)
+        states = enumerate(self._network.scheduler.states)
+        return next((n for n, state in states if state.is_stopped), None)
 
     def close(self) -> None:
         """Nothing is open."""
@@ -397,4 +355,4 @@ class _Lateness(Lateness):
     def late(self) -> list[int]:
         if self._trainer not in self._network.asked:
             return []
-        return [n for n in self._network.baton.late() if n != self._number]
+        return [n for n in self._network.scheduler.late() if n != self._number]

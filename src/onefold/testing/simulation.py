@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from onefold.core.context import LaunchContext
@@ -11,8 +11,8 @@ from onefold.core.options import ExchangeName, RunOptions
 from onefold.errors import PeerError
 from onefold.run.context import simulated
 from onefold.run.membership import end_well, leave
-from onefold.testing.baton import Baton, Fault, Killed
 from onefold.testing.network import Connection, Network
+from onefold.testing.scheduler import Fault, Killed, Scheduler
 
 __all__ = ["Ended", "outcomes", "simulate"]
 
@@ -112,8 +112,8 @@ def outcomes(
     """
     chosen = options or RunOptions()
     network: Network
-    baton = Baton(devices, seed, faults, lambda number: network.cut(number))
-    network = Network(devices, baton, chosen.timeout_s)
+    scheduler = Scheduler(devices, seed, faults, lambda number: network.cut(number))
+    network = Network(devices, scheduler, chosen.timeout_s)
     found = [Ended() for _ in range(devices)]
 
     def live(number: int) -> None:
@@ -134,12 +134,12 @@ def outcomes(
             network.left.append(number)
 
     try:
-        baton.run(live)
+        scheduler.run(live)
     finally:
         network.end()
     return [
-        Ended(each.value, each.error, each.was_killed, baton.seats[number].calls)
-        for number, each in enumerate(found)
+        replace(each, calls=state.calls)
+        for each, state in zip(found, scheduler.states, strict=True)
     ]
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from onefold.system.compat import is_in_list_clipping, wrap_clipping
+from onefold.system.hooks import is_in_list_clipping, wrap_clipping
 
 __all__ = ["allow_clipping", "clipping_each", "refuse_clipping"]
 

@@ -1,8 +1,7 @@
 """The user's own optimizer, at work on the partitions of this process.
 
-`parts_of` cuts an update, which is then made one part of the model after the other. Where a model
-is updated stage by stage, the optimizer's ``step()`` is called once for each stage, with the pieces
-of that stage in its groups: what it needs besides is there for one stage at a time.
+Where a model is updated stage by stage, the optimizer's ``step()`` is called once for each stage,
+with the pieces of that stage in its groups: what it needs besides is there for one stage at a time.
 
 Note: how an optimizer is divided
 ---------------------------------
@@ -17,6 +16,7 @@ piece, the very same object must stand for it.
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -42,7 +42,7 @@ from onefold.update.optimizers import (
     refuse_own_steps,
     steps_by_parameter,
 )
-from onefold.update.staging import OwnedPiece, Staging, cut_state
+from onefold.update.staging import DeviceStaging, OwnedPiece, Staging, cut_state
 from onefold.update.state import AVERAGE, Averages, PieceState, is_by_element
 
 __all__ = ["MASTER", "PartitionedOptimizer"]
@@ -84,7 +84,7 @@ class PartitionedOptimizer:
         """The gradient of each of these pieces, from `take` to the end of `step`: shaped as the
         piece, in the dtype in which gradients are added up; None where no shard gave one."""
         self._device = next(iter(memory.values())).device
-        self._staging = Staging.of(self._device, allocator)
+        self._staging = (DeviceStaging if allocator.apart else Staging)(self._device, allocator)
         self.averages = Averages(allocator, self._staging)
         """The averages of these pieces, if the run keeps any."""
         self.users = users
@@ -141,18 +141,22 @@ class PartitionedOptimizer:
         self.averages.keep({item.number for item in self.owned})
         self.gradients = [None] * len(self.owned)
         self._entries = [item.piece.entry for item in self.owned]
-        values = [item.values for item in self.owned]
-        groups = [self._group_of[id(item.parameter)] for item in self.owned]
-        stages = self.storage.stages
+        self._whole = self._part(range(len(self.owned)))
+        self._parts = [self._whole]
         # Where all has room, one call of the optimizer is quicker than several.
-        of = (
-            [stages.stage_of[n] for n in self._entries]
-            if stages and self._allocator.on_disk
-            else []
-        )
-        count = len(self.optimizer.param_groups)
-        self._whole = Part.of(range(len(values)), values, groups, count)
-        self._parts = parts_of(values, groups, count, of or [0] * len(values))
+        if self.storage.stages and self._allocator.on_disk and self.owned:
+            of_stage: dict[int, list[int]] = defaultdict(list)
+            for place, entry in enumerate(self._entries):
+                of_stage[self.storage.stages.stage_of[entry]].append(place)
+            self._parts = [self._part(places) for places in of_stage.values()]
+
+    def _part(self, places: Sequence[int]) -> Part:
+        """Divide some of this process's pieces among the optimizer's groups."""
+        owned = [self.owned[place] for place in places]
+        divided: list[list[torch.Tensor]] = [[] for _ in self.optimizer.param_groups]
+        for item in owned:
+            divided[self._group_of[id(item.parameter)]].append(item.values)
+        return Part(places, [item.values for item in owned], divided)
 
     @property
     def in_place(self) -> bool:
@@ -546,41 +550,3 @@ class Part:
     """Of each of them."""
     divided: Sequence[Sequence[torch.Tensor]]
     """For each group of the optimizer, the values of those that lie in it."""
-
-    @classmethod
-    def of(
-        cls,
-        places: Sequence[int],
-        values: Sequence[torch.Tensor],
-        groups: Sequence[int],
-        count: int,
-    ) -> Part:
-        """Divide some of the pieces among the groups.
-
-        Args:
-            places: of these pieces.
-            values: of all pieces of this process.
-            groups: for each of them, the number of its group.
-            count: how many groups there are.
-        """
-        divided: list[list[torch.Tensor]] = [[] for _ in range(count)]
-        for place in places:
-            divided[groups[place]].append(values[place])
-        return cls(places, [values[place] for place in places], divided)
-
-
-def parts_of(
-    values: Sequence[torch.Tensor], groups: Sequence[int], count: int, stages: Sequence[int]
-) -> list[Part]:
-    """Cut an update into one part for each stage; at least one, though it may be empty.
-
-    Args:
-        values: of all pieces of this process.
-        groups: for each of them, the number of its group.
-        count: how many groups there are.
-        stages: for each of them, the number of its stage.
-    """
-    found: dict[int, list[int]] = {}
-    for place, stage in enumerate(stages):
-        found.setdefault(stage, []).append(place)
-    return [Part.of(places, values, groups, count) for places in found.values() or [[]]]

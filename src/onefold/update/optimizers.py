@@ -17,7 +17,7 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -27,8 +27,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from onefold.core.randomness import GeneratorStates
 from onefold.data_order.held import held_states
 from onefold.errors import StateError
-from onefold.system.compat import replaces_step, steps_a_schedule
-from onefold.system.hooks import step_hooks
+from onefold.system.hooks import replaces_step, step_hooks, steps_a_schedule
 
 __all__ = [
     "TAKEN",
@@ -96,8 +95,12 @@ def optimizers_in(optimizer: torch.optim.Optimizer) -> dict[str, torch.optim.Opt
 
 def name_of(optimizer: torch.optim.Optimizer) -> str:
     """The class of an optimizer; of several, the class and name of each."""
-    found = optimizers_in(optimizer).items()
-    return ", ".join(type(each).__name__ + (f" ({name})" if name else "") for name, each in found)
+    return _classes(optimizers_in(optimizer))
+
+
+def _classes(found: Mapping[str, object]) -> str:
+    named = found.items()
+    return ", ".join(type(each).__name__ + (f" ({name})" if name else "") for name, each in named)
 
 
 def scheduled(optimizer: torch.optim.Optimizer) -> list[str]:
@@ -152,8 +155,7 @@ def schedules_in(schedule: LRScheduler) -> dict[str, LRScheduler]:
 
 def class_of(schedule: LRScheduler) -> str:
     """The class of a schedule; of several, the class and name of each."""
-    found = schedules_in(schedule).items()
-    return ", ".join(type(each).__name__ + (f" ({name})" if name else "") for name, each in found)
+    return _classes(schedules_in(schedule))
 
 
 _NOT_A_SCRIPTS = ("onefold.", "torch.")
@@ -362,9 +364,6 @@ TAKEN: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 """Optimizers that belong to a Trainer. Weakly held: nothing here may keep them and their state."""
 
 
-_NOTHING = nullcontext()
-
-
 _EVERY = 50
 """The first two updates of so many are looked at: reading all states takes 0.3 ms."""
 
@@ -384,22 +383,17 @@ class UpdateDraws:
         self._devices = tuple(devices)
         self._updates = 0
 
-    def watched(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def watched(self) -> Iterator[None]:
         """A block in which the optimizer updates.
 
         Raises:
             StateError: random numbers were drawn in it.
         """
         self._updates += 1
-        run_checks = self._updates % _EVERY in (1, 2)
-        return (
-            self._looked_at()
-            if run_checks and not steps_by_parameter(self._optimizers)
-            else _NOTHING
-        )
-
-    @contextmanager
-    def _looked_at(self) -> Iterator[None]:
+        if self._updates % _EVERY not in (1, 2) or steps_by_parameter(self._optimizers):
+            yield
+            return
         before, held = GeneratorStates(*self._devices), held_states(self._optimizers)
         yield
         own = "" if held == held_states(self._optimizers) else "a generator of its own"

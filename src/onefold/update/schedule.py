@@ -146,10 +146,25 @@ class RunSchedule:
         """Refuse a saved schedule that must not be loaded into this one.
 
         Raises:
-            CheckpointError: it would replace methods of the schedule.
+            CheckpointError: it would replace methods of the schedule, or its optimizer.
         """
-        if self.schedule is not None:
-            check_state(self.schedule, saved)
+        if self.schedule is None:
+            return
+        # load_state_dict is a plain update of __dict__: a file could put anything in the place of
+        # a method, or of the optimizer.
+        state = from_json(saved["state"])
+        several = isinstance(self.schedule, Schedules)
+        for name, each in schedules_in(self.schedule).items():
+            kind, own = type(each), state.get(name) if several else state
+            if not isinstance(own, dict):
+                raise CheckpointError(
+                    f"the saved schedules have no state of {kind.__name__} ({name})"
+                )
+            ours = [key for key in own if key == "optimizer" or callable(getattr(kind, key, None))]
+            if ours:
+                raise CheckpointError(
+                    f"the saved state of {kind.__name__} has {', '.join(ours)}, which is no state"
+                )
 
     def go_on(self, run: Mapping[str, Any], changed: Collection[str]) -> None:
         """Continue as the saved run would have.
@@ -245,26 +260,6 @@ def write_schedule(schedule: LRScheduler) -> dict[str, Any]:
     """Return a schedule's class and state as JSON."""
     name = class_of(schedule)
     return {"class": name, "state": to_json(schedule.state_dict(), f"the state of {name}")}
-
-
-def check_state(schedule: LRScheduler, saved: Mapping[str, Any]) -> None:
-    """Refuse a saved state that would replace the schedule's methods or its optimizer.
-
-    Raises:
-        CheckpointError: the state has a key of that kind.
-    """
-    # load_state_dict is a plain update of __dict__: a file could put anything in a method's place.
-    state = from_json(saved["state"])
-    several = isinstance(schedule, Schedules)
-    for name, each in schedules_in(schedule).items():
-        kind, own = type(each), state.get(name) if several else state
-        if not isinstance(own, dict):
-            raise CheckpointError(f"the saved schedules have no state of {kind.__name__} ({name})")
-        ours = [key for key in own if key == "optimizer" or callable(getattr(kind, key, None))]
-        if ours:
-            raise CheckpointError(
-                f"the saved state of {kind.__name__} has {', '.join(ours)}, which is no state"
-            )
 
 
 def read_schedule(schedule: LRScheduler, saved: Mapping[str, Any]) -> None:

@@ -26,7 +26,7 @@ import torch
 from onefold.core.flat import FlatTensors, Piece, laid_out, same_bits, storage_order
 from onefold.system.allocator import TensorAllocator
 
-__all__ = ["OwnedPiece", "Staging", "cut_state", "shown_otherwise"]
+__all__ = ["DeviceStaging", "OwnedPiece", "Staging", "cut_state", "shown_otherwise"]
 
 
 Change = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None]
@@ -45,11 +45,6 @@ class Staging:
 
     def __init__(self, device: torch.device, allocator: TensorAllocator) -> None:
         self._device, self._allocator = device, allocator
-
-    @classmethod
-    def of(cls, device: torch.device, allocator: TensorAllocator) -> Staging:
-        """Make the one that goes with an allocator."""
-        return (DeviceStaging if allocator.apart else cls)(device, allocator)
 
     def new(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A tensor of any content, where pieces are kept."""

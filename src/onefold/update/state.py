@@ -26,6 +26,7 @@ values that every run has alike. So the bits of the averages do not depend on it
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -119,12 +120,15 @@ class JoinedState:
     """Of the tensors with several dimensions that do not lie as their parameters do."""
 
 
-def pack(states: Sequence[PieceState], room: Callable[[int], torch.Tensor]) -> None:
+def pack(states: Sequence[PieceState], room: Callable[[int], torch.Tensor]) -> torch.Tensor:
     """Copy states into one stretch of bytes.
 
     Args:
         states: the states; tensors may be on any device.
         room: takes a number of bytes, and returns (at least that many,) uint8 on the host.
+
+    Returns:
+        The memory that ``room`` returned.
 
     Raises:
         TypeError: a value is neither a tensor nor JSON, or of a dtype that a file cannot hold.
@@ -140,6 +144,7 @@ def pack(states: Sequence[PieceState], room: Callable[[int], torch.Tensor]) -> N
             nbytes = state.value.numel() * state.value.element_size()
             target = memory[place : place + nbytes].view(state.value.dtype)
             target.as_strided(state.value.shape, kind[4]).copy_(state.value)
+    return memory
 
 
 def described(states: Sequence[PieceState]) -> bytes:
@@ -154,13 +159,22 @@ def described(states: Sequence[PieceState]) -> bytes:
 def read_described(text: bytes) -> Iterator[PieceState]:
     """Yield the states that were described; their tensors have no values, and are on no device."""
     listed, _ = from_bytes(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+    return _read(
+        listed,
+        lambda dtype, shape, _, stride: torch.empty_strided(
+            shape, stride, dtype=dtype, device="meta"
+        ),
+    )
+
+
+def _read(listed: list[list[Any]], tensor_of: Callable[..., torch.Tensor]) -> Iterator[PieceState]:
+    """Yield listed states; of a tensor its dtype, shape, place and strides say which it is."""
     for piece, key, kind, value in listed:
         if kind is None:
             yield PieceState(piece, key, from_json(value), False)
-            continue
-        name, shape, by_element, _, stride = kind
-        empty = torch.empty_strided(shape, stride, dtype=_DTYPES[name], device="meta")
-        yield PieceState(piece, key, empty, by_element)
+        else:
+            name, shape, by_element, *lies = kind
+            yield PieceState(piece, key, tensor_of(_DTYPES[name], shape, *lies), by_element)
 
 
 def _listed(states: Sequence[PieceState]) -> tuple[list[list[Any]], int]:
@@ -187,14 +201,7 @@ def packed(
     states: Sequence[PieceState], allocator: TensorAllocator = DEFAULT_ALLOCATOR
 ) -> torch.Tensor:
     """Pack states into new memory on the host: (k,) uint8, see `pack`."""
-    made: list[torch.Tensor] = []
-
-    def room(nbytes: int) -> torch.Tensor:
-        made.append(allocator.empty(nbytes))
-        return made[0]
-
-    pack(states, room)
-    return made[0]
+    return pack(states, allocator.empty)
 
 
 def unpack(memory: torch.Tensor) -> Iterator[PieceState]:
@@ -205,18 +212,17 @@ def unpack(memory: torch.Tensor) -> Iterator[PieceState]:
     """
     listed, stop = from_bytes(memory)
     first = aligned(stop)
-    for piece, key, kind, value in listed:
-        if kind is None:
-            yield PieceState(piece, key, from_json(value), False)
-            continue
-        name, shape, by_element, start, stride = kind
-        dtype = _DTYPES[name]
-        nbytes = torch.Size(shape).numel() * dtype.itemsize
+
+    def view(
+        dtype: torch.dtype, shape: Sequence[int], start: int, stride: Sequence[int]
+    ) -> torch.Tensor:
+        nbytes = math.prod(shape) * dtype.itemsize
+        if not nbytes:  # it may be listed where the memory ends
+            return torch.empty(shape, dtype=dtype)
         stretch = memory[first + start : first + start + nbytes]
-        # An empty tensor may be listed where the memory ends, and has nothing to view.
-        empty = torch.empty(shape, dtype=dtype)
-        tensor = stretch.view(dtype).as_strided(shape, stride) if nbytes else empty
-        yield PieceState(piece, key, tensor, by_element)
+        return stretch.view(dtype).as_strided(shape, stride)
+
+    return _read(listed, view)
 
 
 def join(

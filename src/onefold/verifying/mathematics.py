@@ -48,13 +48,15 @@ from onefold.shard.losscheck import LossFinding, inspect_loss
 from onefold.shard.replica import LossFunction
 from onefold.step.engine import Engine
 from onefold.system.words import message_of
-from onefold.verifying.draws import Draws, seed_alike, without_dropout
 from onefold.verifying.surroundings import (
+    Draws,
     KeptBuffers,
     TimeFirst,
     near,
     norms_of_the_batch,
     quiet_modes,
+    seed_alike,
+    without_dropout,
 )
 from onefold.verifying.whole import WholeBatch, second_dimension
 
@@ -150,14 +152,14 @@ def relative_size(norms: Sequence[float], size: float) -> float:
     """Compute a difference over a size.
 
     Args:
-        norms: of the difference, of the folded gradient, and of that of the whole batch.
+        norms: of the difference, of what is folded over shards, and of that of the whole batch.
         size: what the difference is measured by.
     """
     difference, folded, alone = norms
     if math.isfinite(difference):
         return difference / size if size else 0.0
     # NaN compares as neither larger nor smaller, so it must not reach a comparison. In both it is
-    # agreement, as for the loss.
+    # agreement: the plain loop would have failed as well.
     return math.inf if math.isfinite(folded) or math.isfinite(alone) else 0.0
 
 
@@ -276,7 +278,8 @@ class Mathematics:
             result = self.user(model, payload)
         if torch.is_grad_enabled():
             self._shards[shard] = found = _read(result, left, f"the loss of shard {shard}")
-            self._inspect(found.result, left)
+            kept = self._comparison
+            kept.finding = kept.finding or inspect_loss(found.result, left)
             self._buffers_after[shard] = KeptBuffers(model)
         return result
 
@@ -350,22 +353,17 @@ class Mathematics:
 
     def _compute_alone(self) -> None:
         samples = self._comparison.samples
-        self._model.zero_grad()
-        self._start = start = KeptBuffers(self._model)
-        try:
+        with self._put_back() as self._start:
             with self._time_first.noting("whole"):
                 found = self._evaluate(range(samples), record=True)
             _backward(found.part)
-            # Copies, as .grad is dropped below: the step must begin without gradients.
+            # Copies, as .grad is dropped: the step must begin without gradients.
             self._gradients = {
                 name: None if p.grad is None else p.grad.detach().clone()
                 for name, p in self._model.named_parameters()
             }
-        finally:
             # What the whole batch makes of the buffers is kept before they are put back.
             self._alone_after = KeptBuffers(self._model)
-            start.put_back()
-            self._model.zero_grad()
         self._whole_finding = inspect_loss(found.result, samples)
         self._comparison.tolerance = self.tolerance
         self._alone = found
@@ -386,10 +384,6 @@ class Mathematics:
         left = count_of(payload, len(rows), self._dim).samples
         return _read(result, left, "the loss of the whole batch")
 
-    def _inspect(self, result: object, samples: int) -> None:
-        found = self._comparison
-        found.finding = found.finding or inspect_loss(result, samples)
-
     def _compare(self, weight: float) -> None:
         """Compare loss and gradient; the engine calls this between the fold and clipping."""
         table, found = self._engine.context.exchange.table, self._comparison
@@ -403,26 +397,23 @@ class Mathematics:
         differs = not max(found.loss_difference, found.gradient_difference) <= limit
         if self._closer_look and (differs or found.worst_difference > limit):
             self._closer_look = False
-            with self._gradients_aside(), kept_generators(self._device):
+            with self._put_back(), kept_generators(self._device):
                 self._look_closer()
 
     def _relative_loss(self, size: float) -> float:
         found = self._comparison
-        # NaN in both is agreement: the plain loop would have failed as well.
-        if math.isnan(found.loss) or math.isnan(found.alone):
-            return math.inf if math.isnan(found.loss) != math.isnan(found.alone) else 0.0
         # Terms that nearly cancel leave a loss near 0 whose every digit is rounding: it is measured
         # by the size of its terms.
         values = self._alone.values
         mean_size = 0.0 if values is None else float(values.abs().mean())
         scale = max(abs(found.loss), abs(found.alone), size, mean_size)
-        return abs(found.loss - found.alone) / scale if scale else 0.0
+        return relative_size((abs(found.loss - found.alone), found.loss, found.alone), scale)
 
     def _compare_gradients(self) -> None:
         """Compute the norms of the differences over the norms, of all and of each parameter."""
         # One whose gradient is next to nothing, and so rounding, is measured by the whole gradient.
         update, found = self._engine.context.update, self._comparison
-        squares: dict[str, list[float]] = {}
+        squares: dict[str, torch.Tensor] = {}  # (3,) float64
         names = list(self._engine.context.replicas[0].parts.trained)
         left_out = self._engine.objective.left_out
         for item, mine in zip(update.owned, update.gradients, strict=True):
@@ -435,11 +426,11 @@ class Mathematics:
             alone = torch.zeros(item.piece.numel)
             if whole is not None:
                 alone = _flat(laid_out(whole, entry.stride))[item.piece.start : item.piece.stop]
-            sums = squares.setdefault(name, [0.0, 0.0, 0.0])
-            pairs = zip(sums, (folded - alone, folded, alone), strict=True)
-            squares[name] = [total + float(each.double().square().sum()) for total, each in pairs]
-        norms = {name: [math.sqrt(s) for s in each] for name, each in squares.items()}
-        everything = [math.sqrt(sum(each[i] ** 2 for each in norms.values())) for i in range(3)]
+            three = folded - alone, folded, alone
+            sums = torch.stack([each.double().square().sum() for each in three])
+            squares[name] = squares[name] + sums if name in squares else sums
+        norms = {name: each.sqrt().tolist() for name, each in squares.items()}
+        everything = torch.stack([*squares.values()]).sum(0).sqrt().tolist()
         size = max((norm for norm in everything[1:] if math.isfinite(norm)), default=0.0)
         found.gradient_difference = relative_size(everything, size)
         floor = size * 1e-4
@@ -448,12 +439,15 @@ class Mathematics:
         found.worst_difference = shares[found.worst]
 
     @contextmanager
-    def _gradients_aside(self) -> Iterator[None]:
-        """Have no gradients at hand, which a loss that runs backward itself must not find."""
+    def _put_back(self) -> Iterator[KeptBuffers]:
+        """Begin and end with the same buffers, which it yields, and without any gradient.
+
+        A loss that runs backward itself must find none.
+        """
         start = KeptBuffers(self._model)
         self._model.zero_grad()
         try:
-            yield
+            yield start
         finally:
             start.put_back()
             self._model.zero_grad()

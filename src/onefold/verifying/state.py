@@ -18,6 +18,9 @@ import numpy as np
 import torch
 
 from onefold.core.flat import bits_of
+from onefold.core.randomness import comparable_state
+from onefold.core.structure import parts_of
+from onefold.data_order.held import GENERATORS, state_of
 
 __all__ = ["StateWatch", "global_states", "place_of", "unseeded_generators", "watch_unseeded"]
 
@@ -123,19 +126,15 @@ def _search(value: object, where: str, found: _Seen, depth: int) -> None:
     # Objects may hold each other: only these limits end the search.
     if len(found) >= _MOST or depth > _DEEPEST or where in found:
         return
-    if (state := _state_of(value)) is not None:
-        found[where] = ("generator", state)
+    if isinstance(value, GENERATORS):
+        found[where] = ("generator", _hash(repr(comparable_state(state_of(value)))))
     elif (digest := _digest(value)) is not None:
         found[where] = ("value", digest)
-    elif isinstance(value, list | tuple) and len(value) <= _MOST:
-        for index, each in enumerate(value):
-            _search(each, f"{where}[{index}]", found, depth + 1)
-        if isinstance(value, list):
+    elif isinstance(value, list | tuple | Mapping) and len(value) <= _MOST:
+        for path, each in parts_of(value) or ():
+            _search(each, where + path, found, depth + 1)
+        if not isinstance(value, tuple):
             found[where] = ("value", str(len(value)))
-    elif isinstance(value, Mapping) and len(value) <= _MOST:
-        for key, each in value.items():
-            _search(each, f"{where}[{key!r}]", found, depth + 1)
-        found[where] = ("value", str(len(value)))
     elif hasattr(value, "__dict__") and not isinstance(value, _NOT_SEARCHED):
         for key, each in vars(value).items():
             if key not in _OF_TORCH:
@@ -163,24 +162,6 @@ def _digest(value: object) -> str | None:
     if isinstance(value, np.ndarray | np.generic):
         return f"{value.shape}" if value.size > _LARGEST else _hash(value.tobytes())
     return None
-
-
-def _state_of(value: object) -> str | None:
-    """Return the digest of a generator's state; None if the value is not a generator."""
-    if isinstance(value, torch.Generator):
-        return _hash(value.get_state().numpy().tobytes())
-    if isinstance(value, np.random.Generator):
-        return _hash(_text(value.bit_generator.state))
-    if isinstance(value, np.random.RandomState):
-        return _hash(_text(value.get_state(legacy=False)))
-    return _hash(repr(value.getstate())) if isinstance(value, random.Random) else None
-
-
-def _text(state: object) -> str:
-    """Return all of a NumPy generator's state as text."""
-    if isinstance(state, Mapping):
-        return "".join(f"{key}:{_text(value)};" for key, value in state.items())
-    return state.tobytes().hex() if isinstance(state, np.ndarray) else repr(state)
 
 
 def _variables(function: object, known: set[int], depth: int) -> Iterator[tuple[str, object]]:
@@ -227,12 +208,12 @@ def _variable(
 
 def global_states() -> dict[str, str]:
     """Return digests of the states of the global generators, by name."""
-    numpy = np.random.get_state(legacy=False)
-    return {
-        "torch's global generator": _hash(torch.default_generator.get_state().numpy().tobytes()),
-        "the global generator of random": _hash(repr(random.getstate())),
-        "NumPy's global generator": _hash(_text(numpy)),
+    states = {
+        "torch's global generator": torch.default_generator.get_state(),
+        "the global generator of random": random.getstate(),
+        "NumPy's global generator": np.random.get_state(legacy=False),
     }
+    return {name: _hash(repr(comparable_state(state))) for name, state in states.items()}
 
 
 def _hash(data: bytes | str) -> str:

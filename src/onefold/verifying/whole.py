@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
+from onefold.core.batch import map_parts
 from onefold.core.randomness import in_common, kept_generators, seed_generators
 from onefold.core.structure import parts_of, tensors_of, with_parts
 from onefold.data_order.reader import Collate
@@ -136,14 +137,14 @@ def _join(payloads: Sequence[Any], dim: int) -> object | None:
     return None if any(part is None for part in joined) else with_parts(first, joined)
 
 
-def _map(payload: Any, change: Any) -> Any:
-    if isinstance(payload, np.ndarray) and payload.dtype.kind in "biuf":
-        # A copy: PyTorch takes neither a foreign byte order nor negative strides.
-        native = np.array(payload, payload.dtype.newbyteorder("="), order="C")
-        return change(torch.from_numpy(native))
-    if isinstance(payload, torch.Tensor):
-        return change(payload)
-    parts = parts_of(payload)
-    if parts is None:
-        return payload
-    return with_parts(payload, [_map(part, change) for _, part in parts])
+def _map(payload: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Change every tensor, and every array of numbers, which becomes one."""
+
+    def changed(leaf: Any) -> Any:
+        if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf":
+            # A copy: PyTorch takes neither a foreign byte order nor negative strides.
+            native = np.array(leaf, leaf.dtype.newbyteorder("="), order="C")
+            return change(torch.from_numpy(native))
+        return change(leaf) if isinstance(leaf, torch.Tensor) else leaf
+
+    return map_parts(payload, changed)

@@ -9,13 +9,12 @@ launcher does not either, and starts sooner for it.
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from onefold.system.ownfiles import create_file, open_regular, replace_file
+from onefold.system.ownfiles import create_file, open_plain, replace_file, write_all
 
 __all__ = ["TimelinePart", "check_timeline", "join_timeline", "name_row", "slice_of"]
 
@@ -72,25 +71,23 @@ class TimelinePart:
 
     def append(self, events: Sequence[Event]) -> None:
         """Append events; they are in the file when this returns, even if the process is killed."""
-        rest = "".join(json.dumps(event) + "\n" for event in events).encode()
-        # A write to a full disk or one that a signal interrupts may be short.
-        while rest:
-            rest = rest[os.write(self._descriptor, rest) :]
+        lines = "".join(json.dumps(event) + "\n" for event in events)
+        write_all(self._descriptor, lines.encode())
 
 
 def check_timeline(folder: Path) -> None:
     """Refuse a folder in which the timeline would replace a file that is not ours.
 
     Raises:
-        ValueError: the folder's ``timeline.json`` is not a timeline that onefold wrote.
+        OSError: the folder's ``timeline.json`` is a link, or no file.
+        ValueError: it is not a timeline that onefold wrote.
     """
     path = folder / _NAME
-    # Opened first and then read by its descriptor: nobody can exchange the file in between.
     try:
-        descriptor = open_regular(path, os.O_RDONLY)
+        file = open_plain(path)
     except FileNotFoundError:
         return
-    with os.fdopen(descriptor, "rb") as file:
+    with file:
         if not _BEGIN.match(file.read(1000)):
             raise ValueError(
                 f"{path} is there, and is not a timeline that onefold wrote: move it away, or name "
@@ -106,7 +103,7 @@ def join_timeline(parts: Path, folder: Path) -> Path | None:
         folder: folder in which the timeline is written.
 
     Raises:
-        OSError: the timeline cannot be written.
+        OSError: the timeline cannot be written, or there is a link in its place.
         ValueError: the folder has a ``timeline.json`` that onefold did not write.
     """
     texts = [part.read_text() for part in sorted(parts.glob("*.part"))]

@@ -18,7 +18,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from onefold.checkpoint.folder import (
-    Best,
     best_of,
     is_checkpoint,
     open_checkpoint,
@@ -201,4 +200,4 @@ def best_scored(folder: Path, rule: str) -> Path | None:
     Raises:
         ValueError: there is no such rule.
     """
-    return next(iter(best_of(readable_records(folder), Best.read(rule))), None)
+    return next(iter(best_of(readable_records(folder), rule)), None)

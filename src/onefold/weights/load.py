@@ -98,13 +98,15 @@ def load_weights(
         >>> torch.equal(model.weight, trained.weight)
         True
     """
-    _check_arguments(model, path, key, strict)
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"expected model to be a torch.nn.Module, got {type(model).__name__}")
+    path = Path(path)
     # keep_vars: the tensors themselves. Without it each name gets a new detached one, and tied
     # parameters could not be recognised by identity.
     own = model.state_dict(keep_vars=True)
     _check_memory(own)
-    content = read_weights(Path(path))
-    found = state_under(content, key, Path(path))
+    content = read_weights(path)
+    found = state_under(content, key, path)
     try:
         matched = match_names(found, own)
         if not matched:
@@ -268,17 +270,6 @@ def _kind(dtype: torch.dtype) -> int:
     return 2 if dtype.is_complex else 1 if dtype.is_floating_point else 0
 
 
-def _check_arguments(model: object, path: object, key: object, strict: object) -> None:
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"expected model to be a torch.nn.Module, got {type(model).__name__}")
-    if not isinstance(path, str | os.PathLike):
-        raise TypeError(f"expected path to be a str or Path, got {type(path).__name__}")
-    if not (key is None or isinstance(key, str)):
-        raise TypeError(f"expected key to be a str or None, got {type(key).__name__}")
-    if not isinstance(strict, bool):
-        raise TypeError(f"expected strict to be True or False, got {type(strict).__name__}")
-
-
 def _check_memory(own: Mapping[str, object]) -> None:
     for name, tensor in own.items():
         if not isinstance(tensor, torch.Tensor):
@@ -358,18 +349,11 @@ def _peeled(found: Collection[str], own: Collection[str]) -> dict[str, str]:
     Returns:
         What is left of each of the file's names, by the name as the file has it.
     """
-    peeled = {name: own_name(name) for name in found}
-    best = peeled
-    while peeled and all(name.startswith("module.") for name in peeled.values()):
-        peeled = {name: rest.removeprefix("module.") for name, rest in peeled.items()}
-        # Strictly more: of two that fit equally well, the one nearer to the file is taken.
-        if _known(peeled, own) > _known(best, own):
-            best = peeled
-    return best
-
-
-def _known(peeled: Mapping[str, str], own: Collection[str]) -> int:
-    return sum(name in own for name in peeled.values())
+    peeled = [{name: own_name(name) for name in found}]
+    while found and all(name.startswith("module.") for name in peeled[-1].values()):
+        peeled.append({name: rest.removeprefix("module.") for name, rest in peeled[-1].items()})
+    # Of two that fit equally well, max takes the first: the one nearer to the file.
+    return max(peeled, key=lambda names: sum(name in own for name in names.values()))
 
 
 def _grouped(names: Collection[str], form: Callable[[str], str]) -> dict[str, list[str]]:

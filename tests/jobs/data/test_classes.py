@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onefold.errors import DataError
-from onefold.jobs.data.classes import PictureClasses, Split, held_out, read_folders
+from onefold.jobs.data.classes import PictureClasses, Split, hold_out, read_folders
 from tests.jobs.data.pictures import noise, write_class_folders, write_cut_jpeg, write_page
 from tests.tables import for_each
 
@@ -226,8 +226,10 @@ def test_the_parts_are_the_whole_and_the_seed_decides(tmp_path: Path) -> None:
 )
 def test_a_share_of_every_class_is_held_out(labels: list[str], share: float, seed: int) -> None:
     before = torch.get_rng_state()
-    held = held_out(labels, share=share, seed=seed)
-    assert held == held_out(labels, share=share, seed=seed)
+    numbers = range(len(labels))
+    kept, held = hold_out(numbers, labels, share=share, seed=seed)
+    assert (kept, held) == hold_out(numbers, labels, share=share, seed=seed)
+    assert sorted([*kept, *held]) == list(numbers)
     assert torch.equal(torch.get_rng_state(), before)
     out = Counter(labels[i] for i in held)
     for label, count in Counter(labels).items():

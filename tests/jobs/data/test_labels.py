@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 
 from onefold.errors import DataError
-from onefold.jobs.data.labels import check_apart, check_labels
+from onefold.jobs.data.labels import Sample, check_labels, check_same
 from onefold.jobs.data.pictures import Look, Sums, white_of
 from tests.tables import for_each
 
@@ -61,18 +63,20 @@ def test_white_is_as_many_bits_as_the_largest_value_needs() -> None:
         assert white_of([Look((1, 1), True, Sums()), *looks]) == white
 
 
+def samples_of(contents: Iterable[str]) -> list[Sample]:
+    return [Sample(f"name {content}", "label", content) for content in contents]
+
+
 def test_a_test_set_is_refused_if_more_than_half_of_it_was_trained_with() -> None:
     train = ["a", "b", "c", "d"]
     for same in (0, 2, 3, 4):
-        test = [*train[:same], *"wxyz"[same:]]
+        parts = [samples_of(train), samples_of([*train[:same], *"wxyz"[same:]])]
         words = f"pets: {same} of 4 test samples are in the training set"
-        names = {"train_names": train, "test_names": test}
         if same > 2:
             with pytest.raises(DataError, match=words):
-                check_apart(train, test, where="pets", **names)
+                check_same(parts, "pets")
         else:
-            notes = check_apart(train, test, where="pets", **names)
+            notes = check_same(parts, "pets")
             assert [note.startswith(words) for note in notes] == [True] * (same > 0)
     # Nothing is known of these.
-    names = {"train_names": ["a", "b"], "test_names": ["c"]}
-    assert check_apart(["", "1"], [""], where="pets", **names) == []
+    assert check_same([samples_of(["", "1"]), samples_of([""])], "pets") == []

@@ -17,16 +17,19 @@ import torch
 from PIL import Image
 
 from onefold.errors import DataError
-from onefold.jobs.data.decoding import is_picture, load_picture, open_picture
+from onefold.jobs.data.files import BadFile
 from onefold.jobs.data.pictures import (
     ArrayPictures,
     PictureFiles,
     Sums,
+    is_picture,
+    load_picture,
     look_at,
+    open_picture,
     picture_paths,
     sum_looks,
 )
-from onefold.jobs.data.scan import scan_pictures
+from onefold.jobs.data.scan import Seen, scan_pictures
 from tests.jobs.data.pictures import WAYS_TO_BE_BAD, noise, write_cut_jpeg, write_page
 from tests.tables import for_each
 
@@ -85,7 +88,9 @@ def test_a_picture_is_turned_as_its_note_says(tmp_path: Path, orientation: int) 
     if orientation in (2, 4, 5, 7):
         turned = np.flip(turned, axis=1 if orientation < 5 else 0)
     np.testing.assert_array_equal(np.asarray(open_picture(path)), turned)
-    assert scan_pictures([path]).looks[0].size == (turned.shape[1], turned.shape[0])
+    (found,) = scan_pictures([path])
+    assert isinstance(found, Seen)
+    assert found.look.size == (turned.shape[1], turned.shape[0])
 
 
 def test_more_than_a_byte_for_a_pixel_becomes_a_byte(tmp_path: Path) -> None:
@@ -111,7 +116,7 @@ def test_what_cannot_be_read_is_named(tmp_path: Path, way: str) -> None:
     words = re.escape(f"{tmp_path}/caf\\xe9.jpg: expected a picture that can be read: {reason}")
     with pytest.raises(DataError, match=f"^{words}") as caught:
         open_picture(path)
-    (bad,) = scan_pictures([path]).bad
+    (bad,) = scan_pictures([path])
     assert str(bad) == str(caught.value)
 
 
@@ -168,7 +173,7 @@ def test_links_lead_neither_to_devices_nor_round_without_end(tmp_path: Path) -> 
     (tmp_path / "a.png").symlink_to("/dev/zero")
     os.mkfifo(tmp_path / "b.png")
     (path,) = picture_paths(tmp_path, [])
-    (found,) = scan_pictures([path]).bad
+    (found,) = scan_pictures([path])
     assert "a.png: expected a picture that can be read: expected a file, got a FIFO" in str(found)
     levels = [tmp_path / f"level {number}" for number in range(40)]
     for level in levels:
@@ -187,20 +192,22 @@ def test_a_look_through_says_what_is_sound_and_what_is_bad(tmp_path: Path) -> No
         noise((4 + number % 5, 3 + number % 7), mode, seed=number).save(path)
     for number in (0, 17, 39):
         write_cut_jpeg(paths[number])
-    facts = scan_pictures(paths)
-    assert facts.sound == [n for n in range(40) if n not in (0, 17, 39)]
-    assert [bad.path for bad in facts.bad] == [paths[n] for n in (0, 17, 39)]
-    assert [look.size for look in facts.looks] == [(4 + n % 5, 3 + n % 7) for n in facts.sound]
-    assert [look.grey for look in facts.looks] == [n % 3 == 0 for n in facts.sound]
-    backwards = scan_pictures(paths[::-1])
-    assert (backwards.bad, backwards.looks) == (facts.bad[::-1], facts.looks[::-1])
+    found = scan_pictures(paths)
+    sound = [n for n, each in enumerate(found) if isinstance(each, Seen)]
+    looks = [each.look for each in found if isinstance(each, Seen)]
+    assert sound == [n for n in range(40) if n not in (0, 17, 39)]
+    bad = [each.path for each in found if isinstance(each, BadFile)]
+    assert bad == [paths[n] for n in (0, 17, 39)]
+    assert [look.size for look in looks] == [(4 + n % 5, 3 + n % 7) for n in sound]
+    assert [look.grey for look in looks] == [n % 3 == 0 for n in sound]
+    assert scan_pictures(paths[::-1]) == found[::-1]
     # Grey ones among coloured ones count in all channels.
-    arrays = [np.asarray(open_picture(paths[n]).convert("RGB")) for n in facts.sound]
-    assert_true(sum_looks(facts.looks, grey=facts.grey), arrays)
-    grey = scan_pictures(paths[3:36:3])
+    arrays = [np.asarray(open_picture(paths[n]).convert("RGB")) for n in sound]
+    assert_true(sum_looks(looks, grey=False), arrays)
+    grey = [each.look for each in scan_pictures(paths[3:36:3]) if isinstance(each, Seen)]
     arrays = [np.asarray(open_picture(path))[..., None] for path in paths[3:36:3]]
-    assert_true(sum_looks(grey.looks, grey=grey.grey), arrays)
-    assert scan_pictures([]).sound == []
+    assert_true(sum_looks(grey, grey=True), arrays)
+    assert scan_pictures([]) == []
 
 
 def test_files_are_named_from_the_root_and_read_when_asked_for(tmp_path: Path) -> None:

@@ -18,11 +18,10 @@ from PIL import Image
 from onefold.errors import DataError
 from onefold.jobs.data import scan
 from onefold.jobs.data.classes import PictureClasses, read_folders
-from onefold.jobs.data.decoding import open_picture
 from onefold.jobs.data.masks import MaskRule
 from onefold.jobs.data.pairs import MaskedPictures, read_pairs
-from onefold.jobs.data.pictures import Look, Sums, look_at, look_through
-from onefold.jobs.data.scan import Scanning, read_scan, unpack_scan
+from onefold.jobs.data.pictures import Look, Sums, look_at, look_through, open_picture
+from onefold.jobs.data.scan import Scanning, read_scan
 from tests.jobs.data.pictures import noise, write_class_folders
 from tests.masked import save_pairs
 from tests.tables import for_each
@@ -80,7 +79,8 @@ def test_what_was_changed_is_read_again_and_nothing_else(
 def test_masks_are_known_with_their_rule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_pairs(tmp_path, [(4, 4)] * 8)
     first = read_masked(tmp_path)
-    known = unpack_scan(first.scan)
+    (tmp_path / "scan.json").write_text(first.scan)
+    known = read_scan(tmp_path / "scan.json")
     assert len(known) == 16
     other = read_masked(tmp_path, known, rule=MaskRule(("0",)))
     assert other.foreground == other.pixels - first.foreground

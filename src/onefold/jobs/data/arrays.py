@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-import importlib.util
 import os
 import zlib
 from collections import Counter
@@ -31,11 +30,13 @@ import numpy as np
 import torch
 from torch.utils.data import TensorDataset
 
-from onefold.errors import DataError, LaunchError
-from onefold.jobs.data.classes import PictureClasses, Sample, Split, digest, held_out, notes_of_same
-from onefold.jobs.data.files import open_regular, readable
-from onefold.jobs.data.labels import check_labels, untested
+from onefold.errors import DataError
+from onefold.jobs import require
+from onefold.jobs.data.classes import PictureClasses, Split, digest, hold_out
+from onefold.jobs.data.files import readable
+from onefold.jobs.data.labels import Sample, check_labels, check_same, untested
 from onefold.jobs.data.pictures import ArrayPictures, Sums
+from onefold.system.ownfiles import open_plain
 
 __all__ = ["mnist", "read_digits", "read_idx", "read_idx_folder"]
 
@@ -93,39 +94,33 @@ def read_digits(*, holdout: float, seed: int) -> PictureClasses:
     Raises:
         LaunchError: scikit-learn is not installed.
     """
-    if importlib.util.find_spec("sklearn") is None:
-        raise LaunchError(
-            "the digits come with scikit-learn, which is not installed here: "
-            'pip install "onefold[demo]"'
-        )
+    require("reading the digits", "demo", "sklearn")
     from sklearn.datasets import load_digits
 
     source = load_digits()
     # Its greys are 0.0 to 16.0 in float64; everything downstream expects 0 to 255.
     pixels = torch.from_numpy(source.images * (255 / 16)).to(torch.uint8)
     labels = torch.from_numpy(source.target).to(torch.int64)
-    held = held_out([str(label) for label in labels.tolist()], share=holdout, seed=seed)
-    # Sorted: the order of a set is no promise, and the numbers of samples seed their augmentation.
-    test = torch.tensor(sorted(held))
-    train = torch.tensor([i for i in range(len(labels)) if i not in held])
-    parts = [(pixels[part], labels[part]) for part in (train, test)]
-    return _of_arrays(parts, tuple(map(str, range(10))))
+    classes = [str(label) for label in labels.tolist()]
+    divided = hold_out(range(len(labels)), classes, share=holdout, seed=seed)
+    parts = [(pixels[part], labels[part]) for part in divided]
+    return _of_arrays(parts, tuple(map(str, range(10))), where="digits")
 
 
 def _of_arrays(
     parts: Sequence[tuple[torch.Tensor, torch.Tensor]],
     classes: tuple[str, ...],
     *,
+    where: str,
     notes: Sequence[str] = (),
-    where: str | None = None,
 ) -> PictureClasses:
     """Make a data set of arrays.
 
     Args:
         parts: pictures (n, h, w) uint8 and their labels (n,) int64, to train and to test with.
         classes: names of the classes, by number.
+        where: file or folder of the data, for errors.
         notes: what to mention before training.
-        where: file or folder of the data; None mentions no pictures that occur twice.
     """
     splits = [
         Split(ArrayPictures(pixels, title), labels.tolist())
@@ -145,7 +140,7 @@ def _of_arrays(
         sizes=[(width, height)] * count,
         sums=sums,
         left_out=[],
-        notes=[*notes, *(notes_of_same(samples, where) if where else ())],
+        notes=[*notes, *check_same(samples, where)],
     )
 
 
@@ -153,7 +148,7 @@ def _samples(split: Split, classes: Sequence[str]) -> Iterator[Sample]:
     for number, label in enumerate(split.labels):
         pixels = split.pictures[number].tobytes()
         content = hashlib.blake2b(pixels, digest_size=16).hexdigest()
-        yield split.pictures.name(number), classes[label], content
+        yield Sample(split.pictures.name(number), classes[label], content)
 
 
 GZIP_MAGIC = b"\x1f\x8b"
@@ -190,7 +185,7 @@ def read_idx(path: str | PathLike[str]) -> torch.Tensor:
         tensor([7, 2, 1], dtype=torch.uint8)
     """
     path = Path(path)
-    with open_regular(path) as file:
+    with open_plain(path, follow=True) as file:
         # Of the descriptor: the path may stand for another file by now.
         size = os.fstat(file.fileno()).st_size
         # By content: downloads often keep the ending .gz after a browser has unpacked them.
@@ -233,12 +228,12 @@ def _read_numbers(
             f"{expected}, more than the {_MOST_UNPACKED_BYTES} that are taken out of a gzip file: "
             f"unpack it with gunzip"
         )
-    content = file.read(length)
-    if len(content) < length:
-        raise ValueError(f"{expected}, got {head + len(content)}")
-    # Reading beyond the end also makes gzip compare its checksum.
-    if file.read(1):
-        raise ValueError(f"{expected}, got more")
+    # One byte more: reading beyond the end also makes gzip compare its checksum.
+    content = file.read(length + 1)
+    if len(content) != length:
+        raise ValueError(
+            f"{expected}, got {'more' if len(content) > length else head + len(content)}"
+        )
     # PyTorch has no big-endian dtypes, and needs memory that it may write to: astype copies.
     numbers = np.frombuffer(content, number_type).astype(number_type.newbyteorder("="))
     try:
@@ -254,23 +249,14 @@ def _read_numbers(
 def _read_header(file: _File, path: Path) -> tuple[np.dtype[Any], tuple[int, ...]]:
     """Read the header of an IDX file: the type of its numbers, big-endian, and their shape."""
     head = file.read(4)
-    if len(head) < 4:
-        raise ValueError(f"{path}: expected an IDX header of 4 bytes, got {len(head)}")
-    if head[:2] != b"\x00\x00":
-        raise ValueError(
-            f"{path}: expected an IDX file, which begins with 00 00, got {head[:2].hex(' ')}"
-        )
-    code, dimensions = head[2], head[3]
-    if code not in NUMBER_TYPES:
-        known = ", ".join(f"{number:02x}" for number in NUMBER_TYPES)
-        raise ValueError(f"{path}: expected a type code of {known}, got {code:02x}")
-    if dimensions == 0:
-        raise ValueError(f"{path}: expected one dimension or more, got 0")
+    # Without two zero bytes there are no dimensions either.
+    code, dimensions = head[2:4] if head.startswith(b"\0\0") and len(head) == 4 else (0, 0)
     sizes = file.read(4 * dimensions)
-    if len(sizes) < 4 * dimensions:
+    if code not in NUMBER_TYPES or not dimensions or len(sizes) < 4 * dimensions:
+        known = ", ".join(f"{number:02x}" for number in NUMBER_TYPES)
         raise ValueError(
-            f"{path}: expected a header of {4 + 4 * dimensions} bytes for {dimensions} dimensions, "
-            f"got {4 + len(sizes)}"
+            f"{path}: expected an IDX file, which begins with 00 00, a type code of {known}, the "
+            f"number of dimensions, and 4 bytes for each; got {(head + sizes)[:20].hex(' ')!r}"
         )
     return np.dtype(NUMBER_TYPES[code]), tuple(np.frombuffer(sizes, ">u4").tolist())
 

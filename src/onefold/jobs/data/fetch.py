@@ -15,8 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
-from onefold.errors import DataError, LaunchError
-from onefold.jobs.data.files import open_regular
+from onefold.errors import DataError
+from onefold.jobs import require
+from onefold.system.ownfiles import open_plain
 
 __all__ = ["fetch_dataset"]
 
@@ -116,7 +117,7 @@ def _exists(path: Path, expected: str) -> bool:
     """
     if not path.exists():
         return False
-    with open_regular(path) as file:
+    with open_plain(path, follow=True) as file:
         got = hashlib.file_digest(file, "sha256").hexdigest()
     # pooch would replace it without a word. It may be somebody's own data under the same name.
     if got != expected:
@@ -129,13 +130,9 @@ def _exists(path: Path, expected: str) -> bool:
 
 def _fetch(file: str, wanted: RemoteSet, folder: Path, timeout_s: float) -> None:
     """Download a file from the first address that has the right content."""
-    try:
-        import pooch  # type: ignore[import-untyped]
-    except ImportError as error:
-        raise LaunchError(
-            "downloading data needs pooch, which is not installed here: "
-            'pip install "onefold[images]"'
-        ) from error
+    require("downloading data", "images", "pooch")
+    import pooch  # type: ignore[import-untyped]
+
     silence_s = min(timeout_s, _LONGEST_SILENCE_S)
     # The digest is that of the file as it is stored, not as a server may pack it.
     plain = {"Accept-Encoding": "identity"}

@@ -9,7 +9,6 @@ import stat
 import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from onefold.system.ownfiles import open_plain, parse_json
 __all__ = [
     "BadFile",
     "digest_of",
-    "open_regular",
     "read_json",
     "read_whole",
     "readable",
@@ -97,16 +95,6 @@ _HEAD_BYTES = 512
 """How much of a file is read to recognise it as one of ours."""
 
 
-def open_regular(path: Path) -> BufferedReader:
-    """Open a file that the user has named, or that lies in a folder of theirs; follow links.
-
-    Raises:
-        OSError: the file does not exist or may not be read, or is a folder, a pipe or a device.
-    """
-    # Large data sets are often folders of links to one copy, so here links are nothing strange.
-    return open_plain(path, follow=True)
-
-
 def read_whole(path: Path, most_bytes: int) -> bytes:
     """Read all of a file that must not be large.
 
@@ -114,7 +102,7 @@ def read_whole(path: Path, most_bytes: int) -> bytes:
         OSError: the file cannot be read.
         ValueError: the file is larger than ``most_bytes``.
     """
-    with open_regular(path) as file:
+    with open_plain(path, follow=True) as file:
         # One byte more than allowed, instead of asking for the size: a file in /proc reports 0, and
         # any file may grow after it was asked.
         content = file.read(most_bytes + 1)
@@ -156,7 +144,7 @@ def require_ours(path: Path, ours: Callable[[bytes], bool], told: str) -> None:
     except FileNotFoundError:
         return
     if stat.S_ISREG(found.st_mode):
-        with open_regular(path) as file:
+        with open_plain(path, follow=True) as file:
             head = file.read(_HEAD_BYTES)
         # Nothing is lost with an empty file, such as mktemp leaves to reserve a name.
         if not head or ours(head):

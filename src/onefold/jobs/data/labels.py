@@ -1,6 +1,6 @@
 """Finds labels that are probably not classes, before a model learns them.
 
-`check_apart` and `check_one_label` compare the samples of training and test, and equal samples.
+`check_same` finds samples that occur twice.
 
 To a program a label is any text. Measured numbers, lists of labels, and one label in two spellings
 all look like classes, and training on them raises no error: it ends with a model of something else
@@ -12,11 +12,14 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
 
 from onefold.errors import DataError
+from onefold.jobs.data.files import readable
 from onefold.system.words import listed
 
-__all__ = ["check_apart", "check_labels", "check_one_label", "untested"]
+__all__ = ["Sample", "check_labels", "check_same", "untested"]
 
 
 _MANY = 20
@@ -94,9 +97,11 @@ def _refuse_names(labels: Collection[str], where: str) -> None:
     for label in labels:
         other = seen.setdefault(_plain(label), label)
         if other != label:
+            alike = unicodedata.normalize("NFC", label) == unicodedata.normalize("NFC", other)
+            how = ", the same letters in two ways of Unicode" if alike else ""
             raise DataError(
-                f"{where}: expected one spelling of every class, got {other!r} and {label!r}"
-                f"{_difference(other, label)}: give them one name{_OTHERWISE}"
+                f"{where}: expected one spelling of every class, got {other!r} and {label!r}{how}: "
+                f"give them one name{_OTHERWISE}"
             )
         if any(unicodedata.category(letter) == "Cc" for letter in label):
             raise DataError(
@@ -112,11 +117,6 @@ def _plain(label: str) -> str:
     # Zero-width spaces, soft hyphens and marks of direction, which spreadsheets leave behind.
     unseen = {letter for letter in folded if unicodedata.category(letter) == "Cf"}
     return " ".join(folded.translate({ord(each): None for each in unseen}).split())
-
-
-def _difference(one: str, other: str) -> str:
-    same = unicodedata.normalize("NFC", one) == unicodedata.normalize("NFC", other)
-    return ", the same letters in two ways of Unicode" if same else ""
 
 
 def _refuse_lists(counts: Mapping[str, int], where: str) -> None:
@@ -141,81 +141,67 @@ def _some(labels: Collection[str]) -> str:
     return ", ".join(map(repr, list(labels)[:_LISTED]))
 
 
-def check_apart(
-    train: Sequence[str],
-    test: Sequence[str],
-    *,
-    train_names: Sequence[str],
-    test_names: Sequence[str],
-    where: str,
-) -> list[str]:
-    """Refuse a test set of which more than half is in the training set.
+class Sample(NamedTuple):
+    """What is compared of a sample."""
+
+    name: str
+    """What to call it."""
+    label: object
+    content: str
+    """Its content, or a digest of it; empty if not known."""
+
+
+def check_same(parts: Sequence[Sequence[Sample]], where: str) -> list[str]:
+    """Look for samples that occur twice, and refuse a test set of which most was trained with.
 
     Args:
-        train: the content of every training sample, or a digest of it; empty if not known.
-        test: the same for the test samples.
-        train_names: what to call each training sample.
-        test_names: what to call each test sample.
+        parts: the training and the test samples.
         where: file or folder of the data, for errors.
 
     Returns:
-        What to mention before training, if some test samples, but not most, are in both.
+        What to mention before training: that some test samples, but not most, are training samples;
+        that samples are the same and have different labels.
 
     Raises:
         DataError: more than half of the test samples are training samples.
 
     Example:
-        >>> names = {"train_names": ["a", "b"], "test_names": ["c", "d", "e"]}
-        >>> check_apart(["1", "2"], ["3", "2", "4"], where="pets", **names)
+        >>> train = [Sample("a", "cat", "1"), Sample("b", "dog", "2")]
+        >>> test = [Sample("c", "dog", "3"), Sample("d", "dog", "2"), Sample("e", "cat", "4")]
+        >>> check_same([train, test], "pets")
         ['pets: 1 of 3 test samples is in the training set as well: d is the same as b']
+        >>> check_same([[*train, Sample("f", "dog", "1")], []], "pets")
+        ['pets: 1 sample is the same as one with another label: f is the same as a']
     """
-    first: dict[str, str] = {}
-    for content, name in zip(train, train_names, strict=True):
-        first.setdefault(content, name)
+    train, test = parts
+    # The first of those that are the same.
+    trained = {each.content: each for each in reversed(train)}
+    first = {each.content: each for each in reversed([*train, *test])}
     # Two contents that are not known are not the same.
-    first.pop("", None)
-    tested = zip(test, test_names, strict=True)
-    same = [(name, first[content]) for content, name in tested if content in first]
-    if not same:
-        return []
-    verb = "is" if len(same) == 1 else "are"
-    both = f"{len(same):,} of {len(test):,} test samples {verb} in the training set as well"
-    example = f"{same[0][0]} is the same as {same[0][1]}"
-    if 2 * len(same) > len(test):
-        raise DataError(
-            f"{where}: {both} ({example}), so the score would say little about new data: expected "
-            f"test samples that are not in the training set"
-        )
-    return [f"{where}: {both}: {example}"]
-
-
-def check_one_label(
-    contents: Sequence[str], labels: Sequence[object], names: Sequence[str], where: str
-) -> list[str]:
-    """Mention samples that are the same and have different labels.
-
-    Args:
-        contents: the content of every sample, or a digest of it; empty if not known.
-        labels: the label of every sample.
-        names: what to call each sample.
-        where: file or folder of the data.
-
-    Example:
-        >>> check_one_label(["1", "2", "1"], ["cat", "dog", "dog"], ["a", "b", "c"], "pets")
-        ['pets: 1 sample is the same as one with another label: c is the same as a']
-    """
-    first: dict[str, tuple[object, str]] = {}
+    trained.pop("", None)
+    notes = []
+    both = [(each, trained[each.content]) for each in test if each.content in trained]
+    if both:
+        verb = "is" if len(both) == 1 else "are"
+        words = f"{len(both):,} of {len(test):,} test samples {verb} in the training set as well"
+        if 2 * len(both) > len(test):
+            raise DataError(
+                f"{where}: {words} ({_alike(both)}), so the score would say little about new data: "
+                f"expected test samples that are not in the training set"
+            )
+        notes.append(f"{where}: {words}: {_alike(both)}")
     # No error: a model can be trained all the same, and only a person can tell which is right.
-    torn = []
-    for content, label, name in zip(contents, labels, names, strict=True):
-        before = first.setdefault(content, (label, name))
-        if content and before[0] != label:
-            torn.append((name, before[1]))
-    if not torn:
-        return []
-    which = "1 sample is" if len(torn) == 1 else f"{len(torn):,} samples are"
-    example = f"{torn[0][0]} is the same as {torn[0][1]}"
-    return [f"{where}: {which} the same as one with another label: {example}"]
+    torn = [(each, first[each.content]) for each in [*train, *test] if each.content]
+    torn = [(each, other) for each, other in torn if each.label != other.label]
+    if torn:
+        which = "1 sample is" if len(torn) == 1 else f"{len(torn):,} samples are"
+        notes.append(f"{where}: {which} the same as one with another label: {_alike(torn)}")
+    return notes
+
+
+def _alike(pairs: Sequence[tuple[Sample, Sample]]) -> str:
+    one, other = (readable(Path(sample.name)) for sample in pairs[0])
+    return f"{one} is the same as {other}"
 
 
 def untested(classes: Sequence[str], tested: Collection[str], where: str) -> list[str]:

@@ -27,9 +27,8 @@ import numpy as np
 import torch
 
 from onefold.errors import DataError
-from onefold.jobs.data.decoding import finite, is_deep, load_picture
 from onefold.jobs.data.files import readable
-from onefold.jobs.data.pictures import count_levels
+from onefold.jobs.data.pictures import count_levels, deep_values, load_picture
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -261,8 +260,9 @@ def _pixels(path: Path) -> _Pixels:
     # Not converted to RGB: --foreground 3 names entry 3 of the palette, whatever its colour.
     if picture.mode == "P":
         return _of_palette(picture)
-    if is_deep(picture):
-        return _of_numbers(finite(picture))
+    values = deep_values(picture)
+    if values is not None:
+        return _of_numbers(values)
     # Without the alpha channel, which editors add to masks without any meaning.
     if picture.mode in ("1", "L", "LA"):
         grey = np.asarray(picture.convert("L"))
@@ -344,18 +344,18 @@ def _doubt(pixels: _Pixels, counted: _Array, values: int) -> str:
 
 def _between(pixels: _Pixels, counted: _Array) -> _Array:
     """Find the pixels, (h, w) bool, that are near neither the darkest nor the brightest value."""
-    brightness, codes = pixels.brightness, pixels.codes
-    ends = []
-    for level in (brightness[counted].min(), brightness[counted].max()):
-        at_level = _counted(codes[counted & (brightness == level)])
-        # Several colours may be equally bright; the most frequent one is the end.
-        ends.append(at_level.most_common(1)[0][0])
+    tolerance = _tolerance(pixels)
+    levels = pixels.brightness[counted]
+    far = counted.copy()
     # Background is drawn as exactly 0 and stays so in a lossless file, where values just above it
     # are numbers of classes; near the brightest, they are what a former JPEG left.
-    tolerances = (_tolerance(pixels) if pixels.lossy else 0, _tolerance(pixels))
-    far = counted.copy()
-    for end, tolerance in zip(ends, tolerances, strict=True):
-        far &= ~_is_near(pixels, end, tolerance)
+    for level, near in (
+        (levels.min(), tolerance if pixels.lossy else 0),
+        (levels.max(), tolerance),
+    ):
+        at_level = _counted(pixels.codes[counted & (pixels.brightness == level)])
+        # Several colours may be equally bright; the most frequent one is the end.
+        far &= ~_is_near(pixels, at_level.most_common(1)[0][0], near)
     return far
 
 

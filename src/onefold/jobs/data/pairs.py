@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from onefold.errors import DataError
-from onefold.jobs.data.classes import held_out, notes_of_same, test_folder
+from onefold.jobs.data.classes import hold_out, test_folder
 from onefold.jobs.data.files import BadFile, digest_of, readable, refuse
+from onefold.jobs.data.labels import Sample, check_same
 from onefold.jobs.data.masks import MaskLook, MaskRule, look_at_mask
-from onefold.jobs.data.pictures import Look, Sums, look_at, picture_paths, sum_looks, white_of
+from onefold.jobs.data.pictures import (
+    Look,
+    PictureData,
+    look_at,
+    picture_paths,
+    sum_looks,
+    white_of,
+)
 from onefold.jobs.data.scan import Scanning, Seen, by_one_white, deep_note, pack_scan, scan_files
 
 __all__ = ["MaskedPictures", "Pair", "read_pairs"]
@@ -31,13 +41,11 @@ class Pair:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MaskedPictures:
+class MaskedPictures(PictureData):
     """A data set of pictures with a mask each."""
 
     train: list[Pair]
     test: list[Pair]
-    sums: Sums
-    """Over the pixels of the training pictures, as RGB."""
     foreground: int
     """Pixels of the training masks that are foreground."""
     pixels: int
@@ -46,18 +54,8 @@ class MaskedPictures:
     """Pixels of the training masks that count for neither side."""
     shortest: int
     """The shortest side of any training picture, in pixels."""
-    left_out: list[BadFile]
-    """Files that cannot be used."""
     rule: MaskRule = field(default_factory=MaskRule)
     """Which values of the masks are foreground, and which void."""
-    white: int | None = None
-    """White of pictures of more than 8 bits a pixel; None if there are none."""
-    notes: list[str] = field(default_factory=list)
-    """What to mention before training."""
-    scan: str = ""
-    """What was seen of the files, as `onefold.jobs.data.scan.unpack_scan` reads it."""
-    digest: str
-    """The same for the same pictures and masks under the same names, in the same sets."""
 
 
 def read_pairs(
@@ -90,9 +88,7 @@ def read_pairs(
     else:
         whole = _pairs(directory, bad)
         # One class for all: pairs have no labels by which the share could be taken.
-        held = held_out(["pair"] * len(whole), share=holdout, seed=seed)
-        train = [pair for number, pair in enumerate(whole) if number not in held]
-        test = [whole[number] for number in sorted(held)]
+        train, test = hold_out(whole, ["pair"] * len(whole), share=holdout, seed=seed)
     looks = _look_through([*train, *test], directory, rule, scanning, bad)
     if not skip_bad:
         refuse(bad)
@@ -107,7 +103,7 @@ def read_pairs(
             f"{len(parts[0])} and {len(parts[1])}"
         )
     # Over no foreground at all, a Dice score is 0 / 0.
-    if not any(look.mask.foreground for look in parts[1]):
+    if not any(look.mask.look.foreground for look in parts[1]):
         raise DataError(
             f"{directory}: expected masks to score with, none of the {len(parts[1])} to test with "
             f"has a foreground pixel"
@@ -123,49 +119,43 @@ def _of_looks(
     rule: MaskRule,
 ) -> MaskedPictures:
     both = [*train, *test]
-    paths = [path for look in both for path in (look.pair.image, look.pair.mask)]
-    seen = [each for look in both for each in look.seen]
-    pictures = [look.picture for look in both]
-    void = sum(look.mask.void for look in train)
-    whole = sum(look.mask.size[0] * look.mask.size[1] for look in train)
+    pictures = [look.picture.look for look in both]
+    files: list[tuple[Path, Seen[Any]]] = []
+    for pair, picture, mask in both:
+        files += [(pair.image, picture), (pair.mask, mask)]
+    masks = [look.mask.look for look in train]
+    void = sum(mask.void for mask in masks)
     samples = [[look.sample(directory) for look in part] for part in (train, test)]
     # A mask is its picture's label: one picture with two masks contradicts itself.
-    labelled = [[(name, mask, image) for name, _, image, mask in part] for part in samples]
+    labelled = [[Sample(name, mask, image) for name, _, image, mask in part] for part in samples]
     return MaskedPictures(
         train=[look.pair for look in train],
         test=[look.pair for look in test],
-        sums=sum_looks([look.picture for look in train], grey=False),
-        foreground=sum(look.mask.foreground for look in train),
-        pixels=whole - void,
+        sums=sum_looks(pictures[: len(train)], grey=False),
+        foreground=sum(mask.foreground for mask in masks),
+        pixels=sum(math.prod(mask.size) for mask in masks) - void,
         void=void,
-        shortest=min(min(look.picture.size) for look in train),
+        shortest=min(min(picture.size) for picture in pictures[: len(train)]),
         left_out=bad,
         rule=rule,
         white=white_of(pictures),
-        notes=[*deep_note(pictures), *notes_of_same(labelled, readable(directory))],
-        scan=pack_scan(paths, seen, directory),
+        notes=[*deep_note(pictures), *check_same(labelled, readable(directory))],
+        scan=pack_scan(files, directory),
         digest=digest_of(*samples, str(rule), size_bytes=16),
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Look:
+class _Look(NamedTuple):
+    """A pair that can be used, and what was seen of its two files."""
+
     pair: Pair
-    seen: tuple[Seen[Look], Seen[MaskLook]]
-    """What was seen of the picture, and of the mask."""
-
-    @property
-    def picture(self) -> Look:
-        return self.seen[0].look
-
-    @property
-    def mask(self) -> MaskLook:
-        return self.seen[1].look
+    picture: Seen[Look]
+    mask: Seen[MaskLook]
 
     def sample(self, root: Path) -> list[str]:
         """List the names and the digests of the contents of picture and mask."""
         names = [str(path.relative_to(root)) for path in (self.pair.image, self.pair.mask)]
-        return [*names, *(each.content for each in self.seen)]
+        return [*names, self.picture.content, self.mask.content]
 
 
 def _look_through(
@@ -187,15 +177,14 @@ def _look_through(
             # Both after turning by EXIF: a picture that is turned needs a mask that is upright.
             width, height = picture.look.size
             if mask.look.size == (width, height):
-                looks.append(_Look(pair, (picture, mask)))
+                looks.append(_Look(pair, picture, mask))
                 continue
             expected = f"{width}x{height} pixels, the size of {readable(pair.image)}"
             came = "x".join(map(str, mask.look.size))
             bad.append(BadFile(pair.mask, f"expected a mask of {expected}, got {came}"))
         bad += [each for each in (picture, mask) if isinstance(each, BadFile)]
-    pictures = by_one_white([x.pair.image for x in looks], [x.seen[0] for x in looks])
-    aligned = zip(looks, pictures, strict=True)
-    return [_Look(look.pair, (picture, look.seen[1])) for look, picture in aligned]
+    pictures = by_one_white([x.pair.image for x in looks], [x.picture for x in looks])
+    return [x._replace(picture=each) for x, each in zip(looks, pictures, strict=True)]
 
 
 def _require_one_scale(looks: Sequence[_Look]) -> None:
@@ -207,14 +196,14 @@ def _require_one_scale(looks: Sequence[_Look]) -> None:
     # A mask of only the classes 0 and 255 looks fine on its own; the others reveal that 1 is one.
     first: dict[int, _Look] = {}
     for look in looks:
-        first.setdefault(look.mask.scale, look)
+        first.setdefault(look.mask.look.scale, look)
     if 1 in first and 255 in first:
         small, large = (readable(first[scale].pair.mask) for scale in (1, 255))
+        values = {scale: ", ".join(look.mask.look.values) for scale, look in first.items()}
         raise DataError(
             f"{small}: expected masks that are all of 0 and 1, or all of 0 and 255; this one has "
-            f"{', '.join(first[1].mask.values)}, and {large} has "
-            f"{', '.join(first[255].mask.values)}. Name the foreground, such as --foreground 1, "
-            f"and what belongs to neither side, such as --void 255"
+            f"{values[1]}, and {large} has {values[255]}. Name the foreground, such as "
+            f"--foreground 1, and what belongs to neither side, such as --void 255"
         )
 
 
@@ -224,11 +213,13 @@ def _require_named(directory: Path, rule: MaskRule, looks: Sequence[_Look]) -> N
     Raises:
         DataError: a value of the rule occurs in no mask.
     """
-    found = {text for look in looks for text in look.mask.named}
+    found = {text for look in looks for text in look.mask.look.named}
     for option in ("foreground", "void"):
         for text in getattr(rule, option):
             if looks and text not in found:
-                values = list(dict.fromkeys(value for x in looks for value in x.mask.values))[:8]
+                values = list(dict.fromkeys(value for x in looks for value in x.mask.look.values))[
+                    :8
+                ]
                 raise DataError(
                     f"--{option} {text}: expected a value of the masks, none in "
                     f"{readable(directory)} has it; among theirs are {', '.join(values)}"

@@ -1,8 +1,17 @@
 """Finds the pictures below a folder, and reads them: one, or all to find bad ones before training.
 
 A picture here is a ``PIL.Image`` of mode ``L`` (grey) or ``RGB``, turned upright by its EXIF note.
-`picture_paths` finds the pictures below a folder. `look_through` reads all of them, and finds
-before training those that cannot be read.
+Its origin is unknown: it is opened by known decoders alone, and within bounds. `picture_paths`
+finds the pictures below a folder. `look_through` reads all of them, and finds before training those
+that cannot be read.
+
+Note: what a picture may cost
+-----------------------------
+A file of a few kilobytes may claim any number of pixels. So its header is checked before anything
+is decoded: no picture may have more than `MOST_PIXELS`, and threads that look through many wait for
+each other where theirs together would have more than `_PIXELS_IN_HAND`. Only decoders of the
+formats in `_FORMATS` are tried, whatever the file is called: others that Pillow knows start
+programs, such as Ghostscript for EPS.
 
 Note: more than 8 bits
 ----------------------
@@ -30,83 +39,291 @@ import errno
 import math
 import stat
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from io import BufferedReader
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import msgspec
 import numpy as np
 import torch
 
 from onefold.errors import DataError
-from onefold.jobs.data.decoding import (
-    ORIENTATION,
-    TURNED,
-    finite,
-    in_bytes,
-    in_hand,
-    is_deep,
-    is_picture,
-    loaded,
-    open_picture,
-    opened_picture,
-    pillow_quiet,
-    reading,
-)
+from onefold.jobs import require
 from onefold.jobs.data.files import BadFile, readable
+from onefold.system.ownfiles import open_plain
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+    from PIL.ImageFile import ImageFile
     from PIL.PngImagePlugin import PngInfo
 
 __all__ = [
     "ArrayPictures",
     "Look",
     "Mode",
+    "PictureData",
     "PictureFiles",
     "Pictures",
     "Sums",
-    "Watch",
     "count_levels",
+    "deep_values",
+    "load_picture",
     "look_at",
     "look_through",
     "made_here",
+    "open_picture",
     "picture_paths",
     "require_folder",
+    "require_pillow",
     "sum_looks",
     "visible_folders",
     "white_of",
 ]
 
-
 Mode = Literal["L", "RGB"]
-Watch = Callable[[int, int], None]
-"""Takes how many things have been looked at, and how many there are."""
+_PIXELS_AT_ONCE = 1 << 20
+"""Pixels that are counted at a time: NumPy widens each to eight bytes for it."""
+_LOOKED_AT = 512
+"""A JPEG may be decoded at a fraction of its size, but no side below so many pixels."""
 _Item = TypeVar("_Item")
 _Seen = TypeVar("_Seen")
 _READERS = 4
 """Threads that look through the pictures: Pillow decodes without holding Python's lock."""
 _FILES_AT_ONCE = 16
 """Files that make one task: a task in the queue takes more memory than what is kept of a file."""
-_PIXELS_AT_ONCE = 1 << 20
-"""Pixels that are counted at a time: NumPy widens each to eight bytes for it."""
-_LOOKED_AT = 512
-"""A JPEG may be decoded at a fraction of its size, but no side below so many pixels."""
+_SUFFIXES = frozenset({
+    ".avif", ".bmp", ".gif", ".heic", ".jfif", ".jpe", ".jpeg", ".jpg", ".pgm", ".png", ".ppm",
+    ".tif", ".tiff", ".webp",
+})  # fmt: skip
+"""Includes formats that not every Pillow reads: such a file is reported, not passed over."""
+_FORMATS = ("PNG", "JPEG", "BMP", "GIF", "PPM", "TIFF", "WEBP", "AVIF", "HEIF")
+"""Decoders that are tried; the last one is there only if a plugin has added it to Pillow."""
+MOST_PIXELS = 1 << 27
+"""The most that a picture may have: 512 MiB as Pillow holds RGB, in 4 bytes a pixel."""
+_PIXELS_IN_HAND = 1 << 26
+"""The most that threads decode at the same time, unless a single picture has more."""
+_SHOWN_BYTES = 16
+"""How much of a file of no known format an error shows."""
+_GREY_MODES = frozenset({"1", "L", "LA"})
+_TURNED = range(5, 9)
+"""EXIF orientations that swap width and height."""
+_ORIENTATION = 0x0112
+"""The EXIF tag for how a camera was held."""
 
 
-class Pictures(Protocol):
-    """A sequence of pictures, each read when it is asked for."""
+def require_pillow() -> None:
+    """Refuse to go on without Pillow, the library that reads pictures.
 
-    def __len__(self) -> int: ...
+    Raises:
+        LaunchError: Pillow is not installed.
+    """
+    require("reading pictures", "images", "PIL")
 
-    def __getitem__(self, index: int, /) -> Image: ...
 
-    def name(self, index: int, /) -> str:
-        """Name a picture for people to read."""
-        ...
+def is_picture(path: Path) -> bool:
+    """Whether a file's name is that of a picture, and not hidden."""
+    return path.suffix.lower() in _SUFFIXES and not path.name.startswith(".")
+
+
+def open_picture(path: Path, *, white: int | None = None) -> Image:
+    """Read a whole picture, in mode ``L`` if it is grey, and in ``RGB`` otherwise.
+
+    Args:
+        path: path of the file.
+        white: the value that becomes white in a picture of more than 8 bits. None takes 65535 for
+            16 bits, and else the first of 1 (fractions), 255 and 65535 that no value exceeds.
+
+    Raises:
+        DataError: the picture cannot be read; the message names the file.
+    """
+    with _pillow_quiet():
+        return _in_bytes(load_picture(path), path, white)
+
+
+@contextmanager
+def _pillow_quiet() -> Iterator[None]:
+    """Silence Pillow's warnings of damaged EXIF notes and large pictures, which are read anyway.
+
+    Warning filters belong to the process: enter this before threads start, never in one of several.
+    """
+    # Threads that left in another order than they entered would put back each other's filters, and
+    # the process would keep ours for good.
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"PIL\.")
+        yield
+
+
+def load_picture(path: Path, *, weight: int = 1) -> Image:
+    """Read a picture in the file's own mode, turned upright; for threads of `look_through`.
+
+    Args:
+        path: path of the file.
+        weight: how many pictures of its size it counts for, if what is done with it needs as much.
+
+    Raises:
+        DataError: the picture cannot be read; the message names the file.
+    """
+    with _reading(path), _opened(path) as opened:
+        return _loaded(opened, weight)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[ImageFile]:
+    """Open a picture, reading no more than its header, and refuse it if it is too large.
+
+    Raises:
+        ValueError: the picture has more than `MOST_PIXELS`, or is of no known format.
+    """
+    # By file and not by path: Pillow would open whatever the path stands for, a FIFO as well. Links
+    # are followed: large data sets are often folders of links to one copy.
+    with open_plain(path, follow=True) as file, _recognised(file) as opened:
+        # Our own bound: Pillow only warns up to twice its own, and programs may switch that off.
+        width, height = opened.size
+        if width * height > MOST_PIXELS:
+            raise ValueError(
+                f"it has {width}x{height} pixels, more than the {MOST_PIXELS:,} that a picture may "
+                f"have: make it smaller, or cut it into several"
+            )
+        yield opened
+
+
+def _recognised(file: BufferedReader) -> ImageFile:
+    """Have Pillow read a picture's header.
+
+    Raises:
+        ValueError: the file is of no known format.
+    """
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        # Without init, Image.OPEN lacks the formats that Pillow loads on demand; and open() raises
+        # KeyError for one that this Pillow was built without.
+        Image.init()
+        return Image.open(file, formats=[name for name in _FORMATS if name in Image.OPEN])
+    except UnidentifiedImageError as error:
+        # Of the file that is open: another one may have its name by now, or none.
+        file.seek(0)
+        start = file.read(_SHOWN_BYTES)
+        came = f"a file of no known format that begins with {start!r}; known are "
+        raise ValueError(came + ", ".join(_FORMATS) if start else "an empty file") from error
+
+
+def _loaded(opened: ImageFile, weight: int = 1) -> Image:
+    """Decode the pixels and turn them upright; nothing is copied if they are upright already."""
+    from PIL import ImageOps
+
+    # Before load, which allocates all of them. Until then a picture is a header and a descriptor.
+    _in_hand.take(opened.width * opened.height * weight)
+    opened.load()
+    # Asked after loading: a PNG may have its EXIF note behind the pixels.
+    turned = opened.getexif().get(_ORIENTATION, 1) != 1
+    return ImageOps.exif_transpose(opened) if turned else opened
+
+
+class _InHand:
+    """Bounds how many pixels the threads of `look_through` hold at the same time.
+
+    Other threads are not counted and never wait: a loader's worker has one picture at a time.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        # By the identity of the thread; guarded by the condition's lock.
+        self._pixels: dict[int, int] = {}
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Count what this thread takes, until the block ends."""
+        thread = threading.get_ident()
+        with self._changed:
+            self._pixels[thread] = 0
+        try:
+            yield
+        finally:
+            with self._changed:
+                del self._pixels[thread]
+                self._changed.notify_all()
+
+    def take(self, pixels: int) -> None:
+        """Wait until so many pixels fit, or nobody else holds any."""
+        thread = threading.get_ident()
+        with self._changed:
+            if thread not in self._pixels:
+                return
+            # What it held counts no more while it waits: two threads that each waited for the
+            # other's pixels would wait for ever.
+            self._pixels[thread] = 0
+            self._changed.wait_for(lambda: self._fits(pixels))
+            self._pixels[thread] = pixels
+
+    def _fits(self, pixels: int) -> bool:
+        # Alone, any picture fits, or one larger than the bound could never be read.
+        others = sum(self._pixels.values())
+        return not others or others + pixels <= _PIXELS_IN_HAND
+
+
+_in_hand = _InHand()
+"""One for the process, as its memory is."""
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Turn whatever decoding raises into one error that names the file.
+
+    Raises:
+        DataError: the block raised an exception other than MemoryError.
+    """
+    try:
+        yield
+    # Says nothing about the file: the next one may fit no better.
+    except MemoryError:
+        raise
+    # On crafted bytes decoders raise nearly anything: SyntaxError, struct.error, IndexError.
+    except Exception as error:
+        came = error.strerror if isinstance(error, OSError) else None
+        # Its whole text would repeat the path.
+        came = came or f"{error}" or type(error).__name__
+        raise DataError(f"{readable(path)}: expected a picture that can be read: {came}") from error
+
+
+def deep_values(picture: Image) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]] | None:
+    """Return the values of a picture of more than 8 bits a pixel, (h, w) float64; else None.
+
+    Values that are not finite become 0.
+    """
+    if not picture.mode.startswith(("I", "F")):
+        return None
+    return np.nan_to_num(np.asarray(picture, dtype=np.float64), posinf=0, neginf=0)
+
+
+def _in_bytes(picture: Image, path: Path, white: int | None) -> Image:
+    """Bring a picture to mode ``L`` or ``RGB``; see `open_picture` for ``white``."""
+    from PIL import Image
+
+    with _reading(path):
+        # Pillow's own convert knows nothing of our white, and in most of these modes cuts off
+        # what is above 255.
+        values = deep_values(picture)
+        if values is not None:
+            white = white or _usual_white(picture.mode, values.max())
+            scaled = values.clip(0, white) * (255 / white)
+            picture = Image.fromarray(scaled.astype(np.uint8))
+        mode = "L" if picture.mode in _GREY_MODES else "RGB"
+        return picture if picture.mode == mode else picture.convert(mode)
+
+
+def _usual_white(mode: str, largest: float) -> int:
+    """Guess the white of a single picture; only a mode of 16 bits states it."""
+    whites = [65535] if mode.startswith("I;16") else [255, 65535]
+    if mode == "F":
+        whites.insert(0, 1)
+    return next((white for white in whites if largest <= white), 65535)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +367,10 @@ class ArrayPictures:
     def name(self, index: int) -> str:
         """Return the title and the number, from 0."""
         return f"{self.title} {index}"
+
+
+Pictures = PictureFiles | ArrayPictures
+"""A sequence of pictures, each read when it is asked for."""
 
 
 @dataclass(slots=True)
@@ -205,6 +426,24 @@ class Sums:
         return means, tuple(max(math.sqrt(variance), 1 / 255) for variance in variances)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PictureData:
+    """What all data sets of pictures have."""
+
+    sums: Sums
+    """Sums over the pixels of the training pictures."""
+    left_out: list[BadFile]
+    """Files that cannot be used."""
+    white: int | None = None
+    """White of pictures of more than 8 bits a pixel; None if there are none."""
+    notes: list[str] = field(default_factory=list)
+    """What to mention before training."""
+    scan: str = ""
+    """What was seen of the files, as `onefold.jobs.data.scan.read_scan` reads it."""
+    digest: str
+    """The same for the same files under the same names, in the same classes and sets."""
+
+
 class Look(msgspec.Struct, frozen=True, array_like=True, tag="picture"):
     """What is remembered of a picture that has been read: a few numbers."""
 
@@ -248,7 +487,9 @@ def white_of(looks: Iterable[Look]) -> int | None:
 
 
 def look_through(
-    look: Callable[[_Item], _Seen], items: Sequence[_Item], watch: Watch | None = None
+    look: Callable[[_Item], _Seen],
+    items: Sequence[_Item],
+    watch: Callable[[int, int], None] | None = None,
 ) -> list[_Seen]:
     """Call a function that reads pictures with each item, in several threads.
 
@@ -257,7 +498,8 @@ def look_through(
     Args:
         look: reads pictures by `load_picture` or `look_at`.
         items: what the function is called with, one after another.
-        watch: called for every item by the calling thread, as soon as those before it are done.
+        watch: called for every item by the calling thread, as soon as those before it are done,
+            with how many have been looked at, and how many there are.
 
     Returns:
         What the function returned, in the order of the items.
@@ -271,7 +513,7 @@ def look_through(
         for item in group:
             if stopped.is_set():
                 break
-            with in_hand.counted():
+            with _in_hand.counted():
                 seen.append(look(item))
         return seen
 
@@ -280,7 +522,7 @@ def look_through(
     Image.init()
     groups = [items[i : i + _FILES_AT_ONCE] for i in range(0, len(items), _FILES_AT_ONCE)]
     seen: list[_Seen] = []
-    with pillow_quiet(), ThreadPoolExecutor(_READERS) as readers:
+    with _pillow_quiet(), ThreadPoolExecutor(_READERS) as readers:
         try:
             # map keeps the order of the groups, whichever thread is done first.
             for each in chain.from_iterable(readers.map(look_at_all, groups)):
@@ -317,16 +559,16 @@ def look_at(path: Path, white: int | None = None) -> Look:
     """
     picture, size, factor = _load_small(path)
     largest, fractions = None, False
-    if is_deep(picture):
-        with reading(path):
-            values = finite(picture)
+    with _reading(path):
+        values = deep_values(picture)
+        if values is None:
+            white = None
+        else:
             largest = float(values.max())
             fractions = picture.mode == "F" and largest <= 1
             alone = Look(size, True, Sums(), largest, fractions)
             white = white_of([alone]) if white is None else white
-    else:
-        white = None
-    picture = in_bytes(picture, path, white)
+    picture = _in_bytes(picture, path, white)
     sums = Sums()
     sums.add_picture(picture, times=factor)
     return Look(size, picture.mode == "L", sums, largest, fractions, white)
@@ -339,15 +581,15 @@ def _load_small(path: Path) -> tuple[Image, tuple[int, int], int]:
         The picture, its full width and height, and how many full pixels each of its pixels stands
         for.
     """
-    with reading(path), opened_picture(path) as opened:
+    with _reading(path), _opened(path) as opened:
         width, height = opened.size
         # No mode is passed to draft: it would make the decoder convert colours to grey.
         if opened.format in ("JPEG", "MPO"):
             opened.draft(None, (_LOOKED_AT, _LOOKED_AT))
         step = round(width / opened.width)
-        picture = loaded(opened)
-        # Those were the sides before `loaded` turned the picture.
-        if opened.getexif().get(ORIENTATION) in TURNED:
+        picture = _loaded(opened)
+        # Those were the sides before `_loaded` turned the picture.
+        if opened.getexif().get(_ORIENTATION) in _TURNED:
             width, height = height, width
         return picture, (width, height), step * step
 

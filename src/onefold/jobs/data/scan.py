@@ -16,7 +16,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,10 +25,10 @@ from typing import Any, Generic, Literal, TypeVar
 import msgspec
 
 from onefold.errors import DataError
-from onefold.jobs.data.files import BadFile, open_regular, read_whole, readable
+from onefold.jobs.data.files import BadFile, read_whole, readable
 from onefold.jobs.data.masks import MaskLook
-from onefold.jobs.data.pictures import Look, Watch, look_at, look_through, white_of
-from onefold.system.ownfiles import parse_json
+from onefold.jobs.data.pictures import Look, look_at, look_through, white_of
+from onefold.system.ownfiles import open_plain, parse_json
 
 __all__ = [
     "Scanning",
@@ -71,6 +71,9 @@ class Seen(msgspec.Struct, Generic[_AnyLook], frozen=True, array_like=True):
             raise ValueError(f"expected what was seen of a {self.kind:.40}, got {self.look!r:.80}")
 
 
+_Found = TypeVar("_Found", bound=Seen[Any] | BadFile)
+
+
 class _Scan(msgspec.Struct):
     """The file that `pack_scan` writes."""
 
@@ -85,66 +88,40 @@ class Scanning:
 
     known: Mapping[str, Seen[Any]] = field(default_factory=dict)
     """What was seen before, by the path below the root of the data."""
-    watch: Watch | None = None
-    """Called after every file."""
-
-
-@dataclass(frozen=True, slots=True)
-class PictureFacts:
-    """What `scan_pictures` has found."""
-
-    sound: list[int]
-    """Positions, among the given paths, of the pictures that can be read."""
-    bad: list[BadFile]
-    """The others."""
-    seen: list[Seen[Look]]
-    """What was seen of each readable picture, in the order of ``sound``."""
-
-    @property
-    def looks(self) -> list[Look]:
-        """What is remembered of each readable picture."""
-        return [each.look for each in self.seen]
-
-    @property
-    def grey(self) -> bool:
-        """Whether all readable pictures are grey."""
-        return bool(self.seen) and all(look.grey for look in self.looks)
-
-    @property
-    def white(self) -> int | None:
-        """The common white of those that have more than 8 bits a pixel."""
-        return white_of(self.looks)
+    watch: Callable[[int, int], None] | None = None
+    """Called after every file with how many have been looked at, and how many there are."""
 
 
 def scan_pictures(
     paths: Sequence[Path], root: Path = Path(), scanning: Scanning | None = None
-) -> PictureFacts:
+) -> list[Seen[Look] | BadFile]:
     """Read every picture once for its size and the sums of its pixels, if it can be read.
 
     Args:
         paths: paths of the files.
         root: root of the data, which names are relative to.
         scanning: what is known of the files already, and who watches; None for neither.
+
+    Returns:
+        What was seen of each picture, or why it cannot be used, in the order of the paths.
     """
     found = scan_files([(path, "picture", look_at) for path in paths], root, scanning)
-    sound = [number for number, each in enumerate(found) if isinstance(each, Seen)]
-    seen = [each for each in found if isinstance(each, Seen)]
-    bad = [each for each in found if isinstance(each, BadFile)]
-    return PictureFacts(sound, bad, by_one_white([paths[number] for number in sound], seen))
+    return by_one_white(paths, found)
 
 
-def by_one_white(paths: Sequence[Path], seen: Sequence[Seen[Look]]) -> list[Seen[Look]]:
-    """Make the sums of all pictures hold for the white that they have in common.
+def by_one_white(paths: Sequence[Path], found: Sequence[_Found]) -> list[_Found]:
+    """Make the sums of all readable pictures hold for the white that they have in common.
 
     Each look took the white of its picture alone, as the common one is only known after the last.
     Pictures of 8 bits have none; of the others, those with another white are read again.
     """
-    white = white_of(each.look for each in seen)
-    others = [n for n, each in enumerate(seen) if each.look.white not in (None, white)]
+    looks = {n: each.look for n, each in enumerate(found) if isinstance(each, Seen)}
+    white = white_of(looks.values())
+    others = [number for number, look in looks.items() if look.white not in (None, white)]
     again = look_through(partial(look_at, white=white), [paths[number] for number in others])
-    aligned = list(seen)
+    aligned: list[Any] = list(found)
     for number, look in zip(others, again, strict=True):
-        aligned[number] = msgspec.structs.replace(seen[number], look=look)
+        aligned[number] = msgspec.structs.replace(aligned[number], look=look)
     return aligned
 
 
@@ -201,35 +178,22 @@ def scan_files(
 def read_scan(path: Path) -> Mapping[str, Seen[Any]]:
     """Read what was seen before; nothing if the file is not there, or damaged."""
     try:
-        return unpack_scan(read_whole(path, _MOST_BYTES).decode())
+        return msgspec.convert(parse_json(read_whole(path, _MOST_BYTES)), _Scan).files
     # A scan only saves time: without it the pictures are read again.
     except (OSError, ValueError):
         return {}
 
 
-def pack_scan(paths: Sequence[Path], seen: Sequence[Seen[Any]], root: Path) -> str:
+def pack_scan(files: Iterable[tuple[Path, Seen[Any]]], root: Path) -> str:
     """Write what was seen as text, for a file that `read_scan` reads.
 
     Args:
-        paths: paths of the files.
-        seen: what was seen of each.
+        files: the path of each file, and what was seen of it.
         root: root of the data, which names are relative to.
     """
-    named = {_name(path, root): each for path, each in zip(paths, seen, strict=True)}
+    named = {_name(path, root): seen for path, seen in files}
     # Not by msgspec alone, which refuses names that are not UTF-8.
     return json.dumps(msgspec.to_builtins(_Scan(named, 2)))
-
-
-def unpack_scan(content: str) -> Mapping[str, Seen[Any]]:
-    """Read the text that `pack_scan` wrote.
-
-    Raises:
-        ValueError: the text is something else, or of another format.
-    """
-    try:
-        return msgspec.convert(parse_json(content), _Scan).files
-    except msgspec.ValidationError as error:
-        raise ValueError(f"expected what was seen of files: {error}") from error
 
 
 def _name(path: Path, root: Path) -> str:
@@ -252,11 +216,7 @@ def _stamp(path: Path) -> tuple[int, ...] | None:
 def _content(path: Path) -> str:
     """Digest a file; empty if it cannot be read, which whoever looks at it will report."""
     try:
-        with open_regular(path) as file:
-            return hashlib.file_digest(file, _hash).hexdigest()
+        with open_plain(path, follow=True) as file:
+            return hashlib.file_digest(file, partial(hashlib.blake2b, digest_size=16)).hexdigest()
     except OSError:
         return ""
-
-
-def _hash() -> Any:
-    return hashlib.blake2b(digest_size=16)

@@ -7,14 +7,15 @@ caller's decision (`onefold.jobs.data.files.refuse`).
 from __future__ import annotations
 
 import codecs
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from io import BufferedReader
 from os import PathLike
 from pathlib import Path
 
 from onefold.errors import DataError
-from onefold.jobs.data.files import BadFile, digest_of, open_regular
+from onefold.jobs.data.files import BadFile, digest_of
+from onefold.system.ownfiles import open_plain
 from onefold.system.words import listed
 
 __all__ = ["Line", "TextSplits", "decoded", "read_lines", "read_splits"]
@@ -121,7 +122,14 @@ def read_splits(train: str | PathLike[str], dev: str | PathLike[str]) -> TextSpl
             f"{len(train_lines)} lines that can be used{others}"
         )
     dev_lines, dev_bad = read_tsv(dev)
-    known, strange = _part_by_label(dev_lines, dev, dict.fromkeys(classes))
+    expected = f"expected a label of the training set ({listed(classes, _SHOWN_CLASSES)})"
+    learnt = set(classes)
+    known = [line for line in dev_lines if line.label in learnt]
+    strange = [
+        BadFile(dev, f"{expected}, got {_shown(line.label)}", line.line_number)
+        for line in dev_lines
+        if line.label not in learnt
+    ]
     if not known:
         raise DataError(f"{dev}: expected a line that can be used, got {_none_of(strange)}")
     dev_bad = sorted(dev_bad + strange, key=lambda each: each.line or 0)
@@ -139,7 +147,7 @@ def read_lines(path: Path) -> Iterator[bytes]:
     """
     # Held back until a line with text follows, and so never yielded at the end of the file.
     blank: list[bytes] = []
-    with open_regular(path) as file:
+    with open_plain(path, follow=True) as file:
         # As UTF-8 every single line would be bad, and none of the reports would say why:
         # spreadsheets write UTF-16 as "Unicode text".
         if file.peek(2).startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
@@ -218,19 +226,6 @@ def _cut(line: str) -> tuple[str, str]:
             f"{_shown(label)}"
         )
     return text, label
-
-
-def _part_by_label(
-    lines: Sequence[Line], path: Path, classes: Collection[str]
-) -> tuple[list[Line], list[BadFile]]:
-    """Return the lines of these classes, and what is wrong with the others."""
-    expected = f"expected a label of the training set ({listed(classes, _SHOWN_CLASSES)})"
-    strange = [
-        BadFile(path, f"{expected}, got {_shown(line.label)}", line.line_number)
-        for line in lines
-        if line.label not in classes
-    ]
-    return [line for line in lines if line.label in classes], strange
 
 
 def _in_order(labels: Collection[str]) -> list[str]:

@@ -21,21 +21,17 @@ from torch import nn
 __all__ = ["ResNet", "resnet18", "resnet34", "resnet50", "resnet101"]
 
 
-def conv3x3(in_channels: int, out_channels: int, *, stride: int = 1) -> nn.Conv2d:
-    """Make a 3x3 convolution that keeps the size at stride 1; its bias is the batch norm's."""
-    return nn.Conv2d(in_channels, out_channels, 3, stride=stride, padding=1, bias=False)
-
-
-def conv1x1(in_channels: int, out_channels: int, *, stride: int = 1) -> nn.Conv2d:
-    """Make a 1x1 convolution; its bias is the batch norm's."""
-    return nn.Conv2d(in_channels, out_channels, 1, stride=stride, bias=False)
+def conv2d(in_channels: int, out_channels: int, size: int, *, stride: int = 1) -> nn.Conv2d:
+    """Make a convolution that keeps the size at stride 1; its bias is the batch norm's."""
+    padding = size // 2
+    return nn.Conv2d(in_channels, out_channels, size, stride, padding, bias=False)
 
 
 def projection(in_channels: int, out_channels: int, *, stride: int) -> nn.Sequential | None:
     """Make what gives a block's input the shape of its output; None if it has that shape."""
     if stride == 1 and in_channels == out_channels:
         return None
-    convolution = conv1x1(in_channels, out_channels, stride=stride)
+    convolution = conv2d(in_channels, out_channels, 1, stride=stride)
     return nn.Sequential(convolution, nn.BatchNorm2d(out_channels))
 
 
@@ -53,10 +49,10 @@ class BasicBlock(nn.Module):
 
     def __init__(self, in_channels: int, out_channels: int, *, stride: int = 1) -> None:
         super().__init__()
-        self.conv1 = conv3x3(in_channels, out_channels, stride=stride)
+        self.conv1 = conv2d(in_channels, out_channels, 3, stride=stride)
         self.bn1 = nn.BatchNorm2d(out_channels)
         self.relu = nn.ReLU(inplace=True)
-        self.conv2 = conv3x3(out_channels, out_channels)
+        self.conv2 = conv2d(out_channels, out_channels, 3)
         self.bn2 = nn.BatchNorm2d(out_channels)
         self.downsample = projection(in_channels, out_channels, stride=stride)
 
@@ -87,11 +83,11 @@ class Bottleneck(nn.Module):
     def __init__(self, in_channels: int, out_channels: int, *, stride: int = 1) -> None:
         super().__init__()
         narrow = out_channels // self.expansion
-        self.conv1 = conv1x1(in_channels, narrow)
+        self.conv1 = conv2d(in_channels, narrow, 1)
         self.bn1 = nn.BatchNorm2d(narrow)
-        self.conv2 = conv3x3(narrow, narrow, stride=stride)
+        self.conv2 = conv2d(narrow, narrow, 3, stride=stride)
         self.bn2 = nn.BatchNorm2d(narrow)
-        self.conv3 = conv1x1(narrow, out_channels)
+        self.conv3 = conv2d(narrow, out_channels, 1)
         self.bn3 = nn.BatchNorm2d(out_channels)
         self.relu = nn.ReLU(inplace=True)
         self.downsample = projection(in_channels, out_channels, stride=stride)
@@ -170,7 +166,8 @@ class ResNet(nn.Module):
             before, after = self.channels[index : index + 2]
             # The stem has made the image small enough for the first stage.
             stride = 1 if index == 0 else 2
-            self.add_module(name, stage(block, before, after, count=count, stride=stride))
+            rest = (block(after, after) for _ in range(count - 1))
+            self.add_module(name, nn.Sequential(block(before, after, stride=stride), *rest))
         self.avgpool = nn.AdaptiveAvgPool2d(1)
         self.fc = nn.Identity() if num_classes is None else nn.Linear(outputs[-1], num_classes)
         # Last, over all of it: the order of the draws is part of what a seed stands for.
@@ -200,24 +197,14 @@ class ResNet(nn.Module):
         return logits
 
 
-def stage(
-    block: type[BasicBlock] | type[Bottleneck],
-    in_channels: int,
-    out_channels: int,
-    *,
-    count: int,
-    stride: int,
-) -> nn.Sequential:
-    """Make ``count`` blocks, of which the first changes the number of channels and the size."""
-    first = block(in_channels, out_channels, stride=stride)
-    return nn.Sequential(first, *(block(out_channels, out_channels) for _ in range(count - 1)))
-
-
 def initialise(module: nn.Module) -> None:
     """Draw a convolution's weights as He et al. do; other layers keep PyTorch's own."""
-    # By fan_out, as torchvision does, so that from-scratch results can be compared with its own.
+    # By fan_out and without bias, as torchvision does, so that from-scratch results can be compared
+    # with its own.
     if isinstance(module, nn.Conv2d):
         nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
 
 
 def resnet18(

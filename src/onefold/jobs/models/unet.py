@@ -13,13 +13,14 @@ without those of the classifier: three dense layers that have no use in an encod
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from onefold.jobs.models.resnet import ResNet, conv3x3, initialise, resnet18, resnet34, resnet101
+from onefold.jobs.models.resnet import ResNet, conv2d, initialise, resnet18, resnet34, resnet101
 
 __all__ = ["VGG", "UNet", "vgg16"]
 
@@ -57,12 +58,13 @@ class VGG(nn.Module):
         layers: list[nn.Module] = []
         before = in_channels
         for after, count in zip(self.channels, blocks, strict=True):
-            layers += stage(before, after, count=count)
-            before = after
+            for _ in range(count):
+                layers += [nn.Conv2d(before, after, 3, padding=1), nn.ReLU(inplace=True)]
+                before = after
+            layers.append(nn.MaxPool2d(2))
         # One Sequential for all stages: torchvision numbers the layers through, ReLUs included.
         self.features = nn.Sequential(*layers)
         self.apply(initialise)
-        self.apply(without_bias)
 
     def feature_maps(self, images: torch.Tensor) -> list[torch.Tensor]:
         """Compute what each stage returns before its max pool.
@@ -88,21 +90,6 @@ class VGG(nn.Module):
         return features
 
 
-def stage(in_channels: int, out_channels: int, *, count: int) -> list[nn.Module]:
-    """Make the layers of one stage: ``count`` convolutions with a ReLU each, and the max pool."""
-    layers: list[nn.Module] = []
-    for channels in (in_channels, *(out_channels,) * (count - 1)):
-        layers += [nn.Conv2d(channels, out_channels, 3, padding=1), nn.ReLU(inplace=True)]
-    return [*layers, nn.MaxPool2d(2)]
-
-
-def without_bias(module: nn.Module) -> None:
-    """Set a convolution's bias to zero."""
-    # As torchvision does; PyTorch's own would be drawn at random.
-    if isinstance(module, nn.Conv2d) and module.bias is not None:
-        nn.init.zeros_(module.bias)
-
-
 def vgg16(in_channels: int = 3, width: int = 64) -> VGG:
     """Build the 13 convolutions of VGG-16, without batch norm; see `VGG` for the arguments.
 
@@ -119,17 +106,13 @@ def vgg16(in_channels: int = 3, width: int = 64) -> VGG:
 Encoder = ResNet | VGG
 
 
-def without_last_layer(build: Callable[..., ResNet]) -> Callable[[int, int], Encoder]:
-    """Adapt a builder of a ResNet to `ENCODERS`: no last layer, and the stem for large images."""
-    # The large stem even for small images: published weights have no other.
-    return lambda in_channels, width: build(None, in_channels, small_images=False, width=width)
-
-
 _RESNETS = (resnet18, resnet34, resnet101)
-ENCODERS: Mapping[str, Callable[[int, int], Encoder]] = MappingProxyType(
-    {build.__name__: without_last_layer(build) for build in _RESNETS} | {"vgg16": vgg16}
+# The large stem even for small images: published weights have no other.
+ENCODERS: Mapping[str, Callable[..., Encoder]] = MappingProxyType(
+    {build.__name__: partial(build, None, small_images=False) for build in _RESNETS}
+    | {"vgg16": vgg16}
 )
-"""Builders of the encoders, which take ``in_channels`` and ``width``, by name."""
+"""Builders of the encoders by name, without a last layer; they take two keywords."""
 
 
 class UNet(nn.Module):
@@ -177,7 +160,7 @@ class UNet(nn.Module):
             raise ValueError(f"encoder must be one of {', '.join(ENCODERS)}, got {encoder!r}")
         if width < 2 or width % 2:
             raise ValueError(f"width must be a positive even number, got {width}")
-        self.encoder = ENCODERS[encoder](in_channels, width)
+        self.encoder = ENCODERS[encoder](in_channels=in_channels, width=width)
         self.stride = self.encoder.strides[-1]
         self.decoder = decoder(self.encoder, width)
         self.head = nn.Conv2d(width // 2, out_channels, 1)
@@ -222,9 +205,9 @@ class DecoderStep(nn.Module):
 
     def __init__(self, in_channels: int, skip_channels: int, out_channels: int) -> None:
         super().__init__()
-        self.conv1 = conv3x3(in_channels + skip_channels, out_channels)
+        self.conv1 = conv2d(in_channels + skip_channels, out_channels, 3)
         self.bn1 = nn.BatchNorm2d(out_channels)
-        self.conv2 = conv3x3(out_channels, out_channels)
+        self.conv2 = conv2d(out_channels, out_channels, 3)
         self.bn2 = nn.BatchNorm2d(out_channels)
         self.relu = nn.ReLU(inplace=True)
 

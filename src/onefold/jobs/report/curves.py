@@ -18,18 +18,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from io import StringIO
 from itertools import accumulate
+from statistics import fmean
 from typing import TYPE_CHECKING
 from zlib import crc32
 
 from markupsafe import Markup
 
-from onefold.errors import LaunchError
+from onefold.jobs import require
 from onefold.jobs.report.folder import EpochLine, ReportedRun, finite_or_zero
 from onefold.jobs.report.words import is_share
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 __all__ = ["curves_of_one", "curves_of_several"]
 
@@ -252,28 +252,16 @@ def thinned(points: Points) -> Points:
         return points
     # A group keeps the x of its last point: a line that is still growing ends where its run is.
     groups = (points[start : start + size] for start in range(0, len(points), size))
-    return [(group[-1][0], _mean(_finite(group))) for group in groups]
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values) if values else math.nan
-
-
-def _figure() -> Figure:
-    # Not pyplot, which picks a window system, and keeps every figure until it is closed.
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise LaunchError(
-            "a report needs matplotlib, which is not installed here; "
-            'run: pip install "onefold[report]"'
-        ) from None
-    size = (_WIDTH_POINTS / _POINTS_PER_INCH, _HEIGHT_POINTS / _POINTS_PER_INCH)
-    return Figure(figsize=size, dpi=_POINTS_PER_INCH, layout="constrained", facecolor="none")
+    return [(group[-1][0], fmean(_finite(group) or [math.nan])) for group in groups]
 
 
 def _picture(chart: Chart) -> str:
-    figure = _figure()
+    require("a report", "report", "matplotlib")
+    # Not pyplot, which picks a window system, and keeps every figure until it is closed.
+    from matplotlib.figure import Figure
+
+    size = (_WIDTH_POINTS / _POINTS_PER_INCH, _HEIGHT_POINTS / _POINTS_PER_INCH)
+    figure = Figure(figsize=size, dpi=_POINTS_PER_INCH, layout="constrained", facecolor="none")
     axes = figure.subplots()
     for depth, line in enumerate(chart.lines):
         _draw(axes, line, depth=depth)

@@ -6,10 +6,9 @@ and counted; what is not there yet is empty. Numbers that were not finite are Na
 No file is opened through a link: a folder may come from anywhere, and a page, which is made to be
 shared, must not show what lies elsewhere on this machine.
 
-`check_facts`, `check_examples` and `is_line` check that the JSON of a run's folder has the shape
-that it must have for a page to be made of it. A page takes apart what is in the folder: of anything
-but a list or a number it would raise an error of Python's that names no file. What is only shown
-may be anything.
+JSON that has not the shape that a page needs is refused, or left out. A page takes apart what is in
+the folder: of anything but a list or a number it would raise an error of Python's that names no
+file. What is only shown may be anything.
 """
 
 from __future__ import annotations
@@ -21,12 +20,11 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypedDict, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
 from onefold.errors import DataError
-from onefold.jobs.progress import PHASES
 from onefold.system.ownfiles import nested_too_deeply, open_plain, parse_json, read_plain
 
 __all__ = ["EpochLine", "ReportedRun", "finite_or_zero", "number", "read_run"]
@@ -40,42 +38,49 @@ _LONGEST_LINE_BYTES = 1 << 20
 """Of metrics; a longer line is read in pieces, which count as lines that cannot be read."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepsLine:
-    """Numbers of some steps of training, up to and including ``step``."""
+_Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
+"""A whole number that is also a float without loss, as a chart needs it."""
+_List = list[Any] | None
+_Object = dict[Any, Any]
+"""Not of texts: msgspec takes none with lone surrogates, which the name of a score may have."""
 
-    step: int
+
+class _Number(float):
+    """A number of a file; NaN where there is none, or one that is not finite."""
+
+
+_NONE = _Number("nan")
+
+
+class StepsLine(msgspec.Struct, frozen=True, kw_only=True):
+    """Numbers of some steps of training, up to and including ``step``.
+
+    What an older version did not write is NaN, and leaves a gap in its curve.
+    """
+
+    step: _Count
     """The last of the steps, counted from 1 over the whole run."""
-    loss: float
+    loss: _Number = _NONE
     """Mean over the samples since the line before."""
-    lr: float
+    lr: _Number = _NONE
     """Learning rate of the last step."""
-    samples_per_s: float
+    samples_per_s: _Number = _NONE
     """Training speed."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EpochLine:
+class EpochLine(StepsLine, frozen=True, kw_only=True):
     """Numbers of one pass over the training set, and of the evaluation after it."""
 
-    epoch: int
+    epoch: _Count = 0
     """Counted from 0."""
-    step: int
-    """The last of the epoch, counted from 1."""
-    loss: float
-    """Mean training loss of the samples, as they were seen."""
-    scores: dict[str, float]
+    scores: dict[Any, _Number] = {}
     """Scores of the test set by name, its loss among them."""
-    lr: float
-    """Learning rate of the last step."""
-    train_s: float
+    train_s: _Number = _NONE
     """Duration of the training."""
-    evaluate_s: float
+    evaluate_s: _Number = _NONE
     """Duration of the evaluation."""
-    samples_per_s: float
-    """Training speed."""
-    devices: tuple[tuple[str, dict[str, float]], ...]
-    """Name of each device, and the seconds it spent in each phase."""
+    devices: list[_Object] = []
+    """The name of each ``device``, and the seconds it spent in each phase."""
 
     @property
     def whole_s(self) -> float:
@@ -190,19 +195,14 @@ def read_run(folder: Path) -> ReportedRun:
             f"give the folder that a training made, such as runs/NAME"
         )
     steps, epochs, unreadable_lines = _read_lines(folder / "metrics.jsonl")
-    facts = _read_object(folder / "run.json")
-    check_facts(facts, folder / "run.json")
     path = folder / "examples.json"
-    examples = _read_object(path) if path.is_file() else None
-    if examples is not None:
-        check_examples(examples, path)
     return ReportedRun(
         folder=folder,
-        facts=facts,
+        facts=_read_object(folder / "run.json", _Facts),
         options=_read_options(folder / "config.toml"),
         steps=steps,
         epochs=epochs,
-        examples=examples,
+        examples=_read_object(path, _Examples) if path.is_file() else None,
         unreadable_lines=unreadable_lines,
     )
 
@@ -224,14 +224,48 @@ def finite_or_zero(value: float) -> float:
     return value if math.isfinite(value) else 0.0
 
 
-def _read_object(path: Path) -> dict[str, Any]:
+class _Facts(msgspec.Struct):
+    """What a page takes apart of ``run.json``."""
+
+    best: _Best | None = None
+    classes: _List = None
+    devices: _List = None
+    left_out: _List = None
+    notes: _List = None
+
+
+class _Best(msgspec.Struct):
+    epoch: _Count
+
+
+class _Examples(msgspec.Struct):
+    """What a page takes apart of ``examples.json``."""
+
+    kind: str | None = None
+    classes: _List = None
+    confusion: list[list[_Count]] | None = None
+    samples: list[_Object] | None = None
+    worst: list[_Object] | None = None
+
+    def __post_init__(self) -> None:
+        counts, classes = self.confusion or [], self.classes or []
+        sides = {len(counts), *map(len, counts), *({len(classes)} if counts and classes else ())}
+        if len(sides) > 1:
+            raise ValueError(
+                f"a confusion matrix should have a row and a column for each class, and has "
+                f"lengths of {', '.join(map(str, sorted(sides)))}"
+            )
+
+
+def _read_object(path: Path, shape: type[msgspec.Struct]) -> dict[str, Any]:
     try:
-        value = parse_json(read_plain(path).decode())
+        value: dict[str, Any] = parse_json(read_plain(path).decode())
+        msgspec.convert(value, shape)
+        return value
     except (OSError, ValueError) as error:
-        raise DataError(f"{path}: expected JSON, got: {error}; run the training again") from None
-    if not isinstance(value, dict):
-        raise DataError(f"{path}: expected a JSON object, got {type(value).__name__}")
-    return value
+        raise DataError(
+            f"{path}: expected the JSON of a run, got: {error}; run the training again"
+        ) from None
 
 
 def _read_options(path: Path) -> dict[str, Any]:
@@ -250,15 +284,30 @@ def _read_lines(path: Path) -> tuple[tuple[StepsLine, ...], tuple[EpochLine, ...
     epochs: list[EpochLine] = []
     unreadable_lines = 0
     for line in _lines(path):
-        record = _parsed(line)
-        if record is None:
+        try:
+            record = parse_json(line)
+            kind = msgspec.convert(record, _Line).kind
+            # Lines of other kinds are passed over: a later version may write some.
+            if kind == "steps":
+                _append(steps, _converted(record, StepsLine))
+            elif kind == "epoch":
+                _append(epochs, _converted(record, EpochLine))
+        # It was cut short, or is not as a run writes it.
+        except ValueError:
             unreadable_lines += 1
-        # Lines of other kinds are passed over: a later version may write some.
-        elif record.get("kind") == "steps":
-            _append(steps, _steps_line(record))
-        elif record.get("kind") == "epoch":
-            _append(epochs, _epoch_line(record))
     return tuple(steps), tuple(epochs), unreadable_lines
+
+
+_AnyLine = TypeVar("_AnyLine", StepsLine, EpochLine)
+
+
+class _Line(msgspec.Struct):
+    kind: str
+    step: _Count
+
+
+def _converted(record: object, shape: type[_AnyLine]) -> _AnyLine:
+    return msgspec.convert(record, shape, dec_hook=lambda kind, value: kind(number(value)))
 
 
 def _lines(path: Path) -> Iterator[str]:
@@ -281,19 +330,7 @@ def _lines(path: Path) -> Iterator[str]:
         raise DataError(f"{path}: {error.strerror}; run the training again") from error
 
 
-def _parsed(line: str) -> dict[str, Any] | None:
-    """Parse the record of a line; None if it was cut short, or is not as a run writes it."""
-    try:
-        record = parse_json(line)
-    except ValueError:
-        return None
-    return record if is_line(record) else None
-
-
-_Line = TypeVar("_Line", StepsLine, EpochLine)
-
-
-def _append(lines: list[_Line], line: _Line) -> None:
+def _append(lines: list[_AnyLine], line: _AnyLine) -> None:
     """Add a line in place of those that it repeats.
 
     A run that is resumed goes back to its last checkpoint, and writes the steps since then again.
@@ -302,110 +339,3 @@ def _append(lines: list[_Line], line: _Line) -> None:
     while lines and lines[-1].step >= line.step:
         lines.pop()
     lines.append(line)
-
-
-def _steps_line(record: dict[str, Any]) -> StepsLine:
-    names = ("loss", "lr", "samples_per_s")
-    return StepsLine(step=record["step"], **{name: number(record.get(name)) for name in names})
-
-
-def _epoch_line(record: dict[str, Any]) -> EpochLine:
-    # By get: what an older version did not write is NaN, and leaves a gap in its curve.
-    names = ("loss", "lr", "train_s", "evaluate_s", "samples_per_s")
-    scores = record.get("scores") or {}
-    return EpochLine(
-        epoch=record.get("epoch") or 0,
-        step=record["step"],
-        scores={str(name): number(value) for name, value in scores.items()},
-        devices=tuple(
-            (str(each.get("device", "")), {phase: number(each.get(phase)) for phase in PHASES})
-            for each in record.get("devices") or ()
-        ),
-        **{name: number(record.get(name)) for name in names},
-    )
-
-
-_Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
-"""A whole number that is also a float without loss, as a chart needs it."""
-_List = list[Any] | None
-_Object = dict[Any, Any]
-"""Not of texts: msgspec takes none with lone surrogates, which the name of a score may have."""
-_ERRORS = (msgspec.ValidationError, UnicodeEncodeError)
-"""What msgspec raises, the second for a text with lone surrogates, in place of another type."""
-
-
-class _Best(TypedDict):
-    epoch: _Count
-
-
-class _Facts(TypedDict, total=False):
-    best: _Best | None
-    classes: _List
-    devices: _List
-    left_out: _List
-    notes: _List
-
-
-class _Examples(TypedDict, total=False):
-    kind: str | None
-    classes: _List
-    confusion: list[list[_Count]] | None
-    samples: list[_Object] | None
-    worst: list[_Object] | None
-
-
-class _Steps(TypedDict):
-    step: _Count
-
-
-class _Epoch(_Steps, total=False):
-    epoch: _Count | None
-    scores: _Object | None
-    devices: list[_Object] | None
-
-
-def check_facts(facts: object, path: Path) -> None:
-    """Refuse a ``run.json`` of another shape than a run writes.
-
-    Raises:
-        DataError: a fact that is taken apart has the wrong type; the message names the file.
-    """
-    _check(facts, _Facts, path)
-
-
-def check_examples(examples: object, path: Path) -> None:
-    """Refuse an ``examples.json`` of another shape than a run writes.
-
-    Raises:
-        DataError: a part of it has the wrong type, or the confusion matrix another size than the
-            classes; the message names the file.
-    """
-    _check(examples, _Examples, path)
-    given: Any = examples
-    counts, classes = given.get("confusion") or [], given.get("classes") or []
-    sides = {len(counts), *map(len, counts), *({len(classes)} if counts and classes else ())}
-    if len(sides) > 1:
-        raise DataError(
-            f"{path}: expected a confusion matrix with a row and a column for each class, got "
-            f"lengths of {', '.join(map(str, sorted(sides)))}; run the training again"
-        )
-
-
-def is_line(record: object) -> bool:
-    """Whether a line of metrics has the shape that a run gives it."""
-    # Of other kinds too, which a later version may write: all have a step.
-    of_epoch = isinstance(record, dict) and record.get("kind") == "epoch"
-    try:
-        msgspec.convert(record, _Epoch if of_epoch else _Steps)
-    except _ERRORS:
-        return False
-    return True
-
-
-def _check(value: object, shape: Any, path: Path) -> None:
-    try:
-        msgspec.convert(value, shape)
-    except _ERRORS as error:
-        raise DataError(
-            f"{path}: expected what a run writes there: {error}; run the training again"
-        ) from error

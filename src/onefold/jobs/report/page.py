@@ -10,11 +10,11 @@ import os
 import struct
 from base64 import b64encode
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache, partial
-from html import escape
+from html import unescape
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -184,31 +184,30 @@ def device_times(run: ReportedRun) -> list[DeviceTime]:
     names: dict[int, str] = {}
     times: dict[int, dict[str, float]] = defaultdict(lambda: dict.fromkeys(ALL_PHASES, 0.0))
     for epoch in run.epochs:
-        for index, (name, training) in enumerate(epoch.devices):
+        for index, device in enumerate(epoch.devices):
             # A resumed run may have other devices: a number has the name that it had last.
-            names[index] = f"{index}: {name}"
-            for phase, time_s in _spent(epoch, training).items():
+            names[index] = f"{index}: {device.get('device', '')}"
+            for phase, time_s in _spent(epoch, device).items():
                 times[index][phase] += time_s
     # A device without any time would have no shares: they are divided by its sum.
     measured = {index: spent for index, spent in times.items() if sum(spent.values()) > 0}
-    shown = [phase for phase in ALL_PHASES if _is_shown(phase, measured.values())]
+    small = {index: _NEGLIGIBLE * sum(spent.values()) for index, spent in measured.items()}
+    shown = [
+        phase
+        for phase in ALL_PHASES
+        if phase in PHASES or any(measured[index][phase] > small[index] for index in measured)
+    ]
     return [
         DeviceTime(names[index], {phase: measured[index][phase] for phase in shown})
         for index in sorted(measured)
     ]
 
 
-def _spent(epoch: EpochLine, training: Times) -> Times:
-    spent = {phase: finite_or_zero(time_s) for phase, time_s in training.items()}
+def _spent(epoch: EpochLine, device: Mapping[str, Any]) -> Times:
+    spent = {phase: finite_or_zero(number(device.get(phase))) for phase in PHASES}
     # Clocks of phases and of the epoch are read apart, so the rest may come out below 0.
     other_s = max(0.0, finite_or_zero(epoch.train_s) - sum(spent.values()))
     return {**spent, "evaluation": finite_or_zero(epoch.evaluate_s), "other": other_s}
-
-
-def _is_shown(phase: str, devices: Iterable[Times]) -> bool:
-    return phase in PHASES or any(
-        times[phase] > _NEGLIGIBLE * sum(times.values()) for times in devices
-    )
 
 
 def compare_runs(runs: Sequence[Path], output: Path) -> Path:
@@ -276,9 +275,6 @@ def _differences(runs: Sequence[ReportedRun]) -> dict[str, list[str]]:
 _NOTHING_FROM_ELSEWHERE = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 """A policy by which the browser itself refuses what no page of ours holds: scripts, other hosts."""
 
-_QUOTES = {"&#34;": "&quot;", "&#39;": "&#x27;"}
-"""Spelling of quotes by jinja, and by Python's escape, with which `is_page` finds the policy."""
-
 
 def page(template: str, **values: object) -> str:
     """Make a page that needs no other file.
@@ -290,10 +286,7 @@ def page(template: str, **values: object) -> str:
     Raises:
         LaunchError: the page has a chart, and matplotlib is not installed.
     """
-    text = _environment().get_template(template).render(values)
-    for spelling, ours in _QUOTES.items():
-        text = text.replace(spelling, ours)
-    return text
+    return _environment().get_template(template).render(values)
 
 
 def is_page(head: bytes) -> bool:
@@ -304,8 +297,8 @@ def is_page(head: bytes) -> bool:
     (True, False)
     """
     # The policy marks a page as ours: hardly any other file has this one at its very beginning.
-    policy = escape(_NOTHING_FROM_ELSEWHERE).encode()
-    return head.startswith(b"<!doctype html>") and policy in head
+    text = unescape(head.decode(errors="replace"))
+    return text.startswith("<!doctype html>") and _NOTHING_FROM_ELSEWHERE in text
 
 
 @cache

@@ -22,7 +22,7 @@ shard begins with the state in which the device before has stopped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -34,7 +34,7 @@ from onefold.core.randomness import packed_generators, redo_generators
 from onefold.core.stages import ROOT
 from onefold.core.structure import put_tensors, tensors_of
 from onefold.errors import PipelineError
-from onefold.placement.parameters import StageParameters
+from onefold.placement.base import ResidentParameters
 from onefold.placement.pipeline.shapestages import ShapeStages, call_in_words, unlike
 from onefold.placement.pipeline.shapetensor import (
     LossProgress,
@@ -134,7 +134,7 @@ class StageBoundary:
         parameters: has the parameters of the device's stages there.
     """
 
-    def __init__(self, modules: StageModules, place: int, parameters: StageParameters) -> None:
+    def __init__(self, modules: StageModules, place: int, parameters: ResidentParameters) -> None:
         self._parameters = parameters
         self._modules = modules
         self._names = modules.stages.names
@@ -155,10 +155,9 @@ class StageBoundary:
             Passed: a stage of the next device is called.
             PipelineError: the model cannot be computed by a pipeline.
         """
-        model, progress = context.replica.module, context.progress
         with ExitStack() as put:
-            put.enter_context(self._parameters.on_the_way(progress))
-            put.enter_context(hooks_in_place(model, self._place_of, self._place, progress))
+            put.enter_context(self._parameters.on_the_way(context.progress))
+            self._put_hooks(context, put)
             if context.inputs is not None and not context.again:
                 put.enter_context(watch_differentiation(partial(self._refuse_grad, context)))
             for stage, module in enumerate(self._modules.modules, start=ROOT + 1):
@@ -172,6 +171,25 @@ class StageBoundary:
                 )
                 put.callback(handle.remove)
             yield
+
+    def _put_hooks(self, context: PipelineContext, put: ExitStack) -> None:
+        """Hide the backward hooks that are not this device's, and refuse those of no device."""
+        progress = context.progress
+        for name, part in context.replica.module.named_modules():
+            if not has_backward_hooks(part):
+                continue
+            places = {self._place_of[of] for of in part.modules() if of in self._place_of}
+            if len(places) > 1:
+                raise PipelineError(
+                    f"{progress.where}: {name or 'the model'} has a backward hook, and stages on "
+                    f"several devices of a pipeline, none of which sees both ends of it: expected "
+                    f"backward hooks on stages, or on parts of them. Use --placement shard"
+                )
+            if places and min(places) < self._place:
+                put.enter_context(hide_backward_hooks(part))
+            elif part not in self._place_of:
+                check = _refusing(name, progress)
+                put.callback(part.register_forward_pre_hook(check, with_kwargs=True).remove)
 
     def _before(self, stage: int, context: PipelineContext) -> Callable[..., Any]:
         """What is called in the place of a stage of an earlier device."""
@@ -457,43 +475,6 @@ def _entered(inputs: StageInputs, number: int) -> torch.Tensor:
     handle = torch.empty((), requires_grad=True)
     entered: torch.Tensor = _Entering.apply(handle, inputs, number)  # type: ignore[no-untyped-call]
     return entered
-
-
-@contextmanager
-def hooks_in_place(
-    model: torch.nn.Module,
-    place_of: Mapping[torch.nn.Module, int],
-    place: int,
-    progress: LossProgress,
-) -> Iterator[None]:
-    """Surround a loss, or a backward, of one shard on a device of a pipeline.
-
-    Args:
-        model: the whole.
-        place_of: the place in the pipeline of each module that is a part of a stage.
-        place: of the device.
-        progress: how far the device has come.
-
-    Raises:
-        PipelineError: a module has hooks that no device alone could call.
-    """
-    with ExitStack() as put:
-        for name, part in model.named_modules():
-            if not has_backward_hooks(part):
-                continue
-            places = {place_of[inner] for inner in part.modules() if inner in place_of}
-            if len(places) > 1:
-                raise PipelineError(
-                    f"{progress.where}: {name or 'the model'} has a backward hook, and stages on "
-                    f"several devices of a pipeline, none of which sees both ends of it: expected "
-                    f"backward hooks on stages, or on parts of them. Use --placement shard"
-                )
-            if places and min(places) < place:
-                put.enter_context(hide_backward_hooks(part))
-            elif part not in place_of:
-                check = _refusing(name, progress)
-                put.callback(part.register_forward_pre_hook(check, with_kwargs=True).remove)
-        yield
 
 
 def _refusing(name: str, progress: LossProgress) -> Callable[..., None]:

@@ -69,9 +69,7 @@ class Pipelined(Sharded):
         for replica, boundary in zip(context.replicas, self._boundaries, strict=True):
             exchange.table.clear_rows(replica.number, batch.plan.shards_of(replica.number))
             replica.begin(task)
-            workers.append(
-                PipelineWorker(replica, boundary, context.attached, batch, task, exchange)
-            )
+            workers.append(PipelineWorker(replica, boundary, context, batch, task))
         with self.parameters.in_pipeline(run_checks=task.run_checks):
             while busy := [worker for worker in workers if not worker.is_done]:
                 for worker in busy:

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -34,11 +33,11 @@ from onefold.placement.pipeline.shapetensor import (
     ShapeTensor,
     followed,
     in_common,
-    is_unsure,
-    shown,
+    on_meta,
     times_written,
 )
 from onefold.shard.stages import StageModules
+from onefold.system.compat import hidden_from_classes
 from onefold.system.words import message_of
 
 __all__ = ["ShapeStages", "are_left", "call_in_words", "marks_of", "unlike"]
@@ -91,10 +90,11 @@ class ShapeStages:
         if key is not None and is_alone and not any(map(progress.has_values, tensors_of(result))):
             if len(self._known) >= _MOST_KNOWN:
                 self._known.clear()  # shards of many sizes
-            unsure = [is_unsure(tensor) for tensor in tensors_of(result)]
-            empty = with_tensors(result, _emptied)
-            self._known[key] = _Known(empty, unsure, [*_held(module)])
-        return with_tensors(result, partial(_shape_of, progress))
+            devices = [tensor.device for tensor in tensors_of(result)]
+            self._known[key] = _Known(with_tensors(result, on_meta), devices, [*_held(module)])
+        return with_tensors(
+            result, lambda t: t if isinstance(t, ShapeTensor) else progress.stand_in(t)
+        )
 
     @contextmanager
     def _explained(self, stage: int, progress: LossProgress) -> Iterator[None]:
@@ -139,16 +139,17 @@ class _Known:
     """What a stage of another device gives when it is called in one way."""
 
     result: Any
-    unsure: Sequence[bool]
-    """Of which of its tensors the dtype is unsure."""
+    """With tensors on the meta device."""
+    devices: Sequence[torch.device]
+    """Where its tensors would be."""
     held: Sequence[object]
     """What the stage held afterwards."""
 
     def given(self, progress: LossProgress) -> Any:
         """The same anew, as the script may write to it in place."""
-        unsure = iter(self.unsure)
+        devices = iter(self.devices)
         return with_tensors(
-            self.result, lambda t: ShapeTensor.like(_emptied(t), progress, is_unsure=next(unsure))
+            self.result, lambda t: ShapeTensor.on(next(devices), on_meta(t), progress)
         )
 
     def fits(self, module: torch.nn.Module) -> bool:
@@ -187,8 +188,8 @@ def marks_of(value: object) -> list[tuple[object, int]]:
 def are_left(marks: Sequence[tuple[object, int]], value: object) -> bool:
     """Whether containers still hold what they did when `marks_of` was called, as it was."""
     now = marks_of(value)
-    alike = _alike([leaf for leaf, _ in marks], [leaf for leaf, _ in now])
-    return alike and [times for _, times in marks] == [times for _, times in now]
+    alike = (one is other and t == u for (one, t), (other, u) in zip(marks, now, strict=False))
+    return len(marks) == len(now) and all(alike)
 
 
 def _leaves(value: object) -> Iterator[object]:
@@ -201,12 +202,12 @@ def _leaves(value: object) -> Iterator[object]:
 
 def _form_of(stage: int, training: bool, device: str, args: Any, kwargs: Any) -> object:
     """What the form of a stage's result depends on; None if that cannot be said."""
-    forms = [
-        (form.shape, form.stride(), form.dtype, tensor.requires_grad, is_unsure(tensor))
-        for tensor in tensors_of((args, kwargs))
-        for form in [shown(tensor)]
-    ]
-    casts = torch.is_autocast_enabled(device)
+    with hidden_from_classes():
+        forms = [
+            (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
+            for tensor in tensors_of((args, kwargs))
+        ]
+    casts = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
     plain = with_tensors((args, kwargs), lambda _: _NO_VALUES)
     return (stage, training, casts, *forms, repr(plain)) if _is_plain(plain) else None
 
@@ -217,18 +218,6 @@ def _is_plain(value: object) -> bool:
         return True
     parts = parts_of(value)
     return parts is not None and all(_is_plain(part) for _, part in parts)
-
-
-def _emptied(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same form on the meta device."""
-    form = shown(tensor)
-    made = torch.empty_strided(form.shape, form.stride(), dtype=form.dtype, device="meta")
-    return made.requires_grad_(tensor.requires_grad)
-
-
-def _shape_of(progress: LossProgress, tensor: torch.Tensor) -> torch.Tensor:
-    """What a stage gives this time."""
-    return tensor if isinstance(tensor, ShapeTensor) else ShapeTensor.like(tensor, progress)
 
 
 _PLAIN = (bool, int, float, complex, str, bytes, np.generic, Enum, torch.dtype)

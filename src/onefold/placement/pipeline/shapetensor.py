@@ -6,43 +6,59 @@ alone, until the device comes to its first stage, where values arrive (see
 `onefold.placement.pipeline.boundary`). Whatever is made of something without values is without
 values as well, and what is made of the batch is not.
 
-Note: dtypes under autocast
----------------------------
-Autocast casts what is on a device, not what has a shape alone: a tensor without values has the
-dtype that would come without it, and is unsure of it if an operation that casts was among those it
-is made of.
+PyTorch's own fake tensors know the shape, strides, dtype and device of a result, under autocast as
+well. `ShapeTensor` is one that knows how far the loss has come.
+
+Note: no graph
+--------------
+Results want a gradient where they would, but come from nowhere: a graph would have what layers with
+checkpoints note of a stage, one time or another, as a stage is not computed whenever it is passed.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cache
+from typing import Any, SupportsIndex
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from onefold.core.structure import parts_of, tensors_of, with_parts, with_tensors
+from onefold.core.structure import tensors_of, with_tensors
 from onefold.errors import PipelineError
-from onefold.system.compat import address_of, version_of
+from onefold.system.compat import (
+    FakeTensor,
+    FakeTensorMode,
+    address_of,
+    hidden_from_classes,
+    hidden_from_modes,
+    version_of,
+)
 from onefold.system.words import message_of
 
 __all__ = [
+    "MOST_KEPT",
     "LossProgress",
     "ShapeTensor",
     "followed",
     "in_common",
-    "is_unsure",
-    "shown",
+    "on_meta",
     "times_written",
 ]
 
 
 _META = torch.device("meta")
-_DEVICE_OF: Any = torch.Tensor.device.__get__
-_MOVES = (torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda)
+MOST_KEPT = 20_000
+"""Operations of which PyTorch remembers the form of the result; one takes about 1 kB."""
+
+
+@cache
+def _mode() -> FakeTensorMode:
+    """What computes in shape alone; one for all, as tensors of several do not go together."""
+    # A kernel that must be run to know the shape would be run with other values.
+    return FakeTensorMode(allow_fallback_kernels=False)
 
 
 @dataclass(slots=True)
@@ -58,32 +74,31 @@ class LossProgress:
     """Whether something was computed in shape alone."""
     inside: str = ""
     """The stage that is computed in shape alone just now, if one is."""
-    is_told: bool = False
-    """Whether that stage was told a dtype that is unsure."""
 
     _stands: dict[int, _StandIn] = field(default_factory=dict)
     """For tensors with values that something without values is made of, by their id."""
+
+    def __post_init__(self) -> None:
+        # PyTorch would remember them for good, and shards come in many sizes.
+        if FakeTensorMode.cache_info().size > MOST_KEPT:
+            FakeTensorMode.cache_clear()
 
     def begin_again(self) -> None:
         """Begin backward, in which layers with checkpoints are computed once more."""
         self.arrived, self.is_shaped = "", False
 
-    def stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor on the meta device that is computed with in the place of one with values."""
+    def stand_in(self, tensor: torch.Tensor) -> ShapeTensor:
+        """What is computed with in the place of a tensor with values."""
         known = self._stands.get(id(tensor))
-        if known is not None and known.fits():
-            return known.meta
-        # Of inference tensors nobody knows whether they were written to.
-        with torch.inference_mode(mode=False):
-            meta = _on_meta(tensor)
-        self._stands[id(tensor)] = _StandIn(tensor, meta)
-        return meta
+        if known is None or not known.fits():
+            known = self._stands[id(tensor)] = _StandIn(tensor, on_meta(tensor))
+        return ShapeTensor.on(tensor.device, known.meta, self)
 
     def has_values(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor, or one that it is a view of, has values on this device as well."""
         if not isinstance(tensor, ShapeTensor):
             return True
-        return any(in_common([tensor.plain], [stand.meta for stand in self._stands.values()]))
+        return any(in_common([tensor], [stand.meta for stand in self._stands.values()]))
 
     def written(self) -> list[torch.Tensor]:
         """The tensors with values that were, since the last call, to be written to in place."""
@@ -110,30 +125,22 @@ class _StandIn:
         return form == (self.tensor.shape, self.tensor.requires_grad)
 
 
-class ShapeTensor(torch.Tensor):
-    """What a stage on another device would give: a tensor on the meta device that hides it."""
+class ShapeTensor(FakeTensor):
+    """What a stage on another device would give."""
 
     progress: LossProgress
-    plain: torch.Tensor
-    """The same on the meta device, for what is computed of it."""
-    is_unsure: bool = False
-    """Whether autocast may have given another dtype on the device that has the values."""
 
     @classmethod
-    def like(
-        cls, tensor: torch.Tensor, progress: LossProgress, *, is_unsure: bool = False
-    ) -> ShapeTensor:
-        """Make one that is shaped as this tensor, which may be on the meta device."""
-        if tensor.device != _META:
-            tensor = progress.stand_in(tensor)
-        made = tensor.as_subclass(cls)
-        made.progress, made.plain, made.is_unsure = progress, tensor, is_unsure
+    def on(cls, device: torch.device, meta: torch.Tensor, progress: LossProgress) -> ShapeTensor:
+        """Make one of a tensor on the meta device: a view of it that hides that."""
+        made = cls(_mode(), meta, device)
+        made.progress = progress
         return made
 
     @classmethod
     def apart(cls, tensor: torch.Tensor, progress: LossProgress) -> ShapeTensor:
-        """Make one that is shaped as this one and has no memory in common with it."""
-        return cls.like(_on_meta(tensor), progress)
+        """Make one that is shaped as this tensor and has no memory in common with it."""
+        return cls.on(tensor.device, on_meta(tensor), progress)
 
     @classmethod
     def __torch_function__(
@@ -145,20 +152,21 @@ class ShapeTensor(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         found = next(t for t in tensors_of((args, kwargs)) if isinstance(t, ShapeTensor))
-        progress = found.progress
-        if func == _DEVICE_OF:
-            return progress.device
-        name = getattr(func, "__name__", repr(func))
-        if tells_dtype(func, args, kwargs) and any(map(is_unsure, tensors_of((args, kwargs)))):
-            raise _unsure_dtype(progress)
+        progress, name = found.progress, _name_of(func)
         if name == "__set__":  # such as .requires_grad, or .grad
             return None
         if _writes(name) and not isinstance(args[0], ShapeTensor):
             raise _written_by_script(progress, name)
-        result = _run(func, args, kwargs, progress, name)
+        result = _run(func, args, kwargs, progress)
         if progress.written():
             raise _written_by_script(progress, name)
         return result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return memo.setdefault(id(self), self.clone())
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        raise _without_values(self.progress, "pickle", TypeError("there is nothing to write"))
 
 
 class _Following(TorchFunctionMode):
@@ -176,20 +184,15 @@ class _Following(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        name = getattr(func, "__name__", repr(func))
         # Attributes of tensors that have values are theirs.
-        if name in ("__get__", "__set__") and not isinstance(args[0], ShapeTensor):
+        is_attribute = _name_of(func) in ("__get__", "__set__")
+        if is_attribute and not isinstance(args[0], ShapeTensor):
             return func(*args, **kwargs)
         if next(tensors_of((args, kwargs)), None) is None:
             # What is made here may be filled with what is without values.
             made = func(*args, **kwargs)
             return with_tensors(made, lambda t: ShapeTensor.apart(t, self._progress))
-        if func == _DEVICE_OF:
-            return self._progress.device
-        self._progress.is_told |= tells_dtype(func, args, kwargs) and any(
-            map(is_unsure, tensors_of((args, kwargs)))
-        )
-        return _run(func, args, kwargs, self._progress, name)
+        return _run(func, args, kwargs, self._progress)
 
 
 @contextmanager
@@ -198,17 +201,7 @@ def followed(progress: LossProgress, stage: str) -> Iterator[None]:
     progress.inside = stage
     with _Following(progress):
         yield
-    progress.is_told, progress.inside = False, ""
-
-
-def shown(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor that may be asked for its form, whether it is without values or not."""
-    return tensor.plain if isinstance(tensor, ShapeTensor) else tensor
-
-
-def is_unsure(tensor: torch.Tensor) -> bool:
-    """Whether autocast may have given another dtype on the device that has the values."""
-    return isinstance(tensor, ShapeTensor) and tensor.is_unsure
+    progress.inside = ""
 
 
 def times_written(tensor: torch.Tensor) -> int:
@@ -225,8 +218,20 @@ def in_common(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -
 
 def _memory(tensor: torch.Tensor) -> int:
     storage = tensor.untyped_storage()
-    # On the meta device there are no addresses.
-    return storage.data_ptr() or address_of(storage)
+    # On the meta device there are no addresses, nor where there is nothing.
+    place = 0 if storage.device == _META else storage.data_ptr()
+    return place or address_of(storage)
+
+
+def on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same form on the meta device."""
+    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter, ShapeTensor)
+    # Of inference tensors nobody knows whether they were written to.
+    with hidden_from_modes(), torch.inference_mode(mode=False):
+        # A parameter that is elsewhere has no strides to ask for.
+        form = tensor if is_plain else torch.empty(tensor.shape, device=_META)
+        made = torch.empty_strided(tensor.shape, form.stride(), dtype=tensor.dtype, device=_META)
+        return made.requires_grad_(tensor.requires_grad)
 
 
 def _run(
@@ -234,32 +239,23 @@ def _run(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     progress: LossProgress,
-    name: str,
 ) -> Any:
-    places: dict[int, ShapeTensor] = {}
+    def without_values(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if isinstance(tensor, ShapeTensor) else progress.stand_in(tensor)
 
-    def emptied(tensor: torch.Tensor) -> torch.Tensor:
-        if not isinstance(tensor, ShapeTensor):
-            return progress.stand_in(tensor)
-        places[id(tensor.plain)] = tensor
-        return tensor.plain
-
-    if func in _MOVES:
-        # To another dtype, perhaps; the device is hidden in any case.
-        func, args, kwargs = _moved(args, kwargs)
-    given = _on_no_device(with_tensors(args, emptied))
-    named = _on_no_device(with_tensors(kwargs, emptied))
-    tracked = torch.is_grad_enabled() and name != "detach"
-    tracked &= any(tensor.requires_grad for tensor in tensors_of((given, named)))
-    try:
-        # No graph: it would have what layers with checkpoints note of a stage, one time or another.
-        with torch.no_grad():
+    given, named = with_tensors(args, without_values), with_tensors(kwargs, without_values)
+    name, tracked = _name_of(func), torch.is_grad_enabled()
+    with hidden_from_classes(), torch.no_grad(), _mode():
+        tracked &= name != "detach" and any(t.requires_grad for t in tensors_of((given, named)))
+        try:
             result = func(*given, **named)
-    except (RuntimeError, TypeError, NotImplementedError) as error:
-        raise _without_values(progress, name, error) from error
-    made = list(tensors_of(result))
-    forms = ((shown(tensor), is_unsure(tensor)) for tensor in tensors_of((args, kwargs)))
-    unsure = progress.is_told or gives_unsure(name, args, kwargs, forms, progress.device.type)
+        except (RuntimeError, TypeError, NotImplementedError, AssertionError) as error:
+            raise _without_values(progress, name, error) from error
+        made: list[Any] = list(tensors_of(result))
+        for tensor in made:
+            tensor.__class__, tensor.progress = ShapeTensor, progress
+            if tracked and (tensor.is_floating_point() or tensor.is_complex()):
+                tensor.requires_grad_()
     progress.is_shaped |= bool(made)
     if made and progress.arrived:
         raise PipelineError(
@@ -267,14 +263,12 @@ def _run(
             f"again after it, in {name}: a pipeline passes on what each stage is called with, and "
             f"nothing past it. Use --placement shard"
         )
+    return result
 
-    def shape_only(tensor: torch.Tensor) -> torch.Tensor:
-        if tracked and (tensor.is_floating_point() or tensor.is_complex()):
-            tensor.requires_grad_()
-        found = places.get(id(tensor))
-        return ShapeTensor.like(tensor, progress, is_unsure=unsure) if found is None else found
 
-    return with_tensors(result, shape_only) if made else result
+def _name_of(func: Callable[..., Any]) -> str:
+    # Of an operation of the dispatcher, it goes on with that of its overload.
+    return str(getattr(func, "__name__", repr(func))).partition(".")[0]
 
 
 def _without_values(progress: LossProgress, name: str, error: Exception) -> PipelineError:
@@ -292,31 +286,11 @@ def _without_values(progress: LossProgress, name: str, error: Exception) -> Pipe
     )
 
 
-def _unsure_dtype(progress: LossProgress) -> PipelineError:
-    return PipelineError(
-        f"{progress.where}: the script asks for the dtype of what a stage on another device gives, "
-        f"which autocast decides there: a pipeline does not know it before that has "
-        f"arrived. Name a dtype, ask inside of a stage, or use --placement shard"
-    )
-
-
 def _written_by_script(progress: LossProgress, name: str) -> PipelineError:
     return PipelineError(
         f"{progress.where}: the script writes what a stage on another device gives into a tensor "
         f"of its own ({name}): a pipeline cannot follow that. Use --placement shard"
     )
-
-
-def _moved(
-    args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]:
-    """What a move to another device and dtype comes to on the meta device."""
-    like = kwargs.get("tensor")
-    # Of a tensor to be like, the dtype is left.
-    given = (arg.dtype if isinstance(arg, torch.Tensor) else arg for arg in (*args[1:], like))
-    kept = [arg for arg in given if isinstance(arg, torch.dtype | torch.memory_format)]
-    named = {key: value for key, value in kwargs.items() if key not in ("device", "tensor")}
-    return torch.Tensor.to, (args[0], _META, *kept), named
 
 
 def _writes(name: str) -> bool:
@@ -325,84 +299,3 @@ def _writes(name: str) -> bool:
         or (name.endswith("_") and not name.endswith("__"))
         or (name.startswith("__i") and name not in ("__index__", "__int__", "__invert__"))
     )
-
-
-def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.device == _META:
-        return tensor
-    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
-        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=_META)
-    else:
-        # A parameter that is elsewhere has no strides to ask for.
-        made = torch.empty(tensor.shape, dtype=tensor.dtype, device=_META)
-    return made.requires_grad_(tensor.requires_grad)
-
-
-def _on_no_device(value: Any) -> Any:
-    """Put the meta device in the place of others."""
-    if isinstance(value, torch.device):
-        return _META
-    if isinstance(value, dict) and isinstance(value.get("device"), str | int):
-        value = {**value, "device": _META}
-    parts = parts_of(value)
-    if not parts or isinstance(value, torch.Size):
-        return value
-    return with_parts(value, [_on_no_device(part) for _, part in parts])
-
-
-_CASTING = re.compile(
-    "mm|mv|addr|matmul|conv|linear|attention|rnn|lstm|gru|cell|einsum|dot|inner|prelu|transformer"
-    "|linalg|matrix|cov|corr"
-)
-"""In the names of operations that autocast may do in a lower precision, on any kind of device."""
-
-_PROMOTING = re.compile(
-    "(__)?[ri]?(add|sub|mul|div|truediv|cat|concat|stack|hstack|vstack|where)_*"
-)
-"""Of operations that give the widest dtype of those of the tensors that they are given."""
-_WIDE = (torch.float32, torch.float64)
-
-_ATTRIBUTES: Sequence[Any] = (torch.Tensor.dtype, torch.Tensor.itemsize, torch.Tensor.nbytes)
-_ASKING: Sequence[Any] = (
-    *(attribute.__get__ for attribute in _ATTRIBUTES),
-    torch.Tensor.element_size,
-    torch.result_type,
-)
-_CASTS = ("float", "double", "half", "bfloat16")
-
-
-def tells_dtype(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether what a call gives to Python depends on the dtype of a tensor."""
-    if func == torch.Tensor.type:
-        return len(args) == 1 and not kwargs
-    if func == torch.Tensor.to:
-        return any(isinstance(value, torch.Tensor) for value in (*args[1:], *kwargs.values()))
-    return func in _ASKING
-
-
-def gives_unsure(
-    name: str,
-    args: Iterable[Any],
-    kwargs: Mapping[str, Any],
-    forms: Iterable[tuple[torch.Tensor, bool]],
-    device: str,
-) -> bool:
-    """Whether the dtype of what an operation makes is unsure.
-
-    Args:
-        name: the name of the operation.
-        args: what it is given by position.
-        kwargs: what it is given by name.
-        forms: the tensors in these, without values, and whether the dtype of each is unsure.
-        device: the kind of device for which it stands.
-    """
-    if name in _CASTS or any(isinstance(v, torch.dtype) for v in (*args, *kwargs.values())):
-        return False
-    if torch.is_autocast_enabled(device) and _CASTING.search(name):
-        return True
-    forms = list(forms)
-    if _PROMOTING.fullmatch(name) and any(
-        not is_unsure and form.dtype in _WIDE and form.dim() > 0 for form, is_unsure in forms
-    ):
-        return False
-    return any(is_unsure for _, is_unsure in forms)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,13 +15,13 @@ from onefold.core.gathering import Gathers, gathering
 from onefold.core.mean import Contribution
 from onefold.core.shard import pieces_of
 from onefold.core.stages import ROOT, Move, in_groups, moves
-from onefold.core.values import Gradients, ShardResult, ShardValues
+from onefold.core.values import Gradients, ShardResult, ShardValues, code_of
 from onefold.errors import PipelineError
-from onefold.exchange.exchange import Exchange
 from onefold.exchange.reduction import StageReduction
 from onefold.exchange.shardtable import ShardTable
 from onefold.exchange.stageexchange import GradientSend
 from onefold.exchange.transport import Message, PipelineChannel
+from onefold.placement.context import StepContext
 from onefold.placement.pipeline.boundary import (
     PipelineContext,
     StageBoundary,
@@ -33,14 +33,7 @@ from onefold.placement.pipeline.shapestages import are_left, marks_of
 from onefold.placement.pipeline.shapetensor import LossProgress, ShapeTensor
 from onefold.placement.pipeline.shardstate import ShardState
 from onefold.shard.replica import Replica
-from onefold.shard.task import (
-    PieceResult,
-    ShardPiece,
-    ShardTask,
-    backward,
-    code_of,
-    gatherer_of,
-)
+from onefold.shard.task import ShardPiece, ShardTask, with_next_piece
 
 __all__ = ["PipelineWorker"]
 
@@ -59,14 +52,6 @@ class _Underway:
     """That after the loss, on the last device."""
 
 
-@dataclass(slots=True)
-class _Left:
-    """What a piece of a shard leaves to the next one."""
-
-    state: ShardState
-    result: PieceResult
-
-
 @dataclass(frozen=True, slots=True)
 class _Back:
     """What the next device has sent back."""
@@ -74,7 +59,7 @@ class _Back:
     state: ShardState
     gradients: Sequence[torch.Tensor | None]
     """Of what it was sent."""
-    result: PieceResult
+    result: ShardResult
 
 
 class PipelineWorker:
@@ -83,26 +68,25 @@ class PipelineWorker:
     Args:
         replica: the model on the device.
         boundary: cuts the model for it.
-        attached: has the module compute on the device.
+        context: this process's part of the run.
         batch: the batch of the step.
         task: what all shards of the step have in common.
-        exchange: with all devices.
     """
 
     def __init__(
         self,
         replica: Replica,
         boundary: StageBoundary,
-        attached: Callable[[Replica], AbstractContextManager[object]],
+        context: StepContext,
         batch: ShardedBatch,
         task: ShardTask,
-        exchange: Exchange,
     ) -> None:
+        exchange = context.exchange
         assert exchange.channel is not None
         assert isinstance(exchange.reduction, StageReduction)
         self._replica = replica
         self._boundary = boundary
-        self._attached = attached
+        self._attached = context.attached
         self._batch = batch
         self._task = task
         self._channel: PipelineChannel = exchange.channel
@@ -118,7 +102,8 @@ class PipelineWorker:
         self._pieces = self._in_order()
         self._moves = deque(moves(self._place, self._devices, len(self._pieces)))
         self._underway: dict[int, _Underway] = {}
-        self._left: dict[int, _Left] = {}
+        self._left: dict[int, tuple[ShardState, ShardResult]] = {}
+        """What the last piece of a shard leaves to the next one, by the shard's number."""
 
     def _in_order(self) -> list[ShardPiece | None]:
         batch = self._batch
@@ -181,7 +166,7 @@ class PipelineWorker:
             begun = self._go_on(piece, context)
             payload = replica.on_device(piece, self._batch)
             marks = marks_of(payload)
-            gatherer = gatherer_of(piece, self._batch, task)
+            gatherer = task.gatherer_of(piece, self._batch)
             start = replica.watch.now()
             try:
                 with gathering(gatherer), self._boundary.followed(context):
@@ -224,7 +209,7 @@ class PipelineWorker:
         if not piece.start:
             return None
         inputs = context.inputs
-        begun = self._left[piece.shard].state if inputs is None else inputs.begun
+        begun = self._left[piece.shard][0] if inputs is None else inputs.begun
         assert begun is not None
         begun.put(self._replica, piece.shard)
         return begun
@@ -320,13 +305,13 @@ class PipelineWorker:
             values = ShardValues(tuple(head["lines"]), self._on(numbers))
         root = [self._here(tensor) for tensor in tensors]
         given = [bool(each) for each in head["given"]]
-        result = PieceResult(root, given, self._on(total), head["weight"], values)
+        result = ShardResult(root, self._on(total), head["weight"], values=values, given=given)
         return _Back(state, gradients, result)
 
     def _differentiate(self, underway: _Underway, back: _Back | None) -> None:
         if back is None:
             assert underway.part is not None
-            backward(underway.part, self._batch, self._task, ())
+            self._task.backward(underway.part, self._batch, ())
             return
         pairs = [
             (tensor, gradient)
@@ -336,7 +321,7 @@ class PipelineWorker:
         if pairs:
             torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
 
-    def _gather_up(self, piece: ShardPiece, underway: _Underway, back: _Back | None) -> PieceResult:
+    def _gather_up(self, piece: ShardPiece, underway: _Underway, back: _Back | None) -> ShardResult:
         """Hand over the gradients of own stages; return what the piece has given as far as here."""
         stages = self._reduction.stages
         given = [False] * len(stages.stage_of)
@@ -349,9 +334,12 @@ class PipelineWorker:
         if back is None:
             part = underway.part
             assert part is not None
-            return PieceResult(root, given, part.total(), code_of(part), underway.values)
+            return ShardResult(
+                root, part.total(), code_of(part), values=underway.values, given=given
+            )
         theirs = back.result
-        return theirs._replace(
+        return replace(
+            theirs,
             gradients=[
                 self._only(own, other, place, piece)
                 for place, (own, other) in enumerate(zip(root, theirs.gradients, strict=True))
@@ -395,7 +383,7 @@ class PipelineWorker:
                     stage_name = self._reduction.stages.names[stage]
                     raise PipelineError.outside_of_stage(name, stage_name, self._device)
 
-    def _end(self, piece: ShardPiece, result: PieceResult, context: PipelineContext) -> None:
+    def _end(self, piece: ShardPiece, result: ShardResult, context: PipelineContext) -> None:
         """Send back what the device before needs, or record what the shard has given."""
         state = ShardState.of(self._replica)
         inputs = context.inputs
@@ -408,19 +396,18 @@ class PipelineWorker:
             return
         self._reduction.give(GradientSend(piece.shard, ROOT, last, result.gradients))
         before = self._left.pop(piece.shard, None)
-        result = result._replace(gradients=[])
+        result = replace(result, gradients=[])
         if before is not None:
-            result = before.result.plus(result, self._task.step)
+            result = with_next_piece(before[1], result, self._task.step)
         if not last:
-            self._left[piece.shard] = _Left(state, result)
+            self._left[piece.shard] = state, result
             return
         buffers = self._replica.buffers.changed()
         left_out = self._batch.size_of(piece.shard) - piece.of
-        _, given, total, weight, values = result
-        ended = ShardResult([], total, weight, buffers, values, left_out, given)
+        ended = replace(result, buffers=buffers, left_out=left_out)
         self._table.record(self._device, piece.shard, ended)
 
-    def _send_back(self, inputs: StageInputs, result: PieceResult, state: ShardState) -> None:
+    def _send_back(self, inputs: StageInputs, result: ShardResult, state: ShardState) -> None:
         values = result.values
         head: Mapping[str, Any] = {
             "state": list(state.indices),

@@ -32,7 +32,7 @@ from onefold.run import membership
 from onefold.system.compilers import KernelSettings
 from onefold.system.hooks import ProcessHooks
 
-__all__ = ["Baton", "Fault", "Killed"]
+__all__ = ["Fault", "Killed", "Scheduler"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +103,7 @@ class Surroundings:
 
 
 @dataclass(slots=True)
-class Seat:
+class DeviceState:
     """One device."""
 
     turn: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
@@ -122,8 +122,8 @@ class Seat:
     gives_up: bool = False
 
 
-class Baton:
-    """Runs functions in threads, of which the one that has the baton goes on.
+class Scheduler:
+    """Runs functions in threads, of which one goes on at a time.
 
     Args:
         seed: the order of the devices is drawn from it.
@@ -139,7 +139,7 @@ class Baton:
                 raise ValueError(
                     f"expected a device below {devices} and a call from 1, got {fault}"
                 )
-        self.seats = [Seat() for _ in range(devices)]
+        self.states = [DeviceState() for _ in range(devices)]
         """One for each device."""
         self._faults, self._cut = faults, cut
         self._order = random.Random(seed)
@@ -153,7 +153,7 @@ class Baton:
         self._before = Surroundings(self._owned)
         threads = [
             threading.Thread(target=self._run_one, args=(live, number), name=f"device {number}")
-            for number in range(len(self.seats))
+            for number in range(len(self.states))
         ]
         for thread in threads:
             thread.start()
@@ -161,30 +161,30 @@ class Baton:
             self._give(self._next())
             self._all_over.acquire()
         finally:
-            for seat in self.seats:
+            for state in self.states:
                 # Only where this thread was interrupted is there a device that is not over.
-                seat.is_killed = True
-                seat.turn.release()
+                state.is_killed = True
+                state.turn.release()
             for thread in threads:
                 thread.join()
             self._before.put_back()
 
     def late(self) -> list[int]:
         """The devices that neither wait nor have ended."""
-        return [n for n, s in enumerate(self.seats) if s.ready is None and not s.is_over]
+        return [n for n, s in enumerate(self.states) if s.ready is None and not s.is_over]
 
     def begin_call(self, number: int) -> None:
         """Note that a device calls the transport: another one may go on first."""
-        seat = self.seats[number]
-        seat.calls += 1
+        state = self.states[number]
+        state.calls += 1
         for fault in self._faults:
-            if (fault.device, fault.call) == (number, seat.calls):
+            if (fault.device, fault.call) == (number, state.calls):
                 self._strike(number, fault)
         # Not each time: what a device takes along when it hands over is most of what that costs.
-        pauses = seat.is_late or seat.is_stopped or self._order.random() < _PAUSES
-        if pauses and not seat.is_killed:
+        pauses = state.is_late or state.is_stopped or self._order.random() < _PAUSES
+        if pauses and not state.is_killed:
             self._hand_over(number)
-        if seat.is_killed:
+        if state.is_killed:
             raise Killed
 
     def wait(self, number: int, ready: Callable[[], bool]) -> bool:
@@ -194,32 +194,32 @@ class Baton:
             number: of the device that waits.
             ready: says whether it is there, and changes nothing.
         """
-        seat = self.seats[number]
-        if seat.is_killed:
+        state = self.states[number]
+        if state.is_killed:
             raise Killed
         if ready():
             return True
-        seat.ready, seat.since = ready, self._handovers
+        state.ready, state.since = ready, self._handovers
         self._hand_over(number)
-        seat.ready = None
-        seat.gives_up, gave_up = False, seat.gives_up
+        state.ready = None
+        state.gives_up, gave_up = False, state.gives_up
         return not gave_up
 
     def _strike(self, number: int, fault: Fault) -> None:
-        seat = self.seats[number]
+        state = self.states[number]
         if fault.kind in ("kill", "cut"):
             self._cut(number)
-        seat.is_killed |= fault.kind == "kill"
-        seat.is_stopped |= fault.kind == "stop"
-        seat.is_late |= fault.kind == "delay"
+        state.is_killed |= fault.kind == "kill"
+        state.is_stopped |= fault.kind == "stop"
+        state.is_late |= fault.kind == "delay"
 
     def _run_one(self, live: Callable[[int], None], number: int) -> None:
-        seat = self.seats[number]
-        seat.turn.acquire()
-        if not seat.is_killed:
+        state = self.states[number]
+        state.turn.acquire()
+        if not state.is_killed:
             self._begin(number)
             live(number)
-        seat.is_over = True
+        state.is_over = True
         chosen = self._next()
         if chosen is None:
             self._all_over.release()
@@ -240,24 +240,24 @@ class Baton:
 
     def _hand_over(self, number: int) -> None:
         chosen = self._next()
-        seat = self.seats[number]
+        state = self.states[number]
         if chosen != number:
             own = Surroundings(self._owned)
             self._give(chosen)
-            seat.turn.acquire()
+            state.turn.acquire()
             own.put_back()
-        if seat.is_killed:
+        if state.is_killed:
             self._cut(number)
             raise Killed
 
     def _give(self, number: int | None) -> None:
         assert number is not None  # a device that hands over is not over itself
         self._handovers += 1
-        self.seats[number].turn.release()
+        self.states[number].turn.release()
 
     def _next(self) -> int | None:
         """Choose who goes on; None if all have ended."""
-        there = {n: s for n, s in enumerate(self.seats) if not s.is_over}
+        there = {n: s for n, s in enumerate(self.states) if not s.is_over}
         able = {n: s for n, s in there.items() if not s.is_stopped and (not s.ready or s.ready())}
         prompt = [n for n, s in able.items() if not s.is_late]
         if able:
@@ -266,11 +266,11 @@ class Baton:
             return chosen
         waiting = [n for n, s in there.items() if not s.is_stopped]
         if waiting:
-            chosen = min(waiting, key=lambda n: self.seats[n].since)
-            self.seats[chosen].gives_up = True
+            chosen = min(waiting, key=lambda n: self.states[n].since)
+            self.states[chosen].gives_up = True
             return chosen
         # Nobody is left but those that were stopped.
-        for number, seat in there.items():
-            seat.is_killed = True
+        for number, state in there.items():
+            state.is_killed = True
             return number
         return None
