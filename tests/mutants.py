@@ -232,10 +232,10 @@ MUTANTS: list[Mutant] = [
         "        self._follow_average(name)",
     ),
     Mutant(
-        "the optimizer's state stays behind when a piece moves",
-        "step/engine.py",
-        "        self.context.update.adopt_states(arriving)",
-        "        list(arriving)",
+        "the optimizer's state of a checkpoint is left out",
+        "update/optimizer.py",
+        "        self.adopt_states(states)\n        self._follow(seen)",
+        "        list(states)\n        self._follow(seen)",
     ),
     Mutant(
         "the first stage of a model on a disk is not updated",

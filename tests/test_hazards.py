@@ -39,7 +39,6 @@ WRITES_OR_REMOVES = """
     checkpoint/aside.py os.open: the lock, for its owner alone, through no link; and a folder
     checkpoint/aside.py os.rename: of a checkpoint of ours, to and from a name beside it
     checkpoint/aside.py shutil.rmtree: leftovers of this user, with parts of a checkpoint alone
-    checkpoint/folder.py open: a new file in a folder that was just made, to try the directory
     checkpoint/folder.py os.rename: folders of this name and form, whose record says they are ours
     checkpoint/folder.py path.open: a new file in the folder that is being written
     checkpoint/folder.py shutil.rmtree: what was put aside under a name that we have drawn
@@ -48,8 +47,6 @@ WRITES_OR_REMOVES = """
     jobs/data/fetch.py open: a temporary file of pooch in the cache
     jobs/digits.py figure.savefig: into a file that is put aside first
     jobs/report/curves.py figure.savefig: into memory
-    jobs/runfolder.py os.fdopen: appends to the metrics, through no link
-    jobs/runfolder.py os.open: the same
     jobs/runfolder.py tempfile.TemporaryFile: without a name, to try the folder
     run/launch.py tempfile.TemporaryFile: without a name
     system/allocator.py os.ftruncate: memory without a name
@@ -76,7 +73,7 @@ WRITES_OR_REMOVES = """
     system/ownfiles.py shutil.rmtree: the private folder, while it is still the one that was made;
         or one of this user's, by its mark that of a process of this host whose lock is gone
     system/ownfiles.py tempfile.mkdtemp: for this user alone
-    system/record.py os.fdopen: appends to a trace that was found to be one
+    system/record.py os.fdopen: appends to a trace or to metrics, through no link
     system/tensorfile.py open: a new file in the folder that is being written
 """
 
@@ -105,12 +102,9 @@ WAITS = """
     verifying/__init__.py signature.bind: of arguments, not of a socket
     checkpoint/background.py background.wait: for a file that is being written by this process
     checkpoint/background.py self._thread.join: the same; done_within has a limit
-    checkpoint/background.py self.wait: the same
     checkpoint/resume.py self._writing.wait: the same
-    step/engine.py self.context.exchange.bind: no socket: follows an assignment
-    step/engine.py self.context.update.bind: no socket: follows an assignment
+    checkpoint/saving.py job.wait: the same
     shard/gather.py self._thread.join: it ends at its next stop, for this process computes it
-    update/optimizer.py self.bind: no socket: follows an assignment
     exchange/collective.py self._store.wait: for seconds
     exchange/collective.py work.wait: for the limit of the run; cut when a peer has failed
     exchange/connections.py self._end.wait: the pause of a thread that looks at peers
@@ -120,23 +114,21 @@ WAITS = """
     exchange/mailbox.py listener.bind: an abstract name that was drawn at random
     exchange/mailbox.py listener.listen: for processes of the same user
     exchange/mailbox.py time.sleep: in a loop with a limit
-    exchange/exchange.py self.bind: no socket: follows an assignment
-    exchange/exchange.py self.memory.bind: no socket: follows an assignment
-    exchange/exchange.py self.reduction.bind: no socket: follows an assignment
-    exchange/private.py super().bind: no socket: follows an assignment
-    exchange/stageexchange.py super().bind: no socket: follows an assignment
+    exchange/exchange.py self.reduction.bind: no socket: learns the assignment
+    exchange/exchange.py memory.bind: the same
+    exchange/private.py super().bind: no socket: learns the assignment
+    exchange/stageexchange.py super().bind: no socket: learns the assignment
     exchange/group.py store.wait: a farewell, for seconds
     exchange/group.py time.sleep: in a loop with a limit
     exchange/group.py time.sleep: in a loop with a limit
     exchange/connections.py time.sleep: in a loop with a limit
     system/folderlock.py time.sleep: in a loop with a limit
     exchange/sealing.py self._store.wait: as the caller says, and else for the limit of the store
-    exchange/reduction.py self.exchange.bind: no socket: follows an assignment
+    exchange/reduction.py self.exchange.bind: no socket: learns the assignment
     exchange/mailbox.py poller.poll: for part of the limit
     data_order/workers.py time.sleep: until the batch before is taken, for which there is a limit
     run/workers.py poller.poll: for part of a limit, or as long as the workers run, signals noticed
     run/workers.py self._process.wait: for what the kernel has said to have ended
-    run/session.py self.engine.bind: no socket: follows an assignment
     testing/scheduler.py thread.join: each device ends, or is made to
     testing/network.py scheduler.wait: for devices of this process; ends where none can go on
     testing/network.py self._network.scheduler.wait: the same

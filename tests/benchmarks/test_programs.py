@@ -57,7 +57,7 @@ def exchange(results: Results) -> None:
 def large_models(results: Results) -> None:
     """Two sides train the same model."""
     ours, ddp = results
-    assert (ours["side"], ddp["side"]) == ("onefold-all-shared", "ddp")
+    assert (ours["side"], ddp["side"]) == ("onefold-replicate-shared", "ddp")
     assert ours["loss"] == pytest.approx(ddp["loss"], rel=1e-5)
     assert all(one["kept_bytes"]["Pss"] > 0 and one["cpu_s"] > 0 for one in results)
 
@@ -125,7 +125,7 @@ PROGRAMS: dict[Callable[[Results], None], str] = {
     checkpoint: "--workload mlp --devices 2 1 --every 2 --rounds 2 --directory FOLDER",
     compiling: "--workload mlp --seconds 0.2 --start mlp",
     exchange: "--repeats 1",
-    large_models: f"{SMALL} --steps 2 --sides onefold-all-shared,ddp",
+    large_models: f"{SMALL} --steps 2 --sides onefold-replicate-shared,ddp",
     overhead: "--workload mlp --seconds 0.05",
     scaling: "--devices 2 3 --parameters 200000 --steps 2",
     network: "--network --mbit 100 --parameters 1000000 --steps 2",

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from typer.main import get_command
 
-from onefold.cli.main import _command, app, come_too_late
+from onefold.cli.main import app, come_too_late, command_of
 from tests.tables import for_each
 
 OWN = {"-m", "--devices", "--timeout", "--placement"}
@@ -32,7 +32,7 @@ def test_the_commands_own_end_with_the_script(given: str, taken: str) -> None:
     command: Any = get_command(app)
     words = [__file__ if word == "{script}" else word for word in given.split()]
     context = command.commands["run"].make_context("run", words)
-    found = _command(context.params["script"], context.params["module"], context.args)
+    found = command_of(context.params["script"], context.params["module"], context.args)
     assert found == [__file__ if word == "{script}" else word for word in taken.split()]
 
 

@@ -103,11 +103,16 @@ def add(
     return [b if a is None else a if b is None else a + b for a, b in zip(left, right, strict=True)]
 
 
-def assignment(sizes: Storage, plan: Plan | None = None) -> Assignment:
-    plan = plan or Plan.even(shards=SHARDS, devices=sizes.devices)
-    return Assignment.first(
-        [CPU] * sizes.devices, plan=plan, pieces=sizes.pieces, stages=sizes.stages
-    )
+def assignment(sizes: Storage) -> Assignment:
+    """In stages as a run begins; else with nearly all for the first device, and none for others."""
+    plan = Plan.even(shards=SHARDS, devices=sizes.devices)
+    devices = (CPU,) * sizes.devices
+    if sizes.stages is not None:
+        return Assignment.first(devices, plan=plan, pieces=sizes.pieces, stages=sizes.stages)
+    pieces = len(sizes.pieces)
+    cuts = [0, *([pieces - 2] * (sizes.devices - 1)), pieces]
+    partitions = tuple(range(start, stop) for start, stop in pairwise(cuts))
+    return Assignment(devices=devices, plan=plan, partitions=partitions)
 
 
 def check_step(
@@ -191,15 +196,6 @@ def give_stages(fold_of_stages: StageReduction, own: range, step: int, plan: Pla
         fold_of_stages.end_round()
 
 
-def uneven_spans(first: Assignment, turn: int) -> list[range]:
-    """Other partitions for the same devices: nearly all for one of them, nothing for another."""
-    devices = len(first.devices)
-    cuts = [0, *([first.pieces - 2] * (devices - 1)), first.pieces]
-    if turn % 4 == 1:
-        cuts = [first.pieces - cut for cut in reversed(cuts)]
-    return [range(start, stop) for start, stop in pairwise(cuts)]
-
-
 def check_exchange(exchange: Exchange, sizes: Storage, begun: Start, own: range) -> None:
     devices = sizes.devices
     for device in own:
@@ -216,12 +212,10 @@ def check_exchange(exchange: Exchange, sizes: Storage, begun: Start, own: range)
     for view in begun.buffers.views:
         assert view.tolist() == [0] * 3, "the lead's buffers become everybody's"
     assert bool((begun.trained[0] == own[0] + 1).all()), "those of the script are left alone"
-    first = assignment(sizes)
+    now = assignment(sizes)
     for step, plan in enumerate(uneven_plans(devices), start=1):
         if isinstance(exchange.reduction, StageReduction):
             plan = replace(plan, in_rounds=True)
-        now = first.next(partitions=uneven_spans(first, step)) if step % 2 else first
-        exchange.bind(now)
         check_step(exchange, sizes, own, step, plan, now)
         odd = [step / 3, -0.0, torch.nan, torch.inf, 5e-324]
         rows = [torch.tensor([d, 9.0, *odd], dtype=torch.float64)[::2] for d in range(devices)]

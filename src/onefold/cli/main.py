@@ -136,7 +136,7 @@ def run(
     SIGUSR1 and SIGUSR2, by which schedulers give notice, have it save itself as well.
     """
     # All that is wrong with the command is refused here, before any process is started.
-    command = _command(script, module, context.args)
+    command = command_of(script, module, context.args)
     if trace is not None and not trace.absolute().parent.is_dir():
         raise LaunchError(f"--trace {trace}: there is no folder {trace.absolute().parent}")
     if profile is not None:
@@ -215,7 +215,7 @@ def verify(
     """
     from onefold.cli.verify import verify_script
 
-    command = _command(script, module, context.args)
+    command = command_of(script, module, context.args)
     options = RunOptions(
         home=_folder(home, placement),
         exchange=exchange,  # type: ignore[arg-type]  # RunOptions checks it
@@ -242,7 +242,7 @@ def plan(
     """
     from onefold.cli.plan import plan_script
 
-    command = _command(script, module, context.args)
+    command = command_of(script, module, context.args)
     options = RunOptions(placement="offload", home=_folder(home, "offload"))
     raise typer.Exit(plan_script(command, devices, options=options))
 
@@ -424,7 +424,7 @@ def _every(text: str) -> tuple[int, float]:
     return steps, seconds
 
 
-def _command(script: str | None, module: bool, rest: list[str]) -> list[str]:
+def command_of(script: str | None, module: bool, rest: list[str]) -> list[str]:
     """Return what a worker has to run; a script must exist.
 
     Raises:

@@ -1,13 +1,8 @@
-"""The devices that take part in a run, from one step to another: a value that never changes.
+"""The devices that take part in a run: values that never change.
 
-`Devices` says which devices there are, and which of them this process drives.
-
-Note: the next assignment
----------------------
-A plan that follows measured speed, a device that dies, one that joins, one more host: each of these
-is a new assignment. Whatever depends on who takes part (the exchange, the optimizer on its
-partitions, loaders, checkpoints) is bound to an assignment, and between two steps it is bound to
-the next one. Nothing ever reads half of an old assignment and half of a new one.
+`Devices` says which devices there are, and which of them this process drives; `Assignment`, who
+runs which shards and who updates what. The script may choose another plan between two steps, which
+makes another assignment: nothing ever reads half of an old one and half of a new one.
 """
 
 from __future__ import annotations
@@ -62,26 +57,9 @@ class Assignment:
             partitions=cut_partitions(pieces, len(devices), stages),
         )
 
-    def next(
-        self, *, plan: Plan | None = None, partitions: Sequence[Sequence[int]] | None = None
-    ) -> Assignment:
-        """Make the assignment that follows this one, with the same devices and pieces."""
-        return replace(
-            self,
-            plan=replace(plan or self.plan, in_rounds=self.plan.in_rounds),
-            partitions=self.partitions if partitions is None else tuple(partitions),
-        )
-
-    @property
-    def pieces(self) -> int:
-        """Number of pieces in all partitions."""
-        return sum(map(len, self.partitions))
-
-    def owner_of(self, piece: int) -> int:
-        """The device that updates a piece."""
-        return next(
-            device for device, partition in enumerate(self.partitions) if piece in partition
-        )
+    def with_plan(self, plan: Plan) -> Assignment:
+        """The same devices and partitions, with another plan."""
+        return replace(self, plan=replace(plan, in_rounds=self.plan.in_rounds))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -66,12 +66,8 @@ class Exchange:
         """Adds up gradients: whole partial sums that are published, or stage by stage."""
         self.channel = channel
         """Between the devices of a pipeline; None if each computes whole shards."""
-        self.bind(assignment)
-
-    def bind(self, assignment: Assignment) -> None:
-        """Adopt an assignment: who owns which partition. Called between steps, on all devices."""
         self.reduction.bind(assignment)
-        self.memory.bind(assignment)
+        memory.bind(assignment)
 
     def agree(self, step: int, message: bytes) -> Sequence[bytes]:
         """Wait until every process has begun the same call.

@@ -410,7 +410,7 @@ class Memory(ABC):
 
     @abstractmethod
     def bind(self, assignment: Assignment) -> None:
-        """Adopt an assignment: who owns which partition. Called between steps, and at first."""
+        """Learn who owns which partition; called once, before the first step."""
 
     @abstractmethod
     def publish(self, device: int, slot: int, gradients: Sequence[torch.Tensor | None]) -> None:

@@ -120,8 +120,6 @@ class PrivateMemory(Memory):
         self._partition = partitions[self._rank]
         self._summed = [cut_chunks(storage.gradients, partition) for partition in partitions]
         self._updated = [cut_chunks(storage.parameters, partition) for partition in partitions]
-        # Sized for the old partition: made anew when the first partial sum comes.
-        self._received = {}
 
     def broadcast_from_lead(self, buffers: FlatTensors) -> None:
         flats = [self.trained[self._rank], self.other[self._rank], buffers]

@@ -67,7 +67,7 @@ class Reduction(ABC):
 
     @abstractmethod
     def bind(self, assignment: Assignment) -> None:
-        """Adopt an assignment: who owns what."""
+        """Learn who owns which partition; called once, before the first step."""
 
     @abstractmethod
     def collect(self, plan: Plan) -> None:

@@ -178,8 +178,8 @@ class Session:
         Raises:
             TypeError, ValueError: the counts are no plan for this run.
         """
-        assignment = self.engine.assignment
-        self.engine.bind(assignment.next(plan=plan_of(self.devices, self.settings.shards, counts)))
+        plan = plan_of(self.devices, self.settings.shards, counts)
+        self.engine.assignment = self.engine.assignment.with_plan(plan)
 
     def loader(self, dataset: Any, collate: Collate | None, **choices: Any) -> Loader:
         """Make a loader for `evaluate` and `predict`; see `Loader` for ``choices``."""

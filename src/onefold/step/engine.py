@@ -45,7 +45,6 @@ from onefold.step.rules import GradientRules
 from onefold.update.clipping import allow_clipping
 from onefold.update.optimizer import PartitionedOptimizer
 from onefold.update.optimizers import Optimizers
-from onefold.update.state import PieceState, pack, packed, unpack
 from onefold.watch.timing import Span
 
 __all__ = ["Engine", "StepResult"]
@@ -74,7 +73,7 @@ class Engine:
     ) -> None:
         self.context, self.placement = context, placement
         self.assignment = assignment
-        """Who takes part; `bind` sets it."""
+        """Who takes part; between two steps another plan may take the place of its own."""
         self.losses = losses
         """The user's loss functions, by name."""
         self._frozen, settings, update = frozen, context.settings, context.update
@@ -114,22 +113,6 @@ class Engine:
     def end_step(self) -> None:
         """Note that all of the last step is done, its place in the data included."""
         self._updating = False
-
-    def bind(self, assignment: Assignment) -> None:
-        """Adopt the next assignment; called on all devices, between two steps.
-
-        The optimizer's state of the pieces that change owners travels through the lead's process,
-        which holds it for a moment. No checkpoint may be in writing: it reads the room that the
-        state is packed into.
-        """
-        before, self.assignment = self.assignment, assignment
-        if assignment.partitions == before.partitions:
-            return
-        arriving = states_to_receive(before, assignment, self.context)
-        # Now that all states have been packed and handed out, those that leave may be dropped.
-        self.context.update.bind(assignment)
-        self.context.update.adopt_states(arriving)
-        self.context.exchange.bind(assignment)
 
     def step(
         self, batch: ShardedBatch, number: int, *, name: str = "", asked_to_stop: bool = False
@@ -473,30 +456,6 @@ class Engine:
                 f"the gradient of step {task.step} is not finite (to name the shard takes room for "
                 f"all parameters on the device, which there is not)"
             )
-
-
-def states_to_receive(
-    before: Assignment, after: Assignment, context: StepContext
-) -> Iterator[PieceState]:
-    """Return the states of the pieces that come to this process; called on all devices.
-
-    They travel through the lead's process, which holds them for a moment.
-
-    Args:
-        before: who owns what now.
-        after: who is to own it.
-        context: this process's part of the run, with the optimizer as it is now.
-    """
-    moving = {n for n in range(before.pieces) if before.owner_of(n) != after.owner_of(n)}
-    transport, allocator = context.exchange.transport, context.exchange.memory.allocator
-    pack([s for s in context.update.states(moving=True) if s.piece in moving], transport.buffer)
-    brought = [state for memory in transport.gather_to_lead() for state in unpack(memory)]
-
-    def make(device: int) -> torch.Tensor:
-        devices = {device} if context.with_others else set(range(context.devices))
-        return packed([s for s in brought if after.owner_of(s.piece) in devices], allocator)
-
-    return unpack(transport.scatter_from_lead(make if context.leads else None))
 
 
 def write_gradient(context: StepContext) -> None:

@@ -78,11 +78,6 @@ class PartitionedOptimizer:
         self.optimizer = optimizer
         self._allocator = allocator
         self.storage = storage
-        self.owned: list[OwnedPiece] = []
-        """This process's pieces."""
-        self.gradients: list[torch.Tensor | None] = []
-        """The gradient of each of these pieces, from `take` to the end of `step`: shaped as the
-        piece, in the dtype in which gradients are added up; None where no shard gave one."""
         self._device = next(iter(memory.values())).device
         self._staging = (DeviceStaging if allocator.apart else Staging)(self._device, allocator)
         self.averages = Averages(allocator, self._staging)
@@ -110,7 +105,23 @@ class PartitionedOptimizer:
         self._stepping: bool | None = False
         """Whether this runs the optimizer just now; None once nobody may."""
         # First the pieces, then the state that is cut as they are.
-        self.bind(assignment)
+        self.owned = [self._own_piece(d, n) for d in memory for n in assignment.partitions[d]]
+        """This process's pieces."""
+        self.gradients: list[torch.Tensor | None] = [None] * len(self.owned)
+        """The gradient of each of these pieces, from `take` to the end of `step`: shaped as the
+        piece, in the dtype in which gradients are added up; None where no shard gave one."""
+        self._by_number = {item.number: item for item in self.owned}
+        self._apart = [(item, item.home) for item in self.owned if item.home is not None]
+        self.norms = PieceNorms(storage, memory, assignment.partitions)
+        self._entries = [item.piece.entry for item in self.owned]
+        self._whole = self._part(range(len(self.owned)))
+        self._parts = [self._whole]
+        # Where all has room, one call of the optimizer is quicker than several.
+        if storage.stages and allocator.on_disk and self.owned:
+            of_stage: dict[int, list[int]] = defaultdict(list)
+            for place, entry in enumerate(self._entries):
+                of_stage[storage.stages.stage_of[entry]].append(place)
+            self._parts = [self._part(places) for places in of_stage.values()]
         whole = dict(self.state)
         self._forget()
         self._divide_state(whole)
@@ -120,35 +131,6 @@ class PartitionedOptimizer:
         # Weakly, or the optimizer, which a script may keep, would keep the run's memory with it.
         this = weakref.ref(self)
         refuse_own_steps(self._each, lambda: None if (it := this()) is None else it._stepping)
-
-    def bind(self, assignment: Assignment) -> None:
-        """Own the pieces that an assignment gives this process; drop the state of all others.
-
-        The state of pieces that arrive comes separately, through `adopt_states`.
-        """
-        before = {(item.device, item.number): item for item in self.owned}
-        places = [(d, number) for d in self._memory for number in assignment.partitions[d]]
-        # Pieces that stay keep their tensor objects, and with these their state.
-        self.owned = [
-            before.pop(place) if place in before else self._own_piece(*place) for place in places
-        ]
-        self._by_number = {item.number: item for item in self.owned}
-        self._apart = [(item, item.home) for item in self.owned if item.home is not None]
-        for item in before.values():
-            self.state.pop(item.values, None)
-            self._staging.forget(item.values)
-        self.norms = PieceNorms(self.storage, self._memory, assignment.partitions)
-        self.averages.keep({item.number for item in self.owned})
-        self.gradients = [None] * len(self.owned)
-        self._entries = [item.piece.entry for item in self.owned]
-        self._whole = self._part(range(len(self.owned)))
-        self._parts = [self._whole]
-        # Where all has room, one call of the optimizer is quicker than several.
-        if self.storage.stages and self._allocator.on_disk and self.owned:
-            of_stage: dict[int, list[int]] = defaultdict(list)
-            for place, entry in enumerate(self._entries):
-                of_stage[self.storage.stages.stage_of[entry]].append(place)
-            self._parts = [self._part(places) for places in of_stage.values()]
 
     def _part(self, places: Sequence[int]) -> Part:
         """Divide some of this process's pieces among the optimizer's groups."""

@@ -62,9 +62,6 @@ class Staging:
         """
         change(tensors, by)
 
-    def forget(self, values: torch.Tensor) -> None:
-        """Forget a piece, which another process owns now."""
-
     def updating(
         self,
         optimizer: torch.optim.Optimizer,
@@ -100,9 +97,6 @@ class DeviceStaging(Staging):
             there = tensor.to(self._device, copy=True)
             change([there], [each.to(self._device) for each in by[place : place + 1]])
             tensor.copy_(there)
-
-    def forget(self, values: torch.Tensor) -> None:
-        self._came.pop(values, None)
 
     @contextmanager
     def updating(
