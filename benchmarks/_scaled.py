@@ -83,8 +83,8 @@ class Traffic:
     def watch(self) -> None:
         """Count from here on, for good."""
         _before(PrivateMemory, "collect", functools.partial(self._enter, "collect"))
-        _before(PrivateMemory, "publish_parameters", functools.partial(self._enter, "spread"))
-        _before(Exchange, "agree", functools.partial(self._enter, "board"))
+        _before(PrivateMemory, "publish_parameters", functools.partial(self._enter, "publish"))
+        _before(Exchange, "agree", functools.partial(self._enter, "table"))
         _before(GroupTransport, "move", self._count_sends)
         _before(dist, "all_gather", self._count_gather)
         _before(HostMemory, "publish", functools.partial(self._enter, "written"))
@@ -101,23 +101,23 @@ class Traffic:
             if operation.sends and operation.part.numel():
                 # Trained parameters go in chunks; rows and totals as they are.
                 trained = operation.chunk is not None
-                self.amounts[self._phase if trained else "board"] += operation.part.nbytes
+                self.amounts[self._phase if trained else "table"] += operation.part.nbytes
                 self.amounts["messages"] += 1
 
     def _count_gather(self, parts: Sequence[torch.Tensor], own: torch.Tensor, **_: object) -> None:
-        head = self._phase == "board"
-        self.amounts["board" if head else "buffers"] += own.nbytes * (len(parts) - 1)
+        head = self._phase == "table"
+        self.amounts["table" if head else "buffers"] += own.nbytes * (len(parts) - 1)
         self.amounts["messages"] += len(parts) - 1
 
     def _count_copied(self, targets: Sequence[torch.Tensor], *_: object) -> None:
         if self._phase == "written":
             self.amounts["written"] += sum(target.nbytes for target in targets)
 
-    def _count_added(self, span: PartitionFold, plan: Any, memory: Any, **__: Any) -> None:
+    def _count_added(self, fold: PartitionFold, plan: Any, memory: Any, **__: Any) -> None:
         published = published_by(plan).values()
         # A single partial sum is the total, and added to nothing.
         for place in published if len(published) > 1 else ():
-            self.amounts["added"] += sum(memory(place).chunk(c).nbytes for c in span.chunks)
+            self.amounts["added"] += sum(memory(place).chunk(c).nbytes for c in fold.chunks)
 
     def _count_frame(self, _mailbox: object, _peer: object, frame: bytes) -> None:
         self.amounts["frames"] += len(frame)
