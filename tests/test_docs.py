@@ -1,7 +1,5 @@
 """What documents, guides and docstrings show is run as it stands there; what they name exists."""
 
-from __future__ import annotations
-
 import ast
 import copy
 import doctest

@@ -1,7 +1,5 @@
 """The model of the exchange (docs/scaling.md) beside the exchange's own code."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Every benchmark, as a program on the smallest input: its record, and what must hold of it."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

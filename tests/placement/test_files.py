@@ -1,7 +1,5 @@
 """Checkpoints of devices that keep partitions: the same files, and never all at once."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

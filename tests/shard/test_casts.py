@@ -1,7 +1,5 @@
 """What is known of a dtype where autocast may cast."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ Every run ends within its limit: with the result, to the last bit, or with one c
 of others is touched, and nothing stays behind. What was saved goes on to the very same result.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import re

@@ -1,7 +1,5 @@
 """A run whose assignment changes between two steps: other partitions, the same bits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
