@@ -85,8 +85,8 @@ class Traffic:
         """Count from here on, for good."""
         _before(PrivateMemory, "collect", functools.partial(self._enter, "collect"))
         _before(PrivateMemory, "_bring_buffers", functools.partial(self._enter, "buffers"))
-        _before(PrivateMemory, "publish_parameters", functools.partial(self._enter, "spread"))
-        _before(Exchange, "agree", functools.partial(self._enter, "board"))
+        _before(PrivateMemory, "publish_parameters", functools.partial(self._enter, "publish"))
+        _before(Exchange, "agree", functools.partial(self._enter, "table"))
         _before(GroupTransport, "move", self._count_sends)
         _before(dist, "all_gather", self._count_gather)
         _before(HostMemory, "publish", functools.partial(self._enter, "written"))
@@ -102,12 +102,12 @@ class Traffic:
         for operation in operations:
             if operation.sends and operation.part.numel():
                 # Trained parameters go in chunks; rows and totals as they are.
-                is_board = operation.chunk is None and self._phase != "buffers"
-                self.amounts["board" if is_board else self._phase] += operation.part.nbytes
+                in_table = operation.chunk is None and self._phase != "buffers"
+                self.amounts["table" if in_table else self._phase] += operation.part.nbytes
                 self.amounts["messages"] += 1
 
     def _count_gather(self, parts: Sequence[torch.Tensor], own: torch.Tensor, **_: object) -> None:
-        self.amounts["board"] += own.nbytes * (len(parts) - 1)
+        self.amounts["table"] += own.nbytes * (len(parts) - 1)
         self.amounts["messages"] += len(parts) - 1
 
     def _count_copied(self, targets: Sequence[torch.Tensor], *_: object) -> None:

@@ -3,10 +3,10 @@
     python benchmarks/exchange.py [--repeats 7] [--output FILE]
 
 An exchange is done when both processes have published their gradients, the sum is formed, and
-everyone may read what came of it. For onefold that is `collect` and `spread` with no update in
-between; `publish` is measured with them and without, for copying gradients into the shared memory
-is a part of a step, while DistributedDataParallel has its gradients where gloo takes them. For
-gloo it is `all_reduce`. Each process has one thread.
+everyone may read what came of it. For onefold that is `collect` and `publish_parameters`, with no
+update between; `publish` is measured with them and without, for copying gradients into the shared
+memory is a part of a step, while DistributedDataParallel has its gradients where gloo takes them.
+For gloo it is `all_reduce`. Each process has one thread.
 """
 
 import argparse

@@ -16,7 +16,6 @@ from onefold.core.shard import Plan
 __all__ = [
     "Links",
     "Run",
-    "board_bytes",
     "buffer_bytes",
     "chunks",
     "collect_bytes",
@@ -27,6 +26,7 @@ __all__ = [
     "folded_host_bytes",
     "folded_s",
     "host_bytes",
+    "publish_bytes",
     "ring_bytes",
     "ring_s",
     "shared_memory_bytes",
@@ -34,7 +34,7 @@ __all__ = [
     "shared_read_bytes",
     "shared_s",
     "shared_written_bytes",
-    "spread_bytes",
+    "table_bytes",
 ]
 
 CHUNK_BYTES = 4 << 20
@@ -61,8 +61,8 @@ class Run:
     """How many tensors the parameters are."""
     small_bytes: int = 0
     """Of those tensors that are less than `LARGE_BYTES`."""
-    span_chunks: float | None = None
-    """Messages that a span takes, on the average; reckoned for tensors of equal size if None."""
+    chunks_each: float | None = None
+    """Messages of a partition, on average; reckoned for tensors of equal size if None."""
     buffers: int = 0
     """How many buffers the model has."""
     buffer_row_bytes: int = 0
@@ -72,7 +72,7 @@ class Run:
     low: bool = False
     """Whether a shard computes in 16 bits: its low parameters or gradients are there as well."""
     low_parameters: bool = False
-    """Whether models hold parameters of 16 bits, beside float32 masters of each span."""
+    """Whether models hold parameters of 16 bits, beside float32 masters of each partition."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.devices <= self.shards:
@@ -146,16 +146,16 @@ class Links:
 
 
 def collect_bytes(run: Run) -> float:
-    """Partial sums sent to the owners of their spans: k P (D - 1) / D."""
+    """Partial sums sent to the owners of their partitions: k P (D - 1) / D."""
     return run.k * run.parameter_bytes * run.away
 
 
-def spread_bytes(run: Run) -> float:
-    """Updated spans sent to everybody: P (D - 1) / D, or half of it if they are low."""
+def publish_bytes(run: Run) -> float:
+    """Updated partitions sent to everybody: P (D - 1) / D, or half of it if they are low."""
     return run.held_bytes * run.away
 
 
-def board_bytes(run: Run) -> float:
+def table_bytes(run: Run) -> float:
     """A device's head, its row and its shards' totals, sent to each of the others.
 
     The row is four bytes a parameter, and for each shard a weight, a checksum of the values beside
@@ -172,23 +172,23 @@ def buffer_bytes(run: Run) -> float:
 
 def collective_bytes(run: Run) -> float:
     """All that a device sends in a step."""
-    return collect_bytes(run) + spread_bytes(run) + board_bytes(run) + buffer_bytes(run)
+    return collect_bytes(run) + publish_bytes(run) + table_bytes(run) + buffer_bytes(run)
 
 
 def chunks(run: Run) -> float:
-    """Messages that a span takes: tensors by themselves, in parts, or small ones side by side."""
-    if run.span_chunks is not None:
-        return run.span_chunks
-    span_bytes = run.parameter_bytes / run.devices
+    """Messages of a partition: tensors by themselves, in parts, or small ones side by side."""
+    if run.chunks_each is not None:
+        return run.chunks_each
+    partition_bytes = run.parameter_bytes / run.devices
     tensor_bytes = run.parameter_bytes / run.parameters
     if tensor_bytes < LARGE_BYTES:
-        return math.ceil(span_bytes / CHUNK_BYTES)
-    tensors = math.ceil(span_bytes / tensor_bytes)
-    return tensors * math.ceil(min(span_bytes, tensor_bytes) / CHUNK_BYTES)
+        return math.ceil(partition_bytes / CHUNK_BYTES)
+    tensors = math.ceil(partition_bytes / tensor_bytes)
+    return tensors * math.ceil(min(partition_bytes, tensor_bytes) / CHUNK_BYTES)
 
 
 def collective_messages(run: Run) -> float:
-    """Messages sent: to each other device a head, a row, norms, k spans there and one back."""
+    """Messages sent: to each other device a head, a row, norms, k partitions there and one back."""
     buffers = 1 if run.buffer_row_bytes else 0
     return (run.devices - 1) * (3 + (run.k + 1) * chunks(run) + buffers)
 
@@ -200,7 +200,7 @@ def host_bytes(run: Run) -> float:
 
 
 def collective_s(run: Run, links: Links) -> float:
-    """Seconds of `publish`, `collect` and `spread`.
+    """Seconds of `publish`, `collect` and `publish_parameters`.
 
     The slower of what leaves a device and what leaves its host, messages one after the other, two
     delays (there and back), and copying and adding up at the speed of memory.
@@ -218,8 +218,8 @@ def collective_s(run: Run, links: Links) -> float:
 def collective_memory_bytes(run: Run) -> float:
     """Of all devices together: what training adds to processes that hold no model.
 
-    Each has the parameters, room for its span of everybody else's partial sums, the gradients (its
-    own partial sums among them), and its part of the optimizer's state.
+    Each has the parameters, room for its partition of everybody else's partial sums, the
+    gradients (its own partial sums among them), and its part of the optimizer's state.
     """
     if run.devices == 1:
         return _solo_memory_bytes(run)
@@ -231,14 +231,14 @@ def collective_memory_bytes(run: Run) -> float:
 
 
 def shared_written_bytes(run: Run) -> float:
-    """Partial sums copied for others: k times their spans of large tensors, and all small ones."""
+    """Partial sums copied for others: k times their parts of large tensors, and all small ones."""
     if run.devices == 1:
         return 0.0
     return run.k * ((run.parameter_bytes - run.small_bytes) * run.away + run.small_bytes)
 
 
 def shared_read_bytes(run: Run) -> float:
-    """Partial sums that the owner of a span adds up: D k P / D."""
+    """Partial sums that the owner of a partition adds up: D k P / D."""
     return run.devices * run.k * run.parameter_bytes / run.devices if run.devices > 1 else 0.0
 
 
@@ -248,7 +248,7 @@ def shared_messages(run: Run) -> float:
 
 
 def shared_s(run: Run, *, memory_bytes_per_s: float, meeting_s: float) -> float:
-    """Seconds of `publish`, `collect` and `spread` where the processes have a core each.
+    """Seconds of a whole exchange where the processes have a core each.
 
     Args:
         run: on one host.
@@ -312,7 +312,7 @@ def _solo_memory_bytes(run: Run) -> float:
 
 
 def _kept_bytes(run: Run) -> float:
-    """Of all devices: gradients, what is low beside them, and what owners keep for their spans."""
+    """Of all devices: gradients, low-precision copies, and what owners keep of partitions."""
     copies = _gradients(run) + run.state_copies + run.low_parameters
     low = run.devices * run.parameter_bytes / 2 if run.low else 0.0
     return run.parameter_bytes * copies + low

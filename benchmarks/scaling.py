@@ -151,7 +151,7 @@ def run_of(parameters: int, *, devices: int, shards: int, devices_per_host: int)
         small_bytes=sum(
             4 * entry.numel for n, entry in enumerate(trained.entries) if not trained.is_large(n)
         ),
-        span_chunks=sum(len(cut_chunks(trained, each)) for each in partitions) / devices,
+        chunks_each=sum(len(cut_chunks(trained, each)) for each in partitions) / devices,
         buffers=len(buffers.entries),
         buffer_row_bytes=buffers.nbytes,
     )
@@ -246,8 +246,8 @@ def predictions(run: Run, exchange: str) -> dict[str, float]:
         }
     return {
         "collect": model.collect_bytes(run),
-        "spread": model.spread_bytes(run),
-        "board": model.board_bytes(run),
+        "publish": model.publish_bytes(run),
+        "table": model.table_bytes(run),
         "buffers": model.buffer_bytes(run),
         "messages": model.collective_messages(run),
         "memory": model.collective_memory_bytes(run),
@@ -322,7 +322,7 @@ def _three(name: str) -> list[str]:
 def collective_row(one: Mapping[str, Any]) -> list[str]:
     """One line of the first table."""
     found, wanted = one["measured"], one["predicted"]
-    parts = ("collect", "spread", "board", "buffers")
+    parts = ("collect", "publish", "table", "buffers")
     sent, sent_wanted = (sum(amounts.get(p, 0.0) for p in parts) for amounts in (found, wanted))
     over = f"{one['wire_bytes'] / sent:.3f}" if sent else "-"
     return [

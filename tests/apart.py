@@ -1,8 +1,6 @@
 """Devices with memory of their own on a machine without such: what is in a home's file is the
 host's memory, and all else is the device's. Also called in launched processes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

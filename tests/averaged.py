@@ -1,7 +1,5 @@
 """A model with all that averages and gradients must keep apart, its data, and trainers for it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

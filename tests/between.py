@@ -1,7 +1,5 @@
 """Values that devices report to each other between steps."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

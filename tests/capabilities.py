@@ -1,7 +1,5 @@
 """What a machine can do: tests ask here, and skip by name what is missing."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -1,7 +1,5 @@
 """Fixtures for all tests: real data, and a watch over what a test leaves behind."""
 
-from __future__ import annotations
-
 import os
 
 # Before PyTorch is loaded, which reads them then. One of two test workers computes as a processor

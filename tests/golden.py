@@ -15,8 +15,6 @@ a kind that is not in the file the bits of one device are computed and said to b
 are compared with these.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

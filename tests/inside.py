@@ -1,7 +1,5 @@
 """What tests read of a trainer that users do not see, in one place: a change of it is one here."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from onefold import Trainer

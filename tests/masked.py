@@ -1,7 +1,5 @@
 """Small pictures in files, with masks or without."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path

@@ -15,8 +15,6 @@ kept in a JSON file, so that a run that was interrupted goes on where it stopped
 All of it takes hours: a fault that nobody finds costs a run of all tests.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """`onefold.launch` on simulated devices, with the same arguments: for what needs no processes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A model small enough to follow by hand, its data, and trainers for it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

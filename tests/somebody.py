@@ -1,7 +1,5 @@
 """Another user of this host, who tries things; and a process that only the test's user could be."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -1,7 +1,5 @@
 """Tests over a table of cases that need no fixture of their own: one test for the whole table."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

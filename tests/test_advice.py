@@ -1,7 +1,5 @@
 """What errors advise is what helps, and what every script of several processes meets is named."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Devices that do not do the same are told so, on every device, before it does harm."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from typing import Any

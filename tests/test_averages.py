@@ -1,7 +1,5 @@
 """Averages of the model: the right ones, the same on any number of devices, never in the way."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Batches of any kind: cut, moved and trained on without changing their type."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What may be done between two steps: wait, report values, draw numbers, change the model."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from contextlib import nullcontext

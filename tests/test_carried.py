@@ -1,7 +1,5 @@
 """State that a shard carries from step to step, such as the hidden state of a recurrent model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

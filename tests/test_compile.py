@@ -4,8 +4,6 @@ To make kernels takes seconds each, so most tests stop before that: their code i
 gradient, and run by PyTorch's own kernels. What depends on kernels is tested with one tiny model.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator
 from functools import partial

@@ -1,11 +1,10 @@
 """What documents, guides and docstrings show is run as it stands there; what they name exists."""
 
-from __future__ import annotations
-
 import ast
 import copy
 import doctest
 import importlib
+import inspect
 import json
 import re
 import runpy
@@ -143,6 +142,10 @@ MODULES = sorted(
     for path in SOURCE.rglob("*.py")
     if ">>> " in path.read_text()
 )
+PUBLIC = (
+    *("onefold", "onefold.losses", "onefold.testing"),
+    *("onefold.integrations.loggers", "onefold.integrations.transformers"),
+)
 STARTS_PROCESSES = "onefold.run.launch"
 WITH_A_TRAINER = ("core.batch", "integrations.loggers", "trainer")
 WITH_PARTS = ("core.structure", "step.result")
@@ -173,10 +176,39 @@ def run_examples(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert runner.tries > 0
 
 
-@for_each("name", [name for name in MODULES if name != STARTS_PROCESSES])
+@pytest.mark.parametrize("name", [name for name in MODULES if name != STARTS_PROCESSES])
 def test_the_examples_of(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert {"onefold.trainer", "onefold.core.mean", "onefold.core.shard"} <= set(MODULES)
     run_examples(name, tmp_path, monkeypatch)
+
+
+def public_texts() -> Iterator[tuple[str, str]]:
+    """Docstrings of public functions, classes and the methods that these add to their bases."""
+    for module in map(importlib.import_module, PUBLIC):
+        for name in module.__all__:
+            found = getattr(module, name)
+            if isinstance(found, type) or inspect.isfunction(found):
+                yield name, inspect.getdoc(found) or ""
+            if isinstance(found, type):
+                inherited = {each for base in found.__mro__[1:] for each in vars(base)}
+                for each in sorted(vars(found).keys() - inherited):
+                    method = getattr(found, each)
+                    if not each.startswith("_") and inspect.isroutine(method):
+                        yield f"{name}.{each}", inspect.getdoc(method) or ""
+
+
+def test_every_public_name_is_shown_at_work() -> None:
+    """By an example of its own, or that of the name or the guide that it mentions."""
+    pytest.importorskip("transformers")
+    texts = dict(public_texts())
+    assert len(texts) > 60
+    shown = {name for name, text in texts.items() if ">>> " in text}
+    for name, text in texts.items():
+        elsewhere = re.search(r"see `([\w.]+)`|docs/guides/(\w+\.md)", text)
+        there = elsewhere and (
+            elsewhere[1] in shown or (GUIDES / (elsewhere[2] or "none")).exists()
+        )
+        assert name in shown or there, name
 
 
 @pytest.mark.processes

@@ -1,7 +1,5 @@
 """The examples and the README's script, run as a reader would."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

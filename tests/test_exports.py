@@ -1,7 +1,5 @@
 """The public names, and what importing them loads."""
 
-from __future__ import annotations
-
 import importlib
 import subprocess
 import sys

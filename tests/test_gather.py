@@ -1,7 +1,5 @@
 """Losses that see the whole batch: the one meant, and one result for any number of devices."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -1,7 +1,5 @@
 """The command behind `make gpu`: no part loses another, and what is found is written at once."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

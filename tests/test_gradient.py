@@ -1,7 +1,5 @@
 """A gradient without an update: the right one, on every device, for whatever update follows."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence

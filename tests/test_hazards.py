@@ -5,8 +5,6 @@ decide what it runs, reads or writes; whether a link is followed; whether what i
 surely ours; whether it waits for somebody for ever, without a word.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

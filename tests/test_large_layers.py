@@ -1,7 +1,5 @@
 """The recipe of `docs/large-models.md`: one layer in several modules, each a stage of its own."""
 
-from __future__ import annotations
-
 import re
 import runpy
 from pathlib import Path

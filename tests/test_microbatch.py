@@ -1,7 +1,5 @@
 """Shards in pieces: the same gradient with less memory, and one number for all devices."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import weakref

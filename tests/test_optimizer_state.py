@@ -1,7 +1,5 @@
 """What a script reads and changes in an optimizer's state between steps, on any devices."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path

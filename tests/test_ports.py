@@ -5,8 +5,6 @@ the trainer's fingerprint. One that takes ``checkpoint`` saves and resumes itsel
 a crash; the others are run with ``onefold run --checkpoint``, and stopped by a signal.
 """
 
-from __future__ import annotations
-
 import inspect
 import os
 import re

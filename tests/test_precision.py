@@ -1,7 +1,5 @@
 """Runs in each precision compute what was meant; see `tests.golden` for their bits."""
 
-from __future__ import annotations
-
 import copy
 import math
 import re

@@ -1,7 +1,5 @@
 """Tests use public names of onefold: the exceptions are few, and listed here."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Whatever happens to a process, the run ends soon, says why once, and leaves nothing behind."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """Several Trainers of one model, one after the other: what lies between them counts once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any

@@ -1,7 +1,5 @@
 """Random numbers that all shards of a batch have in common: alike everywhere, new in each step."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """When the schedule is stepped: after steps, at the end of epochs, or by the script."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from pathlib import Path

@@ -3,8 +3,6 @@
 Who stands between devices on the network: tests/exchange/test_sealing.py.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Several models, optimizers and losses in one Trainer: as in a plain loop, with equal bits."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """Values do not depend on how a tensor lies in memory: a model with one parameter and two buffers
 in each memory format does in every respect what its contiguous twin does."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from pathlib import Path

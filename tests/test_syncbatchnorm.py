@@ -1,7 +1,5 @@
 """Batch norm over the whole batch: that of one big batch, on any number of devices."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from functools import partial

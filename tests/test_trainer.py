@@ -1,7 +1,5 @@
 """The public interface, in one process."""
 
-from __future__ import annotations
-
 import math
 import random
 from typing import Any

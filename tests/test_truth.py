@@ -1,7 +1,5 @@
 """The engine against a plain PyTorch loop: what it computes is what was asked for."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Values and rows of samples beside the loss, and whole batches: alike on any number of devices."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable

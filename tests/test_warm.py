@@ -1,7 +1,5 @@
 """A program that is forked from the test's process finds what one that was started does."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

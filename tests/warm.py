@@ -15,8 +15,6 @@ what they were. The rest is put back by hand in `_Child`: descriptors, signals, 
 pytest has put in place of streams and warnings, exit functions, caches that belong to a process.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import ctypes

@@ -220,6 +220,11 @@ class Trainer:
         Raises:
             TypeError, ValueError: arguments that do not fit together, or a number out of range.
             CheckpointError: the saved run's loader in this place had other sizes.
+
+        >>> data = torch.utils.data.TensorDataset(torch.arange(10.0).view(5, 2))
+        >>> loader = trainer.loader(data, batch_size=4, shuffle=True)
+        >>> len(loader)
+        2
         """
         chosen = choose(
             dataset,
@@ -260,6 +265,14 @@ class Trainer:
         """Count epochs from where the run is, which may be inside of one, up to ``number``.
 
         With ``schedule_every="epoch"`` the schedule is stepped where an epoch with steps ends.
+
+        Args:
+            number: the epoch before which to stop, counted from 0. The iterator yields the numbers
+                of those that are left, so a run that is resumed does no epoch twice.
+
+        >>> loader = trainer.loader(torch.ones(4, 2), batch_size=4)
+        >>> [trainer.step(batch).epoch for epoch in trainer.epochs(3) for batch in loader]
+        [0, 1, 2]
         """
         return self._session.position.epochs(number)
 
@@ -288,6 +301,10 @@ class Trainer:
             PeerError: another device failed or is lost.
             OSError: an earlier checkpoint could not be written in the background.
             SystemExit: the launcher asked the run to stop, and it has been saved.
+
+        >>> step = trainer.step(torch.ones(4, 2))
+        >>> step.samples, step.loss.dtype, step.loss.shape
+        (4, torch.float64, torch.Size([]))
         """
         return self._session.step(batch, loss, dim)
 
@@ -363,6 +380,11 @@ class Trainer:
         Raises:
             LossError: a value is of the wrong shape.
             DisagreementError: the names differ between shards.
+
+        >>> def score(model, x):
+        ...     return {"positive": (x.sum(dim=1) > 0).float()}
+        >>> trainer.evaluate(score, torch.ones(5, 2), batch_size=4)
+        {'positive': 1.0}
         """
         part = self._session.parts.on_part(score, model)
         sizes = {"batch_size": batch_size, "workers": workers, "collate": collate}
@@ -532,6 +554,13 @@ class Trainer:
             ValueError: no average is kept, or only one of update_bn and batch_size is given.
             RuntimeError: `step`, `load`, `modifying` or `average` is called inside the block.
             DisagreementError: another device is somewhere else.
+
+        >>> trainer.average(mean=True)
+        >>> steps = [trainer.step(torch.ones(4, 2)) for _ in range(3)]
+        >>> trained = trainer.fingerprint()
+        >>> with trainer.averaged():
+        ...     trainer.fingerprint() == trained
+        False
         """
         if (update_bn is None) != (batch_size is None):
             raise ValueError("expected update_bn and batch_size together, or neither of them")
@@ -542,7 +571,14 @@ class Trainer:
                 yield
 
     def barrier(self) -> None:
-        """Wait until every device is here; raises PeerError or DisagreementError if one is not."""
+        """Wait until every device is here; called on every device.
+
+        Raises:
+            PeerError: another device failed, or did not come within ``timeout_s``.
+            DisagreementError: another device makes another call.
+
+        >>> trainer.barrier()
+        """
         with self._session.telling_others():
             self._session.engine.agree(CallDigest(Call.BARRIER, self.steps + 1))
 
@@ -617,6 +653,14 @@ class Trainer:
         """16 hexadecimal digits over parameters and buffers: the same for the same bits.
 
         Called on every device where each keeps its partition (see `unsharded`); elsewhere on any.
+
+        Raises:
+            DisagreementError: another device that keeps its partition makes another call.
+
+        >>> before = trainer.fingerprint()
+        >>> step = trainer.step(torch.ones(4, 2))
+        >>> len(before), trainer.fingerprint() == before
+        (16, False)
         """
         session = self._session
         with session.telling_others():
@@ -701,6 +745,14 @@ class Trainer:
         Raises:
             CheckpointError: there is no checkpoint, none is whole, or it does not fit this run.
                 Raised alike on all devices; nothing has changed, so the script may start afresh.
+
+        >>> import tempfile
+        >>> directory = tempfile.mkdtemp()
+        >>> trainer.load(directory, if_any=True) is None
+        True
+        >>> folder = trainer.save(directory)
+        >>> trainer.load(directory).step
+        0
         """
         names = (changed,) if isinstance(changed, str) else tuple(changed)
         session = self._session

@@ -1,7 +1,5 @@
 """Makes the benchmarks importable as their own scripts import each other."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

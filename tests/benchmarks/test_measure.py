@@ -1,7 +1,5 @@
 """What the figures of every benchmark rest on."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

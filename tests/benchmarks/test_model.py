@@ -1,7 +1,5 @@
 """The model of the exchange (docs/scaling.md) beside the exchange's own code."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -28,9 +26,9 @@ def run(devices: int, *, shards: int = 8, devices_per_host: int = 8, **fields: i
 def test_a_row_has_the_bytes_that_the_board_sends(devices: int) -> None:
     buffers = lay_out({"mean": torch.zeros(5), "count": torch.zeros((), dtype=torch.int64)})
     shape = TableShape(devices=devices, shards=8, parameters=7, buffers=buffers)
-    board = ShardTable.private(shape, torch.device("cpu"))
-    sent = board.row(0, range(8 // devices)).nbytes + len(CallDigest(call=1, step=1).word())
-    assert model.board_bytes(run(devices, parameters=7, buffers=2)) == (devices - 1) * sent
+    table = ShardTable.private(shape, torch.device("cpu"))
+    sent = table.row(0, range(8 // devices)).nbytes + len(CallDigest(call=1, step=1).word())
+    assert model.table_bytes(run(devices, parameters=7, buffers=2)) == (devices - 1) * sent
 
 
 @for_each("numel", [1000, 65_536, (1 << 20) + 1, 5 << 20])

@@ -1,7 +1,5 @@
 """The picture and the tables of docs/speed.md, from the record of training."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

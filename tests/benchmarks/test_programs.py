@@ -1,7 +1,5 @@
 """Every benchmark, as a program on the smallest input: its record, and what must hold of it."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -74,7 +72,7 @@ def scaling(results: Results) -> None:
     for found in results:
         expected = {name: value for name, value in found["predicted"].items() if name != "memory"}
         measured = {name: found["measured"][name] for name in expected}
-        assert measured == pytest.approx(expected, rel=0.1)  # spans are cut at whole pieces
+        assert measured == pytest.approx(expected, rel=0.1)  # partitions are cut at whole pieces
         assert measured["messages"] == pytest.approx(expected["messages"])
         assert found["memory_after"]["pss"] > found["memory_before"]["pss"]
 

@@ -1,7 +1,5 @@
 """A frozen model with small trained parts, and runs of it. Also called in launched processes."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Models that are cut into stages, and runs of them. Also called in launched processes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

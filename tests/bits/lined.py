@@ -1,7 +1,5 @@
 """Models that a pipeline can compute, and runs of them; also in launched processes."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Runs whose batches come in every way there is, in parts. Also called in launched processes."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path

@@ -1,8 +1,6 @@
 """What a Trainer can be asked for, alone and in pairs, on three models. Also called in launched
 processes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations

@@ -1,7 +1,5 @@
 """Golden problems in real processes, and what is too heavy for them on devices of one process."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A model that has no room in memory trains with its home in a file, and with the same bits."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import uuid

@@ -1,7 +1,5 @@
 """Real processes have the golden bits: every exchange with every placement, many cases a launch."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """What tests of checkpoints save and look at, and a disk that is full."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import resource

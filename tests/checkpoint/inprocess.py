@@ -1,7 +1,5 @@
 """``onefold run --checkpoint`` in this process: scripts that die anywhere, and go on again."""
 
-from __future__ import annotations
-
 import itertools
 import os
 from collections.abc import Callable, Iterator

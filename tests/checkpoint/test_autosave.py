@@ -1,7 +1,5 @@
 """``onefold run --checkpoint``: any script is saved, stopped and gone on with."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Files that somebody made up, with digests that are right: each ends in one error."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What is not finite is found before it takes the place of what is."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Whenever a process is killed that writes checkpoints, the last one that it wrote is there."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

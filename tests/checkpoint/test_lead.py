@@ -1,7 +1,5 @@
 """What the lead does alone while others wait: they hear that it is at work, and what came of it."""
 
-from __future__ import annotations
-
 import re
 import threading
 import time

@@ -1,7 +1,5 @@
 """What a trainer does with checkpoints; the bits of long runs are in tests/bits."""
 
-from __future__ import annotations
-
 import json
 import math
 import threading

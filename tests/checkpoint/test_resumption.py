@@ -1,7 +1,5 @@
 """What scripts do to the model around the loop acts once, wherever the run was stopped."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from pathlib import Path
 from typing import Any

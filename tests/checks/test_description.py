@@ -1,7 +1,5 @@
 """What must be alike on every device when a run begins, beside `tests/test_agreement.py`."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any

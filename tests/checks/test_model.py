@@ -1,7 +1,5 @@
 """Models that cannot be folded, or not in a precision, are refused by the name of what is wrong."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What is printed of a comparison of V shards with one."""
 
-from __future__ import annotations
-
 import io
 from dataclasses import asdict
 from typing import Any

@@ -1,7 +1,5 @@
 """What stands behind a script is the script's own, whatever it is called."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

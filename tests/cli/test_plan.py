@@ -1,7 +1,5 @@
 """``onefold plan`` tells the stages of a script's model and what they take."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

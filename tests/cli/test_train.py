@@ -1,7 +1,5 @@
 """The commands of ``onefold train``: what they show, take and refuse. Nothing is trained here."""
 
-from __future__ import annotations
-
 import dataclasses
 import errno
 import sys

@@ -1,7 +1,5 @@
 """``onefold verify`` says that all agrees when it does, and finds what does not."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Which average is kept, and how much weight each value has in it."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """How many samples a payload holds, and what cannot be seen."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

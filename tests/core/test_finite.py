@@ -1,7 +1,5 @@
 """What is found among values that ought to be finite, whatever their type."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """Tensors in flat memory, and their fingerprints."""
 
-from __future__ import annotations
-
 import math
 
 import torch

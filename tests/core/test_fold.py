@@ -1,7 +1,5 @@
 """The order in which shards are added up."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

@@ -1,7 +1,5 @@
 """What a model takes of memory, against what was measured."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from onefold.run.planning import Footprint

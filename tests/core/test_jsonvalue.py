@@ -1,7 +1,5 @@
 """Values in checkpoints, as JSON."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter, OrderedDict, deque

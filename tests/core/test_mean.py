@@ -1,7 +1,5 @@
 """What a loss may return, and how the parts of a batch are weighed."""
 
-from __future__ import annotations
-
 import math
 import operator
 import re

@@ -1,7 +1,5 @@
 """What a user or a launcher chooses, checked before any work begins."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import select

@@ -1,7 +1,5 @@
 """What each precision stands for, and the scale of float16 losses."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Which samples are a shard's, which shards a device's, and how shards are cut into pieces."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

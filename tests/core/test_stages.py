@@ -1,7 +1,5 @@
 """Stages of a model: where they lie, who computes them, and in which order."""
 
-from __future__ import annotations
-
 from itertools import combinations, groupby
 
 import pytest

@@ -1,7 +1,5 @@
 """How parameters are cut into pieces, partitions and chunks, alike on all devices."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """What a loss may return beside itself, and what the whole batch's values are."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

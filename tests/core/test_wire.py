@@ -1,7 +1,5 @@
 """Values as bytes: every kind comes back as it was, and nothing else gets through."""
 
-from __future__ import annotations
-
 import collections
 import enum
 from typing import Any

@@ -1,7 +1,5 @@
 """Equal data have equal digests in any process; data that differ mostly do not."""
 
-from __future__ import annotations
-
 import copy
 import enum
 from collections import OrderedDict, namedtuple

@@ -1,7 +1,5 @@
 """Where a run goes on, for every way in which a script may go through its data."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import suppress

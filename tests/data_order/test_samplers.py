@@ -1,7 +1,5 @@
 """The order of a pass comes from the script's sampler, alike wherever and whenever it is drawn."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from itertools import islice, repeat

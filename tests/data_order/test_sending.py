@@ -1,7 +1,5 @@
 """What a worker may send: each tensor takes a descriptor, and a process may have so many."""
 
-from __future__ import annotations
-
 import os
 import resource
 import subprocess

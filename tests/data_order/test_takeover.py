@@ -1,7 +1,5 @@
 """A DataLoader of PyTorch's is taken over with its settings, and PyTorch's names are known."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

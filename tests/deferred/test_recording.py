@@ -1,7 +1,5 @@
 """Models that are recorded while they are made: values drawn later have the plain way's bits."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import math

@@ -1,7 +1,5 @@
 """Parameters whose values are drawn when somebody needs them."""
 
-from __future__ import annotations
-
 import copy
 import ctypes
 import errno

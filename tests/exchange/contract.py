@@ -1,7 +1,5 @@
 """What every exchange must do, called on each device of a run; used by test_contract.py."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Processes that were started apart, as on several hosts: who belongs to the run, who is gone."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """Processes that reach each other through torch.distributed; here they are threads of one group."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Callable, Iterator

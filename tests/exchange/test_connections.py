@@ -1,7 +1,5 @@
 """Connections that are cut while their backend closes them."""
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Iterator

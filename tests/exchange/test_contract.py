@@ -1,7 +1,5 @@
 """Each exchange keeps the contract of the interface, and fails alike in processes and simulated."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """How the processes of one host come together, and who is shown out."""
 
-from __future__ import annotations
-
 import os
 import socket
 import struct

@@ -1,7 +1,5 @@
 """How processes find each other through a store, and how they part; here they are threads."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Which memory and transport a run gets, and what is compared before anything is shared."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A process group of one host opens no port that others could reach."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 

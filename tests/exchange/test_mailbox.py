@@ -1,7 +1,5 @@
 """What processes of one host say to each other, and how each hears of one that is gone."""
 
-from __future__ import annotations
-
 import os
 import socket
 import uuid

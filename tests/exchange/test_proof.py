@@ -1,7 +1,5 @@
 """Only those who know the secret of a run take part in it."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Sequence
 from threading import Barrier

@@ -1,7 +1,5 @@
 """What stages give each other arrives as it was: one contract for all ways that it can go."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """What a stranger writes into the store of a run is noticed, and so is who stands in between."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

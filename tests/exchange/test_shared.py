@@ -1,7 +1,5 @@
 """Memory that processes of a host share, in a file without a name; here they are threads."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Iterator

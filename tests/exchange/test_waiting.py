@@ -1,7 +1,5 @@
 """A device that waits for the others says for whom, where, and why that may be."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Iterator
 from contextlib import closing

@@ -1,7 +1,5 @@
 """Several devices as threads of one process, for tests of what they say to each other."""
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor

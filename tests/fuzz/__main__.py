@@ -9,8 +9,6 @@ must have the same bits.
 `tests.fuzz.plainloop`.
 """
 
-from __future__ import annotations
-
 import argparse
 import multiprocessing
 import time

@@ -1,7 +1,5 @@
 """Runs a case in every way that it asks for, and says what is wrong."""
 
-from __future__ import annotations
-
 import logging
 import tempfile
 import warnings

@@ -1,7 +1,5 @@
 """Small samples of everything that a drawn model may read, and losses of every kind."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import dataclass

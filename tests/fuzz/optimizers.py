@@ -1,7 +1,5 @@
 """Optimizers of every kind, in several groups, schedules for them, and hooks."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

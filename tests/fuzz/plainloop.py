@@ -5,8 +5,6 @@ parameters and buffers must have the bits of the plain loop, seeded alike; with 
 they must be its own to 1e-9.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

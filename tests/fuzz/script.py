@@ -1,7 +1,5 @@
 """The script of a case: what a user would write, on the devices that it is given."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import random

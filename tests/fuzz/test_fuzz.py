@@ -1,7 +1,5 @@
 """The first cases of the fuzzer; ``python -m tests.fuzz`` runs as many others as asked for."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 

@@ -9,8 +9,6 @@ try the command itself.
 Exit code: 0 if all is well, 1 if something failed, 2 if there is no GPU or no PyTorch.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.metadata
 import json

@@ -1,7 +1,5 @@
 """What pytest must know of the tests of this folder, which import nothing of it."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -5,8 +5,6 @@ and nothing else: so nothing here imports pytest. What differs between the two i
 ``conftest.py`` and in ``plain.py``.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence

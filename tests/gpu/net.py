@@ -1,7 +1,5 @@
 """The model that most tests of this folder train, its batches and its trainers."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ A part writes a line of JSON for each of its results as soon as there is one. A 
 ended with all that it has started, and what it had written counts.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

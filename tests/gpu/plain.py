@@ -5,8 +5,6 @@ with a folder where they take ``tmp_path``. What became of each is written to a 
 line of JSON.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import json

@@ -1,7 +1,5 @@
 """What `make gpu` has found, as text that a person reads."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

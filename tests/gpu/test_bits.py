@@ -1,7 +1,5 @@
 """Devices of one card have its bits: every model, precision, option, reader and placement."""
 
-from __future__ import annotations
-
 from functools import cache, partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Where things lie, and what stays the script's own: model, losses, batches, random numbers."""
 
-from __future__ import annotations
-
 import copy
 
 import torch

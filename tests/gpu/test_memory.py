@@ -1,7 +1,5 @@
 """Memory of a card: it does not grow, a shard that does not fit is named, stages come and go."""
 
-from __future__ import annotations
-
 import gc
 
 import torch

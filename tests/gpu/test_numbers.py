@@ -1,8 +1,6 @@
 """The intended numbers, in every precision; what is not finite is noticed, one step late or at once
 where it decides."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 

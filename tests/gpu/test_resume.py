@@ -1,7 +1,5 @@
 """Runs that are saved on a card go on there, and elsewhere."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

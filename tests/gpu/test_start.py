@@ -1,7 +1,5 @@
 """Programs that train on a card, started in every way there is."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Where a step's time goes, by the card's own clock."""
 
-from __future__ import annotations
-
 import time
 
 from tests.gpu.device import each

@@ -1,7 +1,5 @@
 """Nothing in a step waits for a card: PyTorch is asked to raise where the host would."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial

@@ -1,7 +1,5 @@
 """Small models in the loop of `transformers.Trainer`, plain or onefold's; called on each device."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Numbers of steps in the loggers that people have: from the lead, with the right steps."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """The loop of `transformers.Trainer`: equal bits on any number of devices, and its own values."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

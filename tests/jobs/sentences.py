@@ -1,7 +1,5 @@
 """Made-up texts, and a model of the least size for them."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

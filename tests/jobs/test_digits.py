@@ -1,7 +1,5 @@
 """The demo trains the same model on several devices, and says when it does not."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

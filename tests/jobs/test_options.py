@@ -1,7 +1,5 @@
 """What options and their files take; each option once, in the class that declares it."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

@@ -1,7 +1,5 @@
 """A trained run on new files: what is read, in which order, what is said of it and where."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

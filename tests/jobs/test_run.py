@@ -1,7 +1,5 @@
 """From options to a finished run: what is refused first, what is read again, how it may end."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re

@@ -1,7 +1,5 @@
 """What a run writes into its folder, and how it goes on there."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Pictures with masks: what is cut and turned, what counts in losses and scores, what is loaded."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What a training leaves in its folder, and how it goes on."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math

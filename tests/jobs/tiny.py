@@ -1,7 +1,5 @@
 """Data sets of a few small files, and runs on them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

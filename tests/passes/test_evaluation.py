@@ -1,7 +1,5 @@
 """Scores of a data set: each sample counts once, in any shards, on any devices."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What a model says of every sample, and what devices tell each other."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Runs on simulated devices that keep partitions, and what of the model was on a device."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """A placement of somebody else's, by what `Placement` asks for alone: parameters lie in a dict."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 

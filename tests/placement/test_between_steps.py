@@ -1,8 +1,6 @@
 """Devices that keep partitions, between steps: fingerprints, evaluation and prediction have
 one stage after the other brought, and give what devices with all give."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any

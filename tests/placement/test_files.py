@@ -1,7 +1,5 @@
 """Checkpoints of devices that keep partitions: the same files, and never all at once."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os
@@ -20,7 +18,7 @@ from tests.inside import engine_in
 from tests.placement.partitioned import Layered, run, samples, trained, trainer_of, watched
 from tests.tables import for_each
 
-SPANS = RunOptions(placement="shard", exchange="collective")
+SHARDED = RunOptions(placement="shard", exchange="collective")
 FEATURES_OF_WIDE, WIDTH = 5, 5000
 WIDEST_BYTES = 4 * WIDTH * (FEATURES_OF_WIDE + 1) + 2 * 256  # what is between them included
 OF_ONE_RUN = ("sha256", "run", "time", "devices", "serial", "threads")
@@ -177,7 +175,7 @@ def test_a_failure_ends_the_wait_of_all_and_leaves_no_file(kinds: Any, tmp_path:
     is_full = kinds[0] is OSError
     full = mock.Mock(side_effect=OSError(28, "no space left on this disk"))
     with mock.patch("os.fsync", full if is_full else os.fsync):
-        found = outcomes(failing, 2, args=(str(tmp_path), not is_full), options=SPANS)
+        found = outcomes(failing, 2, args=(str(tmp_path), not is_full), options=SHARDED)
     for each, kind in zip(found, kinds, strict=True):
         with pytest.raises(kind, match="no space left on this" if is_full else "of device 1"):
             raise each.error

@@ -1,8 +1,6 @@
 """Devices that share no memory and keep partitions: what a step brings, and what a script
 may do between steps, to trained parameters and to frozen ones."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import weakref

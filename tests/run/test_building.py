@@ -1,7 +1,5 @@
 """Models whose values are drawn where they are kept."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What is found on a machine, whose GPUs a ``pynvml`` and a ``torch`` of our own report."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

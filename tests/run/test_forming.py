@@ -1,7 +1,5 @@
 """Which devices a run has, and which of them a process drives."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """Launching a function or a script on several devices."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

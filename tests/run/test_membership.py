@@ -1,7 +1,5 @@
 """Who hears of it when a process of a run fails, and what comes on the screen."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Signals that announce an end, where another launcher than onefold's has started the devices."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

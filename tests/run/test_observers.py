@@ -1,7 +1,5 @@
 """Who looks on while a run goes, and what it does after each step."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Two processes that are started by hand, in the environments of other launchers."""
 
-from __future__ import annotations
-
 import os
 import random
 import socket

@@ -1,7 +1,5 @@
 """A process that is alone where a launcher says that there are others does not train."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

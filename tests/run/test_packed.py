@@ -1,7 +1,5 @@
 """Functions are sent to the devices from wherever they were defined, or refused before any work."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 

@@ -4,8 +4,6 @@ Slurm and Open MPI are Debian's (``apt-get install slurm-wlm munge openmpi-bin``
 this machine; Ray Train is PyPI's (``pip install "ray[train]"``).
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import shutil

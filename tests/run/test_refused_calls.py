@@ -1,7 +1,5 @@
 """Runs in containers that refuse system calls which onefold would rather use."""
 
-from __future__ import annotations
-
 import errno
 import os
 import signal

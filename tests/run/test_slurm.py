@@ -1,7 +1,5 @@
 """Which processes Slurm has started as one run, and where they find each other."""
 
-from __future__ import annotations
-
 import pytest
 
 from onefold.errors import LaunchError

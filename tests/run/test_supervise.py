@@ -1,7 +1,5 @@
 """What the launcher does with its workers, with workers that load nothing and end at once."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """What a worker's script finds, and what becomes of the processes that it makes."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -4,8 +4,6 @@
 ends at once is forked before there is a Trainer.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from contextlib import suppress

@@ -5,8 +5,6 @@ of their own, so that nobody else on the host is met. Prints, as JSON, how often
 was got hold of, and how the run ended. Needs root.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

@@ -1,8 +1,6 @@
 """A script for ``onefold verify``: trainers whose bits depend on the devices, after one that is
 right, and one that makes no step."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

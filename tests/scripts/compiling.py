@@ -1,7 +1,5 @@
 """A step of a model that is compiled."""
 
-from __future__ import annotations
-
 import torch
 
 import onefold

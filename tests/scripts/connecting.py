@@ -4,8 +4,6 @@ The connections break in the attempts of BROKEN, and the proof is wrong in those
 lists of numbers from 1. The processes meet in the current folder.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -3,8 +3,6 @@
 With ``none`` it ends after the step; ``inside`` raises in the loss, and the others before a step.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -3,8 +3,6 @@
 The bits agree on any number of devices; what differs is the number that was meant.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

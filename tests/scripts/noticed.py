@@ -4,8 +4,6 @@ Each step takes so long. Each process writes its id to FOLDER at the start, and 
 which it stopped; the lead prints the fingerprint after the last step.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time

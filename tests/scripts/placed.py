@@ -4,8 +4,6 @@
 in a thread, as Ray Train runs its workers.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 

@@ -4,8 +4,6 @@ Loss and gradient of step 6 are finite and what the optimizer makes of them is n
 the folder has a file for each.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -7,8 +7,6 @@ SIGTERM to the launcher, as a scheduler does; ``never`` lets it come to its end,
 steps it made and its fingerprint.
 """
 
-from __future__ import annotations
-
 import os
 import runpy
 import signal

@@ -3,8 +3,6 @@
 New tensors are of the dtype that the script has chosen, in a worker too.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import sys
 

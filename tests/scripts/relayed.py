@@ -6,8 +6,6 @@ device by that of a relay, with ``kind`` a device's kind of device, with ``nothi
 relay.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import struct

@@ -1,7 +1,5 @@
 """Prunes a model in three rounds, each by a Trainer of its own: ``rounds.py [fail]``."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

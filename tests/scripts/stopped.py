@@ -5,8 +5,6 @@ worker. ``crash FOLDER TIMES CHECKPOINTS``: device 0 is killed in step 7 so many
 checkpoint is there.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -3,8 +3,6 @@
 It goes on from what it saved and saves itself, as a script for long runs does.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

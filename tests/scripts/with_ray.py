@@ -1,7 +1,5 @@
 """Trains with two workers of Ray Train: ``with_ray.py FOLDER``, where it leaves the fingerprint."""
 
-from __future__ import annotations
-
 import sys
 import tempfile
 from pathlib import Path

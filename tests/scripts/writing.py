@@ -7,8 +7,6 @@ is killed. The output tells ``child PID``, ``begun NUMBER`` and ``written NUMBER
 ``ended``.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """Whose gradient it is: a shard's own until it is done, and then nobody's but onefold's."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import weakref

@@ -1,7 +1,5 @@
 """Compiled models: the code for a shape depends on that shape alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

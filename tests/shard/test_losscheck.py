@@ -1,7 +1,5 @@
 """What the graph of a loss gives away, what it must not be blamed for, and what is said of it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

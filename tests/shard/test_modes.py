@@ -1,8 +1,6 @@
 """Modes are the user's, the parts of a model stay what they were, and state beside the model is not
 changed by shards."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from collections.abc import Callable

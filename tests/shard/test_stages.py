@@ -1,7 +1,5 @@
 """Where models are cut into stages, and that gradients of each are complete when they are taken."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -5,8 +5,6 @@ that go, limits, checkpoints that are damaged, processes that stop, a script tha
 run again. Root sees more: it can have a small disk and a shared memory of its own.
 """
 
-from __future__ import annotations
-
 import argparse
 import multiprocessing
 import time

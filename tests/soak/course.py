@@ -4,8 +4,6 @@ Every run ends within its limit: with the result, to the last bit, or with one c
 of others is touched, and nothing stays behind. What was saved goes on to the very same result.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import re
@@ -34,7 +32,7 @@ NOTICES = re.compile(
 
 
 @dataclass(frozen=True)
-class PrefetchOrder:
+class Course:
     """What is drawn from a seed."""
 
     seed: int
@@ -58,7 +56,7 @@ class Whole(NamedTuple):
 class Told:
     """What came of a course."""
 
-    course: PrefetchOrder
+    course: Course
     kind: str = ""
     """How the first run ended, in few words."""
     message: str = ""
@@ -66,7 +64,7 @@ class Told:
     wrong: list[str] = field(default_factory=list)
 
 
-def draw(seed: int) -> PrefetchOrder:
+def draw(seed: int) -> Course:
     """The course of a seed; the faults come in turn, so that each comes about as often."""
     rng = random.Random(seed)
     names = [name for name, fault in FAULTS.items() if has_own_mounts() or not fault.needs_mounts]
@@ -82,7 +80,7 @@ def draw(seed: int) -> PrefetchOrder:
         devices = max(devices, 2)  # nobody waits for one alone
     if fault == "temporary files removed":
         workers = 0  # theirs hold sockets of Python's own, which it cannot do without
-    return PrefetchOrder(
+    return Course(
         seed=seed,
         fault=fault,
         devices=devices,
@@ -96,7 +94,7 @@ def draw(seed: int) -> PrefetchOrder:
 class _Run:
     """``onefold run`` of the script in a place."""
 
-    def __init__(self, course: PrefetchOrder, place: Place, fault: Fault | None) -> None:
+    def __init__(self, course: Course, place: Place, fault: Fault | None) -> None:
         self.place, self.rng = place, random.Random(course.seed)
         again = [word for word in course.options if word.startswith("--restarts=")]
         self._restarts = int(again[0].partition("=")[2]) if again else 0
@@ -143,7 +141,7 @@ class _Run:
         return [int(pid) for pid in children.split()]
 
     def wait_for_step(self, step: int, seconds: float) -> None:
-        """Wait until the lead has begun so many steps, and a little; see `PrefetchOrder.after`."""
+        """Wait until the lead has begun so many steps, and a little; see `Course.after`."""
         while self.begun_steps <= step and not self.has_ended():
             time.sleep(0.01)
         time.sleep(self.rng.uniform(0, 0.1 if step >= 0 else seconds / 3))
@@ -181,7 +179,7 @@ class _Run:
 
 def run_whole() -> Whole:
     """The result that every course must come to."""
-    plain = PrefetchOrder(0, "nothing", 1, "shared", ("--every=5",), 0, 0)
+    plain = Course(0, "nothing", 1, "shared", ("--every=5",), 0, 0)
     with Place(f"whole-{os.getpid()}") as place:
         began = time.monotonic()
         run = _Run(plain, place, None)
@@ -190,7 +188,7 @@ def run_whole() -> Whole:
         return Whole(run.last_line, time.monotonic() - began)
 
 
-def run_course(course: PrefetchOrder, whole: Whole) -> Told:
+def run_course(course: Course, whole: Whole) -> Told:
     """Run it, and judge it."""
     told, fault = Told(course), FAULTS[course.fault]
     with Place(f"{os.getpid()}-{course.seed}") as place:

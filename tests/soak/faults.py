@@ -1,7 +1,5 @@
 """What happens to a run. Each fault is a function of the run, called at some moment of it."""
 
-from __future__ import annotations
-
 import os
 import random
 import resource

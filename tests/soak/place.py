@@ -4,8 +4,6 @@ The disk and the memory are small, and seen by this process and its children alo
 have them; for others both are a folder and what the host has.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import shutil

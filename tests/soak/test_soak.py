@@ -1,7 +1,5 @@
 """One course; ``python -m tests.soak`` runs as many others as asked for."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -4,8 +4,6 @@ The lead writes a byte to the file SOAK_BEGUN before each step. In SOAK_FAULT st
 DEVICE`` where the script itself fails.
 """
 
-from __future__ import annotations
-
 import os
 import time
 

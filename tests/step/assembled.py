@@ -1,7 +1,5 @@
 """Replicas and engines put together without a trainer."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What devices compare before each call, beside the differences in `tests/test_agreement.py`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any

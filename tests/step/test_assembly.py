@@ -1,7 +1,5 @@
 """What an engine is put together from, and what becomes of the user's model on the way."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

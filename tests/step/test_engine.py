@@ -1,7 +1,5 @@
 """One step through replicas, exchange and update: its verdict, what it reports, how it fails."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """When a loss that is not finite is noticed, where looking at it would wait for a device."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """What shards know of each other before backward: the divisors of several terms, and gathered rows.
 They are those of the fold, whoever has which shard."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Code that is loaded from a cache is code that nobody else could have put there."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import os

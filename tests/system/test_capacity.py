@@ -1,7 +1,5 @@
 """How much memory a device has."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Where one of these fails with a newer PyTorch, its message says what would break.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

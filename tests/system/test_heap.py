@@ -1,7 +1,5 @@
 """Tensors that lie in a file without a name, and memory that takes no room until it is provided."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import mmap

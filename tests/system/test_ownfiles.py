@@ -1,7 +1,5 @@
 """Files that anybody may have put there are read within limits; only what is ours is replaced."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

@@ -1,7 +1,5 @@
 """What the kernel says of processes, children that end with their parent, and Ctrl-C."""
 
-from __future__ import annotations
-
 import os
 import select
 import signal

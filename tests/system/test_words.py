@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from onefold.system.words import message_of, words_of_failure
 
 

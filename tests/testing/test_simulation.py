@@ -1,7 +1,5 @@
 """Simulated devices have the bits of one, whatever their order, and fail as processes do."""
 
-from __future__ import annotations
-
 import functools
 import random
 import threading

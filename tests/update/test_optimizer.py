@@ -1,7 +1,5 @@
 """How the user's own optimizer is divided, and what is refused."""
 
-from __future__ import annotations
-
 import copy
 import random
 from collections.abc import Callable

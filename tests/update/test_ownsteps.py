@@ -1,7 +1,5 @@
 """Hooks on an optimizer's step, and wrappers of it, see whole parameters, on any device."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

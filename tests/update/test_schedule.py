@@ -1,7 +1,5 @@
 """Schedules of learning rates: they step with updates, and go on where they were."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Pieces that are kept in other memory than the device's: what is computed where, and what is left
 behind there."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

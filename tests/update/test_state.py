@@ -1,7 +1,5 @@
 """The optimizer's state as bytes, joined to whole tensors, and in pieces again; and averages."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

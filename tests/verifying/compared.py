@@ -1,7 +1,5 @@
 """Steps of a trainer in a comparison, in this process: what onefold verify would have written."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

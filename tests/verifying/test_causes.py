@@ -1,7 +1,5 @@
 """From what a step showed to the likely causes, in words."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """V shards against one: what is the same is found to be, what is not is named."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What a step changes that it must not is found, and named by where it is."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Buffers of a comparison: put back, told apart, and with the rule that makes them agree."""
 
-from __future__ import annotations
-
 import math
 
 import torch

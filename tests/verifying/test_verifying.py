@@ -1,7 +1,5 @@
 """A Trainer's part in a comparison: checkpoints, and when the script has done enough."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """All samples of a batch as one shard, from shards or from the script's own tensors."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple

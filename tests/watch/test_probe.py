@@ -1,7 +1,5 @@
 """What a comparison of two runs notes of each step."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Where the time of a step goes."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 
 import pytest

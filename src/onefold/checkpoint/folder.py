@@ -459,7 +459,7 @@ def best_of(records: Mapping[Path, Mapping[str, Any]], rule: str) -> set[Path]:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint that a run was resumed from."""
+    """A checkpoint that a run was resumed from; see `Trainer.load`."""
 
     folder: Path
     """Where it lies."""

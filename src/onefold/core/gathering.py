@@ -250,6 +250,10 @@ class SyncBatchNorm(BatchNorm):
 
         Raises:
             ValueError: a batch norm is lazy and has not seen its first input.
+
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+        >>> type(SyncBatchNorm.convert(model)[1]).__name__
+        'SyncBatchNorm'
         """
         made: dict[torch.nn.Module, torch.nn.Module] = {}
         # One layer in two places stays one layer.

@@ -22,7 +22,14 @@ PlacementName = Literal["replicate", "shard", "offload", "pipeline"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
-    """What a launcher decides for a run; the same record reaches every worker."""
+    """What a launcher decides for a run; the same record reaches every worker.
+
+    Raises:
+        ValueError: an option is out of range, not one of its choices, or lacks another one.
+
+    >>> RunOptions(placement="shard", checkpoint="runs/mine", every=500).timeout_s
+    600.0
+    """
 
     exchange: ExchangeName = "auto"
     """Which exchange to use between processes."""

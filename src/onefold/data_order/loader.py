@@ -52,11 +52,11 @@ _USED_BEFORE = (
 class Loader:
     """Yields the batches of a data set, pass after pass: of each, the shards of this process.
 
-    It is made by ``Trainer.loader`` and ``Trainer.batches``. Every ``iter()`` begins a new pass, in
-    a new order if ``shuffle`` is set; the order depends only on the seed and the numbers of the
-    pass and the loader. Before each sample is read, the generators are seeded from these and its
-    index, so that augmentation does not depend on which process reads. Worker processes are started
-    for each pass, with the data set as it is at that time.
+    It is made by ``Trainer.loader`` and ``Trainer.batches``, see `Trainer.loader`. Every ``iter()``
+    begins a new pass, in a new order if ``shuffle`` is set; the order depends only on the seed and
+    the numbers of the pass and the loader. Before each sample is read, the generators are seeded
+    from these and its index, so that augmentation does not depend on which process reads. Worker
+    processes are started for each pass, with the data set as it is at that time.
 
     Args:
         dataset: an object with a length and an item for each index; or a stream, or whole batches

@@ -62,7 +62,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     Raises:
         ValueError: an argument cannot be had here; says which, and what to do.
 
-    Example: ``Trainer(model, args, train_dataset=data, shards=8).train()``
+    Example: ``Trainer(model, args, train_dataset=data, shards=8).train()``; a whole script is in
+    docs/guides/transformers.md.
     """
 
     args: Any
@@ -128,6 +129,10 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         """How much a shard's loss counts where it is a mean of the model's own; may be overridden.
 
         Returns the number of integer labels that are not ignored, (), or None for all samples.
+
+        >>> class Weighted(Trainer):
+        ...     def shard_weight(self, inputs):
+        ...         return inputs["weights"].sum()
         """
         labels = inputs.get("labels")
         if not torch.is_tensor(labels) or labels.is_floating_point():

@@ -77,7 +77,7 @@ print(json.dumps({"cuda": torch.version.cuda, "gpus": [row(index) for index in r
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceInfo:
-    """One GPU, or all cores of the processor."""
+    """One GPU, or all cores of the processor; see `list_devices`."""
 
     index: int
     kind: str
@@ -91,7 +91,7 @@ class DeviceInfo:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Devices chosen for a run."""
+    """Devices chosen for a run; see `select_devices`."""
 
     devices: tuple[str, ...]
     may_leave: bool = False
@@ -108,6 +108,10 @@ def list_devices() -> list[DeviceInfo]:
 
     Raises:
         LaunchError: a driver for GPUs is loaded, but the GPUs cannot be listed.
+
+    >>> processor = list_devices()[-1]
+    >>> processor.kind, processor.count >= 1, processor.free_bytes <= processor.total_bytes
+    ('cpu', True, True)
     """
     return [*_gpus(), _processor()]
 
@@ -122,6 +126,9 @@ def select_devices(choice: int | str | Sequence[str]) -> Selection:
     Raises:
         LaunchError: a device does not exist here, or the GPUs cannot be listed.
         ValueError: the choice is in none of these forms.
+
+    >>> select_devices("cpu:3").devices
+    ('cpu', 'cpu', 'cpu')
     """
     listed = not isinstance(choice, int | str)
     text = str(choice) if isinstance(choice, int | str) else ",".join(map(str, choice))

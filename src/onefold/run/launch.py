@@ -205,6 +205,13 @@ def supervise(
     Raises:
         LaunchError: a file would be overwritten that is not one of ours.
         ValueError: the devices do not make whole pipelines.
+
+    >>> import tempfile
+    >>> script = Path(tempfile.mkdtemp(), "train.py")
+    >>> _ = script.write_text("import onefold, sys; sys.exit(not onefold.is_launched())")
+    >>> devices = onefold.select_devices("cpu:1")
+    >>> supervise([str(script)], devices, onefold.RunOptions()).exit_code
+    0
     """
     options.pipeline_of(len(selection.devices))
     if not (options.home or options.keeps_whole):

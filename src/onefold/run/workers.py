@@ -358,7 +358,7 @@ class WorkerGroup:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a run ended, and what to tell the user about it."""
+    """How a run ended, and what to tell the user about it; see `supervise`."""
 
     exit_code: int
     """Exit code for the command line: 0 if all is well."""

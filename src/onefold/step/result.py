@@ -22,7 +22,18 @@ __all__ = ["Step", "StepResult", "verdict_of"]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The result of one update."""
+    """The result of one update, as `Trainer.step` returns it.
+
+    The same on every device. Tensors lie on this process's first device, and are computed when they
+    are asked for.
+
+    >>> trainer = onefold.Trainer(model, optimizer, lambda m, x: m(x).square().mean(1), shards=2)
+    >>> step = trainer.step(torch.ones(6, 2))
+    >>> step.number, step.samples, step.epoch, step.skipped
+    (1, 6, 0, '')
+    >>> step.loss.shape, step.loss.dtype, type(step.grad_norm)
+    (torch.Size([]), torch.float64, <class 'float'>)
+    """
 
     number: int
     """The number of the step in the run, counted from 1."""

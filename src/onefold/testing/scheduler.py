@@ -37,7 +37,7 @@ __all__ = ["Fault", "Killed", "Scheduler"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """What happens to a simulated device.
+    """What happens to a simulated device; see `outcomes`.
 
     Args:
         device: its number.

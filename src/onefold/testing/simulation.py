@@ -19,7 +19,7 @@ __all__ = ["Ended", "outcomes", "simulate"]
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a simulated device ended."""
+    """How a simulated device ended; see `outcomes`."""
 
     value: Any = None
     """What its function returned."""
@@ -109,6 +109,15 @@ def outcomes(
 
     Raises:
         ValueError: a fault names a device that there is not, or no call.
+
+    >>> def meet():
+    ...     model = torch.nn.Linear(2, 1)
+    ...     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ...     trainer = onefold.Trainer(model, optimizer, lambda m, x: m(x).square(), shards=2)
+    ...     trainer.barrier()
+    >>> lost, told = outcomes(meet, 2, faults=[Fault(device=0, call=2)])
+    >>> lost.was_killed, type(told.error).__name__
+    (True, 'PeerLost')
     """
     chosen = options or RunOptions()
     network: Network

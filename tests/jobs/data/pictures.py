@@ -1,7 +1,5 @@
 """Small made-up data sets of pictures, for whoever tests with files."""
 
-from __future__ import annotations
-
 import resource
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

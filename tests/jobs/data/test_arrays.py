@@ -1,7 +1,5 @@
 """Files of numbers in the format of MNIST, and data sets of pictures made of them."""
 
-from __future__ import annotations
-
 import gzip
 import pickle
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What is said of files and lines that cannot be used, and of folders that may not be looked at."""
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Folders of pictures, a folder a class."""
 
-from __future__ import annotations
-
 import pickle
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Files that are not what they seem: pipes, devices, links, and more than anybody asked for."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

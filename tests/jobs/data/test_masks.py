@@ -1,7 +1,5 @@
 """What is foreground in a mask, what is void, and which masks brightness alone cannot read."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Pictures with masks: what is found, what is refused, what is counted."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Pictures as they are decoded, and what is counted of their pixels."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import os

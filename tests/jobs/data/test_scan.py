@@ -1,7 +1,5 @@
 """The look through all files: what it takes from large ones, what it remembers, how it stops."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """What all models have in common: shapes, gradients for every parameter, examples that run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

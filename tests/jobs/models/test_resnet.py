@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import torch
 
 from onefold.jobs.models import ResNet, resnet18, resnet34, resnet50, resnet101

@@ -1,7 +1,5 @@
 """Reading pages back: whether they are sound, and what they say."""
 
-from __future__ import annotations
-
 import re
 from html.parser import HTMLParser
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Made-up runs of each kind, as a training leaves them in their folders."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Sequence

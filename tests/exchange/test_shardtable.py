@@ -1,7 +1,5 @@
 """What devices report to each other in a step, beside their partial sums."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
