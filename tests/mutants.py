@@ -166,8 +166,8 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "nobody looks who stands between two devices",
         "exchange/group.py",
-        "prove(world.proof, group.rank(), trade, connections.ends())",
-        "prove(world.proof, group.rank(), trade)",
+        "prove(context.proof, group.rank(), trade, connections.ends())",
+        "prove(context.proof, group.rank(), trade)",
     ),
     Mutant(
         "a gradient that only the right half has is lost",

@@ -210,10 +210,10 @@ def test_threads_are_shared_among_the_shards_and_idle_cores_are_told_once(
     caplog.clear()
     chosen = {"seed": 0, "clip_norm": None, "deterministic": True, "timeout_s": 5.0}
     for trainer in (0, 1):
-        team = Devices(
-            devices=(torch.device("cpu"),), own=(0,), context=LaunchContext(), trainer=trainer
+        devices = Devices(
+            all=(torch.device("cpu"),), own=(0,), context=LaunchContext(), trainer=trainer
         )
-        settle_process(team, Settings(shards=5, threads=None, **chosen))
+        settle_process(devices, Settings(shards=5, threads=None, **chosen))
     assert caplog.text.count("3 of 16 cores at work: a CPU device has 3 threads with 5 sh") == 1
     assert "onefold run --devices auto train.py" in caplog.text
 

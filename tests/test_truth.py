@@ -235,8 +235,8 @@ each_placement = for_each(("placement", "devices"), PLACES)
 
 
 def keeping(placement: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    world = LaunchContext(options=RunOptions(placement=placement))
-    monkeypatch.setattr("onefold.trainer.current_context", lambda: world)
+    context = LaunchContext(options=RunOptions(placement=placement))
+    monkeypatch.setattr("onefold.trainer.current_context", lambda: context)
 
 
 @each_placement

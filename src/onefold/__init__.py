@@ -97,9 +97,9 @@ def __getattr__(name: str) -> Any:
 def _tell_end() -> None:
     """Under PyTorch's launcher others may wait for a Trainer that this process never makes."""
     with suppress(errors.LaunchError):  # told when the Trainer was made
-        world = current_context()
-        if world.agent_store and "torch" in sys.modules:
-            import_module("onefold.exchange.group").tell_end(world)
+        context = current_context()
+        if context.agent_store and "torch" in sys.modules:
+            import_module("onefold.exchange.group").tell_end(context)
 
 
 atexit.register(_tell_end)

@@ -160,7 +160,7 @@ class Trainer:
     @property
     def devices(self) -> tuple[torch.device, ...]:
         """All devices of the run, by number."""
-        return self._session.devices.devices
+        return self._session.devices.all
 
     @property
     def shards(self) -> int:

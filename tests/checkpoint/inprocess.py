@@ -94,7 +94,7 @@ class Runs:
         with self._patch.context() as patch, new_progress(1) as progress:
             life = Life(devices, dies, progress)
             patch.setattr("onefold.trainer.current_context", lambda: LaunchContext(options=options))
-            patch.setattr("onefold.run.session.progress_of", lambda world: progress)
+            patch.setattr("onefold.run.session.progress_of", lambda context: progress)
             patch.setattr(forming, "_trainers", itertools.count())
             patch.setattr(membership, "members", membership.Members())
             try:

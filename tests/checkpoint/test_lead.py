@@ -13,7 +13,7 @@ import torch
 
 from onefold.checkpoint.saving import Lead
 from tests.exchange.together import endings, together
-from tests.step.assembled import team_of
+from tests.step.assembled import devices_of
 
 Result = TypeVar("Result")
 LIMIT_S = 0.2
@@ -43,7 +43,7 @@ def seated(table: Table, work: Callable[[Lead], Result]) -> Callable[[int], Resu
         exchange = SimpleNamespace(transport=table)
         engine: Any = SimpleNamespace(context=SimpleNamespace(with_others=True, exchange=exchange))
         try:
-            return work(Lead(engine, team_of(2, own=[number]), LIMIT_S))
+            return work(Lead(engine, devices_of(2, own=[number]), LIMIT_S))
         except BaseException:
             table.barrier.abort()
             raise

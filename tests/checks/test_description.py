@@ -14,7 +14,7 @@ from onefold.core.shard import Plan
 from onefold.errors import DisagreementError
 from onefold.shard.modelparts import ModelParts
 from tests.small import sgd
-from tests.step.assembled import settings_of, team_of
+from tests.step.assembled import devices_of, settings_of
 from tests.tables import for_each
 
 Change = Callable[[nn.Sequential], object]
@@ -32,8 +32,8 @@ def said(
     module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     change(module)
     parts = ModelParts(module, [n for n, p in module.named_parameters() if p.requires_grad])
-    made, team = optimizer(module), team_of(2, own=[1], trainer=trainer)
-    return describe(parts, made, settings_of(**settings), team, Plan((2, 2)), schedule(made))
+    made, devices = optimizer(module), devices_of(2, own=[1], trainer=trainer)
+    return describe(parts, made, settings_of(**settings), devices, Plan((2, 2)), schedule(made))
 
 
 def compared(*each: dict[str, str]) -> None:

@@ -287,20 +287,20 @@ def check_launched(kinds: Sequence[str]) -> list[str]:
 
 def made(name: str, trainer: int) -> tuple[Exchange, Storage, Start]:
     """A kind of exchange, perhaps "in stages", and then perhaps "on a disk"."""
-    world = current_context()
+    context = current_context()
     kind, *how = name.split(", ")
-    sizes = storage(world.size, staged="in stages" in how)
+    sizes = storage(context.size, staged="in stages" in how)
     home = MmapAllocator.at("") if "on a disk" in how else DEFAULT_ALLOCATOR
-    begun = start(world.rank, sizes)
+    begun = start(context.rank, sizes)
     if kind == "shared":
-        if world.network:
-            mailbox = world.network.mailbox(trainer)
+        if context.network:
+            mailbox = context.network.mailbox(trainer)
         else:
-            peers = connected(f"{world.run_id}-{trainer}", world.rank, world.size, LIMIT_S)
-            mailbox = Mailbox(peers, rank=world.rank, timeout_s=LIMIT_S)
+            peers = connected(f"{context.run_id}-{trainer}", context.rank, context.size, LIMIT_S)
+            mailbox = Mailbox(peers, rank=context.rank, timeout_s=LIMIT_S)
         host = HostTransport(mailbox, home)
         return shared_exchange(sizes, begun, host, assignment(sizes)), sizes, begun
-    joined = join_group(Rendezvous(world, world.size, LIMIT_S), "cpu", trainer)
+    joined = join_group(Rendezvous(context, context.size, LIMIT_S), "cpu", trainer)
     transport = GroupTransport(CPU, joined, LIMIT_S, home)
     return collective_exchange(sizes, begun, transport, assignment(sizes)), sizes, begun
 

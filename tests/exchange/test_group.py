@@ -27,8 +27,8 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group, "LOOK_S", 0.02)
 
 
-def meeting(world: LaunchContext, timeout_s: float = LIMIT_S) -> Rendezvous:
-    return Rendezvous(world, world.size, timeout_s)
+def meeting(context: LaunchContext, timeout_s: float = LIMIT_S) -> Rendezvous:
+    return Rendezvous(context, context.size, timeout_s)
 
 
 @pytest.fixture

@@ -24,18 +24,18 @@ CUDA = torch.device("cuda", 0)
 
 
 def joined(
-    world: LaunchContext,
+    context: LaunchContext,
     compare: Callable[[Sequence[bytes]], None] = lambda _: None,
     device: torch.device = CPU,
 ) -> Exchange:
-    sizes = storage(world.size)
-    devices = (device,) * world.size
+    sizes = storage(context.size)
+    devices = (device,) * context.size
     return join(
         sizes,
-        start(world.rank, sizes),
+        start(context.rank, sizes),
         assignment(sizes),
-        Devices(devices=devices, own=(world.rank,), context=world, trainer=0),
-        description=bytes([65 + world.rank]) * (1 + 50_000 * world.rank),
+        Devices(all=devices, own=(context.rank,), context=context, trainer=0),
+        description=bytes([65 + context.rank]) * (1 + 50_000 * context.rank),
         compare=compare,
         timeout_s=LIMIT_S,
     )
@@ -53,7 +53,7 @@ def test_one_host_shares_memory(asked: Any, launcher: Any, monkeypatch: pytest.M
     monkeypatch.setattr(joining, "connected", noted)
     seen: dict[int, list[int]] = {}
     with worlds(2, options=RunOptions(exchange=asked)) as made:
-        made = [replace(world, launcher=launcher) for world in made]
+        made = [replace(context, launcher=launcher) for context in made]
         for exchange in together(
             2, lambda r: joined(made[r], lambda all_of: seen.update({r: [len(d) for d in all_of]}))
         ):
@@ -104,9 +104,9 @@ def test_memory_that_cannot_be_shared_is_refused(
     device: torch.device, one_host: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(joining, "agree_on_kind", lambda *_: None)
-    world = LaunchContext(
+    context = LaunchContext(
         size=2, local_size=2, one_host=one_host, options=RunOptions(exchange="shared")
     )
     words = "the shared exchange is for CPU processes of one host; use --exchange collective"
     with pytest.raises(ValueError, match=words):
-        joined(world, device=device)
+        joined(context, device=device)

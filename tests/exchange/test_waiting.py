@@ -63,25 +63,25 @@ def test_who_cannot_be_reached_is_named_with_the_reason(
 
 
 def test_what_cannot_be_an_address_is_refused_at_once(listening: int) -> None:
-    world = replace(WORLD, address=f"{'a' * 70}:29500")
+    context = replace(WORLD, address=f"{'a' * 70}:29500")
     with pytest.raises(LaunchError, match="expected the name of a machine in MASTER_ADDR, got aaa"):
-        reach_store(world, 60)
-    world = replace(WORLD, rank=0, address=f"127.0.0.1:{listening}")
+        reach_store(context, 60)
+    context = replace(WORLD, rank=0, address=f"127.0.0.1:{listening}")
     with pytest.raises(LaunchError, match=r"EADDRINUSE.*Expected MASTER_PORT to be a port that is"):
-        reach_store(world, 60)
+        reach_store(context, 60)
 
 
 @for_each("host", ["127.0.0.1", "no-such-machine.invalid", "192.0.2.1", "a launcher's"])
 def test_the_lead_need_not_know_the_name_by_which_others_reach_it(host: str) -> None:
     if host == "a launcher's":
         agent = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        world = replace(WORLD, address=f"127.0.0.1:{agent.port}", agent_store=True)
-        served = reach_store(replace(world, rank=0), 60)
+        context = replace(WORLD, address=f"127.0.0.1:{agent.port}", agent_store=True)
+        served = reach_store(replace(context, rank=0), 60)
     else:
-        world = replace(WORLD, address=f"127.0.0.1:{free_port()}")
-        own = world.address.replace("127.0.0.1", host)
-        served = reach_store(replace(world, rank=0, address=own), 60)
-    found = reach_store(world, 60)
+        context = replace(WORLD, address=f"127.0.0.1:{free_port()}")
+        own = context.address.replace("127.0.0.1", host)
+        served = reach_store(replace(context, rank=0, address=own), 60)
+    found = reach_store(context, 60)
     served.set("key", "value")
     assert found.get("key") == b"value"
     assert found.timeout == timedelta(seconds=60)

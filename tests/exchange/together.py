@@ -51,7 +51,7 @@ def worlds(size: int, **changed: Any) -> Iterator[list[LaunchContext]]:
     )
     common = replace(common, **{"address": "node1:29500", **changed})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(group, "reach_store", lambda world, timeout_s: store)
+        patch.setattr(group, "reach_store", lambda context, timeout_s: store)
         yield [replace(common, rank=rank, local_rank=rank) for rank in range(size)]
 
 

@@ -259,8 +259,8 @@ def attempt(name: str, devices: int = 0) -> None:
 @pytest.fixture
 def _in_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that nobody launched, whose devices are a line."""
-    world = LaunchContext(options=RunOptions(placement="pipeline"))
-    monkeypatch.setattr("onefold.trainer.current_context", lambda: world)
+    context = LaunchContext(options=RunOptions(placement="pipeline"))
+    monkeypatch.setattr("onefold.trainer.current_context", lambda: context)
 
 
 @for_each("name", REFUSED)

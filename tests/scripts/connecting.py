@@ -18,9 +18,9 @@ LIMIT_S = 20.0
 def main(rank: int, broken: list[int], wrong: list[int]) -> None:
     prove, on_loopback, attempts = group.prove, group.gloo_on_loopback, []
 
-    def noted(world: LaunchContext) -> object:
+    def noted(context: LaunchContext) -> object:
         attempts.append(len(attempts) + 1)
-        return on_loopback(world)
+        return on_loopback(context)
 
     def disturbed(*args: object) -> None:
         if attempts[-1] in broken:
@@ -32,9 +32,9 @@ def main(rank: int, broken: list[int], wrong: list[int]) -> None:
     group.gloo_on_loopback = noted  # type: ignore[assignment]
     group.prove = disturbed  # type: ignore[assignment, attr-defined]
     store = os.open("store", os.O_RDWR | os.O_CREAT)
-    world = LaunchContext(run_id="run", rank=rank, size=2, local_size=2, store_descriptor=store)
+    context = LaunchContext(run_id="run", rank=rank, size=2, local_size=2, store_descriptor=store)
     try:
-        made = group.join_group(group.Rendezvous(world, 2, LIMIT_S), "cpu", trainer=0)
+        made = group.join_group(group.Rendezvous(context, 2, LIMIT_S), "cpu", trainer=0)
         texts = group.all_gather_objects(made.group, f"{rank}".encode())
         print(f"{len(attempts)} attempts, {texts}")
     except (RuntimeError, DisagreementError) as error:

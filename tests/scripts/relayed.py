@@ -109,11 +109,11 @@ def main(rank: int, secret: str, kind: str) -> None:
     group.reach_store = lambda *_: taken  # type: ignore[assignment]
     if kind == "unsealed":
         group.SealedStore = lambda store, *_: store  # type: ignore[misc, assignment]
-    world = LaunchContext(
+    context = LaunchContext(
         run_id="run", launcher="torch", rank=rank, size=2, secret=secret, one_host=False
     )
     try:
-        meeting = group.Rendezvous(world, 2, 20)
+        meeting = group.Rendezvous(context, 2, 20)
         group.agree_on_kind(meeting, "cpu")
         joined = group.join_group(meeting, "cpu", trainer=0)
         print("joined", group.all_gather_objects(joined.group, str(rank).encode()), flush=True)

@@ -18,9 +18,9 @@ def bytes_of(tensor: torch.Tensor | None) -> bytes | None:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def team_of(devices: int = 1, *, own: Sequence[int] | None = None, trainer: int = 0) -> Devices:
+def devices_of(devices: int = 1, *, own: Sequence[int] | None = None, trainer: int = 0) -> Devices:
     return Devices(
-        devices=(CPU,) * devices,
+        all=(CPU,) * devices,
         own=tuple(range(devices) if own is None else own),
         context=LaunchContext(),
         trainer=trainer,

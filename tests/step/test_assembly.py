@@ -15,7 +15,7 @@ from onefold.step import assembly
 from onefold.step.assembly import assemble
 from tests.inside import engine_in
 from tests.small import bits, line, make_trainer, points, sgd, square
-from tests.step.assembled import settings_of, team_of
+from tests.step.assembled import devices_of, settings_of
 from tests.tables import for_each
 
 
@@ -44,7 +44,7 @@ def test_the_exchange_is_known_before_a_failure(monkeypatch: pytest.MonkeyPatch)
             sgd(module),
             {"": square},
             settings=settings_of(shards=2),
-            team=team_of(2),
+            devices=devices_of(2),
             plan=Plan((1, 1)),
             schedule=None,
             joined=came.append,
@@ -78,8 +78,8 @@ def test_a_stage_that_no_device_can_have_is_named(
         return make_trainer(model, devices=None)
 
     monkeypatch.setattr(sharded, "capacity_bytes", lambda _: capacity)
-    world = LaunchContext(options=RunOptions(placement=placement, home=str(tmp_path)))
-    monkeypatch.setattr("onefold.trainer.current_context", lambda: world)
+    context = LaunchContext(options=RunOptions(placement=placement, home=str(tmp_path)))
+    monkeypatch.setattr("onefold.trainer.current_context", lambda: context)
     if fits:
         trainer = make()
         assert engine_in(trainer).context.exchange.memory.allocator.on_disk == (

@@ -204,8 +204,8 @@ def test_one_that_begins_later_or_has_a_generator_of_its_own_is_noticed() -> Non
 
 def test_an_optimizer_of_the_script_is_called_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may count its calls, or look at all parameters together."""
-    world = LaunchContext(options=RunOptions(placement="offload"))
-    monkeypatch.setattr("onefold.trainer.current_context", lambda: world)
+    context = LaunchContext(options=RunOptions(placement="offload"))
+    monkeypatch.setattr("onefold.trainer.current_context", lambda: context)
     model = nn.Sequential(nn.Linear(3, 40), nn.Linear(40, 40), nn.Linear(40, 1))
     optimizer = Noisy(model.parameters(), lr=0.1)
     trainer = make_trainer(model, optimizer=optimizer, devices=None)

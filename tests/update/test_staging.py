@@ -42,8 +42,8 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     made: list[onefold.Trainer] = []
 
     def make(placement: PlacementName = "offload", **settings: Any) -> onefold.Trainer:
-        world = LaunchContext(options=RunOptions(placement=placement))
-        monkeypatch.setattr("onefold.trainer.current_context", lambda: world)
+        context = LaunchContext(options=RunOptions(placement=placement))
+        monkeypatch.setattr("onefold.trainer.current_context", lambda: context)
         torch.manual_seed(1)
         model = GPT(tied=False)
         model.blocks[0].requires_grad_(False)

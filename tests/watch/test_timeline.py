@@ -61,8 +61,8 @@ def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Begin:
 
     def make(*own: int, trainer: int = 0, kind: type[Stopwatch] = Stopwatch) -> Profile:
         numbers = own or (0,)
-        team = Devices(devices=(CPU,) * 4, own=numbers, context=LaunchContext(), trainer=trainer)
-        return Profile(tmp_path, team, {number: kind(CPU) for number in numbers})
+        devices = Devices(all=(CPU,) * 4, own=numbers, context=LaunchContext(), trainer=trainer)
+        return Profile(tmp_path, devices, {number: kind(CPU) for number in numbers})
 
     return make
 
@@ -129,9 +129,9 @@ def test_the_last_step_is_written_at_the_end_if_it_is_over(
     calls: list[Callable[[], None]] = []
     monkeypatch.setattr(atexit, "register", calls.append)
     caplog.set_level("INFO", logger="onefold")
-    team = Devices(devices=(CPU,), own=(0,), context=LaunchContext(), trainer=0)
+    devices = Devices(all=(CPU,), own=(0,), context=LaunchContext(), trainer=0)
     stop, work = device_span(101.0, 102.0)
-    Profile(tmp_path, team, {0: DeviceWatch(CPU)}).add_step(1, {0: work})
+    Profile(tmp_path, devices, {0: DeviceWatch(CPU)}).add_step(1, {0: work})
     stop.past = end == "past"
     if end == "failed":
         error = RuntimeError("CUDA error: an illegal memory access was encountered")

@@ -113,7 +113,7 @@ class Autosave:
     steps of batches that several loaders have read side by side, waits for the last of these.
 
     Args:
-        team: who takes part, and what was asked for.
+        devices: who takes part, and what was asked for.
         checkpoints: saves and loads the trainer.
         position: where the trainer is.
         progress: the table in which the lead asks for what is due by time.
@@ -123,17 +123,17 @@ class Autosave:
 
     def __init__(
         self,
-        team: Devices,
+        devices: Devices,
         checkpoints: Checkpoints,
         position: Position,
         progress: Progress,
         lock: FolderLock,
         blocks: Callable[[], int],
     ) -> None:
-        options = team.context.options
+        options = devices.context.options
         self._directory, self._lock = Path(options.checkpoint), lock
         self._every, self._keeping = options.every, Keeping(options.keep_last)
-        self._clock = SaveClock(progress, options.every_s, decides=team.has_lead)
+        self._clock = SaveClock(progress, options.every_s, decides=devices.has_lead)
         self._checkpoints, self._position, self._blocks = checkpoints, position, blocks
         self._schedule = checkpoints.schedule
         self._saved = position.step
@@ -151,7 +151,7 @@ class Autosave:
     @classmethod
     def of(
         cls,
-        team: Devices,
+        devices: Devices,
         checkpoints: Checkpoints,
         position: Position,
         progress: Progress | None,
@@ -169,10 +169,10 @@ class Autosave:
             OSError: no checkpoint could be written there.
             LaunchError: another run saves itself there.
         """
-        context = team.context
+        context = devices.context
         if not context.options.checkpoint or progress is None:
             return None
-        if team.trainer > 0:
+        if devices.trainer > 0:
             raise ValueError(
                 "onefold run --checkpoint follows one Trainer, and this script makes a second one: "
                 "call trainer.save and trainer.load in the script instead"
@@ -184,7 +184,7 @@ class Autosave:
                 f"that holds it, {directory.parent}"
             )
         lock = lock_of_checkpoints(directory)
-        if team.has_lead:
+        if devices.has_lead:
             # Now, as a full or read-only disk is better found before the first hours of training.
             try_directory(directory)
             lock.take(context.options.grace_s)
@@ -192,7 +192,7 @@ class Autosave:
         found = checkpoints.find(directory, changed=changed, if_any=True, leave_out=leave_out)
         if found is not None:
             resumption.begin(found)
-        return cls(team, checkpoints, position, progress, lock, blocks)
+        return cls(devices, checkpoints, position, progress, lock, blocks)
 
     def check(self, batch: ShardedBatch) -> None:
         """Refuse a step that could not be resumed as if nothing had happened.

@@ -79,7 +79,7 @@ class Checkpoints:
     Args:
         engine: the devices of this process.
         averaging: shows the averages of the model.
-        team: who takes part.
+        devices: who takes part.
         position: where the run is.
         schedule: the schedule of the run, if it has one, and when it is stepped.
     """
@@ -88,7 +88,7 @@ class Checkpoints:
         self,
         engine: Engine,
         averaging: Averaging,
-        team: Devices,
+        devices: Devices,
         position: Position,
         schedule: RunSchedule,
     ) -> None:
@@ -96,12 +96,12 @@ class Checkpoints:
         self._exchange, self._update = engine.context.exchange, engine.context.update
         self._module = engine.context.replicas[0].module
         self._buffers = engine.context.replicas[0].buffers
-        self._team = team
+        self._devices = devices
         self._position = position
         self.schedule = schedule
         """The schedule that is saved with the run, or none."""
-        self._lead = Lead(engine, team, engine.context.settings.timeout_s)
-        self._state = RunState(engine, averaging, team, position, schedule)
+        self._lead = Lead(engine, devices, engine.context.settings.timeout_s)
+        self._state = RunState(engine, averaging, devices, position, schedule)
         self._writing = Background("writing a checkpoint")
         self._saving = Saving(engine, averaging, self._lead, self._writing)
         self.lost = False
@@ -379,5 +379,5 @@ class Checkpoints:
         first: int,
     ) -> torch.Tensor:
         """Pack what the process has of pieces that has this as its first device."""
-        devices = self._team.own if first in self._team.own else (first,)
-        return packed(chain.from_iterable(partitions[device] for device in devices))
+        own = self._devices.own if first in self._devices.own else (first,)
+        return packed(chain.from_iterable(partitions[device] for device in own))

@@ -46,7 +46,7 @@ class RunState:
     Args:
         engine: the devices of this process.
         averaging: shows the averages of the model.
-        team: who takes part.
+        devices: who takes part.
         position: where the run is.
         schedule: the schedule of the run, if it has one, and when it is stepped.
     """
@@ -55,11 +55,11 @@ class RunState:
         self,
         engine: Engine,
         averaging: Averaging,
-        team: Devices,
+        devices: Devices,
         position: Position,
         schedule: RunSchedule,
     ) -> None:
-        self._team, self._averaging = team, averaging
+        self._devices, self._averaging = devices, averaging
         self._position, self._schedule = position, schedule
         self._settings = engine.context.settings
         self._optimizer, self._rules = engine.context.update.optimizer, engine.rules
@@ -98,8 +98,8 @@ class RunState:
             "place": place,
             "trained": dict(self._trained),
             "threads": torch.get_num_threads(),
-            "device": self._team.devices[0].type,
-            "devices": len(self._team.devices),
+            "device": self._devices.all[0].type,
+            "devices": len(self._devices.all),
             "python": platform.python_version(),
             "libraries": {name: version(name) for name in _LIBRARIES},
         }
@@ -248,7 +248,7 @@ class RunState:
             "frozen there and trained here": [name for name in now if name not in set(then)],
         }
         words = [f"{listed(names)} (was {how})" for how, names in parts.items() if names]
-        if self._team.has_lead:
+        if self._devices.has_lead:
             _log.warning(
                 "step %d trains other parameters than the saved run did: %s. A line like `if epoch "
                 "== 2: unfreeze()` is not run again where a run goes on behind it: set "
@@ -260,7 +260,7 @@ class RunState:
     def warn_of_differences(self, stored: StoredCheckpoint) -> None:
         """Log differences that do not keep a run from being resumed, but are worth knowing."""
         run = stored.run
-        here = {"device": self._team.devices[0].type, "threads": torch.get_num_threads()}
+        here = {"device": self._devices.all[0].type, "threads": torch.get_num_threads()}
         here |= {"torch": version("torch")}
         saved = {**run, **run["libraries"]}
         for name, now in here.items():

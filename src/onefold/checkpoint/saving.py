@@ -105,13 +105,13 @@ class Lead:
 
     Args:
         engine: the devices of this process.
-        team: who takes part.
+        devices: who takes part.
         timeout_s: the longest that a device waits for another.
     """
 
-    def __init__(self, engine: Engine, team: Devices, timeout_s: float) -> None:
+    def __init__(self, engine: Engine, devices: Devices, timeout_s: float) -> None:
         self._engine = engine
-        self._team = team
+        self._devices = devices
         self._timeout_s = timeout_s
         self.look_s = min(_LOOK_S, timeout_s / _LOOKS_OF_A_LIMIT)
         """How often the lead tells the waiting devices that it is still at work."""
@@ -119,7 +119,7 @@ class Lead:
     @property
     def is_here(self) -> bool:
         """Whether this process is the lead's."""
-        return self._team.has_lead
+        return self._devices.has_lead
 
     def share(self, number: float) -> float:
         """Return the lead's number on every device; the numbers of the others are ignored."""
@@ -130,9 +130,9 @@ class Lead:
         return float(self._shared(number).min())
 
     def _shared(self, number: float) -> torch.Tensor:
-        devices = self._team.own_devices
         rows = {
-            n: torch.tensor([number], dtype=torch.float64, device=d) for n, d in devices.items()
+            n: torch.tensor([number], dtype=torch.float64, device=d)
+            for n, d in self._devices.own_devices.items()
         }
         return self._engine.context.exchange.transport.all_gather_rows(rows)
 
@@ -185,14 +185,14 @@ class Lead:
         if not self._engine.context.with_others:
             return exchange.transport.scatter_from_lead(make)
         mine = torch.empty(0, dtype=torch.uint8)
-        for device in range(len(self._team.devices)):
+        for device in range(len(self._devices.all)):
             work = None if make is None else partial(make, device)
             made = self.do("reading the optimizer's state", work)
             part = None if made is None else partial(_part_for, device, made)
             # All take part each time, and all but one get nothing: the lead never holds more than
             # one device's part.
             given = exchange.transport.scatter_from_lead(part)
-            if device in self._team.own:
+            if device in self._devices.own:
                 mine = given
         return mine
 

@@ -38,7 +38,7 @@ def describe(
     parts: ModelParts,
     optimizer: torch.optim.Optimizer,
     settings: Settings,
-    team: Devices,
+    devices: Devices,
     plan: Plan,
     schedule: LRScheduler | None,
     stages: Stages | None = None,
@@ -53,17 +53,17 @@ def describe(
         "precision": str(settings.precision.name),
         "the rules of buffers": str(dict(settings.buffers)),
         "the plan": str(plan.counts),
-        "the placement": team.context.options.placement,
+        "the placement": devices.context.options.placement,
         "the stages": str(stages and (stages.names, stages.stage_of)),
-        "the number of Trainers before this one": str(team.trainer),
+        "the number of Trainers before this one": str(devices.trainer),
         "the optimizer": name_of(optimizer),
         "what the optimizer updates": "parts" if updates_by_element(optimizer) else "parameters",
         "the schedule": "None" if schedule is None else class_of(schedule),
         "the state of the schedule": "" if schedule is None else _state_of(schedule),
-        **_surroundings(team.devices[team.own[0]]),
+        **_surroundings(devices.all[devices.own[0]]),
     }
     if settings.compile:
-        described["what compiles"] = code_compiler(team.devices[team.own[0]])
+        described["what compiles"] = code_compiler(devices.all[devices.own[0]])
     for kind, parameters in (("trained", parts.trained), ("other", parts.other | parts.frozen)):
         for name, p in parameters.items():
             # With strides: they decide the order of elements in flat memory.

@@ -66,7 +66,7 @@ class Assignment:
 class Devices:
     """All devices of the run, and which of them this process drives."""
 
-    devices: tuple[torch.device, ...]
+    all: tuple[torch.device, ...]
     """All devices, in the order of their numbers."""
     own: tuple[int, ...]
     """Numbers of the devices that this process drives."""
@@ -83,4 +83,4 @@ class Devices:
     @property
     def own_devices(self) -> dict[int, torch.device]:
         """This process's devices by number."""
-        return {number: self.devices[number] for number in self.own}
+        return {number: self.all[number] for number in self.own}

@@ -86,13 +86,13 @@ class Rendezvous:
     """The store through which the processes of a run find each other.
 
     Args:
-        world: how this process was started.
+        context: how this process was started.
         size: how many devices take part; others may have been started and have left.
         timeout_s: the longest wait for the others.
     """
 
-    def __init__(self, world: LaunchContext, size: int, timeout_s: float) -> None:
-        self.world, self.size, self.timeout_s = world, size, timeout_s
+    def __init__(self, context: LaunchContext, size: int, timeout_s: float) -> None:
+        self.context, self.size, self.timeout_s = context, size, timeout_s
 
     @cached_property
     def store(self) -> Store:
@@ -101,29 +101,29 @@ class Rendezvous:
         Under onefold's launcher it is a file without a name, which the kernel opens for this user
         only: there is no open port, and nothing that could be removed or left behind.
         """
-        world, key = self.world, (self.world, self.size)
+        context, key = self.context, (self.context, self.size)
         if key not in _stores:
             base: Store = (
-                FileStore(f"/proc/self/fd/{world.store_descriptor}", self.size)
-                if world.store_descriptor >= 0
-                else reach_store(world, self.timeout_s)
+                FileStore(f"/proc/self/fd/{context.store_descriptor}", self.size)
+                if context.store_descriptor >= 0
+                else reach_store(context, self.timeout_s)
             )
-            if world.secret:
-                base = SealedStore(base, world.secret.encode(), world.run_id)
+            if context.secret:
+                base = SealedStore(base, context.secret.encode(), context.run_id)
                 _sealed.append(base)
-            _stores[key] = PrefixStore(f"onefold/{world.run_id}", base)
+            _stores[key] = PrefixStore(f"onefold/{context.run_id}", base)
         return _stores[key]
 
     def has_ended(self, rank: int) -> bool:
         """Whether the script of a device has ended."""
-        progress = progress_of(self.world)
+        progress = progress_of(self.context)
         if progress is not None:
             return progress.has_ended(rank)
         return bool(self.store.check([f"ended/{rank}"]))
 
     def publish(self, topic: str, text: str) -> None:
         """Write a text of this process, for all others to read."""
-        self.store.set(f"{topic}/{self.world.rank}", text)
+        self.store.set(f"{topic}/{self.context.rank}", text)
 
     def all_gather(self, topic: str, text: str) -> list[str]:
         """Write a text of this process, and wait for those of all, in the order of their ranks."""
@@ -138,22 +138,22 @@ class Rendezvous:
             PeerLost: a script has ended without writing its own.
             PeerTimeout: a process did not write in time.
         """
-        store, world = self.store, self.world
+        store, context = self.store, self.context
 
         def is_missing(rank: int) -> bool:
             return not store.check([keys[rank]])
 
         def missing() -> str:
             ranks = ", ".join(str(rank) for rank in keys if is_missing(rank))
-            where = f" (they meet at {world.address})" if world.address else ""
-            return f"not yet there, of {world.size} devices: {ranks}{where}"
+            where = f" (they meet at {context.address})" if context.address else ""
+            return f"not yet there, of {context.size} devices: {ranks}{where}"
 
         waiting = Waiting(
-            world.rank,
+            context.rank,
             self.timeout_s,
             # Looked for once more after its end: the process may have set the key just before it.
             ended=lambda rank: self.has_ended(rank) and is_missing(rank),
-            host_has_others=world.local_rank > 0,
+            host_has_others=context.local_rank > 0,
         )
         look = time.monotonic() + LOOK_S
         for rank in keys:
@@ -200,7 +200,7 @@ def agree_on_name(meeting: Rendezvous, trainer: int) -> str:
         PeerTimeout: the lead did not join in time.
     """
     key = f"name/{trainer}"
-    if meeting.world.rank == 0:
+    if meeting.context.rank == 0:
         meeting.store.set(key, secrets.token_hex(16))
     (name,) = meeting.read({0: key})
     return name
@@ -238,11 +238,11 @@ def join_group(meeting: Rendezvous, kind: str, trainer: int) -> Joined:
         PeerError: another process did not join.
         RuntimeError: the connections broke in every attempt.
     """
-    world = meeting.world
-    if world.network:
-        simulated: Joined = world.network.group(trainer)
+    context = meeting.context
+    if context.network:
+        simulated: Joined = context.network.group(trainer)
         return simulated
-    if not world.one_host and not world.secret and world.rank == 0 and trainer == 0:
+    if not context.one_host and not context.secret and context.rank == 0 and trainer == 0:
         _log.warning(
             "this run goes over several hosts without a secret: whoever reaches them may take "
             "part in it. Set ONEFOLD_SECRET to the same long random text for every process"
@@ -273,7 +273,7 @@ def _connect(
     gloo takes whoever first sends it the number of a peer for that peer. A stranger who reaches its
     port while it listens breaks the connections with that, so then all processes make them anew.
     """
-    world, timeout_s = meeting.world, meeting.timeout_s
+    context, timeout_s = meeting.context, meeting.timeout_s
     for attempt in range(1, _ATTEMPTS + 1):
         name = f"{trainer}/{attempt}"
         meeting.all_gather(f"begins/{name}", "")  # or the first would listen for long
@@ -281,11 +281,11 @@ def _connect(
         group = None
         connections, problem = Connections(), None
         try:
-            with noted_connections(connections), gloo_on_loopback(world):
+            with noted_connections(connections), gloo_on_loopback(context):
                 group, store = _make_group(meeting, kind, limit_s, trainer, attempt)
             # Ahead of every other message: nothing that a stranger sends is used before its proof.
             trade = partial(all_gather_objects, group, most=_MOST_OF_PROOF)
-            prove(world.proof, group.rank(), trade, connections.ends())
+            prove(context.proof, group.rank(), trade, connections.ends())
         except RuntimeError as error:
             problem = error
             connections.cut()  # or the others wait for this process
@@ -317,20 +317,20 @@ def _connect(
 def _make_group(
     meeting: Rendezvous, kind: str, timeout_s: float, trainer: int, attempt: int
 ) -> tuple[dist.ProcessGroup, Store]:
-    world = meeting.world
+    context = meeting.context
     backend = "gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl"
     limit = timedelta(seconds=timeout_s)
     if dist.is_initialized():
         store = Groups.default_store()
         group = dist.new_group(backend=backend, timeout=limit)
-        return group, PrefixStore(f"onefold/{world.run_id}/{trainer}", store)
+        return group, PrefixStore(f"onefold/{context.run_id}/{trainer}", store)
     store = meeting.store
     # Bound to its GPU, or NCCL may guess one, and open a context on it.
     device = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else None
     own = Groups.beside_default(
         backend,
         PrefixStore(f"group/{trainer}/{attempt}", store),
-        rank=world.rank,
+        rank=context.rank,
         size=meeting.size,
         limit=limit,
         device=device,
@@ -360,18 +360,18 @@ def all_gather_objects(
     return [part[:count].numpy().tobytes() for part, count in zip(parts, counts, strict=True)]
 
 
-def tell_end(world: LaunchContext) -> None:
+def tell_end(context: LaunchContext) -> None:
     """Announce that this script has ended: others may wait for a Trainer that it never makes.
 
     For processes of PyTorch's launcher; workers of onefold's note it in `Progress`.
     """
-    if world.size == 1 or _memberships:
+    if context.size == 1 or _memberships:
         return
     try:
-        Rendezvous(world, world.size, _GOODBYE_S).publish("ended", "1")
+        Rendezvous(context, context.size, _GOODBYE_S).publish("ended", "1")
     # The launcher is gone, and with it whoever might wait.
     except (RuntimeError, PeerTimeout) as error:
-        _log.info("device %d could not say that it ends: %s", world.rank, error)
+        _log.info("device %d could not say that it ends: %s", context.rank, error)
 
 
 def break_off() -> None:
@@ -408,7 +408,7 @@ def _leave() -> None:
     its closing connections end their wait.
     """
     for meeting, groups in _memberships:
-        store, rank, size = meeting.store, meeting.world.rank, meeting.size
+        store, rank, size = meeting.store, meeting.context.rank, meeting.size
         try:
             store.set(_left_key(rank), "1")
             store.wait([_left_key(other) for other in range(size)], _FAREWELL)
@@ -438,28 +438,30 @@ _TRY_S, _STORE_S = 5.0, 30.0
 _PAUSE_S = 0.1
 
 
-def reach_store(world: LaunchContext, timeout_s: float) -> Store:
+def reach_store(context: LaunchContext, timeout_s: float) -> Store:
     """Serve the store, if this is the lead and its launcher does not, or connect to it.
 
     Raises:
         LaunchError: the port is taken, or the host has an impossible name.
         PeerTimeout: nobody serves the store at its address.
     """
-    host, _, port = world.address.rpartition(":")
+    host, _, port = context.address.rpartition(":")
     place = (host.strip("[]"), int(port))
-    if world.rank == 0 and not world.agent_store:
-        return _serve(world, place, timeout_s)
-    waiting = Waiting(world.rank, timeout_s, host_has_others=world.local_rank > 0)
+    if context.rank == 0 and not context.agent_store:
+        return _serve(context, place, timeout_s)
+    waiting = Waiting(context.rank, timeout_s, host_has_others=context.local_rank > 0)
     while isinstance(found := _connected(place, timeout_s), str):
         if waiting.is_over:
             raise PeerTimeout(
-                f"device {world.rank} did not reach device 0 at {world.address} within "
+                f"device {context.rank} did not reach device 0 at {context.address} within "
                 f"{timeout_s:g} s: {found}. Expected MASTER_ADDR to be the machine of device 0, by "
                 f"a name or address that every machine knows, and MASTER_PORT to be open there",
                 device=0,
                 step=0,
             )
-        waiting.say(partial("device 0 cannot be reached at {}, as {}".format, world.address, found))
+        waiting.say(
+            partial("device 0 cannot be reached at {}, as {}".format, context.address, found)
+        )
         time.sleep(_PAUSE_S)
     return found
 
@@ -494,7 +496,7 @@ def _connected(place: tuple[str, int], timeout_s: float) -> Store | str:
     return made[0] if made else "what listens there is no store of PyTorch"
 
 
-def _serve(world: LaunchContext, place: tuple[str, int], timeout_s: float) -> Store:
+def _serve(context: LaunchContext, place: tuple[str, int], timeout_s: float) -> Store:
     host, port = place
     try:
         with socket.create_server((host, 0)):
@@ -512,7 +514,7 @@ def _serve(world: LaunchContext, place: tuple[str, int], timeout_s: float) -> St
         )
     except RuntimeError as error:
         raise LaunchError(
-            f"device 0 cannot let the others join at {world.address}: {error}. Expected "
+            f"device 0 cannot let the others join at {context.address}: {error}. Expected "
             f"MASTER_PORT to be a port that is free on its machine"
         ) from None
 
@@ -521,12 +523,12 @@ _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 @contextmanager
-def gloo_on_loopback(world: LaunchContext) -> Iterator[None]:
+def gloo_on_loopback(context: LaunchContext) -> Iterator[None]:
     """Keep gloo from opening ports that other hosts can reach, if all processes are on one host.
 
     A choice that the user has made in the environment takes precedence.
     """
-    if not world.one_host or _GLOO_INTERFACE in os.environ:
+    if not context.one_host or _GLOO_INTERFACE in os.environ:
         yield
         return
     # gloo reads the variable while a group is made, and init_process_group has no argument for it.

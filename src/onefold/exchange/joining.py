@@ -45,7 +45,7 @@ def join(
     storage: Storage,
     start: Start,
     assignment: Assignment,
-    team: Devices,
+    devices: Devices,
     *,
     description: bytes,
     compare: Callable[[Sequence[bytes]], None],
@@ -58,7 +58,7 @@ def join(
         storage: the sizes.
         start: this process's values, replaced by the lead's.
         assignment: who takes part.
-        team: which devices this process drives.
+        devices: which devices this process drives.
         description: what must be the same in every process, in bytes that can be compared.
         compare: raises if the descriptions of all processes differ.
         timeout_s: the longest wait for another device.
@@ -70,28 +70,28 @@ def join(
         PeerError: another device did not join, or failed while it did.
         ValueError: the exchange that was asked for cannot serve these devices.
     """
-    if len(team.own) == len(team.devices):
+    if len(devices.own) == len(devices.all):
         return local_exchange(storage, start, assignment, allocator)
-    kind, world = team.devices[team.own[0]].type, team.context
-    meeting = Rendezvous(world, len(team.devices), timeout_s)
-    shares = has_memory_in_common(team)
-    if (world.launcher == "torch" or not shares) and not world.network:
+    kind, context = devices.all[devices.own[0]].type, devices.context
+    meeting = Rendezvous(context, len(devices.all), timeout_s)
+    shares = has_memory_in_common(devices)
+    if (context.launcher == "torch" or not shares) and not context.network:
         # Under PyTorch's launcher each process has chosen its device by itself. Compared before the
         # branch below, or processes of two kinds would wait in two different exchanges.
         agree_on_kind(meeting, kind)
-    if world.options.exchange == "shared" and not shares:
+    if context.options.exchange == "shared" and not shares:
         raise ValueError(
             "the shared exchange is for CPU processes of one host; use --exchange collective"
         )
     transport: HostTransport | GroupTransport
     if shares:
-        transport = HostTransport(_mailbox(team, meeting), allocator)
+        transport = HostTransport(_mailbox(devices, meeting), allocator)
     else:
-        joined = join_group(meeting, kind, team.trainer)
+        joined = join_group(meeting, kind, devices.trainer)
         device = assignment.devices[joined.group.rank()]
         transport = GroupTransport(device, joined, timeout_s, allocator)
     try:
-        compare(transport.all_gather_objects({team.own[0]: description}))
+        compare(transport.all_gather_objects({devices.own[0]: description}))
         if isinstance(transport, HostTransport):
             return shared_exchange(storage, start, transport, assignment)
         return collective_exchange(storage, start, transport, assignment)
@@ -101,25 +101,25 @@ def join(
         raise
 
 
-def has_memory_in_common(team: Devices) -> bool:
+def has_memory_in_common(devices: Devices) -> bool:
     """Whether all devices of a run use the same memory."""
-    if len(team.own) == len(team.devices):
+    if len(devices.own) == len(devices.all):
         return True
-    can_share = team.devices[team.own[0]].type == "cpu" and team.context.one_host
-    return can_share and team.context.options.exchange != "collective"
+    can_share = devices.all[devices.own[0]].type == "cpu" and devices.context.one_host
+    return can_share and devices.context.options.exchange != "collective"
 
 
-def _mailbox(team: Devices, meeting: Rendezvous) -> Mailbox:
+def _mailbox(devices: Devices, meeting: Rendezvous) -> Mailbox:
     """Connections to the other processes of this host, for one Trainer."""
-    world, rank, timeout_s = team.context, team.own[0], meeting.timeout_s
-    if world.network:
-        simulated: Mailbox = world.network.mailbox(team.trainer)
+    context, rank, timeout_s = devices.context, devices.own[0], meeting.timeout_s
+    if context.network:
+        simulated: Mailbox = context.network.mailbox(devices.trainer)
         return simulated
     # Drawn at random by onefold's launcher and known to its workers alone. PyTorch's launcher has
     # an id that others can guess, so there the lead draws a name.
-    is_drawn = world.launcher != "torch"
-    drawn = world.run_id if is_drawn else agree_on_name(meeting, team.trainer)
-    address = f"{drawn}-{team.trainer}"
+    is_drawn = context.launcher != "torch"
+    drawn = context.run_id if is_drawn else agree_on_name(meeting, devices.trainer)
+    address = f"{drawn}-{devices.trainer}"
     peers = connected(address, rank, meeting.size, timeout_s, meeting.has_ended)
     return Mailbox(peers, rank=rank, timeout_s=timeout_s)
 

@@ -42,7 +42,7 @@ from onefold.exchange.progress import Waiting
 from onefold.exchange.transport import Failure, Ranks, has_left
 from onefold.system.process import LOOK_S, Stillness
 
-__all__ = ["Mailbox", "Peer", "connected"]
+__all__ = ["Mailbox", "Peer", "connected", "socket_name"]
 
 
 _ARRIVED, _FILE, _FAILED, _LEAVING = b"A", b"file", b"F", b"L"
@@ -366,10 +366,10 @@ def connected(
         # Everybody listens before connecting to the ranks below, with room for all in the queue: a
         # connect succeeds before its accept, so no circle of processes can wait for each other.
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-            listener.bind(_socket_name(address, rank))
+            listener.bind(socket_name(address, rank))
             listener.listen(size)
             for other in range(rank):
-                name, check_one = _socket_name(address, other), partial(check, [other])
+                name, check_one = socket_name(address, other), partial(check, [other])
                 connections[other] = _reach(name, rank, check_one)
             while missing := sorted(set(range(rank + 1, size)) - connections.keys()):
                 listener.settimeout(LOOK_S)
@@ -426,7 +426,7 @@ def credentials(connection: socket.socket) -> tuple[int, int]:
     return pid, uid
 
 
-def _socket_name(address: str, rank: int) -> str:
+def socket_name(address: str, rank: int) -> str:
     """The abstract name under which a device listens; it reveals no other device's name.
 
     Anyone who lists the names could claim that of a device that has yet to start if it could be

@@ -91,11 +91,11 @@ class Progress:
         return self._rows[self._launcher, 1] == step
 
 
-def progress_of(world: LaunchContext) -> Progress | None:
+def progress_of(context: LaunchContext) -> Progress | None:
     """The table shared with onefold's launcher; None if another launcher started this process."""
-    if world.progress_descriptor < 0:
+    if context.progress_descriptor < 0:
         return None
-    return _table(world.progress_descriptor, world.size)
+    return _table(context.progress_descriptor, context.size)
 
 
 @functools.cache

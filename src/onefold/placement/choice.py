@@ -31,7 +31,7 @@ def placement_of(devices: Devices, settings: Settings) -> Placement:
     """
     name = devices.context.options.placement_name
     # A pipeline of one device computes all stages by itself.
-    if name == "pipeline" and devices.context.options.pipeline_of(len(devices.devices)) == 1:
+    if name == "pipeline" and devices.context.options.pipeline_of(len(devices.all)) == 1:
         name = "shard"
     # One shard is added to nothing, so there is nothing to hand over stage by stage.
     if name == "shard" and settings.shards == 1:

@@ -18,7 +18,7 @@ class Offloaded(Sharded):
 
     def allocator(self) -> TensorAllocator:
         devices = self.devices
-        kind = devices.devices[devices.own[0]].type
+        kind = devices.all[devices.own[0]].type
         if kind != "cpu" and len(devices.own) > 1:
             raise ValueError(
                 f"expected one {kind} device in each process for placement=offload, got "

@@ -75,7 +75,7 @@ class Sharded(Placement):
         assert storage.stages is not None
         needed = list(map(sum, zip(storage.stage_layout().stage_bytes, held, strict=True)))
         largest = max(range(len(needed)), key=needed.__getitem__)
-        device = self.devices.devices[self.devices.own[0]]
+        device = self.devices.all[self.devices.own[0]]
         capacity = capacity_bytes(device)
         if needed[largest] > capacity:
             raise ValueError(

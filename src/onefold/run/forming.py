@@ -112,7 +112,7 @@ def choose_devices(
     if devices[own[0]].type == "cuda":
         torch.cuda.set_device(devices[own[0]])
     trainer = next(context.network.trainers if context.network else _trainers)
-    return Devices(devices=devices, own=tuple(own), context=context, trainer=trainer)
+    return Devices(all=devices, own=tuple(own), context=context, trainer=trainer)
 
 
 @functools.cache
@@ -131,7 +131,7 @@ def settle_process(devices: Devices, settings: Settings) -> None:
     `settle_memory`. For GPUs that are to repeat their bits, cuBLAS is told so.
     """
     shards, threads = settings.shards, settings.threads
-    if devices.devices[devices.own[0]].type != "cpu":
+    if devices.all[devices.own[0]].type != "cpu":
         if settings.deterministic:
             have_cublas_repeat()
         if threads is not None:
@@ -245,7 +245,7 @@ def plan_of(devices: Devices, shards: int, counts: Sequence[int] | None) -> Plan
     Raises:
         TypeError, ValueError: the counts are no plan for this run.
     """
-    size, options = len(devices.devices), devices.context.options
+    size, options = len(devices.all), devices.context.options
     if options.placement_name == "pipeline":
         if counts is not None:
             raise ValueError(

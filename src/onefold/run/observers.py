@@ -52,7 +52,7 @@ class Profile:
         self._held: tuple[int, Mapping[int, Sequence[Span]]] = 0, {}
         self._ends = dict.fromkeys(watches, 0.0)
         for number in watches:
-            name = f"device {number} ({devices.devices[number]})"
+            name = f"device {number} ({devices.all[number]})"
             self._part.append(name_row(group=self._group, row=number, name=name))
         atexit.register(self._write_rest)
 

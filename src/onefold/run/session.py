@@ -115,7 +115,7 @@ class Session:
             optimizer,
             self.verifying.losses,
             settings=settings,
-            team=self.devices,
+            devices=self.devices,
             plan=chosen,
             schedule=user.schedule,
             stages=user.stages,
@@ -209,7 +209,7 @@ class Session:
             seed=self.settings.seed,
             own=self.devices.own,
             first_epoch=self.position.epoch,
-            pin_memory=self.devices.devices[0].type == "cuda",
+            pin_memory=self.devices.all[0].type == "cuda",
             timeout_s=self.settings.timeout_s,
             digest=self.engine.context.with_others,
         )

@@ -89,7 +89,7 @@ def assemble(
     losses: Mapping[str, LossFunction],
     *,
     settings: Settings,
-    team: Devices,
+    devices: Devices,
     plan: Plan,
     schedule: LRScheduler | None,
     joined: Callable[[Exchange], None],
@@ -109,27 +109,29 @@ def assemble(
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     parts = _parts(module, held)
     # Before any device's memory takes the place of what the script has.
-    values = digests_of_held(module) if len(team.own) < len(team.devices) else {}
+    values = digests_of_held(module) if len(devices.own) < len(devices.all) else {}
     places = BufferPlaces(module, settings.buffers)
     # Every set copies the module's buffers as the script left them, and so before one is attached:
     # from then on they are views of that set's memory.
-    buffers = {number: BufferSet(places, device) for number, device in team.own_devices.items()}
-    first = buffers[team.own[0]]
+    buffers = {number: BufferSet(places, device) for number, device in devices.own_devices.items()}
+    first = buffers[devices.own[0]]
     first.attach()
-    placement = placement_of(team, settings)
+    placement = placement_of(devices, settings)
     layout = placement.plan(parts, stages)
-    storage = _storage(parts, first, optimizer, settings, team, layout.modules)
+    storage = _storage(parts, first, optimizer, settings, devices, layout.modules)
     placement.check(storage)
     start = _start(parts, first)
     assignment = Assignment.first(
-        team.devices, plan=plan, pieces=storage.pieces, stages=storage.stages
+        devices.all, plan=plan, pieces=storage.pieces, stages=storage.stages
     )
-    described = describe(parts, optimizer, settings, team, plan, schedule, storage.stages, values)
+    described = describe(
+        parts, optimizer, settings, devices, plan, schedule, storage.stages, values
+    )
     exchange = join(
         storage,
         start,
         assignment,
-        team,
+        devices,
         description=json.dumps(described).encode(),
         compare=compare,
         timeout_s=settings.timeout_s,
@@ -141,7 +143,7 @@ def assemble(
         trained, other, precision = memory.trained, memory.other, settings.precision
         replicas = [
             Replica(n, device, parts, trained[n], other[n], buffers[n], precision, layout.modules)
-            for n, device in team.own_devices.items()
+            for n, device in devices.own_devices.items()
         ]
         # From here on the model's values lie in the run's memory: the lead's, everywhere.
         replicas[0].attach()
@@ -180,20 +182,19 @@ def _storage(
     buffers: BufferSet,
     optimizer: torch.optim.Optimizer,
     settings: Settings,
-    team: Devices,
+    devices: Devices,
     modules: StageModules | None,
 ) -> Storage:
     # By the names that the model has when it is not compiled, so that a checkpoint fits both.
     layout = lay_out({own_name(name): p for name, p in held_in(settings.precision, parts).items()})
-    devices = len(team.devices)
     return Storage(
         parameters=layout,
         other=lay_out(parts.other),
         buffers=buffers.layout,
         pieces=cut_pieces(layout, by_element=updates_by_element(optimizer)),
         shards=settings.shards,
-        devices=devices,
+        devices=len(devices.all),
         stages=None if modules is None else modules.stages,
-        frozen=None if modules is None else frozen_of(parts.frozen, modules, devices),
+        frozen=None if modules is None else frozen_of(parts.frozen, modules, len(devices.all)),
         updated_in=torch.float32 if settings.precision.parameters else None,
     )

@@ -31,7 +31,7 @@ class Pipelined(Sharded):
 
     def __init__(self, devices: Devices, settings: Settings) -> None:
         super().__init__(devices, settings)
-        self.pipeline = devices.context.options.pipeline_of(len(devices.devices))
+        self.pipeline = devices.context.options.pipeline_of(len(devices.all))
 
     def plan(self, parts: ModelParts, stages: Sequence[torch.nn.Module] | None) -> PlacementPlan:
         if self.settings.microbatch == "auto":
