@@ -61,7 +61,7 @@ def test_a_process_of_torchrun_drives_the_gpu_of_its_local_rank(
 ) -> None:
     formed, current = torchrun(monkeypatch, gpus, visible, *places)
     assert formed.own_devices == {places[0]: torch.device("cuda", drives)}
-    assert len(formed.devices) == places[1]
+    assert len(formed.all) == places[1]
     assert current == [torch.device("cuda", drives)]
 
 

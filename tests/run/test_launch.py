@@ -86,7 +86,7 @@ BAD: list[tuple[Sequence[str], str]] = [
     (("run", "--timeout", "1e12", "x.py"), "the timeout to be finite and at most 2073600 s"),
     (("run", "--trace", "x.py", "x.py"), "x.py is there, and is not a trace that onefold wrote"),
     (("run", "--trace", "no/where", "x.py"), "there is no folder"),
-    (("verify", "--steps", "0", "x.py"), "x>=1"),
+    (("verify", "--steps", "0", "x.py"), "Invalid value for '--steps'"),
 ]
 
 
