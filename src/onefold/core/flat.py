@@ -223,6 +223,17 @@ class FlatTensors:
         self.is_there = True
         """Whether there is memory; without it there are neither sections nor views."""
 
+    def clone(self) -> FlatTensors:
+        """Another one with the same values."""
+        copy = FlatTensors(self.layout, device=self.device)
+        copy.copy_(self.sections)
+        return copy
+
+    def copy_(self, sections: Sequence[torch.Tensor], *, non_blocking: bool = False) -> None:
+        """Take the values of another one's sections."""
+        for section, values in zip(self.sections, sections, strict=True):
+            section.copy_(values, non_blocking=non_blocking)
+
     def let_go(self) -> None:
         """Do without memory until `get_back`; it is freed unless somebody else has views of it."""
         self.sections, self.views, self.is_there = [], [], False

@@ -506,6 +506,5 @@ def new_flats(
     first, *rest = flats.values()
     write_first(first, values)
     for flat in rest:
-        for section, source in zip(flat.sections, first.sections, strict=True):
-            section.copy_(source)
+        flat.copy_(first.sections)
     return flats

@@ -138,8 +138,7 @@ class ShardTable:
         row = self.buffer_rows[shard]
         self.changed[shard, buffers.indices] = 1
         if len(buffers.indices) == len(row.views):
-            for target, values in zip(row.sections, buffers.sections, strict=True):
-                target.copy_(values, non_blocking=True)
+            row.copy_(buffers.sections, non_blocking=True)
             return
         for index in buffers.indices:
             entry = row.layout.entries[index]

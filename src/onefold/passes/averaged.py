@@ -194,13 +194,13 @@ class Averaging:
         first, common = self._first, self._context.exchange.memory.is_common
         first.buffers.note_changes()
         first.buffers.carried.is_paused = True
-        self._kept_buffers = _copied(first.buffers.flat)
+        self._kept_buffers = first.buffers.flat.clone()
         aside = list(zip(first.buffers.flat.sections, self._kept_buffers.sections, strict=True))
         if common and first.number != 0:
             aside += [(place, place.clone()) for place in self._shown_pieces()]
         else:
             # The lead's are all of them, as it also saves them.
-            self._kept = _copied(first.trained)
+            self._kept = first.trained.clone()
             aside += zip(first.trained.sections, self._kept.sections, strict=True)
         self._put_aside = aside
 
@@ -218,10 +218,7 @@ class Averaging:
             copy_each(self._shown_pieces(), averages)
         kept = self._averages.buffers
         if kept is not None:
-            for section, average in zip(
-                self._first.buffers.flat.sections, kept.sections, strict=True
-            ):
-                section.copy_(average)
+            self._first.buffers.flat.copy_(kept.sections)
         self._context.exchange.memory.publish_parameters()
         self._context.guard.note()
 
@@ -238,10 +235,3 @@ class Averaging:
             self._first.buffers.note_loaded()
             self._context.local.copy_first()
             self._context.guard.note()
-
-
-def _copied(flat: FlatTensors) -> FlatTensors:
-    copy = FlatTensors(flat.layout, device=flat.device)
-    for target, source in zip(copy.sections, flat.sections, strict=True):
-        target.copy_(source)
-    return copy

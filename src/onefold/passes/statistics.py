@@ -67,8 +67,7 @@ def recompute_statistics(engine: Engine, batches: Iterable[ShardedBatch], call: 
         with _beginning_anew(layers):
             sums, count = _sums(engine, batches, call, places, kept)
     finally:
-        for section, copy in zip(first.buffers.flat.sections, before, strict=True):
-            section.copy_(copy)
+        first.buffers.flat.copy_(before)
     if count:
         _write(first, places, sums, count)
 

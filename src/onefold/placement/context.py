@@ -156,12 +156,8 @@ class LocalReplicas:
     def copy_first(self) -> None:
         """Copy the first device's parameters to the others of this process."""
         for replica in self._others:
-            for mine, theirs in (
-                (replica.trained, self._first.trained),
-                (replica.other, self._first.other),
-            ):
-                for target, source in zip(mine.sections, theirs.sections, strict=True):
-                    target.copy_(source)
+            replica.trained.copy_(self._first.trained.sections)
+            replica.other.copy_(self._first.other.sections)
 
     def _differ(self) -> bool:
         """Whether a device of this process has other values, as far as values are looked at."""

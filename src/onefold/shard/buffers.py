@@ -93,18 +93,18 @@ class BufferSet:
     def note_changes(self) -> None:
         """Have all shards begin anew in buffers of their own that a script has changed."""
         self.carried.begin_anew_where_changed(self.flat, self._start)
-        _copy(self._start, self.flat)
+        self._start.copy_(self.flat.sections)
 
     def begin_as(self, first: BufferSet) -> None:
         """Start the step from the values of the first device of this process."""
         # No absorb: only the first device's set is attached between steps.
-        _copy(self.flat, first.flat)
-        _copy(self._start, first.flat)
+        self.flat.copy_(first.flat.sections)
+        self._start.copy_(first.flat.sections)
         self.carried = first.carried
 
     def note_loaded(self) -> None:
         """Note that a checkpoint was put into the buffers, which is no change of a script's."""
-        _copy(self._start, self.flat)
+        self._start.copy_(self.flat.sections)
 
     def changed(self, *, exactly: bool = False) -> ChangedBuffers | None:
         """Find the buffers that a shard has changed since `restore`, and copy their values.
@@ -190,7 +190,7 @@ class BufferSet:
             # First the tensors, then their values: a tensor that took a buffer's place would
             # otherwise stay there and keep the shard's values.
             self.absorb()
-            _copy(self.flat, self._start)
+            self.flat.copy_(self._start.sections)
             if shard is not None:
                 self.carried.put(self.flat, shard)
 
@@ -381,11 +381,6 @@ def _equal(value: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
     if start.element_size() == 1:
         return as_words(value) == as_words(start)
     return value == start
-
-
-def _copy(target: FlatTensors, source: FlatTensors) -> None:
-    for to, values in zip(target.sections, source.sections, strict=True):
-        to.copy_(values)
 
 
 class Carried:

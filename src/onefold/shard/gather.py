@@ -250,8 +250,7 @@ def put_aside(replica: Replica) -> Callable[[], None]:
                 part.__dict__.clear()
                 part.__dict__.update(attributes)
         buffers.absorb()
-        for target, section in zip(buffers.flat.sections, sections, strict=True):
-            target.copy_(section)
+        buffers.flat.copy_(sections)
         for (table, name), value in zip(homes, held, strict=True):
             table[name] = value
         replica.parts.restore_frozen(trainable)

@@ -415,8 +415,7 @@ class Averages:
                 self.adopt(number, value, storage_order(value))
         if self.buffers is None:
             self.buffers = FlatTensors(buffers.layout.converted(averaged_in), device=buffers.device)
-            for kept, section in zip(self.buffers.sections, buffers.sections, strict=True):
-                kept.copy_(section)
+            self.buffers.copy_(buffers.sections)
 
     def end(self) -> None:
         """Keep no averages any more."""
