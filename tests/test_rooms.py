@@ -141,6 +141,13 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     sorter.prepare()  # raises an error that names a circle
 
 
+def test_no_two_public_classes_have_one_name() -> None:
+    """But for a Trainer that is another library's."""
+    texts = [path.read_text() for module, path in modules() if room_of(module) != "integrations"]
+    names = Counter(re.findall(r"(?m)^class ([A-Z]\w*)", "\n".join(texts)))
+    assert {name for name, count in names.items() if count > 1} == set()
+
+
 def test_only_placements_know_which_one_it_is() -> None:
     """What differs between placements is a method of `Placement`, and no question elsewhere."""
     asked = re.compile(r"is_partitioned|placement_name|options\.placement\b")

@@ -1,6 +1,6 @@
 """Writes a run as it is now to files, and has the lead work while the other devices wait for it.
 
-`Saving` writes from copies, or by a `Stream` as the devices bring what they keep. `Lead` has the
+`Saving` writes from copies, or by `PartitionedState` as the devices bring what they keep. `Lead` has the
 lead do work while the other devices wait for it, however long it takes.
 
 Note: who does what
@@ -307,7 +307,7 @@ class Saving:
 
     def _stream(self, folder: Path, record: dict[str, Any]) -> None:
         """Have the lead write what the devices keep, of which it never has more than a tensor."""
-        stream = Stream(self._engine, self._lead)
+        stream = PartitionedState(self._engine, self._lead)
         record["fingerprint"] = fingerprint_of(agreed_digests(self._engine))
         write = None
         if self._lead.is_here:
@@ -386,7 +386,7 @@ def _write_all(
 _NOTHING, _ENDED = -1, -2
 
 
-class Stream:
+class PartitionedState:
     """The parameters and the optimizer's state of devices that keep their parts of them alone.
 
     All devices make one together, and then call `feed`.

@@ -28,9 +28,9 @@ from onefold.system.compat import BatchNorm
 __all__ = [
     "GATHERER",
     "Discovering",
+    "GatheredRows",
     "Gatherer",
     "Gathers",
-    "Joined",
     "Refusing",
     "SyncBatchNorm",
     "gather",
@@ -44,7 +44,7 @@ _ALIGNED = 16
 """Bytes of the largest element of a tensor, of which packed tensors have a multiple."""
 
 
-class Joined(NamedTuple):
+class GatheredRows(NamedTuple):
     """A tensor of all shards, and which of its rows are this shard's."""
 
     whole: torch.Tensor  # (N, ...)
@@ -68,7 +68,7 @@ class Gatherer(ABC):
     """Whether the loss itself has gathered: what it returns may be of more than its own samples."""
 
     @abstractmethod
-    def gather(self, tensor: torch.Tensor) -> Joined:
+    def gather(self, tensor: torch.Tensor) -> GatheredRows:
         """Join a tensor of this shard with those of all others."""
 
     def end_forward(self, terms: Sequence[tuple[str, float]]) -> Sequence[float] | None:
@@ -91,7 +91,7 @@ class Gatherer(ABC):
 class Discovering(Gatherer):
     """Ends the shard: the step is begun again as one that joins shards."""
 
-    def gather(self, tensor: torch.Tensor) -> Joined:
+    def gather(self, tensor: torch.Tensor) -> GatheredRows:
         raise Gathers
 
 
@@ -107,7 +107,7 @@ class Refusing(Gatherer):
         self._why = why
         self.is_of_step = is_of_step
 
-    def gather(self, tensor: torch.Tensor) -> Joined:
+    def gather(self, tensor: torch.Tensor) -> GatheredRows:
         raise LossError(self._why)
 
 
@@ -187,10 +187,10 @@ def gather(
     return (joined.whole, joined.own) if rows else joined.whole
 
 
-def join(tensor: torch.Tensor) -> Joined:
+def join(tensor: torch.Tensor) -> GatheredRows:
     """Gather for a layer: what the loss is a mean over does not change by it."""
     if GATHERER.gatherer is None:
-        return Joined(tensor, slice(0, len(tensor)))
+        return GatheredRows(tensor, slice(0, len(tensor)))
     return GATHERER.gatherer.gather(tensor)
 
 

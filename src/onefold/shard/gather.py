@@ -29,7 +29,7 @@ from typing import Any, Literal, cast
 import torch
 from torch.autograd.function import once_differentiable
 
-from onefold.core.gathering import GATHERER, Gatherer, Joined
+from onefold.core.gathering import GATHERER, GatheredRows, Gatherer
 from onefold.core.randomness import GeneratorStates
 from onefold.core.values import ShardResult
 from onefold.errors import LossError
@@ -75,7 +75,7 @@ class Stop:
 class GatherCall:
     """One call of `gather` in one shard, once all is known of it."""
 
-    joined: Joined
+    joined: GatheredRows
     gradient: torch.Tensor | None
     """(n, ...) of the whole batch's loss in what this shard has gathered; None without one."""
 
@@ -106,13 +106,15 @@ class JointShard(Gatherer):
         self._anchor = torch.zeros((), requires_grad=True)
         self.thread = ShardThread(f"onefold shard {shard}", self._work)
 
-    def gather(self, tensor: torch.Tensor) -> Joined:
+    def gather(self, tensor: torch.Tensor) -> GatheredRows:
         if self._forward_is_over:
             raise LossError(_AGAIN)
         has_gradient = tensor.is_floating_point() or tensor.is_complex()
         differentiable = torch.is_grad_enabled() and has_gradient
         call, self._calls = self._calls, self._calls + 1
-        joined = cast(Joined, self.stop(Stop("gather", call, tensor.detach(), differentiable)))
+        joined = cast(
+            GatheredRows, self.stop(Stop("gather", call, tensor.detach(), differentiable))
+        )
         if not differentiable:
             return joined._replace(whole=joined.whole.clone())
         whole = _Join.apply(tensor, self._anchor, joined.whole, self, call)  # type: ignore[no-untyped-call]
@@ -186,7 +188,7 @@ class Known(Gatherer):
         self._forward_is_over = False
         self._roots: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def gather(self, tensor: torch.Tensor) -> Joined:
+    def gather(self, tensor: torch.Tensor) -> GatheredRows:
         if self._forward_is_over:
             raise LossError(_AGAIN)
         call = self._calls[self._made] if self._made < len(self._calls) else None

@@ -36,7 +36,7 @@ import torch
 from onefold.core.batch import ShardedBatch
 from onefold.core.flat import all_finite
 from onefold.core.fold import fold_shards
-from onefold.core.gathering import Joined, SyncBatchNorm
+from onefold.core.gathering import GatheredRows, SyncBatchNorm
 from onefold.core.values import ShardResult
 from onefold.errors import LossError
 from onefold.placement.context import StepContext
@@ -147,7 +147,7 @@ class _JointRun:
         self._current = context.first
         self._turns = self._make_turns()
         self._phase: Phase = "forward"
-        self._calls: list[tuple[Gathered, dict[int, Joined]]] = []
+        self._calls: list[tuple[Gathered, dict[int, GatheredRows]]] = []
         self._gradients: dict[tuple[int, int], torch.Tensor] = {}
         self.divisors: Sequence[float] | None = None
         """Of a loss of several terms."""
@@ -219,7 +219,7 @@ class _JointRun:
 
     def _join(
         self, standings: Mapping[int, Standing], stops: Mapping[int, Stop]
-    ) -> dict[int, Joined]:
+    ) -> dict[int, GatheredRows]:
         """Bring what is gathered to all shards."""
         first = standings[0]
         call = Gathered(
@@ -232,7 +232,7 @@ class _JointRun:
         with self._context.timed("exchange", "gather"):
             whole = self._trade.join(call, tensors)
         on = {tensor.device: whole.to(tensor.device) for tensor in tensors.values()}
-        joined = {s: Joined(on[t.device], call.own(s)) for s, t in tensors.items()}
+        joined = {s: GatheredRows(on[t.device], call.own(s)) for s, t in tensors.items()}
         self._calls.append((call, joined))
         return joined
 
