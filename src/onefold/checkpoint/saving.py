@@ -1,7 +1,7 @@
 """Writes a run as it is now to files, and has the lead work while the other devices wait for it.
 
-`Saving` writes from copies, or by `PartitionedState` as the devices bring what they keep. `Lead` has the
-lead do work while the other devices wait for it, however long it takes.
+`Saving` writes from copies, or by `PartitionedState` as the devices bring what they keep. `Lead`
+has the lead do work while the other devices wait for it, however long it takes.
 
 Note: who does what
 -------------------
