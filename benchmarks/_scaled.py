@@ -29,8 +29,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import onefold
+from onefold.core import flat
 from onefold.core.fold import published_by
 from onefold.core.settings import PRECISIONS, PrecisionName
+from onefold.exchange import memory
 from onefold.exchange.collective import GroupTransport
 from onefold.exchange.exchange import Exchange
 from onefold.exchange.mailbox import Mailbox
@@ -91,7 +93,8 @@ class Traffic:
         _before(dist, "all_gather", self._count_gather)
         _before(HostMemory, "publish", functools.partial(self._enter, "written"))
         _before(HostMemory, "collect", functools.partial(self._enter, "collect"))
-        _before(torch, "_foreach_copy_", self._count_copied)
+        for module in (flat, memory):
+            _before(module, "copy_each", self._count_copied)
         _before(BlockReduction, "collect", self._count_added)
         _before(Mailbox, "_send", self._count_frame)
 
@@ -107,7 +110,8 @@ class Traffic:
                 self.amounts["messages"] += 1
 
     def _count_gather(self, parts: Sequence[torch.Tensor], own: torch.Tensor, **_: object) -> None:
-        self.amounts["table"] += own.nbytes * (len(parts) - 1)
+        head = self._phase == "table"  # and else the norms, which are few bytes beside buffers
+        self.amounts["table" if head else "buffers"] += own.nbytes * (len(parts) - 1)
         self.amounts["messages"] += len(parts) - 1
 
     def _count_copied(self, targets: Sequence[torch.Tensor], *_: object) -> None:
@@ -118,9 +122,9 @@ class Traffic:
         published = published_by(plan).values()
         # A single partial sum is the total, and added to nothing.
         for place in published if len(published) > 1 else ():
-            memory = reduction.memory.partial(place)
+            partial = reduction.memory.partial(place)
             chunks = chain.from_iterable(reduction.chunks.values())
-            self.amounts["added"] += sum(memory.chunk(chunk).nbytes for chunk in chunks)
+            self.amounts["added"] += sum(partial.chunk(chunk).nbytes for chunk in chunks)
 
     def _count_frame(self, _mailbox: object, _peer: object, frame: bytes) -> None:
         self.amounts["frames"] += len(frame)

@@ -166,8 +166,8 @@ def table_bytes(run: Run) -> float:
 
 
 def buffer_bytes(run: Run) -> float:
-    """Buffers as each shard left them, in as many rows as the busiest device has shards."""
-    return (run.devices - 1) * max(run.counts) * run.buffer_row_bytes
+    """Buffers as each shard left them, on the average of the devices."""
+    return (run.devices - 1) * sum(run.counts) / run.devices * run.buffer_row_bytes
 
 
 def collective_bytes(run: Run) -> float:
