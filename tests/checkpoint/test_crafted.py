@@ -131,7 +131,7 @@ def one_error(call: Callable[[], Any]) -> tuple[str, Any]:
 TOP = (
     *("step", "run", "keep", "best", "scores", "files", "epoch", "seed", "shards", "clip_norm"),
     *("loss_scale", "fingerprint", "threads", "device", "libraries", "schedule", "optimizer"),
-    "position",
+    *("average", "place", "position"),
 )
 """What every record has, apart from ``extra``, which may be anything."""
 BAD: list[tuple[Path_, object, str]] = [

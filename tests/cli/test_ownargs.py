@@ -37,6 +37,7 @@ def test_the_commands_own_end_with_the_script(given: str, taken: str) -> None:
 def test_options_of_the_command_behind_a_script_are_found() -> None:
     assert come_too_late(["--lr", "1", "--devices=2", "-m"], OWN) == ["--devices", "-m"]
     assert come_too_late(["--device", "2"], OWN) == []
+    assert come_too_late(["script"], {*OWN, "script"}) == []  # an argument of the command
 
 
 @pytest.mark.processes

@@ -4,8 +4,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onefold.core.flat import Layout, lay_out
-from onefold.core.storage import cut_partitions, cut_pieces
+from onefold.core.flat import Chunk, Layout, lay_out
+from onefold.core.storage import cut_chunks, cut_partitions, cut_pieces
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float64])
 
@@ -48,3 +48,12 @@ def test_pieces_do_not_depend_on_the_number_of_devices_but_on_the_model() -> Non
     assert not any(piece.whole for piece in pieces)
     (piece,) = cut_pieces(layout_of(torch.empty(3)), by_element=True)
     assert sorted(map(len, cut_partitions([piece], 5))) == [0, 0, 0, 0, 1]
+
+
+def test_small_neighbours_are_one_chunk_also_where_they_are_added_up_in_a_wider_dtype() -> None:
+    layout = layout_of(*(torch.empty(n, dtype=torch.bfloat16) for n in (10, 0, 3, 700)))
+    wide = layout.converted(lambda _: torch.float32)
+    pieces = cut_pieces(layout, by_element=True)
+    assert cut_chunks(layout, pieces) == cut_chunks(wide, pieces) == [Chunk(0, 0, 956, None)]
+    # A piece of another device lies between.
+    assert len(cut_chunks(wide, [pieces[0], pieces[3]])) == 2

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from multiprocessing import active_children
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -277,6 +278,17 @@ def test_a_sample_that_another_device_now_reads_is_no_error_here(workers: int) -
 def test_what_cannot_be_read_is_refused(data: Any, choices: dict[str, Any], words: str) -> None:
     with pytest.raises((TypeError, ValueError), match=words):
         list(make_trainer().loader(data, **{"batch_size": 4, **choices}))
+
+
+@for_each("data", [range(9), CountedStream()])
+def test_a_number_may_stand_for_no(data: Any, tmp_path: Path) -> None:
+    """As scripts read it from their arguments: also a checkpoint knows what it means."""
+    trainer = make_trainer()
+    loader = trainer.loader(data, batch_size=4, shuffle=0, drop_last=1)  # type: ignore[arg-type]
+    trainer.save(tmp_path)
+    size = loader.track.size
+    assert (size.shuffle, size.drop_last) == (False, True)
+    assert type(size.shuffle) is type(size.drop_last) is bool
 
 
 def test_two_loaders_of_one_data_set_have_two_orders_and_two_augmentations() -> None:

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from onefold.exchange import shared
-from onefold.exchange.shared import new_file
+from onefold.exchange.shared import make_own, new_file
+from onefold.system.compat import FakeTensorMode
 from tests.tables import for_each
 
 
@@ -43,3 +44,16 @@ def test_refused_memory_is_named(refused: str, monkeypatch: pytest.MonkeyPatch) 
         new_file(12_345)
     assert caught.value.errno == errno.ENOMEM
     assert "ulimit -v" in str(caught.value)
+
+
+@for_each("mode", ["meta", "fake"])
+def test_memory_becomes_a_processs_own_whatever_mode_is_on(mode: str) -> None:
+    """A trainer is dropped whenever garbage is collected."""
+    descriptor, memory = new_file(4096)
+    memory.fill_(7)
+    with torch.device("meta") if mode == "meta" else FakeTensorMode():
+        make_own(memory)
+    os.pwrite(descriptor, bytes(4096), 0)
+    os.close(descriptor)
+    assert memory.unique().tolist() == [7]
+    del memory

@@ -184,9 +184,11 @@ def is_free(folder: Path) -> bool:
 @pytest.mark.skipif(not Path("/proc/locks").exists(), reason="the system does not list its locks")
 def test_a_lock_that_was_lost_is_taken_again(tmp_path: Path) -> None:
     """A script that copies the folder reads the file, which gives up the lock."""
-    lock = lock_of_checkpoints(tmp_path)
+    lock, file = lock_of_checkpoints(tmp_path), tmp_path / ".lock"
+    file.touch(0o644)  # copied from elsewhere
     lock.take()
-    (tmp_path / ".lock").read_bytes()
+    assert file.stat().st_mode & 0o777 == 0o600
+    file.read_bytes()
     assert is_free(tmp_path)
     lock.keep()
     assert not is_free(tmp_path)

@@ -3,6 +3,7 @@ what a line does with what it has computed."""
 
 from __future__ import annotations
 
+import copy
 import gc
 import random
 import re
@@ -333,6 +334,7 @@ TAKEN: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "by name": lambda places, other: places.to(tensor=other),
     "by place": lambda places, other: places.to(other, False),
     "asked for": lambda places, other: places.to(other.dtype),
+    "of a copy": lambda places, other: places.to(copy.copy(other)),
     "made of it": lambda places, other: other.new_tensor(places.tolist()),
 }
 

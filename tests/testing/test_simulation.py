@@ -1,7 +1,9 @@
 """Simulated devices have the bits of one, whatever their order, and fail as processes do."""
 
 import functools
+import os
 import random
+import resource
 import threading
 
 import numpy as np
@@ -170,6 +172,17 @@ def test_a_trainer_that_fails_cuts_no_other_one(exchange: ExchangeName) -> None:
         return trained()[0]
 
     assert set(simulate(main, 2, exchange=exchange)) == {reference()[0]}
+
+
+def test_many_trainers_are_no_more_than_a_process_may_open() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = (len(os.listdir("/proc/self/fd")) + 50, before[1])
+    resource.setrlimit(resource.RLIMIT_NOFILE, few)
+    try:
+        simulate(lambda: [trainer_of_none() for _ in range(5)], 4)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == few
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_the_same_seed_has_the_same_order() -> None:

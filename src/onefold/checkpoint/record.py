@@ -122,7 +122,7 @@ class _Run(Struct, kw_only=True):
     compile: bool
     loss_scale: _Number
     good_steps: Count
-    average: _Average | None = None
+    average: _Average | None
     place: Annotated[str, _one_of(("step", "end"))] | None
     trained: dict[str, list[str]]
     fingerprint: Annotated[str, Meta(pattern=r"\A[0-9a-f]{16}\Z")]

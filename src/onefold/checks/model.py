@@ -162,5 +162,8 @@ def _touch(one: torch.Tensor, other: torch.Tensor) -> bool:
 def _places_of(tensor: torch.Tensor) -> torch.Tensor:
     """List every address that a tensor occupies: (bytes,) int64."""
     size = tensor.element_size()
-    stride = [step * size for step in tensor.stride()]
-    return torch.arange(*extent(tensor)).as_strided((*tensor.shape, size), (*stride, 1)).flatten()
+    place = torch.tensor([tensor.data_ptr()])
+    # Not of the whole range, which may be a thousand times as large: one column of a matrix, say.
+    for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        place = (place[:, None] + torch.arange(length) * stride * size).flatten()
+    return (place[:, None] + torch.arange(size)).flatten()

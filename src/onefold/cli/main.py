@@ -45,7 +45,8 @@ def come_too_late(given: Sequence[str], options: Collection[str]) -> list[str]:
     >>> come_too_late(["--lr", "0.1", "--devices=2"], {"--devices", "-m"})
     ['--devices']
     """
-    return [word for each in given if (word := each.partition("=")[0]) in options]
+    words = [each.partition("=")[0] for each in given if each.startswith("-")]
+    return [word for word in words if word in options]
 
 
 app = typer.Typer(
@@ -382,7 +383,7 @@ def _absolute(path: Path | None) -> str:
 
 
 def _folder(home: Path | None, placement: str) -> str:
-    """The folder of ``--home``, which must be there; empty if none is named."""
+    """The folder of ``--home``; empty if none is named."""
     if home is None:
         return ""
     if all(RunOptions(placement=each.strip()).keeps_whole for each in placement.split(",")):
@@ -390,8 +391,6 @@ def _folder(home: Path | None, placement: str) -> str:
             f"--home {home}: expected --placement offload, shard or pipeline with it, which may "
             f"have a file there"
         )
-    if not home.is_dir():
-        raise LaunchError(f"--home {home}: expected a folder that is there")
     return _absolute(home)
 
 

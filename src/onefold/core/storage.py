@@ -18,7 +18,7 @@ pieces.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -286,6 +286,10 @@ def cut_chunks(layout: Layout, partition: Sequence[Piece]) -> list[Chunk]:
         layout: which the pieces belong to.
         partition: pieces in ascending order, of which some may be left out.
     """
+    ordered = sorted(layout.entries, key=lambda entry: (entry.section, entry.offset))
+    # Looked up and not computed: of a layout in wider dtypes more lies between two entries than
+    # its own alignment says.
+    following = {(a.section, a.offset + a.numel): b.offset for a, b in pairwise(ordered)}
     stretches: list[Chunk] = []
     for piece in partition:
         entry = layout.entries[piece.entry]
@@ -293,18 +297,18 @@ def cut_chunks(layout: Layout, partition: Sequence[Piece]) -> list[Chunk]:
         stretch = Chunk(entry.section, entry.offset + piece.start, entry.offset + piece.stop, large)
         # Neighbours are joined, so that small tensors are added in one kernel, padding included. A
         # large one stays apart from its neighbours: its gradient may lie outside the flat memory.
-        if stretches and _follows(stretches[-1], stretch, layout):
+        if stretches and _follows(stretches[-1], stretch, following):
             stretches[-1] = stretches[-1]._replace(stop=stretch.stop)
         elif piece.numel:
             stretches.append(stretch)
     return [part for stretch in stretches for part in _cut(stretch, layout)]
 
 
-def _follows(before: Chunk, stretch: Chunk, layout: Layout) -> bool:
+def _follows(before: Chunk, stretch: Chunk, following: Mapping[tuple[int, int], int]) -> bool:
     """Whether there is nothing but padding between two stretches, of small entries or of one."""
-    size = layout.dtypes[before.section].itemsize
     alike = (before.section, before.entry) == (stretch.section, stretch.entry)
-    return alike and aligned(before.stop * size) == stretch.start * size
+    end = before.section, before.stop
+    return alike and stretch.start in (before.stop, following.get(end))
 
 
 def _cut(stretch: Chunk, layout: Layout) -> list[Chunk]:

@@ -89,8 +89,9 @@ class Indexed:
             choices = {"batch_size": 1, "shuffle": dataset.shuffle, "sampler": dataset.sampler}
             dataset = dataset.dataset
         sampler, batch_sampler = choices.get("sampler"), choices.get("batch_sampler")
-        batch_size, drop_last = choices.get("batch_size"), choices.get("drop_last", False)
-        shuffle, lengths = choices.get("shuffle", False), choices.get("lengths")
+        batch_size, lengths = choices.get("batch_size"), choices.get("lengths")
+        # A script may give 0 or 1, of which a checkpoint would not know what it means.
+        shuffle, drop_last = bool(choices.get("shuffle")), bool(choices.get("drop_last"))
         self.dataset: Any = dataset
         samples = len(self.dataset)
         if samples == 0:

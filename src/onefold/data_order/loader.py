@@ -345,17 +345,16 @@ def source_of(
             f"{type(dataset).__name__} is a stream, which one process reads from beginning to end: "
             f"expected workers of 0 or 1, got {workers.number}"
         )
-    by_index = {
-        name: choices.get(name) for name in ("shuffle", "lengths", "sampler", "batch_sampler")
-    }
-    given = [name for name, value in by_index.items() if value is not None and value is not False]
+    given = ["shuffle"] if choices.get("shuffle") else []
+    by_index = "lengths", "sampler", "batch_sampler"
+    given += [name for name in by_index if choices.get(name) is not None]
     if given:
         raise ValueError(
             f"{type(dataset).__name__} is a stream, whose samples come in its own order, so "
             f"{' and '.join(given)} cannot be followed: leave that out. To shuffle a stream, "
             f"shuffle in it: a buffer from which it yields at random, or the order of its files"
         )
-    drop_last = choices.get("drop_last", False)
+    drop_last = bool(choices.get("drop_last"))
     return Stream(dataset, collate, seed, own, choices.get("batch_size"), drop_last=drop_last)
 
 

@@ -379,9 +379,6 @@ class StreamState(Struct, frozen=True):
     generators: Annotated[str, Meta(pattern=r"\A([0-9a-f]{2})*\Z")]
     """The states of the generators that it may draw from."""
 
-    def __post_init__(self) -> None:
-        from_json(self.own)
-
 
 class SavedPass(Struct, frozen=True, array_like=True):
     """A pass that a resumed script comes to."""
@@ -393,6 +390,10 @@ class SavedPass(Struct, frozen=True, array_like=True):
     """A digest of its order; empty if that follows from the seed alone."""
     state: StreamState | None = None
     """Where its stream stood, if it says so."""
+
+    def __post_init__(self) -> None:
+        if self.state is not None:
+            from_json(self.state.own)
 
 
 class SavedPasses(Struct, frozen=True):

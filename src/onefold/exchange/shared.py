@@ -88,7 +88,7 @@ from onefold.system.allocator import (
     naming_limits,
     new_disk_file,
 )
-from onefold.system.compat import copy_each
+from onefold.system.compat import copy_each, hidden_from_modes
 from onefold.system.ownfiles import memory_file
 
 __all__ = ["HostMemory", "HostTransport", "shared_exchange"]
@@ -161,17 +161,19 @@ def make_own(memory: torch.Tensor, allocator: TensorAllocator = DEFAULT_ALLOCATO
     """
     if not memory.numel():
         return
-    if isinstance(allocator, MmapAllocator):
-        with temporary_file(memory.numel(), allocator) as (descriptor, copy):
-            copy.copy_(memory)
+    # Garbage is collected at any time, also where a mode computes in shape alone.
+    with hidden_from_modes():
+        if isinstance(allocator, MmapAllocator):
+            with temporary_file(memory.numel(), allocator) as (descriptor, copy):
+                copy.copy_(memory)
+                with naming_limits("room for a copy of the model"):
+                    map_over(memory.data_ptr(), memory.numel(), mmap.MAP_SHARED, descriptor)
+        else:
+            copy = memory.clone()
+            kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
             with naming_limits("room for a copy of the model"):
-                map_over(memory.data_ptr(), memory.numel(), mmap.MAP_SHARED, descriptor)
-    else:
-        copy = memory.clone()
-        kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        with naming_limits("room for a copy of the model"):
-            map_over(memory.data_ptr(), memory.numel(), kind, -1)
-        memory.copy_(copy)
+                map_over(memory.data_ptr(), memory.numel(), kind, -1)
+            memory.copy_(copy)
 
 
 _PAGE_BYTES = 4096

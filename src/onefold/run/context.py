@@ -39,6 +39,7 @@ from onefold.system.caches import (
 from onefold.system.process import NOTICES, STOP_SIGNALS
 
 __all__ = [
+    "HOME_VARIABLE",
     "PLACEMENT_VARIABLE",
     "allocator_chosen",
     "current_context",

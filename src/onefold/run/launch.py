@@ -28,7 +28,13 @@ from onefold.core.context import LaunchContext
 from onefold.core.numbers import check_seconds
 from onefold.core.options import DEFAULT_GRACE_S, DEFAULT_TIMEOUT_S, ExchangeName, RunOptions
 from onefold.errors import LaunchError, RunFailed
-from onefold.run.context import PLACEMENT_VARIABLE, current_context, options_of, worker_environment
+from onefold.run.context import (
+    HOME_VARIABLE,
+    PLACEMENT_VARIABLE,
+    current_context,
+    options_of,
+    worker_environment,
+)
 from onefold.run.devices import Selection, select_devices
 from onefold.run.rundir import Logs, RunStatus
 from onefold.run.workers import Outcome, StoppedAtOnce, WorkerGroup
@@ -215,7 +221,8 @@ def supervise(
     """
     options.pipeline_of(len(selection.devices))
     if not (options.home or options.keeps_whole):
-        options = replace(options, home=options_of(os.environ).home)
+        home = os.environ.get(HOME_VARIABLE, "")
+        options = replace(options, home=os.path.abspath(home) if home else "")
     _check_places(options)
     context = current_context()
     others = context.others
@@ -267,9 +274,14 @@ def _check_places(options: RunOptions) -> None:
     """Refuse to overwrite what is not ours, before any work is done.
 
     Raises:
-        LaunchError: the place for the trace or the timeline holds something else, or another run
-            saves itself in the folder for checkpoints.
+        LaunchError: the home is no folder, the place for the trace or the timeline holds something
+            else, or another run saves itself in the folder for checkpoints.
     """
+    if options.home and not Path(options.home).is_dir():
+        raise LaunchError(
+            f"{options.home}: expected a folder for the model: name another one, on a disk, by "
+            f"--home or {HOME_VARIABLE}"
+        )
     if options.checkpoint:
         # Only a look: the lead takes the lock, and keeps it.
         lock_of_checkpoints(Path(options.checkpoint)).look(options.grace_s)

@@ -187,6 +187,10 @@ class FolderLock:
                 f"{self._path}: expected a file of user {os.geteuid()}, got one of user {owner}: "
                 f"another user's run is there. Wait for its end, or {self._instead}"
             )
+        if owner == os.geteuid():
+            # Whoever may open it could hold it, and so hold up the run. It may have been copied.
+            with contextlib.suppress(PermissionError):  # there are file systems without modes
+                os.fchmod(descriptor, 0o600)
         return descriptor
 
 

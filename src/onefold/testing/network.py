@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import resource
 import socket
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -60,6 +61,9 @@ class Network:
         """Devices whose script has come to its end in order."""
         self.asked: set[int] = set()
         """The Trainers for which a device has waited in vain, over a process group."""
+        # Each Trainer takes two sockets for every two devices: more than most processes may open.
+        self._limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (self._limits[1],) * 2)
 
     def cut(self, number: int) -> None:
         """Break all connections of a device."""
@@ -80,6 +84,7 @@ class Network:
                 each.close()
         for group in self.groups:
             Groups.forget(group)
+        resource.setrlimit(resource.RLIMIT_NOFILE, self._limits)
 
     def is_broken(self, trainer: int, number: int) -> bool:
         """Whether nothing comes from a device any more, or goes there, over a process group."""

@@ -162,6 +162,9 @@ class ShapeTensor(FakeTensor):
             raise _written_by_script(progress, name)
         return result
 
+    def __copy__(self) -> Any:
+        return self.detach().requires_grad_(self.requires_grad)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return memo.setdefault(id(self), self.clone())
 
