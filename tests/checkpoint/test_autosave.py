@@ -172,7 +172,10 @@ def test_a_crash_too_many_ends_the_run(runs: Runs) -> None:
         ),
         ("--checkpoint c --grace 0", "expected the grace to be more than 0, got 0.0"),
         ("--home .", "--home .: expected --placement offload, shard or pipeline with it"),
-        ("--placement offload --home a-file", "--home a-file: expected a folder that is"),
+        (
+            "--placement offload --home a-file",
+            "expected --home or ONEFOLD_HOME to be a folder, on a disk",
+        ),
     ],
 )
 def test_bad_options_are_told(

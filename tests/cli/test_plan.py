@@ -60,7 +60,7 @@ def test_stages_and_memory_are_shown(tmp_path: Path) -> None:
         ("broken", "", "ArithmeticError: the fault that was asked for"),
         ("adamw", "--devices 2,many", "--devices 2,many: expected counts of devices"),
         ("adamw", "--devices 0", "--devices 0: expected counts of devices"),
-        ("adamw", "--home absent", "absent: expected a folder for the model: name another"),
+        ("adamw", "--home absent", "expected --home or ONEFOLD_HOME to be a folder"),
         pytest.param("lbfgs", "--devices 1", "", marks=pytest.mark.full),  # no Trainer takes it
     ],
 )

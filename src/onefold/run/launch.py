@@ -279,8 +279,8 @@ def _check_places(options: RunOptions) -> None:
     """
     if options.home and not Path(options.home).is_dir():
         raise LaunchError(
-            f"{options.home}: expected a folder for the model: name another one, on a disk, by "
-            f"--home or {HOME_VARIABLE}"
+            f"expected --home or {HOME_VARIABLE} to be a folder, on a disk, for the model, got "
+            f"{options.home}"
         )
     if options.checkpoint:
         # Only a look: the lead takes the lock, and keeps it.
