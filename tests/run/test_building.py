@@ -115,5 +115,5 @@ def test_a_home_must_be_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     if by == "environment":
         monkeypatch.setenv("ONEFOLD_HOME", home)
         home = ""
-    with pytest.raises(onefold.errors.LaunchError, match="ONEFOLD_HOME to be a folder.*absent"):
+    with pytest.raises(onefold.errors.LaunchError, match=r"ONEFOLD_HOME to be a folder.*absent"):
         onefold.launch(trained, devices="cpu:1", placement="offload", home=home)
