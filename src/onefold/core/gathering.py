@@ -123,7 +123,7 @@ GATHERER = _Place()
 
 @contextmanager
 def gathering(gatherer: Gatherer | None) -> Iterator[None]:
-    """Have `gather` find this gatherer inside the context; with None it changes nothing."""
+    """Have `gather` find this gatherer inside the context, and none after it."""
     GATHERER.gatherer = gatherer
     try:
         yield

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
@@ -117,12 +117,9 @@ class StepContext:
             self.local.follow_first()
             yield
 
-    @contextmanager
-    def timed(self, phase: Phase, label: str) -> Iterator[None]:
+    def timed(self, phase: Phase, label: str) -> AbstractContextManager[None]:
         """A block of which the first device of this process notes how long it takes."""
-        start = self.first.watch.now()
-        yield
-        self.first.watch.note(phase, label, start)
+        return self.first.watch.timed(phase, label)
 
 
 class LocalReplicas:

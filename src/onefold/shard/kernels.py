@@ -72,9 +72,12 @@ class Compilers:
         """Whether ``torch.compile`` has a part in the model or its loss."""
         self._scripted = any(isinstance(m, torch.jit.ScriptModule) for m in module.modules())
 
-    @contextmanager
-    def settled(self) -> Iterator[None]:
+    def settled(self) -> AbstractContextManager[None]:
         """Have compilers treat shapes as fixed inside this context."""
+        return self._settled() if self.compiled or self._scripted else _NOTHING
+
+    @contextmanager
+    def _settled(self) -> Iterator[None]:
         with ExitStack() as stack:
             if self._scripted:
                 stack.enter_context(torch.jit.optimized_execution(False))  # type: ignore[attr-defined]

@@ -212,7 +212,11 @@ class Replica:
         buffers = self.buffers.changed()
         self.put_back(task)
         assert result is not None  # a shard that runs has samples
-        return replace(result, buffers=buffers, left_out=batch.size_of(shard) - samples)
+        # By hand: `replace` looks at every field by its name, in every shard.
+        left_out, values = batch.size_of(shard) - samples, result.values
+        return ShardResult(
+            result.gradients, result.total, result.weight, buffers, values, left_out, result.given
+        )
 
     def _compute_piece(
         self, piece: ShardPiece, batch: ShardedBatch, task: ShardTask, where: str
@@ -223,7 +227,7 @@ class Replica:
         handing = self._handing(piece, batch, task, where)
         start = self.watch.now()
         with (
-            gathering(gatherer),
+            gathering(gatherer) if gatherer else _NOTHING,
             handing.watched() if handing else _NOTHING,
             task.gathered() if task.gathered else _NOTHING as begin_backward,
         ):

@@ -264,10 +264,8 @@ class _JointRun:
         for shard, answer in answers.items():
             turn = self._turns[shard]
             self._attach(turn.replica)
-            watch = turn.replica.watch
-            start = watch.now()
-            stops[shard] = turn.thread.resume(answer)
-            watch.note(self._phase, f"{self._phase} shard {shard}, together", start)
+            with turn.replica.watch.timed(self._phase, f"{self._phase} shard {shard}, together"):
+                stops[shard] = turn.thread.resume(answer)
         return stops
 
     def _attach(self, replica: Replica) -> None:

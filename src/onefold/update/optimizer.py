@@ -75,7 +75,7 @@ class PartitionedOptimizer:
         assignment: Assignment,
         allocator: TensorAllocator = DEFAULT_ALLOCATOR,
     ) -> None:
-        self.optimizer = optimizer
+        self.optimizer, self._name = optimizer, name_of(optimizer)
         self._allocator = allocator
         self.storage = storage
         self._device = next(iter(memory.values())).device
@@ -251,7 +251,7 @@ class PartitionedOptimizer:
         self._stepping = True
         self.view.step()
         try:
-            with self._draws.watched(), clipping_each(name_of(self.optimizer)):
+            with self._draws.watched(), clipping_each(self._name):
                 for part in parts:
                     self._step(part)
             self.show()
@@ -328,7 +328,7 @@ class PartitionedOptimizer:
         found = self.averages.states()
         if self.view.others:
             raise TypeError(
-                f"{name_of(self.optimizer)} works with {', '.join(self.view.others)}, whose state "
+                f"{self._name} works with {', '.join(self.view.others)}, whose state "
                 f"no checkpoint of onefold holds: expected the state in one optimizer"
             )
         if self._loose():
@@ -461,7 +461,7 @@ class PartitionedOptimizer:
         """
         if self._cuts and any(map(has_own_step, self._each)):
             raise ValueError(
-                f"{name_of(self.optimizer)} got a hook on its step, or another step, after Trainer "
+                f"{self._name} got a hook on its step, or another step, after Trainer "
                 f"was made, which has cut parameters into pieces that are updated by themselves: "
                 f"expected it before, and then step() and its hooks see whole parameters"
             )

@@ -17,7 +17,7 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from typing import Any
 
@@ -368,6 +368,9 @@ _EVERY = 50
 """The first two updates of so many are looked at: reading all states takes 0.3 ms."""
 
 
+_NOTHING = nullcontext()
+
+
 class UpdateDraws:
     """Looks at the generators before and after some of the updates.
 
@@ -383,17 +386,18 @@ class UpdateDraws:
         self._devices = tuple(devices)
         self._updates = 0
 
-    @contextmanager
-    def watched(self) -> Iterator[None]:
+    def watched(self) -> AbstractContextManager[None]:
         """A block in which the optimizer updates.
 
         Raises:
             StateError: random numbers were drawn in it.
         """
         self._updates += 1
-        if self._updates % _EVERY not in (1, 2) or steps_by_parameter(self._optimizers):
-            yield
-            return
+        run_checks = self._updates % _EVERY in (1, 2) and not steps_by_parameter(self._optimizers)
+        return self._looked_at() if run_checks else _NOTHING
+
+    @contextmanager
+    def _looked_at(self) -> Iterator[None]:
         before, held = GeneratorStates(*self._devices), held_states(self._optimizers)
         yield
         own = "" if held == held_states(self._optimizers) else "a generator of its own"

@@ -422,10 +422,8 @@ class PipelineWorker:
         self._channel.send(self._device, self._device - 1, Message(head, tensors))
 
     def _receive(self, source: int) -> Message:
-        start = self._replica.watch.now()
-        message = self._channel.receive(self._device, source)
-        self._replica.watch.note("exchange", f"wait for device {source}", start)
-        return message
+        with self._replica.watch.timed("exchange", f"wait for device {source}"):
+            return self._channel.receive(self._device, source)
 
     def _on(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self._replica.device)
