@@ -57,7 +57,7 @@ def main() -> int:
     parser.add_argument("--device", choices=["cuda:0", "cpu"], default="cuda:0")
     parser.add_argument("--parts", nargs="+", default=[], help="only those with one of these words")
     options = parser.parse_args()
-    if lacking := missing(("torch", "numpy", "safetensors")):
+    if lacking := missing(("torch", "numpy", "safetensors", "msgspec")):
         print(f"{sys.executable} has no {', '.join(lacking)}: onefold needs it", file=sys.stderr)
         return 2
     machine = describe_machine()

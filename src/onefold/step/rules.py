@@ -21,7 +21,7 @@ from onefold.core.values import StepWeight
 from onefold.errors import LossError
 from onefold.placement.base import StepTotals
 from onefold.shard.replica import ShardTask
-from onefold.update.norms import Share, exact_norm, exact_total, plain_norm
+from onefold.update.norms import Share, exact_norms, exact_total, plain_norm
 from onefold.update.optimizer import PartitionedOptimizer
 
 __all__ = ["GradientRules"]
@@ -94,7 +94,7 @@ class GradientRules:
         norm = plain_norm(given)
         # Of large gradients in low precision the norm itself overflows: then it is exact.
         if given and norm.device.type == "cpu" and not math.isfinite(norm.item()):
-            return exact_total([*map(exact_norm, given)])
+            return exact_total(exact_norms(given, norm.device))
         return norm
 
     def clip(self, norm: torch.Tensor) -> None:

@@ -22,15 +22,20 @@ from onefold.core.storage import Storage
 from onefold.core.values import Gradients
 from onefold.update.staging import OwnedPiece
 
-__all__ = ["PieceNorms", "Share", "exact_norm", "exact_total", "plain_norm"]
+__all__ = ["PieceNorms", "Share", "exact_norms", "exact_total", "plain_norm"]
 
 
-def exact_norm(gradient: torch.Tensor) -> torch.Tensor:
-    """The norm of one gradient, () float64: finite wherever the gradient is."""
-    if gradient.is_complex():
-        gradient = torch.view_as_real(gradient)
-    norm: torch.Tensor = torch.linalg.vector_norm(gradient, dtype=torch.float64)
-    return norm
+def exact_norms(gradients: Sequence[torch.Tensor | None], device: torch.device) -> torch.Tensor:
+    """The norms of some gradients, (gradients,) float64, on a device; 0 for None.
+
+    Each is finite wherever its gradient is.
+    """
+    given = [gradient.to(device) for gradient in gradients if gradient is not None]
+    real = [torch.view_as_real(each) if each.is_complex() else each for each in given]
+    # All at once: on a GPU, launches of one kernel for each piece would take longer than kernels.
+    norms = iter(torch._foreach_norm(real, 2, dtype=torch.float64) if real else ())
+    nothing = torch.zeros((), dtype=torch.float64, device=device)
+    return torch.stack([nothing if each is None else next(norms) for each in gradients])
 
 
 Share = Callable[[Mapping[int, torch.Tensor]], torch.Tensor]
@@ -45,9 +50,9 @@ def plain_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
 
 
-def exact_total(norms: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The norm, () float64, of gradients of which norms are given, each () float64."""
-    return torch.stack([norm.square() for norm in norms]).sum().sqrt()
+def exact_total(norms: torch.Tensor) -> torch.Tensor:
+    """The norm, () float64, of gradients of which the norms are given, (gradients,) float64."""
+    return norms.square().sum().sqrt()
 
 
 class PieceNorms:
@@ -89,11 +94,7 @@ class PieceNorms:
         given = iter(gradients)
         for slots in self._slots.values():
             for slot, pieces in slots:
-                norms = [
-                    slot.new_zeros(()) if gradient is None else exact_norm(gradient.to(slot.device))
-                    for gradient in islice(given, pieces)
-                ]
-                torch.stack(norms, out=slot).square_()
+                torch.square(exact_norms([*islice(given, pieces)], slot.device), out=slot)
         return self._shared(share).sum()
 
     def of_one_shard(
@@ -121,8 +122,10 @@ class PieceNorms:
         norm = plain_norm([norms[n].to(layout.dtype_of(n)).reshape(1) for n in norms])
         if norm.device.type != "cpu" or math.isfinite(norm.item()):
             return norm
-        exact = self._by_parameter(owned, gradients, gave, share, exact_norm)
-        return exact_total([*exact.values()])
+        exact = self._by_parameter(
+            owned, gradients, gave, share, lambda each: exact_norms([each], each.device)[0]
+        )
+        return exact_total(torch.stack([*exact.values()]))
 
     def _by_parameter(
         self,
