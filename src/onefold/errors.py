@@ -14,6 +14,7 @@
     ├── SampleError            a data set item that could not be read
     ├── DataError              files of a data set that cannot be used, found before training
     ├── CheckpointError        a checkpoint or file of weights that is damaged, or does not fit
+    ├── RecordError            a record of a run that is damaged, or does not fit
     └── PeerError              this device is sound, another one is not
         ├── PeerLost           it was killed, was stopped, or left the run
         ├── PeerFailed         it raised an exception; the message carries it
@@ -38,6 +39,7 @@ __all__ = [
     "PeerTimeout",
     "PipelineError",
     "PrecisionError",
+    "RecordError",
     "RunFailed",
     "SampleError",
     "StateError",
@@ -104,6 +106,10 @@ class DataError(OnefoldError, ValueError):
 
 class CheckpointError(OnefoldError):
     """A checkpoint or file of weights that cannot be read, or does not fit."""
+
+
+class RecordError(OnefoldError):
+    """The record of a run is damaged, is of another kind, or has no such step."""
 
 
 class PeerError(OnefoldError):

@@ -601,7 +601,9 @@ class Trainer:
         with session.telling_others():
             text = written(value) if session.devices.has_lead else None
             session.engine.agree(CallDigest(Call.BROADCAST, self.steps + 1))
-            return broadcast(session.engine.context.exchange, text)
+            found = broadcast(session.engine.context.exchange, text)
+            session.note_result("broadcast", found)
+            return found
 
     def gather(self, value: object) -> list[Any]:
         """A value of every device's process, such as seconds or a score; called on every device.
@@ -629,7 +631,10 @@ class Trainer:
         with session.telling_others():
             text = written(value)
             session.engine.agree(CallDigest(Call.GATHER, self.steps + 1))
-            return gather(session.engine.context.exchange, dict.fromkeys(session.devices.own, text))
+            values = dict.fromkeys(session.devices.own, text)
+            found = gather(session.engine.context.exchange, values)
+            session.note_result("gather", found)
+            return found
 
     def fork_rng(self) -> AbstractContextManager[None]:
         """A block whose random numbers do not shift those that come after it.
@@ -762,6 +767,7 @@ class Trainer:
                 found = session.checkpoints.load(place, changed=names, if_any=if_any)
                 if found is not None:
                     session.resumption.begin_anew()
+                    session.note_load()
                 return found
         finally:
             session.gradients.forget()

@@ -60,7 +60,7 @@ from onefold.passes.modifying import Modifying
 from onefold.step.engine import Engine
 from onefold.system.folderlock import FolderLock, lock_of_checkpoints
 
-__all__ = ["Autosave", "Resumption"]
+__all__ = ["Autosave", "Resumption", "script_line"]
 
 _log = logging.getLogger("onefold")
 

@@ -124,6 +124,7 @@ class _Run(Struct, kw_only=True):
     good_steps: Count
     average: _Average | None
     place: Annotated[str, _one_of(("step", "end"))] | None
+    recorded: Count
     trained: dict[str, list[str]]
     fingerprint: Annotated[str, Meta(pattern=r"\A[0-9a-f]{16}\Z")]
     threads: _Positive

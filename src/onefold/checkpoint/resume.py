@@ -106,6 +106,16 @@ class Checkpoints:
         self._saving = Saving(engine, averaging, self._lead, self._writing)
         self.lost = False
         """Whether the last checkpoint could not be written."""
+        self.recorded = 0
+        """How many entries of the run's record the checkpoint has seen that was loaded."""
+        self.noted: Callable[[int, Path], int] = lambda step, folder: 0
+        """Called as a checkpoint begins; returns how many entries of the run's record it has seen.
+        """
+
+    @property
+    def run(self) -> str:
+        """The run's name, which one that resumes it takes over."""
+        return self._state.run
 
     def save(
         self,
@@ -132,7 +142,8 @@ class Checkpoints:
             CallDigest(Call.SAVE, self._position.step + 1, arguments=digest(arguments))
         )
         # Of this moment: the thread that writes must not look at a run that has gone on.
-        record = self._state.record(keeping, extra, place)
+        recorded = self.noted(self._position.step, folder)
+        record = self._state.record(keeping, extra, place, recorded)
         self._engine.check_last_step()
         # The writing still reads the rooms of all devices, which `pack` is about to overwrite.
         self._wait_until_written()
@@ -192,6 +203,7 @@ class Checkpoints:
         self._position.go_to(found.stored.run, found.changed)
         # Under the same name, so that pruning sees the checkpoints of both as one run's.
         self._state.run = found.stored.run["run"]
+        self.recorded = found.stored.run["recorded"]
         if self._lead.is_here:
             self._state.warn_of_differences(found.stored)
 

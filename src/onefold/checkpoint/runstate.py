@@ -85,7 +85,9 @@ class RunState:
         """
         _settings(self._optimizer)
 
-    def record(self, keeping: Keeping, extra: object, place: Place) -> dict[str, Any]:
+    def record(
+        self, keeping: Keeping, extra: object, place: Place, recorded: int
+    ) -> dict[str, Any]:
         """Make ``run.json``, except for what is known only once the files are written."""
         return {
             "format": FORMAT,
@@ -96,6 +98,7 @@ class RunState:
             "best": keeping.best,
             "extra": extra,
             "place": place,
+            "recorded": recorded,
             "trained": dict(self._trained),
             "threads": torch.get_num_threads(),
             "device": self._devices.all[0].type,

@@ -96,6 +96,10 @@ def run(
     home: Home = None,
     exchange: Exchange = "auto",
     timeout: Timeout = _DEFAULTS.timeout_s,
+    record: Annotated[
+        Path | None,
+        Option(help="Write the record of the run into this folder (that of --checkpoint)."),
+    ] = None,
     trace: Annotated[Path | None, Option(help="Write one JSON line a step here.")] = None,
     profile: Annotated[
         Path | None, Option(help="Write a timeline into this folder, to open in Perfetto.")
@@ -140,8 +144,9 @@ def run(
     command = command_of(script, module, context.args)
     if trace is not None and not trace.absolute().parent.is_dir():
         raise LaunchError(f"--trace {trace}: there is no folder {trace.absolute().parent}")
-    if profile is not None:
-        profile.mkdir(parents=True, exist_ok=True)
+    for folder in (profile, record):
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
     steps, seconds = _every(every)
     if checkpoint is not None:
         if checkpoint.exists() and not checkpoint.is_dir():
@@ -165,6 +170,7 @@ def run(
         restarts=restarts,
         restarts_with=restarts_with,
         trace=_absolute(trace),
+        record=_absolute(record),
         profile=_absolute(profile),
         logs=_absolute(logs),
     )
@@ -338,6 +344,25 @@ train_app = typer.Typer(
     help="Train a ready-made job on your own data, with one command.", no_args_is_help=True
 )
 app.add_typer(train_app, name="train")
+record_app = typer.Typer(help="Read the record of a run.", no_args_is_help=True)
+app.add_typer(record_app, name="record")
+
+
+@record_app.callback()
+def _group() -> None:
+    """Have `show` be named, though it is the only command."""
+
+
+@record_app.command()
+def show(
+    folder: Annotated[Path, Argument(metavar="RUN", help="A run's folder, or its run.record.")],
+    as_json: Annotated[bool, Option("--json", help="One JSON object a line, of all.")] = False,
+    step: Annotated[int | None, Option(help="Only this step, with its shards.")] = None,
+) -> None:
+    """Show what was computed in a run: its steps, their shards, and who took part."""
+    from onefold.cli.record import show_record
+
+    show_record(folder, as_json=as_json, step=step)
 
 
 def main() -> None:

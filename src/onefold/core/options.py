@@ -37,6 +37,8 @@ class RunOptions:
     """The longest that one device waits for another."""
     trace: str = ""
     """File to which one JSON line per step is written; empty for none."""
+    record: str = ""
+    """Existing folder in which the record of the run is written; empty for that of checkpoints."""
     profile: str = ""
     """Existing folder in which the timeline is written; empty for none."""
     checkpoint: str = ""
@@ -107,6 +109,11 @@ class RunOptions:
                 f"of 2 devices or more side by side are pipeline:2 and so on"
             )
         check_choice("the exchange", self.exchange, ExchangeName)
+
+    @property
+    def recorded_in(self) -> str:
+        """The folder of the run's record; empty for none."""
+        return self.record or self.checkpoint
 
     @property
     def placement_name(self) -> PlacementName:

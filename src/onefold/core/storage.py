@@ -167,9 +167,9 @@ class TableShape:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of the totals, of the values, and of one row of buffers for each shard."""
-        # (V,) float64 totals. They come first, so that the rows begin at an aligned place.
-        return aligned(self.shards * 8) + self.values_bytes + self.shards * self.buffers.nbytes
+        """Bytes of totals and digests, of the values, and of one row of buffers for each shard."""
+        # (V, 2) totals and digests. They come first, so that the rows begin at an aligned place.
+        return aligned(self.shards * 16) + self.values_bytes + self.shards * self.buffers.nbytes
 
     @property
     def values_bytes(self) -> int:

@@ -437,6 +437,9 @@ class ShardResult:
     given: Sequence[bool] = ()
     """What `gave` returns of gradients that have been handed over."""
 
+    digest: torch.Tensor | None = None
+    """() int64: of a sample of the gradient; None where none was asked for, or there is none."""
+
     @property
     def gave(self) -> Sequence[bool]:
         """For each trained parameter, whether the shard computed a gradient for it."""

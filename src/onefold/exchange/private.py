@@ -203,7 +203,7 @@ class PrivateMemory(Memory):
         if self.table.on_host:
             return []
         values = [self.table.values] if self.table.width else []
-        return self._rows_to_move(plan, [self.table.totals, *values])
+        return self._rows_to_move(plan, [self.table.numbers, *values])
 
     def _rows_to_move(self, plan: Plan, tables: Sequence[torch.Tensor]) -> list[Operation]:
         """List what leaves (our shards' rows) and comes (those of all others) of some tables."""

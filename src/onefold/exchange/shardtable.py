@@ -60,11 +60,15 @@ class ShardTable:
         rows = shape.buffers.nbytes
         first = shape.device_bytes - shards * rows
         middle = first - shape.values_bytes
-        self.totals = _typed(computed[:middle], torch.float64, (shards,))
+        self.numbers = _typed(computed[:middle], torch.float64, (shards, 2))
+        """(V, 2) float64: ``totals``, and ``digests`` as the bits of float64."""
+        self.totals = self.numbers[:, 0]
         """(V,) float64: each shard's part of the loss."""
+        self.digests = self.numbers.view(torch.int64)[:, 1]
+        """(V,) int64: of a sample of each shard's gradient, where the run is recorded; else 0."""
         self.on_host = computed.device.type == "cpu"
         """Whether what the devices compute lies on the host, too."""
-        self._host_totals = self.totals.numpy() if self.on_host else None
+        self._host_numbers = self.numbers.numpy() if self.on_host else None
         self._values_memory = computed[middle:first]
         self.widen(0)
         self.rows_memory = computed[first:].view(shards, rows)
@@ -104,10 +108,10 @@ class ShardTable:
                 array[rows] = 0
             if self.width:
                 self.values[rows].zero_()
-            if self._host_totals is not None:
-                self._host_totals[rows] = 0.0
+            if self._host_numbers is not None:
+                self._host_numbers[rows] = 0.0
             else:
-                self.totals[rows].zero_()
+                self.numbers[rows].zero_()
         if self.given:
             for shard in shards:
                 self.given.pop(shard, None)
@@ -117,6 +121,8 @@ class ShardTable:
         self.weights[shard], self.left_out[shard] = result.weight, result.left_out
         if result.total is not None:
             self.set_total(shard, result.total)
+        if result.digest is not None:
+            self.digests[shard : shard + 1].copy_(result.digest, non_blocking=True)
         # A shard that gave all, which is nearly every one, is added as one number.
         gave = result.gave
         row = self.gave[device]
@@ -148,8 +154,8 @@ class ShardTable:
 
     def set_total(self, shard: int, total: torch.Tensor) -> None:
         """Record a shard's part of the loss, () float64; on a GPU, without waiting for it."""
-        if self._host_totals is not None:
-            self._host_totals[shard] = total.item()
+        if self._host_numbers is not None:
+            self._host_numbers[shard, 0] = total.item()
         else:
             self.totals[shard : shard + 1].copy_(total, non_blocking=True)
 
@@ -183,7 +189,7 @@ class ShardTable:
         for rows in runs_of(shards):
             parts += [array[rows] for array in self._by_shard]
             if self.on_host:
-                parts.append(self.totals[rows].numpy())
+                parts.append(self.numbers[rows].numpy())
             if self.on_host and self.width:
                 parts.append(self.values[rows].numpy())
         return parts

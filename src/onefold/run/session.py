@@ -17,19 +17,21 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from onefold.checkpoint.autosave import Autosave, Resumption
+from onefold.checkpoint.autosave import Autosave, Resumption, script_line
 from onefold.checkpoint.resume import Checkpoints
 from onefold.core.batch import ShardedBatch, checked_dim, cut_batch
 from onefold.core.calldigest import Call
 from onefold.core.context import LaunchContext
+from onefold.core.flat import named_tensors
 from onefold.core.settings import AS_GIVEN, Settings
 from onefold.core.shard import Plan
 from onefold.data_order.indexed import Items, Rule
@@ -43,12 +45,16 @@ from onefold.passes.collectives import gather_batch, written_shards
 from onefold.passes.evaluation import DataCall, ScoreFunction
 from onefold.passes.modifying import Modifying
 from onefold.passes.statistics import recompute_statistics
+from onefold.record import FILE
+from onefold.record.entries import Block
+from onefold.record.recorder import Recorder, begun
 from onefold.run.forming import check_devices, choose_devices, plan_of, settle_process
 from onefold.run.gradientsteps import GradientSteps, Place
 from onefold.run.membership import RunStopped, at_good_end, is_failing, only_noting, register
 from onefold.run.observers import Observers
 from onefold.run.planning import plan_instead
 from onefold.run.userparts import UserParts, keep_code_private
+from onefold.shard.digest import GradientDigests, digest_of_all
 from onefold.step.agreement import digest_of
 from onefold.step.assembly import assemble, hold, take_from_holders
 from onefold.step.result import Step
@@ -145,6 +151,7 @@ class Session:
         self._progress = progress_of(context)
         # May find a checkpoint, so what starts from the step that is done comes after it.
         self._begin_saving()
+        self.recorder = self._begin_recording(optimizer)
         self.note_progress()
         watches = {replica.number: replica.watch for replica in self.engine.context.replicas}
         with self._seen_whole():
@@ -171,6 +178,37 @@ class Session:
         if self._autosave is not None:
             self.position.reached = self._reached
             at_good_end(self._finish)
+
+    def _begin_recording(self, optimizer: torch.optim.Optimizer) -> Recorder | None:
+        """Have the run written down, on the lead, if that was asked for."""
+        folder = self._context.options.recorded_in
+        if not folder or self.devices.trainer > 0:
+            return None
+        trained = self.engine.context.parts.trained.values()
+        self.engine.digests = GradientDigests([p.numel() for p in trained], self.settings.seed)
+        if not self.devices.has_lead:
+            return None
+        with self.telling_others():
+            recorder = Recorder(Path(folder) / FILE, optimizer)
+            self.checkpoints.noted = recorder.note_checkpoint
+            self._note_begin(recorder)
+        at_good_end(recorder.close)
+        return recorder
+
+    def _note_begin(self, recorder: Recorder) -> None:
+        run, step = self.checkpoints.run, self.position.step
+        description, kept = self.engine.description, self.checkpoints.recorded
+        recorder.note(begun(run, step, self.devices, description, kept))
+
+    def note_load(self) -> None:
+        """Write down that the run goes on from elsewhere."""
+        if self.recorder is not None:
+            self._note_begin(self.recorder)
+
+    def note_result(self, call: str, value: object) -> None:
+        """Write down what the script is given by a call."""
+        if self.recorder is not None:
+            self.recorder.note_result(self.position.step, call, script_line(), value)
 
     def set_plan(self, counts: Sequence[int]) -> None:
         """Have each device run this many shards from the next batch on.
@@ -237,7 +275,9 @@ class Session:
             size = batches.track.size
             made = DataCall(call, self.position.step + 1, size.samples, size.batch_size, function)
             data = batches.dataset
-            return self.verifying.result((call, function, model), data, partial(compute, made))
+            found = self.verifying.result((call, function, model), data, partial(compute, made))
+            self.note_result(call.words, found)
+            return found
 
     @contextmanager
     def averaged(
@@ -295,11 +335,20 @@ class Session:
         self.note_progress()
         spans = self._take_spans(waited)
         step = Step(number, cut.samples, cut.epoch, outcome, spans[self.devices.own[0]], name)
-        with self._seen_whole():
-            self.observers.observe(step, spans)
+        self._observe(step, spans, cut)
         self._after_step(cut, stop=outcome.verdict.stops, updated=True)
         self.verifying.note_step(step)
         return step
+
+    def _observe(
+        self, step: Step, spans: Mapping[int, Sequence[Span]], batch: ShardedBatch
+    ) -> None:
+        """Show a step that is done to all that watch the run."""
+        if self.recorder is not None:
+            with self.telling_others():
+                self.recorder.note_step(step, batch)
+        with self._seen_whole():
+            self.observers.observe(step, spans)
 
     def _take_spans(self, waited: tuple[Moment, Moment]) -> dict[int, list[Span]]:
         """The spans of a step by device, the wait for its batch among them."""
@@ -347,8 +396,7 @@ class Session:
         spans = self._take_spans(waited)
         step = Step(number, cut.samples, cut.epoch, outcome, spans[self.devices.own[0]], name)
         if not again:
-            with self._seen_whole():
-                self.observers.observe(step, spans)
+            self._observe(step, spans, cut)
             self.verifying.note_step(step)
         self.verifying.note_gradients()
         return step
@@ -370,7 +418,14 @@ class Session:
             block = self.changes.block(self.position.step + 1, state=optimizer_state)
             with self.verifying.another_model(), block:
                 yield
+                left = None if self.recorder is None else self._digest_of_model()
             self.resumption.end_block()
+            if self.recorder is not None and left is not None:
+                self.recorder.note(Block(step=self.position.step, line=script_line(), digest=left))
+
+    def _digest_of_model(self) -> int:
+        tensors = named_tensors(self.parts.module).values()
+        return digest_of_all([tensor.detach() for tensor in tensors], self.position.step)
 
     def _before_step(self, batch: ShardedBatch, loss: str) -> None:
         """Save what is due.
@@ -386,6 +441,8 @@ class Session:
             self._autosave.check(batch)
             if self._autosave.before_step(batch):
                 raise RunStopped(STOPPED_CODE)
+        if self.recorder is not None:
+            self.recorder.begin_step()
 
     def _after_step(self, batch: ShardedBatch, *, stop: bool, updated: bool) -> None:
         """Note that a step is done, but for the script's own update, if it makes one."""

@@ -49,6 +49,7 @@ from onefold.errors import GradientError, LossError
 from onefold.exchange.stageexchange import GradientSend
 from onefold.shard.advice import advice_on
 from onefold.shard.buffers import BufferSet
+from onefold.shard.digest import Sample, digest_of
 from onefold.shard.gradients import (
     ParameterSet,
     drop_gradients,
@@ -118,6 +119,7 @@ class Replica:
         self.of_stages = [self._all.some(n) for n in stages.stages.entries] if stages else []
         dtypes = map(layout.dtype_of, range(len(layout.entries)))
         self._narrow = [n for n, dtype in enumerate(dtypes) if added_up_in(dtype) != dtype]
+        self._digest: torch.Tensor | None = None
         self._compute_in = precision.compute
         self._rounds = precision.parameters is not None
         self._watched = [parameter for parameter in parts.other.values() if parameter.requires_grad]
@@ -171,6 +173,7 @@ class Replica:
     def begin(self, task: ShardTask) -> None:
         """Prepare for the first shard of a step."""
         drop_gradients(self._parameters)
+        self._digest = None
         # Those with hooks that may put a tensor of their own into ``.grad``. They may be registered
         # between any two steps, so they are looked for anew.
         several = task.shards > 1 or task.microbatch is not None
@@ -215,7 +218,14 @@ class Replica:
         # By hand: `replace` looks at every field by its name, in every shard.
         left_out, values = batch.size_of(shard) - samples, result.values
         return ShardResult(
-            result.gradients, result.total, result.weight, buffers, values, left_out, result.given
+            result.gradients,
+            result.total,
+            result.weight,
+            buffers,
+            values,
+            left_out,
+            result.given,
+            result.digest,
         )
 
     def _compute_piece(
@@ -250,13 +260,16 @@ class Replica:
         total = None if part.kind == "means" else part.total()
         given = handing.given if handing else ()
         weight = LATE if handing and handing.is_late else code_of(part)
-        return ShardResult(gradients, total, weight, values=values, given=given)
+        digest = self.take_digest()
+        return ShardResult(gradients, total, weight, values=values, given=given, digest=digest)
 
     def taken(
         self, taken: ParameterSet, batch: ShardedBatch, task: ShardTask, where: str
     ) -> Gradients:
         """Take the gradients of some parameters, as they are added up, out of ``.grad``."""
         gradients = take_gradients(taken, where, task.left_out)
+        if task.sample is not None:
+            self._digest_sample(gradients, taken, task.sample)
         # The whole batch: nothing is added to it, and its bits are a plain loop's.
         if self._narrow and (self._rounds or not task.is_plain(batch)):
             gradients = widened(gradients, taken.places_of(self._narrow))
@@ -266,6 +279,18 @@ class Replica:
             kept = gradients[place]
             gradients[place] = None if kept is None else kept.clone()
         return gradients
+
+    def _digest_sample(self, gradients: Gradients, taken: ParameterSet, sample: Sample) -> None:
+        """Digest the sample of a step, if it is among some gradients."""
+        for place in taken.places_of([sample.parameter]):
+            gradient = gradients[place]
+            if gradient is not None:
+                self._digest = digest_of(gradient, sample.start, sample.stop)
+
+    def take_digest(self) -> torch.Tensor | None:
+        """Return the digest of the gradients that were taken since the last call."""
+        digest, self._digest = self._digest, None
+        return digest
 
     def _handing(
         self, piece: ShardPiece, batch: ShardedBatch, task: ShardTask, where: str

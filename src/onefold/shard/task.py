@@ -18,6 +18,7 @@ from onefold.core.gathering import Discovering, Gatherer, Refusing
 from onefold.core.mean import Contribution
 from onefold.core.values import LATE, ShardResult, ShardValues, total_weight
 from onefold.exchange.stageexchange import GradientSend
+from onefold.shard.digest import Sample, sum_of
 from onefold.shard.gradients import add_gradients
 
 __all__ = ["LossFunction", "ShardPiece", "ShardTask", "with_next_piece"]
@@ -59,6 +60,8 @@ class ShardTask:
     """The most samples of a shard that run at once; None for all of them."""
     left_out: Sequence[int] = ()
     """Numbers of trained parameters whose gradients are dropped: the step is not theirs."""
+    sample: Sample | None = None
+    """Which part of each shard's gradient is digested; None for no digests."""
     gatherers: Callable[[int], Gatherer] | None = None
     """What `onefold.gather` does in each shard; None while no loss has been seen to call it."""
 
@@ -148,6 +151,7 @@ def with_next_piece(result: ShardResult, piece: ShardResult, step: int) -> Shard
         weight,
         values=_added(result.values, piece.values, f"step {step}"),
         given=[one or other for one, other in zip(result.given, piece.given, strict=True)],
+        digest=sum_of(result.digest, piece.digest),
     )
 
 

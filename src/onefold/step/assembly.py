@@ -158,7 +158,7 @@ def assemble(
         context = StepContext(replicas, exchange, update, settings, compilers)
         placement.start(context)
         frozen = {n: p for n, p in {**parts.other, **parts.frozen}.items() if id(p) in held}
-        return Engine(context, placement, assignment, losses, frozen)
+        return Engine(context, placement, assignment, losses, frozen, described)
 
 
 def _parts(module: torch.nn.Module, held: Container[int]) -> ModelParts:

@@ -31,6 +31,7 @@ from onefold.errors import DisagreementError
 from onefold.placement.base import Placement, StepTotals
 from onefold.placement.context import StepContext
 from onefold.shard.compiling import EagerComparison
+from onefold.shard.digest import GradientDigests
 from onefold.shard.gradients import keeping_gradients
 from onefold.shard.modelparts import ExternalModules, in_mode
 from onefold.shard.replica import LossFunction, ShardTask
@@ -61,6 +62,7 @@ class Engine:
         assignment: who takes part.
         losses: the user's loss functions, by name; each computes one shard.
         frozen: parameters that must stay frozen, by name.
+        description: what all devices have in common.
     """
 
     def __init__(
@@ -70,8 +72,11 @@ class Engine:
         assignment: Assignment,
         losses: Mapping[str, LossFunction],
         frozen: Mapping[str, torch.nn.Parameter],
+        description: Mapping[str, str],
     ) -> None:
         self.context, self.placement = context, placement
+        self.description = description
+        """What all devices have in common, in words: see `onefold.checks.description`."""
         self.assignment = assignment
         """Who takes part; between two steps another plan may take the place of its own."""
         self.losses = losses
@@ -97,6 +102,8 @@ class Engine:
         self._values = ValueTrade(context)
         self._has_warned = False
         self._updating = self._interrupted = False
+        self.digests: GradientDigests | None = None
+        """Draws what is digested of each shard's gradient, where the run is recorded."""
         self.gradient_ready: Callable[[float], None] | None = None
         """Called before clipping and update with the weight that the gradient is divided by."""
 
@@ -222,6 +229,7 @@ class Engine:
             scale=self.rules.loss_scale,
             run_checks=run_checks,
             left_out=objective.left_out,
+            sample=None if self.digests is None else self.digests.sample_of(number),
         )
         if context.alone and not self.placement.may_write(shards):
             # What the user has changed since the last step is the user's affair.
@@ -292,9 +300,8 @@ class Engine:
         verdict = verdict_of(weight, agreed, failure)
         # A copy, as `Step.loss` may be asked for long after the table is written again.
         values = self._values.of_step(batch, number)
-        return StepResult(
-            context.table.totals.clone(), weight.value, verdict, norm, values
-        ), failure
+        numbers, weights = context.table.numbers.clone(), context.table.weights.tolist()
+        return StepResult(numbers, weights, weight.value, verdict, norm, values), failure
 
     def _gradient(
         self, batch: ShardedBatch, totals: StepTotals, weight: StepWeight

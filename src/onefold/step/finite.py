@@ -32,6 +32,7 @@ from onefold.placement.context import StepContext
 from onefold.shard.advice import ONE_SAMPLE
 from onefold.shard.replica import Replica, ShardTask
 from onefold.step.rules import GradientRules
+from onefold.system.hostcopy import HostCopy
 
 __all__ = ["FiniteCheck", "bad_gradient"]
 
@@ -43,40 +44,14 @@ _ADVICE = (
 )
 
 
-class _OnItsWay:
-    """A device's values on their way to the host, where nobody waits until they are read.
-
-    Args:
-        values: on any device; they may be overwritten afterwards.
-    """
-
-    def __init__(self, values: torch.Tensor) -> None:
-        self._there: torch.cuda.Event | None = None
-        if values.device.type == "cpu":
-            self._values = values.clone()
-            return
-        # Pinned, or the host would wait; PyTorch uses this memory again only after the copy.
-        self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-        self._values.copy_(values, non_blocking=True)
-        self._there = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._there.record(torch.cuda.current_stream(values.device))
-
-    def read(self) -> torch.Tensor:
-        """Return the values on the host, once they are there."""
-        if self._there is not None:
-            # For the copy alone, and not for what was queued behind it.
-            self._there.synchronize()
-        return self._values
-
-
 @dataclass(frozen=True, slots=True)
 class _Unread:
     """What nobody has looked at yet, so as not to wait for a GPU."""
 
     step: int
     batch: ShardedBatch
-    totals: _OnItsWay
-    norm: _OnItsWay | None = None
+    totals: HostCopy
+    norm: HostCopy | None = None
 
 
 class FiniteCheck:
@@ -112,7 +87,7 @@ class FiniteCheck:
         """
         totals = self._table.totals
         if self._is_late and not now:
-            self._unread = _Unread(step, batch, _OnItsWay(totals))
+            self._unread = _Unread(step, batch, HostCopy(totals))
             return ""
         return self._checked(_bad_loss(totals.cpu(), batch, step))
 
@@ -128,7 +103,7 @@ class FiniteCheck:
             GradientError: it is not finite, and not to be skipped.
         """
         if self._unread is not None:
-            self._unread = replace(self._unread, norm=_OnItsWay(norm))
+            self._unread = replace(self._unread, norm=HostCopy(norm))
             return ""
         value = float(norm)
         if math.isfinite(value):

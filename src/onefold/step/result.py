@@ -41,7 +41,8 @@ class Step:
     """Number of samples in the whole batch."""
     epoch: int
     """Which pass over the data the batch belongs to."""
-    _outcome: StepResult = field(repr=False)
+    outcome: StepResult = field(repr=False)
+    """What the engine knows of the step."""
     _spans: Sequence[Span] = field(repr=False)
     name: str = field(default="", repr=False)
     """Which loss was computed, where the Trainer has several by name; else empty."""
@@ -55,8 +56,8 @@ class Step:
         """
         # In the fold's order, as the gradients are: the loss has the same bits on any number of
         # devices too.
-        total = fold_shards(list(self._outcome.totals.unbind()), torch.add)
-        return total / self._outcome.weight if self._outcome.weight else total * math.nan
+        total = fold_shards(list(self.outcome.totals.unbind()), torch.add)
+        return total / self.outcome.weight if self.outcome.weight else total * math.nan
 
     @property
     def values(self) -> dict[str, torch.Tensor]:
@@ -66,7 +67,7 @@ class Step:
         these are 0. Empty where the loss returned itself alone. Computed when it is asked for; on a
         GPU nothing waits for it until then.
         """
-        beside = self._outcome.values
+        beside = self.outcome.values
         return {} if beside is None else beside.finished()
 
     @property
@@ -84,13 +85,13 @@ class Step:
         >>> trainer.step(torch.ones(6, 2)).outputs["td"].shape
         torch.Size([6])
         """
-        beside = self._outcome.values
+        beside = self.outcome.values
         return {} if beside is None else dict(beside.outputs)
 
     @property
     def skipped(self) -> str:
         """Why nothing was updated, in words; empty, and so false, where the step was made."""
-        return self._outcome.verdict.skipped
+        return self.outcome.verdict.skipped
 
     @property
     def grad_norm(self) -> float:
@@ -98,7 +99,7 @@ class Step:
 
         Read when it is asked for; on a GPU nothing waits for it until then.
         """
-        return math.nan if self._outcome.norm is None else float(self._outcome.norm)
+        return math.nan if self.outcome.norm is None else float(self.outcome.norm)
 
     @property
     def seconds(self) -> PhaseSeconds:
@@ -114,8 +115,11 @@ class Step:
 class StepResult:
     """The result of a step."""
 
-    totals: torch.Tensor
-    """(V,) float64, where the lead computes: each shard's part of the loss."""
+    numbers: torch.Tensor
+    """(V, 2) float64, where the lead computes: each shard's part of the loss, and the bits of the
+    digest of its gradient."""
+    weights: Sequence[float]
+    """(V,): each shard's part of the divisor, or a code below 0; see `onefold.core.values`."""
     weight: float
     """What the sum of totals is divided by."""
     verdict: Verdict
@@ -124,6 +128,11 @@ class StepResult:
     """The norm of the whole gradient before clipping, (); None if the step has none."""
     values: StepValues | None = None
     """What the loss returned beside itself; None if that was nothing."""
+
+    @property
+    def totals(self) -> torch.Tensor:
+        """(V,) float64: each shard's part of the loss."""
+        return self.numbers[:, 0]
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,7 @@ from onefold.placement.pipeline.boundary import (
 from onefold.placement.pipeline.shapestages import are_left, marks_of
 from onefold.placement.pipeline.shapetensor import LossProgress, ShapeTensor
 from onefold.placement.pipeline.shardstate import ShardState
+from onefold.shard.digest import sum_of
 from onefold.shard.replica import Replica
 from onefold.shard.task import ShardPiece, ShardTask, with_next_piece
 
@@ -298,14 +299,16 @@ class PipelineWorker:
         head, tensors = message.head, iter(message.tensors)
         state = ShardState.read(head["state"], tensors)
         gradients = [self._here(next(tensors)) for _ in underway.outputs]
-        total, numbers = next(tensors), next(tensors)
+        total, numbers, digest = next(tensors), next(tensors), self._here(next(tensors))
         assert total is not None
         values = None
         if numbers is not None:
             values = ShardValues(tuple(head["lines"]), self._on(numbers))
         root = [self._here(tensor) for tensor in tensors]
         given = [bool(each) for each in head["given"]]
-        result = ShardResult(root, self._on(total), head["weight"], values=values, given=given)
+        result = ShardResult(
+            root, self._on(total), head["weight"], values=values, given=given, digest=digest
+        )
         return _Back(state, gradients, result)
 
     def _differentiate(self, underway: _Underway, back: _Back | None) -> None:
@@ -330,12 +333,15 @@ class PipelineWorker:
             gradients = self._taken(stage, given, piece)
             self._reduction.give(GradientSend(piece.shard, stage, last, gradients))
         self._refuse_foreign(piece)
-        root = self._taken(ROOT, given, piece)
+        root, digest = self._taken(ROOT, given, piece), self._replica.take_digest()
         if back is None:
             part = underway.part
             assert part is not None
             return ShardResult(
-                root, part.total(), code_of(part), values=underway.values, given=given
+                *(root, part.total(), code_of(part)),
+                values=underway.values,
+                given=given,
+                digest=digest,
             )
         theirs = back.result
         return replace(
@@ -345,6 +351,7 @@ class PipelineWorker:
                 for place, (own, other) in enumerate(zip(root, theirs.gradients, strict=True))
             ],
             given=[one or other for one, other in zip(given, theirs.given, strict=True)],
+            digest=sum_of(digest, theirs.digest),
         )
 
     def _only(
@@ -418,7 +425,7 @@ class PipelineWorker:
         count = len(inputs.outputs.tensors)
         gradients = [inputs.gradients.get(number) for number in range(count)]
         tensors = [*state.tensors, *gradients, result.total]
-        tensors += [None if values is None else values.numbers, *result.gradients]
+        tensors += [None if values is None else values.numbers, result.digest, *result.gradients]
         self._channel.send(self._device, self._device - 1, Message(head, tensors))
 
     def _receive(self, source: int) -> Message:

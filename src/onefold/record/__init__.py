@@ -1,0 +1,168 @@
+"""The record of a run: what was computed in each step, by which shards, and on what.
+
+`Record` reads it. `onefold.record.frames` is the file, `onefold.record.entries` what is in it, and
+`onefold.record.recorder` writes it beside training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from msgspec import structs
+
+from onefold.core import wire
+from onefold.errors import RecordError
+from onefold.record.entries import Begun, Block, Entry, Result, Saved, StepEntry, decode
+from onefold.record.frames import read_frames
+
+__all__ = ["FILE", "Record", "standing"]
+
+FILE = "run.record"
+"""The name of the file in the folder of a run."""
+
+Table = dict[str, np.ndarray[Any, Any]]
+"""Columns of one length, by name."""
+
+
+class Record:
+    """The record of a run, as tables.
+
+    Args:
+        path: the file, or the folder of a run with a file ``run.record`` in it.
+
+    Raises:
+        FileNotFoundError: there is no record.
+        RecordError: the file is no record, or damaged.
+
+    A table is a dict of NumPy arrays of one length, which ``pandas.DataFrame`` and
+    ``polars.DataFrame`` take as it is. Of steps that were made again after a kill, the last ones
+    count. A record that is being written may be read.
+
+    >>> record = onefold.Record(folder)
+    >>> record.steps["loss"].shape, record.steps["step"].tolist()
+    ((3,), [1, 2, 3])
+    >>> record.shards["digest"].shape
+    (6,)
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        given = Path(path)
+        self.path = given / FILE if given.is_dir() else given
+        bodies, _ = read_frames(self.path)
+        entries = [decode(body, f"{self.path}, frame {n}") for n, body in enumerate(bodies)]
+        self.entries: list[Entry] = standing(entries)
+        """All entries that count, in the order in which they were written."""
+
+    @property
+    def begins(self) -> list[dict[str, Any]]:
+        """For each time that the run began or was resumed: who took part, and how."""
+        return [structs.asdict(each) for each in self._all(Begun)]
+
+    @property
+    def steps(self) -> Table:
+        """One row for each step.
+
+        ``step``, ``epoch``, ``samples``, ``loss``, ``weight``, ``norm``, ``skipped``, ``name``,
+        ``rate.0`` for each group of the optimizer, ``value.NAME`` for what the loss returned beside
+        itself. What a step lacks is NaN.
+        """
+        rows = []
+        for each in self._all(StepEntry):
+            row = {name: getattr(each, name) for name in _PLAIN}
+            row |= {f"rate.{number}": rate for number, rate in enumerate(each.rates)}
+            rows.append(row | {f"value.{name}": value for name, value in each.values.items()})
+        return _table(rows, _PLAIN)
+
+    @property
+    def shards(self) -> Table:
+        """One row for each shard of each step: ``step``, ``shard``, ``total``, ``weight``.
+
+        ``digest`` (uint64) is of a sample of the shard's gradient; 0 where none was made.
+        """
+        found: dict[str, list[np.ndarray[Any, Any]]] = {name: [] for name in _OF_SHARDS}
+        for each in self._all(StepEntry):
+            total, weight, digest = shards_of(each)
+            found["step"].append(np.full(len(total), each.step))
+            found["shard"].append(np.arange(len(total)))
+            for name, column in (("total", total), ("weight", weight), ("digest", digest)):
+                found[name].append(column)
+        return {
+            name: np.concatenate(parts) if parts else np.empty(0, dtype)
+            for (name, dtype), parts in zip(_OF_SHARDS.items(), found.values(), strict=True)
+        }
+
+    @property
+    def results(self) -> list[dict[str, Any]]:
+        """What `evaluate`, `predict`, `gather` and `broadcast` returned, in order.
+
+        ``value`` is None where it was too large to keep; ``kept`` says which.
+        """
+        return [
+            structs.asdict(each)
+            | {
+                "kept": each.value is not None,
+                "value": None if each.value is None else wire.decode(each.value),
+            }
+            for each in self._all(Result)
+        ]
+
+    @property
+    def blocks(self) -> Table:
+        """One row for each block of `Trainer.modifying`: ``step``, ``line``, ``digest``."""
+        return self._table(Block)
+
+    @property
+    def checkpoints(self) -> Table:
+        """One row for each checkpoint: ``step`` and ``folder``."""
+        return self._table(Saved)
+
+    def step(self, number: int) -> StepEntry:
+        """What was written of one step.
+
+        Raises:
+            RecordError: the record has no such step.
+        """
+        steps: dict[int, StepEntry] = {each.step: each for each in self._all(StepEntry)}
+        if number not in steps:
+            has = f"steps {min(steps)} to {max(steps)}" if steps else "no steps"
+            raise RecordError(f"{self.path} has {has}: expected one of these, got step {number}")
+        return steps[number]
+
+    def _all(self, kind: type[Any]) -> list[Any]:
+        return [each for each in self.entries if isinstance(each, kind)]
+
+    def _table(self, kind: type[Any]) -> Table:
+        return _table(map(structs.asdict, self._all(kind)), kind.__struct_fields__)
+
+
+_PLAIN = ("step", "epoch", "samples", "loss", "weight", "norm", "skipped", "name")
+_OF_SHARDS = {
+    "step": np.int64, "shard": np.int64, "total": np.float64, "weight": np.float64,
+    "digest": np.uint64,
+}  # fmt: skip
+
+
+def standing(entries: Iterable[Entry]) -> list[Entry]:
+    """Those entries that were not made again after a run was resumed from an earlier step."""
+    kept: list[Entry] = []
+    for entry in entries:
+        if isinstance(entry, Begun):
+            kept = kept[: entry.kept]
+        kept.append(entry)
+    return kept
+
+
+def shards_of(entry: StepEntry) -> tuple[np.ndarray[Any, Any], ...]:
+    """Totals and weights (V,) float64 and digests (V,) uint64 of a step's shards."""
+    totals, weights = (np.frombuffer(each, "<f8") for each in (entry.totals, entry.weights))
+    digests = np.frombuffer(entry.digests, "<u8")
+    return totals, weights, digests if len(digests) else np.zeros(len(totals), np.uint64)
+
+
+def _table(rows: Iterable[Mapping[str, Any]], columns: Iterable[str]) -> Table:
+    listed = list(rows)
+    names = dict.fromkeys([*columns, *(name for row in listed for name in row)])
+    return {name: np.array([row.get(name, np.nan) for row in listed]) for name in names}

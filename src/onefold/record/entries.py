@@ -1,0 +1,118 @@
+"""What a record of a run consists of: one kind of entry for each thing that is written down.
+
+Every entry is a MessagePack map with the name of its kind under ``kind``. Numbers of shards lie in
+``bytes`` of little-endian 64-bit values, V of them: floats in ``totals`` and ``weights``, whole
+numbers in ``digests``.
+"""
+
+from __future__ import annotations
+
+import msgspec
+from msgspec import Struct
+
+from onefold.errors import RecordError
+
+__all__ = ["Begun", "Block", "Entry", "Result", "Saved", "StepEntry", "decode", "encode"]
+
+
+class Begun(Struct, tag="begun", tag_field="kind", frozen=True, kw_only=True):
+    """A run began here, or was resumed: what was written of later steps does not count."""
+
+    run: str
+    """The run's name, kept when it is resumed."""
+    step: int
+    """How many steps are done."""
+    time: str
+    """ISO 8601, UTC."""
+    command: list[str]
+    script: str
+    """Path of the script; empty where there is none."""
+    script_digest: str
+    """SHA-256 of its text, as hexadecimal digits."""
+    devices: list[str]
+    description: dict[str, str]
+    """What the numbers depend on, in words: settings, versions, processor, parameters; the same on
+    all devices."""
+    kept: int = 0
+    """How many of the entries that counted still do: those that the checkpoint has seen."""
+
+
+class StepEntry(Struct, tag="step", tag_field="kind", frozen=True, kw_only=True):
+    """A step was made, or skipped."""
+
+    step: int
+    epoch: int
+    samples: int
+    name: str = ""
+    """Of the loss, where there are several."""
+    loss: float
+    weight: float
+    norm: float
+    """Of the whole gradient before clipping; NaN where there was none."""
+    skipped: str = ""
+    """Why nothing was updated."""
+    rates: list[float]
+    """The learning rate of each of the optimizer's groups in this step."""
+    values: dict[str, float] = {}
+    """What the loss returned beside itself."""
+    place: list[tuple[int, int, int, int]] = []
+    """Loader, pass, first sample and end, for each loader that the batch comes from."""
+    totals: bytes
+    """V float64: each shard's part of the loss, before the division by ``weight``."""
+    weights: bytes
+    """V float64: each shard's part of the divisor; below 0 where there is none."""
+    digests: bytes = b""
+    """V uint64: of the same sample of each shard's gradient."""
+
+
+class Result(Struct, tag="result", tag_field="kind", frozen=True, kw_only=True):
+    """Something that the script asked for between two steps."""
+
+    step: int
+    call: str
+    """``evaluate``, ``predict``, ``gather`` or ``broadcast``."""
+    line: str
+    """Where in the script."""
+    value: bytes | None
+    """As `onefold.core.wire.encode` writes it; None where it was too large to keep."""
+    digest: str
+    """Of the value, also where that was not kept."""
+
+
+class Block(Struct, tag="modifying", tag_field="kind", frozen=True, kw_only=True):
+    """A block of `Trainer.modifying` has ended."""
+
+    step: int
+    line: str
+    """Where in the script."""
+    digest: int
+    """Of a sample of each parameter and buffer, as the block left them."""
+
+
+class Saved(Struct, tag="checkpoint", tag_field="kind", frozen=True, kw_only=True):
+    """A checkpoint was begun."""
+
+    step: int
+    folder: str
+
+
+Entry = Begun | StepEntry | Result | Block | Saved
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER: msgspec.msgpack.Decoder[Entry] = msgspec.msgpack.Decoder(Entry)
+
+
+def encode(entry: Entry) -> bytes:
+    """Write an entry as MessagePack."""
+    return _ENCODER.encode(entry)
+
+
+def decode(body: bytes, where: str) -> Entry:
+    """Read an entry.
+
+    Raises:
+        RecordError: it is none, or of a later version; ``where`` names it.
+    """
+    try:
+        return _DECODER.decode(body)
+    except msgspec.DecodeError as error:
+        raise RecordError(f"{where}: expected an entry of a record, got another: {error}") from None

@@ -1,0 +1,177 @@
+"""Writes down what a run computes, on the lead, beside training.
+
+Note: nothing is waited for
+---------------------------
+What a GPU has computed in a step is copied to the host behind the step's own kernels, and written
+when the next step is done, or something else is to be written. So the record ends one step early
+where a process on a GPU is killed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import operator
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from onefold.core import wire
+from onefold.core.assignment import Devices
+from onefold.core.batch import ShardedBatch
+from onefold.core.fold import fold_shards
+from onefold.record import standing
+from onefold.record.entries import Begun, Block, Entry, Result, Saved, StepEntry, decode, encode
+from onefold.record.frames import FrameWriter
+from onefold.step.result import Step
+from onefold.system.hostcopy import HostCopy
+
+__all__ = ["LARGEST_BYTES", "Recorder", "begun"]
+
+LARGEST_BYTES = 16 << 20
+"""The largest result that is kept; of a larger one the digest alone is."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Unwritten:
+    """A step of which a device's numbers may be on their way."""
+
+    step: Step
+    place: list[tuple[int, int, int, int]]
+    rates: list[float]
+    numbers: HostCopy
+    norm: HostCopy | None
+    values: Mapping[str, HostCopy]
+
+
+class Recorder:
+    """Appends to the record of a run.
+
+    Args:
+        path: the file, which is begun or gone on with.
+        optimizer: has the learning rates.
+
+    Raises:
+        OSError: the file cannot be written, or another run writes to it.
+        RecordError: the file is something else, or damaged.
+    """
+
+    def __init__(self, path: Path, optimizer: torch.optim.Optimizer) -> None:
+        self._writer, self._groups = FrameWriter(path), optimizer.param_groups
+        before = [decode(body, f"{path}, frame {n}") for n, body in enumerate(self._writer.before)]
+        self._standing = len(standing(before))
+        self._held: _Unwritten | None = None
+        self._rates: list[float] = []
+
+    def note(self, entry: Begun | Block | Saved) -> None:
+        """Note that the run began or goes on, that a block has ended, or a checkpoint was begun."""
+        self._write_held()
+        if isinstance(entry, Begun):
+            self._standing = min(entry.kept, self._standing)
+        self._append(entry)
+
+    def note_checkpoint(self, step: int, folder: Path) -> int:
+        """Note that a checkpoint is begun; return how many entries count by now."""
+        self.note(Saved(step=step, folder=folder.name))
+        return self._standing
+
+    def begin_step(self) -> None:
+        """Note the learning rates of the step that begins: its schedule may move on with it."""
+        self._rates = [float(group["lr"]) for group in self._groups]
+
+    def note_step(self, step: Step, batch: ShardedBatch) -> None:
+        """Note a step that is done."""
+        self._write_held()
+        numbers, norm = step.outcome.numbers, step.outcome.norm
+        self._held = _Unwritten(
+            step=step,
+            place=[_place(part) for part in batch.read if part.data_pass is not None],
+            rates=self._rates,
+            numbers=HostCopy(numbers),
+            norm=None if norm is None else HostCopy(norm),
+            values={name: HostCopy(value) for name, value in step.values.items()},
+        )
+        if numbers.device.type == "cpu":
+            self._write_held()
+
+    def note_result(self, step: int, call: str, line: str, value: object) -> None:
+        """Note what the script was given by a call: itself if it is of plain data and not large."""
+        self._write_held()
+        try:
+            written = wire.encode(value, f"what {call} returns")
+        except TypeError:
+            written = b""
+        kept = written if 0 < len(written) <= LARGEST_BYTES else None
+        digest = hashlib.blake2b(written, digest_size=16).hexdigest()
+        self._append(Result(step=step, call=call, line=line, value=kept, digest=digest))
+
+    def close(self) -> None:
+        """Write what is left, and close the file."""
+        self._write_held()
+        self._writer.close()
+
+    def _append(self, entry: Entry) -> None:
+        self._writer.append(encode(entry))
+        self._standing += 1
+
+    def _write_held(self) -> None:
+        held, self._held = self._held, None
+        if held is None:
+            return
+        step, numbers = held.step, held.numbers.read().numpy()
+        weight, totals = step.outcome.weight, numbers[:, 0]
+        total = fold_shards(totals.tolist(), operator.add)
+        entry = StepEntry(
+            step=step.number,
+            epoch=step.epoch,
+            samples=step.samples,
+            name=step.name,
+            loss=total / weight if weight else math.nan,
+            weight=weight,
+            norm=math.nan if held.norm is None else float(held.norm.read()),
+            skipped=step.skipped,
+            rates=held.rates,
+            values={name: float(value.read()) for name, value in held.values.items()},
+            place=held.place,
+            totals=totals.tobytes(),
+            weights=np.array(step.outcome.weights).tobytes(),
+            digests=numbers[:, 1].tobytes(),
+        )
+        self._append(entry)
+
+
+def begun(
+    run: str, step: int, devices: Devices, description: Mapping[str, str], kept: int
+) -> Begun:
+    """The entry of a run that begins or goes on now, in this process.
+
+    Args:
+        run: its name.
+        step: how many steps are done.
+        devices: who takes part.
+        description: what the numbers depend on, in words.
+        kept: how many entries of its record the checkpoint has seen.
+    """
+    main = Path(sys.argv[0])
+    text = main.read_bytes() if main.is_file() else b""
+    return Begun(
+        run=run,
+        step=step,
+        time=datetime.now(UTC).isoformat(timespec="seconds"),
+        command=list(sys.argv),
+        script=str(main.absolute()) if text else "",
+        script_digest=hashlib.sha256(text).hexdigest(),
+        devices=[str(device) for device in devices.all],
+        description={what: str(value) for what, value in description.items()},
+        kept=kept,
+    )
+
+
+def _place(batch: ShardedBatch) -> tuple[int, int, int, int]:
+    assert batch.data_pass is not None
+    return batch.loader, batch.data_pass.number, batch.stop - batch.samples, batch.stop

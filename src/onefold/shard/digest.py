@@ -1,0 +1,128 @@
+"""Digests a sample of each shard's gradient: small enough for every shard of every step.
+
+Note: what a digest sees
+------------------------
+The sample of a step is one stretch of one parameter's gradient, the same for all shards, drawn from
+the run's seed and the step: over the steps it comes to all of the model. Of the stretch all bits
+count, and their places: each 32-bit word is multiplied by an odd number of 64 bits that belongs to
+its place, and the products are added modulo 2 ** 64. So swapped elements show, and so do two flips
+of the same bit, which an XOR or a sum would miss. Words of 64 bits would not do: flips of the
+highest bits of two words cancel, as the sum of two odd numbers is even. This is multilinear hashing
+(Lemire and Kaser, "Strongly universal string hashing is fast", 2014). Whole numbers are added alike
+in any order, on any device.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from functools import cache
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from onefold.core.flat import storage_order
+from onefold.core.randomness import derive_seed
+
+__all__ = ["LONGEST", "GradientDigests", "Sample", "digest_of", "digest_of_all", "sum_of"]
+
+LONGEST = 1024
+"""The most elements of a sample."""
+_LONGEST_WORDS = 4 * LONGEST
+_ODD = 0x9E3779B97F4A7C15
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+
+
+class Sample(NamedTuple):
+    """Which part of each shard's gradient the digests of a step see."""
+
+    parameter: int
+    """Its number among the trained ones."""
+    start: int
+    stop: int
+    """In elements, as they lie in memory."""
+
+
+class GradientDigests:
+    """Draws the sample of each step.
+
+    Args:
+        sizes: number of elements of each trained parameter.
+        seed: of the run.
+
+    >>> digests = GradientDigests([3, 5000], seed=0)
+    >>> digests.sample_of(step=1) == digests.sample_of(step=1)
+    True
+    """
+
+    def __init__(self, sizes: Sequence[int], seed: int) -> None:
+        self._sizes, self._seed = sizes, seed
+        self._ends = list(accumulate(sizes))
+
+    def sample_of(self, step: int) -> Sample:
+        """The sample of a step: the same on all devices, and for all shards."""
+        at = derive_seed("digest", self._seed, step) % self._ends[-1]
+        number = bisect_right(self._ends, at)
+        size = self._sizes[number]
+        start = (at - (self._ends[number] - size)) // LONGEST * LONGEST
+        return Sample(number, start, min(start + LONGEST, size))
+
+
+def digest_of(gradient: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """The digest of a stretch of a dense gradient, () int64, on its device; waits for nothing.
+
+    Args:
+        gradient: of any dtype and shape.
+        start: the first element, in the order of memory.
+        stop: the one behind the last; at most `LONGEST` further.
+
+    >>> one, other = torch.tensor([1.0, 2.0]), torch.tensor([2.0, 1.0])
+    >>> bool(digest_of(one, 0, 2) == digest_of(other, 0, 2))
+    False
+    """
+    stretch = storage_order(gradient)[start:stop]
+    words = stretch.view(_WORDS[min(4, stretch.element_size())])
+    if words.device.type == "cpu":
+        # NumPy does it in a fifth of the time, and wraps around as PyTorch does.
+        sum_ = np.dot(words.numpy().astype(np.int64), _WEIGHTS[: len(words)])
+        return torch.from_numpy(np.asarray(sum_))
+    return (words.to(torch.int64) * _weights_on(words.device)[: len(words)]).sum()
+
+
+def digest_of_all(tensors: Iterable[torch.Tensor], seed: int) -> int:
+    """The digest of a stretch of each tensor, which the seed chooses; waits for devices.
+
+    >>> digest_of_all([torch.ones(3)], 0) == digest_of_all([torch.ones(3)], 1)
+    True
+    """
+    found = 0
+    for number, tensor in enumerate(tensors):
+        start = derive_seed("digest", seed, number) % max(1, tensor.numel()) // LONGEST * LONGEST
+        # By an odd factor, so that the order of tensors counts as well.
+        found = (found * _ODD + int(digest_of(tensor, start, start + LONGEST))) % (1 << 63)
+    return found
+
+
+def sum_of(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
+    """The digest of two pieces of a shard together."""
+    if one is None or other is None:
+        return other if one is None else one
+    return one + other
+
+
+def _odd_numbers(count: int) -> np.ndarray[Any, Any]:
+    """The first numbers of SplitMix64 from 0 on, made odd: (count,) int64."""
+    z = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_ODD)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return ((z ^ (z >> np.uint64(31))) | np.uint64(1)).view(np.int64)
+
+
+_WEIGHTS = _odd_numbers(_LONGEST_WORDS)
+
+
+@cache
+def _weights_on(device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(_WEIGHTS).to(device)
