@@ -116,4 +116,6 @@ def _leave(life: Life) -> None:
     if session._autosave is not None:
         session._autosave.leave()
     session.resumption.end()
+    if session.recorder is not None:
+        session.recorder.close()
     session.engine.context.exchange.close()

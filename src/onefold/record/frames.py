@@ -47,7 +47,7 @@ class FrameWriter:
         self.path = path
         self._file = open_regular(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock()
             self.before, end = read_frames(path)
             """The bodies that were there before, in order."""
             size = os.fstat(self._file).st_size
@@ -70,8 +70,19 @@ class FrameWriter:
         write_all(self._file, _HEADER.pack(length, length ^ _INVERTED, crc32(body)) + body)
 
     def close(self) -> None:
-        """Close the file; nothing can be appended any more."""
-        os.close(self._file)
+        """Close the file, if it is open; nothing can be appended any more."""
+        if self._file >= 0:
+            os.close(self._file)
+        self._file = -1
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            text = "another run writes its record there: name another folder by --record"
+            raise BlockingIOError(error.errno, text, str(self.path)) from None
+        except OSError as error:  # a file system without locks
+            _log.info("%s: the record is not locked: %s", self.path, error)
 
 
 def read_frames(path: Path) -> tuple[list[bytes], int]:

@@ -100,13 +100,10 @@ class Recorder:
             self._write_held()
 
     def note_result(self, step: int, call: str, line: str, value: object) -> None:
-        """Note what the script was given by a call: itself if it is of plain data and not large."""
+        """Note what the script was given by a call: itself, if it is not too large."""
         self._write_held()
-        try:
-            written = wire.encode(value, f"what {call} returns")
-        except TypeError:
-            written = b""
-        kept = written if 0 < len(written) <= LARGEST_BYTES else None
+        written = wire.encode(value, f"what {call} returns")
+        kept = written if len(written) <= LARGEST_BYTES else None
         digest = hashlib.blake2b(written, digest_size=16).hexdigest()
         self._append(Result(step=step, call=call, line=line, value=kept, digest=digest))
 

@@ -1,0 +1,169 @@
+"""What is written down of a run: the same for any number of devices, through kills."""
+
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+import onefold
+from onefold.core.options import RunOptions
+from onefold.errors import RecordError
+from onefold.record import FILE, Record
+from onefold.record.entries import Begun, Block, Result, StepEntry
+from onefold.testing import simulate
+from tests.checkpoint.inprocess import Life, Runs
+from tests.small import points, sgd
+
+SHARDS, EPOCHS = 4, 2
+LOSS = torch.nn.functional.mse_loss
+
+
+def model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(3, 60), torch.nn.Tanh(), torch.nn.Linear(60, 1))
+
+
+def loss(net: torch.nn.Module, batch: Any) -> Any:
+    errors = LOSS(net(batch[0]), batch[1], reduction="none")
+    return errors, {"size": errors.abs()}
+
+
+def work(trainer: onefold.Trainer, tick: Any = lambda: None) -> str:
+    data = TensorDataset(*points(18))
+    loader = trainer.loader(data, batch_size=6, shuffle=True)
+    for _ in trainer.epochs(EPOCHS):
+        for batch in loader:
+            tick()
+            trainer.step(batch)
+        tick()
+        with trainer.modifying(), torch.no_grad():
+            next(trainer.model.parameters()).mul_(0.9)
+        trainer.evaluate(lambda net, batch: {"mean": net(batch[0])}, data, batch_size=9)
+        trainer.predict(lambda net, batch: {"out": net(batch[0])}, data, batch_size=9)
+        tick()
+    return trainer.fingerprint()
+
+
+def script(life: Life) -> str:
+    return work(life.trainer(model(), loss, shards=SHARDS), life.tick)
+
+
+def recorded(folder: Path, devices: int = 1, placement: str = "replicate") -> Record:
+    def main() -> None:
+        net = model()
+        work(onefold.Trainer(net, sgd(net), loss, shards=SHARDS))
+
+    folder.mkdir()
+    simulate(main, devices, options=RunOptions(placement=placement, record=str(folder)))
+    return Record(folder)
+
+
+def numbers(record: Record) -> list[Any]:
+    return [entry for entry in record.entries if not isinstance(entry, Begun)]
+
+
+def test_it_has_every_step_shard_and_result(tmp_path: Path) -> None:
+    record = recorded(tmp_path / "one")
+    steps, shards = record.steps, record.shards
+    assert steps["step"].tolist() == [1, 2, 3, 4, 5, 6]
+    assert steps["epoch"].tolist() == [0, 0, 0, 1, 1, 1]
+    assert steps["rate.0"].tolist() == [0.1] * 6
+    assert np.isfinite(steps["value.size"]).all() and (steps["norm"] > 0).all()
+    assert shards["shard"].tolist() == list(range(SHARDS)) * 6
+    assert shards["weight"].reshape(6, SHARDS).sum(1).tolist() == [6.0] * 6
+    assert (shards["digest"] != 0).all() and len(set(shards["digest"])) == 6 * SHARDS
+    totals = shards["total"].reshape(6, SHARDS)
+    assert np.allclose(totals.sum(1) / 6, steps["loss"], rtol=1e-12)
+    assert record.step(3).place == [(0, 0, 12, 18)]
+    calls = [each["call"] for each in record.results]
+    assert calls == ["trainer.evaluate", "trainer.predict"] * EPOCHS
+    assert record.results[1]["value"]["out"].shape == (18, 1)
+    assert record.results[0]["line"].startswith(__file__)
+    assert record.blocks["step"].tolist() == [3, 6]
+    (begun,) = record.begins
+    assert begun["description"]["shards"] == str(SHARDS)
+    with pytest.raises(RecordError, match="has steps 1 to 6: expected one of these, got step 7"):
+        record.step(7)
+
+
+@pytest.mark.parametrize("placement", ["replicate", "shard", "pipeline"])
+def test_the_same_is_written_for_any_number_of_devices(tmp_path: Path, placement: str) -> None:
+    one = numbers(recorded(tmp_path / "one"))
+    devices = [2] if placement == "pipeline" else [2, 3]
+    for number in devices:
+        assert numbers(recorded(tmp_path / str(number), number, placement)) == one
+
+
+def test_a_run_that_dies_anywhere_leaves_the_record_of_one_that_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = Runs(tmp_path / "whole", monkeypatch)
+    whole.folder.mkdir()
+    fingerprint, ticks = whole.start(script), 10
+    expected = [e for e in Record(whole.folder).entries if isinstance(e, StepEntry)]
+    for dies in range(1, ticks + 1):
+        runs = Runs(tmp_path / str(dies), monkeypatch)
+        runs.folder.mkdir()
+        assert runs.start(script, dies=dies) is None
+        assert runs.start(script, devices=2) == fingerprint
+        record = Record(runs.folder)
+        assert [e for e in record.entries if isinstance(e, StepEntry)] == expected
+        assert len(record.begins) <= 2
+        assert (runs.folder / FILE).stat().st_size < 40_000
+
+
+def test_what_comes_after_a_place_that_a_script_goes_back_to_does_not_count(
+    tmp_path: Path,
+) -> None:
+    losses = []
+
+    def main() -> None:
+        net = model()
+        trainer = onefold.Trainer(net, sgd(net), loss, shards=SHARDS)
+        inputs, targets = points(8)
+        trainer.step((inputs, targets))
+        folder = trainer.save(tmp_path / "saved")
+        trainer.step((inputs, targets))
+        trainer.step((inputs, targets))
+        trainer.load(folder)
+        losses.append(float(trainer.step((inputs * 2, targets)).loss))
+
+    simulate(main, 2, options=RunOptions(record=str(tmp_path)))
+    record = Record(tmp_path)
+    assert record.steps["step"].tolist() == [1, 2]
+    assert record.steps["loss"][1] == losses[0]
+    assert [begun["step"] for begun in record.begins] == [0, 1]
+    assert record.checkpoints["folder"].tolist() == ["step-00000001"]
+
+
+def test_a_step_that_is_skipped_and_one_without_weight(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+
+    def main() -> None:
+        net = model()
+        trainer = onefold.Trainer(net, sgd(net), loss, shards=SHARDS, on_nonfinite="skip")
+        inputs, targets = points(8)
+        trainer.step((inputs, targets * math.inf))
+        trainer.step((inputs, targets))
+
+    simulate(main, 2, options=RunOptions(record=str(folder)))
+    steps = Record(folder).steps
+    assert "loss" in steps["skipped"][0] and steps["skipped"][1] == ""
+    assert math.isinf(steps["loss"][0]) and math.isnan(steps["norm"][0])
+
+
+def test_entries_are_in_the_order_of_the_script_and_large_results_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("onefold.record.recorder.LARGEST_BYTES", 60)
+    record = recorded(tmp_path / "one")
+    kinds = itertools.groupby(type(entry) for entry in numbers(record))
+    assert [kind for kind, _ in kinds] == [StepEntry, Block, Result] * EPOCHS
+    assert [each["kept"] for each in record.results] == [True, False] * EPOCHS
+    assert record.results[1]["value"] is None and record.results[1]["digest"]
