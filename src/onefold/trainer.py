@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Unpack, overload
+from typing import Any, Literal, TypeVar, Unpack, overload
 
 import torch
 
@@ -39,8 +39,11 @@ from onefold.run.session import Session
 from onefold.run.userparts import GivenOptimizer, GivenSchedule, UserParts
 from onefold.shard.replica import LossFunction
 from onefold.step.result import Step
+from onefold.system.words import script_line
 
 __all__ = ["Trainer"]
+
+_State = TypeVar("_State")
 
 
 class Trainer:
@@ -443,6 +446,42 @@ class Trainer:
         return self._session.engine.context.replicas[0].module
 
     @property
+    def replaying(self) -> bool:
+        """Whether a resumed script runs through what is done; always False without a resume.
+
+        With ``onefold run --checkpoint`` a script that goes on runs again from its beginning. Up to
+        the place where its checkpoint was made nothing is computed: steps, evaluations and
+        predictions are answered from the record of the run, and what is printed is not shown.
+        Guard by this what the script writes elsewhere.
+
+        >>> if not trainer.replaying:
+        ...     trainer.steps
+        0
+        """
+        return self._session.replaying
+
+    def state(self, name: str, value: _State) -> _State:
+        """Keep a value of the script in the record, for when it is resumed; called on every device.
+
+        A script that is resumed cannot be asked again for what it computed by itself, outside of
+        this trainer. It is given back what it had then, on every device that of the lead.
+
+        Args:
+            name: of the value, for errors.
+            value: what `gather` may have.
+
+        Returns:
+            The value; in a resumed script, up to where its run goes on, the one of the run before.
+
+        >>> best = trainer.state("best", 0.5)
+        >>> best
+        0.5
+        """
+        session = self._session
+        with session.telling_others():
+            return session.answered(f"trainer.state of {name}", lambda: value)
+
+    @property
     def steps(self) -> int:
         """Steps done, those before a checkpoint included."""
         return self._session.position.step
@@ -600,10 +639,7 @@ class Trainer:
         session = self._session
         with session.telling_others():
             text = written(value) if session.devices.has_lead else None
-            session.engine.agree(CallDigest(Call.BROADCAST, self.steps + 1))
-            found = broadcast(session.engine.context.exchange, text)
-            session.note_result("broadcast", found)
-            return found
+            return session.answered("trainer.broadcast", partial(self._broadcast, text))
 
     def gather(self, value: object) -> list[Any]:
         """A value of every device's process, such as seconds or a score; called on every device.
@@ -630,11 +666,7 @@ class Trainer:
         session = self._session
         with session.telling_others():
             text = written(value)
-            session.engine.agree(CallDigest(Call.GATHER, self.steps + 1))
-            values = dict.fromkeys(session.devices.own, text)
-            found = gather(session.engine.context.exchange, values)
-            session.note_result("gather", found)
-            return found
+            return session.answered("trainer.gather", partial(self._gather, text))
 
     def fork_rng(self) -> AbstractContextManager[None]:
         """A block whose random numbers do not shift those that come after it.
@@ -668,8 +700,9 @@ class Trainer:
         (16, False)
         """
         session = self._session
+        digests = partial(model_digests, session.engine, self.steps + 1)
         with session.telling_others():
-            return fingerprint_of(model_digests(session.engine, self.steps + 1))
+            return session.answered("trainer.fingerprint", lambda: fingerprint_of(digests()))
 
     def save(
         self,
@@ -714,9 +747,13 @@ class Trainer:
         copied = to_json(extra, "extra")
         session = self._session
         with session.telling_others():
+            if session.replaying:
+                return session.saved_before(Path(directory))
             session.resumption.begin_save()
-            place = session.verifying.writes_to(directory)
-            save = partial(session.checkpoints.save, keeping=keeping, wait=wait, extra=copied)
+            place, line = session.verifying.writes_to(directory), script_line()
+            save = partial(
+                session.checkpoints.save, keeping=keeping, wait=wait, extra=copied, line=line
+            )
             what = (place, keeping, copied)
             saved: Path = session.verifying.result(what, None, lambda: save(place))
             return saved
@@ -799,6 +836,16 @@ class Trainer:
         >>> _ = net.weight.data.mul_(0.5)
         """
         self._session.close()
+
+    def _broadcast(self, text: bytes | None) -> Any:
+        session = self._session
+        session.engine.agree(CallDigest(Call.BROADCAST, self.steps + 1))
+        return broadcast(session.engine.context.exchange, text)
+
+    def _gather(self, text: bytes) -> list[Any]:
+        session = self._session
+        session.engine.agree(CallDigest(Call.GATHER, self.steps + 1))
+        return gather(session.engine.context.exchange, dict.fromkeys(session.devices.own, text))
 
     def _in_order(self, dataset: DataSource, names: TorchNames, sizes: Mapping[str, Any]) -> Loader:
         """Batches of all samples in the data set's order, for one pass."""

@@ -42,12 +42,15 @@ another subset is refused (`onefold.data_order.position`). Its own variables can
 
 from __future__ import annotations
 
-import contextlib
+import io
 import logging
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
+
+import torch
 
 from onefold.checkpoint.folder import Keeping, try_directory
 from onefold.checkpoint.record import RUN, Place
@@ -55,12 +58,16 @@ from onefold.checkpoint.resume import Checkpoints, Found
 from onefold.core.assignment import Devices
 from onefold.core.batch import ShardedBatch
 from onefold.data_order.position import Position, Reached
+from onefold.errors import StateError
 from onefold.exchange.progress import Progress
 from onefold.passes.modifying import Modifying
+from onefold.record import FILE
+from onefold.record.replay import Replay
 from onefold.step.engine import Engine
 from onefold.system.folderlock import FolderLock, lock_of_checkpoints
+from onefold.system.words import script_line
 
-__all__ = ["Autosave", "Resumption", "script_line"]
+__all__ = ["Autosave", "Resumption"]
 
 _log = logging.getLogger("onefold")
 
@@ -118,6 +125,7 @@ class Autosave:
         position: where the trainer is.
         progress: the table in which the lead asks for what is due by time.
         lock: of the directory of the checkpoints; the lead's process holds it.
+        resumption: knows up to where the run is saved already.
         blocks: returns how many blocks of changes the script has opened.
     """
 
@@ -128,6 +136,7 @@ class Autosave:
         position: Position,
         progress: Progress,
         lock: FolderLock,
+        resumption: Resumption,
         blocks: Callable[[], int],
     ) -> None:
         options = devices.context.options
@@ -136,7 +145,7 @@ class Autosave:
         self._clock = SaveClock(progress, options.every_s, decides=devices.has_lead)
         self._checkpoints, self._position, self._blocks = checkpoints, position, blocks
         self._schedule = checkpoints.schedule
-        self._saved = position.step
+        self._saved = max(position.step, resumption.step)
         self._due = False
         self._at_next = False
         """Whether the checkpoint that is due is to be written as the next step begins."""
@@ -191,22 +200,26 @@ class Autosave:
         changed, leave_out = context.options.changed, context.leave_out
         found = checkpoints.find(directory, changed=changed, if_any=True, leave_out=leave_out)
         if found is not None:
-            resumption.begin(found)
-        return cls(devices, checkpoints, position, progress, lock, blocks)
+            resumption.begin(found, Path(context.options.recorded_in) / FILE)
+        return cls(devices, checkpoints, position, progress, lock, resumption, blocks)
 
-    def check(self, batch: ShardedBatch) -> None:
+    def check(self, batch: ShardedBatch, *, gradient: bool) -> None:
         """Refuse a step that could not be resumed as if nothing had happened.
+
+        Args:
+            batch: the batch of the step.
+            gradient: whether the update is the script's own.
 
         Raises:
             ValueError: the script cuts its batches itself, or steps a schedule that no checkpoint
                 would hold.
         """
-        if batch.data_pass is None:
+        if batch.data_pass is None and gradient:
             raise ValueError(
                 "onefold run --checkpoint goes on at the very sample where a run stopped, and does "
-                "not know it for batches of your own: use trainer.loader or trainer.batches, or "
-                "call trainer.save and trainer.load in the script and leave out what trainer.steps "
-                "says is done"
+                "not know it for batches of your own with trainer.gradient, whose updates no "
+                "record has: use trainer.loader or trainer.batches, or call trainer.save and "
+                "trainer.load in the script and leave out what trainer.steps says is done"
             )
         if self._position.repeats_part(batch):
             raise ValueError(
@@ -326,20 +339,51 @@ class Resumption:
         self._on_lead = on_lead
         self._found: Found | None = None
         """The checkpoint, until its values are taken for good."""
+        self.replay: Replay | None = None
+        """Answers what the script asks for once more; None where no record knows it."""
+        self._quiet = ExitStack()
+        """What is undone where the script comes to the place where its run goes on."""
         self._place: Place = None
         self._shown = self._over = self._warned = False
         self._block = ""
         """The line of the last block that acted on nothing, if it may have been meant to act."""
 
-    def begin(self, found: Found) -> None:
-        """Have the run stand where a checkpoint was made; its values come later."""
+    @property
+    def replaying(self) -> bool:
+        """Whether the script runs through what is done, and is answered from the record."""
+        return self._found is not None and self.replay is not None and not self.replay.over
+
+    def begin(self, found: Found, record: Path) -> None:
+        """Have the run stand where a checkpoint was made; its values come later.
+
+        Args:
+            found: the checkpoint.
+            record: what was written down of its run.
+        """
         self._found, self._place = found, found.stored.run["place"]
-        self._checkpoints.adopt_place(found)
+        step, folder = found.stored.run["step"], found.stored.folder
         if self._on_lead:
-            step, folder = self._position.step, found.stored.folder
             print(f"onefold: going on after step {step}: {folder}", file=sys.stderr)
+        entries = self._checkpoints.entries_of(found, record)
+        if not entries:
+            self._checkpoints.adopt_place(found)
+        else:
+            self._checkpoints.adopt_run(found)
+            self.replay = Replay(entries)
+            self._position.replaying = lambda: self.replaying
+            self._position.next_batch = self.replay.next_batch
+            module = self._engine.context.module
+            self._quiet.callback(module.register_forward_pre_hook(self._refuse_call).remove)
+            if self._on_lead:
+                self._quiet.enter_context(redirect_stdout(_Nowhere()))
+            return
         if self._place == "end":
             self._show(found)
+
+    @property
+    def step(self) -> int:
+        """After which step the run goes on, until it does; else 0."""
+        return 0 if self._found is None else int(self._found.stored.run["step"])
 
     @property
     def _where(self) -> str:
@@ -352,6 +396,12 @@ class Resumption:
         if self._found is None or self._engine.agreement.averaged:
             return
         self._over |= where == "over"
+        if self.replay is not None:
+            if self.replay.over:
+                self._take(self._found)
+            elif not self._shown:
+                self._show(self._found)
+            return
         known = self._place is None or (self._place == "end" and where == "epoch")
         if known and not self._position.awaits:
             self._take(self._found)
@@ -371,8 +421,15 @@ class Resumption:
             )
         self._take(self._found)
 
+    def catch_up(self) -> None:
+        """Take the values if the script has come to the place where its run goes on."""
+        if self._found is not None and self.replay is not None and self.replay.over:
+            self._take(self._found)
+
     def end_block(self) -> None:
         """Undo what a block of `changing` has done, if the checkpoint has it already."""
+        if self._found is not None and self.replay is not None:
+            self.replay.block()
         if self._found is None or not self._shown:
             return
         if self._place != "end" or not self._position.awaits:
@@ -410,7 +467,18 @@ class Resumption:
 
     def finish(self) -> None:
         """Warn at the end of a script that has not come to the place where its run goes on."""
-        if self._found is not None and self._place != "end" and (self._block or not self._shown):
+        if self.replaying:
+            self._warn(
+                "the script has ended before the place where its run goes on, %s: its model has "
+                "the values of the checkpoint",
+                self._where,
+            )
+        elif (
+            self._found is not None
+            and self.replay is None
+            and self._place != "end"
+            and (self._block or not self._shown)
+        ):
             self._warn(
                 "the script has ended before the place where its run goes on, %s: %s",
                 self._where,
@@ -425,35 +493,42 @@ class Resumption:
         if self._found is not None:
             self._found.opened.close()
         self._found = None
+        self._quiet.close()
+
+    def _refuse_call(self, module: torch.nn.Module, inputs: object) -> None:
+        """Refuse a call of the model by the script where its values are not those of then."""
+        if self.replaying and self._shown:
+            raise StateError(
+                f"{script_line()}: the script calls the model itself, in the part of the run that "
+                f"is done, {self._where}: what the model returned there is in no record. Use "
+                f"trainer.evaluate or trainer.predict, whose results are kept; or make the call "
+                f"under `if not trainer.replaying:`, and keep what follows by trainer.state"
+            )
 
     def _warn(self, text: str, *arguments: object) -> None:
         if self._on_lead:
             _log.warning(text, *arguments)
 
     def _take(self, found: Found) -> None:
-        self._show(found)
+        self._show(found, settings=True)
         self.end()
 
-    def _show(self, found: Found) -> None:
+    def show(self) -> None:
+        """Show the values of the checkpoint in the part that is done, if nobody has."""
+        if self._found is not None and not self._shown:
+            self._show(self._found)
+
+    def _show(self, found: Found, *, settings: bool = False) -> None:
+        # The rates of a script that is answered from the record are what they were at each step.
+        settings |= self.replay is None
         # A loop may stand in a block of changes, as may a gradient.
         with self._modifying.closed(self._position.step + 1):
-            self._checkpoints.take(found)
+            self._checkpoints.take(found, settings=settings)
         self._shown = True
 
 
-_OURS = str(Path(__file__).parent.parent)
+class _Nowhere(io.TextIOBase):
+    """Takes what a script prints once more, and shows it to nobody."""
 
-
-def script_line() -> str:
-    """The file and line of the innermost caller that is not part of onefold.
-
-    >>> script_line().endswith(":1")
-    True
-    """
-    frame = sys._getframe(1)
-    # A block is entered and left by way of contextlib.
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(
-        (_OURS, contextlib.__file__)
-    ):
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    def write(self, text: str) -> int:
+        return len(text)

@@ -48,7 +48,10 @@ from onefold.core.jsonvalue import from_bytes, from_json, to_bytes
 from onefold.data_order.position import PROMISES, Position
 from onefold.errors import CheckpointError, StateError
 from onefold.passes.averaged import Averaging
-from onefold.passes.collectives import agreed_digests
+from onefold.passes.collectives import agreed_digests, broadcast, written
+from onefold.record import whole_run
+from onefold.record.entries import Entry, decode
+from onefold.record.frames import read_frames
 from onefold.step.engine import Engine
 from onefold.update.schedule import RunSchedule
 from onefold.update.state import AVERAGE, unpack
@@ -108,7 +111,7 @@ class Checkpoints:
         """Whether the last checkpoint could not be written."""
         self.recorded = 0
         """How many entries of the run's record the checkpoint has seen that was loaded."""
-        self.noted: Callable[[int, Path], int] = lambda step, folder: 0
+        self.noted: Callable[[int, Path, str], int] = lambda step, folder, line: 0
         """Called as a checkpoint begins; returns how many entries of the run's record it has seen.
         """
 
@@ -125,6 +128,7 @@ class Checkpoints:
         wait: bool,
         extra: object = None,
         place: Place = None,
+        line: str = "",
     ) -> Path:
         """Write a checkpoint of the run as it is now; see `Trainer.save`.
 
@@ -134,6 +138,7 @@ class Checkpoints:
             wait: whether to wait until it is on the disk.
             extra: the user's own data, as JSON.
             place: where the script is, if that is one of the places of `resumption`.
+            line: the line of the script that asks for it; empty if none does.
         """
         folder = folder_of(directory, self._position.step)
         self._refuse_torn()
@@ -142,7 +147,7 @@ class Checkpoints:
             CallDigest(Call.SAVE, self._position.step + 1, arguments=digest(arguments))
         )
         # Of this moment: the thread that writes must not look at a run that has gone on.
-        recorded = self.noted(self._position.step, folder)
+        recorded = self.noted(self._position.step, folder, line)
         record = self._state.record(keeping, extra, place, recorded)
         self._engine.check_last_step()
         # The writing still reads the rooms of all devices, which `pack` is about to overwrite.
@@ -198,30 +203,53 @@ class Checkpoints:
             # The files stay open until the last is taken of them, whoever prunes meanwhile.
             return None if stored is None else Found(stored, files, changed, stack.pop_all())
 
+    def entries_of(self, found: Found, path: Path) -> list[Entry]:
+        """What the record of a run has up to a checkpoint; nothing where that is not all of it.
+
+        Raises:
+            RecordError: the record is damaged; raised on the lead alone.
+        """
+        bodies: list[bytes] | None = None
+        if self._lead.is_here:
+            kept, bodies = found.stored.run["recorded"], []
+            if kept and path.exists():
+                bodies = whole_run(read_frames(path)[0], kept)
+        shared = broadcast(self._exchange, written(bodies) if self._lead.is_here else None)
+        return [decode(body, str(path)) for body in shared]
+
     def adopt_place(self, found: Found) -> None:
         """Have the run stand where a checkpoint was made, and bear its name."""
         self._position.go_to(found.stored.run, found.changed)
+        self.adopt_run(found)
+
+    def adopt_run(self, found: Found) -> None:
+        """Have the run bear the name of the one that was saved."""
         # Under the same name, so that pruning sees the checkpoints of both as one run's.
         self._state.run = found.stored.run["run"]
         self.recorded = found.stored.run["recorded"]
         if self._lead.is_here:
             self._state.warn_of_differences(found.stored)
 
-    def take(self, found: Found) -> None:
-        """Make the values of a checkpoint the model's, the optimizer's and the schedule's."""
+    def take(self, found: Found, *, settings: bool = True) -> None:
+        """Make the values of a checkpoint the model's, the optimizer's and the schedule's.
+
+        Args:
+            found: the checkpoint.
+            settings: whether to take the schedule and the optimizer's settings as well.
+        """
         self._begin_loading(digest(found.stored.run["fingerprint"]))
-        self._take(found)
+        self._take(found, settings=settings)
 
     def _begin_loading(self, arguments: int) -> None:
         self._engine.agree(CallDigest(Call.LOAD, self._position.step + 1, arguments=arguments))
         self._wait_until_written()
 
-    def _take(self, found: Found) -> None:
+    def _take(self, found: Found, *, settings: bool = True) -> None:
         stored, files, changed = found.stored, found.files, found.changed
         with self._saving.readable():
             # From here on the trainer changes: all that could be refused was refused before.
             self._take_model(files)
-            self._take_optimizer(stored.run["optimizer"], files, changed)
+            self._take_optimizer(stored.run["optimizer"], files, changed, settings=settings)
             self._take_buffers(stored.run, files, changed)
             now, expected = fingerprint_of(agreed_digests(self._engine)), stored.run["fingerprint"]
         if now != expected:
@@ -229,7 +257,8 @@ class Checkpoints:
                 f"{stored.folder} was loaded and the model's fingerprint is {now}, {expected} was "
                 f"expected: the model changes the values that are written to it"
             )
-        self.schedule.go_on(stored.run, changed)
+        if settings:
+            self.schedule.go_on(stored.run, changed)
         self._state.adopt(stored.run, changed)
         self._saving.note_nan()
 
@@ -335,7 +364,12 @@ class Checkpoints:
         self._engine.model_loaded()
 
     def _take_optimizer(
-        self, saved: Mapping[str, Any], files: StoredStates | None, changed: Collection[str]
+        self,
+        saved: Mapping[str, Any],
+        files: StoredStates | None,
+        changed: Collection[str],
+        *,
+        settings: bool,
     ) -> None:
         """Adopt states and settings; those that a schedule sets come and go with the schedule."""
         partitions = self._engine.assignment.partitions
@@ -343,10 +377,8 @@ class Checkpoints:
         shown = self._take_values(files) if self._engine.placement.sharded else None
         self._update.take_states(unpack(self._lead.scatter_from_lead(make)), shown)
         followed = self.schedule.followed()
-        settings = zip(
-            self._update.optimizer.param_groups, followed, saved["settings"], strict=False
-        )
-        for group, follows, values in settings:
+        groups = self._update.optimizer.param_groups if settings else ()
+        for group, follows, values in zip(groups, followed, saved["settings"], strict=False):
             set_by_schedule = set(_WITH_SCHEDULE) if follows else set()
             taken = set_by_schedule if "optimizer" in changed else set(values)
             taken -= set(OF_THE_SCRIPT)

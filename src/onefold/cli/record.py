@@ -91,8 +91,8 @@ def _show_step(entry: StepEntry) -> None:
     )
     for name, value in entry.values.items():
         console.print(f"{name}: {value!r}", markup=False)
-    for loader, number, start, stop in entry.place:
-        console.print(f"loader {loader}, pass {number}: samples {start} to {stop}")
+    for loader, number, stop, samples in entry.place:
+        console.print(f"loader {loader}, pass {number}: {samples} samples up to {stop}")
     table = Table("shard", "loss", "weight", "digest")
     for shard, (total, weight, digest) in enumerate(zip(*shards_of(entry), strict=True)):
         mean = total / weight if weight > 0 else total

@@ -108,6 +108,8 @@ class ShardedBatch:
     """The numbers of samples of its parts that are cut by another length; -1 of a shared one."""
     parts: tuple[ShardedBatch, ...] = field(default=(), repr=False, compare=False)
     """The batches of loaders in it, where the script has put them together, or beside tensors."""
+    unread: Callable[[], ShardedBatch] | None = field(default=None, repr=False, compare=False)
+    """Reads the batch, whose samples are not there; None where they are."""
     gather: Callable[[ShardedBatch], Any] | None = field(default=None, repr=False, compare=False)
     """Brings the payloads of all shards to every device; None of a batch of no loader."""
 

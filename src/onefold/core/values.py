@@ -47,7 +47,7 @@ import operator
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -238,6 +238,13 @@ class StepValues:
     """(V, lines, 2) float64, where the lead computes; zeros for empty shards."""
     outputs: Mapping[str, Any] = field(default_factory=dict)
     """For each name the rows of all samples, on the host."""
+
+    @classmethod
+    def known(cls, values: Mapping[str, float], outputs: Mapping[str, Any]) -> Self:
+        """Make them of what they were added up to."""
+        table = torch.tensor([[[value, 1.0] for value in values.values()]], dtype=torch.float64)
+        lines = tuple(f"{_MEAN}{name}" for name in values)
+        return cls(lines, table.view(1, len(lines), 2), outputs)
 
     def finished(self) -> dict[str, torch.Tensor]:
         """Add up and divide: () float64 for each name, in the order in which the loss has them."""

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, Unpack
 
 from torch.utils.data import Dataset
@@ -27,8 +28,9 @@ from onefold.core.batch import DataPass, ShardedBatch
 from onefold.core.randomness import kept_generators
 from onefold.core.shard import Plan
 from onefold.data_order.indexed import Choices, Indexed, Items, Rule, Ruled
+from onefold.data_order.order import Order
 from onefold.data_order.position import LoaderTrack
-from onefold.data_order.reader import Answer, BadSample, Collate, Request, one_thread
+from onefold.data_order.reader import Answer, BadSample, Collate, one_thread
 from onefold.data_order.stream import Stream, is_stream
 from onefold.data_order.workers import Requests, Workers, disown
 from onefold.errors import SampleError
@@ -145,11 +147,13 @@ class Loader:
         return _USED_BEFORE if was_used else ""
 
     def _batches(self, this: DataPass) -> Iterator[ShardedBatch]:
-        start, process, handed = host_now_s(), os.getpid(), 0
-        requests = self._requests(this)
+        order = self._order(this)
+        yield from self._unread(this, order)
         # Only now is it known that all was used before the run resumed.
         if this.given >= this.end:
             return
+        start, process, handed = host_now_s(), os.getpid(), 0
+        requests = self._requests(this, order)
         reader = self._source.reader(this, self.track)
         # Workers are forked in here, where Ctrl-C would be lost: see `onefold.system.process`.
         with ctrl_c_later():
@@ -169,21 +173,8 @@ class Loader:
                     break
                 self._had_samples = True
                 # Before the yield: the script may never come back for the next batch.
-                request = _handed_out(answer, this)
-                batch = ShardedBatch(
-                    request.samples,
-                    request.plan,
-                    payloads,
-                    request.epoch,
-                    (start, host_now_s()),
-                    this,
-                    request.stop,
-                    request.loader,
-                    self._data_digest,
-                    request.shards,
-                    others=answer.others,
-                    gather=self._gather,
-                )
+                _handed_out(answer, this)
+                batch = self._batch(answer, payloads, this, start)
                 self._last = batch if self._repeats else None
                 yield batch
                 handed += 1
@@ -200,6 +191,25 @@ class Loader:
             # them happens in a destructor, where Ctrl-C would be lost.
             with ctrl_c_later():
                 del answers
+
+    def _batch(
+        self, answer: Answer, payloads: dict[int, Any], this: DataPass, start: float
+    ) -> ShardedBatch:
+        request = answer.request
+        return ShardedBatch(
+            request.samples,
+            request.plan,
+            payloads,
+            request.epoch,
+            (start, host_now_s()),
+            this,
+            request.stop,
+            request.loader,
+            self._data_digest,
+            request.shards,
+            others=answer.others,
+            gather=self._gather,
+        )
 
     def _is_repeating(self) -> bool:
         return self._last is not None and self._repeats is not None and self._repeats()
@@ -257,9 +267,56 @@ class Loader:
         self._data_digest = answer.digest or self._data_digest
         return answer
 
-    def _requests(self, this: DataPass) -> Requests:
+    def _unread(self, this: DataPass, order: Order) -> Iterator[ShardedBatch]:
+        """Yield batches without their samples for as long as the script runs through what is done.
+
+        Those that the script then keeps for later are read when they are used.
+        """
+        position = self.track.position
+        while position is not None and position.replaying() and this.given < this.end:
+            start, found = (
+                this.given,
+                position.next_batch(self.track.number, this.number, this.given),
+            )
+            if found is None and order.indices is None:
+                this.end = start  # a stream, which had no more than that
+                return
+            stop = order.stop(start)
+            samples = stop - start
+            # Else the script has left this batch out, and a later one was used.
+            if found is not None and found[0] <= stop:
+                stop, samples = found
+            this.given = stop
+            batch = ShardedBatch(
+                samples,
+                self._plan(),
+                {},
+                this.number,
+                data_pass=this,
+                stop=stop,
+                loader=self.track.number,
+                gather=self._gather,
+                unread=partial(self._read_later, this, order, start, stop),
+            )
+            yield batch
+        if this.end <= this.given:
+            this.given = this.end
+
+    def _read_later(self, this: DataPass, order: Order, start: int, stop: int) -> ShardedBatch:
+        """Read a batch that was handed out unread."""
+        began = host_now_s()
+        reader = self._source.reader(replace(this, used=start), self.track)
+        answer = next(
+            self._read(reader, self._requests(replace(this, given=start, end=stop), order))
+        )
+        return self._batch(answer, _checked(answer.payloads), this, began)
+
+    def _order(self, this: DataPass) -> Order:
         order = self._source.order(this, self.track.number)
         self.track.settle(this, order.length, order.digest.hex())
+        return order
+
+    def _requests(self, this: DataPass, order: Order) -> Requests:
         place = this.number, this.given, this.end
         by = self.track.number, self._plan(), self._own
         return Requests(*place, order, *by, self._digests)
@@ -279,14 +336,13 @@ class Loader:
             yield answer
 
 
-def _handed_out(answer: Answer, this: DataPass) -> Request:
+def _handed_out(answer: Answer, this: DataPass) -> None:
     """Note in the pass that a batch is handed out, and where a stream stands after it."""
     this.given = answer.request.stop
     if answer.state is not None:
         # Of those before, only the one after the last batch that was used can still be asked for.
         this.states = {place: s for place, s in this.states.items() if place >= this.used}
         this.states[this.given] = answer.state
-    return answer.request
 
 
 def _checked(payloads: dict[int, Any] | BadSample) -> dict[int, Any]:

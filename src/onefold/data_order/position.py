@@ -53,6 +53,8 @@ __all__ = [
 _log = logging.getLogger("onefold")
 
 
+NextBatch = Callable[[int, int, int], tuple[int, int] | None]
+"""Given the numbers of a loader and a pass, and the place where the batch before ends."""
 Reached = Literal["epoch", "pass", "over"]
 """Where a loop of the script is: at the beginning of an epoch or of a pass, or past its epochs."""
 
@@ -89,6 +91,10 @@ class Position:
         self._changed: Collection[str] = ()
         self.reached: Callable[[Reached], None] = lambda where: None
         """Called where a loop of the script gets to one of these places."""
+        self.replaying: Callable[[], bool] = lambda: False
+        """Whether the script runs through what is done, so that no batch is read."""
+        self.next_batch: NextBatch = lambda loader, number, given: None
+        """Where the next batch of a pass ends that a step has used then, and its samples."""
 
     @property
     def awaits(self) -> bool:

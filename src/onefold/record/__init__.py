@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,10 @@ from msgspec import structs
 
 from onefold.core import wire
 from onefold.errors import RecordError
-from onefold.record.entries import Begun, Block, Entry, Result, Saved, StepEntry, decode
+from onefold.record.entries import Begun, Block, Entry, Result, Saved, StepEntry, decode, encode
 from onefold.record.frames import read_frames
 
-__all__ = ["FILE", "Record", "standing"]
+__all__ = ["FILE", "Record", "shards_of", "standing", "whole_run"]
 
 FILE = "run.record"
 """The name of the file in the folder of a run."""
@@ -150,9 +150,24 @@ def standing(entries: Iterable[Entry]) -> list[Entry]:
     kept: list[Entry] = []
     for entry in entries:
         if isinstance(entry, Begun):
-            kept = kept[: entry.kept]
+            del kept[entry.kept :]
         kept.append(entry)
     return kept
+
+
+def whole_run(bodies: Sequence[bytes], kept: int) -> list[bytes]:
+    """The entries by which a run can be gone through again, up to a checkpoint that saw ``kept``.
+
+    None where the record does not have all of it: it was begun later than the run, or the script
+    has gone back by `Trainer.load`, or has used gradients that no record keeps.
+    """
+    counted = standing(decode(body, "the record") for body in bodies)[:kept]
+    begins = [entry for entry in counted if isinstance(entry, Begun)]
+    if len(counted) < kept or begins[0].step > 0 or any(each.by_script for each in begins):
+        return []
+    if any(isinstance(entry, StepEntry) and entry.gradient for entry in counted):
+        return []
+    return [encode(entry) for entry in counted]
 
 
 def shards_of(entry: StepEntry) -> tuple[np.ndarray[Any, Any], ...]:

@@ -33,6 +33,8 @@ class Begun(Struct, tag="begun", tag_field="kind", frozen=True, kw_only=True):
     description: dict[str, str]
     """What the numbers depend on, in words: settings, versions, processor, parameters; the same on
     all devices."""
+    by_script: bool = False
+    """Whether the script has gone back by `Trainer.load`."""
     kept: int = 0
     """How many of the entries that counted still do: those that the checkpoint has seen."""
 
@@ -45,6 +47,8 @@ class StepEntry(Struct, tag="step", tag_field="kind", frozen=True, kw_only=True)
     samples: int
     name: str = ""
     """Of the loss, where there are several."""
+    gradient: bool = False
+    """Whether the update was the script's, by `Trainer.gradient`."""
     loss: float
     weight: float
     norm: float
@@ -55,8 +59,10 @@ class StepEntry(Struct, tag="step", tag_field="kind", frozen=True, kw_only=True)
     """The learning rate of each of the optimizer's groups in this step."""
     values: dict[str, float] = {}
     """What the loss returned beside itself."""
+    outputs: list[str] = []
+    """The names of what it returned for each sample, which is not kept."""
     place: list[tuple[int, int, int, int]] = []
-    """Loader, pass, first sample and end, for each loader that the batch comes from."""
+    """Loader, pass, where the batch ends in the pass, and its samples; for each loader in it."""
     totals: bytes
     """V float64: each shard's part of the loss, before the division by ``weight``."""
     weights: bytes
@@ -94,6 +100,8 @@ class Saved(Struct, tag="checkpoint", tag_field="kind", frozen=True, kw_only=Tru
 
     step: int
     folder: str
+    line: str = ""
+    """Where in the script; empty where the launcher had it made."""
 
 
 Entry = Begun | StepEntry | Result | Block | Saved

@@ -42,6 +42,7 @@ class _Unwritten:
     """A step of which a device's numbers may be on their way."""
 
     step: Step
+    gradient: bool
     place: list[tuple[int, int, int, int]]
     rates: list[float]
     numbers: HostCopy
@@ -75,21 +76,22 @@ class Recorder:
             self._standing = min(entry.kept, self._standing)
         self._append(entry)
 
-    def note_checkpoint(self, step: int, folder: Path) -> int:
+    def note_checkpoint(self, step: int, folder: Path, line: str) -> int:
         """Note that a checkpoint is begun; return how many entries count by now."""
-        self.note(Saved(step=step, folder=folder.name))
+        self.note(Saved(step=step, folder=folder.name, line=line))
         return self._standing
 
     def begin_step(self) -> None:
         """Note the learning rates of the step that begins: its schedule may move on with it."""
         self._rates = [float(group["lr"]) for group in self._groups]
 
-    def note_step(self, step: Step, batch: ShardedBatch) -> None:
-        """Note a step that is done."""
+    def note_step(self, step: Step, batch: ShardedBatch, *, gradient: bool) -> None:
+        """Note a step that is done, or of which the script is given the gradient."""
         self._write_held()
         numbers, norm = step.outcome.numbers, step.outcome.norm
         self._held = _Unwritten(
             step=step,
+            gradient=gradient,
             place=[_place(part) for part in batch.read if part.data_pass is not None],
             rates=self._rates,
             numbers=HostCopy(numbers),
@@ -128,12 +130,14 @@ class Recorder:
             epoch=step.epoch,
             samples=step.samples,
             name=step.name,
+            gradient=held.gradient,
             loss=total / weight if weight else math.nan,
             weight=weight,
             norm=math.nan if held.norm is None else float(held.norm.read()),
             skipped=step.skipped,
             rates=held.rates,
             values={name: float(value.read()) for name, value in held.values.items()},
+            outputs=[] if step.outcome.values is None else list(step.outcome.values.outputs),
             place=held.place,
             totals=totals.tobytes(),
             weights=np.array(step.outcome.weights).tobytes(),
@@ -143,7 +147,13 @@ class Recorder:
 
 
 def begun(
-    run: str, step: int, devices: Devices, description: Mapping[str, str], kept: int
+    run: str,
+    step: int,
+    devices: Devices,
+    description: Mapping[str, str],
+    *,
+    kept: int,
+    by_script: bool,
 ) -> Begun:
     """The entry of a run that begins or goes on now, in this process.
 
@@ -153,6 +163,7 @@ def begun(
         devices: who takes part.
         description: what the numbers depend on, in words.
         kept: how many entries of its record the checkpoint has seen.
+        by_script: whether the script has gone back.
     """
     main = Path(sys.argv[0])
     text = main.read_bytes() if main.is_file() else b""
@@ -166,9 +177,10 @@ def begun(
         devices=[str(device) for device in devices.all],
         description={what: str(value) for what, value in description.items()},
         kept=kept,
+        by_script=by_script,
     )
 
 
 def _place(batch: ShardedBatch) -> tuple[int, int, int, int]:
     assert batch.data_pass is not None
-    return batch.loader, batch.data_pass.number, batch.stop - batch.samples, batch.stop
+    return batch.loader, batch.data_pass.number, batch.stop, batch.samples

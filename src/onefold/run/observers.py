@@ -153,12 +153,16 @@ class Observers:
         if self._devices.has_lead:
             self._of_script.append(observe)
 
-    def observe(self, step: Step, spans: Mapping[int, Sequence[Span]]) -> None:
-        """Call all of them with a step, and with what each device of this process did in it."""
+    def tell_script(self, step: Step) -> None:
+        """Call the functions of the script with a step."""
         if self._of_script:
             with forked_generators(*self._devices.own_devices.values()):
                 for tell in self._of_script:
                     tell(step)
+
+    def observe(self, step: Step, spans: Mapping[int, Sequence[Span]]) -> None:
+        """Call all of them with a step, and with what each device of this process did in it."""
+        self.tell_script(step)
         for observe in self._of_launcher:
             observe(step, spans)
 

@@ -22,13 +22,14 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from onefold.checkpoint.autosave import Autosave, Resumption, script_line
+from onefold.checkpoint.autosave import Autosave, Resumption
+from onefold.checkpoint.folder import folder_of
 from onefold.checkpoint.resume import Checkpoints
-from onefold.core.batch import ShardedBatch, checked_dim, cut_batch
+from onefold.core.batch import ShardedBatch, checked_dim, cut_batch, map_parts
 from onefold.core.calldigest import Call
 from onefold.core.context import LaunchContext
 from onefold.core.flat import named_tensors
@@ -59,12 +60,15 @@ from onefold.step.agreement import digest_of
 from onefold.step.assembly import assemble, hold, take_from_holders
 from onefold.step.result import Step
 from onefold.system.process import STOPPED_CODE, requests_by_signals
+from onefold.system.words import script_line
 from onefold.update.byscript import NO_STEP, ByScript, chosen_optimizer
 from onefold.update.schedule import RunSchedule
 from onefold.verifying import Verifying
 from onefold.watch.timing import Moment, Span, host_now_s
 
 __all__ = ["Session"]
+
+_Value = TypeVar("_Value")
 
 _OVER = "trainer.close(), or after another Trainer has taken the model"
 
@@ -155,7 +159,8 @@ class Session:
         self.note_progress()
         watches = {replica.number: replica.watch for replica in self.engine.context.replicas}
         with self._seen_whole():
-            self.observers = Observers(self.devices, user.module, watches, self.position.step)
+            done = max(self.position.step, self.resumption.step)
+            self.observers = Observers(self.devices, user.module, watches, done)
 
     def _begin_saving(self) -> None:
         """Refuse what could not be saved while nothing is lost yet, and resume what was saved."""
@@ -195,20 +200,48 @@ class Session:
         at_good_end(recorder.close)
         return recorder
 
-    def _note_begin(self, recorder: Recorder) -> None:
-        run, step = self.checkpoints.run, self.position.step
-        description, kept = self.engine.description, self.checkpoints.recorded
-        recorder.note(begun(run, step, self.devices, description, kept))
+    def _note_begin(self, recorder: Recorder, *, by_script: bool = False) -> None:
+        step = max(self.position.step, self.resumption.step)
+        entry = begun(
+            *(self.checkpoints.run, step, self.devices, self.engine.description),
+            kept=self.checkpoints.recorded,
+            by_script=by_script,
+        )
+        recorder.note(entry)
 
     def note_load(self) -> None:
         """Write down that the run goes on from elsewhere."""
         if self.recorder is not None:
-            self._note_begin(self.recorder)
+            self._note_begin(self.recorder, by_script=True)
 
-    def note_result(self, call: str, value: object) -> None:
-        """Write down what the script is given by a call."""
+    @property
+    def replaying(self) -> bool:
+        """Whether a resumed script runs through what is done; see `Trainer.replaying`."""
+        return self.resumption.replaying
+
+    def saved_before(self, directory: Path) -> Path:
+        """The folder of a checkpoint that the script had saved before the run was resumed."""
+        assert self.resumption.replay is not None
+        with self.telling_others():
+            self.resumption.replay.saved()
+        return folder_of(directory, self.position.step)
+
+    def answered(self, call: str, ask: Callable[[], _Value]) -> _Value:
+        """What a call returns: as the record has it where it was made before, else computed now.
+
+        Args:
+            call: its name.
+            ask: makes the call.
+        """
+        if self.replaying:
+            assert self.resumption.replay is not None
+            known: _Value = self.resumption.replay.result(call)
+            return known
+        self.resumption.catch_up()
+        value = ask()
         if self.recorder is not None:
             self.recorder.note_result(self.position.step, call, script_line(), value)
+        return value
 
     def set_plan(self, counts: Sequence[int]) -> None:
         """Have each device run this many shards from the next batch on.
@@ -255,6 +288,7 @@ class Session:
     def whole(self, batch: ShardedBatch) -> Any:
         """Bring the payload of all of a batch's shards to every device, on the host."""
         with self.telling_others():
+            batch = _read_now(batch)
             text = written_shards(self.verifying.plain(batch).shards)
             self.engine.agree(digest_of(batch, self.position.step + 1, Call.GATHER, loss=0))
             return gather_batch(self.engine.context.exchange, self.devices.own, text, batch)
@@ -271,13 +305,15 @@ class Session:
         with self.telling_others():
             self.checkpoints.check()
             self.engine.check_last_step()
-            self.resumption.note_result(call.words)
             size = batches.track.size
             made = DataCall(call, self.position.step + 1, size.samples, size.batch_size, function)
-            data = batches.dataset
-            found = self.verifying.result((call, function, model), data, partial(compute, made))
-            self.note_result(call.words, found)
-            return found
+
+            def ask() -> Any:
+                self.resumption.note_result(call.words)
+                data, said = batches.dataset, (call, function, model)
+                return self.verifying.result(said, data, partial(compute, made))
+
+            return self.answered(call.words, ask)
 
     @contextmanager
     def averaged(
@@ -312,6 +348,8 @@ class Session:
         name = self.parts.loss_name(loss)
         if isinstance(self.engine.context.update.optimizer, ByScript):
             raise RuntimeError(NO_STEP)
+        if self.replaying:
+            return self._step_of_record(self._cut(batch, checked_dim(dim)), name)
         if (same := self.verifying.step_again(name)) is not None:
             return self._note_again(batch, same)
         # Drop the times of a step that failed, if the script survived it.
@@ -321,7 +359,7 @@ class Session:
         waited = cut.waited or (start, host_now_s())
         number = self.position.step + 1
         with self.telling_others():
-            self._before_step(cut, name)
+            self._before_step(cut, name, gradient=False)
             with self.verifying.step(cut, number, name) as given:
                 # Devices see the signal at different times; the step makes one answer of it.
                 asked = self._is_asked_to_stop()
@@ -335,18 +373,35 @@ class Session:
         self.note_progress()
         spans = self._take_spans(waited)
         step = Step(number, cut.samples, cut.epoch, outcome, spans[self.devices.own[0]], name)
-        self._observe(step, spans, cut)
+        self._observe(step, spans, cut, gradient=False)
         self._after_step(cut, stop=outcome.verdict.stops, updated=True)
         self.verifying.note_step(step)
         return step
 
+    def _step_of_record(self, cut: ShardedBatch, name: str) -> Step:
+        """The step with a batch as it was before the run was resumed; nothing is computed."""
+        with self.telling_others():
+            assert self.resumption.replay is not None
+            self.resumption.show()
+            outcome = self.resumption.replay.step(cut, name)
+            self._schedule.note_step(self.position.here, name, updates=outcome.verdict.updates)
+            self.position.note_step(cut)
+        step = Step(self.position.step, cut.samples, cut.epoch, outcome, (), name)
+        self.observers.tell_script(step)
+        return step
+
     def _observe(
-        self, step: Step, spans: Mapping[int, Sequence[Span]], batch: ShardedBatch
+        self,
+        step: Step,
+        spans: Mapping[int, Sequence[Span]],
+        batch: ShardedBatch,
+        *,
+        gradient: bool,
     ) -> None:
         """Show a step that is done to all that watch the run."""
         if self.recorder is not None:
             with self.telling_others():
-                self.recorder.note_step(step, batch)
+                self.recorder.note_step(step, batch, gradient=gradient)
         with self._seen_whole():
             self.observers.observe(step, spans)
 
@@ -381,7 +436,7 @@ class Session:
             waited = cut.waited or (start, host_now_s())
             with self.changes.closed(place.step + 1):
                 if not again:
-                    self._before_step(cut, name)
+                    self._before_step(cut, name, gradient=True)
                 number = place.step + (not again)
                 with self.verifying.step(cut, number, name) as given:
                     asked = self._is_asked_to_stop()
@@ -396,7 +451,7 @@ class Session:
         spans = self._take_spans(waited)
         step = Step(number, cut.samples, cut.epoch, outcome, spans[self.devices.own[0]], name)
         if not again:
-            self._observe(step, spans, cut)
+            self._observe(step, spans, cut, gradient=True)
             self.verifying.note_step(step)
         self.verifying.note_gradients()
         return step
@@ -415,10 +470,13 @@ class Session:
     def modifying(self, *, optimizer_state: bool | None) -> Iterator[None]:
         """Open the block in which the model may be changed; see `Trainer.modifying`."""
         with self.telling_others():
+            self.resumption.catch_up()
+            replayed = self.replaying
             block = self.changes.block(self.position.step + 1, state=optimizer_state)
             with self.verifying.another_model(), block:
                 yield
-                left = None if self.recorder is None else self._digest_of_model()
+                noted = self.recorder is not None and not replayed
+                left = self._digest_of_model() if noted else None
             self.resumption.end_block()
             if self.recorder is not None and left is not None:
                 self.recorder.note(Block(step=self.position.step, line=script_line(), digest=left))
@@ -427,7 +485,7 @@ class Session:
         tensors = named_tensors(self.parts.module).values()
         return digest_of_all([tensor.detach() for tensor in tensors], self.position.step)
 
-    def _before_step(self, batch: ShardedBatch, loss: str) -> None:
+    def _before_step(self, batch: ShardedBatch, loss: str, *, gradient: bool) -> None:
         """Save what is due.
 
         Raises:
@@ -438,7 +496,7 @@ class Session:
         self.checkpoints.note_step(loss)
         self._schedule.check_step(self.position.here)
         if self._autosave is not None:
-            self._autosave.check(batch)
+            self._autosave.check(batch, gradient=gradient)
             if self._autosave.before_step(batch):
                 raise RunStopped(STOPPED_CODE)
         if self.recorder is not None:
@@ -500,6 +558,8 @@ class Session:
 
     def _cut(self, batch: object, dim: int) -> ShardedBatch:
         plan = self.engine.assignment.plan
+        if self.resumption.replay is not None and not self.replaying:
+            batch = map_parts(batch, _read_now)
         if isinstance(batch, ShardedBatch):
             cut = replace(self._checked_batch(batch, plan), dim=dim)
         else:
@@ -563,6 +623,11 @@ class Session:
         """Tell the launcher which step is next: later failures are reported as in that step."""
         if self._progress is not None:
             self._progress.set_step(self._context.rank, self.position.step + 1)
+
+
+def _read_now(part: Any) -> Any:
+    """Read a batch that a loader has handed out before the script came to where its run goes on."""
+    return part.unread() if isinstance(part, ShardedBatch) and part.unread else part
 
 
 def _raise(error: Exception) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 
-__all__ = ["counted", "listed", "message_of", "tell", "words_of_failure"]
+__all__ = ["counted", "listed", "message_of", "script_line", "tell", "words_of_failure"]
 
 _LONGEST_MESSAGE = 4000
 
@@ -63,3 +65,21 @@ def words_of_failure(failure: BaseException, step: int) -> str:
             f"alike or none"
         )
     return f"failed in step {step}: {type(failure).__name__}: {message_of(failure)}"
+
+
+_OURS = str(Path(__file__).parent.parent)
+
+
+def script_line() -> str:
+    """The file and line of the innermost caller that is not part of onefold.
+
+    >>> script_line().endswith(":1")
+    True
+    """
+    frame = sys._getframe(1)
+    # A block is entered and left by way of contextlib.
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(
+        (_OURS, contextlib.__file__)
+    ):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -1,0 +1,174 @@
+"""Answers what a resumed script asks for once more, out of the record of its run.
+
+Note: what is answered
+----------------------
+A resumed script runs again from its beginning. Until it comes to the place where its checkpoint was
+made, each step, evaluation, prediction and value of another device is what it was: the entries of
+the record are taken in their order, and nothing is computed. So a best score, a list of losses, an
+early stop or a set chosen by a prediction is what it was. A script that asks for something else
+than it did before is told the first place where it does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from onefold.core import wire
+from onefold.core.batch import ShardedBatch
+from onefold.core.values import StepValues
+from onefold.errors import RecordError
+from onefold.record import shards_of
+from onefold.record.entries import Begun, Block, Entry, Result, Saved, StepEntry
+from onefold.step.result import StepResult, Verdict
+from onefold.system.words import listed, script_line
+
+__all__ = ["Replay"]
+
+_Kind = TypeVar("_Kind", StepEntry, Result, Block, Saved)
+
+
+class Replay:
+    """What a script asked for up to the place where its run goes on; alike on all devices.
+
+    Args:
+        entries: those that the checkpoint has seen, in order.
+    """
+
+    def __init__(self, entries: Iterable[Entry]) -> None:
+        # Checkpoints of the launcher's lie between any two entries, and nobody asks for them.
+        self._entries = deque(
+            each
+            for each in entries
+            if not isinstance(each, Begun) and (not isinstance(each, Saved) or each.line)
+        )
+        self._coming: dict[tuple[int, int], deque[tuple[int, int]]] = defaultdict(deque)
+        for entry in self._entries:
+            for loader, number, *place in entry.place if isinstance(entry, StepEntry) else ():
+                self._coming[loader, number].append((place[0], place[1]))
+
+    @property
+    def over(self) -> bool:
+        """Whether the script has come to the place where its run goes on."""
+        return not self._entries
+
+    def next_batch(self, loader: int, number: int, given: int) -> tuple[int, int] | None:
+        """The next batch of a loader's pass that a step has used: where it ends, and its samples.
+
+        Args:
+            loader: number of the loader.
+            number: of its pass.
+            given: where the batch before it ends.
+
+        Returns:
+            None if no step has used any further batch of the pass.
+        """
+        coming = self._coming[loader, number]
+        while coming and coming[0][0] <= given:
+            coming.popleft()
+        return coming[0] if coming else None
+
+    def step(self, batch: ShardedBatch, name: str) -> StepResult:
+        """The result of a step with a batch.
+
+        Raises:
+            RecordError: the run had no such step here.
+        """
+        entry = self._next(StepEntry, f"a step of {batch.samples} samples{_of(name)}")
+        if (entry.samples, entry.name) != (batch.samples, name):
+            raise RecordError(
+                f"{script_line()}: step {entry.step} of the resumed run has {batch.samples} "
+                f"samples{_of(name)}, and had {entry.samples}{_of(entry.name)} before: {_ADVICE}"
+            )
+        return _result_of(entry)
+
+    def result(self, call: str) -> Any:
+        """What a call returned.
+
+        Raises:
+            RecordError: the run made no such call here, or what it returned was too large to keep.
+        """
+        entry = self._next(Result, call)
+        if entry.call != call:
+            raise _other(entry, call)
+        if entry.value is None:
+            raise RecordError(
+                f"{script_line()}: what {call} returned after step {entry.step} was too large for "
+                f"the record, so a resumed script cannot be given it: make the call under `if not "
+                f"trainer.replaying:`, and keep what follows from it by trainer.state"
+            )
+        return wire.decode(entry.value)
+
+    def block(self) -> None:
+        """Note that a block of `Trainer.modifying` ends that the run has ended before."""
+        self._next(Block, "a block of trainer.modifying")
+
+    def saved(self) -> None:
+        """Note that a checkpoint is asked for that was made before."""
+        self._next(Saved, "trainer.save")
+
+    def _next(self, kind: type[_Kind], call: str) -> _Kind:
+        entry = self._entries.popleft()
+        if not isinstance(entry, kind):
+            raise _other(entry, call)
+        return entry
+
+
+_ADVICE = (
+    "a resumed script must ask for the same as before, as it is answered from the record. To begin "
+    "anew, name another directory"
+)
+
+
+def _of(name: str) -> str:
+    return f" of loss {name}" if name else ""
+
+
+def _other(entry: Entry, call: str) -> RecordError:
+    was = {StepEntry: "step", Block: "a block of trainer.modifying after step"}.get(type(entry))
+    was = was or f"{entry.call if isinstance(entry, Result) else 'trainer.save'} after step"
+    where = "" if isinstance(entry, StepEntry | Begun) else f" at {entry.line}"
+    return RecordError(
+        f"{script_line()}: the resumed script asks for {call}, where the run before had {was} "
+        f"{entry.step}{where}: {_ADVICE}"
+    )
+
+
+def _result_of(entry: StepEntry) -> StepResult:
+    totals, weights, digests = shards_of(entry)
+    numbers = np.stack((totals, digests.view(np.float64)), axis=1)
+    return StepResult(
+        torch.from_numpy(numbers),
+        weights.tolist(),
+        entry.weight,
+        Verdict(entry.skipped, stops=False),
+        None if math.isnan(entry.norm) else torch.tensor(entry.norm, dtype=torch.float64),
+        StepValues.known(entry.values, _Unkept(entry.outputs)),
+    )
+
+
+class _Unkept(Mapping[str, Any]):
+    """The outputs of a step, which no record has: whoever reads them is told."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __iter__(self) -> Iterator[str]:
+        if self._names:
+            raise RecordError(
+                f"{script_line()}: no record keeps the outputs of a step, "
+                f"{listed(self._names)}, so a resumed script cannot be given them: read them under "
+                f"`if not trainer.replaying:`, and keep what follows from them by trainer.state"
+            )
+        return iter(())
+
+    def __getitem__(self, name: str) -> Any:
+        raise KeyError(name)
