@@ -114,20 +114,16 @@ def hints_of(step: int, reference: _States, other: _States) -> list[str]:
 
 def _uneven(run: _States) -> Iterator[tuple[str, int]]:
     """Find the global generators that were drawn from between steps on some devices only."""
-    if len(run) < 2:
-        return
-    for rows in zip(*run.values(), strict=False):
+    for before, rows in pairwise([(), *zip(*run.values(), strict=False)]):
         for name in rows[0].states:
-            digests = {row.states[name] for row in rows}
             # Only torch's begin alike in all processes. Those of random and NumPy are seeded by the
             # system until a script does it, so that of them only changes can be compared.
-            if name.startswith("torch") and len(digests) > 1:
+            seen: set[object] = {row.states[name] for row in rows}
+            if not name.startswith("torch"):
+                pairs = zip(before, rows, strict=False)  # nothing is before the first step
+                seen = {b.states[name] != a.states[name] for b, a in pairs}
+            if len(seen) > 1:
                 yield name, rows[0].step
-    for before, after in pairwise(zip(*run.values(), strict=False)):
-        for name in after[0].states:
-            changed = {b.states[name] != a.states[name] for b, a in zip(before, after, strict=True)}
-            if len(changed) > 1 and not name.startswith("torch"):
-                yield name, after[0].step
 
 
 _AGREE, _DIFFER, _FAILED = 0, 1, 2

@@ -187,9 +187,9 @@ class Verifying:
         if self._mathematics is not None and devices.has_lead:
             shards = engine.context.exchange.table.shape.shards
             function = ", ".join(map(place_of, self._users.values()))
-            header = {"step": 0, "function": function, "shards": shards}
             limit = tolerance_of(engine.context.replicas[0].module)
-            append_line(self._path("mathematics"), {**header, "tolerance": limit})
+            header = {"step": 0, "function": function, "shards": shards, "tolerance": limit}
+            append_line(self._path("mathematics"), header)
 
     def collate(self, collate: Collate | None, *, keeps: bool = False) -> Collate | None:
         """Wrap a loader's collate function; ``keeps`` if its batches are for steps."""

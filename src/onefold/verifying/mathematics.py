@@ -223,9 +223,8 @@ class _Evaluation:
     @property
     def loss(self) -> float:
         """The finished number."""
-        if self.part.kind != "means":
-            return _ratio(self.part)
-        return sum(_ratio(each) for each in self.part.parts)
+        parts = self.part.parts
+        return sum(float(each.total()) / each.weight for each in parts if each.weight)
 
     @property
     def values(self) -> torch.Tensor | None:
@@ -261,7 +260,7 @@ class Mathematics:
         self._calls += 1
         (start, stop), left = self._bounds[shard], self._sizes[shard]
         seed_generators(self._seed, self._device, common=self._common)
-        with self._draws.replay(range(start, stop)), self._time_first.noting("shard"):
+        with self._draws.replaying(range(start, stop)), self._time_first.noting("shard"):
             result = self.user(model, payload)
         if torch.is_grad_enabled():
             self._shards[shard] = found = _read(result, left, f"the loss of shard {shard}")
@@ -360,7 +359,7 @@ class Mathematics:
     def _evaluate(self, rows: Sequence[int], *, record: bool = False) -> _Evaluation:
         payload = move(self._whole(rows), self._device)
         seed_generators(self._seed, self._device, common=self._common)
-        draws = self._draws.record(len(rows)) if record else self._draws.replay(rows)
+        draws = self._draws.recording(len(rows)) if record else self._draws.replaying(rows)
         by: list[bool] = []
         try:
             with draws, watch_differentiation(lambda _, inputs: by.append(bool(inputs))):
@@ -498,18 +497,12 @@ def _read(result: object, samples: int, what: str) -> _Evaluation:
     return _Evaluation(weigh(loss, samples, what), loss)
 
 
-def _ratio(part: Contribution) -> float:
-    divisor = 1.0 if part.kind == "sum" else part.weight
-    return float(part.total()) / divisor if divisor else 0.0
-
-
 def _backward(part: Contribution) -> None:
     """Run backward as a plain loop does, with the whole batch's own divisors."""
     if part.kind == "means":
-        part = part.combine([1.0 if p.kind == "sum" else p.weight for p in part.parts])
-    divisor = 1.0 if part.kind == "sum" else part.weight
-    if divisor and part.root.requires_grad:
-        part.backward(divisor)
+        part = part.combine([each.weight for each in part.parts])
+    if part.weight and part.root.requires_grad:
+        part.backward(part.weight)
 
 
 def _flat(gradient: torch.Tensor) -> torch.Tensor:

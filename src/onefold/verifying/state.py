@@ -221,13 +221,9 @@ def watch_unseeded() -> None:
     For the rest of the process, which belongs to a comparison: the functions are replaced by ones
     that look at their arguments first.
     """
-    for owner, name, shown in (
-        (np.random, "default_rng", "numpy.random.default_rng"),
-        (np.random, "seed", "numpy.random.seed"),
-        (random, "seed", "random.seed"),
-        (torch, "seed", "torch.seed"),
-    ):
-        setattr(owner, name, _noting(getattr(owner, name), shown))
+    seeding = (np.random, "default_rng"), (np.random, "seed"), (random, "seed"), (torch, "seed")
+    for owner, name in seeding:
+        setattr(owner, name, _noting(getattr(owner, name), f"{owner.__name__}.{name}"))
 
 
 def _noting(function: Callable[..., Any], shown: str) -> Callable[..., Any]:

@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -51,38 +51,67 @@ class _Draw:
     """A copy of its result, of any shape and dtype."""
 
 
-class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """The random draws of one evaluation, to be replayed in others of the same samples.
-
-    A context, once `record` or `replay` has said which.
-    """
+class Draws:
+    """The random draws of one evaluation, to be replayed in others of the same samples."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         self.recorded: list[_Draw] = []
         """Those of the whole batch, in their order."""
         self._samples = 0
-        self._rows: Sequence[int] | None = None
-        self._place = 0
         self.unmatched: set[str] = set()
         """Names of draws that had no counterpart."""
         self.rounded: set[torch.dtype] = set()
         """What numbers in float64 were rounded to on the way, by the script or what it calls."""
 
-    def record(self, samples: int) -> Self:
-        """Have the context record what is drawn in it, for the whole batch."""
+    def recording(self, samples: int) -> _Watch:
+        """Have a context record what is drawn in it, for the whole batch."""
         self.recorded.clear()
-        self._samples, self._rows = samples, None
-        return self
+        self._samples = samples
+        return _Watch(self, None)
 
-    def replay(self, rows: Sequence[int]) -> Self:
-        """Have the context replay what was recorded.
+    def replaying(self, rows: Sequence[int]) -> _Watch:
+        """Have a context replay what was recorded.
 
         Args:
             rows: which samples of the whole batch are computed inside the context, in order.
         """
-        self._rows, self._place = rows, 0
-        return self
+        return _Watch(self, rows)
+
+    def find(self, place: int, draw: _Draw, rows: Sequence[int]) -> torch.Tensor | None:
+        """Return the values for the draw in this place; None if it has no counterpart.
+
+        Args:
+            place: how many draws came before it in this evaluation.
+            draw: the draw, with values of its own.
+            rows: which samples of the whole batch are computed.
+        """
+        known = self.recorded[place] if place < len(self.recorded) else None
+        if known is None or (known.name, known.numbers) != (draw.name, draw.numbers):
+            return None
+        wanted, values = draw.values.shape, known.values
+        # The whole batch in its own order gets everything as it was, also what is not by sample.
+        if list(rows) == list(range(self._samples)) and wanted == values.shape:
+            return values
+        # By sample if the first dimension is a multiple of the samples: some losses draw several
+        # rows for each. A permutation's values are places in the batch, and mean nothing in a part.
+        share, rest = divmod(values.shape[0], self._samples) if values.dim() else (0, 1)
+        by_sample = share > 0 and not rest and draw.name != "randperm"
+        if by_sample and tuple(wanted) == (share * len(rows), *values.shape[1:]):
+            return values.reshape(self._samples, share, *values.shape[1:])[list(rows)].flatten(0, 1)
+        return values if wanted == values.shape else None
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records draws, or replays them for these rows.
+
+    One for each evaluation: where shards gather, several are under way at once, in threads.
+    """
+
+    def __init__(self, draws: Draws, rows: Sequence[int] | None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._draws = draws
+        self._rows = rows
+        self._place = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Drawn in any case: the generator must move as it did when the draw was recorded, and the
@@ -92,34 +121,17 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._rows is None:
             converts = func._schema.name == "aten::_to_copy" and args[0].dtype == torch.float64
             if converts and result.is_floating_point():
-                self.rounded.add(result.dtype)
+                self._draws.rounded.add(result.dtype)
             if draw is not None:
-                self.recorded.append(draw)
+                self._draws.recorded.append(draw)
         elif draw is not None:
-            known = self._counterpart(draw, list(self._rows))
+            known = self._draws.find(self._place, draw, self._rows)
             self._place += 1
             if known is None:
-                self.unmatched.add(draw.name.strip("_"))
+                self._draws.unmatched.add(draw.name.strip("_"))
             else:
                 result.copy_(known)
         return result
-
-    def _counterpart(self, draw: _Draw, rows: list[int]) -> torch.Tensor | None:
-        """Return the values for a draw of some samples; None if it has no counterpart."""
-        known = self.recorded[self._place] if self._place < len(self.recorded) else None
-        if known is None or (known.name, known.numbers) != (draw.name, draw.numbers):
-            return None
-        wanted, values = draw.values.shape, known.values
-        # The whole batch in its own order gets everything as it was, also what is not by sample.
-        if rows == list(range(self._samples)) and wanted == values.shape:
-            return values
-        # By sample if the first dimension is a multiple of the samples: some losses draw several
-        # rows for each. A permutation's values are places in the batch, and mean nothing in a part.
-        share, rest = divmod(values.shape[0], self._samples) if values.dim() else (0, 1)
-        by_sample = share > 0 and not rest and draw.name != "randperm"
-        if by_sample and tuple(wanted) == (share * len(rows), *values.shape[1:]):
-            return values.reshape(self._samples, share, *values.shape[1:])[rows].flatten(0, 1)
-        return values if wanted == values.shape else None
 
 
 def _read(func: Any, args: Sequence[Any], result: Any) -> _Draw | None:
