@@ -34,7 +34,7 @@ from onefold.jobs.data.pictures import (
 from onefold.jobs.data.scan import Scanning, Seen, scan_pictures
 from onefold.jobs.data.tsv import decoded, read_lines
 from onefold.jobs.finetune import best_checkpoint, load_finite
-from onefold.jobs.options import COUNT, MOST_SHARDS, MOST_WORKERS, check_limits, option, within
+from onefold.jobs.options import COUNT, MOST_SHARDS, again, check_limits, option
 from onefold.jobs.progress import ReadingBar
 from onefold.jobs.runfolder import CHECKPOINTS, kept_facts, read_run, require_writable
 from onefold.jobs.segment_pictures import Padded, whole_logits
@@ -53,23 +53,20 @@ _STEP = re.compile(r"step-([0-9]{8,})")
 class PredictOptions:
     """How to use a run."""
 
-    devices: str = "auto"
-    """As for training."""
-    output: Path | None = None
-    """File for the predictions, or folder for the masks; None prints them."""
-    format: Format | None = None
-    """None chooses by the ending of ``output``; CSV if it has another."""
-    weights: Literal["best", "last"] = "best"
-    """Which checkpoint of the run to use."""
+    devices: str = again("devices", "auto")
+    output: Path | None = option(
+        None, "File for the predictions, or folder for masks.", shown="the screen"
+    )
+    format: Format | None = option(
+        None, "Of the predictions.", shown="by the ending of --output, or csv"
+    )
+    weights: Literal["best", "last"] = option("best", "Which checkpoint of the run.")
     top: int = option(1, "How many classes to report for each, the surest first.", COUNT)
     batch_size: int | None = option(
-        None,
-        "Samples of a batch, over all devices; None takes what the job's evaluation uses.",
-        COUNT,
+        None, "Samples of a batch, over all devices.", COUNT, shown="that of the job's evaluation"
     )
-    workers: int = option(0, "Processes that read ahead, for each device.", within(0, MOST_WORKERS))
-    skip_bad: bool = False
-    """Leave out what cannot be read, rather than refuse it."""
+    workers: int = again("workers", 0)
+    skip_bad: bool = option(False, "Leave out what cannot be read, rather than refuse it.")
 
     def __post_init__(self) -> None:
         check_limits(self)

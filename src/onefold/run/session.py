@@ -36,6 +36,7 @@ from onefold.data_order.indexed import Items, Rule
 from onefold.data_order.loader import Loader
 from onefold.data_order.position import Position, Reached
 from onefold.data_order.reader import Collate, SizedDataset
+from onefold.data_order.takeover import Chosen
 from onefold.errors import DisagreementError
 from onefold.exchange.progress import progress_of
 from onefold.passes.averaged import Averaging
@@ -51,6 +52,7 @@ from onefold.run.planning import plan_instead
 from onefold.run.userparts import UserParts, keep_code_private
 from onefold.step.agreement import digest_of
 from onefold.step.assembly import assemble, hold, take_from_holders
+from onefold.step.engine import Engine
 from onefold.step.result import Step
 from onefold.system.process import STOPPED_CODE, requests_by_signals
 from onefold.update.byscript import NO_STEP, ByScript, chosen_optimizer
@@ -224,20 +226,26 @@ class Session:
     def over_data(
         self,
         call: Call,
+        compute: Callable[[Engine, ScoreFunction, Loader, DataCall], dict[str, Any]],
         function: ScoreFunction,
         model: str | None,
-        batches: Loader,
-        compute: Callable[[DataCall], Any],
-    ) -> Any:
-        """Make a call over a data set, which all devices must make."""
+        chosen: Chosen,
+    ) -> dict[str, Any]:
+        """Make a call over a data set, in its order, which all devices must make."""
+        part = self.parts.on_part(function, model)
+        batches = self.loader(chosen.dataset, chosen.collate, **chosen.choices)
         with self.telling_others():
             self.checkpoints.check()
             self.engine.check_last_step()
             self.resumption.note_result(call.words)
             size = batches.track.size
             made = DataCall(call, self.position.step + 1, size.samples, size.batch_size, function)
-            data = batches.dataset
-            return self.verifying.result((call, function, model), data, partial(compute, made))
+            found: dict[str, Any] = self.verifying.result(
+                (call, function, model),
+                batches.dataset,
+                partial(compute, self.engine, part, batches, made),
+            )
+            return found
 
     @contextmanager
     def averaged(
