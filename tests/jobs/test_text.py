@@ -9,11 +9,12 @@ from onefold.errors import CheckpointError
 from onefold.jobs.text import (
     TextModel,
     TextOptions,
-    confidences,
+    answer,
     make_task,
     prepare,
     settle,
 )
+from onefold.jobs.training import confidences
 from tests.capabilities import needs_text
 from tests.jobs.tiny import SMALL, run_here, write_texts
 
@@ -40,7 +41,7 @@ def test_a_model_learns_which_word_decides_and_is_built_again(data: Path, tmp_pa
     ids = kind.encode(["the film was fine"])
     shard = kind.collate([(ids[0], 0), (ids[0][:3], 1)])
     with torch.no_grad():
-        sure = confidences(model.eval(), shard)["confidence"]
+        sure = confidences(answer)(model.eval(), shard)["confidence"]
     torch.testing.assert_close(sure.sum(dim=1), torch.ones(2))
     shapes = [
         [(n, p.shape) for n, p in each.named_parameters()]

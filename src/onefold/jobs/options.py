@@ -41,6 +41,7 @@ __all__ = [
     "Augment",
     "Normalisation",
     "Optimizer",
+    "PictureOptions",
     "TrainOptions",
     "again",
     "check_limits",
@@ -120,14 +121,14 @@ def option(
 
 
 def again(name: str, default: Any = None, **notes: str | None) -> Any:
-    """Declare an option of all jobs once more, for a job in which it is not quite the same.
+    """Declare an option of several jobs once more, for a job in which it is not quite the same.
 
     Args:
         name: name of the option.
         default: the option's value in this job if none is given.
         notes: ``help`` or ``shown``, where it differs.
     """
-    common = TrainOptions.__dataclass_fields__[name].metadata
+    common = PictureOptions.__dataclass_fields__[name].metadata
     return dataclasses.field(default=default, metadata={**common, **notes})
 
 
@@ -241,6 +242,33 @@ class TrainOptions:
     def folder(self) -> Path:
         """The folder of the run; its name must be settled."""
         return Path(self.runs) / self.name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PictureOptions(TrainOptions):
+    """The options that the jobs of pictures have besides."""
+
+    holdout: float = option(
+        0.1, "Share (of each class) to test with, where there is no test set.", PART
+    )
+    normalise: Normalisation = option(
+        "auto", "By the numbers of ImageNet or of the data; auto: as pretrained weights want it."
+    )
+    pretrained: str | None = option(
+        None, "Begin with the weights of a file, or of the folder of a run.", shown="none"
+    )
+    pretrained_key: str | None = option(
+        None, "Where the file keeps its weights, such as state_dict.", shown="at the top"
+    )
+
+    def __post_init__(self) -> None:
+        # Not super(): dataclass(slots=True) makes the class a second time, and super() without
+        # arguments still looks for the first.
+        TrainOptions.__post_init__(self)
+        # An option that would do nothing is more likely a mistake than intended.
+        for name in ("pretrained_key", "pretrained_classes", "reuse_classes"):
+            useful = self.pretrained is not None or not getattr(self, name, None)
+            expect(useful, name, "", "with --pretrained")
 
 
 RUN_OPTIONS = frozenset(

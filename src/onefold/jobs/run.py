@@ -237,7 +237,7 @@ def _train(job: Job, options: TrainOptions, data: Any) -> dict[str, Any] | Excep
     # Here all devices fail alike: they build the same model from the same options and files.
     try:
         task = job.make_task(options, data)
-        training = begin_training(options, job.name, task)
+        training = begin_training(options, job.name, task, data)
     except (LaunchError, DataError, CheckpointError, ValueError, OSError) as error:
         return error
     try:

@@ -27,7 +27,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
@@ -50,7 +50,6 @@ __all__ = [
     "check_folder",
     "kept_facts",
     "next_name",
-    "read_kept",
     "read_run",
     "require_room",
     "require_writable",
@@ -71,8 +70,6 @@ _LARGEST = 224
 """The longer side of a report's pictures, in pixels at most."""
 _ERRORS = (AttributeError, LookupError, OSError, OverflowError, TypeError, ValueError)
 """What facts of another kind than expected may raise."""
-
-_Kept = TypeVar("_Kept")
 
 
 def next_name(runs: Path, job: str) -> str:
@@ -190,23 +187,6 @@ def kept_facts(folder: Path) -> Iterator[None]:
         raise DataError(
             f"{folder / RUN}: expected what the run has kept of its model, got {error!r}"
         ) from error
-
-
-def read_kept(kind: type[_Kept], folder: Path, job: str, name: str) -> _Kept:
-    """Read what a run keeps of its model.
-
-    Args:
-        kind: what the fact is read as, for msgspec.
-        folder: the folder of the run.
-        job: the job that the run must be of.
-        name: name of the fact in ``run.json``.
-
-    Raises:
-        DataError: the folder is not that of a run of this job, or its ``run.json`` is damaged.
-    """
-    facts = read_run(folder, job)
-    with kept_facts(folder):
-        return msgspec.convert(facts[name], kind)
 
 
 class _Line(msgspec.Struct):

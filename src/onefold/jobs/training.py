@@ -31,6 +31,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
@@ -41,16 +42,23 @@ from torch import nn
 
 import onefold
 from onefold.errors import CheckpointError, LaunchError
-from onefold.jobs.data.classes import PictureClasses
-from onefold.jobs.data.pairs import MaskedPictures
-from onefold.jobs.data.tsv import TextSplits
+from onefold.jobs.data.files import ReadData
+from onefold.jobs.finetune import freeze, parameter_groups
 from onefold.jobs.options import TrainOptions, make_optimizer, rate_factor
 from onefold.jobs.progress import PHASES, TrainingBar, epoch_line
 from onefold.jobs.runfolder import CHECKPOINTS, RunFolder, SavedName
 from onefold.system.process import STOPPED_CODE
 from onefold.system.words import counted
 
-__all__ = ["Task", "begin_training", "facts_of", "loss_and_score"]
+__all__ = [
+    "Answer",
+    "Measured",
+    "Predict",
+    "Task",
+    "begin_training",
+    "confidences",
+    "loss_and_score",
+]
 
 
 _log = logging.getLogger("onefold")
@@ -65,8 +73,8 @@ class Task:
     """What a job makes of its options and data: everything that `begin_training` needs."""
 
     model: nn.Module
-    groups: Sequence[dict[str, Any]]
-    """Parameters to train, each group with its full learning rate ``lr``."""
+    head: str | tuple[str, ...]
+    """Names of the parts that make up the model's last layer."""
     loss: Callable[[nn.Module, Any], Any]
     """As `onefold.Trainer` takes it."""
     score: Callable[[nn.Module, Any], dict[str, Any]]
@@ -82,21 +90,22 @@ class Task:
     """How many samples each shard needs, such as 2 for batch norm; a last batch that is too short
     for that is left out."""
     evaluation_batch_size: int = 256
-    examples: Callable[[onefold.Trainer, RunFolder], dict[str, Any]]
+    examples: Callable[[Predict, RunFolder], dict[str, Any]]
     """What the report shows of the trained model; called on every device."""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """What ``run.json`` records besides: classes, the model's name, what was left out."""
+    """What ``run.json`` records besides: classes, the model's name."""
     files: Mapping[str, str] = field(default_factory=dict)
     """Files without which the model cannot be used later: content by name."""
-    scan: str = ""
-    """What the look through the data's files found, for a run that resumes."""
 
 
+Measured = dict[str, torch.Tensor]
 Answer = Callable[[nn.Module, Any], tuple[torch.Tensor, torch.Tensor]]
-Scores = Callable[[nn.Module, Any], dict[str, torch.Tensor]]
+Measure = Callable[[nn.Module, Any], Measured]
+Predict = Callable[[Measure, Any], Measured]
+"""``Trainer.predict`` of a measure and a data set, which reads as the task's evaluation does."""
 
 
-def loss_and_score(answer: Answer, smoothing: float) -> tuple[Callable[..., torch.Tensor], Scores]:
+def loss_and_score(answer: Answer, smoothing: float) -> tuple[Callable[..., torch.Tensor], Measure]:
     """Make the loss and the score of a classifier.
 
     Args:
@@ -116,25 +125,36 @@ def loss_and_score(answer: Answer, smoothing: float) -> tuple[Callable[..., torc
     return loss, score
 
 
-def facts_of(data: PictureClasses | MaskedPictures | TextSplits) -> dict[str, Any]:
-    """What ``run.json`` records about the data, whatever the job."""
-    left_out = [str(each) for each in data.left_out]
-    return {"data": data.digest, "left_out": left_out, "notes": data.notes}
+def confidences(answer: Answer) -> Measure:
+    """Make the measure of a classifier: the probability of every class, (n, classes) float32."""
+
+    def measure(model: nn.Module, batch: Any) -> Measured:
+        return {"confidence": answer(model, batch)[0].softmax(dim=1)}
+
+    return measure
 
 
-def begin_training(options: TrainOptions, job: str, task: Task) -> Training:
+def begin_training(options: TrainOptions, job: str, task: Task, data: ReadData) -> Training:
     """Build the trainer of a run without writing anything yet; called on every device.
 
     Args:
         options: settled ones.
         job: whose run it is.
         task: what to train.
+        data: what the task was made of.
 
     Raises:
         ValueError: the options do not suit the task, or the devices.
     """
     epochs, steps = options.epochs or 1, _steps_of_epoch(options, task)
-    optimizer = make_optimizer(options, task.groups)
+    facts = {
+        "data": data.digest,
+        "left_out": [str(each) for each in data.left_out],
+        "notes": data.notes,
+        "frozen": freeze(task.model, options, task.head),
+        **task.facts,
+    }
+    optimizer = make_optimizer(options, parameter_groups(task.model, options, task.head))
     factor = rate_factor(options, epochs=epochs, steps=steps)
     trainer = onefold.Trainer(
         task.model,
@@ -148,7 +168,9 @@ def begin_training(options: TrainOptions, job: str, task: Task) -> Training:
     )
     # Only now is it known which process is the lead, and so who may write.
     folder = RunFolder(options.folder, is_lead=trainer.is_lead)
-    return Training(options, job, task, trainer, folder, optimizer, epochs=epochs, steps=steps)
+    return Training(
+        options, job, task, trainer, folder, optimizer, facts, data.scan, epochs=epochs, steps=steps
+    )
 
 
 def _steps_of_epoch(options: TrainOptions, task: Task) -> int:
@@ -203,6 +225,10 @@ class Training:
     trainer: onefold.Trainer
     folder: RunFolder
     optimizer: torch.optim.Optimizer
+    facts: Mapping[str, Any]
+    """What ``run.json`` records of the data and the task."""
+    scan: str
+    """What the look through the data's files found, for a run that resumes."""
     epochs: int
     steps: int
     """Of an epoch."""
@@ -241,7 +267,7 @@ class Training:
         else:
             self.folder.create(self.options, self.job, self.task.files)
             self.folder.say(started=_now())
-        self.folder.keep_scan(self.task.scan)
+        self.folder.keep_scan(self.scan)
         # TensorBoard drops events from this step on: those of steps that are now done again.
         self.folder.open_events(self.trainer.steps + 1)
         self.folder.say(**self._facts())
@@ -336,7 +362,7 @@ class Training:
             except CheckpointError:
                 # Raised alike on all devices, with nothing changed: none of them is left behind.
                 is_last = True
-        examples = self.task.examples(self.trainer, self.folder)
+        examples = self.task.examples(partial(self.trainer.predict, **self._reading), self.folder)
         if not is_last:
             try:
                 self.trainer.load(self.folder.path / last)
@@ -371,13 +397,7 @@ class Training:
     def _evaluate(self, epoch: int, meter: Meter, bar: TrainingBar) -> None:
         # Taken before the evaluation, during which this clock runs on.
         train_s, task = meter.seconds, self.task
-        scores = self.trainer.evaluate(
-            task.score,
-            task.test_set,
-            batch_size=task.evaluation_batch_size,
-            workers=self.options.workers,
-            collate=task.collate,
-        )
+        scores = self.trainer.evaluate(task.score, task.test_set, **self._reading)
         names = [str(device) for device in self.trainer.devices]
         phases = self.trainer.gather(meter.phases)
         line = {
@@ -423,6 +443,15 @@ class Training:
             )
 
     @property
+    def _reading(self) -> dict[str, Any]:
+        """How test samples are read."""
+        return {
+            "batch_size": self.task.evaluation_batch_size,
+            "workers": self.options.workers,
+            "collate": self.task.collate,
+        }
+
+    @property
     def _checkpoint(self) -> str:
         """Path of the checkpoint of the last step, below the run's folder."""
         return f"{CHECKPOINTS}/step-{self.trainer.steps:08d}"
@@ -445,7 +474,7 @@ class Training:
             # Of an earlier end, if the run had finished and now resumes with more epochs.
             "finished": None,
             "fingerprint": None,
-            **self.task.facts,
+            **self.facts,
         }
 
 

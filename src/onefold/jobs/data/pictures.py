@@ -54,8 +54,7 @@ import numpy as np
 import torch
 
 from onefold.errors import DataError
-from onefold.jobs import require
-from onefold.jobs.data.files import BadFile, readable
+from onefold.jobs.data.files import BadFile, ReadData, readable
 from onefold.system.ownfiles import open_plain
 
 if TYPE_CHECKING:
@@ -80,7 +79,6 @@ __all__ = [
     "open_picture",
     "picture_paths",
     "require_folder",
-    "require_pillow",
     "sum_looks",
     "visible_folders",
     "white_of",
@@ -115,15 +113,6 @@ _TURNED = range(5, 9)
 """EXIF orientations that swap width and height."""
 _ORIENTATION = 0x0112
 """The EXIF tag for how a camera was held."""
-
-
-def require_pillow() -> None:
-    """Refuse to go on without Pillow, the library that reads pictures.
-
-    Raises:
-        LaunchError: Pillow is not installed.
-    """
-    require("reading pictures", "images", "PIL")
 
 
 def is_picture(path: Path) -> bool:
@@ -427,21 +416,13 @@ class Sums:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PictureData:
+class PictureData(ReadData):
     """What all data sets of pictures have."""
 
     sums: Sums
     """Sums over the pixels of the training pictures."""
-    left_out: list[BadFile]
-    """Files that cannot be used."""
     white: int | None = None
     """White of pictures of more than 8 bits a pixel; None if there are none."""
-    notes: list[str] = field(default_factory=list)
-    """What to mention before training."""
-    scan: str = ""
-    """What was seen of the files, as `onefold.jobs.data.scan.read_scan` reads it."""
-    digest: str
-    """The same for the same files under the same names, in the same classes and sets."""
 
 
 class Look(msgspec.Struct, frozen=True, array_like=True, tag="picture"):
