@@ -266,7 +266,7 @@ def test_what_cannot_be_looked_at_is_refused(kinds: Kinds, tmp_path: Path) -> No
 def test_what_is_no_run_or_has_no_weights_is_refused(kinds: Kinds, tmp_path: Path) -> None:
     refused("expected the folder of a run, with run.json in it", tmp_path, tmp_path)
     for content, words in (
-        ("{", "run.json: expected JSON"),
+        ("{", "run.json: expected the JSON of a run"),
         ('{"job": "digits"}', "expected a run of classify, segment, text, got digits"),
         ("{}", "expected a run of classify, segment, text, got None"),
         ('{"job": "classify", "best": null}', "no best weights"),

@@ -50,6 +50,7 @@ __all__ = [
     "full_rate",
     "make_optimizer",
     "option",
+    "parse_toml",
     "rate_factor",
     "read_config",
     "scaled_rate",
@@ -335,6 +336,23 @@ def _words(hint: Any) -> str:
     return " or ".join(_words(choice) for choice in choices if choice is not NoneType)
 
 
+def parse_toml(content: bytes) -> dict[str, Any]:
+    """Parse a TOML file.
+
+    Raises:
+        ValueError: the content is not TOML, or is nested too deeply.
+    """
+    try:
+        values = tomllib.loads(content.decode())
+    # tomllib reads nested lists by recursion, and sets no limit of its own. Dots in a name make
+    # tables within each other, without any recursion.
+    except RecursionError:
+        values = None
+    if values is None or nested_too_deeply(values):
+        raise ValueError("it is nested too deeply")
+    return values
+
+
 def read_config(path: Path, job: str) -> dict[str, Any]:
     """Read names and values from a config file.
 
@@ -348,15 +366,9 @@ def read_config(path: Path, job: str) -> dict[str, Any]:
     """
     content = read_whole(path, _MOST_CONFIG_BYTES)
     try:
-        values = tomllib.loads(content.decode())
-    except RecursionError:
-        # tomllib reads nested lists by recursion, and sets no limit of its own.
-        raise ValueError(f"{path}: expected a TOML file, got lists without end") from None
+        values = parse_toml(content)
     except ValueError as error:
         raise ValueError(f"{path}: expected a TOML file: {error}") from error
-    # Dots in a name make tables within each other, without any recursion of tomllib's.
-    if nested_too_deeply(values):
-        raise ValueError(f"{path}: expected a TOML file, got tables without end")
     found = values.pop("job", job)
     if found != job:
         raise ValueError(f"{path}: expected options of onefold train {job}, got those of {found}")

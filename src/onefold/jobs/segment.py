@@ -113,7 +113,7 @@ class SegmentOptions(PictureOptions):
     evaluation_batch_size: int = option(8, "Whole pictures of a batch in tests.", COUNT)
     pretrained: str | None = again(
         "pretrained",
-        help="Begin with an encoder from a file of torchvision's names, or a whole run of this job.",
+        help="Begin with an encoder of torchvision's names from a file, or a run of this job.",
     )
 
     def __post_init__(self) -> None:
