@@ -33,7 +33,7 @@ from onefold.jobs.data.scan import Scanning, Seen, scan_pictures
 from onefold.jobs.data.tsv import decoded, read_lines
 from onefold.jobs.finetune import KeptModel, best_checkpoint, load_finite
 from onefold.jobs.options import COUNT, MOST_SHARDS, MOST_WORKERS, check_limits, option, within
-from onefold.jobs.progress import ReadingBar
+from onefold.jobs.progress import reading_bar
 from onefold.jobs.runfolder import CHECKPOINTS, kept_facts, read_run, require_writable
 from onefold.jobs.segment_pictures import Padded, whole_logits
 from onefold.jobs.text_models import EncodedTexts
@@ -187,8 +187,8 @@ def _read_pictures(paths: Sequence[Path], *, masks: bool) -> tuple[list[_Input],
     if not masks and len(set(found.values())) < len(found):
         # Of one name in several folders: nobody could tell their rows apart.
         found = {path: str(path) for path in found}
-    with ReadingBar() as bar:
-        seen = scan_pictures([*found], scanning=Scanning(watch=bar.watch))
+    with reading_bar() as watch:
+        seen = scan_pictures([*found], scanning=Scanning(watch=watch))
     bad += [each for each in seen if isinstance(each, BadFile)]
     valid = [item for item, each in zip(found.items(), seen, strict=True) if isinstance(each, Seen)]
     return [_Input(path, name) for path, name in valid], bad

@@ -25,7 +25,7 @@ from onefold.errors import CheckpointError, DataError, LaunchError, PeerFailed, 
 from onefold.jobs.data.files import visible
 from onefold.jobs.data.scan import Scanning, read_scan
 from onefold.jobs.options import RUN_OPTIONS, TrainOptions, from_mapping, read_config
-from onefold.jobs.progress import ReadingBar
+from onefold.jobs.progress import reading_bar
 from onefold.jobs.runfolder import (
     CONFIG,
     RUN,
@@ -179,8 +179,8 @@ def _read_data(job: Job, options: TrainOptions) -> Any:
     """Read the data; files that the run has seen before, unchanged, are not read again."""
     known = read_scan(options.folder / SCAN) if options.resume else {}
     try:
-        with ReadingBar() as bar:
-            return job.prepare(options, Scanning(known=known, watch=bar.watch))
+        with reading_bar() as watch:
+            return job.prepare(options, Scanning(known=known, watch=watch))
     except KeyboardInterrupt as stop:
         # Ctrl-C raises KeyboardInterrupt itself, SIGTERM and SIGHUP its subclass `Stopped`.
         number = stop.number if isinstance(stop, Stopped) else signal.SIGINT

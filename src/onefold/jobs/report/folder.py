@@ -27,7 +27,7 @@ from onefold.jobs.runfolder import CONFIG, read_lines, read_object
 from onefold.jobs.runfolder import read_run as read_facts
 from onefold.system.ownfiles import read_plain
 
-__all__ = ["EpochLine", "ReportedRun", "finite_or_zero", "number", "read_run"]
+__all__ = ["EpochLine", "ReportedRun", "StepsLine", "finite_or_zero", "number", "read_run"]
 
 
 _MOST_OPTIONS_BYTES = 1 << 20
