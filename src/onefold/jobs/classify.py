@@ -27,7 +27,15 @@ from onefold.jobs.data.fetch import fetch_dataset
 from onefold.jobs.data.pictures import Mode, require_folder
 from onefold.jobs.data.scan import Scanning
 from onefold.jobs.examples import classifier_examples
-from onefold.jobs.models.catalog import MODELS, build_model, head_name, head_of, import_timm
+from onefold.jobs.models.catalog import (
+    FIXED,
+    MODELS,
+    RESNETS,
+    build_model,
+    head_name,
+    head_of,
+    import_timm,
+)
 from onefold.jobs.options import (
     FRACTION,
     MOST_SIDE,
@@ -159,7 +167,7 @@ def settle(options: ClassifyOptions, data: PictureClasses) -> ClassifyOptions:
         )
     model = options.model or (before.name if before else USUAL_MODEL)
     # The weights of such a model, in its last layers, fit one size of picture only.
-    if before and not _any_size(model) and options.image_size not in (None, before.image_size):
+    if before and model not in RESNETS and options.image_size not in (None, before.image_size):
         raise ValueError(
             f"--image-size {options.image_size}: the run {run} is of {model}, which has one size, "
             f"{before.image_size}; leave --image-size out"
@@ -185,16 +193,11 @@ def _side(model: str, data: PictureClasses) -> int:
     # The median: a few huge pictures, or tiny ones, should not decide for all.
     shorter = [min(size) for size in data.sizes]
     usual = round(median(shorter))
-    if model in MODELS and not _any_size(model):
+    if model in FIXED:
         # LeNet halves its pictures twice and takes four pixels off in between: 12 is its least.
         fits = len(set(data.sizes)) == 1 and usual % 4 == 0 and 12 <= usual <= SMALL
         return usual if fits else FIXED_SIDE
     return usual if usual <= SMALL else min(usual, USUAL_SIDE)
-
-
-def _any_size(model: str) -> bool:
-    """Whether a model takes pictures of any size, so that it is a ResNet of the catalog."""
-    return model in MODELS and MODELS[model].any_size
 
 
 def make_task(options: ClassifyOptions, data: PictureClasses) -> Task:
@@ -258,7 +261,7 @@ def _picture_model(options: ClassifyOptions, data: PictureClasses) -> PictureMod
         mode=mode,
         mean=mean,
         std=std,
-        small_stem=stem if _any_size(model) else None,
+        small_stem=stem if model in RESNETS else None,
         white=data.white,
     )
 
