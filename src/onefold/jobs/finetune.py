@@ -29,7 +29,7 @@ from onefold.jobs.runfolder import CHECKPOINTS, SavedName, kept_facts, read_run
 from onefold.system.compat import BatchNorm
 from onefold.system.words import listed
 from onefold.weights.file import best_scored, check_weights
-from onefold.weights.load import Loaded, refuse_spoilt
+from onefold.weights.load import Loaded, bare_name, refuse_spoilt
 
 __all__ = [
     "KeptModel",
@@ -50,8 +50,6 @@ Head = str | tuple[str, ...]
 """Names of the parts that make up the last layer, usually a single one."""
 
 _SHOWN = 80
-_WRAPPERS = ("module", "_orig_mod")
-"""Parts of parameter names that DataParallel and torch.compile add."""
 
 
 def is_run(path: Path) -> bool:
@@ -174,8 +172,7 @@ def load_body(model: nn.Module, weights: Path, head: str, *, key: str | None) ->
     lacking = [name for name in loaded.missing if counts(name)]
     # Further layers in parts of this model: the file is of another one.
     parts = {name.partition(".")[0] for name in model.state_dict() if not _is_under(name, head)}
-    words = (name.split(".") for name in loaded.unexpected)
-    plain = [".".join(word for word in each if word not in _WRAPPERS) for each in words]
+    plain = map(bare_name, loaded.unexpected)
     strange = [name for name in plain if counts(name) and name.partition(".")[0] in parts]
     if lacking or strange:
         part = f"the whole model but {head}" if head else "the whole encoder"

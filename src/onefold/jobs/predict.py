@@ -374,8 +374,7 @@ class _Use:
         for parameter in others:
             parameter.requires_grad_(False)
         # As in training: as many devices may share a batch as could then.
-        with kept_facts(self.run):
-            shards = msgspec.convert(read_run(self.run), _Kept).shards
+        shards = read_run(self.run, shape=_Kept)["shards"]
         optimizer = torch.optim.SGD([last], lr=0.0)
         return onefold.Trainer(model, optimizer, _no_loss, shards=shards).predict(
             measure,

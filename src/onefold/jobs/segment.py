@@ -234,7 +234,13 @@ def make_task(options: SegmentOptions, data: MaskedPictures) -> Task:
     kind = _mask_model(options, data)
     model = kind.build()
     if options.pretrained:
-        _load(model, Path(options.pretrained), options.pretrained_key)
+        run = finetune.run_of(options.pretrained)
+        if run:
+            finetune.load_finite(model, finetune.best_checkpoint(run))
+        else:
+            # The file of a classifier has a last layer more.
+            file, key = Path(options.pretrained), options.pretrained_key
+            finetune.load_body(model.encoder, file, "", key=key)
     weight = torch.tensor(_pos_weight(options.pos_weight, data))
     loss, score = _loss_and_score(weight, options.threshold, model.stride)
     padded = Padded(model.stride)
@@ -333,15 +339,6 @@ def _mask_model(options: SegmentOptions, data: MaskedPictures) -> MaskModel:
         threshold=options.threshold,
         white=data.white,
     )
-
-
-def _load(model: UNet, path: Path, key: str | None) -> None:
-    """Load the whole model from a run of this job, or its encoder from a file."""
-    if finetune.is_run(path):
-        finetune.load_finite(model, finetune.best_checkpoint(path))
-        return
-    # The file of a classifier has a last layer more.
-    finetune.load_body(model.encoder, path, "", key=key)
 
 
 def _pos_weight(chosen: str, data: MaskedPictures) -> float:

@@ -37,7 +37,7 @@ from onefold.errors import CheckpointError
 from onefold.system.words import listed
 from onefold.weights.file import keys_of_states, read_weights, state_under
 
-__all__ = ["Loaded", "load_weights", "refuse_spoilt"]
+__all__ = ["Loaded", "bare_name", "load_weights", "refuse_spoilt"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,12 +300,12 @@ def match_names(found: Collection[str], own: Collection[str]) -> dict[str, str]:
     Raises:
         CheckpointError: a name of the file could be several of the model, or two could be one.
     """
-    by_plain, by_bare = _grouped(own, own_name), _grouped(own, _bare)
+    by_plain, by_bare = _grouped(own, own_name), _grouped(own, bare_name)
     matched: dict[str, str] = {}
     taken: dict[str, str] = {}
     for name, plain in _peeled(found, by_plain).items():
         # An exact name takes precedence: only the others are compared without ``module``.
-        options = by_plain.get(plain) or by_bare.get(_bare(plain), [])
+        options = by_plain.get(plain) or by_bare.get(bare_name(plain), [])
         if len(options) > 1:
             raise CheckpointError(f"{name} of the file may be {' or '.join(options)} of the model")
         for target in options:
@@ -336,7 +336,7 @@ def _grouped(names: Collection[str], form: Callable[[str], str]) -> dict[str, li
     return groups
 
 
-def _bare(name: str) -> str:
+def bare_name(name: str) -> str:
     """Leave out the words of wrappers anywhere in a name."""
     # Except at the end: there it would be the name of a parameter, and not of a module.
     *path, last = own_name(name).split(".")
