@@ -345,6 +345,7 @@ def test_damaged_weights_are_refused_by_name(kinds: Kinds, tmp_path: Path, damag
 
 
 KEPT = r"run\.json: expected what the run has kept of its model"
+ANY = r"run\.json: expected the JSON of a run"
 OF_ONE = r"expected model_config\.json and run\.json to be of one"
 
 
@@ -353,10 +354,7 @@ OF_ONE = r"expected model_config\.json and run\.json to be of one"
     ("kind", "changes", "words"),
     [
         *(("classify", {"picture_model": each}, KEPT) for each in (3, {})),
-        *(
-            ("classify", {"shards": each}, r"run\.json: expected the JSON")
-            for each in ("two", -1, 1e300)
-        ),
+        *(("classify", {"shards": each}, ANY) for each in ("two", -1, 1e300)),
         *(("classify", {"name": each}, KEPT) for each in (["lenet"], "resnet7")),
         *(("classify", each, KEPT) for each in ({"classes": ""}, {"mean": ["a"]}, {"later": 3})),
         *(("segment", {"encoder": each}, KEPT) for each in ({}, "resnet7")),

@@ -26,7 +26,6 @@ from onefold.jobs.data.augment import LabelledPictures
 from onefold.jobs.data.files import BadFile, refuse, require_ours
 from onefold.jobs.data.pictures import (
     PictureFiles,
-    made_here,
     picture_paths,
 )
 from onefold.jobs.data.scan import Scanning, Seen, scan_pictures
@@ -320,7 +319,10 @@ class _Use:
     def masks(self) -> list[dict[str, Any]]:
         """Masks, which are written, and the share of each that is foreground."""
         from PIL import Image
+        from PIL.PngImagePlugin import PngInfo
 
+        note = PngInfo()
+        note.add_text("Software", MASK_NOTE)
         kind = segment.MaskModel.of_run(self.run)
         with kept_facts(self.run):
             model = kind.build()
@@ -339,7 +341,7 @@ class _Use:
                 drawn = Image.fromarray(np.where(pixels.numpy(), 255, 0).astype(np.uint8))
                 # Whole or not at all, so that nothing half-written lies there after a stop.
                 with aside_of(path) as file:
-                    drawn.save(file, format="PNG", pnginfo=made_here(MASK_NOTE))
+                    drawn.save(file, format="PNG", pnginfo=note)
                 shares.append(pixels.to(torch.float64).mean())
             return {"share": torch.stack(shares)}
 

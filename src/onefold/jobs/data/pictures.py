@@ -60,7 +60,6 @@ from onefold.system.ownfiles import open_plain
 if TYPE_CHECKING:
     from PIL.Image import Image
     from PIL.ImageFile import ImageFile
-    from PIL.PngImagePlugin import PngInfo
 
 __all__ = [
     "ArrayPictures",
@@ -75,7 +74,6 @@ __all__ = [
     "load_picture",
     "look_at",
     "look_through",
-    "made_here",
     "open_picture",
     "picture_paths",
     "require_folder",
@@ -439,15 +437,6 @@ class Look(msgspec.Struct, frozen=True, array_like=True, tag="picture"):
     """Whether it holds floating point values, none of them above 1."""
     white: int | None = None
     """The white by which the sums were taken, where it has more than 8 bits a pixel."""
-
-
-def made_here(software: str) -> PngInfo:
-    """Make the note that a PNG carries about the program that wrote it."""
-    from PIL.PngImagePlugin import PngInfo
-
-    note = PngInfo()
-    note.add_text("Software", software)
-    return note
 
 
 def white_of(looks: Iterable[Look]) -> int | None:

@@ -75,7 +75,7 @@ def curves_of_several(runs: Runs) -> list[Chart]:
     """Chart losses, scores and speed, by epoch and by time; nothing before an epoch has ended."""
     # A dict and not a set, to keep the order: the page must be the same each time.
     names = dict.fromkeys(name for run in runs.values() for name in run.score_names)
-    target = next(iter(runs.values())).target[1]
+    target = next(iter(runs.values())).target
     # One unit for all runs, chosen by the longest, as they share the axis.
     longest_s = max(finite_or_zero(run.trained_s) for run in runs.values())
     unit_s, unit = next((size, word) for least, size, word in _UNITS if longest_s >= least)

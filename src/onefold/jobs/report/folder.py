@@ -128,31 +128,20 @@ class ReportedRun:
         return tuple(name for name in names if name != "loss")
 
     @property
-    def target(self) -> tuple[bool, str]:
-        """Whether more is better, and the score by which the best epoch is chosen."""
-        direction, _, name = str(self.facts.get("score") or "lowest loss").partition(" ")
-        return direction == "highest", name
+    def target(self) -> str:
+        """Name of the score by which the best epoch is chosen."""
+        return str(self.facts.get("score") or "lowest loss").partition(" ")[2]
 
     @property
     def best(self) -> tuple[int, float] | None:
         """The best epoch, counted from 0, and its score; None before the first."""
-        # What the run itself decided takes precedence: it kept the weights of that epoch.
-        recorded = self.facts.get("best")
-        if recorded:
-            return recorded["epoch"], number(recorded.get("value"))
-        highest, name = self.target
-        values = [(epoch.score(name), epoch.epoch) for epoch in self.epochs]
-        finite = [(value, epoch) for value, epoch in values if math.isfinite(value)]
-        if not finite:
-            return None
-        # max returns the first of equal values: the earliest epoch that was as good.
-        value, epoch = max(finite, key=lambda pair: pair[0] if highest else -pair[0])
-        return epoch, value
+        best = self.facts.get("best")
+        return (best["epoch"], number(best.get("value"))) if best else None
 
     @property
     def last_score(self) -> float:
         """The chosen score after the last epoch; NaN before the first."""
-        return self.epochs[-1].score(self.target[1]) if self.epochs else math.nan
+        return self.epochs[-1].score(self.target) if self.epochs else math.nan
 
     @property
     def trained_s(self) -> float:
