@@ -387,7 +387,7 @@ def _examples(
             name: folder.save_picture(picture, f"{number}-{name}")
             for name, picture in parts.items()
         }
-        return {"name": pair.name, **scores, **pictures}
+        return {"name": pair.image.name, **scores, **pictures}
 
     return {
         "kind": JOB,

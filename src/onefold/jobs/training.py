@@ -392,11 +392,10 @@ class Training:
                 self.trainer.save(self.folder.checkpoints, keep=KEPT, wait=stop, extra=extra)
             if stop:
                 raise SystemExit(STOPPED_CODE)
-        meter.look()
 
     def _evaluate(self, epoch: int, meter: Meter, bar: TrainingBar) -> None:
-        # Taken before the evaluation, during which this clock runs on.
-        train_s, task = meter.seconds, self.task
+        # Taken before the evaluation, during which the clock runs on.
+        training, task, start_s = meter.whole(), self.task, time.perf_counter()
         scores = self.trainer.evaluate(task.score, task.test_set, **self._reading)
         names = [str(device) for device in self.trainer.devices]
         phases = self.trainer.gather(meter.phases)
@@ -404,12 +403,9 @@ class Training:
             "kind": "epoch",
             "epoch": epoch,
             "step": self.trainer.steps,
-            "loss": meter.mean_loss,
+            **training,
             "scores": scores,
-            "lr": meter.rate,
-            "train_s": train_s,
-            "evaluate_s": meter.seconds - train_s,
-            "samples_per_s": meter.samples / train_s,
+            "evaluate_s": time.perf_counter() - start_s,
             "devices": [
                 {"device": name, **seconds} for name, seconds in zip(names, phases, strict=True)
             ],
@@ -544,29 +540,23 @@ class Meter:
         self._looked_s = time.perf_counter()
 
     @property
-    def rate(self) -> float:
-        """Learning rate of the last step."""
-        return self._sums["rate"]
-
-    @property
-    def samples(self) -> int:
-        """Samples of the steps read so far."""
-        return int(self._sums["samples"])
-
-    @property
     def phases(self) -> dict[str, float]:
         """Seconds in each phase of the steps read so far."""
         return {phase: self._sums[phase] for phase in PHASES}
 
     @property
-    def seconds(self) -> float:
-        """Seconds since the epoch began, those before a stop included."""
-        return time.perf_counter() - self._start_s
-
-    @property
     def mean_loss(self) -> float:
         """Mean loss of the samples read so far; NaN if there are none."""
-        return self._sums["total"] / self.samples if self.samples else math.nan
+        samples = self._sums["samples"]
+        return self._sums["total"] / samples if samples else math.nan
+
+    def whole(self) -> dict[str, float]:
+        """Return the loss, rate, seconds and speed of the epoch, those before a stop included."""
+        self.look()
+        train_s = time.perf_counter() - self._start_s
+        speed = self._sums["samples"] / train_s
+        rate = self._sums["rate"]
+        return {"loss": self.mean_loss, "lr": rate, "train_s": train_s, "samples_per_s": speed}
 
     def take_line(self) -> dict[str, float]:
         """Begin a new line of metrics; return the loss, speed and rate of the one that ends."""
@@ -577,11 +567,12 @@ class Meter:
         speed = samples / max(now_s - self._line_start_s, 1e-9)
         self._line_start_s = now_s
         loss = total / samples if samples else math.nan
-        return {"loss": loss, "samples_per_s": speed, "lr": self.rate}
+        return {"loss": loss, "samples_per_s": speed, "lr": self._sums["rate"]}
 
     def saved(self) -> dict[str, float]:
         """The numbers that a checkpoint in the middle of the epoch keeps."""
         # All steps so far are part of the checkpoint, so their losses must be in it as well.
         self.look()
-        line_seconds = time.perf_counter() - self._line_start_s
-        return {**self._sums, "seconds": self.seconds, "line_seconds": line_seconds}
+        now_s = time.perf_counter()
+        passed_s = {"seconds": now_s - self._start_s, "line_seconds": now_s - self._line_start_s}
+        return {**self._sums, **passed_s}
