@@ -6,6 +6,7 @@ import torch
 from safetensors.torch import save_file
 
 from onefold.errors import CheckpointError
+from onefold.jobs.classifier import confidences
 from onefold.jobs.text import (
     TextModel,
     TextOptions,
@@ -14,7 +15,6 @@ from onefold.jobs.text import (
     prepare,
     settle,
 )
-from onefold.jobs.training import confidences
 from tests.capabilities import needs_text
 from tests.jobs.tiny import SMALL, run_here, write_texts
 

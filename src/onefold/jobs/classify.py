@@ -14,6 +14,7 @@ from torch import nn
 
 from onefold.errors import CheckpointError, LaunchError
 from onefold.jobs import finetune, require
+from onefold.jobs.classifier import classifier_examples, loss_and_score
 from onefold.jobs.data.arrays import read_digits, read_idx_folder
 from onefold.jobs.data.augment import (
     CentreCrop,
@@ -26,7 +27,6 @@ from onefold.jobs.data.classes import PictureClasses, read_folders
 from onefold.jobs.data.fetch import fetch_dataset
 from onefold.jobs.data.pictures import Mode, require_folder
 from onefold.jobs.data.scan import Scanning
-from onefold.jobs.examples import classifier_examples
 from onefold.jobs.models.catalog import (
     FIXED,
     MODELS,
@@ -49,7 +49,7 @@ from onefold.jobs.options import (
     within,
 )
 from onefold.jobs.runfolder import RunFolder
-from onefold.jobs.training import Predict, Task, confidences, loss_and_score
+from onefold.jobs.training import Task
 from onefold.system.compat import BatchNorm
 
 __all__ = ["JOB", "ClassifyOptions", "PictureModel", "check_early", "make_task", "prepare"]
@@ -230,7 +230,9 @@ def make_task(options: ClassifyOptions, data: PictureClasses) -> Task:
         least_shard=2 if any(isinstance(part, BatchNorm) for part in model.modules()) else 1,
         train_set=pictures(data.train.pictures, data.train.labels, changes=changes),
         test_set=test_set,
-        examples=lambda predict, folder: _examples(predict, folder, test_set, kind),
+        examples=lambda predict, folder: classifier_examples(
+            JOB, predict, answer, test_set, kind.classes, partial(_shown, folder, test_set)
+        ),
         facts={
             "classes": list(kind.classes),
             "model": kind.name,
@@ -321,17 +323,10 @@ def _train_changes(options: ClassifyOptions, size: int) -> list[Any]:
     return [*changes[options.augment], *([RandomFlip()] if options.flip == "yes" else [])]
 
 
-def _examples(
-    predict: Predict, folder: RunFolder, test_set: LabelledPictures, kind: PictureModel
-) -> dict[str, Any]:
-    """Show what the trained model predicts for the test pictures; called on every device."""
-    predicted = predict(confidences(answer), test_set)["confidence"]
-
-    def show(number: int) -> dict[str, Any]:
-        picture = folder.save_picture(test_set.pictures[number], number)
-        return {"name": test_set.pictures.name(number), "picture": picture}
-
-    return classifier_examples(JOB, predicted, test_set.labels, kind.classes, show)
+def _shown(folder: RunFolder, test_set: LabelledPictures, number: int) -> dict[str, Any]:
+    """What a report shows of a picture, which is written for it."""
+    picture = folder.save_picture(test_set.pictures[number], number)
+    return {"name": test_set.pictures.name(number), "picture": picture}
 
 
 Flip = Literal["auto", "yes", "no"]

@@ -28,13 +28,13 @@ from rich.table import Table
 
 import onefold
 from onefold.jobs import require
+from onefold.jobs.classifier import loss_and_score
 from onefold.jobs.classify import answer
 from onefold.jobs.data.arrays import read_digits
 from onefold.jobs.data.augment import LabelledPictures, Normalise, RandomShift
 from onefold.jobs.data.files import require_ours
 from onefold.jobs.models.resnet import ResNet
 from onefold.jobs.progress import TrainingBar
-from onefold.jobs.training import loss_and_score
 from onefold.system.ownfiles import aside_of
 from onefold.system.words import counted
 

@@ -18,11 +18,11 @@ from torch.utils.data import Subset
 import onefold
 from onefold.errors import DataError
 from onefold.jobs import finetune, require
+from onefold.jobs.classifier import Predict, spread
 from onefold.jobs.data.masks import MaskRule, read_mask
 from onefold.jobs.data.pairs import MaskedPictures, Pair, read_pairs
 from onefold.jobs.data.pictures import open_picture, require_folder
 from onefold.jobs.data.scan import Scanning
-from onefold.jobs.examples import spread
 from onefold.jobs.models.unet import UNet
 from onefold.jobs.options import (
     COUNT,
@@ -46,7 +46,7 @@ from onefold.jobs.segment_pictures import (
     counted_pixels,
     whole_logits,
 )
-from onefold.jobs.training import Predict, Task
+from onefold.jobs.training import Task
 
 __all__ = ["JOB", "MaskModel", "SegmentOptions", "check_early", "make_task", "prepare", "settle"]
 

@@ -19,14 +19,14 @@ from torch import nn
 
 from onefold.errors import CheckpointError, DataError
 from onefold.jobs import require, text_models
+from onefold.jobs.classifier import classifier_examples, loss_and_score
 from onefold.jobs.data.files import read_whole, readable, refuse
 from onefold.jobs.data.labels import Sample, check_labels, check_same, untested
 from onefold.jobs.data.scan import Scanning
 from onefold.jobs.data.tsv import Line, TextSplits, read_splits
-from onefold.jobs.examples import classifier_examples
 from onefold.jobs.options import SHARE, Optimizer, TrainOptions, again, expect, option, within
 from onefold.jobs.runfolder import kept_facts, read_run
-from onefold.jobs.training import Predict, Task, confidences, loss_and_score
+from onefold.jobs.training import Task
 
 __all__ = ["JOB", "TextModel", "TextOptions", "check_early", "make_task", "prepare", "settle"]
 
@@ -237,7 +237,9 @@ def make_task(options: TextOptions, data: TextSplits) -> Task:
         collate=kind.collate,
         # Texts of near length share a batch, so that little of a shard is padding.
         lengths=train_set.lengths.tolist(),
-        examples=lambda predict, _: _examples(predict, dev_set, data.dev, kind),
+        examples=lambda predict, _: classifier_examples(
+            JOB, predict, answer, dev_set, kind.classes, partial(_shown, data.dev)
+        ),
         facts={
             "model": options.model,
             "text_model": {"max_length": kind.max_length, "pad_id": kind.pad_id},
@@ -289,17 +291,7 @@ def _labels(lines: Sequence[Line], classes: Sequence[str]) -> list[int]:
     return [numbers[line.label] for line in lines]
 
 
-def _examples(
-    predict: Predict,
-    dev_set: text_models.EncodedTexts,
-    dev: Sequence[Line],
-    kind: TextModel,
-) -> dict[str, Any]:
-    """Show what the trained model predicts for the test texts; called on every device."""
-    predicted = predict(confidences(answer), dev_set)["confidence"]
-
-    def show(number: int) -> dict[str, Any]:
-        line = dev[number]
-        return {"name": f"line {line.line_number}", "text": line.text[:SHOWN_CHARACTERS]}
-
-    return classifier_examples(JOB, predicted, dev_set.labels, kind.classes, show)
+def _shown(dev: Sequence[Line], number: int) -> dict[str, Any]:
+    """What a report shows of a text."""
+    line = dev[number]
+    return {"name": f"line {line.line_number}", "text": line.text[:SHOWN_CHARACTERS]}

@@ -37,11 +37,11 @@ from typing import Annotated, Any, TypedDict
 
 import msgspec
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import onefold
 from onefold.errors import CheckpointError, LaunchError
+from onefold.jobs.classifier import Predict
 from onefold.jobs.data.files import ReadData
 from onefold.jobs.finetune import freeze, parameter_groups
 from onefold.jobs.options import TrainOptions, make_optimizer, rate_factor
@@ -50,15 +50,7 @@ from onefold.jobs.runfolder import CHECKPOINTS, RunFolder, SavedName
 from onefold.system.process import STOPPED_CODE
 from onefold.system.words import counted
 
-__all__ = [
-    "Answer",
-    "Measured",
-    "Predict",
-    "Task",
-    "begin_training",
-    "confidences",
-    "loss_and_score",
-]
+__all__ = ["Task", "begin_training"]
 
 
 _log = logging.getLogger("onefold")
@@ -96,42 +88,6 @@ class Task:
     """What ``run.json`` records besides: classes, the model's name."""
     files: Mapping[str, str] = field(default_factory=dict)
     """Files without which the model cannot be used later: content by name."""
-
-
-Measured = dict[str, torch.Tensor]
-Answer = Callable[[nn.Module, Any], tuple[torch.Tensor, torch.Tensor]]
-Measure = Callable[[nn.Module, Any], Measured]
-Predict = Callable[[Measure, Any], Measured]
-"""``Trainer.predict`` of a measure and a data set, which reads as the task's evaluation does."""
-
-
-def loss_and_score(answer: Answer, smoothing: float) -> tuple[Callable[..., torch.Tensor], Measure]:
-    """Make the loss and the score of a classifier.
-
-    Args:
-        answer: returns the logits for a shard, (n, classes) float32, and its labels, (n,) int64.
-        smoothing: share of a label that is spread over all classes in the loss.
-    """
-
-    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
-        logits, labels = answer(model, batch)
-        return F.cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing)
-
-    def score(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
-        logits, labels = answer(model, batch)
-        right = logits.argmax(dim=1) == labels
-        return {"loss": F.cross_entropy(logits, labels, reduction="none"), "accuracy": right}
-
-    return loss, score
-
-
-def confidences(answer: Answer) -> Measure:
-    """Make the measure of a classifier: the probability of every class, (n, classes) float32."""
-
-    def measure(model: nn.Module, batch: Any) -> Measured:
-        return {"confidence": answer(model, batch)[0].softmax(dim=1)}
-
-    return measure
 
 
 def begin_training(options: TrainOptions, job: str, task: Task, data: ReadData) -> Training:
