@@ -377,12 +377,9 @@ def read_config(path: Path, job: str) -> dict[str, Any]:
 
 def write_config(options: TrainOptions, job: str, path: Path) -> None:
     """Write options as a file for `read_config`."""
+    values = dataclasses.asdict(options)
     # Whether a run resumes belongs to one command, and not to the run.
-    values = {
-        field.name: getattr(options, field.name)
-        for field in dataclasses.fields(options)
-        if field.name != "resume"
-    }
+    del values["resume"]
     # TOML has no null: an option without a value is left out, and reads as its default.
     given = {name: value for name, value in values.items() if value is not None}
     write_whole(path, tomli_w.dumps({"job": job, **given}).encode())

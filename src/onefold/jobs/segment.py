@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -20,7 +19,7 @@ from onefold.errors import DataError
 from onefold.jobs import finetune, require
 from onefold.jobs.classifier import Predict, spread
 from onefold.jobs.data.masks import MaskRule, read_mask
-from onefold.jobs.data.pairs import MaskedPictures, Pair, read_pairs
+from onefold.jobs.data.pairs import MaskedPictures, read_pairs
 from onefold.jobs.data.pictures import open_picture, require_folder
 from onefold.jobs.data.scan import Scanning
 from onefold.jobs.models.unet import UNet
@@ -361,6 +360,7 @@ def _examples(
     options: SegmentOptions,
 ) -> dict[str, Any]:
     """Show masks and predictions from all over the test set, and the worst; on every device."""
+    from PIL import Image
 
     def measure(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
         return overlaps(whole_logits(model, batch, padded.stride), batch, options.threshold)
@@ -382,7 +382,14 @@ def _examples(
     def entry_of(number: int) -> dict[str, Any]:
         pair = test_set.pairs[number]
         scores = {"iou": float(iou[number]), "dice": float(dice[number])}
-        parts = _parts(test_set, pair, drawn[shown.index(number)])
+        image = open_picture(pair.image, white=test_set.white)
+        height, width = _shown_size(image.height, image.width)
+        mask = drawn[shown.index(number), :height, :width].contiguous().numpy()
+        parts = {
+            "image": image,
+            "mask": read_mask(pair.mask, test_set.rule),
+            "prediction": Image.fromarray(mask),
+        }
         pictures = {
             name: folder.save_picture(picture, f"{number}-{name}")
             for name, picture in parts.items()
@@ -427,16 +434,3 @@ def _shown_size(height: int, width: int) -> tuple[int, int]:
     """Height and width of a picture's mask in a report."""
     scale = min(1.0, LARGEST_SHOWN / max(height, width))
     return max(1, round(height * scale)), max(1, round(width * scale))
-
-
-def _parts(test_set: PicturePairs, pair: Pair, mask: torch.Tensor) -> dict[str, Any]:
-    """Return a picture, its mask, and the predicted mask."""
-    from PIL import Image
-
-    image = open_picture(pair.image, white=test_set.white)
-    height, width = _shown_size(image.height, image.width)
-    return {
-        "image": image,
-        "mask": read_mask(pair.mask, test_set.rule),
-        "prediction": Image.fromarray(np.ascontiguousarray(mask[:height, :width].numpy())),
-    }
