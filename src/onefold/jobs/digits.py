@@ -29,7 +29,6 @@ from rich.table import Table
 import onefold
 from onefold.jobs import require
 from onefold.jobs.classifier import loss_and_score
-from onefold.jobs.classify import answer
 from onefold.jobs.data.arrays import read_digits
 from onefold.jobs.data.augment import LabelledPictures, Normalise, RandomShift
 from onefold.jobs.data.files import require_ours
@@ -197,7 +196,8 @@ def train(epochs: int) -> Run:
     torch.manual_seed(SEED)
     model = ResNet(blocks=(2, 2), in_channels=1, width=64)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-    loss, score = loss_and_score(answer, smoothing=0.0)
+    # An answer is the logits and the labels of a batch.
+    loss, score = loss_and_score(lambda model, batch: (model(batch[0]), batch[1]), smoothing=0.0)
     trainer = onefold.Trainer(model, optimizer, loss, shards=SHARDS, seed=SEED)
     data = read_digits(holdout=TEST_SHARE, seed=SEED)
     plain = Normalise(mean=(0.0,), std=(1.0,))
