@@ -90,7 +90,6 @@ ENDS = """
 
 LOCKS = """
     checkpoint/aside.py fcntl.flock: on a file of its owner alone; never waits
-    jobs/progress.py threading.Lock: held for a line
     system/folderlock.py fcntl.lockf: on a file of its owner alone; never waits
     system/ownfiles.py fcntl.flock: on the private folder, so that others leave it; never waits
     testing/scheduler.py threading.Semaphore: of simulated devices, one of which always goes on
