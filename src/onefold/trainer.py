@@ -236,7 +236,7 @@ class Trainer:
             lengths=lengths,
             drop_last=drop_last,
         )
-        return self._session.loader_of_steps(chosen.dataset, chosen.collate, **chosen.choices)
+        return self._session.loader_of_steps(**chosen)
 
     def batches(self, rule: BatchRule, *, per_epoch: int) -> Loader:
         """Whole batches by a rule of your own, for `step`; they go on after a checkpoint.
@@ -796,8 +796,7 @@ class Trainer:
 
     def _in_order(self, dataset: DataSource, names: TorchNames, sizes: Mapping[str, Any]) -> Loader:
         """Batches of all samples in the data set's order, for one pass."""
-        chosen = choose(dataset, names, in_order=True, **sizes)
-        return self._session.loader(chosen.dataset, chosen.collate, **chosen.choices)
+        return self._session.loader(**choose(dataset, names, in_order=True, **sizes))
 
 
 def _dropped(reference: weakref.ref[Session], memory: Memory) -> None:

@@ -7,7 +7,6 @@ of a checkpoint that is loaded: it decides which of their tensors are used, and 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from onefold.core.flat import (
 from onefold.core.storage import Storage
 from onefold.deferred.access import NotResident
 from onefold.errors import CheckpointError
-from onefold.system.allocator import DEFAULT_ALLOCATOR, TensorAllocator
+from onefold.system.allocator import TensorAllocator
 from onefold.system.compat import EXTRA_STATE_KEY_SUFFIX
 from onefold.system.tensorfile import DTYPES, TensorParts
 from onefold.update.optimizer import MASTER
@@ -145,18 +144,17 @@ def sorted_values(
 
 
 class TensorFiles:
-    """The tensors in some files of a checkpoint.
+    """The tensors in some files of a checkpoint, which stay open, whoever deletes them meanwhile.
 
     Args:
         paths: the files.
-        stack: closes them.
     """
 
-    def __init__(self, paths: Iterable[Path], stack: ExitStack) -> None:
+    def __init__(self, paths: Iterable[Path]) -> None:
         self._files: dict[str, Any] = {}
         for path in paths:
             try:
-                file = stack.enter_context(safe_open(path, framework="pt"))
+                file: Any = safe_open(path, framework="pt")
             except SafetensorError as error:
                 raise CheckpointError(f"{path} is a broken safetensors file: {error}") from error
             self._files |= dict.fromkeys(file.keys(), file)
@@ -280,7 +278,6 @@ class StoredStates:
         storage: the layouts of the run that loads it.
         carried: numbers of the buffers that each shard has for itself.
         changed: what may differ from the run that was saved.
-        stack: closes the files.
         allocator: where what is handed out lies.
     """
 
@@ -290,16 +287,15 @@ class StoredStates:
         storage: Storage,
         carried: Sequence[int],
         changed: Collection[str],
-        stack: ExitStack,
-        allocator: TensorAllocator = DEFAULT_ALLOCATOR,
+        allocator: TensorAllocator,
     ) -> None:
         # A checkpoint that was saved with averages in the model has what is trained beside it.
         trained = stored.path("training.safetensors")
         names = ("model.safetensors", "buffers.safetensors")
         paths = [path for name in names if (path := stored.path(name)) is not None]
-        self.model = TensorFiles(paths if trained is None else [trained], stack)
+        self.model = TensorFiles(paths if trained is None else [trained])
         """What the model goes on with."""
-        self._files = TensorFiles([stored.folder / "optimizer.safetensors"], stack)
+        self._files = TensorFiles([stored.folder / "optimizer.safetensors"])
         self._storage, self._allocator = storage, allocator
         self._carried = () if "shards" in changed else carried
         self._with_optimizer = "optimizer" not in changed

@@ -100,11 +100,9 @@ def _held_by(owners: Iterable[object]) -> list[Any]:
 
 def state_of(generator: Any) -> Any:
     """The state of one of `GENERATORS`, in the form of its library."""
-    if isinstance(generator, random.Random):
-        return generator.getstate()
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state
-    return generator.get_state()
+    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
 
 
 def _seed(generator: Any, seed: int) -> None:

@@ -163,12 +163,14 @@ class Session:
             if self.devices.has_lead:  # a run that saves nothing may go on
                 _log.warning("trainer.save will refuse this run: %s", error)
         # Loading may fail on one device alone, for lack of memory say: the others must be told.
-        with self.telling_others():
-            self._autosave = Autosave.of(
-                *(self.devices, self.checkpoints, self.position, self._progress, self.resumption),
-                blocks=lambda: self.changes.blocks,
-            )
-        if self._autosave is not None:
+        self._autosave: Autosave | None = None
+        if self._context.options.checkpoint and self._progress is not None:
+            with self.telling_others():
+                self._autosave = Autosave(
+                    *(self.devices, self.checkpoints, self.position),
+                    *(self._progress, self.resumption),
+                    blocks=lambda: self.changes.blocks,
+                )
             self.position.reached = self._reached
             at_good_end(self._finish)
 

@@ -37,6 +37,7 @@ from typing import Any, BinaryIO, Self
 
 __all__ = [
     "LONGEST_TEMPORARY_PATH",
+    "NO_LOCKS",
     "RECORD_BYTES",
     "PrivateFolder",
     "aside_of",
@@ -61,6 +62,9 @@ of the temporary folder."""
 _MARK = ".onefold-boot"
 """A file in a private folder, which its process has locked for as long as it lives. It holds what
 `_boot` returns."""
+
+NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
+"""The errors by which a file system says that it has no locks."""
 
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 # O_NONBLOCK, or opening a FIFO would wait for its other end; O_NOCTTY, or a terminal would become
