@@ -164,7 +164,6 @@ class Autosave:
         self._checkpoints, self._position, self._blocks = checkpoints, position, blocks
         self._schedule = checkpoints.schedule
         self._saved = position.step
-        self._due = False
         self._at_next = False
         """Whether the checkpoint that is due is to be written as the next step begins."""
         self._reuses = False
@@ -172,7 +171,7 @@ class Autosave:
         self._blocks_before: int | None = None
         """How many blocks of changes the script had opened before its first step."""
         self._put_off = 0
-        """For how many steps what is due has been put off."""
+        """For how many steps what is due has been put off; 0 if nothing is."""
         self._stop = False
 
     def check(self, batch: ShardedBatch) -> None:
@@ -239,11 +238,9 @@ class Autosave:
         """
         self._stop |= stop
         step = self._position.step
-        self._due |= (
-            stop or (self._every > 0 and step % self._every == 0) or self._clock.is_due(step)
-        )
+        due = stop or (self._every > 0 and step % self._every == 0) or self._clock.is_due(step)
         self._at_next = False
-        if not self._due:
+        if not due and not self._put_off:
             return
         # All devices come to the same answer here, as it follows from agreed values alone.
         self._put_off += 1
@@ -269,7 +266,7 @@ class Autosave:
     def _save(self, place: Place) -> None:
         self._write(place)
         self._clock.restart()
-        self._due = self._at_next = False
+        self._at_next = False
         self._put_off = 0
         self._saved = self._position.step
 

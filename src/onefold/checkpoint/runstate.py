@@ -99,14 +99,10 @@ class RunState:
     def _state(self) -> dict[str, Any]:
         return {
             **self._position.to_json(),
-            "seed": self._settings.seed,
-            "shards": self._settings.shards,
-            "clip_norm": self._settings.clip_norm,
-            "clip_value": self._settings.clip_value,
+            **{name: getattr(self._settings, name) for name in _SAME},
             "precision": self._settings.precision.name,
             "microbatch": self._microbatches.samples,
             "microbatch_trials": self._microbatches.trials,
-            "compile": self._settings.compile,
             "loss_scale": 1.0 if self._rules.scale is None else self._rules.scale.value,
             "good_steps": 0 if self._rules.scale is None else self._rules.scale.good_steps,
             "average": self._averaging.to_json(),

@@ -26,7 +26,7 @@ from torch.utils.data import Dataset
 from onefold.core.batch import DataPass, ShardedBatch
 from onefold.core.randomness import kept_generators
 from onefold.core.shard import Plan
-from onefold.data_order.indexed import Choices, Indexed, Items, Rule, Ruled
+from onefold.data_order.indexed import Choices, Indexed, Items, Rule
 from onefold.data_order.position import LoaderTrack
 from onefold.data_order.reader import Answer, BadSample, Collate, Request, one_thread
 from onefold.data_order.stream import Stream, is_stream
@@ -319,7 +319,7 @@ def source_of(
     own: Sequence[int],
     workers: Workers,
     choices: Choices,
-) -> Indexed | Ruled | Stream:
+) -> Indexed | Stream:
     """Find how a data set is read.
 
     Args:
@@ -334,10 +334,8 @@ def source_of(
         TypeError: the data set has neither an index nor passes.
         ValueError: the choices do not fit the data set, or each other.
     """
-    if isinstance(dataset, Rule):
-        return Ruled(dataset, collate, seed, own)
     if _is_loader(dataset) or not is_stream(dataset):
-        if not isinstance(dataset, Items):
+        if not isinstance(dataset, Items | Rule):
             _check_index(dataset)
         return Indexed(dataset, collate, seed, own, choices)
     if workers.number > 1:

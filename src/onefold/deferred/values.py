@@ -105,12 +105,8 @@ def _settle(tensors: Sequence[torch.Tensor]) -> None:
         if values is not None:
             # Plain first: drawing is a use as well.
             assert isinstance(tensor, torch.nn.Parameter)
-            reveal([tensor])
-            try:
+            with revealed([tensor]):
                 values.settle()
-            except BaseException:
-                defer(tensor, values)
-                raise
 
 
 _PARAMETERS = AccessHook(
