@@ -38,6 +38,7 @@ WRITES_OR_REMOVES = """
     checkpoint/aside.py os.rename: of a checkpoint of ours, to and from a name beside it
     checkpoint/aside.py shutil.rmtree: leftovers of this user, with parts of a checkpoint alone
     checkpoint/folder.py os.rename: folders of this name and form, whose record says they are ours
+    checkpoint/folder.py path.open: a new file in the folder that is being written
     checkpoint/folder.py shutil.rmtree: what was put aside under a name that we have drawn
     checkpoint/folder.py tempfile.TemporaryDirectory: in the directory, to try it
     exchange/shared.py os.ftruncate: memory without a name

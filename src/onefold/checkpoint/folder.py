@@ -407,7 +407,10 @@ def _write_record(
             f"from a checkpoint that holds such a value, go on from an earlier one; checkpoints "
             f"that are there stay"
         ) from error
-    write_whole(path, _sealed(text))
+    with path.open("xb") as file:
+        file.write(_sealed(text))
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _put_in_place(aside: Path, folder: Path, run: object, old: Path) -> None:

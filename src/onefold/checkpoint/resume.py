@@ -17,7 +17,6 @@ Finding, and taking over what was found, are two calls: `load` makes both at onc
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -55,7 +54,6 @@ from onefold.update.state import AVERAGE, unpack
 
 __all__ = ["Checkpoints", "Found"]
 
-_log = logging.getLogger("onefold")
 _WITH_SCHEDULE = ("lr", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum")
 """Settings of an optimizer that its schedule sets."""
 
@@ -185,8 +183,15 @@ class Checkpoints:
         with self._saving.readable():
             find = partial(self._find, path, changed, if_any, leave_out)
             found, files = self._lead.do("checking a checkpoint", find) or (None, None)
-            stored = self._agree_on(found)
-            return None if stored is None else Found(stored, files, changed)
+        # All devices learn what the lead has found; if that is an error, all of them raise it.
+        text = torch.frombuffer(bytearray(to_bytes(found)), dtype=torch.uint8)
+        make = (lambda device: text) if self._lead.is_here else None
+        told, _ = from_bytes(self._exchange.transport.scatter_from_lead(make))
+        if told is None:
+            return None
+        if "error" in told:
+            raise CheckpointError(told["error"])
+        return Found(StoredCheckpoint(Path(told["folder"]), told["run"]), files, changed)
 
     def adopt_place(self, found: Found) -> None:
         """Have the run stand where a checkpoint was made, and bear its name."""
@@ -288,17 +293,6 @@ class Checkpoints:
         except CheckpointError as error:
             return {"error": str(error)}, None
         return {"folder": str(found.folder), "run": found.run}, files
-
-    def _agree_on(self, told: object) -> StoredCheckpoint | None:
-        """Tell all devices what the lead has found; if that is an error, all of them raise it."""
-        text = torch.frombuffer(bytearray(to_bytes(told)), dtype=torch.uint8)
-        make = (lambda device: text) if self._lead.is_here else None
-        found, _ = from_bytes(self._exchange.transport.scatter_from_lead(make))
-        if found is None:
-            return None
-        if "error" in found:
-            raise CheckpointError(found["error"])
-        return StoredCheckpoint(Path(found["folder"]), found["run"])
 
     def _take_model(self, files: StoredStates | None) -> None:
         # The script may have replaced buffers of the module: take them back into flat memory, which
