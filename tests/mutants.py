@@ -358,8 +358,8 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "a run that was saved with its averages goes on with them",
         "checkpoint/model.py",
-        "TensorFiles(paths if trained is None else [trained], stack)",
-        "TensorFiles(paths, stack)",
+        "TensorFiles(paths if trained is None else [trained])",
+        "TensorFiles(paths)",
     ),
     Mutant(
         "anybody may look into a private folder",

@@ -236,7 +236,7 @@ class Trainer:
             lengths=lengths,
             drop_last=drop_last,
         )
-        return self._session.loader_of_steps(chosen.dataset, chosen.collate, **chosen.choices)
+        return self._session.loader_of_steps(**chosen)
 
     def batches(self, rule: BatchRule, *, per_epoch: int) -> Loader:
         """Whole batches by a rule of your own, for `step`; they go on after a checkpoint.

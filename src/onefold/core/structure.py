@@ -11,6 +11,7 @@ are made anew from their items.
 from __future__ import annotations
 
 import copy
+import operator
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
@@ -102,14 +103,19 @@ def tensors_of(value: object) -> Iterator[torch.Tensor]:
         yield from tensors_of(part)
 
 
-def with_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Make the same containers with other tensors, in the order of `tensors_of`."""
-    if isinstance(value, torch.Tensor):
+def with_tensors(value: Any, change: Callable[[Any], Any], kind: type = torch.Tensor) -> Any:
+    """Make the same containers with other tensors, in the order of `tensors_of`.
+
+    Args:
+        value: tensors in nested containers; those in which nothing changes stay what they are.
+        change: returns what takes the place of a tensor.
+        kind: what to change in place of tensors.
+    """
+    if isinstance(value, kind):
         return change(value)
-    if next(tensors_of(value), None) is None:
-        return value
-    parts = parts_of(value) or ()
-    return with_parts(value, [with_tensors(part, change) for _, part in parts])
+    parts = [part for _, part in parts_of(value) or ()]
+    made = [with_tensors(part, change, kind) for part in parts]
+    return value if all(map(operator.is_, made, parts)) else with_parts(value, made)
 
 
 def put_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

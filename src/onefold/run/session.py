@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -36,7 +36,6 @@ from onefold.data_order.indexed import Items, Rule
 from onefold.data_order.loader import Loader
 from onefold.data_order.position import Position, Reached
 from onefold.data_order.reader import Collate, SizedDataset
-from onefold.data_order.takeover import Chosen
 from onefold.errors import DisagreementError
 from onefold.exchange.progress import progress_of
 from onefold.passes.averaged import Averaging
@@ -165,12 +164,14 @@ class Session:
             if self.devices.has_lead:  # a run that saves nothing may go on
                 _log.warning("trainer.save will refuse this run: %s", error)
         # Loading may fail on one device alone, for lack of memory say: the others must be told.
-        with self.telling_others():
-            self._autosave = Autosave.of(
-                *(self.devices, self.checkpoints, self.position, self._progress, self.resumption),
-                blocks=lambda: self.changes.blocks,
-            )
-        if self._autosave is not None:
+        self._autosave: Autosave | None = None
+        if self._context.options.checkpoint and self._progress is not None:
+            with self.telling_others():
+                self._autosave = Autosave(
+                    *(self.devices, self.checkpoints, self.position),
+                    *(self._progress, self.resumption),
+                    blocks=lambda: self.changes.blocks,
+                )
             self.position.reached = self._reached
             at_good_end(self._finish)
 
@@ -229,11 +230,11 @@ class Session:
         compute: Callable[[Engine, ScoreFunction, Loader, DataCall], dict[str, Any]],
         function: ScoreFunction,
         model: str | None,
-        chosen: Chosen,
+        chosen: Mapping[str, Any],
     ) -> dict[str, Any]:
         """Make a call over a data set, in its order, which all devices must make."""
         part = self.parts.on_part(function, model)
-        batches = self.loader(chosen.dataset, chosen.collate, **chosen.choices)
+        batches = self.loader(**chosen)
         with self.telling_others():
             self.checkpoints.check()
             self.engine.check_last_step()
