@@ -27,7 +27,6 @@ import torch
 from onefold.core.assignment import Assignment
 from onefold.core.flat import FlatTensors
 from onefold.core.shard import Plan
-from onefold.core.storage import Storage
 from onefold.exchange.memory import Memory
 from onefold.exchange.reduction import BlockReduction, Reduction, StageReduction
 from onefold.exchange.stageexchange import StageExchange
@@ -40,7 +39,6 @@ class Exchange:
     """Trades partial sums and parameters between this process's devices and all others of the run.
 
     Args:
-        storage: the sizes.
         memory: the memory of this process's devices.
         transport: reaches the other processes.
         assignment: who takes part.
@@ -50,7 +48,6 @@ class Exchange:
 
     def __init__(
         self,
-        storage: Storage,
         memory: Memory,
         transport: Transport,
         assignment: Assignment,
@@ -61,13 +58,13 @@ class Exchange:
         self.table = memory.table
         """Own rows may be written before `collect`; all rows may be read after it."""
         self.reduction: Reduction = (
-            BlockReduction(storage, memory) if stages is None else StageReduction(stages, memory)
+            BlockReduction(memory)
+            if stages is None
+            else StageReduction(stages, memory, assignment.partitions)
         )
         """Adds up gradients: whole partial sums that are published, or stage by stage."""
         self.channel = channel
         """Between the devices of a pipeline; None if each computes whole shards."""
-        self.reduction.bind(assignment)
-        memory.bind(assignment)
 
     def agree(self, step: int, message: bytes) -> Sequence[bytes]:
         """Wait until every process has begun the same call.

@@ -22,17 +22,16 @@ from collections.abc import Callable, Sequence
 import torch
 
 from onefold.core.assignment import Assignment, Devices
-from onefold.core.flat import Chunk, FlatTensors
+from onefold.core.flat import FlatTensors
 from onefold.core.fold import Published
 from onefold.core.shard import Plan
-from onefold.core.storage import Storage, cut_chunks
+from onefold.core.storage import Storage
 from onefold.exchange.collective import GroupTransport
 from onefold.exchange.exchange import Exchange
 from onefold.exchange.group import Rendezvous, agree_on_kind, agree_on_name, join_group
 from onefold.exchange.mailbox import Mailbox, connected
-from onefold.exchange.memory import AsGiven, FrozenMemory, Memory, Partial, Start, new_flats
+from onefold.exchange.memory import AsGiven, Memory, Partial, Start
 from onefold.exchange.private import collective_exchange
-from onefold.exchange.shardtable import ShardTable
 from onefold.exchange.shared import HostTransport, shared_exchange
 from onefold.exchange.stageexchange import LocalStageExchange
 from onefold.exchange.transport import Alone, LocalPipelineChannel
@@ -131,13 +130,13 @@ def local_exchange(
     allocator: TensorAllocator = DEFAULT_ALLOCATOR,
 ) -> Exchange:
     """Make the exchange of a process that drives all devices of the assignment."""
-    memory = LocalMemory(storage, start, assignment.devices, allocator)
+    memory = LocalMemory(storage, start, assignment, allocator)
     transport = Alone(assignment.devices[0], allocator)
     stages = None
     if storage.stages is not None:
-        stages = LocalStageExchange(storage, copies=allocator.on_disk)
+        stages = LocalStageExchange(storage, assignment, copies=allocator.on_disk)
     channel = LocalPipelineChannel() if assignment.plan.pipeline > 1 else None
-    return Exchange(storage, memory, transport, assignment, stages, channel)
+    return Exchange(memory, transport, assignment, stages, channel)
 
 
 class LocalMemory(Memory):
@@ -148,7 +147,7 @@ class LocalMemory(Memory):
     Args:
         storage: the sizes.
         start: the values of the lead's model.
-        devices: all D of them.
+        assignment: names all D devices.
         allocator: where the model lies, if the devices are the processor, or keep nothing.
     """
 
@@ -156,30 +155,14 @@ class LocalMemory(Memory):
         self,
         storage: Storage,
         start: Start,
-        devices: Sequence[torch.device],
-        allocator: TensorAllocator = DEFAULT_ALLOCATOR,
+        assignment: Assignment,
+        allocator: TensorAllocator,
     ) -> None:
-        self.allocator = allocator
-        self._storage, self._devices = storage, devices
-        numbered, first = dict(enumerate(devices)), devices[0]
-        self.is_partitioned = allocator.apart and len(devices) == 1
-        if self.is_partitioned:
-            self.trained = {0: FlatTensors(storage.parameters, device=first, there=False)}
-        else:
-            self.trained = new_flats(storage.parameters, start.trained, numbered, allocator)
-        self.other = new_flats(storage.other, start.other, numbered, allocator)
-        if storage.frozen is not None:
-            self.frozen = FrozenMemory(storage, storage.frozen, 0, first, allocator)
-        self.table = ShardTable.private(storage.table, first)
+        super().__init__(storage, assignment, allocator)
+        self._devices = assignment.devices
+        self.is_partitioned = allocator.apart and len(self._devices) == 1
+        self._make_private(start, dict(enumerate(self._devices)))
         self._partials: dict[Published, Partial | AsGiven] = {}
-        self._chunks: list[list[Chunk]] = []
-
-    def bind(self, assignment: Assignment) -> None:
-        storage = self._storage
-        self._chunks = [
-            cut_chunks(storage.parameters, storage.pieces_of(partition))
-            for partition in assignment.partitions
-        ]
 
     def broadcast_from_lead(self, buffers: FlatTensors) -> None:
         # Copies of the first device's model follow it at the next step. But what it keeps of frozen
@@ -196,7 +179,7 @@ class LocalMemory(Memory):
     def partial(self, place: Published) -> Partial | AsGiven:
         """The memory of a partial sum, allocated when a plan first needs this slot."""
         if place not in self._partials:
-            layout, device = self._storage.gradients, self._devices[place.device]
+            layout, device = self.storage.gradients, self._devices[place.device]
             is_alone = len(self._devices) == 1
             self._partials[place] = AsGiven(layout) if is_alone else Partial.private(layout, device)
         return self._partials[place]
@@ -211,7 +194,7 @@ class LocalMemory(Memory):
 
     def publish_parameters(self) -> None:
         # Non-blocking: the next kernels of both devices come after the copy in their streams.
-        for owner, chunks in enumerate(self._chunks):
+        for owner, chunks in enumerate(self._updated):
             source = self.trained[owner]
             for receiver, parameters in self.trained.items():
                 for chunk in chunks if receiver != owner else ():

@@ -36,7 +36,7 @@ from onefold.core.flat import (
 from onefold.core.fold import Published
 from onefold.core.shard import Plan
 from onefold.core.stages import StageLayout
-from onefold.core.storage import Frozen, Storage
+from onefold.core.storage import Frozen, Storage, cut_chunks
 from onefold.exchange.shardtable import ShardTable
 from onefold.system.allocator import DEFAULT_ALLOCATOR, TensorAllocator
 from onefold.system.compat import copy_each
@@ -53,7 +53,6 @@ __all__ = [
     "Start",
     "by_stage",
     "cut_piece",
-    "new_flats",
     "shape_piece",
     "write_first",
 ]
@@ -381,6 +380,11 @@ class Arrivals(NamedTuple):
 class Memory(ABC):
     """Memory of this process's devices, and what they can see of that of the others.
 
+    Args:
+        storage: the sizes.
+        assignment: who takes part, and who owns which partition.
+        allocator: where what is large of this process lies on the host.
+
     The methods are called in the order of a step: `publish` for each block, `collect`, then
     `partial` for each block and owned partition, `publish_parameters`, `release`. `collect`,
     `publish_parameters` and `broadcast_from_lead` are called on all devices, and may block where
@@ -395,22 +399,40 @@ class Memory(ABC):
     """The other parameters, by number of this process's devices."""
     frozen: FrozenMemory | None = None
     """What this process's device keeps of the frozen parameters, if it does not have all."""
-    allocator: TensorAllocator = DEFAULT_ALLOCATOR
-    """Where what is large of this process lies on the host."""
     is_common: bool = False
     """Whether all processes compute with the very same memory of the parameters."""
     is_partitioned: bool = False
     """Whether each device keeps its partition of the trained parameters, and gathers others when
     it needs them: then there is memory for all of them only now and then."""
 
+    def __init__(
+        self, storage: Storage, assignment: Assignment, allocator: TensorAllocator
+    ) -> None:
+        self.storage, self.allocator = storage, allocator
+        self.partitions = [storage.pieces_of(each) for each in assignment.partitions]
+        """The pieces that each device owns."""
+        self.summed = [cut_chunks(storage.gradients, each) for each in self.partitions]
+        """For each device, the stretches of gradients that it adds up one after the other."""
+        self._updated = [cut_chunks(storage.parameters, each) for each in self.partitions]
+
+    def _make_private(self, start: Start, devices: Mapping[int, torch.device]) -> None:
+        """Allocate parameters and table where nobody shares them, on devices by their numbers."""
+        storage, (number, device) = self.storage, next(iter(devices.items()))
+        if self.is_partitioned:
+            # Their owners are given the first values one parameter after the other.
+            flat = FlatTensors(storage.parameters, device=device, there=False)
+            self.trained = {number: flat}
+        else:
+            self.trained = _new_flats(storage.parameters, start.trained, devices, self.allocator)
+        self.other = _new_flats(storage.other, start.other, devices, self.allocator)
+        if storage.frozen is not None:
+            self.frozen = FrozenMemory(storage, storage.frozen, number, device, self.allocator)
+        self.table = ShardTable.private(storage.table, device)
+
     def resident(self, device: int) -> list[FlatTensors]:
         """The memory of parameters that a device of this process has for the whole run."""
         always = [] if self.is_partitioned else [self.trained[device]]
         return [*always, self.other[device]]
-
-    @abstractmethod
-    def bind(self, assignment: Assignment) -> None:
-        """Learn who owns which partition; called once, before the first step."""
 
     @abstractmethod
     def publish(self, device: int, slot: int, gradients: Sequence[torch.Tensor | None]) -> None:
@@ -483,7 +505,7 @@ def write_first(flat: FlatTensors, values: Sequence[torch.Tensor | FirstValues])
             value.write_to(view)
 
 
-def new_flats(
+def _new_flats(
     layout: Layout,
     values: Sequence[torch.Tensor | FirstValues],
     devices: Mapping[int, torch.device],

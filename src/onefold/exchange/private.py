@@ -33,21 +33,18 @@ from onefold.core.flat import Chunk, FlatTensors, storage_order
 from onefold.core.fold import Published, blocks_of
 from onefold.core.shard import Plan, runs_of
 from onefold.core.stages import ROOT
-from onefold.core.storage import Storage, cut_chunks
+from onefold.core.storage import Storage
 from onefold.exchange.collective import GroupTransport, Moving, Operation
 from onefold.exchange.exchange import Exchange
 from onefold.exchange.memory import (
     Arrivals,
-    FrozenMemory,
     Memory,
     Partial,
     PartitionSums,
     PartitionTensors,
     Start,
     by_stage,
-    new_flats,
 )
-from onefold.exchange.shardtable import ShardTable
 from onefold.exchange.stageexchange import (
     Delivery,
     GradientSend,
@@ -73,13 +70,13 @@ def collective_exchange(
             the processor, or keeps nothing.
         assignment: who takes part.
     """
-    memory = PrivateMemory(storage, start, transport)
+    memory = PrivateMemory(storage, start, transport, assignment)
     plan = assignment.plan
     stages = None
     if storage.stages is not None:
-        stages = GroupStageExchange(storage, transport, plan.column_of(transport.rank))
+        stages = GroupStageExchange(storage, transport, assignment)
     channel = GroupPipelineChannel(transport) if plan.pipeline > 1 else None
-    return Exchange(storage, memory, transport, assignment, stages, channel)
+    return Exchange(memory, transport, assignment, stages, channel)
 
 
 class PrivateMemory(Memory):
@@ -89,37 +86,23 @@ class PrivateMemory(Memory):
         storage: the sizes.
         start: this process's values, replaced by the lead's.
         transport: to the other devices; see `collective_exchange`.
+        assignment: who takes part.
     """
 
-    def __init__(self, storage: Storage, start: Start, transport: GroupTransport) -> None:
-        self.allocator = allocator = transport.allocator
-        self._storage, self._transport = storage, transport
-        self._rank, device = transport.rank, transport.device
+    def __init__(
+        self, storage: Storage, start: Start, transport: GroupTransport, assignment: Assignment
+    ) -> None:
+        allocator = transport.allocator
+        super().__init__(storage, assignment, allocator)
+        self._transport, self._rank = transport, transport.rank
         self._own: dict[int, Partial] = {}
         self._received: dict[Published, PartitionTensors] = {}
-        self.table = ShardTable.private(storage.table, device)
         # A file takes no memory where there is none to spare; all else is with its owners.
         self.is_partitioned = storage.stages is not None and (
             allocator.apart or not allocator.on_disk
         )
-        own = {self._rank: device}
-        self.other = new_flats(storage.other, start.other, own, allocator)
-        if self.is_partitioned:
-            # Their owners are given the first values one parameter after the other.
-            flat = FlatTensors(storage.parameters, device=device, there=False)
-            self.trained = {self._rank: flat}
-        else:
-            self.trained = new_flats(storage.parameters, start.trained, own, allocator)
-        if storage.frozen is not None:
-            self.frozen = FrozenMemory(storage, storage.frozen, self._rank, device, allocator)
+        self._make_private(start, {self._rank: transport.device})
         self.broadcast_from_lead(start.buffers)
-
-    def bind(self, assignment: Assignment) -> None:
-        storage = self._storage
-        partitions = [storage.pieces_of(partition) for partition in assignment.partitions]
-        self._partition = partitions[self._rank]
-        self._summed = [cut_chunks(storage.gradients, partition) for partition in partitions]
-        self._updated = [cut_chunks(storage.parameters, partition) for partition in partitions]
 
     def broadcast_from_lead(self, buffers: FlatTensors) -> None:
         flats = [self.trained[self._rank], self.other[self._rank], buffers]
@@ -161,7 +144,8 @@ class PrivateMemory(Memory):
             return self._slot(place.slot)
         if place not in self._received:
             device = self._transport.device
-            received = PartitionTensors(self._storage.gradients, self._partition, device)
+            partition = self.partitions[self._rank]
+            received = PartitionTensors(self.storage.gradients, partition, device)
             self._received[place] = received
         return self._received[place]
 
@@ -171,7 +155,7 @@ class PrivateMemory(Memory):
             self._all_gather(self.trained[self._rank], self._updated)
 
     def all_gather_gradient(self, whole: FlatTensors) -> None:
-        self._all_gather(whole, self._summed)
+        self._all_gather(whole, self.summed)
 
     def _all_gather(self, flat: FlatTensors, chunks: Sequence[Sequence[Chunk]]) -> None:
         # Straight into the memory: each stretch has one owner, so no two messages overlap.
@@ -193,7 +177,7 @@ class PrivateMemory(Memory):
 
     def _slot(self, slot: int) -> Partial:
         if slot not in self._own:
-            self._own[slot] = Partial.private(self._storage.gradients, self._transport.device)
+            self._own[slot] = Partial.private(self.storage.gradients, self._transport.device)
         return self._own[slot]
 
     def _tables_to_move(self, plan: Plan) -> list[Operation]:
@@ -227,10 +211,10 @@ class PrivateMemory(Memory):
         for peer in self._transport.peers():
             theirs = blocks_of(plan.shards_of(peer), plan.shards)
             for slot in range(len(own)):
-                operations += _moves(True, peer, self._slot(slot), self._summed[peer])
+                operations += _moves(True, peer, self._slot(slot), self.summed[peer])
             for slot in range(len(theirs)):
                 received = self.partial(Published(peer, slot))
-                operations += _moves(False, peer, received, self._summed[self._rank])
+                operations += _moves(False, peer, received, self.summed[self._rank])
         return operations
 
 
@@ -256,23 +240,21 @@ class GroupStageExchange(StageExchange):
         storage: the sizes.
         transport: to the other devices; its allocator keeps what comes, if the device is the
             processor.
-        column: the devices that compute the same stages, this one too.
+        assignment: who takes part.
     """
 
     prefetches = True
 
-    def __init__(self, storage: Storage, transport: GroupTransport, column: Sequence[int]) -> None:
-        super().__init__(storage, transport.rank)
-        self._transport = transport
-        self._everybody, self._column = range(transport.size), column
+    def __init__(self, storage: Storage, transport: GroupTransport, assignment: Assignment) -> None:
+        super().__init__(storage, assignment, transport.rank)
+        self._transport, self._everybody = transport, range(transport.size)
+        self._column = assignment.plan.column_of(transport.rank)
+        """The devices that compute the same stages, this one too."""
         self._among: Sequence[int] = self._everybody
         self._underway: list[Moving] = []
         """Parameters that were requested ahead of their use, here or elsewhere."""
-
-    def bind(self, assignment: Assignment) -> None:
-        super().bind(assignment)
         # Frozen parameters with them.
-        kept = self.storage.kept(assignment.partitions)
+        kept = storage.kept(assignment.partitions)
         self._kept = [by_stage(self.sharded_layout, numbers) for numbers in kept]
 
     @contextmanager

@@ -39,10 +39,8 @@ from typing import Generic, TypeVar
 
 import torch
 
-from onefold.core.assignment import Assignment
 from onefold.core.fold import Block, fold, published_by
 from onefold.core.shard import Plan
-from onefold.core.storage import Storage, cut_chunks
 from onefold.exchange.memory import Arrivals, Memory, PartitionSums, by_stage
 from onefold.exchange.stageexchange import (
     DONE,
@@ -61,13 +59,8 @@ __all__ = ["BlockReduction", "Reduction", "RunningFold", "StageReduction"]
 class Reduction(ABC):
     """Adds up gradients over all shards.
 
-    The methods are called in the order of a step: `collect`, `totals`, `release`. `bind` is called
-    between steps, and before the first one.
+    The methods are called in the order of a step: `collect`, `totals`, `release`.
     """
-
-    @abstractmethod
-    def bind(self, assignment: Assignment) -> None:
-        """Learn who owns which partition; called once, before the first step."""
 
     @abstractmethod
     def collect(self, plan: Plan) -> None:
@@ -92,30 +85,17 @@ class BlockReduction(Reduction):
     cache when they are added in turn, and a chunk can be added while later ones are on their way.
 
     Args:
-        storage: the sizes.
         memory: where partial sums are published.
     """
 
-    def __init__(self, storage: Storage, memory: Memory) -> None:
-        self._storage, self.memory = storage, memory
+    def __init__(self, memory: Memory) -> None:
+        self.memory = memory
         self._totals: dict[int, list[torch.Tensor | None]] = {}
-
-    def bind(self, assignment: Assignment) -> None:
-        storage = self._storage
-        self._partitions = {
-            device: storage.pieces_of(assignment.partitions[device])
-            for device in self.memory.trained
-        }
-        self.chunks = {
-            device: cut_chunks(storage.gradients, partition)
-            for device, partition in self._partitions.items()
-        }
-        """For each device of this process, the stretches that are added one after the other."""
 
     def collect(self, plan: Plan) -> None:
         # Before any addition: it is in place, so everybody must have finished writing.
         arrivals = self.memory.collect(plan)
-        for device in self.chunks:
+        for device in self.memory.trained:
             self._totals[device] = self._added_up(device, plan, arrivals)
         # Only now: our partial sums may still be on their way out while our partitions are added
         # up, as no other device is sent these stretches.
@@ -140,7 +120,7 @@ class BlockReduction(Reduction):
         memories = {block: self.memory.partial(at) for block, at in published.items()}
         # A lone partial sum that is here, and may stay where it lies, is the total already.
         nothing_to_do = len(published) == 1 and arrivals is None and home is None
-        for number, chunk in enumerate(() if nothing_to_do else self.chunks[device]):
+        for number, chunk in enumerate(() if nothing_to_do else self.memory.summed[device]):
             if arrivals is not None:
                 arrivals.wait_for(number)
             parts = {block: partial.chunk(chunk) for block, partial in memories.items()}
@@ -153,7 +133,7 @@ class BlockReduction(Reduction):
             if home is not None and total.data_ptr() != home.chunk(chunk).data_ptr():
                 home.chunk(chunk).copy_(total)
         source: PartitionSums = memories[min(memories)] if home is None else home
-        return [source.piece(piece) for piece in self._partitions[device]]
+        return [source.piece(piece) for piece in self.memory.partitions[device]]
 
 
 def _add_in_place(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -250,9 +230,12 @@ class StageReduction(Reduction):
     Args:
         exchange: brings gradients to the owners.
         memory: of this process's devices.
+        partitions: for each device, the numbers of the pieces that it owns.
     """
 
-    def __init__(self, exchange: StageExchange, memory: Memory) -> None:
+    def __init__(
+        self, exchange: StageExchange, memory: Memory, partitions: Sequence[Sequence[int]]
+    ) -> None:
         self.stages = exchange.layout.stages
         """Of the model."""
         self.exchange, self._memory = exchange, memory
@@ -263,14 +246,9 @@ class StageReduction(Reduction):
         self._sums = [
             StageSums(exchange.storage.shards, self._allocator) for _ in self.stages.names
         ]
-
-    def bind(self, assignment: Assignment) -> None:
-        self.exchange.bind(assignment)
-        self._partitions = {
-            device: assignment.partitions[device] for device in self._memory.trained
-        }
-        own = [number for partition in self._partitions.values() for number in partition]
-        self._pieces = by_stage(self.exchange.layout, own)
+        self._partitions = partitions
+        own = [number for device in memory.trained for number in partitions[device]]
+        self._pieces = by_stage(exchange.layout, own)
         self._places = {
             number: (stage, place)
             for stage, numbers in enumerate(self._pieces)

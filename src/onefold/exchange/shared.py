@@ -57,7 +57,7 @@ from onefold.core.assignment import Assignment
 from onefold.core.flat import FlatTensors, storage_order
 from onefold.core.fold import Published
 from onefold.core.shard import Plan
-from onefold.core.storage import Storage, cut_chunks
+from onefold.core.storage import Storage
 from onefold.errors import PeerTimeout
 from onefold.exchange.exchange import Exchange
 from onefold.exchange.mailbox import Mailbox
@@ -190,17 +190,16 @@ def shared_exchange(
         transport: connects the processes; closed with the exchange. Its allocator has the model.
         assignment: who takes part.
     """
-    memory, plan = HostMemory(storage, start, transport), assignment.plan
+    memory, plan = HostMemory(storage, start, transport, assignment), assignment.plan
     channel = HostPipelineChannel(transport.mailbox, plan.pipeline) if plan.pipeline > 1 else None
     stages: StageExchange | None = None
     if storage.stages is not None:
-        column = plan.column_of(transport.mailbox.rank)
         # In one pipeline each device owns the stages that it computes: their gradients go nowhere.
-        if len(column) == 1:
-            stages = LocalStageExchange(storage)
+        if len(plan.column_of(transport.mailbox.rank)) == 1:
+            stages = LocalStageExchange(storage, assignment)
         else:
-            stages = HostStageExchange(storage, transport, memory.send_buffers, column)
-    return Exchange(storage, memory, transport, assignment, stages, channel)
+            stages = HostStageExchange(storage, transport, memory.send_buffers, assignment)
+    return Exchange(memory, transport, assignment, stages, channel)
 
 
 class HostMemory(Memory):
@@ -210,13 +209,16 @@ class HostMemory(Memory):
         storage: the sizes.
         start: this process's values, replaced by the lead's.
         transport: connects the processes; its allocator has the model.
+        assignment: who takes part.
     """
 
     is_common = True
 
-    def __init__(self, storage: Storage, start: Start, transport: HostTransport) -> None:
-        self.allocator = transport.allocator
-        self.transport, self._storage = transport, storage
+    def __init__(
+        self, storage: Storage, start: Start, transport: HostTransport, assignment: Assignment
+    ) -> None:
+        super().__init__(storage, assignment, transport.allocator)
+        self.transport = transport
         mailbox = transport.mailbox
         self._rank = mailbox.rank
         shape = storage.table
@@ -252,15 +254,8 @@ class HostMemory(Memory):
             write_first(self.trained[0], start.trained)
             write_first(self.other[0], start.other)
         self.broadcast_from_lead(start.buffers)
-
-    def bind(self, assignment: Assignment) -> None:
-        storage = self._storage
-        self._summed = [
-            cut_chunks(storage.gradients, storage.pieces_of(partition))
-            for partition in assignment.partitions
-        ]
         # What the other owners will read of our gradients must be in the file, not with backward.
-        others = (chunks for n, chunks in enumerate(self._summed) if n != self._rank)
+        others = (chunks for n, chunks in enumerate(self.summed) if n != self._rank)
         visible = list(chain.from_iterable(others))
         for partial in self._own:
             partial.show(visible)
@@ -294,11 +289,11 @@ class HostMemory(Memory):
         # The stretch of its own partition in its own first partial sum is read by nobody but the
         # owner, whose fold is over: see the notes of `onefold.exchange.reduction`.
         own = self._own[0].flat
-        for chunk in self._summed[self._rank]:
+        for chunk in self.summed[self._rank]:
             own.chunk(chunk).copy_(whole.chunk(chunk))
         # The first meeting: all have written. The second: all have read, and may write again.
         self.transport.all_gather_bytes()
-        for owner, chunks in enumerate(self._summed):
+        for owner, chunks in enumerate(self.summed):
             source = self._partials[Published(owner, 0)]
             for chunk in chunks if owner != self._rank else ():
                 whole.chunk(chunk).copy_(source.chunk(chunk))
@@ -374,7 +369,7 @@ class HostStageExchange(StageExchange):
         transport: connects the processes.
         buffers: two for each device, each (nbytes of the largest stage,) uint8, the same memory in
             all processes.
-        column: the devices that compute the same stages, this one too.
+        assignment: who takes part.
     """
 
     def __init__(
@@ -382,10 +377,12 @@ class HostStageExchange(StageExchange):
         storage: Storage,
         transport: HostTransport,
         buffers: Sequence[Sequence[torch.Tensor]],
-        column: Sequence[int],
+        assignment: Assignment,
     ) -> None:
-        super().__init__(storage, transport.mailbox.rank)
-        self._transport, self._column, self._buffers = transport, column, buffers
+        super().__init__(storage, assignment, transport.mailbox.rank)
+        self._transport, self._buffers = transport, buffers
+        self._column = assignment.plan.column_of(self.rank)
+        """The devices that compute the same stages, this one too."""
         self._turn = 0
 
     def exchange(self, call: StageMessage) -> list[Delivery]:
