@@ -24,7 +24,7 @@ SCRIPT = Path(__file__).parents[1] / "scripts" / "connecting.py"
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group, "LOOK_S", 0.02)
+    monkeypatch.setattr(progress, "LOOK_S", 0.02)
 
 
 def meeting(context: LaunchContext, timeout_s: float = LIMIT_S) -> Rendezvous:

@@ -30,7 +30,7 @@ from onefold.core.shard import Plan
 from onefold.exchange.memory import Memory
 from onefold.exchange.reduction import BlockReduction, Reduction, StageReduction
 from onefold.exchange.stageexchange import StageExchange
-from onefold.exchange.transport import PipelineChannel, Transport
+from onefold.exchange.transport import Transport
 
 __all__ = ["Exchange"]
 
@@ -43,7 +43,6 @@ class Exchange:
         transport: reaches the other processes.
         assignment: who takes part.
         stages: brings gradients stage by stage; None where whole partial sums are published.
-        channel: between the devices of a pipeline; None if each computes whole shards.
     """
 
     def __init__(
@@ -52,7 +51,6 @@ class Exchange:
         transport: Transport,
         assignment: Assignment,
         stages: StageExchange | None = None,
-        channel: PipelineChannel | None = None,
     ) -> None:
         self.memory, self.transport = memory, transport
         self.table = memory.table
@@ -63,8 +61,6 @@ class Exchange:
             else StageReduction(stages, memory, assignment.partitions)
         )
         """Adds up gradients: whole partial sums that are published, or stage by stage."""
-        self.channel = channel
-        """Between the devices of a pipeline; None if each computes whole shards."""
 
     def agree(self, step: int, message: bytes) -> Sequence[bytes]:
         """Wait until every process has begun the same call.

@@ -31,13 +31,13 @@ from onefold.exchange.exchange import Exchange
 from onefold.exchange.group import Rendezvous, agree_on_kind, agree_on_name, join_group
 from onefold.exchange.mailbox import Mailbox, connected
 from onefold.exchange.memory import AsGiven, Memory, Partial, Start
-from onefold.exchange.private import collective_exchange
-from onefold.exchange.shared import HostTransport, shared_exchange
-from onefold.exchange.stageexchange import LocalStageExchange
-from onefold.exchange.transport import Alone, LocalPipelineChannel
+from onefold.exchange.private import GroupStageExchange, PrivateMemory
+from onefold.exchange.shared import HostMemory, HostStageExchange, HostTransport
+from onefold.exchange.stageexchange import LocalStageExchange, StageExchange
+from onefold.exchange.transport import Alone, Transport
 from onefold.system.allocator import DEFAULT_ALLOCATOR, TensorAllocator
 
-__all__ = ["has_memory_in_common", "join", "local_exchange"]
+__all__ = ["exchange_over", "has_memory_in_common", "join"]
 
 
 def join(
@@ -70,7 +70,8 @@ def join(
         ValueError: the exchange that was asked for cannot serve these devices.
     """
     if len(devices.own) == len(devices.all):
-        return local_exchange(storage, start, assignment, allocator)
+        alone = Alone(assignment.devices[0], allocator)
+        return exchange_over(alone, storage, start, assignment)
     kind, context = devices.all[devices.own[0]].type, devices.context
     meeting = Rendezvous(context, len(devices.all), timeout_s)
     shares = has_memory_in_common(devices)
@@ -84,16 +85,14 @@ def join(
         )
     transport: HostTransport | GroupTransport
     if shares:
-        transport = HostTransport(_mailbox(devices, meeting), allocator)
+        transport = HostTransport(_mailbox(devices, meeting), allocator, assignment.plan.pipeline)
     else:
         joined = join_group(meeting, kind, devices.trainer)
         device = assignment.devices[joined.group.rank()]
         transport = GroupTransport(device, joined, timeout_s, allocator)
     try:
         compare(transport.all_gather_objects({devices.own[0]: description}))
-        if isinstance(transport, HostTransport):
-            return shared_exchange(storage, start, transport, assignment)
-        return collective_exchange(storage, start, transport, assignment)
+        return exchange_over(transport, storage, start, assignment)
     # Also for KeyboardInterrupt: the others must not wait for the limit.
     except BaseException as error:
         transport.close(error)
@@ -123,20 +122,37 @@ def _mailbox(devices: Devices, meeting: Rendezvous) -> Mailbox:
     return Mailbox(peers, rank=rank, timeout_s=timeout_s)
 
 
-def local_exchange(
-    storage: Storage,
-    start: Start,
-    assignment: Assignment,
-    allocator: TensorAllocator = DEFAULT_ALLOCATOR,
+def exchange_over(
+    transport: Transport, storage: Storage, start: Start, assignment: Assignment
 ) -> Exchange:
-    """Make the exchange of a process that drives all devices of the assignment."""
-    memory = LocalMemory(storage, start, assignment, allocator)
-    transport = Alone(assignment.devices[0], allocator)
-    stages = None
-    if storage.stages is not None:
-        stages = LocalStageExchange(storage, assignment, copies=allocator.on_disk)
-    channel = LocalPipelineChannel() if assignment.plan.pipeline > 1 else None
-    return Exchange(memory, transport, assignment, stages, channel)
+    """Make the exchange that goes with a transport; all processes must call this together.
+
+    Args:
+        transport: to the other processes; closed with the exchange. Its allocator has this
+            process's model, if its devices are the processor or keep nothing.
+        storage: the sizes.
+        start: this process's values, replaced by the lead's.
+        assignment: who takes part.
+    """
+    memory: Memory
+    stages: StageExchange | None = None
+    has_stages = storage.stages is not None
+    if isinstance(transport, HostTransport):
+        memory = common = HostMemory(storage, start, transport, assignment)
+        # In one pipeline each device owns the stages that it computes: their gradients go nowhere.
+        if has_stages and len(assignment.plan.column_of(transport.mailbox.rank)) == 1:
+            stages = LocalStageExchange(storage, assignment)
+        elif has_stages:
+            stages = HostStageExchange(storage, transport, common.send_buffers, assignment)
+    elif isinstance(transport, GroupTransport):
+        memory = PrivateMemory(storage, start, transport, assignment)
+        stages = GroupStageExchange(storage, transport, assignment) if has_stages else None
+    else:
+        allocator = transport.allocator
+        memory = LocalMemory(storage, start, assignment, allocator)
+        if has_stages:
+            stages = LocalStageExchange(storage, assignment, copies=allocator.on_disk)
+    return Exchange(memory, transport, assignment, stages)
 
 
 class LocalMemory(Memory):

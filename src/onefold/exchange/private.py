@@ -2,8 +2,7 @@
 
 In `PrivateMemory` partial sums go from every device straight to the owner of each partition, and
 the updated partitions straight back to everybody. `GroupStageExchange` brings gradients to their
-owners through torch.distributed as well, and so does `GroupPipelineChannel` the tensors that
-devices of a pipeline pass to each other.
+owners through torch.distributed as well.
 
 Note: what is in flight, and who may touch it
 ---------------------------------------------
@@ -13,12 +12,6 @@ may add to a chunk of its partition all the same, once that has arrived: a parti
 owner alone, so this device's part of its own partition is in no message. ``publish_parameters``
 receives into the parameters themselves; nobody computes with them between ``collect`` and
 ``publish_parameters``.
-
-Note: by way of the host
-------------------------
-Tensors of a GPU are copied to the host and sent from there. Between two neighbours of a pipeline
-messages go both ways at one time, which NCCL cannot have without both ends naming them in one order
-(it would wait for ever); the host's connections can.
 """
 
 from __future__ import annotations
@@ -35,7 +28,6 @@ from onefold.core.shard import Plan, runs_of
 from onefold.core.stages import ROOT
 from onefold.core.storage import Storage
 from onefold.exchange.collective import GroupTransport, Moving, Operation
-from onefold.exchange.exchange import Exchange
 from onefold.exchange.memory import (
     Arrivals,
     Memory,
@@ -53,30 +45,8 @@ from onefold.exchange.stageexchange import (
     StageExchange,
     StageMessage,
 )
-from onefold.exchange.transport import Message, PipelineChannel, packed_message, read_message
 
-__all__ = ["GroupPipelineChannel", "PrivateMemory", "collective_exchange"]
-
-
-def collective_exchange(
-    storage: Storage, start: Start, transport: GroupTransport, assignment: Assignment
-) -> Exchange:
-    """Make the exchange of one process of a group; every process must call this together.
-
-    Args:
-        storage: the sizes.
-        start: this process's values, replaced by the lead's.
-        transport: to the other devices; its allocator has this process's model, if its device is
-            the processor, or keeps nothing.
-        assignment: who takes part.
-    """
-    memory = PrivateMemory(storage, start, transport, assignment)
-    plan = assignment.plan
-    stages = None
-    if storage.stages is not None:
-        stages = GroupStageExchange(storage, transport, assignment)
-    channel = GroupPipelineChannel(transport) if plan.pipeline > 1 else None
-    return Exchange(memory, transport, assignment, stages, channel)
+__all__ = ["GroupStageExchange", "PrivateMemory"]
 
 
 class PrivateMemory(Memory):
@@ -85,7 +55,8 @@ class PrivateMemory(Memory):
     Args:
         storage: the sizes.
         start: this process's values, replaced by the lead's.
-        transport: to the other devices; see `collective_exchange`.
+        transport: to the other devices; its allocator has this process's model, if its device is
+            the processor, or keeps nothing.
         assignment: who takes part.
     """
 
@@ -331,26 +302,3 @@ class GroupStageExchange(StageExchange):
         if device.type == "cpu":
             return self._transport.allocator.empty(nbytes).view(dtype)
         return torch.empty(nbytes // dtype.itemsize, dtype=dtype, device=device)
-
-
-class GroupPipelineChannel(PipelineChannel):
-    """The channel of one process of a group.
-
-    Args:
-        transport: to the other devices.
-    """
-
-    def __init__(self, transport: GroupTransport) -> None:
-        self._transport = transport
-
-    def send(self, device: int, target: int, message: Message) -> None:
-        self._transport.begin_sending(target, packed_message(message))
-
-    def receive(self, device: int, source: int) -> Message:
-        return read_message(self._transport.receive(source))
-
-    def finish(self) -> None:
-        self._transport.finish_sending()
-
-    def clear(self) -> None:
-        self._transport.finish_sending()

@@ -161,11 +161,12 @@ class RunningFold(Generic[T]):
         self._shards = shards
         self._add = add
         self._kept: dict[Block, T] = {}
+        self._open: dict[int, T] = {}
         self._came: set[int] = set()
 
     def values(self) -> list[T]:
         """The sums that are kept now."""
-        return list(self._kept.values())
+        return [*self._kept.values(), *self._open.values()]
 
     @property
     def total(self) -> T:
@@ -179,14 +180,24 @@ class RunningFold(Generic[T]):
             raise KeyError(f"shard {missing} has not come")
         return self._kept[Block(0, self._shards)]
 
-    def put(self, shard: int, value: T) -> None:
+    def put(self, shard: int, value: T, *, last: bool = True) -> None:
         """Take a shard's value, and add up all nodes that are complete with it.
+
+        Args:
+            shard: its number.
+            value: its value, or a part of it, which is added to the parts before it.
+            last: whether nothing more comes of the shard.
 
         Raises:
             ValueError: the shard has come already, or there is none of this number.
         """
         if shard in self._came or not 0 <= shard < self._shards:
             raise ValueError(f"expected each of {self._shards} shards once, got shard {shard}")
+        if shard in self._open:
+            value = self._add(self._open.pop(shard), value)
+        if not last:
+            self._open[shard] = value
+            return
         self._came.add(shard)
         node = Block(shard, shard + 1)
         for left, right, above in _climb(shard, self._shards):
@@ -243,9 +254,6 @@ class StageReduction(Reduction):
         self._allocator = memory.allocator
         self._late: deque[list[Delivery]] = deque()
         """What may still be on its way, of one event after the other."""
-        self._sums = [
-            StageSums(exchange.storage.shards, self._allocator) for _ in self.stages.names
-        ]
         self._partitions = partitions
         own = [number for device in memory.trained for number in partitions[device]]
         self._pieces = by_stage(exchange.layout, own)
@@ -254,6 +262,7 @@ class StageReduction(Reduction):
             for stage, numbers in enumerate(self._pieces)
             for place, number in enumerate(numbers)
         }
+        self.release()
 
     def begin(self, empty: Iterable[int]) -> None:
         """Begin a step.
@@ -267,7 +276,7 @@ class StageReduction(Reduction):
         self.release()
         for shard in empty:
             for sums, numbers in zip(self._sums, self._pieces, strict=True):
-                sums.put(shard, StageSum([None] * len(numbers), set()), last=True)
+                sums.put(shard, StageSum([None] * len(numbers), set()))
 
     def give(self, send: GradientSend) -> None:
         """Hand over a shard's gradients of one stage; may block until other devices send theirs.
@@ -295,12 +304,15 @@ class StageReduction(Reduction):
     def totals(self, device: int) -> list[torch.Tensor | None]:
         places = [self._places[number] for number in self._partitions[device]]
         # Of a stage of which nothing is this process's, nothing has come, perhaps.
-        found = {stage: self._sums[stage].totals for stage in {stage for stage, _ in places}}
+        found = {stage: self._sums[stage].total.tensors for stage in {stage for stage, _ in places}}
         return [found[stage][place] for stage, place in places]
 
     def release(self) -> None:
-        for sums in self._sums:
-            sums.clear()
+        add = partial(StageSum.plus, allocator=self._allocator)
+        shards = self.exchange.storage.shards
+        self._sums: list[RunningFold[StageSum]] = [
+            RunningFold(shards, add) for _ in self.stages.names
+        ]
 
     def _take_part(self, call: StageMessage) -> bool:
         """Take part in an event, and add up what has come; whether all are done with their shards.
@@ -333,7 +345,8 @@ class StageReduction(Reduction):
             given = StageSum(tensors, set(range(len(tensors))) if shared else set())
             self._sums[header.stage].put(header.shard, given, last=header.last)
         for stage in {each.header.stage for each in sends}:
-            self._sums[stage].settle()
+            for kept in self._sums[stage].values():
+                kept.settle(self._allocator)
 
 
 @dataclass(slots=True)
@@ -375,53 +388,3 @@ class StageSum:
             tensor = self.tensors[place]
             self.tensors[place] = None if tensor is None else allocator.copy(tensor)
         self.shared = set()
-
-
-class StageSums:
-    """The sums over the pieces of one stage that devices of this process own.
-
-    Args:
-        shards: how many shards every batch is cut into.
-        allocator: where sums are kept.
-    """
-
-    def __init__(self, shards: int, allocator: TensorAllocator) -> None:
-        self._shards = shards
-        self._allocator = allocator
-        self.clear()
-
-    def clear(self) -> None:
-        """Begin a step."""
-        self._fold = RunningFold(self._shards, partial(StageSum.plus, allocator=self._allocator))
-        self._open: dict[int, StageSum] = {}
-
-    def put(self, shard: int, given: StageSum, *, last: bool) -> None:
-        """Take what a shard, or a piece of one, gave.
-
-        Args:
-            shard: its number.
-            given: the gradients.
-            last: whether nothing more comes of the shard.
-        """
-        found = self._open.pop(shard, None)
-        whole = given if found is None else found.plus(given, self._allocator)
-        if last:
-            self._fold.put(shard, whole)
-        else:
-            whole.settle(self._allocator)
-            self._open[shard] = whole
-
-    def settle(self) -> None:
-        """Copy what is shared of all that is kept."""
-        for kept in self._fold.values():
-            kept.settle(self._allocator)
-
-    @property
-    def totals(self) -> Sequence[torch.Tensor | None]:
-        """The sum over all shards: one tensor for each piece; None where no shard gave one.
-
-        Raises:
-            KeyError: a shard has given nothing yet.
-        """
-        total: StageSum = self._fold.total
-        return total.tensors

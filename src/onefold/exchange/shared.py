@@ -5,9 +5,9 @@ lie in a file without a name, partial sums and the table in another, which the l
 to the others. `new_file` makes such memory, which is handed over by descriptor; `take_file`
 receives it.
 
-`HostStageExchange` brings gradients to their owners through shared memory, and
-`HostPipelineChannel` passes tensors in files without a name. `HostTransport` reaches the other
-processes: short messages go through sockets, other bytes through shared files.
+`HostStageExchange` brings gradients to their owners through shared memory. `HostTransport` reaches
+the other processes: short messages go through sockets, other bytes, and the tensors of a pipeline,
+through shared files.
 
 Note: files cut alike everywhere
 --------------------------------
@@ -59,7 +59,6 @@ from onefold.core.fold import Published
 from onefold.core.shard import Plan
 from onefold.core.storage import Storage
 from onefold.errors import PeerTimeout
-from onefold.exchange.exchange import Exchange
 from onefold.exchange.mailbox import Mailbox
 from onefold.exchange.memory import Memory, Partial, PartitionSums, Start, write_first
 from onefold.exchange.shardtable import ShardTable
@@ -67,13 +66,11 @@ from onefold.exchange.stageexchange import (
     Delivery,
     GradientSend,
     Header,
-    LocalStageExchange,
     StageExchange,
     StageMessage,
 )
 from onefold.exchange.transport import (
     Message,
-    PipelineChannel,
     Ranks,
     Transport,
     head_of,
@@ -91,7 +88,7 @@ from onefold.system.allocator import (
 from onefold.system.compat import copy_each, hidden_from_modes
 from onefold.system.ownfiles import memory_file
 
-__all__ = ["HostMemory", "HostTransport", "shared_exchange"]
+__all__ = ["HostMemory", "HostStageExchange", "HostTransport"]
 
 
 def new_file(
@@ -162,44 +159,19 @@ def make_own(memory: torch.Tensor, allocator: TensorAllocator = DEFAULT_ALLOCATO
     if not memory.numel():
         return
     # Garbage is collected at any time, also where a mode computes in shape alone.
-    with hidden_from_modes():
+    with hidden_from_modes(), naming_limits("room for a copy of the model"):
         if isinstance(allocator, MmapAllocator):
             with temporary_file(memory.numel(), allocator) as (descriptor, copy):
                 copy.copy_(memory)
-                with naming_limits("room for a copy of the model"):
-                    map_over(memory.data_ptr(), memory.numel(), mmap.MAP_SHARED, descriptor)
+                map_over(memory.data_ptr(), memory.numel(), mmap.MAP_SHARED, descriptor)
         else:
             copy = memory.clone()
             kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-            with naming_limits("room for a copy of the model"):
-                map_over(memory.data_ptr(), memory.numel(), kind, -1)
+            map_over(memory.data_ptr(), memory.numel(), kind, -1)
             memory.copy_(copy)
 
 
 _PAGE_BYTES = 4096
-
-
-def shared_exchange(
-    storage: Storage, start: Start, transport: HostTransport, assignment: Assignment
-) -> Exchange:
-    """Make the exchange of one process of several on a host; all must call this together.
-
-    Args:
-        storage: the sizes.
-        start: this process's values, replaced by the lead's.
-        transport: connects the processes; closed with the exchange. Its allocator has the model.
-        assignment: who takes part.
-    """
-    memory, plan = HostMemory(storage, start, transport, assignment), assignment.plan
-    channel = HostPipelineChannel(transport.mailbox, plan.pipeline) if plan.pipeline > 1 else None
-    stages: StageExchange | None = None
-    if storage.stages is not None:
-        # In one pipeline each device owns the stages that it computes: their gradients go nowhere.
-        if len(plan.column_of(transport.mailbox.rank)) == 1:
-            stages = LocalStageExchange(storage, assignment)
-        else:
-            stages = HostStageExchange(storage, transport, memory.send_buffers, assignment)
-    return Exchange(memory, transport, assignment, stages, channel)
 
 
 class HostMemory(Memory):
@@ -328,39 +300,6 @@ def _map_shared(
     return [memory[a : a + size] for a, size in zip(starts[:-1], sizes, strict=True)]
 
 
-class HostPipelineChannel(PipelineChannel):
-    """The channel of one process of several on a host: what is sent lies in files.
-
-    Args:
-        mailbox: connects the processes.
-        pipeline: how many devices a pipeline has.
-    """
-
-    def __init__(self, mailbox: Mailbox, pipeline: int) -> None:
-        self._mailbox, self._pipeline = mailbox, pipeline
-
-    def send(self, device: int, target: int, message: Message) -> None:
-        head, nbytes = head_of(message)
-        with temporary_file(nbytes) as (descriptor, memory):
-            write_message(message, head, memory)
-            self._mailbox.send_file(target, descriptor)
-
-    def receive(self, device: int, source: int) -> Message:
-        try:
-            return read_message(take_file(self._mailbox, source))
-        except PeerTimeout as error:
-            beyond = source + (source - device)
-            if beyond // self._pipeline != source // self._pipeline:
-                raise
-            # It does not say for whom it waits itself.
-            raise PeerTimeout(
-                f"{error}. In a pipeline, device {source} may itself have waited for device "
-                f"{beyond}",
-                device=error.device,
-                step=error.step,
-            ) from None
-
-
 class HostStageExchange(StageExchange):
     """The stage exchange of one process of several on a host.
 
@@ -418,11 +357,14 @@ class HostTransport(Transport):
     Args:
         mailbox: connects the processes; closed with this transport.
         allocator: where its `buffer` lies, and what it scatters.
+        pipeline: how many devices a pipeline has.
     """
 
-    def __init__(self, mailbox: Mailbox, allocator: TensorAllocator = DEFAULT_ALLOCATOR) -> None:
+    def __init__(
+        self, mailbox: Mailbox, allocator: TensorAllocator = DEFAULT_ALLOCATOR, pipeline: int = 1
+    ) -> None:
         super().__init__(torch.device("cpu"), allocator)
-        self.mailbox = mailbox
+        self.mailbox, self._pipeline = mailbox, pipeline
         self._descriptor = -1
         """Of the file in which the buffer lies, if there is one."""
 
@@ -456,6 +398,27 @@ class HostTransport(Transport):
                 memory[: made.numel()] = made
                 self.mailbox.send_file(peer, descriptor)
         return make(0)
+
+    def send(self, device: int, target: int, message: Message) -> None:
+        head, nbytes = head_of(message)
+        with temporary_file(nbytes) as (descriptor, memory):
+            write_message(message, head, memory)
+            self.mailbox.send_file(target, descriptor)
+
+    def receive(self, device: int, source: int) -> Message:
+        try:
+            return read_message(take_file(self.mailbox, source))
+        except PeerTimeout as error:
+            beyond = source + (source - device)
+            if beyond // self._pipeline != source // self._pipeline:
+                raise
+            # It does not say for whom it waits itself.
+            raise PeerTimeout(
+                f"{error}. In a pipeline, device {source} may itself have waited for device "
+                f"{beyond}",
+                device=error.device,
+                step=error.step,
+            ) from None
 
     def close(self, failure: BaseException | None = None) -> None:
         # The reason first: once the sockets are closed nobody can be told.
