@@ -24,12 +24,10 @@ from collections.abc import Sequence
 
 import torch
 
-from onefold.core.assignment import Assignment
 from onefold.core.flat import FlatTensors
 from onefold.core.shard import Plan
 from onefold.exchange.memory import Memory
-from onefold.exchange.reduction import BlockReduction, Reduction, StageReduction
-from onefold.exchange.stageexchange import StageExchange
+from onefold.exchange.reduction import Reduction
 from onefold.exchange.transport import Transport
 
 __all__ = ["Exchange"]
@@ -41,26 +39,13 @@ class Exchange:
     Args:
         memory: the memory of this process's devices.
         transport: reaches the other processes.
-        assignment: who takes part.
-        stages: brings gradients stage by stage; None where whole partial sums are published.
+        reduction: adds up gradients: whole partial sums that are published, or stage by stage.
     """
 
-    def __init__(
-        self,
-        memory: Memory,
-        transport: Transport,
-        assignment: Assignment,
-        stages: StageExchange | None = None,
-    ) -> None:
-        self.memory, self.transport = memory, transport
+    def __init__(self, memory: Memory, transport: Transport, reduction: Reduction) -> None:
+        self.memory, self.transport, self.reduction = memory, transport, reduction
         self.table = memory.table
         """Own rows may be written before `collect`; all rows may be read after it."""
-        self.reduction: Reduction = (
-            BlockReduction(memory)
-            if stages is None
-            else StageReduction(stages, memory, assignment.partitions)
-        )
-        """Adds up gradients: whole partial sums that are published, or stage by stage."""
 
     def agree(self, step: int, message: bytes) -> Sequence[bytes]:
         """Wait until every process has begun the same call.

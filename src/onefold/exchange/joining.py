@@ -32,6 +32,7 @@ from onefold.exchange.group import Rendezvous, agree_on_kind, agree_on_name, joi
 from onefold.exchange.mailbox import Mailbox, connected
 from onefold.exchange.memory import AsGiven, Memory, Partial, Start
 from onefold.exchange.private import GroupStageExchange, PrivateMemory
+from onefold.exchange.reduction import BlockReduction, StageReduction
 from onefold.exchange.shared import HostMemory, HostStageExchange, HostTransport
 from onefold.exchange.stageexchange import LocalStageExchange, StageExchange
 from onefold.exchange.transport import Alone, Transport
@@ -143,16 +144,17 @@ def exchange_over(
         if has_stages and len(assignment.plan.column_of(transport.mailbox.rank)) == 1:
             stages = LocalStageExchange(storage, assignment)
         elif has_stages:
-            stages = HostStageExchange(storage, transport, common.send_buffers, assignment)
+            stages = HostStageExchange(common)
     elif isinstance(transport, GroupTransport):
-        memory = PrivateMemory(storage, start, transport, assignment)
-        stages = GroupStageExchange(storage, transport, assignment) if has_stages else None
+        memory = private = PrivateMemory(storage, start, transport, assignment)
+        stages = GroupStageExchange(private) if has_stages else None
     else:
         allocator = transport.allocator
         memory = LocalMemory(storage, start, assignment, allocator)
         if has_stages:
             stages = LocalStageExchange(storage, assignment, copies=allocator.on_disk)
-    return Exchange(memory, transport, assignment, stages)
+    reduction = BlockReduction(memory) if stages is None else StageReduction(stages, memory)
+    return Exchange(memory, transport, reduction)
 
 
 class LocalMemory(Memory):

@@ -255,24 +255,20 @@ class FrozenMemory:
         self.flat = FlatTensors(frozen.layout, device=device, there=False)
         """All of them, now and then."""
         self._first_piece, self._first = len(storage.pieces), len(storage.parameters.entries)
-        self._pieces = frozen.pieces
-        layout = storage.sharded_layout()
-        own = frozenset(self._first_piece + number for number in frozen.partitions[rank])
+        self._pieces = storage.sharded_pieces()
+        self._layout = layout = storage.sharded_layout()
+        own = [self._first_piece + number for number in frozen.partitions[rank]]
+        self._own = by_stage(layout, own)
         # Own pieces of a stage lie side by side, as in memory for all of it.
-        self._own = by_stage(layout, list(own))
-        self._begins: list[int] = []
-        self._kept: list[torch.Tensor] = []
-        for numbers in self._own:
-            places = [layout.place(number) for number in numbers]
-            begins = places[0][0] if places else 0
-            nbytes = places[-1][0] + places[-1][1] - begins if places else 0
-            self._begins.append(begins)
-            self._kept.append(
-                allocator.empty(nbytes)
-                if allocator.apart
-                else torch.empty(nbytes, dtype=torch.uint8, device=device)
-            )
-        self._layout = layout
+        pieces = [self._pieces[number] for number in own]
+        self._kept_layout = StageLayout(layout.layout, pieces, layout.stages)
+        self._places = {number: place for place, number in enumerate(own)}
+        self._kept = [
+            allocator.empty(nbytes)
+            if allocator.apart
+            else torch.empty(nbytes, dtype=torch.uint8, device=device)
+            for nbytes in self._kept_layout.stage_bytes
+        ]
         self.stages = sorted(set(frozen.stage_of))
         """Those in which there are any."""
         # Nobody computes with what lies in other memory.
@@ -289,14 +285,12 @@ class FrozenMemory:
 
     def entry_of(self, number: int) -> int:
         """The number of a piece's parameter, counted on from the trained ones."""
-        return self._pieces[number - self._first_piece].entry + self._first
+        return self._pieces[number].entry
 
     def part(self, number: int) -> torch.Tensor:
         """(numel,) a piece that this device keeps, in storage order."""
         stage = self._layout.stages.stage_of[self.entry_of(number)]
-        start, nbytes, dtype = self._layout.place(number)
-        start -= self._begins[stage]
-        return self._kept[stage][start : start + nbytes].view(dtype)
+        return self._kept_layout.in_room(self._places[number], self._kept[stage])
 
     def keep(self) -> None:
         """Keep what lies in the memory of all of them, if there is any."""
@@ -306,8 +300,8 @@ class FrozenMemory:
     def adopt_entry(self, entry: int, values: torch.Tensor) -> None:
         """Keep this device's part of a parameter: (numel,) in storage order, on any device."""
         for number in self.numbers:
-            piece = self._pieces[number - self._first_piece]
-            if piece.entry == entry:
+            piece = self._pieces[number]
+            if piece.entry == self._first + entry:
                 self.part(number).copy_(values[piece.start : piece.stop])
 
     def has_all_of(self, stage: int) -> bool:
@@ -326,7 +320,7 @@ class FrozenMemory:
     def view(self, number: int) -> torch.Tensor:
         """A parameter, counted on from the trained ones, of a stage that this device has all of."""
         stage = self._layout.stages.stage_of[number]
-        return self._layout.whole(number, self._kept[stage], begins=self._begins[stage])
+        return self._kept_layout.whole(number, self._kept[stage])
 
     def written(self, stage: int, buffer: torch.Tensor) -> int | None:
         """Find a parameter that was written to in memory for a stage, by what this device keeps."""
@@ -343,8 +337,9 @@ class FrozenMemory:
         return next(map(self.entry_of, changed), None)
 
     def _in_flat(self, number: int) -> torch.Tensor:
-        piece = self._pieces[number - self._first_piece]
-        return storage_order(self.flat.views[piece.entry])[piece.start : piece.stop]
+        piece = self._pieces[number]
+        view = self.flat.views[piece.entry - self._first]
+        return storage_order(view)[piece.start : piece.stop]
 
 
 class FirstValues(Protocol):
@@ -409,6 +404,8 @@ class Memory(ABC):
         self, storage: Storage, assignment: Assignment, allocator: TensorAllocator
     ) -> None:
         self.storage, self.allocator = storage, allocator
+        self.assignment = assignment
+        """Who owns which partition; its plan is the first one of the run."""
         self.partitions = [storage.pieces_of(each) for each in assignment.partitions]
         """The pieces that each device owns."""
         self.summed = [cut_chunks(storage.gradients, each) for each in self.partitions]

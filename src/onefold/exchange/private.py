@@ -16,6 +16,7 @@ receives into the parameters themselves; nobody computes with them between ``col
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -65,9 +66,15 @@ class PrivateMemory(Memory):
     ) -> None:
         allocator = transport.allocator
         super().__init__(storage, assignment, allocator)
-        self._transport, self._rank = transport, transport.rank
-        self._own: dict[int, Partial] = {}
-        self._received: dict[Published, PartitionTensors] = {}
+        self.transport, self._rank = transport, transport.rank
+        # Allocated when a plan first needs them.
+        self._own = defaultdict[int, Partial](
+            lambda: Partial.private(storage.gradients, transport.device)
+        )
+        partition = self.partitions[self._rank]
+        self._received = defaultdict[Published, PartitionTensors](
+            lambda: PartitionTensors(storage.gradients, partition, transport.device)
+        )
         # A file takes no memory where there is none to spare; all else is with its owners.
         self.is_partitioned = storage.stages is not None and (
             allocator.apart or not allocator.on_disk
@@ -78,18 +85,18 @@ class PrivateMemory(Memory):
     def broadcast_from_lead(self, buffers: FlatTensors) -> None:
         flats = [self.trained[self._rank], self.other[self._rank], buffers]
         flats += [] if self.frozen is None else [self.frozen.flat]
-        self._transport.broadcast_from_lead(section for flat in flats for section in flat.sections)
+        self.transport.broadcast_from_lead(section for flat in flats for section in flat.sections)
         if self.frozen is not None:
             self.frozen.keep()
 
     def broadcast_tensor_from_lead(self, values: torch.Tensor) -> None:
-        self._transport.broadcast_from_lead([values])
+        self.transport.broadcast_from_lead([values])
 
     def publish(self, device: int, slot: int, gradients: Sequence[torch.Tensor | None]) -> None:
-        self._slot(slot).write(gradients)
+        self._own[slot].write(gradients)
 
     def collect(self, plan: Plan, *, partials: bool = True) -> Arrivals:
-        transport, table = self._transport, self.table
+        transport, table = self.transport, self.table
         shards = {peer: plan.shards_of(peer) for peer in transport.peers()}
         own = table.row(self._rank, plan.shards_of(self._rank))
         rows = {peer: table.empty_row(peer, theirs) for peer, theirs in shards.items()}
@@ -105,20 +112,16 @@ class PrivateMemory(Memory):
         def finish() -> None:
             # In this order everywhere, as messages are matched by their order alone.
             moving.finish()
-            self._bring_buffers(plan)
+            # The table is complete and the same everywhere, so that all bring everybody's buffers
+            # or none does: if a shard changed any.
+            if table.changed.any():
+                transport.move(self._rows_to_move(plan, [table.rows_memory])).finish()
 
         # The sums may still be on their way: the owner adds each chunk as it comes.
         return Arrivals(moving.wait_for, finish)
 
     def partial(self, place: Published) -> PartitionSums:
-        if place.device == self._rank:
-            return self._slot(place.slot)
-        if place not in self._received:
-            device = self._transport.device
-            partition = self.partitions[self._rank]
-            received = PartitionTensors(self.storage.gradients, partition, device)
-            self._received[place] = received
-        return self._received[place]
+        return self._own[place.slot] if place.device == self._rank else self._received[place]
 
     def publish_parameters(self) -> None:
         # While nobody has all parameters, each is with its owner, and stays there.
@@ -131,25 +134,14 @@ class PrivateMemory(Memory):
     def _all_gather(self, flat: FlatTensors, chunks: Sequence[Sequence[Chunk]]) -> None:
         # Straight into the memory: each stretch has one owner, so no two messages overlap.
         operations = []
-        for peer in self._transport.peers():
+        for peer in self.transport.peers():
             operations += _moves(True, peer, flat, chunks[self._rank])
             operations += _moves(False, peer, flat, chunks[peer])
-        self._transport.move(operations).finish()
+        self.transport.move(operations).finish()
 
     def release(self) -> None:
         for partial_sum in self._own.values():
             partial_sum.release()
-
-    def _bring_buffers(self, plan: Plan) -> None:
-        """Bring everybody's buffers here, if a shard changed any."""
-        # The table is complete and the same everywhere, so that all do so or none does.
-        if self.table.changed.any():
-            self._transport.move(self._rows_to_move(plan, [self.table.rows_memory])).finish()
-
-    def _slot(self, slot: int) -> Partial:
-        if slot not in self._own:
-            self._own[slot] = Partial.private(self.storage.gradients, self._transport.device)
-        return self._own[slot]
 
     def _tables_to_move(self, plan: Plan) -> list[Operation]:
         """List what leaves and comes of the tables that lie on a device: totals, then values."""
@@ -164,7 +156,7 @@ class PrivateMemory(Memory):
         """List what leaves (our shards' rows) and comes (those of all others) of some tables."""
         own = runs_of(plan.shards_of(self._rank))
         operations = []
-        for peer in self._transport.peers():
+        for peer in self.transport.peers():
             theirs = runs_of(plan.shards_of(peer))
             for table in tables:
                 coming = [table[run] for run in theirs]
@@ -179,10 +171,10 @@ class PrivateMemory(Memory):
         """
         own = blocks_of(plan.shards_of(self._rank), plan.shards)
         operations = []
-        for peer in self._transport.peers():
+        for peer in self.transport.peers():
             theirs = blocks_of(plan.shards_of(peer), plan.shards)
             for slot in range(len(own)):
-                operations += _moves(True, peer, self._slot(slot), self.summed[peer])
+                operations += _moves(True, peer, self._own[slot], self.summed[peer])
             for slot in range(len(theirs)):
                 received = self.partial(Published(peer, slot))
                 operations += _moves(False, peer, received, self.summed[self._rank])
@@ -208,24 +200,23 @@ class GroupStageExchange(StageExchange):
     Within `in_pipeline` only those devices hear each other that compute the same stages.
 
     Args:
-        storage: the sizes.
-        transport: to the other devices; its allocator keeps what comes, if the device is the
-            processor.
-        assignment: who takes part.
+        memory: of this device; the allocator of its transport keeps what comes, if the device is
+            the processor.
     """
 
     prefetches = True
 
-    def __init__(self, storage: Storage, transport: GroupTransport, assignment: Assignment) -> None:
-        super().__init__(storage, assignment, transport.rank)
-        self._transport, self._everybody = transport, range(transport.size)
-        self._column = assignment.plan.column_of(transport.rank)
+    def __init__(self, memory: PrivateMemory) -> None:
+        assignment, self._transport = memory.assignment, memory.transport
+        super().__init__(memory.storage, assignment, self._transport.rank)
+        self._everybody = range(self._transport.size)
+        self._column = assignment.plan.column_of(self.rank)
         """The devices that compute the same stages, this one too."""
         self._among: Sequence[int] = self._everybody
         self._underway: list[Moving] = []
         """Parameters that were requested ahead of their use, here or elsewhere."""
         # Frozen parameters with them.
-        kept = storage.kept(assignment.partitions)
+        kept = self.storage.kept(assignment.partitions)
         self._kept = [by_stage(self.sharded_layout, numbers) for numbers in kept]
 
     @contextmanager

@@ -241,12 +241,9 @@ class StageReduction(Reduction):
     Args:
         exchange: brings gradients to the owners.
         memory: of this process's devices.
-        partitions: for each device, the numbers of the pieces that it owns.
     """
 
-    def __init__(
-        self, exchange: StageExchange, memory: Memory, partitions: Sequence[Sequence[int]]
-    ) -> None:
+    def __init__(self, exchange: StageExchange, memory: Memory) -> None:
         self.stages = exchange.layout.stages
         """Of the model."""
         self.exchange, self._memory = exchange, memory
@@ -254,8 +251,8 @@ class StageReduction(Reduction):
         self._allocator = memory.allocator
         self._late: deque[list[Delivery]] = deque()
         """What may still be on its way, of one event after the other."""
-        self._partitions = partitions
-        own = [number for device in memory.trained for number in partitions[device]]
+        self._partitions = memory.assignment.partitions
+        own = [number for device in memory.trained for number in self._partitions[device]]
         self._pieces = by_stage(exchange.layout, own)
         self._places = {
             number: (stage, place)

@@ -304,23 +304,13 @@ class HostStageExchange(StageExchange):
     """The stage exchange of one process of several on a host.
 
     Args:
-        storage: the sizes.
-        transport: connects the processes.
-        buffers: two for each device, each (nbytes of the largest stage,) uint8, the same memory in
-            all processes.
-        assignment: who takes part.
+        memory: of this process.
     """
 
-    def __init__(
-        self,
-        storage: Storage,
-        transport: HostTransport,
-        buffers: Sequence[Sequence[torch.Tensor]],
-        assignment: Assignment,
-    ) -> None:
-        super().__init__(storage, assignment, transport.mailbox.rank)
-        self._transport, self._buffers = transport, buffers
-        self._column = assignment.plan.column_of(self.rank)
+    def __init__(self, memory: HostMemory) -> None:
+        super().__init__(memory.storage, memory.assignment, memory.transport.mailbox.rank)
+        self._transport, self._buffers = memory.transport, memory.send_buffers
+        self._column = memory.assignment.plan.column_of(self.rank)
         """The devices that compute the same stages, this one too."""
         self._turn = 0
 
