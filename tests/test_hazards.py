@@ -120,7 +120,7 @@ WAITS = """
     exchange/sealing.py self._store.wait: as the caller says, and else for the limit of the store
     exchange/mailbox.py poller.poll: for part of the limit
     data_order/workers.py time.sleep: until the batch before is taken, for which there is a limit
-    run/workers.py poller.poll: for part of a limit, or as long as the workers run, signals noticed
+    run/workers.py connection.wait: for part of a limit, or while workers run, signals noticed
     run/workers.py self._process.wait: for what the kernel has said to have ended
     testing/scheduler.py thread.join: each device ends, or is made to
     testing/network.py scheduler.wait: for devices of this process; ends where none can go on

@@ -180,7 +180,7 @@ class LocalMemory(Memory):
         self._devices = assignment.devices
         self.is_partitioned = allocator.apart and len(self._devices) == 1
         self._make_private(start, dict(enumerate(self._devices)))
-        self._partials: dict[Published, Partial | AsGiven] = {}
+        self._own: dict[Published, Partial | AsGiven] = {}
 
     def broadcast_from_lead(self, buffers: FlatTensors) -> None:
         # Copies of the first device's model follow it at the next step. But what it keeps of frozen
@@ -196,11 +196,11 @@ class LocalMemory(Memory):
 
     def partial(self, place: Published) -> Partial | AsGiven:
         """The memory of a partial sum, allocated when a plan first needs this slot."""
-        if place not in self._partials:
+        if place not in self._own:
             layout, device = self.storage.gradients, self._devices[place.device]
             is_alone = len(self._devices) == 1
-            self._partials[place] = AsGiven(layout) if is_alone else Partial.private(layout, device)
-        return self._partials[place]
+            self._own[place] = AsGiven(layout) if is_alone else Partial.private(layout, device)
+        return self._own[place]
 
     def home(self, device: int) -> FlatTensors | None:
         # The total may stay in anyone's partial sum where all devices are the processor, or parts
@@ -220,7 +220,3 @@ class LocalMemory(Memory):
 
     def all_gather_gradient(self, whole: FlatTensors) -> None:
         pass  # one process has all partitions, so it is complete already
-
-    def release(self) -> None:
-        for partial in self._partials.values():
-            partial.release()

@@ -18,7 +18,7 @@ import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -394,6 +394,8 @@ class Memory(ABC):
     """The other parameters, by number of this process's devices."""
     frozen: FrozenMemory | None = None
     """What this process's device keeps of the frozen parameters, if it does not have all."""
+    _own: Mapping[Any, Partial | AsGiven]
+    """The partial sums that this process's devices publish."""
     is_common: bool = False
     """Whether all processes compute with the very same memory of the parameters."""
     is_partitioned: bool = False
@@ -468,9 +470,10 @@ class Memory(ABC):
                 complete afterwards.
         """
 
-    @abstractmethod
     def release(self) -> None:
         """Drop the gradients that were published."""
+        for partial in self._own.values():
+            partial.release()
 
     def make_own(self) -> None:  # noqa: B027 (most have memory of their own anyway)
         """Have what this process sees of the parameters be its own from here on.

@@ -139,10 +139,6 @@ class PrivateMemory(Memory):
             operations += _moves(False, peer, flat, chunks[peer])
         self.transport.move(operations).finish()
 
-    def release(self) -> None:
-        for partial_sum in self._own.values():
-            partial_sum.release()
-
     def _tables_to_move(self, plan: Plan) -> list[Operation]:
         """List what leaves and comes of the tables that lie on a device: totals, then values."""
         # Those on the host travel with the row; these go by themselves, so that the host need not

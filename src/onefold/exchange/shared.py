@@ -65,7 +65,6 @@ from onefold.exchange.shardtable import ShardTable
 from onefold.exchange.stageexchange import (
     Delivery,
     GradientSend,
-    Header,
     StageExchange,
     StageMessage,
 )
@@ -206,7 +205,7 @@ class HostMemory(Memory):
         self.trained = {self._rank: FlatTensors(storage.parameters, memory=trained)}
         self.other = {self._rank: FlatTensors(storage.other, memory=other)}
         self.table = ShardTable(shape, next(memories), next(memories))
-        self._own: list[Partial] = []
+        self._own: dict[int, Partial] = {}
         self._partials: dict[Published, PartitionSums] = {}
         # This process's partial sums may stay where backward left them; of the others' it sees only
         # what lies in the file, and so they are plain memory.
@@ -215,8 +214,7 @@ class HostMemory(Memory):
                 flat = FlatTensors(storage.gradients, memory=next(memories))
                 self._partials[Published(device, slot)] = flat
                 if device == self._rank:
-                    self._own.append(Partial(flat))
-                    self._partials[Published(device, slot)] = self._own[slot]
+                    self._own[slot] = self._partials[Published(device, slot)] = Partial(flat)
         self.send_buffers = list(zip(memories, memories, strict=True))
         """Where each device puts what it gives to others, if the model has stages: two, each
         (bytes of the largest stage,) uint8."""
@@ -229,7 +227,7 @@ class HostMemory(Memory):
         # What the other owners will read of our gradients must be in the file, not with backward.
         others = (chunks for n, chunks in enumerate(self.summed) if n != self._rank)
         visible = list(chain.from_iterable(others))
-        for partial in self._own:
+        for partial in self._own.values():
             partial.show(visible)
 
     def broadcast_from_lead(self, buffers: FlatTensors) -> None:
@@ -270,10 +268,6 @@ class HostMemory(Memory):
             for chunk in chunks if owner != self._rank else ():
                 whole.chunk(chunk).copy_(source.chunk(chunk))
         self.transport.all_gather_bytes()
-
-    def release(self) -> None:
-        for partial in self._own:
-            partial.release()
 
     def make_own(self) -> None:
         for memory in self._of_parameters:
@@ -322,19 +316,16 @@ class HostStageExchange(StageExchange):
                 targets = [self._in_buffer(self.rank, number) for number, _ in leaving]
                 copy_each(targets, [storage_order(piece) for _, piece in leaving])
         headers = self._all_gather_headers(self._transport, self._column, call)
-        found = [
-            self._own_delivery(call)
-            if rank == self.rank and isinstance(call, GradientSend)
-            else self._read(rank, header)
-            for rank, header in headers.items()
-        ]
+        found = []
+        for rank, header in headers.items():
+            if rank == self.rank and isinstance(call, GradientSend):
+                found.append(self._own_delivery(call))
+                continue
+            given = self._given(header)
+            pieces = {n: self._shaped(self._in_buffer(rank, n), n) for n in given}
+            found.append(Delivery(header, pieces, shared=True))
         self._turn = 1 - self._turn
         return found
-
-    def _read(self, rank: int, header: Header) -> Delivery:
-        given = self._given(header)
-        pieces = {number: self._shaped(self._in_buffer(rank, number), number) for number in given}
-        return Delivery(header, pieces, shared=True)
 
     def _in_buffer(self, rank: int, number: int) -> torch.Tensor:
         """Where a piece lies in a device's buffer of this event: (numel,)."""

@@ -28,12 +28,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import select
 import signal
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from multiprocessing import connection
 
 from onefold.core.options import RunOptions
 from onefold.errors import LaunchError
@@ -136,14 +136,12 @@ def wait_for_end(workers: Sequence[Worker], limit_s: float, wake: int | None = N
         limit_s: the longest wait.
         wake: a descriptor that ends the wait once it is readable.
     """
-    limit, poller = time.monotonic() + limit_s, select.poll()
-    for descriptor in (wake, *(worker.descriptor for worker in workers)):
-        if descriptor is not None:
-            poller.register(descriptor, select.POLLIN)
+    limit = time.monotonic() + limit_s
+    descriptors = [d for d in (wake, *(w.descriptor for w in workers)) if d is not None]
     step_s = _LOOK_S if any(worker.descriptor is None for worker in workers) else limit_s
     while True:
         left_s = max(0.0, limit - time.monotonic())
-        ready = poller.poll(min(left_s, step_s) * 1000)
+        ready = connection.wait(descriptors, min(left_s, step_s))
         if any(worker.code is not None for worker in workers):
             return True
         if ready or left_s == 0:
