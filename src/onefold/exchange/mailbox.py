@@ -314,14 +314,11 @@ def _peer(number: int, connection: socket.socket, timeout_s: float) -> Peer:
     limit = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
     pid, _ = credentials(connection)
-    return Peer(number, connection, pid, _open_pidfd(pid), Stillness(pid))
-
-
-def _open_pidfd(pid: int) -> int | None:
-    try:
-        return os.pidfd_open(pid)
-    except OSError:  # an old kernel, or a peer in another namespace: the socket alone must do
-        return None
+    peer = Peer(number, connection, pid, None, Stillness(pid))
+    # Not by an old kernel, nor of a peer in another namespace: there the socket alone must do.
+    with contextlib.suppress(OSError):
+        peer.pidfd = os.pidfd_open(pid)
+    return peer
 
 
 _HELLO = struct.Struct("<q")

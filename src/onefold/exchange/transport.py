@@ -23,6 +23,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -238,11 +239,10 @@ class Transport(ABC):
 class Alone(Transport):
     """The transport of a process that drives all devices: there is nobody to wait for."""
 
-    def __init__(
-        self, device: torch.device, allocator: TensorAllocator = DEFAULT_ALLOCATOR
-    ) -> None:
-        super().__init__(device, allocator)
-        self._sent: dict[tuple[int, int], deque[torch.Tensor]] = defaultdict(deque)
+    @cached_property
+    def _sent(self) -> dict[tuple[int, int], deque[torch.Tensor]]:
+        """Messages under way, by the devices from which and to which they go."""
+        return defaultdict(deque)
 
     def all_gather_bytes(self, message: bytes = b"", among: Ranks = None) -> Sequence[bytes]:
         return (message,)
