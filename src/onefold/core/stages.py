@@ -96,11 +96,11 @@ class StageLayout:
         """Where a piece begins and how long it is, in bytes, and its dtype."""
         return self._places[number]
 
-    def whole(self, entry: int, room: torch.Tensor, *, begins: int = 0) -> torch.Tensor:
-        """View of an entry, in its shape, in memory that holds its stage from some byte on."""
+    def whole(self, entry: int, room: torch.Tensor) -> torch.Tensor:
+        """View of an entry, in its shape, in memory that holds its stage."""
         found, dtype = self.layout.entries[entry], self.layout.dtype_of(entry)
         # The pieces of an entry follow each other without gaps.
-        start = self._starts[entry] - begins
+        start = self._starts[entry]
         stretch = room[start : start + found.numel * dtype.itemsize].view(dtype)
         return stretch.as_strided(found.shape, found.stride)
 

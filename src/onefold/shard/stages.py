@@ -34,7 +34,7 @@ class StageModules:
 
     Args:
         module: the model.
-        modules: the stages, in the order in which the model uses them.
+        modules: the stages, in the order in which the model uses them; None to find them.
         trained: the parameters that the optimizer updates, by name.
         pipeline: how many devices compute the model one after the other, each some of its stages.
 
@@ -47,11 +47,12 @@ class StageModules:
     def __init__(
         self,
         module: torch.nn.Module,
-        modules: Sequence[torch.nn.Module],
+        modules: Sequence[torch.nn.Module] | None,
         trained: Mapping[str, torch.nn.Parameter],
         pipeline: int = 1,
     ) -> None:
         names = {id(part): name or "the model" for name, part in module.named_modules()}
+        modules = cut_by_itself(module) if modules is None else modules
         _check(modules, names)
         self.modules = tuple(modules)
         """The module of each stage but the root: stage 1 is the first."""

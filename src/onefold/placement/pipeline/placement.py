@@ -61,9 +61,7 @@ class Pipelined(Sharded):
         before: Before,
     ) -> Gradients | None:
         context, exchange, reduction = self.context, self.context.exchange, self._reduction
-        channel = exchange.channel
-        assert channel is not None
-        channel.clear()  # of a step that failed, and was survived
+        exchange.transport.forget_messages()  # of a step that failed, and was survived
         reduction.begin(shard for shard, size in enumerate(batch.sizes) if not size)
         workers = []
         for replica, boundary in zip(context.replicas, self._boundaries, strict=True):
@@ -75,7 +73,7 @@ class Pipelined(Sharded):
                 for worker in busy:
                     while not worker.is_done and worker.can_go():
                         worker.go()
-            channel.finish()
+            exchange.transport.finish_sending()
             reduction.end_round()
         for replica in context.replicas:
             replica.end()

@@ -20,7 +20,7 @@ from onefold.errors import PipelineError
 from onefold.exchange.reduction import StageReduction
 from onefold.exchange.shardtable import ShardTable
 from onefold.exchange.stageexchange import GradientSend
-from onefold.exchange.transport import Message, PipelineChannel
+from onefold.exchange.transport import Message, Transport
 from onefold.placement.context import StepContext
 from onefold.placement.pipeline.boundary import (
     PipelineContext,
@@ -82,14 +82,13 @@ class PipelineWorker:
         task: ShardTask,
     ) -> None:
         exchange = context.exchange
-        assert exchange.channel is not None
         assert isinstance(exchange.reduction, StageReduction)
         self._replica = replica
         self._boundary = boundary
         self._attached = context.attached
         self._batch = batch
         self._task = task
-        self._channel: PipelineChannel = exchange.channel
+        self._transport: Transport = exchange.transport
         self._reduction: StageReduction = exchange.reduction
         self._table: ShardTable = exchange.table
         self._device, self._devices = replica.number, batch.plan.pipeline
@@ -127,7 +126,7 @@ class PipelineWorker:
         step = -1 if move is Move.FORTH else 1
         if self._pieces[number] is None or not 0 <= self._place + step < self._devices:
             return True
-        return self._channel.has(self._device, self._device + step)
+        return self._transport.has_message(self._device, self._device + step)
 
     def go(self) -> None:
         """Make the next move; waits for what it needs.
@@ -242,7 +241,7 @@ class PipelineWorker:
         }
         before = [] if begun is None else begun.tensors
         tensors = [*state.tensors, *before, *outputs.tensors]
-        self._channel.send(self._device, self._device + 1, Message(head, tensors))
+        self._transport.send(self._device, self._device + 1, Message(head, tensors))
 
     def _refuse_writing(self, where: str) -> None:
         """Refuse that all devices of a process write to the same memory."""
@@ -419,11 +418,11 @@ class PipelineWorker:
         gradients = [inputs.gradients.get(number) for number in range(count)]
         tensors = [*state.tensors, *gradients, result.total]
         tensors += [None if values is None else values.numbers, *result.gradients]
-        self._channel.send(self._device, self._device - 1, Message(head, tensors))
+        self._transport.send(self._device, self._device - 1, Message(head, tensors))
 
     def _receive(self, source: int) -> Message:
         with self._replica.watch.timed("exchange", f"wait for device {source}"):
-            return self._channel.receive(self._device, source)
+            return self._transport.receive(self._device, source)
 
     def _on(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self._replica.device)
