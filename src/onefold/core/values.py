@@ -53,7 +53,7 @@ import torch
 
 from onefold.core.calldigest import checksum
 from onefold.core.fold import fold_shards
-from onefold.core.mean import Contribution, LossTerms, Mean, Sum, weigh
+from onefold.core.mean import Contribution, LossTerms, Mean, detached, weigh
 from onefold.errors import DisagreementError, LossError
 
 __all__ = [
@@ -71,12 +71,12 @@ __all__ = [
     "StepWeight",
     "code_of",
     "columns_of",
-    "detached",
     "names_of",
     "read_values",
     "split",
     "total_weight",
     "values_by_name",
+    "with_values_detached",
 ]
 
 
@@ -297,31 +297,16 @@ def split(result: object, what: str) -> tuple[object, Mapping[str, object], Mapp
     )
 
 
-def detached(result: object) -> object:
+def with_values_detached(result: object) -> object:
     """Take the values beside a loss out of its graph; leave any other result as it is.
 
     Compiled code would else compute their gradients too, which are multiplied by 0 and added; and 0
     times an infinite gradient is NaN.
     """
     if isinstance(result, tuple) and all(isinstance(part, dict) for part in result[1:]):
-        beside = [{name: _detached(part[name]) for name in part} for part in result[1:]]
+        beside = [{name: detached(part[name]) for name in part} for part in result[1:]]
         return result[0], *beside
     return result
-
-
-def _detached(value: object) -> object:
-    if isinstance(value, torch.Tensor):
-        return value.detach()
-    if isinstance(value, LossTerms):
-        return LossTerms(tuple(_term_detached(term) for term in value.terms))
-    return _term_detached(value) if isinstance(value, Mean | Sum) else value
-
-
-def _term_detached(term: Mean | Sum) -> Mean | Sum:
-    if not isinstance(term.total, torch.Tensor):
-        return term  # refused where it is read
-    total = term.total.detach()
-    return Mean(total, term.weight) if isinstance(term, Mean) else Sum(total)
 
 
 def read_values(
