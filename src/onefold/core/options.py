@@ -91,12 +91,9 @@ class RunOptions:
         # Checked where the record is made, in the launcher, so before any worker is started.
         check_seconds("the timeout", self.timeout_s)
         check_seconds("the grace", self.grace_s)
-        for name, value, least in (
-            ("every", self.every, 0 if self.every_s else 1),
-            ("keep_last", self.keep_last, 1),
-            ("restarts", self.restarts, 0),
-        ):
-            check_whole(name, value, least=least)
+        check_whole("every", self.every, least=0 if self.every_s else 1)
+        check_whole("keep_last", self.keep_last, least=1)
+        check_whole("restarts", self.restarts, least=0)
         if self.restarts and not self.checkpoint:
             raise ValueError("restarts go on from the last checkpoint: name a directory for them")
         check_choice("restarts_with", self.restarts_with, Restarts)

@@ -170,7 +170,7 @@ class LocalMemory(Memory):
         self.other = new_flats(storage.other, start.other, numbered, allocator)
         if storage.frozen is not None:
             self.frozen = FrozenMemory(storage, storage.frozen, 0, first, allocator)
-        self.table = ShardTable.private(storage.table, first)
+        self.table = ShardTable.private(storage, first)
         self._partials: dict[Published, Partial | AsGiven] = {}
         self._chunks: list[list[Chunk]] = []
 

@@ -97,7 +97,7 @@ class PrivateMemory(Memory):
         self._rank, device = transport.rank, transport.device
         self._own: dict[int, Partial] = {}
         self._received: dict[Published, PartitionTensors] = {}
-        self.table = ShardTable.private(storage.table, device)
+        self.table = ShardTable.private(storage, device)
         # A file takes no memory where there is none to spare; all else is with its owners.
         self.is_partitioned = storage.stages is not None and (
             allocator.apart or not allocator.on_disk

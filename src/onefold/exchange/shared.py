@@ -219,19 +219,18 @@ class HostMemory(Memory):
         self.transport, self._storage = transport, storage
         mailbox = transport.mailbox
         self._rank = mailbox.rank
-        shape = storage.table
         sizes = [storage.parameters.nbytes, storage.other.nbytes]
         self._of_parameters = _map_shared(mailbox, sizes, self.allocator)
         trained, other = self._of_parameters
         # Taken from the iterator below in this very order, in every process.
-        sizes = [sum(shape.host_bytes), shape.device_bytes]
+        sizes = [sum(storage.table_host_bytes), storage.table_device_bytes]
         sizes += [storage.gradients.nbytes] * (storage.slots * storage.devices)
         if storage.stages is not None:
             sizes += [storage.stage_layout().nbytes] * (2 * storage.devices)
         memories = iter(_map_shared(mailbox, sizes, DEFAULT_ALLOCATOR))
         self.trained = {self._rank: FlatTensors(storage.parameters, memory=trained)}
         self.other = {self._rank: FlatTensors(storage.other, memory=other)}
-        self.table = ShardTable(shape, next(memories), next(memories))
+        self.table = ShardTable(storage, next(memories), next(memories))
         self._own: list[Partial] = []
         self._partials: dict[Published, PartitionSums] = {}
         # This process's partial sums may stay where backward left them; of the others' it sees only
