@@ -106,9 +106,9 @@ def columns_of(name: str, value: object, samples: int, where: str) -> dict[Colum
         return {json.dumps(kind): value.detach().to("cpu", copy=True)}
     if isinstance(value, list) and len(value) == samples and samples:
         if all(isinstance(entry, torch.Tensor) for entry in value):
-            return _ragged(name, None, value, where)
+            return _ragged(name, [{None: entry} for entry in value], where)
         if all(_is_of_tensors(entry) for entry in value):
-            return _of_dicts(name, value, where)
+            return _ragged(name, value, where)
     came = tuple(value.shape) if isinstance(value, torch.Tensor) else reprlib.repr(value)
     raise LossError(
         f"{where}: expected {name!r} to be a tensor with one row, or a list with one tensor or "
@@ -140,36 +140,31 @@ def values_by_name(
 
 
 def _ragged(
-    name: str, key: str | None, entries: Sequence[torch.Tensor], where: str
+    name: str, entries: Sequence[Mapping[str | None, torch.Tensor]], where: str
 ) -> dict[Column, Rows]:
+    """Make a column of each key; of what is no dict, the key is None."""
     first = entries[0]
     for number, entry in enumerate(entries):
-        if (entry.dtype, entry.dim()) != (first.dtype, first.dim()):
-            called = repr(name) if key is None else f"{key!r} of {name!r}"
-            raise LossError(
-                f"{where}: expected {called} to be alike in dtype and number of dimensions for "
-                f"all samples, got {_words(first)} for sample 0 of the shard and {_words(entry)} "
-                f"for sample {number}. Where there is nothing, as many dimensions all the same, "
-                f"such as torch.zeros(0, 4)"
-            )
-    column = json.dumps([name, _dtype_of(first), first.dim(), key])
-    return {column: [entry.detach().to("cpu", copy=True) for entry in entries]}
-
-
-def _of_dicts(
-    name: str, entries: Sequence[Mapping[str, torch.Tensor]], where: str
-) -> dict[Column, Rows]:
-    keys = list(entries[0])
-    for number, entry in enumerate(entries):
-        if entry.keys() != set(keys):
+        if entry.keys() != first.keys():
             raise LossError(
                 f"{where}: expected the dicts of {name!r} to have the same keys for all samples, "
-                f"got {keys} for sample 0 of the shard and {list(entry)} for sample {number}"
+                f"got {list(first)} for sample 0 of the shard and {list(entry)} for sample {number}"
             )
-    columns: dict[Column, Rows] = {}
-    for key in keys:
-        columns |= _ragged(name, key, [entry[key] for entry in entries], where)
-    return columns
+        for key, like in first.items():
+            if (entry[key].dtype, entry[key].dim()) != (like.dtype, like.dim()):
+                called = repr(name) if key is None else f"{key!r} of {name!r}"
+                raise LossError(
+                    f"{where}: expected {called} to be alike in dtype and number of dimensions for "
+                    f"all samples, got {_words(like)} for sample 0 of the shard and "
+                    f"{_words(entry[key])} for sample {number}. Where there is nothing, as many "
+                    f"dimensions all the same, such as torch.zeros(0, 4)"
+                )
+    return {
+        json.dumps([name, _dtype_of(like), like.dim(), key]): [
+            entry[key].detach().to("cpu", copy=True) for entry in entries
+        ]
+        for key, like in first.items()
+    }
 
 
 def _is_of_tensors(entry: object) -> bool:

@@ -203,9 +203,10 @@ class EagerComparison:
         with self._external.refusing_changes(f"{where}, the loss") if notes else nullcontext():
             part = replica.rehearse(shard, batch, task)
         yield
-        whole = task.microbatch is None or batch.count_of(shard).samples <= task.microbatch
+        samples = batch.count_of(shard).samples
+        whole = task.microbatch is None or samples <= task.microbatch
         if part is not None and whole and part.kind != "means" and not self._warned:
-            self._compare(part, float(table.totals[shard]), batch.count_of(shard).samples, where)
+            self._compare(part, float(table.totals[shard]), samples, where)
 
     def check_gathering(self, *, gathers: bool) -> None:
         """Refuse a loss that turns out to gather, if it is compiled.

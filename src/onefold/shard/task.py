@@ -9,14 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from onefold.core.batch import ShardedBatch
-from onefold.core.gathering import Discovering, Gatherer, Refusing
+from onefold.core.gathering import Gatherer, Gathers, Refusing
 from onefold.core.mean import Contribution
 from onefold.core.values import LATE, ShardResult, ShardValues, total_weight
+from onefold.errors import LossError
 from onefold.exchange.stageexchange import GradientSend
 from onefold.shard.gradients import add_gradients
 
@@ -78,8 +80,8 @@ class ShardTask:
         if self.is_plain(batch):
             return None
         if piece.samples < piece.of:
-            return Refusing(_OF_PIECES, is_of_step=True)
-        return self.gatherers(piece.shard) if self.gatherers else Discovering()
+            return Refusing(partial(LossError, _OF_PIECES))
+        return self.gatherers(piece.shard) if self.gatherers else Refusing(Gathers)
 
     def of_one_divisor(self, part: Contribution, batch: ShardedBatch) -> Contribution:
         """Combine the terms of a loss into one, where the whole batch's weights are known."""
