@@ -198,25 +198,16 @@ def cut_pipeline(sizes: Sequence[int], devices: int) -> tuple[int, ...]:
         )
     # The least size that no share need be larger than.
     limits = range(max(sizes), sum(sizes) + 1)
-    place = bisect_left(limits, True, key=lambda limit: _shares(sizes, limit) <= devices)
+    place = bisect_left(limits, len(sizes), key=lambda limit: _ends(sizes, devices, limit)[-1])
     starts = [0, *_ends(sizes, devices, limits[place])]
     return tuple(
         place for place, (start, stop) in enumerate(pairwise(starts)) for _ in range(start, stop)
     )
 
 
-def _shares(sizes: Sequence[int], limit: int) -> int:
-    """How many shares it takes if each is filled up to a limit."""
-    shares, filled = 1, 0
-    for size in sizes:
-        if filled + size > limit:
-            shares, filled = shares + 1, 0
-        filled += size
-    return shares
-
-
 def _ends(sizes: Sequence[int], devices: int, limit: int) -> list[int]:
-    """Where each share ends, none larger than the limit, and none empty."""
+    """Where each share ends, none larger than the limit, and none empty; the last one too early
+    if the limit is too low."""
     ends: list[int] = []
     stop = 0
     for place in range(devices):
