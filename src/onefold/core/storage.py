@@ -108,12 +108,11 @@ class Storage:
         Raises:
             ValueError: whole sums are handed over.
         """
-        if self.stages is None:
-            raise ValueError("expected a model that is cut into stages")
+        stages = self.stage_layout().stages
         if self.frozen is None:
-            return StageLayout(self.parameters, self.pieces, self.stages)
+            return StageLayout(self.parameters, self.pieces, stages)
         layout = side_by_side(self.parameters, self.frozen.layout)
-        stages = replace(self.stages, stage_of=self.stages.stage_of + self.frozen.stage_of)
+        stages = replace(stages, stage_of=stages.stage_of + self.frozen.stage_of)
         return StageLayout(layout, self.sharded_pieces(), stages)
 
     def sharded_pieces(self) -> tuple[Piece, ...]:
@@ -282,7 +281,12 @@ def cut_chunks(layout: Layout, partition: Sequence[Piece]) -> list[Chunk]:
             stretches[-1] = stretches[-1]._replace(stop=stretch.stop)
         elif piece.numel:
             stretches.append(stretch)
-    return [part for stretch in stretches for part in _cut(stretch, layout)]
+    steps = [_CHUNK_BYTES // dtype.itemsize for dtype in layout.dtypes]
+    return [
+        stretch._replace(start=start, stop=min(start + steps[stretch.section], stretch.stop))
+        for stretch in stretches
+        for start in range(stretch.start, stretch.stop, steps[stretch.section])
+    ]
 
 
 def _follows(before: Chunk, stretch: Chunk, following: Mapping[tuple[int, int], int]) -> bool:
@@ -290,9 +294,3 @@ def _follows(before: Chunk, stretch: Chunk, following: Mapping[tuple[int, int], 
     alike = (before.section, before.entry) == (stretch.section, stretch.entry)
     end = before.section, before.stop
     return alike and stretch.start in (before.stop, following.get(end))
-
-
-def _cut(stretch: Chunk, layout: Layout) -> list[Chunk]:
-    step = _CHUNK_BYTES // layout.dtypes[stretch.section].itemsize
-    starts = range(stretch.start, stretch.stop, step)
-    return [stretch._replace(start=s, stop=min(s + step, stretch.stop)) for s in starts]
