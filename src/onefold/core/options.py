@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -18,6 +19,7 @@ Restarts = Literal["same", "fewer"]
 
 PlacementName = Literal["replicate", "shard", "offload", "pipeline"]
 """Where the parameters of a model lie: on each device, partitioned, on the host, or by stage."""
+_PIPELINES = re.compile(r"pipeline:0*([2-9]|[1-9][0-9]+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +99,8 @@ class RunOptions:
         if self.restarts and not self.checkpoint:
             raise ValueError("restarts go on from the last checkpoint: name a directory for them")
         check_choice("restarts_with", self.restarts_with, Restarts)
-        if not _is_placement(self.placement):
+        placement = str(self.placement)
+        if placement not in get_args(PlacementName) and not _PIPELINES.fullmatch(placement):
             raise ValueError(
                 f"expected placement to be one of {', '.join(get_args(PlacementName))}, got "
                 f"{self.placement!r}; how many checkpoints are kept is --keep-last, and pipelines "
@@ -141,11 +144,3 @@ class RunOptions:
     def may_stop(self) -> bool:
         """Whether the run saves itself when it is asked to stop."""
         return self.saves or bool(self.checkpoint) or bool(self.stop_signals)
-
-
-def _is_placement(placement: object) -> bool:
-    if not isinstance(placement, str):
-        return False
-    name, colon, number = placement.partition(":")
-    lines = name == "pipeline" and number.isascii() and number.isdecimal() and int(number) >= 2
-    return name in get_args(PlacementName) and (lines or not colon)

@@ -97,13 +97,13 @@ def _put(value: Any, parts: Sequence[Any]) -> Any:
     return value
 
 
-def tensors_of(value: object) -> Iterator[torch.Tensor]:
-    """The tensors in nested containers, in their order."""
-    if isinstance(value, torch.Tensor):
+def tensors_of(value: Any, kinds: Any = torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors in nested containers, or what is of other kinds, in their order."""
+    if isinstance(value, kinds):
         yield value
         return
     for _, part in parts_of(value) or ():
-        yield from tensors_of(part)
+        yield from tensors_of(part, kinds)
 
 
 def with_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

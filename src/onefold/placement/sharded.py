@@ -27,7 +27,7 @@ from onefold.placement.context import StepContext
 from onefold.placement.distribute import distribute_entries
 from onefold.placement.parameters import ShardedParameters
 from onefold.shard.modelparts import ModelParts
-from onefold.shard.stages import StageModules, cut_by_itself, frozen_in_stages
+from onefold.shard.stages import StageModules
 from onefold.shard.task import ShardTask
 from onefold.system.allocator import DEFAULT_ALLOCATOR, TensorAllocator
 from onefold.system.capacity import capacity_bytes
@@ -44,11 +44,10 @@ class Sharded(Placement):
     """How many devices compute a shard together."""
 
     def plan(self, parts: ModelParts, stages: Sequence[torch.nn.Module] | None) -> PlacementPlan:
-        modules = cut_by_itself(parts.module) if stages is None else stages
-        found = StageModules(parts.module, modules, parts.trained, self.pipeline)
+        found = StageModules(parts.module, stages, parts.trained, self.pipeline)
         allocator = self.allocator()
         if self.shards_frozen(allocator):
-            parts.partition_frozen(frozen_in_stages(parts.other, found))
+            parts.partition_frozen(found)
         self.layout = PlacementPlan(found, allocator)
         return self.layout
 
