@@ -73,7 +73,8 @@ class StageLayout:
         self.stages = stages
         self.pieces: list[list[int]] = [[] for _ in stages.names]
         """For each stage, the numbers of its pieces."""
-        self._places: list[tuple[int, int, torch.dtype]] = []
+        self.places: list[tuple[int, int, torch.dtype]] = []
+        """For each piece where it begins and how long it is, in bytes, and its dtype."""
         self._starts: dict[int, int] = {}
         filled = [0] * len(stages)
         for number, piece in enumerate(pieces):
@@ -82,7 +83,7 @@ class StageLayout:
             nbytes = piece.numel * dtype.itemsize
             self.pieces[stage].append(number)
             self._starts.setdefault(piece.entry, filled[stage])
-            self._places.append((filled[stage], nbytes, dtype))
+            self.places.append((filled[stage], nbytes, dtype))
             filled[stage] += aligned(nbytes)
         self.stage_bytes = tuple(filled)
         """Bytes of each stage."""
@@ -91,10 +92,6 @@ class StageLayout:
     def nbytes(self) -> int:
         """Bytes of the largest stage."""
         return max(self.stage_bytes)
-
-    def place(self, number: int) -> tuple[int, int, torch.dtype]:
-        """Where a piece begins and how long it is, in bytes, and its dtype."""
-        return self._places[number]
 
     def whole(self, entry: int, room: torch.Tensor, *, begins: int = 0) -> torch.Tensor:
         """View of an entry, in its shape, in memory that holds its stage from some byte on."""
@@ -106,7 +103,7 @@ class StageLayout:
 
     def in_room(self, number: int, room: torch.Tensor) -> torch.Tensor:
         """(numel,) view of a piece in memory that holds its stage, (stage_bytes,) uint8."""
-        start, nbytes, dtype = self._places[number]
+        start, nbytes, dtype = self.places[number]
         return room[start : start + nbytes].view(dtype)
 
 

@@ -264,7 +264,7 @@ class FrozenMemory:
         self._begins: list[int] = []
         self._kept: list[torch.Tensor] = []
         for numbers in self._own:
-            places = [layout.place(number) for number in numbers]
+            places = [layout.places[number] for number in numbers]
             begins = places[0][0] if places else 0
             nbytes = places[-1][0] + places[-1][1] - begins if places else 0
             self._begins.append(begins)
@@ -295,7 +295,7 @@ class FrozenMemory:
     def part(self, number: int) -> torch.Tensor:
         """(numel,) a piece that this device keeps, in storage order."""
         stage = self._layout.stages.stage_of[self.entry_of(number)]
-        start, nbytes, dtype = self._layout.place(number)
+        start, nbytes, dtype = self._layout.places[number]
         start -= self._begins[stage]
         return self._kept[stage][start : start + nbytes].view(dtype)
 
@@ -322,7 +322,7 @@ class FrozenMemory:
         """How long memory for a stage is without frozen parameters."""
         own = self._layout.pieces[stage]
         frozen = [number for number in own if number >= self._first_piece]
-        return self._layout.place(frozen[0])[0] if frozen else self._layout.stage_bytes[stage]
+        return self._layout.places[frozen[0]][0] if frozen else self._layout.stage_bytes[stage]
 
     def view(self, number: int) -> torch.Tensor:
         """A parameter, counted on from the trained ones, of a stage that this device has all of."""
