@@ -88,8 +88,8 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "stages of a line are cut as if for one device fewer",
         "core/stages.py",
-        "_shares(sizes, limit) <= devices",
-        "_shares(sizes, limit) < devices",
+        "key=lambda limit: _ends(sizes, devices, limit)[-1]",
+        "key=lambda limit: _ends(sizes, devices - 1, limit)[-1]",
     ),
     Mutant(
         "partial sums are added from left to right",

@@ -238,7 +238,7 @@ def check_exchange(exchange: Exchange, sizes: Storage, begun: Start, own: range)
 
 def check_bytes(exchange: Exchange, begun: Start, own: range) -> None:
     """What lies between steps: the lead's values for all, bytes to the lead, and bytes from it."""
-    processes = exchange.table.shape.devices // len(own)
+    processes = exchange.table.storage.devices // len(own)
     leads = 0 in own
     for turn, nbytes in enumerate((10, 70_000, 0, 3_000_000)):
         exchange.transport.all_gather_rows({d: torch.zeros(1, dtype=torch.float64) for d in own})

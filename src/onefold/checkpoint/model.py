@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from onefold.checkpoint.folder import StoredCheckpoint
-from onefold.core.averaging import AverageRule, averaged_in
+from onefold.core.averaging import AverageRule
 from onefold.core.flat import (
     aligned,
     bits_of,
@@ -24,6 +24,7 @@ from onefold.core.flat import (
     own_name,
     tensor_digests,
 )
+from onefold.core.settings import added_up_in
 from onefold.core.storage import Storage
 from onefold.deferred.access import NotResident
 from onefold.errors import CheckpointError
@@ -371,13 +372,13 @@ class StoredStates:
         parameters, buffers = self._storage.masters, self._storage.buffers
         for entry in parameters.entries:
             if AVERAGE in self._keys.get(entry.name, ()):
-                dtype = DTYPES[averaged_in(parameters.dtypes[entry.section])]
+                dtype = DTYPES[added_up_in(parameters.dtypes[entry.section])]
                 self._check_kind(f"{entry.name}.{AVERAGE}", entry.shape, dtype)
             # Another optimizer may train parameters that had no average; theirs begins anew.
             elif self._with_optimizer:
                 raise ValueError(f"{entry.name} has no average, though the run keeps one")
         for entry in buffers.entries:
-            dtype = DTYPES[averaged_in(buffers.dtypes[entry.section])]
+            dtype = DTYPES[added_up_in(buffers.dtypes[entry.section])]
             self._check_kind(_key_of(entry.name), entry.shape, dtype)
 
     def _check_kind(self, name: str, shape: tuple[int, ...], dtype: str | None) -> None:

@@ -315,7 +315,7 @@ class FrozenMemory:
         """How long memory for a stage is without frozen parameters."""
         own = self._layout.pieces[stage]
         frozen = [number for number in own if number >= self._first_piece]
-        return self._layout.place(frozen[0])[0] if frozen else self._layout.stage_bytes[stage]
+        return self._layout.places[frozen[0]][0] if frozen else self._layout.stage_bytes[stage]
 
     def view(self, number: int) -> torch.Tensor:
         """A parameter, counted on from the trained ones, of a stage that this device has all of."""

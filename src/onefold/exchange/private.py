@@ -284,7 +284,7 @@ class GroupStageExchange(StageExchange):
 
     def _new_piece(self, number: int) -> torch.Tensor:
         """Memory for the gradient of a piece: (numel,)."""
-        _, nbytes, dtype = self.layout.place(number)
+        _, nbytes, dtype = self.layout.places[number]
         device = self._transport.device
         if device.type == "cpu":
             return self._transport.allocator.empty(nbytes).view(dtype)

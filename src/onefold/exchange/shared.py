@@ -192,12 +192,11 @@ class HostMemory(Memory):
         self.transport = transport
         mailbox = transport.mailbox
         self._rank = mailbox.rank
-        shape = storage.table
         sizes = [storage.parameters.nbytes, storage.other.nbytes]
         self._of_parameters = _map_shared(mailbox, sizes, self.allocator)
         trained, other = self._of_parameters
         # Taken from the iterator below in this very order, in every process.
-        sizes = [sum(shape.host_bytes), shape.device_bytes]
+        sizes = [sum(storage.table_host_bytes), storage.table_device_bytes]
         sizes += [storage.gradients.nbytes] * (storage.slots * storage.devices)
         if storage.stages is not None:
             sizes += [storage.stage_layout().nbytes] * (2 * storage.devices)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -300,7 +301,8 @@ def values_of_shard(
     replica.buffers.restore()
     common = "evaluate", (seed, number)
     seed_generators(derive_seed("evaluate", seed, number, shard), replica.device, common=common)
-    with gathering(Refusing(f"{where}: {_GATHERED}", is_of_step=False)), replica.autocast():
+    refusal = partial(LossError, f"{where}: {_GATHERED}")
+    with gathering(Refusing(refusal, is_of_step=False)), replica.autocast():
         values = function(replica.module, payload)
     if not isinstance(values, dict) or not values:
         raise LossError(

@@ -74,7 +74,7 @@ class StepContext:
     @property
     def devices(self) -> int:
         """Number of devices in the whole run."""
-        return self.exchange.table.shape.devices
+        return self.exchange.table.storage.devices
 
     @property
     def with_others(self) -> bool:

@@ -201,7 +201,9 @@ class ShardedParameters(ResidentParameters):
             own.update(read({str(number): parameters[number] for number in numbers}))
 
         number, exchange = self._replica.number, self._exchange
-        self._visit(range(number, len(self._reduction.stages), exchange.table.shape.devices), look)
+        self._visit(
+            range(number, len(self._reduction.stages), exchange.table.storage.devices), look
+        )
         given = exchange.transport.all_gather_objects({number: encode(own, "what was read")})
         return {int(number): line for each in given for number, line in decode(each).items()}
 

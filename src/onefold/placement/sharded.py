@@ -47,7 +47,7 @@ class Sharded(Placement):
         found = StageModules(parts.module, stages, parts.trained, self.pipeline)
         allocator = self.allocator()
         if self.shards_frozen(allocator):
-            parts.partition_frozen(frozen_in_stages(parts.other, found))
+            parts.partition_frozen(found)
         self.layout = PlacementPlan(found, allocator)
         return self.layout
 

@@ -98,7 +98,7 @@ def _measured(
     parts = ModelParts(user.module, trained)
     found = StageModules(user.module, user.stages, parts.trained)
     stages = found.stages
-    parts.partition_frozen(frozen_in_stages(parts.other, found))
+    parts.partition_frozen(found)
     frozen = [0] * len(stages)
     for parameter in parts.frozen.values():
         frozen[found.stage_of(parameter)] += parameter.nbytes

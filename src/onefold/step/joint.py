@@ -165,7 +165,7 @@ class _JointRun:
         finally:
             # However it went: no thread outlives this, and none of them is left a borrowed module.
             for turn in self._turns.values():
-                turn.thread.end()
+                turn.end()
             self._put_back()
 
     def known(self, task: ShardTask) -> ShardTask:
@@ -265,7 +265,7 @@ class _JointRun:
             turn = self._turns[shard]
             self._attach(turn.replica)
             with turn.replica.watch.timed(self._phase, f"{self._phase} shard {shard}, together"):
-                stops[shard] = turn.thread.resume(answer)
+                stops[shard] = turn.resume(answer)
         return stops
 
     def _attach(self, replica: Replica) -> None:

@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from onefold.core.averaging import AverageRule, averaged_in
+from onefold.core.averaging import AverageRule
 from onefold.core.flat import (
     FlatTensors,
     Layout,
@@ -48,6 +48,7 @@ from onefold.core.flat import (
     storage_order,
 )
 from onefold.core.jsonvalue import from_bytes, from_json, to_bytes, to_json
+from onefold.core.settings import added_up_in
 from onefold.system.allocator import DEFAULT_ALLOCATOR, TensorAllocator
 from onefold.system.tensorfile import DTYPES, Bytes, TensorParts
 from onefold.update.staging import Staging
@@ -414,7 +415,7 @@ class Averages:
             if number not in self.pieces:
                 self.adopt(number, value, storage_order(value))
         if self.buffers is None:
-            self.buffers = FlatTensors(buffers.layout.converted(averaged_in), device=buffers.device)
+            self.buffers = FlatTensors(buffers.layout.converted(added_up_in), device=buffers.device)
             self.buffers.copy_(buffers.sections)
 
     def end(self) -> None:
@@ -458,7 +459,7 @@ class Averages:
             values: of the piece; their shape, strides and device are the average's.
             average: (numel,) in storage order; copied.
         """
-        self.pieces[number] = self._allocator.like(values, averaged_in(values.dtype))
+        self.pieces[number] = self._allocator.like(values, added_up_in(values.dtype))
         storage_order(self.pieces[number]).copy_(average)
 
     def adopt_buffers(self, layout_of: FlatTensors, states: Iterable[PieceState]) -> None:
@@ -468,7 +469,7 @@ class Averages:
             layout_of: the module's buffers.
             states: one for each buffer, by its number in the layout; copied.
         """
-        layout = layout_of.layout.converted(averaged_in)
+        layout = layout_of.layout.converted(added_up_in)
         self.buffers = FlatTensors(layout, device=layout_of.device)
         for state in states:
             self.buffers.views[state.piece].copy_(state.value)

@@ -185,7 +185,7 @@ class Verifying:
         for replica in engine.context.replicas:
             replica.loss_watch.refuses = False
         if self._mathematics is not None and devices.has_lead:
-            shards = engine.context.exchange.table.shape.shards
+            shards = engine.context.exchange.table.storage.shards
             function = ", ".join(map(place_of, self._users.values()))
             limit = tolerance_of(engine.context.replicas[0].module)
             header = {"step": 0, "function": function, "shards": shards, "tolerance": limit}
