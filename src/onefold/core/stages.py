@@ -93,10 +93,6 @@ class StageLayout:
         """Bytes of the largest stage."""
         return max(self.stage_bytes)
 
-    def place(self, number: int) -> tuple[int, int, torch.dtype]:
-        """Where a piece begins and how long it is, in bytes, and its dtype."""
-        return self._places[number]
-
     def whole(self, entry: int, room: torch.Tensor) -> torch.Tensor:
         """View of an entry, in its shape, in memory that holds its stage."""
         found, dtype = self.layout.entries[entry], self.layout.dtype_of(entry)

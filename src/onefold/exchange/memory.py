@@ -426,7 +426,7 @@ class Memory(ABC):
         self.other = _new_flats(storage.other, start.other, devices, self.allocator)
         if storage.frozen is not None:
             self.frozen = FrozenMemory(storage, storage.frozen, number, device, self.allocator)
-        self.table = ShardTable.private(storage.table, device)
+        self.table = ShardTable.private(storage, device)
 
     def resident(self, device: int) -> list[FlatTensors]:
         """The memory of parameters that a device of this process has for the whole run."""

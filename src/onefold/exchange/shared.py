@@ -203,7 +203,7 @@ class HostMemory(Memory):
         memories = iter(_map_shared(mailbox, sizes, DEFAULT_ALLOCATOR))
         self.trained = {self._rank: FlatTensors(storage.parameters, memory=trained)}
         self.other = {self._rank: FlatTensors(storage.other, memory=other)}
-        self.table = ShardTable(shape, next(memories), next(memories))
+        self.table = ShardTable(storage, next(memories), next(memories))
         self._own: dict[int, Partial] = {}
         self._partials: dict[Published, PartitionSums] = {}
         # This process's partial sums may stay where backward left them; of the others' it sees only

@@ -27,7 +27,7 @@ from onefold.placement.context import StepContext
 from onefold.placement.distribute import distribute_entries
 from onefold.placement.parameters import ShardedParameters
 from onefold.shard.modelparts import ModelParts
-from onefold.shard.stages import StageModules, frozen_in_stages
+from onefold.shard.stages import StageModules
 from onefold.shard.task import ShardTask
 from onefold.system.allocator import DEFAULT_ALLOCATOR, TensorAllocator
 from onefold.system.capacity import capacity_bytes

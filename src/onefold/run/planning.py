@@ -20,7 +20,7 @@ from onefold.core.settings import Settings, added_up_in
 from onefold.core.stages import cut_pipeline
 from onefold.run.userparts import UserParts
 from onefold.shard.modelparts import ModelParts
-from onefold.shard.stages import StageModules, frozen_in_stages
+from onefold.shard.stages import StageModules
 from onefold.system.ownfiles import replace_file
 from onefold.update.optimizers import name_of, optimizers_in
 
