@@ -241,7 +241,7 @@ class Modifying:
         if context.with_others:
             settings = written(agreement.settings.as_json()) if context.leads else None
             agreement.settings.adopt(broadcast(context.exchange, settings))
-        context.local.copy_first()
+        context.copy_first()
         context.update.follow_parameters()
         self._state.adopt_from_lead()
         self._held.close()

@@ -416,7 +416,7 @@ class Engine:
         context = self.context
         self._interrupted = self._updating = False
         context.first.buffers.note_loaded()
-        context.local.copy_first()
+        context.copy_first()
         context.guard.note()
         context.checks.restart()
 
