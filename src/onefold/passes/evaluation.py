@@ -92,8 +92,9 @@ def evaluate(
     table = torch.zeros(
         len(sizes), 0 if last is None else last.plan.shards, len(lines), 2, dtype=torch.float64
     )
-    for _, places, numbers in found:
-        table[places[:, 0], places[:, 1]] = numbers
+    for own_lines, places, numbers in found:
+        if own_lines:
+            table[places[:, 0], places[:, 1]] = numbers
     # In the fold's order: over shards, and then over batches.
     by_batch = fold_shards(list(table.unbind(dim=1)), torch.add)  # (batches, lines, 2)
     values = StepValues(tuple(lines), by_batch).finished()

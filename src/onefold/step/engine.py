@@ -423,7 +423,8 @@ class Engine:
     @contextmanager
     def unsharded(self, step: int) -> Iterator[None]:
         """A block before a step in which this process has all parameters; called on all devices."""
-        self.placement.before_reading(lambda: self.agree(CallDigest(Call.WHOLE, step)))
+        if self.placement.sharded:
+            self.agree(CallDigest(Call.WHOLE, step))
         with self.placement.unsharded(look=True), ExitStack() as leaving:
             leaving.callback(self.follow_parameters)
             yield

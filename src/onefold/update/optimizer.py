@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -42,7 +42,7 @@ from onefold.update.optimizers import (
     refuse_own_steps,
     steps_by_parameter,
 )
-from onefold.update.staging import DeviceStaging, OwnedPiece, Staging, cut_state
+from onefold.update.staging import DeviceStaging, OwnedPiece, Staging
 from onefold.update.state import AVERAGE, Averages, PieceState, is_by_element
 
 __all__ = ["MASTER", "PartitionedOptimizer"]
@@ -476,14 +476,21 @@ class PartitionedOptimizer:
 
     def _divide_state(self, whole: Mapping[Any, Any]) -> None:
         """Cut the state that parameters already have as they are cut."""
+        self.adopt_states(self.cut(whole, self._by_number))
         for item in self.owned:
-            state = whole.get(item.parameter)
-            if state:
-                entry = self.storage.masters.entries[item.piece.entry]
-                self.state[item.values] = {
-                    key: cut_state(value, item, entry.stride) for key, value in state.items()
-                }
-                self._keep(self.state[item.values])
+            self._keep(self.state.get(item.values, {}))
+
+    def cut(self, whole: Mapping[Any, Any], numbers: Iterable[int]) -> Iterator[PieceState]:
+        """Cut the state of the user's parameters as these are cut, for pieces of some numbers."""
+        for number in numbers:
+            piece = self.storage.pieces[number]
+            entry = self.storage.masters.entries[piece.entry]
+            for key, value in whole.get(self.users[piece.entry], {}).items():
+                stride = entry.stride if piece.whole else None
+                by_element = is_by_element(key, value, entry.shape, stride)
+                if by_element:
+                    value = storage_order(laid_out(value, entry.stride))[piece.start : piece.stop]
+                yield PieceState(number, key, value, by_element)
 
     @property
     def is_undivided(self) -> bool:

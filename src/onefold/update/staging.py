@@ -23,10 +23,10 @@ from typing import Any
 
 import torch
 
-from onefold.core.flat import FlatTensors, Piece, laid_out, same_bits, storage_order
+from onefold.core.flat import FlatTensors, Piece, same_bits, storage_order
 from onefold.system.allocator import TensorAllocator
 
-__all__ = ["DeviceStaging", "OwnedPiece", "Staging", "cut_state", "shown_otherwise"]
+__all__ = ["DeviceStaging", "OwnedPiece", "Staging", "shown_otherwise"]
 
 
 Change = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None]
@@ -211,19 +211,3 @@ def shown_otherwise(
         if bool(((shown != kept) & ~(shown.isnan() & kept.isnan())).any()):
             return item
     return None
-
-
-def cut_state(value: Any, item: OwnedPiece, stride: tuple[int, ...]) -> Any:
-    """Return one piece's part of a value of a parameter's state, in memory of its own."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    # A count of steps is cloned for each piece: optimizers add to it in place, and pieces that had
-    # one in common would each add to it.
-    if value.shape != item.parameter.shape or value.dim() == 0:
-        return value.clone()
-    # Pieces are stretches of storage order, so the strides of the layout come first.
-    laid = laid_out(value, stride)
-    device = item.values.device
-    if item.piece.whole:
-        return laid.to(device, copy=True)
-    return storage_order(laid)[item.piece.start : item.piece.stop].to(device, copy=True)
