@@ -154,10 +154,9 @@ class ValueGuard:
             Its number, counted from 1; the number after the last where only values show a change;
             0 where none is seen.
         """
-        if values and self.samples.on_host:
-            return self._changed(self.samples.read())
         # Compared with themselves, values differ in nothing: only the counts decide.
-        return self._changed(self._values)
+        looks = values and self.samples.on_host
+        return self._changed(self.samples.read() if looks else self._values)
 
     def refuse_writing(self, step: int, *, values: bool) -> None:
         """Refuse changes to parameters while shards run: they belong to the optimizer.

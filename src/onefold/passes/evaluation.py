@@ -19,6 +19,7 @@ from onefold.core.mean import weigh
 from onefold.core.randomness import derive_seed, seed_generators
 from onefold.core.values import Column, Rows, StepValues, columns_of, names_of, values_by_name
 from onefold.errors import DisagreementError, LossError
+from onefold.passes.collectives import check_names
 from onefold.placement.parameters import QUICK
 from onefold.shard.kernels import calls_compiled
 from onefold.shard.modelparts import modules_of
@@ -351,12 +352,7 @@ def _alike(found: Sequence[list[str]]) -> list[str]:
         DisagreementError: two devices have different lines.
     """
     first = next(filter(None, found), [])
-    for number, lines in enumerate(found):
-        if lines and lines != first:
-            raise DisagreementError(
-                f"device {number} has {lines} and another one {first}: expected the same names "
-                f"for every shard"
-            )
+    check_names([lines or first for lines in found])
     return first
 
 

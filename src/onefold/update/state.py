@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -445,10 +445,6 @@ class Averages:
         self.buffers = FlatTensors(layout, device=layout_of.device)
         for state in states:
             self.buffers.views[state.piece].copy_(state.value)
-
-    def keep(self, numbers: Collection[int]) -> None:
-        """Drop the averages of all other pieces."""
-        self.pieces = {n: average for n, average in self.pieces.items() if n in numbers}
 
 
 def _move(averages: Sequence[torch.Tensor], values: Sequence[torch.Tensor], kept: float) -> None:

@@ -30,9 +30,11 @@ from typing import Any
 
 import torch
 
+from onefold.core.mean import Contribution
 from onefold.core.randomness import packed_generators, redo_generators
 from onefold.core.stages import ROOT
 from onefold.core.structure import put_tensors, tensors_of
+from onefold.core.values import ShardValues
 from onefold.errors import PipelineError
 from onefold.placement.base import ResidentParameters
 from onefold.placement.pipeline.shapestages import ShapeStages, call_in_words, unlike
@@ -68,6 +70,8 @@ class StageOutputs:
     """Which of them have memory in common with others."""
     words: Sequence[str]
     """All arguments in words, see `onefold.placement.pipeline.shapestages`."""
+    with_gradient: Sequence[bool]
+    """Which of the tensors want a gradient."""
 
 
 class StageHandover(BaseException):
@@ -86,8 +90,6 @@ class StageInputs:
 
     outputs: StageOutputs
     """As it left the device before, with tensors that are here."""
-    with_gradient: Sequence[bool]
-    """Which of them want a gradient."""
     state: ShardState
     """The one in which they go on."""
     begun: ShardState | None
@@ -100,7 +102,7 @@ class StageInputs:
 
 @dataclass(slots=True)
 class PipelineContext:
-    """One shard, or a piece of one, on its way through a device."""
+    """One shard, or a piece of one, on its way forth and back through a device."""
 
     progress: LossProgress
     inputs: StageInputs | None
@@ -118,6 +120,14 @@ class PipelineContext:
     """The state in which backward begins."""
     watched: list[tuple[torch.Tensor, int]] = field(default_factory=list)
     """Tensors that must not be written to in place, and how often they have been as they came."""
+    outputs: Sequence[torch.Tensor] = ()
+    """What the next device was sent, with the graph that it comes from."""
+    part: Contribution | None = None
+    """The loss, on the last device."""
+    values: ShardValues | None = None
+    """What the loss returned beside itself there."""
+    ended: ShardState | None = None
+    """The state after the loss, there."""
 
     @property
     def again(self) -> bool:
@@ -379,9 +389,8 @@ class StageBoundary:
         for tensor in tensors:
             self._refuse_kind(stage, tensor, progress)
         shared = in_common(tensors, [tensor for tensor, _ in context.watched])
-        raise StageHandover(
-            StageOutputs(stage, tensors, order, shared, call_in_words(args, kwargs))
-        )
+        words, with_gradient = call_in_words(args, kwargs), [each.requires_grad for each in tensors]
+        raise StageHandover(StageOutputs(stage, tensors, order, shared, words, with_gradient))
 
     def _refuse_kind(self, stage: int, tensor: torch.Tensor, progress: LossProgress) -> None:
         """Refuse what would be less on the next device than it is on this one."""
@@ -470,7 +479,7 @@ def _node_of(value: Any) -> Any:
 
 def _entered(inputs: StageInputs, number: int) -> torch.Tensor:
     tensor = inputs.outputs.tensors[number]
-    if not inputs.with_gradient[number]:
+    if not inputs.outputs.with_gradient[number]:
         return tensor
     handle = torch.empty((), requires_grad=True)
     entered: torch.Tensor = _Entering.apply(handle, inputs, number)  # type: ignore[no-untyped-call]

@@ -143,13 +143,7 @@ class ShapeTensor(FakeTensor):
         return cls.on(tensor.device, on_meta(tensor), progress)
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(cls, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         found = next(t for t in tensors_of((args, kwargs)) if isinstance(t, ShapeTensor))
         progress, name = found.progress, _name_of(func)
@@ -179,13 +173,7 @@ class _Following(TorchFunctionMode):
         super().__init__()
         self._progress = progress
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         # Attributes of tensors that have values are theirs.
         is_attribute = _name_of(func) in ("__get__", "__set__")
