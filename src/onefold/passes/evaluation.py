@@ -377,9 +377,15 @@ def predict(
     def add(replica: Replica, function: ScoreFunction, batch: ShardedBatch, place: Place) -> None:
         number, shard = place
         where = f"batch {number} of a prediction, shard {shard}"
-        _refuse_left_out(batch, shard, where)
+        samples, left = batch.size_of(shard), batch.count_of(shard).samples
+        if left < samples:
+            raise LossError(
+                f"{where}: collate returned {left} rows for {samples} samples: expected a row for "
+                f"each sample, as predictions are in the order of the data set and have one for "
+                f"each. Leave samples out of the data set instead, with torch.utils.data.Subset"
+            )
         values = values_of_shard(replica, function, batch, place, context.settings.seed, where)
-        own.add(values, place, batch.size_of(shard), where)
+        own.add(values, place, samples, where)
 
     with call.at_hand(engine), engine.evaluating():
         sizes, last = compute_shards(engine, function, batches, call, "a prediction", add)
@@ -391,16 +397,6 @@ def predict(
     for number in range(len(sizes)):
         parts += context.of_all_shards(own.batches.pop(number, {})).values()
     return values_by_name(parts, columns)
-
-
-def _refuse_left_out(batch: ShardedBatch, shard: int, where: str) -> None:
-    samples, left = batch.size_of(shard), batch.count_of(shard).samples
-    if left < samples:
-        raise LossError(
-            f"{where}: collate returned {left} rows for {samples} samples: expected a row for each "
-            f"sample, as predictions are in the order of the data set and have one for each. Leave "
-            f"samples out of the data set instead, with torch.utils.data.Subset"
-        )
 
 
 class _Said:

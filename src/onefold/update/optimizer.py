@@ -112,7 +112,7 @@ class PartitionedOptimizer:
         piece, in the dtype in which gradients are added up; None where no shard gave one."""
         self._by_number = {item.number: item for item in self.owned}
         self._apart = [(item, item.home) for item in self.owned if item.home is not None]
-        self.norms = PieceNorms(storage, memory, assignment.partitions)
+        self.norms = PieceNorms(storage, memory, assignment.partitions, self.owned)
         self._entries = [item.piece.entry for item in self.owned]
         self._whole = self._part(range(len(self.owned)))
         self._parts = [self._whole]

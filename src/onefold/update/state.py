@@ -230,7 +230,11 @@ def join(
         # A count of steps is the same for all pieces of a parameter: the first stands for all.
         used = parts if first.by_element else parts[:1]
         shape = entry.shape if first.by_element else tuple(first.value.shape)
-        stretches = coming(number, key) if coming is not None else _bytes_of(used)
+        stretches = (
+            coming(number, key)
+            if coming is not None
+            else [bits_of(part.value).numpy() for part in used]
+        )
         given = (f"{entry.name}.{key}", first.value.dtype, shape)
         if not first.by_element and len(shape) > 1:
             strides[given[0]] = first.value.stride()
@@ -241,10 +245,6 @@ def join(
             else TensorParts.in_rows(*given, stretches)
         )
     return JoinedState(tensors, dict(keys), dict(values), strides)
-
-
-def _bytes_of(parts: Iterable[PieceState]) -> list[Bytes]:
-    return [bits_of(part.value).numpy() for part in parts]
 
 
 def check_saved(

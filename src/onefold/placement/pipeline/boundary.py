@@ -256,7 +256,13 @@ class StageBoundary:
         """Begin to compute with what has arrived."""
         progress, replica, outputs = context.progress, context.replica, inputs.outputs
         context.noted = packed_generators(progress.device)
-        self._refuse_draws(context, context.noted)
+        if context.drawn is not None and not torch.equal(context.drawn, context.noted):
+            raise PipelineError(
+                f"{progress.where}: the script draws random numbers between two stages of earlier "
+                f"devices, or before the first stage of this one; they would be others than on the "
+                f"device that has those stages. Draw them before the model is called or inside of "
+                f"a stage, or use --placement shard"
+            )
         replica.buffers.discard(ShapeTensor)
         context.early = replica.buffers.changed_numbers()
         inputs.state.put(replica, context.shard)
@@ -341,15 +347,6 @@ class StageBoundary:
             f"(torch.autograd.grad or backward) that comes from stages of other devices: a "
             f"pipeline goes backward once, after the loss. Use --placement shard"
         )
-
-    def _refuse_draws(self, context: PipelineContext, now: torch.Tensor) -> None:
-        if context.drawn is not None and not torch.equal(context.drawn, now):
-            raise PipelineError(
-                f"{context.progress.where}: the script draws random numbers between two stages of "
-                f"earlier devices, or before the first stage of this one; they would be others "
-                f"than on the device that has those stages. Draw them before the model is called "
-                f"or inside of a stage, or use --placement shard"
-            )
 
     def _after(
         self, stage: int, context: PipelineContext, _: torch.nn.Module, args: Any, kwargs: Any

@@ -84,7 +84,12 @@ class ShapeStages:
             draws = not torch.equal(states, packed_generators(progress.device))
         self._refuse_writing(stage, progress, buffers)
         if draws and (numbers_in(result) or noted != numbers_in(_tables(module))):
-            self._refuse_drawn(stage, progress)
+            raise PipelineError(
+                f"{progress.where}: stage {self._modules.stages.names[stage]} draws random "
+                f"numbers, and gives a number that is no tensor, or keeps one in an attribute: "
+                f"other devices of a line draw other ones than the device that has this stage. "
+                f"Make it a tensor, draw it before the model is called, or use --placement shard"
+            )
         # What it puts into its arguments it must put there each time.
         is_alone = _alike(before, [*_leaves(called)])
         if key is not None and is_alone and not any(map(progress.has_values, tensors_of(result))):
@@ -124,14 +129,6 @@ class ShapeStages:
                     f"perhaps), which other devices have as well: a pipeline cannot follow "
                     f"that. Write to a clone (x = x.clone()), or use --placement shard"
                 )
-
-    def _refuse_drawn(self, stage: int, progress: LossProgress) -> None:
-        raise PipelineError(
-            f"{progress.where}: stage {self._modules.stages.names[stage]} draws random numbers, "
-            f"and gives a number that is no tensor, or keeps one in an attribute: other devices "
-            f"of a line draw other ones than the device that has this stage. Make it a tensor, "
-            f"draw it before the model is called, or use --placement shard"
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -162,8 +162,13 @@ class PipelineWorker:
                 )
             self._check_end(context, where)
             self._boundary.refuse_written(context)
-            if not are_left(marks, payload):
-                self._refuse_writing(where)
+            # All devices of a process would write to the same memory.
+            if self._is_one_of_several and not are_left(marks, payload):
+                raise PipelineError(
+                    f"{where}: the loss changes its batch, which all devices of this process have "
+                    f"in common: change a copy (x = x.clone(), or dict(batch)), launch a process "
+                    f"for each device (onefold run --devices), or use --placement shard"
+                )
             replica.watch.note("forward", f"forward shard {piece.shard}", start)
             if self._is_last:
                 context.ended = ShardState.of(replica)
@@ -211,15 +216,6 @@ class PipelineWorker:
             "begun": None if begun is None else begun.parts,
         }
         self._channel.send(self._device, self._device + 1, Message(head, outputs.tensors))
-
-    def _refuse_writing(self, where: str) -> None:
-        """Refuse that all devices of a process write to the same memory."""
-        if self._is_one_of_several:
-            raise PipelineError(
-                f"{where}: the loss changes its batch, which all devices of this process have in "
-                f"common: change a copy (x = x.clone(), or dict(batch)), launch a process for each "
-                f"device (onefold run --devices), or use --placement shard"
-            )
 
     def _check_end(self, context: PipelineContext, where: str) -> None:
         """Refuse a loss that did not come to where it should."""
@@ -304,31 +300,20 @@ class PipelineWorker:
             return ShardResult(
                 root, part.total(), code_of(part), values=context.values, given=given
             )
+        # Of a parameter of no stage one device may have given a gradient.
+        pairs = list(zip(root, theirs.gradients, strict=True))
+        for name, (own, other) in zip(self._replica.of_stages[ROOT].names, pairs, strict=True):
+            if own is not None and other is not None:
+                raise PipelineError(
+                    f"{self._where(piece)}: parameter {name} is used on device {self._device} and "
+                    f"on a later one (its weights are tied, perhaps): a pipeline cannot add up "
+                    f"what both give as one device does. Use --placement shard"
+                )
         return replace(
             theirs,
-            gradients=[
-                self._only(own, other, place, piece)
-                for place, (own, other) in enumerate(zip(root, theirs.gradients, strict=True))
-            ],
+            gradients=[own if other is None else other for own, other in pairs],
             given=[one or other for one, other in zip(given, theirs.given, strict=True)],
         )
-
-    def _only(
-        self,
-        own: torch.Tensor | None,
-        theirs: torch.Tensor | None,
-        place: int,
-        piece: ShardPiece,
-    ) -> torch.Tensor | None:
-        """The gradient of a parameter of no stage, which one device may have given."""
-        if own is not None and theirs is not None:
-            name = self._replica.of_stages[ROOT].names[place]
-            raise PipelineError(
-                f"{self._where(piece)}: parameter {name} is used on device {self._device} and on a "
-                f"later one (its weights are tied, perhaps): a pipeline cannot add up what "
-                f"both give as one device does. Use --placement shard"
-            )
-        return own if theirs is None else theirs
 
     def _taken(self, stage: int, given: list[bool], piece: ShardPiece) -> Gradients:
         numbers = self._reduction.stages.entries[stage]
