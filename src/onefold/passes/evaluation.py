@@ -131,7 +131,7 @@ def compute_shards(
             # Only now: the data's digest is known once the first batch has been read.
             if first:
                 call.agree(engine, batch)
-                function = during.enter_context(engine.placement.forward(function))
+                function = during.enter_context(engine.placement.parameters.forward(function))
             sizes.append(batch.samples)
             # One shard may write, as in a plain loop; but not to gathered parameters.
             free = engine.placement.may_write(batch.plan.shards)

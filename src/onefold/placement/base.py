@@ -280,7 +280,3 @@ class Placement(ABC):
     def unsharded(self, *, look: bool = False) -> AbstractContextManager[None]:
         """See `ResidentParameters.unsharded`."""
         return self.parameters.unsharded(look=look)
-
-    def forward(self, function: Function) -> AbstractContextManager[Function]:
-        """See `ResidentParameters.forward`."""
-        return self.parameters.forward(function)

@@ -137,9 +137,7 @@ class ShardedParameters(ResidentParameters):
 
     @contextmanager
     def unsharded(self, *, look: bool = False) -> Iterator[None]:
-        if not self._unsharded:
-            self._unshard()
-        self._unsharded += 1
+        self.stay_unsharded()
         try:
             yield
             if self._unsharded == 1:
@@ -423,17 +421,13 @@ class ShardedParameters(ResidentParameters):
         self._flat.get_back()
         self._update.show()
         self._memory.publish_parameters()
-        self._unshard_frozen()
+        if self._memory.frozen is not None:
+            self._memory.frozen.flat.get_back()
+            self._visit(self._memory.frozen.stages, self._buffers.copy_frozen)
         with keeping_gradients(self._replica.parts.named.values()):
             self._buffers.show_all()
             self._replica.attach()
         self._replica.note_places()
-
-    def _unshard_frozen(self) -> None:
-        """Have memory for all frozen parameters, and the values of all devices in it."""
-        if self._memory.frozen is not None:
-            self._memory.frozen.flat.get_back()
-            self._visit(self._memory.frozen.stages, self._buffers.copy_frozen)
 
     def _shard(self) -> None:
         """Free the memory of all parameters."""

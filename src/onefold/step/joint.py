@@ -81,16 +81,12 @@ class JointShards:
         if objective.gathers:
             return self._first_run(batch, task).known(task), {}
         if objective.several_terms:
-            task = replace(task, divisors=self._divisors(batch, task))
+            found: dict[int, Sequence[tuple[str, float]]] = {}
+            for replica in self._context.replicas:
+                with self._context.attached(replica):
+                    found.update(replica.weigh_shards(batch, task))
+            task = replace(task, divisors=trade_divisors(self._context, batch, found, task.step))
         return task, {}
-
-    def _divisors(self, batch: ShardedBatch, task: ShardTask) -> tuple[float, ...] | None:
-        """Find the whole batch's weight of each term of the loss; None if it has one term."""
-        found: dict[int, Sequence[tuple[str, float]]] = {}
-        for replica in self._context.replicas:
-            with self._context.attached(replica):
-                found.update(replica.weigh_shards(batch, task))
-        return trade_divisors(self._context, batch, found, task.step)
 
     def spoilt(self, batch: ShardedBatch, task: ShardTask) -> str:
         """Describe the first gradient of what was gathered that is not finite, by a new run.

@@ -85,8 +85,6 @@ class PartitionedOptimizer:
         self.users = users
         """The user's own parameters, in the order of the layouts."""
         self._memory = memory
-        self._in_models = self.is_whole
-        """Whether models compute with the values that are updated: else they are gathered."""
         self._group_of = {
             id(parameter): number
             for number, group in enumerate(optimizer.param_groups)
@@ -169,7 +167,7 @@ class PartitionedOptimizer:
     def _own_piece(self, device: int, number: int) -> OwnedPiece:
         piece, home = self.storage.pieces[number], self._memory[device]
         user = self.users[piece.entry]
-        if not self._in_models or self.storage.rounds_entry(piece.entry):
+        if not self.is_whole or self.storage.rounds_entry(piece.entry):
             # A parameter, as optimizers may look for one; its exact values come with the state.
             return OwnedPiece(number, device, piece, user, self._master(piece, home), home)
         values: torch.Tensor = home.piece(piece)
@@ -311,13 +309,10 @@ class PartitionedOptimizer:
             if isinstance(value, torch.Tensor):
                 state[key] = self._allocator.kept(value)
 
-    def states(self, *, moving: bool = False) -> list[PieceState]:
+    def states(self) -> list[PieceState]:
         """List the state of the owned pieces as it is now, masters and averages with it.
 
         The tensors are the optimizer's own.
-
-        Args:
-            moving: whether they go to other owners, who have no values of these pieces.
 
         Raises:
             TypeError: the optimizer keeps state under something other than a parameter, or another
@@ -336,10 +331,9 @@ class PartitionedOptimizer:
                 f"the optimizer keeps {', '.join(map(repr, self._loose()))} in its state, under no "
                 f"parameter, which no checkpoint of onefold holds: expected state by parameter"
             )
-        for item in self.owned:
-            if self.storage.rounds or (moving and not self._in_models):
-                values = storage_order(item.values.detach())
-                found.append(PieceState(item.number, MASTER, values, True))
+        for item in self.owned if self.storage.rounds else ():
+            values = storage_order(item.values.detach())
+            found.append(PieceState(item.number, MASTER, values, True))
         return found + self.optimizer_states()
 
     def optimizer_states(self) -> list[PieceState]:

@@ -211,10 +211,7 @@ def _form_of(stage: int, training: bool, device: str, args: Any, kwargs: Any) ->
 
 def _is_plain(value: object) -> bool:
     """Whether a value is made of nothing but what its text tells."""
-    if value is _NO_VALUES or is_plain(value):
-        return True
-    parts = parts_of(value)
-    return parts is not None and all(_is_plain(part) for _, part in parts)
+    return all(leaf is _NO_VALUES or is_plain(leaf) for leaf in _leaves(value))
 
 
 _PLAIN = (bool, int, float, complex, str, bytes, np.generic, Enum, torch.dtype)
@@ -269,8 +266,5 @@ def unlike(one: Sequence[str], other: Sequence[str]) -> tuple[str, str] | None:
 
 def numbers_in(value: object) -> list[int | float | complex | np.generic]:
     """The numbers and truth values in nested containers."""
-    if isinstance(value, bool | int | float | complex | np.generic):
-        return [value]
-    if isinstance(value, torch.Tensor):
-        return []
-    return [number for _, part in parts_of(value) or () for number in numbers_in(part)]
+    kinds = bool | int | float | complex | np.generic
+    return [leaf for leaf in _leaves(value) if isinstance(leaf, kinds)]

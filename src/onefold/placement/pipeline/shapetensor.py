@@ -83,10 +83,6 @@ class LossProgress:
         if FakeTensorMode.cache_info().size > MOST_KEPT:
             FakeTensorMode.cache_clear()
 
-    def begin_again(self) -> None:
-        """Begin backward, in which layers with checkpoints are computed once more."""
-        self.arrived, self.is_shaped = "", False
-
     def stand_in(self, tensor: torch.Tensor) -> ShapeTensor:
         """What is computed with in the place of a tensor with values."""
         known = self._stands.get(id(tensor))

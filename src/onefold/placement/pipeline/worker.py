@@ -247,7 +247,8 @@ class PipelineWorker:
         with self._attached(replica), self._discarding():
             state.put(replica, piece.shard)
             start = replica.watch.now()
-            context.progress.begin_again()
+            # Layers with checkpoints are computed once more.
+            context.progress.arrived, context.progress.is_shaped = "", False
             context.backward = state
             with self._boundary.followed(context):
                 self._differentiate(context, gradients)
