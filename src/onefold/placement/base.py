@@ -38,7 +38,6 @@ from onefold.shard.stages import StageModules
 from onefold.shard.task import ShardTask
 from onefold.system.allocator import DEFAULT_ALLOCATOR, TensorAllocator
 from onefold.update.optimizer import PartitionedOptimizer
-from onefold.update.staging import shown_otherwise
 
 __all__ = [
     "Before",
@@ -90,6 +89,9 @@ class ResidentParameters:
     Its methods surround what gathers parameters where devices have a part of them.
     """
 
+    progress: LossProgress | None = None
+    """How far a device of a pipeline has come in the shard that it computes, if it does."""
+
     @property
     def sharded(self) -> Sequence[torch.nn.Parameter]:
         """Those that have no values here just now, as `Storage.sharded_layout` numbers them."""
@@ -138,10 +140,6 @@ class ResidentParameters:
         Args:
             run_checks: whether costly checks run in this step.
         """
-        return nullcontext()
-
-    def on_the_way(self, progress: LossProgress) -> AbstractContextManager[None]:
-        """Surround a shard on a device of a pipeline, which has come so far in the loss."""
         return nullcontext()
 
     def read_stages(
@@ -261,7 +259,7 @@ class Placement(ABC):
         update = self.context.update
         if not self.context.exchange.memory.is_partitioned or not update.is_whole:
             return False
-        return shown_otherwise(update.owned, update.values_of) is not None
+        return update.shown_otherwise() is not None
 
     def leave(self, *, together: bool) -> None:
         """Have this process keep all parameters, as far as there is room for them.

@@ -46,7 +46,6 @@ from onefold.exchange.reduction import StageReduction
 from onefold.exchange.stageexchange import ParameterRequest
 from onefold.placement.base import Function, ResidentParameters
 from onefold.placement.context import StepContext
-from onefold.placement.pipeline.shapetensor import LossProgress
 from onefold.placement.stagebuffers import StageBuffers
 from onefold.shard.advice import is_about_hooks
 from onefold.shard.gradients import keeping_gradients
@@ -105,7 +104,6 @@ class ShardedParameters(ResidentParameters):
         )
         self._stages = self._buffers.layout.stages
         self._is_serving = self._is_pipeline = False
-        self._progress: LossProgress | None = None
         self._resident: dict[int, torch.Tensor] = {}
         """The memory of each stage that is here, the latest last."""
         self._stage_at: dict[int, int] = {}
@@ -258,14 +256,6 @@ class ShardedParameters(ResidentParameters):
             self._is_pipeline = False
 
     @contextmanager
-    def on_the_way(self, progress: LossProgress) -> Iterator[None]:
-        self._progress = progress
-        try:
-            yield
-        finally:
-            self._progress = None
-
-    @contextmanager
     def _gathering(self, order: PrefetchOrder) -> Iterator[Callable[[], None]]:
         """Surround a forward pass and its backward.
 
@@ -367,7 +357,7 @@ class ShardedParameters(ResidentParameters):
         case.
         """
         found = [(t, stage) for t in tensors if (stage := self._buffers.stage_of(t)) is not None]
-        progress = self._progress
+        progress = self.progress
         if progress is not None and self._place and not progress.arrived:
             stage_of = self._buffers.stage_of
             return lambda t: t if stage_of(t) is None else progress.stand_in(t)

@@ -12,6 +12,7 @@ halves of one node, or they would be one block. The owners of the partitions add
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from onefold.core.batch import ShardedBatch
 from onefold.core.fold import Block, blocks_of, fold
@@ -50,15 +51,11 @@ def run_share(
             hook has handed over twice.
     """
     device, table, watch = replica.number, exchange.table, replica.watch
-
-    def record(shard: int, result: ShardResult) -> None:
-        table.record(device, shard, result)
-
     # Only our own rows: the others' may be full of this step's results already. An empty shard
     # records nothing, so that without this its row would still hold the step before.
     table.clear_rows(device, batch.plan.shards_of(device))
     replica.begin(task)
-    gradients: Gradients = []
+    record, gradients = partial(table.record, device), Gradients()
     for slot, gradients in enumerate(partial_sums(replica, batch, task, record, done)):
         start = watch.now()
         # From here until `publish_parameters` these tensors belong to the exchange, which adds to

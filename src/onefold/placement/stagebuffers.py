@@ -16,7 +16,6 @@ from onefold.errors import StateError
 from onefold.exchange.memory import FrozenMemory
 from onefold.shard.modelparts import ModelParts
 from onefold.update.optimizer import PartitionedOptimizer
-from onefold.update.staging import shown_otherwise
 
 __all__ = ["StageBuffers"]
 
@@ -214,7 +213,7 @@ class StageBuffers:
         Raises:
             StateError: one that this device keeps a part of has other values than that.
         """
-        found = shown_otherwise(self._update.owned, self._update.values_of)
+        found = self._update.shown_otherwise()
         if found is not None:
             raise StateError(
                 f"parameter {self._names[found.piece.entry]} was written to in `with "

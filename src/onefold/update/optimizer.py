@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from onefold.core.assignment import Assignment
-from onefold.core.flat import FlatTensors, Piece, laid_out, storage_order
+from onefold.core.flat import FlatTensors, Piece, laid_out, same_bits, storage_order
 from onefold.core.storage import Storage
 from onefold.system.allocator import DEFAULT_ALLOCATOR, TensorAllocator
 from onefold.system.compat import copy_each, multiply_each
@@ -163,6 +163,19 @@ class PartitionedOptimizer:
         entry = self.storage.parameters.entries[item.piece.entry]
         values = item.values.detach().to(self.storage.parameters.dtypes[entry.section])
         return storage_order(values)
+
+    def shown_otherwise(self) -> OwnedPiece | None:
+        """Find a piece of which models see other values than are kept; they have memory of both."""
+        for item in self.owned:
+            assert item.shown is not None
+            shown, kept = storage_order(item.shown.detach()), self.values_of(item.number)
+            if same_bits(shown, kept):
+                continue
+            # A zero of the other sign is no other value: owners keep their own when they follow.
+            kept = kept.to(shown.device)
+            if bool(((shown != kept) & ~(shown.isnan() & kept.isnan())).any()):
+                return item
+        return None
 
     def _own_piece(self, device: int, number: int) -> OwnedPiece:
         piece, home = self.storage.pieces[number], self._memory[device]

@@ -166,7 +166,8 @@ class StageBoundary:
             PipelineError: the model cannot be computed by a pipeline.
         """
         with ExitStack() as put:
-            put.enter_context(self._parameters.on_the_way(context.progress))
+            self._parameters.progress = context.progress
+            put.callback(setattr, self._parameters, "progress", None)
             self._put_hooks(context, put)
             if context.inputs is not None and not context.again:
                 put.enter_context(watch_differentiation(partial(self._refuse_grad, context)))
