@@ -372,7 +372,10 @@ def predict(
             or dict of tensors, per sample.
         DisagreementError: names, dtypes or shapes differ between shards.
     """
-    own, context = _Said(), engine.context
+    context = engine.context
+    own: list[Column] = []
+    # For each batch its shards' values, by shard and column, on the host.
+    rows: dict[int, dict[int, dict[Column, Rows]]] = defaultdict(dict)
 
     def add(replica: Replica, function: ScoreFunction, batch: ShardedBatch, place: Place) -> None:
         number, shard = place
@@ -385,39 +388,24 @@ def predict(
                 f"each. Leave samples out of the data set instead, with torch.utils.data.Subset"
             )
         values = values_of_shard(replica, function, batch, place, context.settings.seed, where)
-        own.add(values, place, samples, where)
+        found: dict[Column, Rows] = {}
+        for name, value in values.items():
+            found |= columns_of(name, value, samples, where)
+        if own and own != [*found]:
+            raise DisagreementError(
+                f"{where}: the function returned {[*found]}, and {own} before; expected the same "
+                f"names, dtypes and shapes for every shard"
+            )
+        own[:] = found
+        rows[number][shard] = found
 
     with call.at_hand(engine), engine.evaluating():
         sizes, last = compute_shards(engine, function, batches, call, "a prediction", add)
     call.agree_on_end(engine, sum(sizes), last)
-    given = dict.fromkeys(context.own, own.columns)
+    given = dict.fromkeys(context.own, own)
     columns = _alike(context.exchange.transport.all_gather_values(given))
     # Batch by batch: messages stay small, and each batch's own rows are freed once they are sent.
     parts: list[dict[Column, Rows]] = []
     for number in range(len(sizes)):
-        parts += context.of_all_shards(own.batches.pop(number, {})).values()
+        parts += context.of_all_shards(rows.pop(number, {})).values()
     return values_by_name(parts, columns)
-
-
-class _Said:
-    """Collects the values of this process's shards, batch by batch."""
-
-    def __init__(self) -> None:
-        self.columns: list[Column] = []
-        self.batches: dict[int, dict[int, dict[Column, Rows]]] = defaultdict(dict)
-        """Batch to its shards' values, by shard and column, on the host."""
-
-    def add(self, values: dict[str, Any], place: Place, samples: int, where: str) -> None:
-        """Add one shard's values."""
-        found: dict[Column, Rows] = {}
-        for name, value in values.items():
-            found |= columns_of(name, value, samples, where)
-        columns = list(found)
-        if self.columns and columns != self.columns:
-            raise DisagreementError(
-                f"{where}: the function returned {columns}, and {self.columns} before; expected "
-                f"the same names, dtypes and shapes for every shard"
-            )
-        self.columns = columns
-        number, shard = place
-        self.batches[number][shard] = found
