@@ -130,7 +130,7 @@ def compute_shards(
             first = number == 0
             # Only now: the data's digest is known once the first batch has been read.
             if first:
-                call.agree(engine, batch)
+                call.agree(engine, call.samples, batch)
                 function = during.enter_context(engine.placement.parameters.forward(function))
             sizes.append(batch.samples)
             # One shard may write, as in a plain loop; but not to gathered parameters.
@@ -180,8 +180,13 @@ class DataCall:
     def _is_compiled(self, engine: Engine) -> bool:
         return any(calls_compiled(module, self.function) for module in self._modules(engine))
 
-    def agree(self, engine: Engine, batch: ShardedBatch) -> None:
-        """Wait for all devices to have read their first batch, and compare what they were given.
+    def agree(self, engine: Engine, samples: int, batch: ShardedBatch | None) -> None:
+        """Wait for all devices to have read so many samples, and compare what they were given.
+
+        Args:
+            engine: the devices of this process.
+            samples: how many; 0 of a stream that has begun.
+            batch: the last one; None if there was none.
 
         Raises:
             DisagreementError: another device was given something else.
@@ -189,10 +194,10 @@ class DataCall:
         head = CallDigest(
             call=self.call,
             step=self.step,
-            samples=self.samples,
+            samples=samples,
             batch_size=self.batch_size,
-            plan=plan_number(batch.plan),
-            data=batch.data_digest,
+            plan=0 if batch is None else plan_number(batch.plan),
+            data=0 if batch is None else batch.data_digest,
         )
         engine.agree(head, function=self.function)
 
@@ -205,13 +210,7 @@ class DataCall:
         """
         if self.samples:
             return
-        head = CallDigest(
-            call=self.call,
-            step=self.step,
-            samples=samples,
-            data=0 if last is None else last.data_digest,
-        )
-        engine.agree(head, function=self.function)
+        self.agree(engine, samples, last)
         if last is None:
             raise ValueError("the stream yields nothing: expected at least one sample")
 

@@ -39,7 +39,6 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from onefold.core.calldigest import Call
 from onefold.core.stages import ROOT
-from onefold.core.wire import decode, encode
 from onefold.deferred.access import NotResident, Replace
 from onefold.errors import PipelineError
 from onefold.exchange.reduction import StageReduction
@@ -198,8 +197,8 @@ class ShardedParameters(ResidentParameters):
 
         number, exchange = self._replica.number, self._exchange
         self._visit(range(number, len(self._reduction.stages), exchange.table.shape.devices), look)
-        given = exchange.transport.all_gather_objects({number: encode(own, "what was read")})
-        return {int(number): line for each in given for number, line in decode(each).items()}
+        given = exchange.transport.all_gather_values({number: own})
+        return {int(number): line for each in given for number, line in each.items()}
 
     def _visit(self, stages: Iterable[int], look: Callable[[Sequence[int]], None]) -> None:
         """Gather one stage after the other, to be read; called on all devices together.

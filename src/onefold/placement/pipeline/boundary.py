@@ -199,7 +199,7 @@ class StageBoundary:
             if places and min(places) < self._place:
                 put.enter_context(hide_backward_hooks(part))
             elif part not in self._place_of:
-                check = _refusing(name, progress)
+                check = partial(_refuse_shapes, name, progress)
                 put.callback(part.register_forward_pre_hook(check, with_kwargs=True).remove)
 
     def _before(self, stage: int, context: PipelineContext) -> Callable[..., Any]:
@@ -484,14 +484,13 @@ def _entered(inputs: StageInputs, number: int) -> torch.Tensor:
     return entered
 
 
-def _refusing(name: str, progress: LossProgress) -> Callable[..., None]:
-    def check(_: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        if any(isinstance(tensor, ShapeTensor) for tensor in tensors_of((args, kwargs))):
-            raise PipelineError(
-                f"{progress.where}: {name} has a backward hook and is no stage nor part of one, "
-                f"and is called with what a stage on another device gives: expected backward "
-                f"hooks on stages, or on parts of them. Name it as a stage "
-                f"(Trainer(stages=[...])), or use --placement shard"
-            )
-
-    return check
+def _refuse_shapes(
+    name: str, progress: LossProgress, _: torch.nn.Module, args: Any, kwargs: Any
+) -> None:
+    if any(isinstance(tensor, ShapeTensor) for tensor in tensors_of((args, kwargs))):
+        raise PipelineError(
+            f"{progress.where}: {name} has a backward hook and is no stage nor part of one, and is "
+            f"called with what a stage on another device gives: expected backward hooks on "
+            f"stages, or on parts of them. Name it as a stage (Trainer(stages=[...])), or use "
+            f"--placement shard"
+        )

@@ -82,7 +82,15 @@ class ShapeStages:
             with followed(progress, self._modules.stages.names[stage]):
                 result = forward(*called[0], **called[1])
             draws = not torch.equal(states, packed_generators(progress.device))
-        self._refuse_writing(stage, progress, buffers)
+        written = progress.written()
+        for tensor, is_own in zip(written, in_common(written, buffers), strict=True):
+            if not is_own:
+                raise PipelineError(
+                    f"{progress.where}: stage {self._modules.stages.names[stage]} writes in place "
+                    f"to a tensor of shape {tuple(tensor.shape)} that is not its own (the batch, "
+                    f"perhaps), which other devices have as well: a pipeline cannot follow "
+                    f"that. Write to a clone (x = x.clone()), or use --placement shard"
+                )
         if draws and (numbers_in(result) or noted != numbers_in(_tables(module))):
             raise PipelineError(
                 f"{progress.where}: stage {self._modules.stages.names[stage]} draws random "
@@ -115,20 +123,6 @@ class ShapeStages:
                 f"and could not be computed in shape alone ({type(error).__name__}: "
                 f"{why}), as later devices of a pipeline do. Use --placement shard"
             ) from error
-
-    def _refuse_writing(
-        self, stage: int, progress: LossProgress, buffers: Sequence[torch.Tensor]
-    ) -> None:
-        written = progress.written()
-        alike = in_common(written, buffers)
-        for tensor, is_own in zip(written, alike, strict=True):
-            if not is_own:
-                raise PipelineError(
-                    f"{progress.where}: stage {self._modules.stages.names[stage]} writes in place "
-                    f"to a tensor of shape {tuple(tensor.shape)} that is not its own (the batch, "
-                    f"perhaps), which other devices have as well: a pipeline cannot follow "
-                    f"that. Write to a clone (x = x.clone()), or use --placement shard"
-                )
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -251,7 +251,12 @@ class PipelineWorker:
             context.progress.arrived, context.progress.is_shaped = "", False
             context.backward = state
             with self._boundary.followed(context):
-                self._differentiate(context, gradients)
+                if context.part is not None:
+                    task.backward(context.part, self._batch, ())
+                both = zip(context.outputs, gradients, strict=True)
+                pairs = [(tensor, gradient) for tensor, gradient in both if gradient is not None]
+                if pairs:
+                    torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
             replica.buffers.discard(ShapeTensor)
             replica.watch.note("backward", f"backward shard {piece.shard}", start)
             self._end(piece, self._gather_up(piece, context, theirs), context)
@@ -271,17 +276,6 @@ class PipelineWorker:
         given, total = [bool(each) for each in head["given"]], self._on(head["total"])
         result = ShardResult(here[count:], total, head["weight"], values=values, given=given)
         return ShardState(*head["state"]), here[:count], result
-
-    def _differentiate(
-        self, context: PipelineContext, gradients: Sequence[torch.Tensor | None]
-    ) -> None:
-        if context.part is not None:
-            self._task.backward(context.part, self._batch, ())
-            return
-        both = zip(context.outputs, gradients, strict=True)
-        pairs = [(tensor, gradient) for tensor, gradient in both if gradient is not None]
-        if pairs:
-            torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
 
     def _gather_up(
         self, piece: ShardPiece, context: PipelineContext, theirs: ShardResult | None
