@@ -388,14 +388,13 @@ class PartitionedOptimizer:
             states: of owned pieces; tensors are copied, as those given may lie in memory that is
                 used again.
         """
-        owned = {item.number: item for item in self.owned}
         found: dict[torch.Tensor, dict[str, Any]] = {}
         for state in states:
-            values = owned[state.piece].values
-            value = state.value
+            item, value = self._by_number[state.piece], state.value
+            values = item.values
             if state.key == MASTER:
                 # A run whose models have full precision has no use for them.
-                if owned[state.piece].home is not None:
+                if item.home is not None:
                     storage_order(values.data).copy_(value)
             elif state.key == AVERAGE:
                 self.averages.adopt(state.piece, values.detach(), value)
