@@ -272,14 +272,9 @@ class _JointRun:
 
 
 def _standing(stop: Stop) -> Standing:
-    if stop.tensor is None:
-        return Standing(stop.at, terms=len(stop.terms))
-    return Standing(
-        stop.at,
-        dtype=str(stop.tensor.dtype),
-        shape=tuple(stop.tensor.shape),
-        differentiable=stop.differentiable,
-    )
+    tensor = stop.tensor
+    dtype, shape = ("", ()) if tensor is None else (str(tensor.dtype), tuple(tensor.shape))
+    return Standing(stop.at, len(stop.terms), dtype, shape, stop.differentiable)
 
 
 def trade_divisors(
