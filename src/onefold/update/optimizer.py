@@ -132,11 +132,10 @@ class PartitionedOptimizer:
 
     def _part(self, places: Sequence[int]) -> Part:
         """Divide some of this process's pieces among the optimizer's groups."""
-        owned = [self.owned[place] for place in places]
         divided: list[list[torch.Tensor]] = [[] for _ in self.optimizer.param_groups]
-        for item in owned:
+        for item in (self.owned[place] for place in places):
             divided[self._group_of[id(item.parameter)]].append(item.values)
-        return Part(places, [item.values for item in owned], divided)
+        return Part(places, divided)
 
     @property
     def in_place(self) -> bool:
@@ -288,28 +287,28 @@ class PartitionedOptimizer:
         with self._staging.updating(self.optimizer, partial(self._visitors, part)):
             self._update(part)
         if self._allocator.on_disk:
-            for place, values in zip(part.places, part.values, strict=True):
+            for place in part.places:
+                values = self.owned[place].values
                 values.grad = self.gradients[place] = None
                 self._keep(self.state.get(values, {}))
             self._allocator.trim()
 
     def _visitors(self, part: Part) -> Sequence[Sequence[torch.Tensor]]:
         """For each group, the pieces that the optimizer looks at."""
-        pairs = zip(part.places, part.values, strict=True)
         # PyTorch's own look at none without a gradient.
-        idle = {id(values) for place, values in pairs if self.gradients[place] is None}
+        idle = {id(self.owned[p].values) for p in part.places if self.gradients[p] is None}
         idle = idle if steps_by_parameter(self._each) else set()
         return [[each for each in pieces if id(each) not in idle] for pieces in part.divided]
 
     def _update(self, part: Part) -> None:
         moves = self._staging.moves
-        for place, values in zip(part.places, part.values, strict=True):
-            gradient = self.gradients[place]
+        for place in part.places:
+            item, gradient = self.owned[place], self.gradients[place]
+            values = item.values
             # Rounded only now: scaling and clipping are done in the precision of the sum.
             if gradient is not None and (moves or gradient.dtype is not values.dtype):
                 gradient = gradient.to(values.device, values.dtype)
             values.grad = gradient
-            item = self.owned[place]
             # Another device of this process has a stand-in. A hook may go through the model instead
             # of the groups: what it does to the gradient there must reach the stand-in.
             if item.piece.whole and item.home is None and values.device == item.parameter.device:
@@ -541,7 +540,5 @@ class Part:
 
     places: Sequence[int]
     """Among the pieces of this process."""
-    values: Sequence[torch.Tensor]
-    """Of each of them."""
     divided: Sequence[Sequence[torch.Tensor]]
     """For each group of the optimizer, the values of those that lie in it."""
