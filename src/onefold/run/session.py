@@ -141,7 +141,7 @@ class Session:
         self._left = self._is_over = False
         # From here on the model belongs to this Trainer, and what is written to it is looked at in
         # the end.
-        hold(user.module, self)
+        hold(user.module, self.close)
         this = weakref.ref(self)
         at_good_end(lambda: None if (it := this()) is None else it.refuse_raced())
         self._progress = progress_of(context)

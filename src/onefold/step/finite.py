@@ -43,30 +43,23 @@ _ADVICE = (
 )
 
 
-class _OnItsWay:
-    """A device's values on their way to the host, where nobody waits until they are read.
+def _on_its_way(values: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Send values, which may be overwritten afterwards, to the host; return what waits for them."""
+    if values.device.type == "cpu":
+        kept = values.clone()
+        return lambda: kept
+    # Pinned, or the host would wait; PyTorch uses this memory again only after the copy.
+    there = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    there.copy_(values, non_blocking=True)
+    copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    copied.record(torch.cuda.current_stream(values.device))
 
-    Args:
-        values: on any device; they may be overwritten afterwards.
-    """
+    def read() -> torch.Tensor:
+        # For the copy alone, and not for what was queued behind it.
+        copied.synchronize()
+        return there
 
-    def __init__(self, values: torch.Tensor) -> None:
-        self._there: torch.cuda.Event | None = None
-        if values.device.type == "cpu":
-            self._values = values.clone()
-            return
-        # Pinned, or the host would wait; PyTorch uses this memory again only after the copy.
-        self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-        self._values.copy_(values, non_blocking=True)
-        self._there = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._there.record(torch.cuda.current_stream(values.device))
-
-    def read(self) -> torch.Tensor:
-        """Return the values on the host, once they are there."""
-        if self._there is not None:
-            # For the copy alone, and not for what was queued behind it.
-            self._there.synchronize()
-        return self._values
+    return read
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +68,8 @@ class _Unread:
 
     step: int
     batch: ShardedBatch
-    totals: _OnItsWay
-    norm: _OnItsWay | None = None
+    totals: Callable[[], torch.Tensor]
+    norm: Callable[[], torch.Tensor] | None = None
 
 
 class FiniteCheck:
@@ -112,7 +105,7 @@ class FiniteCheck:
         """
         totals = self._table.totals
         if self._is_late and not now:
-            self._unread = _Unread(step, batch, _OnItsWay(totals))
+            self._unread = _Unread(step, batch, _on_its_way(totals))
             return ""
         return self._checked(_bad_loss(totals.cpu(), batch, step))
 
@@ -128,7 +121,7 @@ class FiniteCheck:
             GradientError: it is not finite, and not to be skipped.
         """
         if self._unread is not None:
-            self._unread = replace(self._unread, norm=_OnItsWay(norm))
+            self._unread = replace(self._unread, norm=_on_its_way(norm))
             return ""
         value = float(norm)
         if math.isfinite(value):
@@ -147,8 +140,8 @@ class FiniteCheck:
         """
         if self._unread is not None:
             last, self._unread = self._unread, None
-            self._checked(_bad_loss(last.totals.read(), last.batch, last.step))
-            if last.norm is not None and not math.isfinite(float(last.norm.read())):
+            self._checked(_bad_loss(last.totals(), last.batch, last.step))
+            if last.norm is not None and not math.isfinite(float(last.norm())):
                 raise GradientError(
                     f"the gradient of step {last.step} is not finite, and has been used for its "
                     f"update: go on from a checkpoint. {_ADVICE}"
