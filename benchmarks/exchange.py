@@ -42,10 +42,10 @@ from onefold.exchange.collective import GroupTransport
 from onefold.exchange.connections import Connections, Lateness, PeerWatch
 from onefold.exchange.exchange import Exchange
 from onefold.exchange.group import Joined
+from onefold.exchange.joining import exchange_over
 from onefold.exchange.mailbox import Mailbox, connected
 from onefold.exchange.memory import Start
-from onefold.exchange.private import collective_exchange
-from onefold.exchange.shared import HostTransport, shared_exchange
+from onefold.exchange.shared import HostTransport
 
 __all__ = ["main"]
 
@@ -173,7 +173,7 @@ def new_shared(rank: int, amount: Amount) -> Exchange:
     )
     storage = storage_of(amount)
     transport = HostTransport(mailbox)
-    return shared_exchange(storage, start_of(amount), transport, roster_of(storage))
+    return exchange_over(transport, storage, start_of(amount), roster_of(storage))
 
 
 def new_collective(rank: int, amount: Amount) -> Exchange:
@@ -187,7 +187,7 @@ def new_collective(rank: int, amount: Amount) -> Exchange:
     joined = Joined(group, store, connections, watch, lateness, list)
     storage = storage_of(amount)
     transport = GroupTransport(torch.device("cpu"), joined, TIMEOUT_S)
-    return collective_exchange(storage, start_of(amount), transport, roster_of(storage))
+    return exchange_over(transport, storage, start_of(amount), roster_of(storage))
 
 
 def storage_of(amount: Amount) -> Storage:

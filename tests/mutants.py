@@ -88,8 +88,8 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "stages of a line are cut as if for one device fewer",
         "core/stages.py",
-        "_shares(sizes, limit) <= devices",
-        "_shares(sizes, limit) < devices",
+        "key=lambda limit: _ends(sizes, devices, limit)[-1]",
+        "key=lambda limit: _ends(sizes, devices - 1, limit)[-1]",
     ),
     Mutant(
         "partial sums are added from left to right",
@@ -358,8 +358,8 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "a run that was saved with its averages goes on with them",
         "checkpoint/model.py",
-        "TensorFiles(paths if trained is None else [trained], stack)",
-        "TensorFiles(paths, stack)",
+        "TensorFiles(paths if trained is None else [trained])",
+        "TensorFiles(paths)",
     ),
     Mutant(
         "anybody may look into a private folder",
@@ -395,8 +395,8 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "a file that lacks names is loaded in part",
         "weights/load.py",
-        "(lacking or self._strange or self._misfits)",
-        "(self._strange or self._misfits)",
+        "(lacking or strange or misfits)",
+        "(strange or misfits)",
     ),
     Mutant(
         "ignored targets count with the weight of class 0",

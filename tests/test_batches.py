@@ -181,15 +181,18 @@ def test_time_major_batches_are_cut_along_their_samples(plan: Any, tmp_path: Pat
     assert read(first, 2, 4) == read(second, 2, 4) == read(reading(microbatch=2), 0, 4)
 
 
+DIM = "dim, counted from the first dimension,"
+
+
 @for_each(
     ("batch", "dim", "words"),
     [
         ((torch.ones(3, 4), torch.ones(3)), 1, r"batch\[1\] has shape \(3,\): .*dim=1"),
         ((torch.ones(3, 4), torch.ones(3, 5)), 1, "agree in their dimension 1: "),
         (torch.ones(()), 1, "scalar tensor: expected a dimension 1 of samples"),
-        (torch.ones(3, 4), -1, "expected dim to be 0 or more"),
-        (torch.ones(3, 4), "1", "expected dim to be a number, got '1'"),
-        (torch.ones(3, 4), True, "expected dim to be a number, got True"),
+        (torch.ones(3, 4), -1, f"expected {DIM} of at least 0, got -1"),
+        (torch.ones(3, 4), "1", f"expected {DIM} to be a whole number, got '1'"),
+        (torch.ones(3, 4), True, f"expected {DIM} to be a whole number, got True"),
     ],
 )
 def test_what_cannot_be_cut_in_a_dimension_is_named(batch: Any, dim: Any, words: str) -> None:
@@ -501,7 +504,7 @@ UNEQUAL = r"a batch of 6 and 5 samples.*onefold.Mean\(total, wei"
             onefold.OwnLength({"x": onefold.Shared(XS)}),
             "a Shared within onefold.OwnLe",
         ),
-        (two_losses, onefold.OwnLength(XS, dim=-1), "expected dim to be 0 or more"),
+        (two_losses, onefold.OwnLength(XS, dim=-1), f"expected {DIM} of at least 0"),
         (two_losses, onefold.OwnLength((XS, XS[:5])), "must agree in their first dimension"),
         (mean_of_both, (XS, onefold.OwnLength(XS[:5])), UNEQUAL),
         (beside, (XS, onefold.OwnLength(XS[:5])), UNEQUAL),

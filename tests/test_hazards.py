@@ -90,7 +90,6 @@ ENDS = """
 
 LOCKS = """
     checkpoint/aside.py fcntl.flock: on a file of its owner alone; never waits
-    jobs/progress.py threading.Lock: held for a line
     system/folderlock.py fcntl.lockf: on a file of its owner alone; never waits
     system/ownfiles.py fcntl.flock: on the private folder, so that others leave it; never waits
     testing/scheduler.py threading.Semaphore: of simulated devices, one of which always goes on
@@ -112,20 +111,15 @@ WAITS = """
     exchange/mailbox.py listener.bind: an abstract name that was drawn at random
     exchange/mailbox.py listener.listen: for processes of the same user
     exchange/mailbox.py time.sleep: in a loop with a limit
-    exchange/exchange.py self.reduction.bind: no socket: learns the assignment
-    exchange/exchange.py memory.bind: the same
-    exchange/private.py super().bind: no socket: learns the assignment
-    exchange/stageexchange.py super().bind: no socket: learns the assignment
     exchange/group.py store.wait: a farewell, for seconds
     exchange/group.py time.sleep: in a loop with a limit
     exchange/group.py time.sleep: in a loop with a limit
     exchange/connections.py time.sleep: in a loop with a limit
     system/folderlock.py time.sleep: in a loop with a limit
     exchange/sealing.py self._store.wait: as the caller says, and else for the limit of the store
-    exchange/reduction.py self.exchange.bind: no socket: learns the assignment
     exchange/mailbox.py poller.poll: for part of the limit
     data_order/workers.py time.sleep: until the batch before is taken, for which there is a limit
-    run/workers.py poller.poll: for part of a limit, or as long as the workers run, signals noticed
+    run/workers.py connection.wait: for part of a limit, or while workers run, signals noticed
     run/workers.py self._process.wait: for what the kernel has said to have ended
     testing/scheduler.py thread.join: each device ends, or is made to
     testing/network.py scheduler.wait: for devices of this process; ends where none can go on

@@ -137,9 +137,14 @@ class PeerLost(PeerError):
     @classmethod
     def stopped(cls, device: int, pid: int, *, waiting: int, step: int) -> PeerLost:
         """The error where a device's process is stopped, and device ``waiting`` waits for it."""
+        what = f"(process {pid}) is stopped (by SIGSTOP or a debugger) and does not respond"
+        return cls.in_step(device, what, waiting=waiting, step=step)
+
+    @classmethod
+    def in_step(cls, device: int, what: str, *, waiting: int, step: int) -> PeerLost:
+        """The error in a step; ``what`` has become of a device for which ``waiting`` waits."""
         return cls(
-            f"device {device} (process {pid}) is stopped (by SIGSTOP or a debugger) and does not "
-            f"respond; device {waiting} waits for it in step {step}",
+            f"device {device} {what}; device {waiting} waits for it in step {step}",
             device=device,
             step=step,
         )

@@ -305,9 +305,8 @@ def gaussian_nll_loss(
     >>> gaussian_nll_loss(torch.zeros(2, 3), torch.ones(2, 3), torch.ones(2, 1))
     Mean(total=tensor(3.), weight=6)
     """
-    numel = common_numel(input, target)
-    options = {"full": full, "eps": eps}
-    return reduced(F.gaussian_nll_loss, (input, target, var), reduction, lambda: numel, **options)
+    options = {"var": var, "full": full, "eps": eps}
+    return by_element(F.gaussian_nll_loss, (input, target), reduction, **options)
 
 
 def margin_ranking_loss(

@@ -239,7 +239,7 @@ class Trainer:
             lengths=lengths,
             drop_last=drop_last,
         )
-        return self._session.loader_of_steps(chosen.dataset, chosen.collate, **chosen.choices)
+        return self._session.loader_of_steps(**chosen)
 
     def batches(self, rule: BatchRule, *, per_epoch: int) -> Loader:
         """Whole batches by a rule of your own, for `step`; they go on after a checkpoint.
@@ -389,14 +389,10 @@ class Trainer:
         >>> trainer.evaluate(score, torch.ones(5, 2), batch_size=4)
         {'positive': 1.0}
         """
-        part = self._session.parts.on_part(score, model)
-        sizes = {"batch_size": batch_size, "workers": workers, "collate": collate}
-        batches = self._in_order(dataset, names, sizes)
-        compute = partial(evaluate, self._session.engine, part, batches)
-        found: dict[str, float] = self._session.over_data(
-            Call.EVALUATE, score, model, batches, compute
+        chosen = choose(
+            dataset, names, batch_size=batch_size, workers=workers, collate=collate, in_order=True
         )
-        return found
+        return self._session.over_data(Call.EVALUATE, evaluate, score, model, chosen)
 
     def predict(
         self,
@@ -431,14 +427,10 @@ class Trainer:
         >>> said["sum"]
         tensor([2., 2., 2., 2., 2.])
         """
-        part = self._session.parts.on_part(function, model)
-        sizes = {"batch_size": batch_size, "workers": workers, "collate": collate}
-        batches = self._in_order(dataset, names, sizes)
-        compute = partial(predict, self._session.engine, part, batches)
-        found: dict[str, Any] = self._session.over_data(
-            Call.PREDICT, function, model, batches, compute
+        chosen = choose(
+            dataset, names, batch_size=batch_size, workers=workers, collate=collate, in_order=True
         )
-        return found
+        return self._session.over_data(Call.PREDICT, predict, function, model, chosen)
 
     @property
     def model(self) -> torch.nn.Module:
@@ -836,21 +828,6 @@ class Trainer:
         >>> _ = net.weight.data.mul_(0.5)
         """
         self._session.close()
-
-    def _broadcast(self, text: bytes | None) -> Any:
-        session = self._session
-        session.engine.agree(CallDigest(Call.BROADCAST, self.steps + 1))
-        return broadcast(session.engine.context.exchange, text)
-
-    def _gather(self, text: bytes) -> list[Any]:
-        session = self._session
-        session.engine.agree(CallDigest(Call.GATHER, self.steps + 1))
-        return gather(session.engine.context.exchange, dict.fromkeys(session.devices.own, text))
-
-    def _in_order(self, dataset: DataSource, names: TorchNames, sizes: Mapping[str, Any]) -> Loader:
-        """Batches of all samples in the data set's order, for one pass."""
-        chosen = choose(dataset, names, in_order=True, **sizes)
-        return self._session.loader(chosen.dataset, chosen.collate, **chosen.choices)
 
 
 def _dropped(reference: weakref.ref[Session], memory: Memory) -> None:

@@ -7,7 +7,7 @@ import model
 from model import Run
 from onefold.core.calldigest import CallDigest
 from onefold.core.flat import lay_out
-from onefold.core.storage import TableShape, cut_chunks, cut_pieces
+from onefold.core.storage import Storage, cut_chunks, cut_pieces
 from onefold.exchange.shardtable import ShardTable
 from tests.tables import for_each
 
@@ -25,8 +25,12 @@ def run(devices: int, *, shards: int = 8, devices_per_host: int = 8, **fields: i
 @for_each("devices", [2, 4, 8])
 def test_a_row_has_the_bytes_that_the_board_sends(devices: int) -> None:
     buffers = lay_out({"mean": torch.zeros(5), "count": torch.zeros((), dtype=torch.int64)})
-    shape = TableShape(devices=devices, shards=8, parameters=7, buffers=buffers)
-    table = ShardTable.private(shape, torch.device("cpu"))
+    parameters, sizes = (
+        lay_out({n: torch.ones(1) for n in "abcdefg"}),
+        {"shards": 8, "devices": devices},
+    )
+    storage = Storage(parameters=parameters, other=lay_out({}), buffers=buffers, pieces=(), **sizes)
+    table = ShardTable.private(storage, torch.device("cpu"))
     sent = table.row(0, range(8 // devices)).nbytes + len(CallDigest(call=1, step=1).word())
     assert model.table_bytes(run(devices, parameters=7, buffers=2)) == (devices - 1) * sent
 

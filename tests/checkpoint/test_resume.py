@@ -310,7 +310,7 @@ COMPLEX = torch.zeros(1, dtype=torch.complex128)
     ("model", "choices", "text"),
     [
         (line(), {"keep": 0}, "expected keep of at least 1, got 0"),
-        (line(), {"keep": 2.5}, "expected keep to be a whole number or None, got 2.5"),
+        (line(), {"keep": 2.5}, "expected keep to be a whole number, got 2.5"),
         (line(), {"best": "accuracy"}, 'expected best to be "highest NAME"'),
         (line(), {"best": "lowest loss"}, "expected a score of that name among scores"),
         (line(), {"scores": {"loss": "low"}}, "expected scores to be numbers by name"),

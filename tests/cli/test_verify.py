@@ -167,11 +167,11 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
     assert "RuntimeError: no run at all" in said
     missing, options = ["missing.py"], RunOptions(quiet=True)
     for devices in ("1", "", "1,x", "0,1", "1,cpu:2", "cpu:2"):
-        with pytest.raises(ValueError, match="expected two or more counts"):
-            verify_script(missing, devices, steps=2, options=options)
+        with pytest.raises(ValueError, match=r"expected (two or more ways|counts of devices)"):
+            verify_script(missing, devices, options=options)
     words = "expected placement to be one of replicate, shard, offload, pipeline, got 'spam'"
     with pytest.raises(ValueError, match=words):
-        verify_script(missing, "1,2", steps=2, options=options, placement="replicate,spam")
+        verify_script(missing, "1,2", options=options, placement="replicate,spam")
 
 
 @for_each(

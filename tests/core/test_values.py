@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from onefold.core.mean import Mean, Sum
-from onefold.core.values import MOST, ShardValues, detached, names_of, read_values, split
+from onefold.core.values import (
+    MOST,
+    ShardValues,
+    names_of,
+    read_values,
+    split,
+    with_values_detached,
+)
 from onefold.errors import DisagreementError, LossError
 
 HERE = "step 7, shard 3"
@@ -84,7 +91,7 @@ def test_pieces_add_up_and_their_names_must_agree() -> None:
 def test_compiled_code_leaves_values_out_of_its_graph() -> None:
     value = torch.ones(2, requires_grad=True) * 2
     given = {"a": value, "b": Mean(value.sum(), 2), "c": 3, "d": Sum(value.sum()) + Sum(value[0])}
-    loss, values = detached((value, given))  # type: ignore[misc]
-    assert loss is value is detached(value)
+    loss, values = with_values_detached((value, given))  # type: ignore[misc]
+    assert loss is value is with_values_detached(value)
     totals = [values["a"], values["b"].total, *(term.total for term in values["d"].terms)]
     assert not any(total.requires_grad for total in totals)

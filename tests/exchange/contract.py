@@ -22,11 +22,11 @@ from onefold.errors import DisagreementError
 from onefold.exchange.collective import GroupTransport
 from onefold.exchange.exchange import Exchange
 from onefold.exchange.group import Rendezvous, join_group
+from onefold.exchange.joining import exchange_over
 from onefold.exchange.mailbox import Mailbox, connected
 from onefold.exchange.memory import Start, write_first
-from onefold.exchange.private import collective_exchange
 from onefold.exchange.reduction import StageReduction
-from onefold.exchange.shared import HostTransport, shared_exchange
+from onefold.exchange.shared import HostTransport
 from onefold.exchange.stageexchange import GradientSend
 from onefold.run.context import current_context
 from onefold.system.allocator import DEFAULT_ALLOCATOR, MmapAllocator
@@ -238,7 +238,7 @@ def check_exchange(exchange: Exchange, sizes: Storage, begun: Start, own: range)
 
 def check_bytes(exchange: Exchange, begun: Start, own: range) -> None:
     """What lies between steps: the lead's values for all, bytes to the lead, and bytes from it."""
-    processes = exchange.table.shape.devices // len(own)
+    processes = exchange.table.storage.devices // len(own)
     leads = 0 in own
     for turn, nbytes in enumerate((10, 70_000, 0, 3_000_000)):
         exchange.transport.all_gather_rows({d: torch.zeros(1, dtype=torch.float64) for d in own})
@@ -299,10 +299,10 @@ def made(name: str, trainer: int) -> tuple[Exchange, Storage, Start]:
             peers = connected(f"{context.run_id}-{trainer}", context.rank, context.size, LIMIT_S)
             mailbox = Mailbox(peers, rank=context.rank, timeout_s=LIMIT_S)
         host = HostTransport(mailbox, home)
-        return shared_exchange(sizes, begun, host, assignment(sizes)), sizes, begun
+        return exchange_over(host, sizes, begun, assignment(sizes)), sizes, begun
     joined = join_group(Rendezvous(context, context.size, LIMIT_S), "cpu", trainer)
     transport = GroupTransport(CPU, joined, LIMIT_S, home)
-    return collective_exchange(sizes, begun, transport, assignment(sizes)), sizes, begun
+    return exchange_over(transport, sizes, begun, assignment(sizes)), sizes, begun
 
 
 class Left(Exception):

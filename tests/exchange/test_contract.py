@@ -7,11 +7,13 @@ import pytest
 
 import onefold
 from onefold.errors import RunFailed
-from onefold.exchange.joining import local_exchange
+from onefold.exchange.joining import exchange_over
+from onefold.exchange.transport import Alone
 from onefold.system.allocator import DEFAULT_ALLOCATOR, MmapAllocator
 from onefold.testing import Fault, outcomes, simulate
 from tests.exchange.contract import (
     CALLS,
+    CPU,
     assignment,
     check_exchange,
     check_launched,
@@ -32,7 +34,7 @@ def test_devices_of_one_process(devices: int, way: str, tmp_path: Path) -> None:
     sizes = storage(devices, staged="in stages" in way)
     begun = start(0, sizes)
     home = MmapAllocator(tmp_path) if "on a disk" in way else DEFAULT_ALLOCATOR
-    exchange = local_exchange(sizes, begun, assignment(sizes), home)
+    exchange = exchange_over(Alone(CPU, home), sizes, begun, assignment(sizes))
     check_exchange(exchange, sizes, begun, range(devices))
 
 

@@ -20,7 +20,8 @@ SHORT_S = 0.2
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mailbox, "LOOK_S", 0.02)
+    for module in (mailbox, progress):
+        monkeypatch.setattr(module, "LOOK_S", 0.02)
 
 
 def drawn() -> str:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import onefold
 from onefold.core.context import LaunchContext
 from onefold.errors import DisagreementError, PeerLost, PeerTimeout
-from onefold.exchange import group, progress
+from onefold.exchange import progress
 from onefold.exchange.group import Rendezvous, agree_on_kind, agree_on_name, tell_end
 from tests.exchange.together import LIMIT_S, endings, together, worlds
 from tests.small import make_trainer, points
@@ -24,7 +24,7 @@ SCRIPT = Path(__file__).parents[1] / "scripts" / "connecting.py"
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group, "LOOK_S", 0.02)
+    monkeypatch.setattr(progress, "LOOK_S", 0.02)
 
 
 def meeting(context: LaunchContext, timeout_s: float = LIMIT_S) -> Rendezvous:

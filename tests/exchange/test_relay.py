@@ -8,28 +8,27 @@ import torch
 
 from onefold.core.flat import storage_order
 from onefold.exchange.collective import GroupTransport
-from onefold.exchange.private import GroupPipelineChannel
-from onefold.exchange.shared import HostPipelineChannel
-from onefold.exchange.transport import LocalPipelineChannel, Message, PipelineChannel
+from onefold.exchange.shared import HostTransport
+from onefold.exchange.transport import Alone, Message, Transport
 from tests.exchange.together import CPU, LIMIT_S, joined, mailboxes, together
 from tests.tables import for_each
 
 WAYS = ["local", "host", "group"]
-Ends = Sequence[PipelineChannel]
+Ends = Sequence[Transport]
 
 
 @contextmanager
 def relays(way: str) -> Iterator[Ends]:
     """The relay of device 0 and of device 1; of one process they are the same."""
     if way == "local":
-        yield [LocalPipelineChannel()] * 2
+        yield [Alone(CPU)] * 2
     elif way == "host":
         with mailboxes(2) as boxes:
-            yield [HostPipelineChannel(box, 2) for box in boxes]
+            yield [HostTransport(box) for box in boxes]
     else:
         with joined(2) as parts:
             transports = [GroupTransport(CPU, part, LIMIT_S) for part in parts]
-            yield [GroupPipelineChannel(transport) for transport in transports]
+            yield transports
             for transport in transports:
                 transport.close()
 
@@ -109,7 +108,7 @@ def test_nobody_waits_until_it_is_taken(way: str) -> None:
                 ends[rank].send(rank, 1 - rank, message)
             found = [ends[rank].receive(rank, 1 - rank) for _ in range(count)]
             assert [message.head for message in found] == list(range(count))
-            ends[rank].finish()
+            ends[rank].finish_sending()
             return [float(t.max()) for message in found for t in message.tensors if t is not None]
 
         wanted = [[10.0 + n for n in range(count)], [1.0 * n for n in range(count)]]
@@ -123,5 +122,5 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 def passed(ends: Ends, message: Message) -> Message:
     ends[0].send(0, 1, message)
     found = ends[1].receive(1, 0)
-    ends[0].finish()
+    ends[0].finish_sending()
     return found

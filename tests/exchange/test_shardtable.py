@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from onefold.core.flat import lay_out
-from onefold.core.storage import TableShape
+from onefold.core.storage import Storage
 from onefold.core.values import MOST, ChangedBuffers, ShardResult, ShardValues
 from onefold.exchange.shardtable import ShardTable
 from tests.exchange.together import CPU
@@ -14,7 +14,10 @@ BUFFERS = {"mean": torch.zeros(3), "count": torch.zeros((), dtype=torch.int64)}
 
 
 def table() -> ShardTable:
-    return ShardTable.private(TableShape(2, SHARDS, 3, lay_out(BUFFERS)), CPU)
+    parameters, buffers = lay_out({n: torch.ones(1) for n in "abc"}), lay_out(BUFFERS)
+    sizes = {"pieces": (), "shards": SHARDS, "devices": 2}
+    storage = Storage(parameters=parameters, other=lay_out({}), buffers=buffers, **sizes)
+    return ShardTable.private(storage, CPU)
 
 
 def result(total: float | None, weight: float, *gave: bool) -> ShardResult:

@@ -1,8 +1,8 @@
 """All that a GPU can show of onefold, in one command: ``python -m tests.gpu --results DIR``.
 
 Runs the tests of this folder, the demo, and a short benchmark beside plain PyTorch, in less than
-nine minutes on one card, with PyTorch and what is in the tree: nothing is installed or fetched, and
-what cannot run for want of a package is named. ``DIR/gpu.json`` and ``DIR/gpu.txt`` are written
+nine minutes on one card, with PyTorch, safetensors and msgspec: nothing is installed or fetched,
+and what cannot run for want of a package is named. ``DIR/gpu.json`` and ``DIR/gpu.txt`` are written
 anew after each part. With ``--device cpu`` the same is done on the processor with tiny sizes, to
 try the command itself.
 

@@ -11,6 +11,7 @@ from onefold.errors import CheckpointError, LaunchError
 from onefold.jobs.classify import ClassifyOptions, PictureModel, make_task, prepare, settle
 from onefold.jobs.finetune import best_checkpoint
 from onefold.jobs.models import resnet18
+from onefold.jobs.training import begin_training
 from tests.jobs.tiny import CLASSES, run_here, write_pictures
 
 
@@ -98,11 +99,14 @@ def test_the_last_layer_is_new_or_reused_by_name(data: Path, run: Path, tmp_path
 
 def test_the_rate_of_the_last_layer_and_what_is_frozen(data: Path, run: Path) -> None:
     how = {"head_lr_scale": 10.0, "freeze_until": "layer3", "lr": 0.1}
-    task = task_of(data, pretrained=str(run), **how)
-    assert [group["lr"] for group in task.groups] == pytest.approx([0.1, 1.0])
-    assert [p.shape for p in task.groups[1]["params"]] == [(3, 512), (3,)]
+    options, prepared = settled(data, pretrained=str(run), **how)
+    task = make_task(options, prepared)
+    training = begin_training(options, "classify", task, prepared)
+    groups = training.optimizer.param_groups
+    assert [group["initial_lr"] for group in groups] == pytest.approx([0.1, 1.0])
+    assert [p.shape for p in groups[1]["params"]] == [(3, 512), (3,)]
     names = {name for name, p in task.model.named_parameters() if not p.requires_grad}
-    assert names == set(task.facts["frozen"])
+    assert names == set(training.facts["frozen"])
     assert {name.split(".")[0] for name in names} == {"conv1", "bn1", "layer1", "layer2"}
 
 

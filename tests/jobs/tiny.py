@@ -79,4 +79,4 @@ def run_here(job: str, data: Path | str, runs: Path, **options: Any) -> tuple[Pa
     prepared = kind.prepare(asked)
     settled = kind.settle(asked, prepared)
     task = kind.make_task(settled, prepared)
-    return settled.folder, begin_training(settled, kind.name, task).run()
+    return settled.folder, begin_training(settled, kind.name, task, prepared).run()

@@ -261,10 +261,11 @@ def test_what_is_surely_wrong_is_refused(values: Values, kind: str, caplog: Any)
         with pytest.raises(LossError, match=r"^the loss of step 2, shard 1 is .*onefold\."):
             look(watch, values, kind, run_checks=run_checks)
         assert not watch.findings
-    watch = LossWatch(refuses=kind in MAYBE)
+    watch = LossWatch()
+    watch.refuses = kind in MAYBE
     for where in ("step 1, shard 0", "step 1, shard 1", "step 2, shard 0"):
         look(watch, values, kind, where=where)
-    assert list(watch.findings) == [kind]
+    assert watch.findings == [kind]
     (message,) = caplog.messages
     assert message.startswith("the loss of step 1, shard 0 is ")
     assert message.endswith("To see whether it is what you mean: onefold verify")
@@ -277,5 +278,5 @@ def test_the_first_of_each_kind_is_kept(values: Values, caplog: pytest.LogCaptur
     assert not watch.findings
     for kind in ("maybe-sum", "weights-none", "maybe-sum"):
         look(watch, values, kind)
-    assert list(watch.findings) == ["maybe-sum", "weights-none"]
+    assert watch.findings == ["maybe-sum", "weights-none"]
     assert len(caplog.messages) == 2

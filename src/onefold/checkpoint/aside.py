@@ -12,7 +12,6 @@ descriptor is compared with what lies under the name (`_locked`), and the owner 
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
 import re
@@ -23,11 +22,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from onefold.checkpoint.record import RUN, TENSOR_FILES
+from onefold.system.ownfiles import NO_LOCKS
 
 __all__ = ["BESIDE", "check_ours", "delete", "names_beside", "sweep", "sync"]
 
 BESIDE = re.compile(r"\.(step-[0-9]{8,})\.([0-9a-f]{8})\.(part|old|gone|lock)")
-_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 def delete(folder: Path) -> None:
@@ -58,17 +57,14 @@ def sweep(directory: Path) -> None:
                 continue
             try:
                 for folder in filter(_is_our_leftover, folders):
-                    _tidy(folder, directory / name)
+                    # Killed between the two renames of a replacement: the old checkpoint is the
+                    # only one there is.
+                    if folder.suffix == ".old" and not (directory / name).exists():
+                        os.rename(folder, directory / name)
+                    else:
+                        shutil.rmtree(folder)
             finally:
                 _let_go(descriptor, lock)
-
-
-def _tidy(folder: Path, place: Path) -> None:
-    # Killed between the two renames of a replacement: the old checkpoint is the only one there is.
-    if folder.suffix == ".old" and not place.exists():
-        os.rename(folder, place)
-    else:
-        shutil.rmtree(folder)
 
 
 def _is_our_leftover(folder: Path) -> bool:
@@ -111,29 +107,22 @@ def _locked(lock: Path, *, is_new: bool) -> int | None:
     # have put a link or a pipe under this name.
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     descriptor = os.open(lock, flags | (os.O_EXCL if is_new else 0), 0o600)
-    try:
-        _flock(descriptor, needs_locks=not is_new)
-        there = os.fstat(descriptor)
-        # A file server may give a new file to another user.
-        is_ours = is_new or there.st_uid == os.geteuid()
-        if is_ours and os.path.samestat(there, lock.lstat()):
-            return descriptor
-    except (BlockingIOError, FileNotFoundError):
-        pass
-    except BaseException:
-        os.close(descriptor)
-        raise
-    os.close(descriptor)
+    with contextlib.ExitStack() as leaving:
+        leaving.callback(os.close, descriptor)
+        with contextlib.suppress(BlockingIOError, FileNotFoundError):
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                # Some file systems have no locks: what is new there is written all the same.
+                if not is_new or error.errno not in NO_LOCKS:
+                    raise
+            there = os.fstat(descriptor)
+            # A file server may give a new file to another user.
+            is_ours = is_new or there.st_uid == os.geteuid()
+            if is_ours and os.path.samestat(there, lock.lstat()):
+                leaving.pop_all()
+                return descriptor
     return None
-
-
-def _flock(descriptor: int, *, needs_locks: bool) -> None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        # Some file systems have no locks: what is new there is written all the same.
-        if needs_locks or error.errno not in _NO_LOCKS:
-            raise
 
 
 def _let_go(descriptor: int, lock: Path) -> None:

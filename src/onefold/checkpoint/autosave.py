@@ -64,8 +64,7 @@ from onefold.passes.modifying import Modifying
 from onefold.record import FILE
 from onefold.record.replay import Replay
 from onefold.step.engine import Engine
-from onefold.system.folderlock import FolderLock, lock_of_checkpoints
-from onefold.system.words import script_line
+from onefold.system.folderlock import lock_of_checkpoints
 
 __all__ = ["Autosave", "Resumption"]
 
@@ -124,9 +123,14 @@ class Autosave:
         checkpoints: saves and loads the trainer.
         position: where the trainer is.
         progress: the table in which the lead asks for what is due by time.
-        lock: of the directory of the checkpoints; the lead's process holds it.
-        resumption: knows up to where the run is saved already.
+        resumption: goes on from the last checkpoint, if there is one.
         blocks: returns how many blocks of changes the script has opened.
+
+    Raises:
+        ValueError: the script makes a second trainer, or the directory is itself a checkpoint.
+        CheckpointError: what was saved does not fit this run, or cannot be used.
+        OSError: no checkpoint could be written there.
+        LaunchError: another run saves itself there.
     """
 
     def __init__(
@@ -135,18 +139,37 @@ class Autosave:
         checkpoints: Checkpoints,
         position: Position,
         progress: Progress,
-        lock: FolderLock,
         resumption: Resumption,
         blocks: Callable[[], int],
     ) -> None:
-        options = devices.context.options
-        self._directory, self._lock = Path(options.checkpoint), lock
+        options, leave_out = devices.context.options, devices.context.leave_out
+        if devices.trainer > 0:
+            raise ValueError(
+                "onefold run --checkpoint follows one Trainer, and this script makes a second one: "
+                "call trainer.save and trainer.load in the script instead"
+            )
+        self._directory = directory = Path(options.checkpoint)
+        if (directory / RUN).exists():
+            raise ValueError(
+                f"--checkpoint {directory} is the folder of one checkpoint: expected the directory "
+                f"that holds it, {directory.parent}"
+            )
+        self._lock = lock_of_checkpoints(directory)
+        """The lead's process holds it."""
+        if devices.has_lead:
+            # Now, as a full or read-only disk is better found before the first hours of training.
+            try_directory(directory)
+            self._lock.take(options.grace_s)
+        found = checkpoints.find(
+            directory, changed=options.changed, if_any=True, leave_out=leave_out
+        )
+        if found is not None:
+            resumption.begin(found)
         self._every, self._keeping = options.every, Keeping(options.keep_last)
         self._clock = SaveClock(progress, options.every_s, decides=devices.has_lead)
         self._checkpoints, self._position, self._blocks = checkpoints, position, blocks
         self._schedule = checkpoints.schedule
-        self._saved = max(position.step, resumption.step)
-        self._due = False
+        self._saved = position.step
         self._at_next = False
         """Whether the checkpoint that is due is to be written as the next step begins."""
         self._reuses = False
@@ -154,56 +177,10 @@ class Autosave:
         self._blocks_before: int | None = None
         """How many blocks of changes the script had opened before its first step."""
         self._put_off = 0
-        """For how many steps what is due has been put off."""
+        """For how many steps what is due has been put off; 0 if nothing is."""
         self._stop = False
 
-    @classmethod
-    def of(
-        cls,
-        devices: Devices,
-        checkpoints: Checkpoints,
-        position: Position,
-        progress: Progress | None,
-        resumption: Resumption,
-        blocks: Callable[[], int],
-    ) -> Autosave | None:
-        """Resume the run from its last checkpoint, and save it from here on, if that was asked for.
-
-        Returns:
-            None if the launcher has not asked for checkpoints.
-
-        Raises:
-            ValueError: the script makes a second trainer, or the directory is itself a checkpoint.
-            CheckpointError: what was saved does not fit this run, or cannot be used.
-            OSError: no checkpoint could be written there.
-            LaunchError: another run saves itself there.
-        """
-        context = devices.context
-        if not context.options.checkpoint or progress is None:
-            return None
-        if devices.trainer > 0:
-            raise ValueError(
-                "onefold run --checkpoint follows one Trainer, and this script makes a second one: "
-                "call trainer.save and trainer.load in the script instead"
-            )
-        directory = Path(context.options.checkpoint)
-        if (directory / RUN).exists():
-            raise ValueError(
-                f"--checkpoint {directory} is the folder of one checkpoint: expected the directory "
-                f"that holds it, {directory.parent}"
-            )
-        lock = lock_of_checkpoints(directory)
-        if devices.has_lead:
-            # Now, as a full or read-only disk is better found before the first hours of training.
-            try_directory(directory)
-            lock.take(context.options.grace_s)
-        changed, leave_out = context.options.changed, context.leave_out
-        found = checkpoints.find(directory, changed=changed, if_any=True, leave_out=leave_out)
-        if found is not None:
-            resumption.begin(found, Path(context.options.recorded_in) / FILE)
-        return cls(devices, checkpoints, position, progress, lock, resumption, blocks)
-
-    def check(self, batch: ShardedBatch, *, gradient: bool) -> None:
+    def check(self, batch: ShardedBatch) -> None:
         """Refuse a step that could not be resumed as if nothing had happened.
 
         Args:
@@ -245,11 +222,6 @@ class Autosave:
         Raises:
             ValueError: the batch is used on and on, and no checkpoint can be made meanwhile.
         """
-        stop = self._save_before_step(batch)
-        self._clock.begin_step(self._position.step + 1)
-        return stop
-
-    def _save_before_step(self, batch: ShardedBatch) -> bool:
         is_used = self._position.has_used(batch)
         too_long = self._put_off > _MOST_PUT_OFF
         if self._at_next and is_used and too_long:
@@ -260,10 +232,11 @@ class Autosave:
                 f"the last step of a batch"
             )
         waits = is_used or (self._position.is_at_an_end() and not too_long)
-        if not self._at_next or waits:
-            return False
-        self._save("step")
-        return self._stop
+        saves = self._at_next and not waits
+        if saves:
+            self._save("step")
+        self._clock.begin_step(self._position.step + 1)
+        return saves and self._stop
 
     def after_step(self, batch: ShardedBatch, *, stop: bool, updated: bool) -> None:
         """Note whether a checkpoint is due, as of every so many steps, or as the run is to stop.
@@ -275,11 +248,9 @@ class Autosave:
         """
         self._stop |= stop
         step = self._position.step
-        self._due |= (
-            stop or (self._every > 0 and step % self._every == 0) or self._clock.is_due(step)
-        )
+        due = stop or (self._every > 0 and step % self._every == 0) or self._clock.is_due(step)
         self._at_next = False
-        if not self._due:
+        if not due and not self._put_off:
             return
         # All devices come to the same answer here, as it follows from agreed values alone.
         self._put_off += 1
@@ -305,7 +276,7 @@ class Autosave:
     def _save(self, place: Place) -> None:
         self._write(place)
         self._clock.restart()
-        self._due = self._at_next = False
+        self._at_next = False
         self._put_off = 0
         self._saved = self._position.step
 
@@ -490,8 +461,6 @@ class Resumption:
 
     def end(self) -> None:
         """Take nothing more from the checkpoint."""
-        if self._found is not None:
-            self._found.opened.close()
         self._found = None
         self._quiet.close()
 

@@ -39,14 +39,17 @@ import shutil
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from onefold.checkpoint.aside import BESIDE, check_ours, delete, names_beside, sweep, sync
 from onefold.checkpoint.record import RUN, check_stored, next_serial
 from onefold.core.jsonvalue import from_json
+from onefold.core.numbers import check_whole
 from onefold.errors import CheckpointError
 from onefold.system.ownfiles import RECORD_BYTES, parse_json, read_plain, write_whole
 from onefold.system.tensorfile import Seal, TensorParts, digest_file, write_tensors
@@ -142,7 +145,7 @@ def write_checkpoint(
         try:
             seals = {name: write_tensors(aside / name, files[name]) for name in files}
             when = {"serial": serial, "time": datetime.now(UTC).isoformat(timespec="seconds")}
-            record = {**run, **when, "files": {n: asdict(seals[n]) for n in seals}}
+            record = {**run, **when, "files": msgspec.to_builtins(seals)}
             _write_record(aside / RUN, record, folder, check)
             sync(aside)
             _put_in_place(aside, folder, run.get("run"), beside("old"))
@@ -285,10 +288,11 @@ def _places(directory: Path) -> list[Path]:
     """Folders that may be checkpoints, by step; ``.old`` ones if nothing replaced them."""
     if not directory.is_dir():
         return []
-    found = [path for path in directory.iterdir() if _is_named(path)]
+    found = []
     for path in directory.iterdir():
         match = BESIDE.fullmatch(path.name)
-        if match and match[3] == "old" and not (directory / match[1]).exists():
+        is_alone = match and match[3] == "old" and not (directory / match[1]).exists()
+        if is_alone or _is_named(path):
             found.append(path)
     return sorted(found, key=lambda path: int(_name_of(path).removeprefix("step-")))
 
@@ -321,7 +325,16 @@ def _read_record(folder: Path) -> dict[str, Any]:
     seal = _SEAL.match(text)
     if seal is None or _sealed(text.replace(seal[1], _NO_SEAL, 1)) != text:
         raise CheckpointError(f"{folder} is damaged: {RUN} is not as it was written")
-    record = _checked_record(folder, text)
+    # That its digest is right does not mean that we have written it.
+    try:
+        record: dict[str, Any] = dict(parse_json(text))
+        known = record.get("format")
+        if type(known) is not int or not 0 < known < _FORMATS:
+            raise ValueError("it does not say of what format it is")
+        if known <= FORMAT:
+            check_stored(record)
+    except ValueError as error:
+        raise CheckpointError(f"{folder} is damaged: {RUN} cannot be used: {error}") from error
     # A folder of any other name is a copy that somebody has made on purpose.
     named = _NAME.fullmatch(_name_of(folder))
     if named and record["format"] <= FORMAT and record["step"] != int(named[1]):
@@ -329,20 +342,6 @@ def _read_record(folder: Path) -> dict[str, Any]:
             f"{folder} is damaged: its {RUN} is that of step {record['step']}, from another folder"
         )
     return record
-
-
-def _checked_record(folder: Path, text: bytes) -> dict[str, Any]:
-    """Parse ``run.json``. That its digest is right does not mean that we have written it."""
-    try:
-        record: Any = parse_json(text)
-        known = record.get("format") if isinstance(record, dict) else None
-        if type(known) is not int or not 0 < known < _FORMATS:
-            raise ValueError("it does not say of what format it is")
-        if known <= FORMAT:
-            check_stored(record)
-    except ValueError as error:
-        raise CheckpointError(f"{folder} is damaged: {RUN} cannot be used: {error}") from error
-    return dict(record)
 
 
 def _sealed(text: bytes) -> bytes:
@@ -491,10 +490,8 @@ class Keeping:
         Raises:
             TypeError, ValueError: an argument is of a wrong type or value.
         """
-        if newest is not None and (isinstance(newest, bool) or not isinstance(newest, int)):
-            raise TypeError(f"expected keep to be a whole number or None, got {newest!r}")
-        if newest is not None and newest < 1:
-            raise ValueError(f"expected keep of at least 1, got {newest}")
+        if newest is not None:
+            check_whole("keep", newest, least=1)
         for name, value in scores.items():
             if not isinstance(name, str) or not isinstance(value, int | float):
                 raise TypeError(f"expected scores to be numbers by name, got {name!r}: {value!r}")

@@ -7,7 +7,6 @@ of a checkpoint that is loaded: it decides which of their tensors are used, and 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from onefold.checkpoint.folder import StoredCheckpoint
-from onefold.core.averaging import AverageRule, averaged_in
+from onefold.core.averaging import AverageRule
 from onefold.core.flat import (
     aligned,
     bits_of,
@@ -25,10 +24,11 @@ from onefold.core.flat import (
     own_name,
     tensor_digests,
 )
+from onefold.core.settings import added_up_in
 from onefold.core.storage import Storage
 from onefold.deferred.access import NotResident
 from onefold.errors import CheckpointError
-from onefold.system.allocator import DEFAULT_ALLOCATOR, TensorAllocator
+from onefold.system.allocator import TensorAllocator
 from onefold.system.compat import EXTRA_STATE_KEY_SUFFIX
 from onefold.system.tensorfile import DTYPES, TensorParts
 from onefold.update.optimizer import MASTER
@@ -145,18 +145,17 @@ def sorted_values(
 
 
 class TensorFiles:
-    """The tensors in some files of a checkpoint.
+    """The tensors in some files of a checkpoint, which stay open, whoever deletes them meanwhile.
 
     Args:
         paths: the files.
-        stack: closes them.
     """
 
-    def __init__(self, paths: Iterable[Path], stack: ExitStack) -> None:
+    def __init__(self, paths: Iterable[Path]) -> None:
         self._files: dict[str, Any] = {}
         for path in paths:
             try:
-                file = stack.enter_context(safe_open(path, framework="pt"))
+                file: Any = safe_open(path, framework="pt")
             except SafetensorError as error:
                 raise CheckpointError(f"{path} is a broken safetensors file: {error}") from error
             self._files |= dict.fromkeys(file.keys(), file)
@@ -172,28 +171,29 @@ class TensorFiles:
         """
         wanted = {**_state_of(module), **named_tensors(module)}
         for name, tensor in wanted.items():
-            if name not in self._files:
+            there = self.kind_of(name)
+            if there is None:
                 raise CheckpointError(
                     f"{name}, of shape {tuple(tensor.shape)}, is in this model and not in the "
                     f"checkpoint: it was saved from another model"
                 )
-            here, there = (tuple(tensor.shape), DTYPES.get(tensor.dtype)), self.kind_of(name)
+            here = tuple(tensor.shape), DTYPES.get(tensor.dtype)
             if here != there:
                 raise CheckpointError(
                     f"{name} is {there[1]} {there[0]} in the checkpoint and {here[1]} {here[0]} in "
                     f"this model: it was saved from another model"
                 )
         for name in (each for each in self._files if each not in wanted):
+            shape = tuple(self._files[name].get_slice(name).get_shape())
             raise CheckpointError(
-                f"{name}, of shape {self.kind_of(name)[0]}, is in the checkpoint and not in this "
+                f"{name}, of shape {shape}, is in the checkpoint and not in this "
                 f"model: it was saved from another model"
             )
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._files
-
-    def kind_of(self, name: str) -> tuple[tuple[int, ...], str]:
-        """The shape of a tensor, and its type as `DTYPES` calls it; reads no values."""
+    def kind_of(self, name: str) -> tuple[tuple[int, ...], str] | None:
+        """The shape of a tensor, and its type as `DTYPES` calls it; None if it is not there."""
+        if name not in self._files:
+            return None
         saved = self._files[name].get_slice(name)
         return tuple(saved.get_shape()), saved.get_dtype()
 
@@ -280,7 +280,6 @@ class StoredStates:
         storage: the layouts of the run that loads it.
         carried: numbers of the buffers that each shard has for itself.
         changed: what may differ from the run that was saved.
-        stack: closes the files.
         allocator: where what is handed out lies.
     """
 
@@ -290,16 +289,15 @@ class StoredStates:
         storage: Storage,
         carried: Sequence[int],
         changed: Collection[str],
-        stack: ExitStack,
-        allocator: TensorAllocator = DEFAULT_ALLOCATOR,
+        allocator: TensorAllocator,
     ) -> None:
         # A checkpoint that was saved with averages in the model has what is trained beside it.
         trained = stored.path("training.safetensors")
         names = ("model.safetensors", "buffers.safetensors")
         paths = [path for name in names if (path := stored.path(name)) is not None]
-        self.model = TensorFiles(paths if trained is None else [trained], stack)
+        self.model = TensorFiles(paths if trained is None else [trained])
         """What the model goes on with."""
-        self._files = TensorFiles([stored.folder / "optimizer.safetensors"], stack)
+        self._files = TensorFiles([stored.folder / "optimizer.safetensors"])
         self._storage, self._allocator = storage, allocator
         self._carried = () if "shards" in changed else carried
         self._with_optimizer = "optimizer" not in changed
@@ -320,7 +318,7 @@ class StoredStates:
         """
         storage = self._storage
         layouts = storage.pieces, storage.masters, self._strides
-        check_saved(self._keys, self._kind_of, *layouts)
+        check_saved(self._keys, self._files.kind_of, *layouts)
         for name, values in self._values.items():
             for key in (MASTER, AVERAGE):
                 if key in values:
@@ -364,7 +362,7 @@ class StoredStates:
             name = self._storage.buffers.entries[number].name
             for shard in range(self._storage.shards):
                 key = _key_in(name, shard)
-                if key in self._files:
+                if self._files.kind_of(key) is not None:
                     yield number, shard, key
 
     def _is_used(self, key: str) -> bool:
@@ -374,25 +372,22 @@ class StoredStates:
         parameters, buffers = self._storage.masters, self._storage.buffers
         for entry in parameters.entries:
             if AVERAGE in self._keys.get(entry.name, ()):
-                dtype = DTYPES[averaged_in(parameters.dtypes[entry.section])]
+                dtype = DTYPES[added_up_in(parameters.dtypes[entry.section])]
                 self._check_kind(f"{entry.name}.{AVERAGE}", entry.shape, dtype)
             # Another optimizer may train parameters that had no average; theirs begins anew.
             elif self._with_optimizer:
                 raise ValueError(f"{entry.name} has no average, though the run keeps one")
         for entry in buffers.entries:
-            dtype = DTYPES[averaged_in(buffers.dtypes[entry.section])]
+            dtype = DTYPES[added_up_in(buffers.dtypes[entry.section])]
             self._check_kind(_key_of(entry.name), entry.shape, dtype)
 
     def _check_kind(self, name: str, shape: tuple[int, ...], dtype: str | None) -> None:
-        found = self._kind_of(name)
+        found = self._files.kind_of(name)
         if found is None:
             raise ValueError(f"{name} is not among its tensors")
         if found != (shape, dtype or found[1]):
             expected = f"{dtype or found[1]} {shape}"
             raise ValueError(f"{name} is {found[1]} {found[0]}, expected {expected}")
-
-    def _kind_of(self, name: str) -> tuple[tuple[int, ...], str] | None:
-        return self._files.kind_of(name) if name in self._files else None
 
 
 def _key_in(buffer: str, shard: int) -> str:

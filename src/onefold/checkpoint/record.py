@@ -22,6 +22,7 @@ from msgspec import Meta, Struct
 from onefold.core.jsonvalue import from_json
 from onefold.core.settings import PRECISIONS, ScheduleEvery
 from onefold.data_order.position import Count, SavedLoader
+from onefold.system.tensorfile import Seal
 
 __all__ = ["RUN", "TENSOR_FILES", "Place", "check_run", "check_stored", "next_serial"]
 
@@ -54,18 +55,13 @@ def _one_of(names: Iterable[str]) -> Meta:
     return Meta(pattern=rf"\A({'|'.join(names)})\Z")
 
 
-class _Seal(Struct, forbid_unknown_fields=True):
-    size: Count
-    sha256: Annotated[str, Meta(min_length=64, max_length=64)]
-
-
 class _Stored(Struct):
     step: Count
     run: str
     keep: _Positive | None
     best: Annotated[str, Meta(pattern=r"\A(highest|lowest) [\s\S]")] | None
     scores: _Values
-    files: dict[str, _Seal]
+    files: dict[str, Seal]
     serial: Count
 
     def __post_init__(self) -> None:

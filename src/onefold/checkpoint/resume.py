@@ -17,9 +17,8 @@ Finding, and taking over what was found, are two calls: `load` makes both at onc
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -39,7 +38,7 @@ from onefold.checkpoint.folder import (
 )
 from onefold.checkpoint.model import StoredStates, left_by_shard, saved_rule, sorted_values
 from onefold.checkpoint.record import Place, check_run
-from onefold.checkpoint.runstate import OF_THE_SCRIPT, RunState
+from onefold.checkpoint.runstate import OF_THE_SCRIPT, RunState, settings_of
 from onefold.checkpoint.saving import Lead, Saving
 from onefold.core.assignment import Devices
 from onefold.core.calldigest import Call, CallDigest, digest
@@ -58,7 +57,6 @@ from onefold.update.state import AVERAGE, unpack
 
 __all__ = ["Checkpoints", "Found"]
 
-_log = logging.getLogger("onefold")
 _WITH_SCHEDULE = ("lr", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum")
 """Settings of an optimizer that its schedule sets."""
 
@@ -72,8 +70,6 @@ class Found:
     """The files of the checkpoint, on the lead alone."""
     changed: Collection[str]
     """Those of `PROMISES` that may differ."""
-    opened: ExitStack
-    """Holds the files open."""
 
 
 class Checkpoints:
@@ -141,7 +137,12 @@ class Checkpoints:
             line: the line of the script that asks for it; empty if none does.
         """
         folder = folder_of(directory, self._position.step)
-        self._refuse_torn()
+        if self._engine.update_interrupted:
+            raise StateError(
+                f"the step after step {self._position.step} broke off while parameters were being "
+                f"updated, so the model is neither before that step nor after it, and no "
+                f"checkpoint is written: go on from the last one with trainer.load"
+            )
         arguments = (keeping.newest, keeping.best, sorted(keeping.scores), wait)
         self._engine.agree(
             CallDigest(Call.SAVE, self._position.step + 1, arguments=digest(arguments))
@@ -169,8 +170,7 @@ class Checkpoints:
         found = self.find(path, changed=changed, if_any=if_any)
         if found is None:
             return None
-        with found.opened:
-            self._take(found)
+        self._take(found)
         self.adopt_place(found)
         run = found.stored.run
         return Checkpoint(
@@ -196,12 +196,18 @@ class Checkpoints:
         if unknown:
             raise ValueError(f"expected changed to name some of {list(PROMISES)}, got {unknown}")
         self._begin_loading(digest((sorted(changed), if_any)))
-        with ExitStack() as stack, self._saving.readable():
-            find = partial(self._find, path, changed, if_any, leave_out, stack)
+        with self._saving.readable():
+            find = partial(self._find, path, changed, if_any, leave_out)
             found, files = self._lead.do("checking a checkpoint", find) or (None, None)
-            stored = self._agree_on(found)
-            # The files stay open until the last is taken of them, whoever prunes meanwhile.
-            return None if stored is None else Found(stored, files, changed, stack.pop_all())
+        # All devices learn what the lead has found; if that is an error, all of them raise it.
+        text = torch.frombuffer(bytearray(to_bytes(found)), dtype=torch.uint8)
+        make = (lambda device: text) if self._lead.is_here else None
+        told, _ = from_bytes(self._exchange.transport.scatter_from_lead(make))
+        if told is None:
+            return None
+        if "error" in told:
+            raise CheckpointError(told["error"])
+        return Found(StoredCheckpoint(Path(told["folder"]), told["run"]), files, changed)
 
     def entries_of(self, found: Found, path: Path) -> list[Entry]:
         """What the record of a run has up to a checkpoint; nothing where that is not all of it.
@@ -274,7 +280,7 @@ class Checkpoints:
         """
         with self._saving.readable():
             sorted_values(self._module)
-        self._state.check_settings()
+        settings_of(self._update.optimizer)
 
     def check(self) -> None:
         """Raise what the writing has raised, if it has ended; does not wait."""
@@ -300,20 +306,8 @@ class Checkpoints:
             self.lost = True
             raise
 
-    # Saving
-
-    def _refuse_torn(self) -> None:
-        if self._engine.update_interrupted:
-            raise StateError(
-                f"the step after step {self._position.step} broke off while parameters were being "
-                f"updated, so the model is neither before that step nor after it, and no "
-                f"checkpoint is written: go on from the last one with trainer.load"
-            )
-
-    # Going on
-
     def _find(
-        self, path: Path, changed: Collection[str], if_any: bool, leave_out: int, stack: ExitStack
+        self, path: Path, changed: Collection[str], if_any: bool, leave_out: int
     ) -> tuple[object, StoredStates | None]:
         """On the lead, find and check the checkpoint; return what to tell all, and its files."""
         if if_any and not has_checkpoints(path):
@@ -328,7 +322,7 @@ class Checkpoints:
                 ) from error
             storage, carried = self._update.storage, self._buffers.carried.indices
             allocator = self._exchange.memory.allocator
-            files = StoredStates(found, storage, carried, changed, stack, allocator)
+            files = StoredStates(found, storage, carried, changed, allocator)
             try:
                 # Before the model, whose parameters have another dtype in another precision.
                 self._state.check_precision(found.run, changed)
@@ -340,17 +334,6 @@ class Checkpoints:
         except CheckpointError as error:
             return {"error": str(error)}, None
         return {"folder": str(found.folder), "run": found.run}, files
-
-    def _agree_on(self, told: object) -> StoredCheckpoint | None:
-        """Tell all devices what the lead has found; if that is an error, all of them raise it."""
-        text = torch.frombuffer(bytearray(to_bytes(told)), dtype=torch.uint8)
-        make = (lambda device: text) if self._lead.is_here else None
-        found, _ = from_bytes(self._exchange.transport.scatter_from_lead(make))
-        if found is None:
-            return None
-        if "error" in found:
-            raise CheckpointError(found["error"])
-        return StoredCheckpoint(Path(found["folder"]), found["run"])
 
     def _take_model(self, files: StoredStates | None) -> None:
         # The script may have replaced buffers of the module: take them back into flat memory, which

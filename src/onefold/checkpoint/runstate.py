@@ -30,7 +30,7 @@ from onefold.system.words import listed, message_of
 from onefold.update.optimizers import name_of, optimizers_in
 from onefold.update.schedule import RunSchedule
 
-__all__ = ["OF_THE_SCRIPT", "RunState"]
+__all__ = ["OF_THE_SCRIPT", "RunState", "settings_of"]
 
 _log = logging.getLogger("onefold")
 OF_THE_SCRIPT = ("capturable", "differentiable", "foreach", "fused")
@@ -73,21 +73,11 @@ class RunState:
         # the run began with.
         self._at_start: list[dict[str, Any]] = []
         with suppress(TypeError):  # what cannot be saved is refused only by a save
-            self._at_start = _settings(self._optimizer)
+            self._at_start = settings_of(self._optimizer)
         self.run = uuid.uuid4().hex
         """Name of the run; one that resumes another takes over its name."""
 
-    def check_settings(self) -> None:
-        """Refuse settings of the optimizer that no file can hold.
-
-        Raises:
-            TypeError: a setting is of a type that no file can hold.
-        """
-        _settings(self._optimizer)
-
-    def record(
-        self, keeping: Keeping, extra: object, place: Place, recorded: int
-    ) -> dict[str, Any]:
+    def record(self, keeping: Keeping, extra: object, place: Place) -> dict[str, Any]:
         """Make ``run.json``, except for what is known only once the files are written."""
         return {
             "format": FORMAT,
@@ -110,14 +100,10 @@ class RunState:
     def _state(self) -> dict[str, Any]:
         return {
             **self._position.to_json(),
-            "seed": self._settings.seed,
-            "shards": self._settings.shards,
-            "clip_norm": self._settings.clip_norm,
-            "clip_value": self._settings.clip_value,
+            **{name: getattr(self._settings, name) for name in _SAME},
             "precision": self._settings.precision.name,
             "microbatch": self._microbatches.samples,
             "microbatch_trials": self._microbatches.trials,
-            "compile": self._settings.compile,
             "loss_scale": 1.0 if self._rules.scale is None else self._rules.scale.value,
             "good_steps": 0 if self._rules.scale is None else self._rules.scale.good_steps,
             "average": self._averaging.to_json(),
@@ -125,7 +111,7 @@ class RunState:
             "optimizer": {
                 "class": name_of(self._optimizer),
                 "parameters": self._group_names(),
-                "settings": _settings(self._optimizer),
+                "settings": settings_of(self._optimizer),
                 "settings_at_start": self._at_start,
             },
         }
@@ -172,8 +158,7 @@ class RunState:
         one, other = run["optimizer"], here["optimizer"]
         check_same("optimizer", one["class"], other["class"], changed, "optimizer")
         if "optimizer" not in changed:
-            self._check_kinds(one["settings"])
-            self._check_ranges(one["settings"])
+            self._check_settings(one["settings"])
         groups = len(one["settings"]), len(other["settings"])
         check_same("optimizer", *groups, changed=changed, name="a number of parameter groups of")
         # By name: the same parameters in other groups would silently train with other settings.
@@ -188,26 +173,19 @@ class RunState:
             self._schedule.check_fits(run["schedule"])
         self._position.check_fits(run, changed)
 
-    def _check_kinds(self, saved: Sequence[Mapping[str, Any]]) -> None:
-        """Refuse settings that are of another kind than those of the optimizer as it was made."""
-        for number, (values, group) in enumerate(
-            zip(saved, self._optimizer.param_groups, strict=False)
-        ):
-            for key, value in values.items():
-                came, here = from_json(value), group.get(key)
-                if key not in OF_THE_SCRIPT and not _is_alike(came, here):
-                    raise CheckpointError(
-                        f"{key} of the optimizer's group {number} is {came!r} in the checkpoint "
-                        f"and {here!r} in this script: expected both to be of one kind"
-                    )
-
-    def _check_ranges(self, saved: Sequence[Mapping[str, Any]]) -> None:
-        """Refuse settings that are not finite, or that the optimizer's own class refuses."""
+    def _check_settings(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """Refuse settings of another kind, not finite, or that the optimizer's class refuses."""
         given = optimizers_in(self._optimizer).values()
         kinds = [type(each) for each in given for _ in each.param_groups]
         groups = zip(kinds, self._optimizer.param_groups, saved, strict=False)
         for number, (kind, group, values) in enumerate(groups):
             read = {k: from_json(v) for k, v in values.items() if k not in OF_THE_SCRIPT}
+            for key, value in read.items():
+                if not _is_alike(value, group.get(key)):
+                    raise CheckpointError(
+                        f"{key} of the optimizer's group {number} is {value!r} in the checkpoint "
+                        f"and {group.get(key)!r} in this script: expected both to be of one kind"
+                    )
             # A schedule may end at a rate of 0, where a class wants more to begin with.
             came = {**group, **{k: v for k, v in read.items() if k != "lr" or v}}
             said = "not finite"
@@ -327,8 +305,12 @@ def _grouped(names: list[list[str]]) -> dict[str, int]:
     return {name: number for number, group in enumerate(names) for name in group}
 
 
-def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The settings of an optimizer's groups, as JSON."""
+def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The settings of an optimizer's groups, as JSON.
+
+    Raises:
+        TypeError: a setting is of a type that no file can hold.
+    """
     return [
         {
             key: to_json(value, f"{key} of the optimizer's group {number}")

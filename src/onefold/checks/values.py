@@ -154,16 +154,15 @@ class ValueGuard:
             Its number, counted from 1; the number after the last where only values show a change;
             0 where none is seen.
         """
-        if values and self.samples.on_host:
-            return self._changed(self.samples.read())
         # Compared with themselves, values differ in nothing: only the counts decide.
-        return self._changed(self._values)
+        looks = values and self.samples.on_host
+        return self._changed(self.samples.read() if looks else self._values)
 
-    def refuse_writing(self, step: int, *, values: bool) -> None:
+    def refuse_writing(self, step: int | None, *, values: bool) -> None:
         """Refuse changes to parameters while shards run: they belong to the optimizer.
 
         Args:
-            step: number of the step that is computed.
+            step: number of the step that is computed; None in an evaluation.
             values: as for `changed`.
 
         Raises:
@@ -171,7 +170,16 @@ class ValueGuard:
         """
         changed = self.changed(values=values)
         if changed:
-            raise self._written(changed, f"step {step}", "the loss was")
+            where, what = f"step {step}", "the loss was"
+            if step is None:
+                where, what = "an evaluation", "scores were"
+            raise StateError(
+                f"{where}: {self.name_of(changed)} was written to while {what} computed (max_norm "
+                f"of an embedding, a masked weight, a momentum encoder, weights that a model "
+                f"scales for evaluation do so): the shards that follow on the same device would "
+                f"see it, and others would not. Write to parameters between steps, in `with "
+                f"trainer.modifying():`, or keep what changes with every batch in a buffer"
+            )
 
     @contextmanager
     def refusing_writing(self, *, values: bool) -> Iterator[None]:
@@ -189,20 +197,9 @@ class ValueGuard:
         self.note(values=values)
         try:
             yield
-            changed = self.changed(values=values)
+            self.refuse_writing(None, values=values)
         finally:
             self._versions, self._values = noted
-        if changed:
-            raise self._written(changed, "an evaluation", "scores were")
-
-    def _written(self, number: int, where: str, what: str) -> StateError:
-        return StateError(
-            f"{where}: {self.name_of(number)} was written to while {what} computed (max_norm of an "
-            f"embedding, a masked weight, a momentum encoder, weights that a model scales for "
-            f"evaluation do so): the shards that follow on the same device would see it, and "
-            f"others would not. Write to parameters between steps, in `with trainer.modifying():`, "
-            f"or keep what changes with every batch in a buffer"
-        )
 
     def look(
         self, *, also: Samples | None = None, run_checks: bool, of_all: bool = False

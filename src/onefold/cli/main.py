@@ -228,11 +228,10 @@ def verify(
         exchange=exchange,  # type: ignore[arg-type]  # RunOptions checks it
         timeout_s=timeout,
         quiet=True,
+        probe_steps=steps,
         probe_trainers=trainers or 0,
     )
-    raise typer.Exit(
-        verify_script(command, devices, placement=placement, steps=steps, options=options)
-    )
+    raise typer.Exit(verify_script(command, devices, placement=placement, options=options))
 
 
 @app.command(context_settings=SCRIPT)
@@ -274,46 +273,8 @@ def demo(
 
 
 @app.command()
-def predict(
-    run_folder: Annotated[Path, Argument(metavar="RUN", help="Folder of a trained run.")],
-    paths: Annotated[
-        list[Path],
-        Argument(help="Pictures or folders of them; for texts, files of one text a line."),
-    ],
-    devices: Devices = "auto",
-    output: Annotated[
-        Path | None, Option(help="File for the predictions, or folder for masks; else the screen.")
-    ] = None,
-    format: Annotated[
-        Literal["csv", "json"] | None, Option(help="Else by the ending of --output, or csv.")
-    ] = None,
-    weights: Annotated[
-        Literal["best", "last"], Option(help="Which checkpoint of the run.")
-    ] = "best",
-    top: Annotated[int, Option(help="How many classes to tell, the surest first.")] = 1,
-    batch_size: Annotated[int | None, Option(help="Samples of a batch, over all devices.")] = None,
-    workers: Annotated[int, Option(help="Processes that read ahead, for each device.")] = 0,
-    skip_bad: Annotated[bool, Option(help="Leave out what cannot be read.")] = False,
-) -> None:
+def predict() -> None:
     """Use a trained run on files or folders: classes to CSV or JSON, masks to PNG."""
-    from onefold.jobs.predict import PredictOptions, predict_run, write_prediction
-
-    options = PredictOptions(
-        devices=devices,
-        output=output,
-        format=format,
-        weights=weights,
-        top=top,
-        batch_size=batch_size,
-        workers=workers,
-        skip_bad=skip_bad,
-    )
-    prediction = predict_run(run_folder, paths, options)
-    for each in prediction.left_out:
-        tell(f"left out: {each}")
-    written = write_prediction(prediction, options, sys.stdout)
-    if written is not None:
-        tell(f"{len(prediction.rows)} predictions: {written}")
 
 
 @app.command()
@@ -395,11 +356,12 @@ def main() -> None:
 
 def _run_command() -> None:
     """Run the command that ``sys.argv`` names."""
-    # Its commands are made from the options of the jobs, whose modules take long to import.
-    if sys.argv[1:2] == ["train"]:
-        from onefold.cli.train import add_jobs
+    # Commands that are made from the options of the jobs, whose modules take long to import.
+    if sys.argv[1:2] in (["train"], ["predict"]):
+        from onefold.cli.train import add_jobs, add_predict
 
         add_jobs(train_app)
+        add_predict(app)
     app()
 
 

@@ -21,7 +21,7 @@ from onefold import DeviceInfo, RunOptions, list_devices, select_devices, superv
 from onefold.system.ownfiles import PrivateFolder
 from onefold.system.words import tell
 
-__all__ = ["device_table", "plan_script"]
+__all__ = ["device_table", "plan_script", "read_counts"]
 
 
 def plan_script(command: Sequence[str], devices: str, *, options: RunOptions) -> int:
@@ -35,7 +35,7 @@ def plan_script(command: Sequence[str], devices: str, *, options: RunOptions) ->
     Returns:
         0, or 2 if the script failed or made no Trainer.
     """
-    counts = _read_counts(devices)
+    counts = read_counts(devices)
     with PrivateFolder("onefold-plan-") as private:
         path = private.path / "plan.json"
         settled = replace(
@@ -51,14 +51,16 @@ def plan_script(command: Sequence[str], devices: str, *, options: RunOptions) ->
     return 0
 
 
-def _read_counts(devices: str) -> tuple[int, ...]:
-    try:
-        counts = tuple(int(part) for part in devices.split(","))
-    except ValueError:
-        counts = ()
-    if not counts or min(counts) < 1:
+def read_counts(devices: str) -> tuple[int, ...]:
+    """Read counts of devices.
+
+    Raises:
+        ValueError: one is no number, or below 1.
+    """
+    parts = [part.strip() for part in devices.split(",")]
+    if not all(part.isdecimal() and int(part) for part in parts):
         raise ValueError(f"--devices {devices}: expected counts of devices, such as 1,2,4")
-    return counts
+    return tuple(map(int, parts))
 
 
 def _print(console: Console, found: dict[str, Any]) -> None:

@@ -1,9 +1,9 @@
-"""``onefold train``: one command for each job, made from the fields of its options.
+"""``onefold train``, one command for each job, and ``onefold predict``: made from their options.
 
 Note: commands that nobody wrote
 --------------------------------
 typer makes a command's options from the signature and the annotations of a function. Those are
-built here from the fields of the job's options, so that an option, its help and its default stand
+built here from the fields of the options, so that an option, its help and its default stand
 once, in the dataclass. Every parameter has the default None, which means that the option was not
 given: only so can the command line take precedence over a config file, and can a resumed run be
 compared with what was asked for. The defaults that the help shows are texts.
@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import sys
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,9 +27,11 @@ from onefold import is_launched, select_devices
 from onefold.errors import LaunchError
 from onefold.jobs.catalog import JOBS
 from onefold.jobs.options import TrainOptions
+from onefold.jobs.predict import PredictOptions, predict_run, write_prediction
 from onefold.jobs.run import Job, read_options, run_job
+from onefold.system.words import tell
 
-__all__ = ["add_jobs"]
+__all__ = ["add_jobs", "add_predict"]
 
 _WORDS = {"True": "yes", "False": "no"}
 _COMMON = frozenset(field.name for field in dataclasses.fields(TrainOptions))
@@ -38,6 +41,11 @@ Config = Annotated[
     Path | None,
     typer.Option(exists=True, dir_okay=False, help="TOML file of the same names as these options."),
 ]
+RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a trained run.")]
+Paths = Annotated[
+    list[Path],
+    typer.Argument(help="Pictures or folders of them; for texts, files of one text a line."),
+]
 
 
 def add_jobs(app: typer.Typer) -> None:
@@ -46,24 +54,55 @@ def add_jobs(app: typer.Typer) -> None:
         app.command(job.name, help=job.help)(_command(job))
 
 
-def _command(job: Job) -> Callable[..., None]:
-    """Make a function with one parameter for each option, as typer reads them."""
+def add_predict(app: typer.Typer) -> None:
+    """Add ``onefold predict`` to ``app``, in place of what stands for it there."""
 
-    def command(config: Path | None, **chosen: Any) -> None:
-        # typer gives an empty list for a list that was not given. 0 and False were given.
-        given = {name: _split(value) for name, value in chosen.items() if value not in (None, [])}
-        options = read_options(job, given, config)
+    def predict(run_folder: RunFolder, paths: Paths, **chosen: Any) -> None:
+        """Use a trained run on files or folders: classes to CSV or JSON, masks to PNG."""
+        options = PredictOptions(**_given(chosen))
+        prediction = predict_run(run_folder, paths, options)
+        for each in prediction.left_out:
+            tell(f"left out: {each}")
+        written = write_prediction(prediction, options, sys.stdout)
+        if written is not None:
+            tell(f"{len(prediction.rows)} predictions: {written}")
+
+    app.command()(_with_options(predict, PredictOptions))
+
+
+def _command(job: Job) -> Callable[..., None]:
+    def command(config: Config = None, **chosen: Any) -> None:
+        options = read_options(job, _given(chosen), config)
         _require_devices(options)
         result = run_job(job, options)
         if result["is_lead"]:
             _tell(result, Path(result["folder"]))
 
+    return _with_options(command, job.options, panel=job.name)
+
+
+def _given(chosen: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that were given; lists split at commas, by which they may be given as well."""
+    given = {}
+    for name, value in chosen.items():
+        # typer gives an empty list for a list that was not given. 0 and False were given.
+        if isinstance(value, list) and value:
+            given[name] = tuple(part for each in value for part in each.split(",") if part)
+        elif value not in (None, []):
+            given[name] = value
+    return given
+
+
+def _with_options(
+    command: Callable[..., None], options: type[Any], panel: str | None = None
+) -> Callable[..., None]:
+    """Give a command a parameter for each option, as typer reads them, in place of ``**chosen``."""
+    *own, _ = inspect.signature(command, eval_str=True).parameters.values()
     # The fields hold their types as text, since their module postpones annotations.
-    hints = typing.get_type_hints(job.options)
+    hints = typing.get_type_hints(options)
     # In the help, the options of the job come first, and then those of all jobs.
-    fields = sorted(dataclasses.fields(job.options), key=lambda field: field.name in _COMMON)
-    parameters = [_keyword("config", Config)]
-    parameters += [_parameter(field, hints[field.name], job) for field in fields]
+    fields = sorted(dataclasses.fields(options), key=lambda field: field.name in _COMMON)
+    parameters = [*own, *(_parameter(field, hints[field.name], panel) for field in fields)]
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {each.name: each.annotation for each in parameters}
     return command
@@ -88,7 +127,7 @@ def _require_devices(options: TrainOptions) -> None:
         )
 
 
-def _parameter(field: dataclasses.Field[Any], hint: Any, job: Job) -> inspect.Parameter:
+def _parameter(field: dataclasses.Field[Any], hint: Any, panel: str | None) -> inspect.Parameter:
     shown = field.metadata["shown"]
     default = _WORDS.get(str(field.default), str(field.default)) if shown is None else shown
     # Written by ourselves and escaped, as rich would take the brackets for a style.
@@ -96,26 +135,14 @@ def _parameter(field: dataclasses.Field[Any], hint: Any, job: Job) -> inspect.Pa
     described = typer.Option(
         help=escape(f"{field.metadata['help']}{note}"),
         envvar=field.metadata["variable"],
-        rich_help_panel="Options of all jobs" if field.name in _COMMON else f"{job.name}",
+        rich_help_panel="Options of all jobs" if panel and field.name in _COMMON else panel,
     )
-    return _keyword(field.name, Annotated[_asked(hint), described])
-
-
-def _keyword(name: str, hint: Any) -> inspect.Parameter:
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=hint)
-
-
-def _asked(hint: Any) -> Any:
-    """The type of a parameter: that of its option, or None if it was not given."""
     # typer has no tuples of any length; a list may be given by naming the option several times.
-    return (list[str] if typing.get_origin(hint) is tuple else hint) | None
-
-
-def _split(value: Any) -> Any:
-    """Split a list at commas, by which it may be given as well."""
-    if not isinstance(value, list):
-        return value
-    return tuple(part for each in value for part in each.split(",") if part)
+    asked = list[str] if typing.get_origin(hint) is tuple else hint
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(
+        field.name, kind, default=None, annotation=Annotated[asked | None, described]
+    )
 
 
 def _tell(result: dict[str, Any], folder: Path) -> None:

@@ -30,12 +30,14 @@ from itertools import compress, pairwise, product
 from pathlib import Path
 from typing import Any
 
+import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from onefold import Outcome, RunOptions, select_devices, supervise
 from onefold.cli.mathematics import report_mathematics
+from onefold.cli.plan import read_counts
 from onefold.system.ownfiles import PrivateFolder
 from onefold.system.record import read_record
 from onefold.system.words import listed, tell
@@ -112,20 +114,16 @@ def hints_of(step: int, reference: _States, other: _States) -> list[str]:
 
 def _uneven(run: _States) -> Iterator[tuple[str, int]]:
     """Find the global generators that were drawn from between steps on some devices only."""
-    if len(run) < 2:
-        return
-    for rows in zip(*run.values(), strict=False):
+    for before, rows in pairwise([(), *zip(*run.values(), strict=False)]):
         for name in rows[0].states:
-            digests = {row.states[name] for row in rows}
             # Only torch's begin alike in all processes. Those of random and NumPy are seeded by the
             # system until a script does it, so that of them only changes can be compared.
-            if name.startswith("torch") and len(digests) > 1:
+            seen: set[object] = {row.states[name] for row in rows}
+            if not name.startswith("torch"):
+                pairs = zip(before, rows, strict=False)  # nothing is before the first step
+                seen = {b.states[name] != a.states[name] for b, a in pairs}
+            if len(seen) > 1:
                 yield name, rows[0].step
-    for before, after in pairwise(zip(*run.values(), strict=False)):
-        for name in after[0].states:
-            changed = {b.states[name] != a.states[name] for b, a in zip(before, after, strict=True)}
-            if len(changed) > 1 and not name.startswith("torch"):
-                yield name, after[0].step
 
 
 _AGREE, _DIFFER, _FAILED = 0, 1, 2
@@ -178,10 +176,6 @@ class _Recorded:
     """The states that each device recorded, by trainer and device."""
 
 
-class _Failed(Exception):
-    """Raised after a failed run was reported; carries the exit code."""
-
-
 def first_difference(
     reference: Sequence[dict[str, Any]], other: Sequence[dict[str, Any]]
 ) -> Difference | None:
@@ -208,7 +202,6 @@ def verify_script(
     command: Sequence[str],
     devices: str,
     *,
-    steps: int,
     options: RunOptions,
     placement: str = "replicate",
 ) -> int:
@@ -218,26 +211,23 @@ def verify_script(
         command: the script and its arguments.
         devices: device counts, such as ``1,2,3``, or ``cpu:1,2,3`` for processes on the processor;
             the others are compared with the first.
-        steps: how many steps of each trainer to compare.
-        options: the options of every run.
+        options: the options of every run; ``probe_steps`` of each trainer are compared.
         placement: one or several, such as ``replicate,shard``: each with every count.
 
     Returns:
-        0 if all agree, 1 if bits or mathematics differ, 2 if a run failed.
+        0 if all agree, 1 if bits or mathematics differ.
 
     Raises:
+        typer.Exit: a run failed, which was reported; carries the exit code.
         LaunchError: this machine has fewer GPUs than one of the counts.
         ValueError: the device counts or the placements cannot be used.
     """
     ways = _read_ways(devices, placement)
     with PrivateFolder("onefold-verify-") as private:
-        comparison = _Comparison(command, private.path, steps, options)
-        try:
-            bits = comparison.of_bits(ways)
-            # Even if bits differ: the mathematics may name the cause.
-            return max(bits, comparison.of_mathematics(ways[0]))
-        except _Failed as failed:
-            return int(failed.args[0])
+        comparison = _Comparison(command, private.path, options)
+        bits = comparison.of_bits(ways)
+        # Even if bits differ: the mathematics may name the cause.
+        return max(bits, comparison.of_mathematics(ways[0]))
 
 
 @dataclass
@@ -248,8 +238,6 @@ class _Comparison:
     """The script and its arguments."""
     folder: Path
     """Where the runs are recorded."""
-    steps: int
-    """How many steps of each trainer to compare."""
     options: RunOptions
     """Of every run."""
     console: Console = field(default_factory=lambda: Console(highlight=False))
@@ -260,7 +248,7 @@ class _Comparison:
         """Compare runs bit for bit, and print a verdict; return the exit code.
 
         Raises:
-            _Failed: a run failed, or made no step.
+            typer.Exit: a run failed, or made no step.
         """
         runs = [self._recorded(way) for way in ways]
         reference = runs[0].trainers
@@ -272,17 +260,16 @@ class _Comparison:
             return _DIFFER
         codes = [self._judge(trainer, runs, differences) for trainer in range(len(reference))]
         made = [len(lines) - 1 for lines in reference]
-        each = (
-            f"{len(made)} Trainers, at most {self.steps} of each" if len(made) > 1 else "1 Trainer"
-        )
-        self.console.print(f"Compared: {sum(made)} steps of {each}.")
+        several = f"{len(made)} Trainers, at most {self.options.probe_steps} of each"
+        of = several if len(made) > 1 else "1 Trainer"
+        self.console.print(f"Compared: {sum(made)} steps of {of}.")
         return max(codes)
 
     def of_mathematics(self, way: _Way) -> int:
         """Compare V shards with one, on one device of ``way``; return the exit code.
 
         Raises:
-            _Failed: the script failed in both precisions.
+            typer.Exit: the script failed in both precisions.
         """
         # In float64 rounding is far below any true difference. A script that insists on float32, by
         # a cast or a kernel of its own, fails there, and is compared as it is.
@@ -307,8 +294,11 @@ class _Comparison:
             self._note("The script was cut short", way, cut.read_text())
         if not any(len(lines) > 1 for lines in trainers):
             tell("the script made no step of a Trainer")
-            raise _Failed(_FAILED)
-        states = [self._states(name, trainer, way.devices) for trainer in range(len(trainers))]
+            raise typer.Exit(_FAILED)
+        states = [
+            {number: self._states(f"{name}-{trainer}", number) for number in range(way.devices)}
+            for trainer in range(len(trainers))
+        ]
         return _Recorded(way, trainers, states)
 
     def _run(self, title: str, way: _Way, mathematics: str) -> tuple[str, Outcome]:
@@ -318,7 +308,6 @@ class _Comparison:
             placement=way.placement,
             probe=str(self.folder),
             probe_run=name,
-            probe_steps=self.steps,
             # Kept by the first run alone: with every tensor of every step, they take much room.
             probe_records=self.number == 0,
             probe_mathematics=mathematics,
@@ -327,8 +316,8 @@ class _Comparison:
         # Counted before it starts: a run that fails must not share its name with the next.
         self.number += 1
         # Its thread is for the screen alone, and a file shows nothing of it.
-        shown = self.console.is_terminal
-        with self.console.status(f"{title}, {self.steps} steps") if shown else nullcontext():
+        words, shown = f"{title}, {options.probe_steps} steps", self.console.is_terminal
+        with self.console.status(words) if shown else nullcontext():
             return name, supervise(self.command, select_devices(f"{way.on}{way.devices}"), options)
 
     def _is_compared(self, outcome: Outcome, name: str) -> bool:
@@ -340,17 +329,17 @@ class _Comparison:
         self.console.print(f"[yellow]{what}[/] on {way}:", end=" ")
         self.console.print(text, markup=False)
 
-    def _failed(self, outcome: Outcome, where: str) -> _Failed:
+    def _failed(self, outcome: Outcome, where: str) -> typer.Exit:
         """Report a failed run, and return what is raised for it."""
         # What onefold refuses is a finding about the script; anything else is a run that failed.
         refusal = _REFUSALS.search(outcome.message)
         if refusal is not None:
             self.console.print(f"[bold red]onefold refuses the script[/] {where}:", end=" ")
             self.console.print(f"{refusal[1]}: {refusal[2]}", markup=False)
-            return _Failed(_DIFFER)
+            return typer.Exit(_DIFFER)
         print(outcome.traceback, file=sys.stderr, end="")
         tell(f"{where}: {outcome.message}")
-        return _Failed(_FAILED)
+        return typer.Exit(_FAILED)
 
     def _lines(self, name: str, what: str) -> list[list[dict[str, Any]]]:
         # Numbered without gaps, so the first number that is missing is the number of Trainers.
@@ -359,12 +348,8 @@ class _Comparison:
             found.append(lines)
         return found
 
-    def _states(self, name: str, trainer: int, count: int) -> dict[int, list[State]]:
-        files = {device: f"{name}-{trainer}-state-{device}" for device in range(count)}
-        return {
-            device: [State(**line) for line in read_record(self.folder, file)]
-            for device, file in files.items()
-        }
+    def _states(self, name: str, device: int) -> list[State]:
+        return [State(**line) for line in read_record(self.folder, f"{name}-state-{device}")]
 
     def _judge(
         self,
@@ -458,49 +443,35 @@ def _table(runs: Sequence[_Recorded], differences: Sequence[Sequence[Difference 
     headings = "trainer", "devices", "placement", "steps", "last loss", "last fingerprint", "bits"
     table = Table(*compress(headings, shown))
     for trainer in range(len(runs[0].trainers)):
-        for number, (run, found) in enumerate(zip(runs, differences, strict=True)):
+        for run, found in zip(runs, differences, strict=True):
             # A run may have made fewer than the first, which the caller reports after the table.
             if trainer < len(run.trainers):
-                row = _row(run, trainer, found[trainer], reference=number == 0)
+                last, difference = run.trainers[trainer][-1], found[trainer]
+                verdict = "reference" if run is runs[0] else "the same"
+                if difference is not None:
+                    verdict = f"differ from step {difference.step}"
+                loss = "" if last["loss"] is None else f"{last['loss']:.6g}"
+                who = str(trainer), str(run.way.devices), run.way.placement
+                row = *who, str(last["step"]), loss, last["fingerprint"], verdict
                 table.add_row(*compress(row, shown))
     return table
 
 
-def _row(run: _Recorded, trainer: int, found: Difference | None, *, reference: bool) -> list[str]:
-    last = run.trainers[trainer][-1]
-    verdict = "reference" if reference else "the same"
-    if found is not None:
-        verdict = f"differ from step {found.step}"
-    loss = "" if last["loss"] is None else f"{last['loss']:.6g}"
-    made = str(last["step"]), loss, last["fingerprint"]
-    return [str(trainer), str(run.way.devices), run.way.placement, *made, verdict]
-
-
 def _read_ways(devices: str, placement: str) -> list[_Way]:
-    kept = [part.strip() for part in placement.split(",")]
-    for each in kept:
-        RunOptions(placement=each)  # to be refused before anything runs
+    # To be refused before anything runs, as are devices that do not exist.
+    kept = [RunOptions(placement=part.strip()) for part in placement.split(",")]
     on = "cpu:" if devices.strip().startswith("cpu:") else ""
-    counts = [part.strip().removeprefix(on) for part in devices.split(",")]
-    usable = all(part.isdecimal() and int(part) > 0 for part in counts)
-    if not usable or len(counts) * len(kept) < 2:
-        raise ValueError(
-            f"--devices {devices!r}: expected two or more counts, such as 1,2,3 or cpu:1,2,3"
-        )
+    counts = read_counts(devices.replace(on, ""))
     ways: list[_Way] = []
-    for each, count in product(kept, map(int, counts)):
+    for each, count in product(kept, counts):
         # With `pipeline:2`, an odd number of devices makes no whole pipelines.
         with suppress(ValueError):
-            RunOptions(placement=each).pipeline_of(count)
-            ways.append(_Way(count, each, on))
-    for each in kept:
-        if not any(way.placement == each for way in ways):
-            raise ValueError(
-                f"--placement {each}: expected a multiple of that among --devices {devices}"
-            )
-    if len(ways) < 2:
+            each.pipeline_of(count)
+            ways.append(_Way(count, each.placement, on))
+    if len(ways) < 2 or {each.placement for each in kept} != {way.placement for way in ways}:
         raise ValueError(
-            f"--devices {devices} --placement {placement}: expected two ways to compare, got one"
+            f"--devices {devices} --placement {placement}: expected two or more ways to compare, "
+            f"such as --devices 1,2,3 or cpu:1,2,3, and for pipeline:N a multiple of N among them"
         )
-    select_devices(f"{on}{max(way.devices for way in ways)}")  # likewise
+    select_devices(f"{on}{max(way.devices for way in ways)}")
     return ways

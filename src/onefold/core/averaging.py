@@ -6,11 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from onefold.core.numbers import check_whole
 
-__all__ = ["AverageRule", "averaged_in"]
+__all__ = ["AverageRule"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,15 +85,3 @@ class AverageRule:
     def from_json(cls, saved: Mapping[str, Any]) -> AverageRule:
         """Read what `to_json` has written, once that has been checked."""
         return cls(saved["decay"], saved["every"], saved.get("after", ""))
-
-
-def averaged_in(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which values are averaged.
-
-    An average moves by a small part of a difference, which low precision would round away: with a
-    decay of 0.999 one in bfloat16 would stand still.
-
-    >>> averaged_in(torch.bfloat16), averaged_in(torch.float64), averaged_in(torch.int8)
-    (torch.float32, torch.float64, torch.int8)
-    """
-    return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from onefold.core.counting import Count, count_of
+from onefold.core.numbers import check_whole
 from onefold.core.shard import Plan, cut_bounds
 from onefold.core.structure import OwnLength, Shared, has_fields, parts_of, with_parts
 
@@ -197,14 +198,8 @@ def checked_dim(dim: object) -> int:
     Raises:
         TypeError, ValueError: it is no number, or below 0.
     """
-    if not isinstance(dim, int) or isinstance(dim, bool):
-        raise TypeError(f"expected dim to be a number, got {dim!r}")
-    if dim < 0:
-        raise ValueError(
-            f"expected dim to be 0 or more, counted from the first dimension, as the tensors of a "
-            f"batch may have several numbers of dimensions; got {dim}"
-        )
-    return dim
+    # Not from the last one, as the tensors of a batch may have several numbers of dimensions.
+    return check_whole("dim, counted from the first dimension,", dim, least=0)
 
 
 def cut_batch(
@@ -243,32 +238,19 @@ def cut_batch(
     # A shard without samples is never run: a forward on zero rows would give NaN means.
     run = parts[0].shards if parts else shards_run
     kept = [shard for shard in run if bounds[shard][0] < bounds[shard][1]]
-    cut = ShardedBatch(
-        samples=samples,
-        plan=plan,
-        shards={shard: map_parts(batch, _cutter(bounds, shard, dim)) for shard in kept},
-        epoch=epoch,
-        digest=_digest_of(leaves) if digest else 0,
-        dim=dim,
-        others=others,
-        parts=parts,
-    )
-    return _with_place(cut, parts) if parts else cut
-
-
-def _with_place(cut: ShardedBatch, parts: Sequence[ShardedBatch]) -> ShardedBatch:
-    """Take over from the first part where in the data a batch is; its digest covers the others."""
-    first, waits = parts[0], [part.waited for part in parts if part.waited]
-    return replace(
-        cut,
-        epoch=first.epoch,
-        waited=(min(wait[0] for wait in waits), max(wait[1] for wait in waits)) if waits else None,
-        data_pass=first.data_pass,
-        stop=first.stop,
-        loader=first.loader,
-        data_digest=first.data_digest,
-        numbers=first.numbers,
-    )
+    cut: dict[str, Any] = {
+        "shards": {shard: map_parts(batch, _cutter(bounds, shard, dim)) for shard in kept},
+        "digest": _digest_of(leaves) if digest else 0,
+        "dim": dim,
+        "others": others,
+        "parts": parts,
+    }
+    if not parts:
+        return ShardedBatch(samples=samples, plan=plan, epoch=epoch, **cut)
+    # Where in the data it is, is taken over from the first part; the digest covers the others.
+    waits = [part.waited for part in parts if part.waited]
+    waited = (min(wait[0] for wait in waits), max(wait[1] for wait in waits)) if waits else None
+    return replace(parts[0], waited=waited, gather=None, **cut)
 
 
 def _plan_of(parts: Sequence[ShardedBatch]) -> Plan:
@@ -395,8 +377,7 @@ def _as_array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
         # The tensor requires a gradient, is lazily conjugated or negated, or has a dtype that NumPy
         # lacks. Trying first costs an ordinary tensor nothing.
         plain = tensor.detach().resolve_conj().resolve_neg()
-        width = _WIDTHS.get(plain.element_size())
-        return plain.numpy() if width is None else plain.view(width).numpy()
+        return plain.view(_WIDTHS.get(plain.element_size(), plain.dtype)).numpy()
 
 
 def _slicer(start: int, stop: int, dim: int) -> Callable[[_Leaf], torch.Tensor]:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from onefold.core.structure import has_fields, parts_of
+from onefold.core.structure import has_fields, parts_of, tensors_of
 
 __all__ = ["Count", "count_of"]
 
@@ -59,7 +59,8 @@ def count_of(payload: object, samples: int, dim: int = 0) -> Count:
     if least >= samples:
         return Count(samples)
     common = set.intersection(*fields) if fields else set()
-    elsewhere = dim == 0 and all(samples in _shape(each) for each in _tensors(payload))
+    numbered = (each for each in tensors_of(payload, _Tensor) if each.ndim)
+    elsewhere = dim == 0 and all(samples in _shape(each) for each in numbered)
     if len(common) != 1 or listed or elsewhere:
         return Count(samples, sure=False)
     return Count(common.pop())
@@ -75,8 +76,8 @@ def _lengths(payload: Any, samples: int, dim: int) -> Iterator[set[int]]:
             yield from _lengths(part, samples, dim)
         elif isinstance(part, tuple | list):
             # Texts may be many: a list as long as there are samples is not gone through.
-            inner = _tensors(part) if len(part) != samples else ()
-            lengths = [_length(tensor, dim) for tensor in inner]
+            inner = tensors_of(part, _Tensor) if len(part) != samples else ()
+            lengths = [_length(tensor, dim) for tensor in inner if tensor.ndim]
             yield {len(part)}.union(set.intersection(*lengths) if lengths else ())
         elif isinstance(part, _Tensor):
             yield _length(part, dim)
@@ -91,15 +92,6 @@ def _shape(tensor: Any) -> tuple[int, ...]:
     # One of sequences of several lengths has only the first number.
     nested = isinstance(tensor, torch.Tensor) and tensor.is_nested
     return (tensor.size(0),) if nested else tuple(tensor.shape)
-
-
-def _tensors(payload: Any) -> Iterator[Any]:
-    if isinstance(payload, _Tensor):
-        if payload.ndim:
-            yield payload
-        return
-    for _, part in parts_of(payload) or ():
-        yield from _tensors(part)
 
 
 def _listed(payload: object) -> tuple[int, bool]:

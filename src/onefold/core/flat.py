@@ -205,19 +205,14 @@ class FlatTensors:
     def _fill(self, memory: torch.Tensor) -> None:
         # One flat tensor for each dtype, (numel,): views of `memory`, which they keep alive.
         self.sections: list[torch.Tensor] = []
-        start = 0
         layout = self.layout
-        for nbytes, numel, dtype in zip(
-            layout.section_bytes, layout.numels, layout.dtypes, strict=True
-        ):
+        rooms = torch.split(memory, list(layout.section_bytes))
+        for room, numel, dtype in zip(rooms, layout.numels, layout.dtypes, strict=True):
             # `view(dtype)` needs a start that is a multiple of the element size: section_bytes are
             # multiples of the alignment.
             # A section without elements may begin anywhere, and such memory cannot be viewed.
-            stretch = (
-                memory[start : start + numel * dtype.itemsize] if numel else memory.new_empty(0)
-            )
+            stretch = room[: numel * dtype.itemsize] if numel else memory.new_empty(0)
             self.sections.append(stretch.view(dtype))
-            start += nbytes
         # One view of each entry, in its own shape and strides.
         self.views = [self._view(entry) for entry in layout.entries]
         self.is_there = True

@@ -15,19 +15,17 @@ that is computed once more (``torch.utils.checkpoint``) must find it as well.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
 
 from onefold.core.flat import bits_of
-from onefold.errors import LossError
 from onefold.system.compat import BatchNorm
 
 __all__ = [
     "GATHERER",
-    "Discovering",
     "GatheredRows",
     "Gatherer",
     "Gathers",
@@ -88,27 +86,21 @@ class Gatherer(ABC):
         return []
 
 
-class Discovering(Gatherer):
-    """Ends the shard: the step is begun again as one that joins shards."""
-
-    def gather(self, tensor: torch.Tensor) -> GatheredRows:
-        raise Gathers
-
-
 class Refusing(Gatherer):
     """Refuses to gather.
 
     Args:
-        why: the message.
+        error: makes what is raised: a `LossError`, or `Gathers`, by which the step is begun again
+            as one that joins shards.
         is_of_step: whether the shard is one of a step.
     """
 
-    def __init__(self, why: str, *, is_of_step: bool) -> None:
-        self._why = why
+    def __init__(self, error: Callable[[], BaseException], *, is_of_step: bool = True) -> None:
+        self._error = error
         self.is_of_step = is_of_step
 
     def gather(self, tensor: torch.Tensor) -> GatheredRows:
-        raise LossError(self._why)
+        raise self._error()
 
 
 class _Place:

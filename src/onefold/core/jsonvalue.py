@@ -36,13 +36,14 @@ _DAMAGE = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError
 """What making values of damaged JSON may raise."""
 
 
-def to_json(value: object, what: str) -> Any:
+def to_json(value: object, what: str, depth: int = 0) -> Any:
     """Convert a value to plain JSON values, from which `from_json` restores it exactly.
 
     Args:
         value: None, a number, text, a small tensor or array of numbers, or lists, tuples, sets,
             deques, dicts and counters of these.
         what: what the value is called in errors.
+        depth: in how many containers it lies.
 
     Raises:
         TypeError: the value holds something else, or is nested too deeply (or in itself).
@@ -50,10 +51,6 @@ def to_json(value: object, what: str) -> Any:
     >>> to_json((1, 2.5), "betas")
     {'kind of value': 'tuple', 'items': [1, 2.5]}
     """
-    return _to_json(value, what, 0)
-
-
-def _to_json(value: object, what: str, depth: int) -> Any:
     if depth > _DEEPEST:
         raise TypeError(
             f"{what[:_DEEPEST]}… is nested more than {_DEEPEST} levels deep, which a checkpoint "
@@ -64,7 +61,7 @@ def _to_json(value: object, what: str, depth: int) -> Any:
     # Before the other numbers: some of NumPy's scalars are subclasses of Python's numbers and some,
     # such as np.bool_, are not.
     if isinstance(value, np.generic):
-        return _to_json(value.item(), what, depth)
+        return to_json(value.item(), what, depth)
     # int() and float() strip subclasses, so that the result is plain. Finite floats keep their
     # bits, for JSON writes their repr: the shortest text that reads back as the same number.
     if isinstance(value, int):
@@ -76,14 +73,14 @@ def _to_json(value: object, what: str, depth: int) -> Any:
         return {
             _KIND: "tensor",
             "dtype": str(plain.dtype).removeprefix("torch."),
-            "items": _to_json(plain.tolist(), what, depth),
+            "items": to_json(plain.tolist(), what, depth),
         }
     if type(value) is np.ndarray and _is_plain(value.dtype):
-        rows = _to_json(value.tolist(), what, depth)
+        rows = to_json(value.tolist(), what, depth)
         return {_KIND: "array", "dtype": value.dtype.str, "items": rows}
     # By `type` from here on: a subclass may carry state that would be lost without a word.
     if type(value) is list:
-        return [_to_json(item, f"{what}[{number}]", depth + 1) for number, item in enumerate(value)]
+        return [to_json(item, f"{what}[{number}]", depth + 1) for number, item in enumerate(value)]
     if type(value) not in _NAMES:
         raise TypeError(
             f"{what} is of type {type(value).__name__}, which a checkpoint cannot hold: expected "
@@ -93,15 +90,15 @@ def _to_json(value: object, what: str, depth: int) -> Any:
         named = {key: f"{what}[{key!r}]" for key in value}
         # Only such dicts are JSON objects: JSON would turn other keys into text.
         if type(value) is dict and _KIND not in value and all(type(key) is str for key in value):
-            return {key: _to_json(item, named[key], depth + 1) for key, item in value.items()}
+            return {key: to_json(item, named[key], depth + 1) for key, item in value.items()}
         written = [
-            [_to_json(key, f"{what}[...]", depth + 1), _to_json(item, named[key], depth + 1)]
+            [to_json(key, f"{what}[...]", depth + 1), to_json(item, named[key], depth + 1)]
             for key, item in value.items()
         ]
     else:
         # The order of a set differs between processes; equal values must give equal bytes.
         items: Any = sorted(value) if isinstance(value, set) else value
-        written = [_to_json(item, f"{what}[...]", depth + 1) for item in items]
+        written = [to_json(item, f"{what}[...]", depth + 1) for item in items]
     return {_KIND: _NAMES[type(value)], "items": written}
 
 

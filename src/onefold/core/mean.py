@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from numbers import Real
-from typing import ClassVar, Literal, NoReturn, Self, TypeVar
+from typing import Any, ClassVar, Literal, NoReturn, Self, TypeVar
 
 import torch
 
@@ -60,26 +60,36 @@ def seeing_whole_batch(sees: bool) -> Iterator[None]:
         PASS.whole = False
 
 
+@dataclass(frozen=True, slots=True)
 class _Arithmetic(ABC):
     """Arithmetic of terms: adding them, and scaling their totals; weights stay as they are."""
 
-    __slots__ = ()
+    # Not for `__init__`: `dataclasses.replace` of a total must not keep the mean of another one.
+    _whole: torch.Tensor | None = field(init=False, default=None, repr=False, compare=False)
     # A NumPy number on the left would otherwise wrap a term in an array of objects; None makes it
     # leave the operation to our reflected method.
     __array_ufunc__: ClassVar[None] = None
 
     @property
-    @abstractmethod
     def terms(self) -> tuple[Mean | Sum, ...]:
-        """The terms that are added up, from left to right."""
+        """The terms that are added up, from left to right: itself, if it is one."""
+        return (self,)  # type: ignore[return-value]  # `LossTerms` has a field
 
     @abstractmethod
-    def _changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Self:
+    def _with_totals(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Self:
         """Apply ``change`` to every total, and keep the weights."""
 
     @abstractmethod
+    def _quotient(self) -> torch.Tensor:
+        """() the value, if this is of the whole batch."""
+
     def _plain(self) -> torch.Tensor:
         """() the scalar that a plain loop has in its place, if this is of the whole batch."""
+        return self._quotient() if self._whole is None else self._whole
+
+    def _changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Self:
+        changed = self._with_totals(change)
+        return changed if self._whole is None else _with_whole(changed, change(self._whole))
 
     def __add__(self, other: object) -> LossTerms:
         if not isinstance(other, _Arithmetic):
@@ -94,9 +104,7 @@ class _Arithmetic(ABC):
         return self
 
     def __sub__(self, other: object) -> LossTerms:
-        if not isinstance(other, _Arithmetic):
-            raise self._cannot_add(other)
-        return self + -other
+        return self + (-other if isinstance(other, _Arithmetic) else other)
 
     def __rsub__(self, other: object) -> NoReturn:
         raise self._cannot_add(other)
@@ -147,19 +155,12 @@ class Mean(_Arithmetic):
     """() any floating dtype: the sum over the shard."""
     weight: torch.Tensor | float
     """What the total is divided by: () tensor without gradient, or a number; not negative."""
-    # Not for `__init__`: `dataclasses.replace` of a total must not keep the mean of another one.
-    _whole: torch.Tensor | None = field(init=False, default=None, repr=False, compare=False)
 
-    @property
-    def terms(self) -> tuple[Mean | Sum, ...]:
-        """The mean itself, as its only term."""
-        return (self,)
+    def _with_totals(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Mean:
+        return Mean(change(self.total), self.weight)
 
-    def _changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Mean:
-        return _with_whole(Mean(change(self.total), self.weight), _changed_whole(self, change))
-
-    def _plain(self) -> torch.Tensor:
-        return self.total / self.weight if self._whole is None else self._whole
+    def _quotient(self) -> torch.Tensor:
+        return self.total / self.weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,15 +178,10 @@ class Sum(_Arithmetic):
     total: torch.Tensor
     """() any floating dtype: the sum over the shard."""
 
-    @property
-    def terms(self) -> tuple[Mean | Sum, ...]:
-        """The sum itself, as its only term."""
-        return (self,)
-
-    def _changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Sum:
+    def _with_totals(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Sum:
         return Sum(change(self.total))
 
-    def _plain(self) -> torch.Tensor:
+    def _quotient(self) -> torch.Tensor:
         return self.total
 
 
@@ -202,19 +198,24 @@ class LossTerms(_Arithmetic):
 
     terms: tuple[Mean | Sum, ...]
     """The terms, added up from left to right."""
-    _whole: torch.Tensor | None = field(init=False, default=None, repr=False, compare=False)
 
-    def _changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> LossTerms:
-        changed = LossTerms(tuple(term._changed(change) for term in self.terms))
-        return _with_whole(changed, _changed_whole(self, change))
+    def _with_totals(self, change: Callable[[torch.Tensor], torch.Tensor]) -> LossTerms:
+        return LossTerms(tuple(term._changed(change) for term in self.terms))
 
-    def _plain(self) -> torch.Tensor:
-        if self._whole is not None:
-            return self._whole
+    def _quotient(self) -> torch.Tensor:
         return functools.reduce(torch.add, [term._plain() for term in self.terms])
 
 
-_Whole = TypeVar("_Whole", Mean, LossTerms)
+_Term = TypeVar("_Term", bound=_Arithmetic)
+
+
+def detached(value: object) -> object:
+    """Take a tensor, or the totals of terms, out of the graph; leave anything else as it is."""
+
+    def detach(total: Any) -> Any:
+        return total.detach() if isinstance(total, torch.Tensor) else total
+
+    return value._changed(detach) if isinstance(value, _Arithmetic) else detach(value)
 
 
 def mean_of_whole(value: torch.Tensor, weight: torch.Tensor | float) -> Mean:
@@ -233,15 +234,9 @@ def mean_of_whole(value: torch.Tensor, weight: torch.Tensor | float) -> Mean:
     return _with_whole(Mean(total, weight), value)
 
 
-def _with_whole(term: _Whole, value: torch.Tensor | None) -> _Whole:
+def _with_whole(term: _Term, value: torch.Tensor) -> _Term:
     object.__setattr__(term, "_whole", value)
     return term
-
-
-def _changed_whole(
-    term: Mean | LossTerms, change: Callable[[torch.Tensor], torch.Tensor]
-) -> torch.Tensor | None:
-    return None if term._whole is None else change(term._whole)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -18,6 +19,7 @@ Restarts = Literal["same", "fewer"]
 
 PlacementName = Literal["replicate", "shard", "offload", "pipeline"]
 """Where the parameters of a model lie: on each device, partitioned, on the host, or by stage."""
+_PIPELINES = re.compile(r"pipeline:0*([2-9]|[1-9][0-9]+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,16 +95,14 @@ class RunOptions:
         # Checked where the record is made, in the launcher, so before any worker is started.
         check_seconds("the timeout", self.timeout_s)
         check_seconds("the grace", self.grace_s)
-        for name, value, least in (
-            ("every", self.every, 0 if self.every_s else 1),
-            ("keep_last", self.keep_last, 1),
-            ("restarts", self.restarts, 0),
-        ):
-            check_whole(name, value, least=least)
+        check_whole("every", self.every, least=0 if self.every_s else 1)
+        check_whole("keep_last", self.keep_last, least=1)
+        check_whole("restarts", self.restarts, least=0)
         if self.restarts and not self.checkpoint:
             raise ValueError("restarts go on from the last checkpoint: name a directory for them")
         check_choice("restarts_with", self.restarts_with, Restarts)
-        if not _is_placement(self.placement):
+        placement = str(self.placement)
+        if placement not in get_args(PlacementName) and not _PIPELINES.fullmatch(placement):
             raise ValueError(
                 f"expected placement to be one of {', '.join(get_args(PlacementName))}, got "
                 f"{self.placement!r}; how many checkpoints are kept is --keep-last, and pipelines "
@@ -151,11 +151,3 @@ class RunOptions:
     def may_stop(self) -> bool:
         """Whether the run saves itself when it is asked to stop."""
         return self.saves or bool(self.checkpoint) or bool(self.stop_signals)
-
-
-def _is_placement(placement: object) -> bool:
-    if not isinstance(placement, str):
-        return False
-    name, colon, number = placement.partition(":")
-    lines = name == "pipeline" and number.isascii() and number.isdecimal() and int(number) >= 2
-    return name in get_args(PlacementName) and (lines or not colon)

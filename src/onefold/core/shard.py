@@ -288,7 +288,13 @@ class _Cut:
         if isinstance(payload, tuple | list):
             if self.are_samples(payload):
                 return with_parts(payload, payload[slice(*self.piece)])
-            self._refuse_numbers(payload, path)
+            if payload and all(isinstance(row, _NUMBERS) for row in payload):
+                raise TypeError(
+                    f"{path}: expected a tensor of one row a sample, got {len(payload)} numbers in "
+                    f"a {type(payload).__name__}, of which microbatch cannot tell whether they "
+                    f"belong to the {self.samples} samples or to all of them. Have the data set's "
+                    f"collate make a tensor of them"
+                )
         parts = parts_of(payload)
         if parts is not None:
             return with_parts(payload, [self.rows(part, path + name) for name, part in parts])
@@ -325,18 +331,8 @@ class _Cut:
 
     def _may_be_whole(self, tensor: Any) -> bool:
         """Whether a tensor may have a row for each sample, or belong to all of them."""
-        if not tensor.ndim:
-            return True
-        return tensor.ndim > self.dim and bool(tensor.shape[self.dim] == self.samples)
-
-    def _refuse_numbers(self, rows: Sequence[Any], path: str) -> None:
-        if rows and all(isinstance(row, _NUMBERS) for row in rows):
-            raise TypeError(
-                f"{path}: expected a tensor of one row a sample, got {len(rows)} numbers in a "
-                f"{type(rows).__name__}, of which microbatch cannot tell whether they belong to "
-                f"the {self.samples} samples or to all of them. Have the data set's collate make a "
-                f"tensor of them"
-            )
+        # A single number has no dimension, and belongs to all.
+        return tensor.shape[self.dim : self.dim + 1] == (self.samples,) or not tensor.ndim
 
 
 def _lists_samples(payload: Any, samples: int) -> bool:
@@ -350,13 +346,10 @@ def _are_listed(rows: Sequence[Any], samples: int) -> bool:
     """Whether a list has one part a sample that is no tensor."""
     if len(rows) != samples or hasattr(rows, "_fields"):
         return False
-    return all(isinstance(row, str | bytes) for row in rows) or all(map(_is_object, rows))
-
-
-def _is_object(row: Any) -> bool:
-    if isinstance(row, Mapping) or has_fields(row):
-        return True
-    return not isinstance(row, _NO_OBJECTS)
+    return all(isinstance(row, str | bytes) for row in rows) or all(
+        isinstance(row, Mapping) or has_fields(row) or not isinstance(row, _NO_OBJECTS)
+        for row in rows
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,7 +73,8 @@ class StageLayout:
         self.stages = stages
         self.pieces: list[list[int]] = [[] for _ in stages.names]
         """For each stage, the numbers of its pieces."""
-        self._places: list[tuple[int, int, torch.dtype]] = []
+        self.places: list[tuple[int, int, torch.dtype]] = []
+        """For each piece where it begins and how long it is, in bytes, and its dtype."""
         self._starts: dict[int, int] = {}
         filled = [0] * len(stages)
         for number, piece in enumerate(pieces):
@@ -82,7 +83,7 @@ class StageLayout:
             nbytes = piece.numel * dtype.itemsize
             self.pieces[stage].append(number)
             self._starts.setdefault(piece.entry, filled[stage])
-            self._places.append((filled[stage], nbytes, dtype))
+            self.places.append((filled[stage], nbytes, dtype))
             filled[stage] += aligned(nbytes)
         self.stage_bytes = tuple(filled)
         """Bytes of each stage."""
@@ -92,21 +93,17 @@ class StageLayout:
         """Bytes of the largest stage."""
         return max(self.stage_bytes)
 
-    def place(self, number: int) -> tuple[int, int, torch.dtype]:
-        """Where a piece begins and how long it is, in bytes, and its dtype."""
-        return self._places[number]
-
-    def whole(self, entry: int, room: torch.Tensor, *, begins: int = 0) -> torch.Tensor:
-        """View of an entry, in its shape, in memory that holds its stage from some byte on."""
+    def whole(self, entry: int, room: torch.Tensor) -> torch.Tensor:
+        """View of an entry, in its shape, in memory that holds its stage."""
         found, dtype = self.layout.entries[entry], self.layout.dtype_of(entry)
         # The pieces of an entry follow each other without gaps.
-        start = self._starts[entry] - begins
+        start = self._starts[entry]
         stretch = room[start : start + found.numel * dtype.itemsize].view(dtype)
         return stretch.as_strided(found.shape, found.stride)
 
     def in_room(self, number: int, room: torch.Tensor) -> torch.Tensor:
         """(numel,) view of a piece in memory that holds its stage, (stage_bytes,) uint8."""
-        start, nbytes, dtype = self._places[number]
+        start, nbytes, dtype = self.places[number]
         return room[start : start + nbytes].view(dtype)
 
 
@@ -198,25 +195,16 @@ def cut_pipeline(sizes: Sequence[int], devices: int) -> tuple[int, ...]:
         )
     # The least size that no share need be larger than.
     limits = range(max(sizes), sum(sizes) + 1)
-    place = bisect_left(limits, True, key=lambda limit: _shares(sizes, limit) <= devices)
+    place = bisect_left(limits, len(sizes), key=lambda limit: _ends(sizes, devices, limit)[-1])
     starts = [0, *_ends(sizes, devices, limits[place])]
     return tuple(
         place for place, (start, stop) in enumerate(pairwise(starts)) for _ in range(start, stop)
     )
 
 
-def _shares(sizes: Sequence[int], limit: int) -> int:
-    """How many shares it takes if each is filled up to a limit."""
-    shares, filled = 1, 0
-    for size in sizes:
-        if filled + size > limit:
-            shares, filled = shares + 1, 0
-        filled += size
-    return shares
-
-
 def _ends(sizes: Sequence[int], devices: int, limit: int) -> list[int]:
-    """Where each share ends, none larger than the limit, and none empty."""
+    """Where each share ends, none larger than the limit, and none empty; the last one too early
+    if the limit is too low."""
     ends: list[int] = []
     stop = 0
     for place in range(devices):

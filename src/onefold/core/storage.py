@@ -30,7 +30,7 @@ from onefold.core.settings import added_up_in
 from onefold.core.stages import StageLayout, Stages
 from onefold.core.values import MOST
 
-__all__ = ["Frozen", "Storage", "TableShape", "cut_chunks", "cut_partitions", "cut_pieces"]
+__all__ = ["Frozen", "Storage", "cut_chunks", "cut_partitions", "cut_pieces"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,12 +108,11 @@ class Storage:
         Raises:
             ValueError: whole sums are handed over.
         """
-        if self.stages is None:
-            raise ValueError("expected a model that is cut into stages")
+        stages = self.stage_layout().stages
         if self.frozen is None:
-            return StageLayout(self.parameters, self.pieces, self.stages)
+            return StageLayout(self.parameters, self.pieces, stages)
         layout = side_by_side(self.parameters, self.frozen.layout)
-        stages = replace(self.stages, stage_of=self.stages.stage_of + self.frozen.stage_of)
+        stages = replace(stages, stage_of=stages.stage_of + self.frozen.stage_of)
         return StageLayout(layout, self.sharded_pieces(), stages)
 
     def sharded_pieces(self) -> tuple[Piece, ...]:
@@ -137,43 +136,24 @@ class Storage:
         return [(*partition, *(first + number for number in frozen)) for partition, frozen in pairs]
 
     @property
-    def table(self) -> TableShape:
-        """The sizes of the table."""
-        return TableShape(
-            devices=self.devices,
-            shards=self.shards,
-            parameters=len(self.parameters.entries),
-            buffers=self.buffers,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class TableShape:
-    """The numbers that determine the size of a table."""
-
-    devices: int
-    shards: int
-    parameters: int
-    buffers: Layout
-
-    @property
-    def host_bytes(self) -> tuple[int, ...]:
-        """Bytes of the tables of weights, gave, changed, kinds and left_out, each aligned."""
+    def table_host_bytes(self) -> tuple[int, ...]:
+        """Bytes of the table's weights, gave, changed, kinds and left_out, each aligned."""
         # (V,) float64 weights, (devices, parameters) int32 of gave, (V, buffers) uint8 of changed,
         # (V,) int64 of kinds and of left_out.
-        changed, numbers = self.shards * len(self.buffers.entries), self.shards * 8
-        sizes = (numbers, self.devices * self.parameters * 4, changed, numbers, numbers)
-        return tuple(map(aligned, sizes))
+        gave, numbers = self.devices * len(self.parameters.entries) * 4, self.shards * 8
+        changed = self.shards * len(self.buffers.entries)
+        return tuple(map(aligned, (numbers, gave, changed, numbers, numbers)))
 
     @property
-    def device_bytes(self) -> int:
-        """Bytes of totals and digests, of the values, and of one row of buffers for each shard."""
-        # (V, 2) totals and digests. They come first, so that the rows begin at an aligned place.
-        return aligned(self.shards * 16) + self.values_bytes + self.shards * self.buffers.nbytes
+    def table_device_bytes(self) -> int:
+        """Bytes of the table's totals, its values, and one row of buffers for each shard."""
+        # (V,) float64 totals. They come first, so that the rows begin at an aligned place.
+        rows = self.shards * self.buffers.nbytes
+        return aligned(self.shards * 8) + self.table_values_bytes + rows
 
     @property
-    def values_bytes(self) -> int:
-        """Bytes of the room for what losses return beside themselves."""
+    def table_values_bytes(self) -> int:
+        """Bytes of the table's room for what losses return beside themselves."""
         # (V, MOST, 2) float64: totals and weights.
         return aligned(self.shards * MOST * 2 * 8)
 
@@ -301,7 +281,12 @@ def cut_chunks(layout: Layout, partition: Sequence[Piece]) -> list[Chunk]:
             stretches[-1] = stretches[-1]._replace(stop=stretch.stop)
         elif piece.numel:
             stretches.append(stretch)
-    return [part for stretch in stretches for part in _cut(stretch, layout)]
+    steps = [_CHUNK_BYTES // dtype.itemsize for dtype in layout.dtypes]
+    return [
+        stretch._replace(start=start, stop=min(start + steps[stretch.section], stretch.stop))
+        for stretch in stretches
+        for start in range(stretch.start, stretch.stop, steps[stretch.section])
+    ]
 
 
 def _follows(before: Chunk, stretch: Chunk, following: Mapping[tuple[int, int], int]) -> bool:
@@ -309,9 +294,3 @@ def _follows(before: Chunk, stretch: Chunk, following: Mapping[tuple[int, int], 
     alike = (before.section, before.entry) == (stretch.section, stretch.entry)
     end = before.section, before.stop
     return alike and stretch.start in (before.stop, following.get(end))
-
-
-def _cut(stretch: Chunk, layout: Layout) -> list[Chunk]:
-    step = _CHUNK_BYTES // layout.dtypes[stretch.section].itemsize
-    starts = range(stretch.start, stretch.stop, step)
-    return [stretch._replace(start=s, stop=min(s + step, stretch.stop)) for s in starts]

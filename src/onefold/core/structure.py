@@ -11,6 +11,7 @@ are made anew from their items.
 from __future__ import annotations
 
 import copy
+import operator
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
@@ -64,13 +65,8 @@ def with_parts(value: Any, parts: Sequence[Any]) -> Any:
         return kind(parts)
     if kind is dict:
         return dict(zip(value, parts, strict=True))
-    if isinstance(value, dict | UserDict):
-        made = copy.copy(value)
-        for key, part in zip(list(value), parts, strict=True):
-            made[key] = part
-        return made
-    if has_fields(value) and not isinstance(value, tuple | list | Mapping):
-        return _with_fields(value, parts)
+    if isinstance(value, dict | UserDict) or _is_fields(value):
+        return _put(copy.copy(value), parts)
     try:
         if isinstance(value, tuple) and hasattr(kind, "_fields"):
             return kind(*parts)
@@ -85,31 +81,45 @@ def with_parts(value: Any, parts: Sequence[Any]) -> Any:
         ) from error
 
 
-def _with_fields(value: Any, parts: Sequence[Any]) -> Any:
-    made = copy.copy(value)
-    for field, part in zip(fields(value), parts, strict=True):
-        # Past a frozen class's own method, which refuses.
-        object.__setattr__(made, field.name, part)
-    return made
+def _is_fields(value: object) -> bool:
+    """Whether the parts of a container are its fields alone."""
+    return has_fields(value) and not isinstance(value, tuple | list | Mapping)
 
 
-def tensors_of(value: object) -> Iterator[torch.Tensor]:
-    """The tensors in nested containers, in their order."""
-    if isinstance(value, torch.Tensor):
+def _put(value: Any, parts: Sequence[Any]) -> Any:
+    """Put other parts into a mapping or a dataclass."""
+    if isinstance(value, Mapping):
+        for key, part in zip(list(value), parts, strict=True):
+            value[key] = part  # type: ignore[index]  # of those that can be changed
+    else:
+        for field, part in zip(fields(value), parts, strict=True):
+            # Past a frozen class's own method, which refuses.
+            object.__setattr__(value, field.name, part)
+    return value
+
+
+def tensors_of(value: Any, kinds: Any = torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors in nested containers, or what is of other kinds, in their order."""
+    if isinstance(value, kinds):
         yield value
         return
     for _, part in parts_of(value) or ():
-        yield from tensors_of(part)
+        yield from tensors_of(part, kinds)
 
 
-def with_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Make the same containers with other tensors, in the order of `tensors_of`."""
-    if isinstance(value, torch.Tensor):
+def with_tensors(value: Any, change: Callable[[Any], Any], kind: type = torch.Tensor) -> Any:
+    """Make the same containers with other tensors, in the order of `tensors_of`.
+
+    Args:
+        value: tensors in nested containers; those in which nothing changes stay what they are.
+        change: returns what takes the place of a tensor.
+        kind: what to change in place of tensors.
+    """
+    if isinstance(value, kind):
         return change(value)
-    if next(tensors_of(value), None) is None:
-        return value
-    parts = parts_of(value) or ()
-    return with_parts(value, [with_tensors(part, change) for _, part in parts])
+    parts = [part for _, part in parts_of(value) or ()]
+    made = [with_tensors(part, change, kind) for part in parts]
+    return value if all(map(operator.is_, made, parts)) else with_parts(value, made)
 
 
 def put_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -124,14 +134,10 @@ def put_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
     parts = [put_tensors(part, change) for _, part in parts_of(value) or ()]
     if isinstance(value, list):
         value[:] = parts
-    elif isinstance(value, MutableMapping):
-        value.update(zip(list(value), parts, strict=True))
-    elif has_fields(value) and not isinstance(value, tuple | Mapping):
-        for each, part in zip(fields(value), parts, strict=True):
-            object.__setattr__(value, each.name, part)
-    else:
-        return with_parts(value, parts)
-    return value
+        return value
+    if isinstance(value, MutableMapping) or _is_fields(value):
+        return _put(value, parts)
+    return with_parts(value, parts)
 
 
 @dataclass(frozen=True, slots=True)

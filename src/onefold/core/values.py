@@ -53,7 +53,7 @@ import torch
 
 from onefold.core.calldigest import checksum
 from onefold.core.fold import fold_shards
-from onefold.core.mean import Contribution, LossTerms, Mean, Sum, weigh
+from onefold.core.mean import Contribution, LossTerms, Mean, detached, weigh
 from onefold.errors import DisagreementError, LossError
 
 __all__ = [
@@ -71,12 +71,12 @@ __all__ = [
     "StepWeight",
     "code_of",
     "columns_of",
-    "detached",
     "names_of",
     "read_values",
     "split",
     "total_weight",
     "values_by_name",
+    "with_values_detached",
 ]
 
 
@@ -106,9 +106,9 @@ def columns_of(name: str, value: object, samples: int, where: str) -> dict[Colum
         return {json.dumps(kind): value.detach().to("cpu", copy=True)}
     if isinstance(value, list) and len(value) == samples and samples:
         if all(isinstance(entry, torch.Tensor) for entry in value):
-            return _ragged(name, None, value, where)
+            return _ragged(name, [{None: entry} for entry in value], where)
         if all(_is_of_tensors(entry) for entry in value):
-            return _of_dicts(name, value, where)
+            return _ragged(name, value, where)
     came = tuple(value.shape) if isinstance(value, torch.Tensor) else reprlib.repr(value)
     raise LossError(
         f"{where}: expected {name!r} to be a tensor with one row, or a list with one tensor or "
@@ -140,36 +140,31 @@ def values_by_name(
 
 
 def _ragged(
-    name: str, key: str | None, entries: Sequence[torch.Tensor], where: str
+    name: str, entries: Sequence[Mapping[str | None, torch.Tensor]], where: str
 ) -> dict[Column, Rows]:
+    """Make a column of each key; of what is no dict, the key is None."""
     first = entries[0]
     for number, entry in enumerate(entries):
-        if (entry.dtype, entry.dim()) != (first.dtype, first.dim()):
-            called = repr(name) if key is None else f"{key!r} of {name!r}"
-            raise LossError(
-                f"{where}: expected {called} to be alike in dtype and number of dimensions for "
-                f"all samples, got {_words(first)} for sample 0 of the shard and {_words(entry)} "
-                f"for sample {number}. Where there is nothing, as many dimensions all the same, "
-                f"such as torch.zeros(0, 4)"
-            )
-    column = json.dumps([name, _dtype_of(first), first.dim(), key])
-    return {column: [entry.detach().to("cpu", copy=True) for entry in entries]}
-
-
-def _of_dicts(
-    name: str, entries: Sequence[Mapping[str, torch.Tensor]], where: str
-) -> dict[Column, Rows]:
-    keys = list(entries[0])
-    for number, entry in enumerate(entries):
-        if entry.keys() != set(keys):
+        if entry.keys() != first.keys():
             raise LossError(
                 f"{where}: expected the dicts of {name!r} to have the same keys for all samples, "
-                f"got {keys} for sample 0 of the shard and {list(entry)} for sample {number}"
+                f"got {list(first)} for sample 0 of the shard and {list(entry)} for sample {number}"
             )
-    columns: dict[Column, Rows] = {}
-    for key in keys:
-        columns |= _ragged(name, key, [entry[key] for entry in entries], where)
-    return columns
+        for key, like in first.items():
+            if (entry[key].dtype, entry[key].dim()) != (like.dtype, like.dim()):
+                called = repr(name) if key is None else f"{key!r} of {name!r}"
+                raise LossError(
+                    f"{where}: expected {called} to be alike in dtype and number of dimensions for "
+                    f"all samples, got {_words(like)} for sample 0 of the shard and "
+                    f"{_words(entry[key])} for sample {number}. Where there is nothing, as many "
+                    f"dimensions all the same, such as torch.zeros(0, 4)"
+                )
+    return {
+        json.dumps([name, _dtype_of(like), like.dim(), key]): [
+            entry[key].detach().to("cpu", copy=True) for entry in entries
+        ]
+        for key, like in first.items()
+    }
 
 
 def _is_of_tensors(entry: object) -> bool:
@@ -304,31 +299,16 @@ def split(result: object, what: str) -> tuple[object, Mapping[str, object], Mapp
     )
 
 
-def detached(result: object) -> object:
+def with_values_detached(result: object) -> object:
     """Take the values beside a loss out of its graph; leave any other result as it is.
 
     Compiled code would else compute their gradients too, which are multiplied by 0 and added; and 0
     times an infinite gradient is NaN.
     """
     if isinstance(result, tuple) and all(isinstance(part, dict) for part in result[1:]):
-        beside = [{name: _detached(part[name]) for name in part} for part in result[1:]]
+        beside = [{name: detached(part[name]) for name in part} for part in result[1:]]
         return result[0], *beside
     return result
-
-
-def _detached(value: object) -> object:
-    if isinstance(value, torch.Tensor):
-        return value.detach()
-    if isinstance(value, LossTerms):
-        return LossTerms(tuple(_term_detached(term) for term in value.terms))
-    return _term_detached(value) if isinstance(value, Mean | Sum) else value
-
-
-def _term_detached(term: Mean | Sum) -> Mean | Sum:
-    if not isinstance(term.total, torch.Tensor):
-        return term  # refused where it is read
-    total = term.total.detach()
-    return Mean(total, term.weight) if isinstance(term, Mean) else Sum(total)
 
 
 def read_values(

@@ -97,21 +97,18 @@ def _tree(value: Any, what: str, parts: list[bytes], depth: int) -> Any:
         inner = [_tree(v, f"{what}[{n}]", parts, depth + 1) for n, v in enumerate(value)]
         return [kind.__name__, inner]
     if isinstance(value, Mapping):
-        keys = [_key(key, what) for key in value]
+        for key in value:
+            if type(key) is not str:
+                raise TypeError(
+                    f"{what} has the key {key!r}, of type {type(key).__name__}: expected text for "
+                    f"keys. Use str(key), or send a list of pairs"
+                )
+        keys = [key.encode(*_TEXT) for key in value]
         inner = [_tree(v, f"{what}[{key!r}]", parts, depth + 1) for key, v in value.items()]
         return ["dict", keys, inner]
     raise TypeError(
         f"{what} is of type {kind.__name__}, which no device can send to another one: {_EXPECTED}"
     )
-
-
-def _key(key: object, what: str) -> bytes:
-    if type(key) is not str:
-        raise TypeError(
-            f"{what} has the key {key!r}, of type {type(key).__name__}: expected text for keys. "
-            f"Use str(key), or send a list of pairs"
-        )
-    return key.encode(*_TEXT)
 
 
 def _array(value: np.generic | np.ndarray[Any, Any], what: str, parts: list[bytes]) -> Any:

@@ -86,7 +86,12 @@ def states_of(owners: Iterable[object]) -> list[tuple[Any, Any]]:
 def put_back(states: Iterable[tuple[Any, Any]]) -> None:
     """Put generators back to where they were when `states_of` was called."""
     for generator, state in states:
-        _restore(generator, state)
+        if isinstance(generator, random.Random):
+            generator.setstate(state)
+        elif isinstance(generator, np.random.Generator):
+            generator.bit_generator.state = state
+        else:
+            generator.set_state(state)
 
 
 def _held_by(owners: Iterable[object]) -> list[Any]:
@@ -100,11 +105,9 @@ def _held_by(owners: Iterable[object]) -> list[Any]:
 
 def state_of(generator: Any) -> Any:
     """The state of one of `GENERATORS`, in the form of its library."""
-    if isinstance(generator, random.Random):
-        return generator.getstate()
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state
-    return generator.get_state()
+    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
 
 
 def _seed(generator: Any, seed: int) -> None:
@@ -117,12 +120,3 @@ def _seed(generator: Any, seed: int) -> None:
     else:
         # NumPy's older kind takes 32 bits and no more.
         generator.seed(seed & 0xFFFFFFFF)
-
-
-def _restore(generator: Any, state: Any) -> None:
-    if isinstance(generator, random.Random):
-        generator.setstate(state)
-    elif isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
-    else:
-        generator.set_state(state)

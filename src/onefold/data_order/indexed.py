@@ -1,9 +1,9 @@
 """Sources of a loader's batches: a data set with an index, and whole batches.
 
-`Indexed` is a data set with an index, of samples or of whole batches (`Items`). `Ruled` has whole
-batches by the script's own `Rule`. Of whole batches every process makes all and keeps its own
-shards, as `trainer.step` does with a batch of the script's own; so what it costs to make a batch is
-not divided between devices.
+`Indexed` is a data set with an index, of samples or of whole batches: items of a data set (`Items`)
+or by the script's own `Rule`. Of whole batches every process makes all and keeps its own shards, as
+`trainer.step` does with a batch of the script's own; so what it costs to make a batch is not
+divided between devices.
 
 Sources, `onefold.data_order.stream.Stream` among them, are alike: in each pass the loader calls
 ``order``, and then ``reader`` for what answers the requests, in this process or in a worker.
@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypedDict
+from typing import Any, ClassVar, TypedDict
 
 import numpy as np
 import torch
@@ -39,7 +39,7 @@ from onefold.data_order.order import (
 from onefold.data_order.position import LoaderSize, LoaderTrack
 from onefold.data_order.reader import Answer, Collate, Reader, Request, SizedDataset, bad_sample
 
-__all__ = ["BatchRule", "Choices", "Indexed", "Items", "Rule", "Ruled"]
+__all__ = ["BatchRule", "Choices", "Indexed", "Items", "Rule"]
 
 
 class Choices(TypedDict, total=False):
@@ -63,10 +63,10 @@ class Indexed:
     """A data set with an index, visited in an order that is known beforehand.
 
     Args:
-        dataset: an object with a length and an item for each index; or `Items`, which say the order
-            and take the place of all choices.
-        collate: makes a shard's payload; PyTorch's default if None. Of items it changes each before
-            it is cut.
+        dataset: an object with a length and an item for each index; or `Items` or a `Rule`, which
+            say the order and take the place of all choices.
+        collate: makes a shard's payload; PyTorch's default if None. It changes each whole batch
+            before that is cut.
         seed: seed of the run.
         own: numbers of this process's devices.
         choices: which samples come when.
@@ -78,24 +78,23 @@ class Indexed:
 
     def __init__(
         self,
-        dataset: SizedDataset | Items,
+        dataset: SizedDataset | Items | Rule,
         collate: Collate | None,
         seed: int,
         own: Sequence[int],
         choices: Choices,
     ) -> None:
-        self._items = items = dataset if isinstance(dataset, Items) else None
-        if isinstance(dataset, Items):
-            choices = {"batch_size": 1, "shuffle": dataset.shuffle, "sampler": dataset.sampler}
-            dataset = dataset.dataset
+        self._whole = whole = dataset if isinstance(dataset, Items | Rule) else None
+        if whole is not None:
+            choices = {"batch_size": 1, "shuffle": whole.shuffle, "sampler": whole.sampler}
         sampler, batch_sampler = choices.get("sampler"), choices.get("batch_sampler")
         batch_size, lengths = choices.get("batch_size"), choices.get("lengths")
         # A script may give 0 or 1, of which a checkpoint would not know what it means.
         shuffle, drop_last = bool(choices.get("shuffle")), bool(choices.get("drop_last"))
-        self.dataset: Any = dataset
-        samples = len(self.dataset)
+        self.dataset: Any = dataset if whole is None else whole.dataset
+        samples = len(dataset)
         if samples == 0:
-            one = "sample" if items is None else "batch"
+            one = "sample" if whole is None else "batch"
             raise ValueError(f"the data set is empty: expected at least one {one}")
         alone = {"shuffle": shuffle, "lengths": lengths is not None}
         if batch_sampler is not None:
@@ -109,7 +108,7 @@ class Indexed:
             check_sampler(sampler, "sampler")
         if shuffle:
             check_shuffled(samples)
-        self.digests = 1 if items is None else 2
+        self.digests = 1 if whole is None else 2
         """How many batches of a pass are compared between devices: 1 for the first, 2 for all."""
         self._collate, self._seed, self._own = collate, seed, own
         self._sampler, self._batch_sampler = sampler, batch_sampler
@@ -122,7 +121,7 @@ class Indexed:
             drop_last=drop_last,
             shuffle=shuffle,
             lengths="" if self._by_length is None else _digest(self._by_length),
-            subset=_subset(dataset),
+            subset=_subset(self.dataset),
             kind=self._kind(),
         )
         if drop_last and not self.batches() and not changes_with_epoch(sampler):
@@ -147,19 +146,21 @@ class Indexed:
         if self._sampler is not None:
             order = draw_samples(self._sampler, batch_size=batch_size, **numbers)
         elif not self.size.shuffle:
-            order = Order(range(samples), batch_size)
+            # Numbered on from pass to pass: a rule is given the number of the batch in the run.
+            first = this.number * samples if isinstance(self._whole, Rule) else 0
+            order = Order(range(first, first + samples), batch_size)
         elif self._by_length is None:
             order = Order(sample_order(samples, **numbers), batch_size)
         else:
             by_length = order_by_length(self._by_length, batch_size=batch_size, **numbers)
             order = Order(by_length, batch_size)
-        return order if self._items is None else replace(order, of_items=True)
+        return order if self._whole is None else replace(order, of_items=True)
 
     def reader(self, this: DataPass, track: LoaderTrack) -> Dataset[Answer]:
         """Make what answers the requests of a pass."""
-        if self._items is None:
+        if self._whole is None:
             return Reader(self.dataset, self._collate, self._seed)
-        return _WholeReader(self._items, self._collate, self._seed, self._own)
+        return _WholeReader(self._whole, self._collate, self._seed, self._own)
 
     def _places(self) -> int:
         """How many samples a pass has."""
@@ -168,10 +169,11 @@ class Indexed:
 
     def _kind(self) -> str:
         order = self._sampler if self._batch_sampler is None else self._batch_sampler
-        if self._items is None and order is None:
-            return ""
         kind = "samples" if self._batch_sampler is None else "batches"
-        kind = kind if self._items is None else "batches as items"
+        if self._whole is not None:
+            kind = self._whole.kind
+        elif order is None:
+            return ""
         return kind if order is None else f"{kind} by {type(order).__name__}"
 
 
@@ -239,6 +241,12 @@ class Rule:
     """The function."""
     per_epoch: int
     """How many batches a pass has."""
+    kind: ClassVar = "batches by a rule"
+    shuffle: ClassVar = False
+    sampler: ClassVar = None
+
+    def __len__(self) -> int:
+        return self.per_epoch
 
     def __post_init__(self) -> None:
         if not callable(self.dataset):
@@ -264,6 +272,10 @@ class Items:
     shuffle: bool = False
     sampler: Iterable[int] | None = None
     """The script's own order of the items; None for that of their numbers, or shuffled."""
+    kind: ClassVar = "batches as items"
+
+    def __len__(self) -> int:
+        return len(self.dataset)
 
     def read(self, request: Request, seed: int) -> object:
         """Read a whole batch."""
@@ -271,38 +283,6 @@ class Items:
         numbers = seed, request.epoch, request.stop
         seed_generators(loader_seed("item", *numbers, loader=request.loader))
         return self.dataset[request.item]
-
-
-class Ruled:
-    """Whole batches by a rule; places of a pass count batches.
-
-    Args:
-        rule: makes them.
-        convert: changes each batch before it is cut; None to leave it as it is.
-        seed: seed of the run.
-        own: numbers of this process's devices.
-    """
-
-    digests = 2
-
-    def __init__(self, rule: Rule, convert: Collate | None, seed: int, own: Sequence[int]) -> None:
-        self.dataset: Any = rule.dataset
-        self.size = LoaderSize(samples=rule.per_epoch, batch_size=1, kind="batches by a rule")
-        self._reader = _WholeReader(rule, convert, seed, own)
-
-    def batches(self) -> int:
-        """Return the number of batches in a pass."""
-        return self.size.samples
-
-    def order(self, this: DataPass, loader: int) -> Order:
-        """Find the order of a pass."""
-        # Numbered on from pass to pass: the rule is given the number of the batch in the run.
-        first = this.number * self.size.samples
-        return Order(range(first, first + self.size.samples), of_items=True)
-
-    def reader(self, this: DataPass, track: LoaderTrack) -> Dataset[Answer]:
-        """Make what answers the requests of a pass."""
-        return self._reader
 
 
 class _WholeReader(Dataset[Answer]):

@@ -22,15 +22,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Unpack
 
-from torch.utils.data import Dataset
-
 from onefold.core.batch import DataPass, ShardedBatch
-from onefold.core.randomness import kept_generators
 from onefold.core.shard import Plan
-from onefold.data_order.indexed import Choices, Indexed, Items, Rule, Ruled
-from onefold.data_order.order import Order
+from onefold.data_order.indexed import Choices, Indexed, Items, Rule
 from onefold.data_order.position import LoaderTrack
-from onefold.data_order.reader import Answer, BadSample, Collate, one_thread
+from onefold.data_order.reader import Answer, BadSample, Collate, Request
 from onefold.data_order.stream import Stream, is_stream
 from onefold.data_order.workers import Requests, Workers, disown
 from onefold.errors import SampleError
@@ -99,6 +95,8 @@ class Loader:
         self._own = tuple(own)
         self._workers = workers if isinstance(workers, Workers) else Workers(number=workers)
         self._source = source_of(dataset, collate, seed, self._own, self._workers, choices)
+        self.dataset = self._source.dataset
+        """The data set, stream or function that the batches come from."""
         self.batch_size = choices.get("batch_size")
         """Number of samples in a whole batch, over all devices; None where batches differ."""
         self.track = LoaderTrack(self._source.size, first_epoch)
@@ -116,11 +114,6 @@ class Loader:
     def __len__(self) -> int:
         """Number of batches in a pass; TypeError for a stream that does not know its length."""
         return self._source.batches()
-
-    @property
-    def dataset(self) -> Any:
-        """The data set, stream or function that the batches come from."""
-        return self._source.dataset
 
     def __iter__(self) -> Generator[ShardedBatch, None, str]:
         """Begin a new pass.
@@ -157,7 +150,9 @@ class Loader:
         reader = self._source.reader(this, self.track)
         # Workers are forked in here, where Ctrl-C would be lost: see `onefold.system.process`.
         with ctrl_c_later():
-            answers = self._answers(reader, requests)
+            answers = self._workers.answers(
+                reader, requests, pin_memory=self._pin_memory, timeout_s=self._timeout_s
+            )
         try:
             while this.given < this.end:
                 # The plan first, then the answer: see the note on plans that change.
@@ -321,20 +316,6 @@ class Loader:
         by = self.track.number, self._plan(), self._own
         return Requests(*place, order, *by, self._digests)
 
-    def _answers(self, reader: Dataset[Answer], requests: Requests) -> Iterator[Answer]:
-        if not self._workers.number:
-            return self._read(reader, requests)
-        return self._workers.answers(
-            reader, requests, pin_memory=self._pin_memory, timeout_s=self._timeout_s
-        )
-
-    def _read(self, reader: Dataset[Answer], requests: Requests) -> Iterator[Answer]:
-        for request in requests:
-            # The yield stays outside: generators and threads must be the caller's again by then.
-            with kept_generators(), one_thread():
-                answer = reader[request]
-            yield answer
-
 
 def _handed_out(answer: Answer, this: DataPass) -> None:
     """Note in the pass that a batch is handed out, and where a stream stands after it."""
@@ -375,7 +356,7 @@ def source_of(
     own: Sequence[int],
     workers: Workers,
     choices: Choices,
-) -> Indexed | Ruled | Stream:
+) -> Indexed | Stream:
     """Find how a data set is read.
 
     Args:
@@ -390,10 +371,8 @@ def source_of(
         TypeError: the data set has neither an index nor passes.
         ValueError: the choices do not fit the data set, or each other.
     """
-    if isinstance(dataset, Rule):
-        return Ruled(dataset, collate, seed, own)
     if _is_loader(dataset) or not is_stream(dataset):
-        if not isinstance(dataset, Items):
+        if not isinstance(dataset, Items | Rule):
             _check_index(dataset)
         return Indexed(dataset, collate, seed, own, choices)
     if workers.number > 1:

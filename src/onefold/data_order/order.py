@@ -28,7 +28,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,7 +40,7 @@ from onefold.data_order.held import kept_apart, put_back, seed_held, states_of, 
 from onefold.data_order.position import WHOLE
 from onefold.data_order.reader import one_thread, take
 
-__all__ = ["Cut", "Order", "changes_with_epoch", "check_sampler", "draw_batches", "draw_samples"]
+__all__ = ["Order", "changes_with_epoch", "check_sampler", "draw_batches", "draw_samples"]
 
 _log = logging.getLogger("onefold")
 
@@ -55,31 +55,13 @@ _INNER = ("sampler", "batch_sampler", "base_sampler")
 """The names under which samplers usually keep another one."""
 
 
-class Cut(NamedTuple):
-    """What one batch of a pass is made of, for one process."""
-
-    shards: dict[int, list[int]]
-    """The indices of the samples of each of the process's shards; empty if the reader cuts."""
-    starts: dict[int, int]
-    """For each shard the place of its first sample in the pass; empty if indices are unique."""
-    item: int
-    """The item of the data set that is the whole batch; -1 if the batch is made of samples."""
-
-
-class Indices(Protocol):
-    """Numbers of samples, (samples,) int64: a tensor or range, or what makes parts of one."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, places: slice, /) -> torch.Tensor | range: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Order:
     """The order of one pass; its places are counted in samples, or in whole batches."""
 
-    indices: Indices | None
-    """The numbers of the samples, or of items; None of a stream, whose order nobody knows."""
+    indices: torch.Tensor | range | DrawnInParts | None
+    """The numbers of the samples, or of items, (samples,) int64; None of a stream, whose order
+    nobody knows."""
     batch_size: int = 1
     """Number of samples in a batch; of no meaning if there are ``ends``."""
     ends: Sequence[int] = ()
@@ -102,16 +84,18 @@ class Order:
             return self.ends[bisect_right(self.ends, start)]
         return min(start + self.batch_size, self.length)
 
-    def cut(self, start: int, stop: int, plan: Plan, own: Sequence[int]) -> Cut:
-        """Cut one batch for the devices ``own``, or leave that to the reader."""
+    def cut(
+        self, start: int, stop: int, plan: Plan, own: Sequence[int]
+    ) -> tuple[dict[int, list[int]], dict[int, int], int]:
+        """Cut one batch for the devices ``own``: `Request.shards`, ``starts`` and ``item``."""
         if self.indices is None:
-            return Cut({}, {}, -1)
+            return {}, {}, -1
         batch = self.indices[start:stop]
         # Lists of numbers, which cost less to send to a worker than tensors, each a file
         # descriptor.
         numbers = batch.tolist() if isinstance(batch, torch.Tensor) else batch
         if self.of_items:
-            return Cut({}, {}, numbers[0])
+            return {}, {}, numbers[0]
         bounds = cut_bounds(len(numbers), plan.shards)
         shards = {
             shard: [*numbers[slice(*bounds[shard])]]
@@ -120,7 +104,7 @@ class Order:
             if bounds[shard][0] < bounds[shard][1]
         }
         starts = {shard: start + bounds[shard][0] for shard in shards} if self.repeats else {}
-        return Cut(shards, starts, -1)
+        return shards, starts, -1
 
 
 def check_sampler(sampler: object, name: str) -> None:

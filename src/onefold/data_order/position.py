@@ -23,6 +23,7 @@ outside the epochs or in one, and as which one there.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Annotated, Any, Literal
 
@@ -82,8 +83,6 @@ class Position:
         # How often the run was moved by a load: a loop over epochs that began before must not
         # count.
         self._visit = 0
-        # How many loaders were made in each epoch, or outside (None): a loader's number there.
-        self._made: dict[int | None, int] = {None: 0}
         # The loaders that exist, and the saved ones that the script has not made yet. Keys are the
         # epoch in which a loader was made (None: outside), and its number there.
         self._tracks: dict[tuple[int | None, int], LoaderTrack] = {}
@@ -131,7 +130,6 @@ class Position:
 
     def _end_epoch(self) -> None:
         # Loaders made in an epoch end with it. Those outside live on, and forget its passes.
-        self._made.pop(self.epoch, None)
         self._tracks = {place: t for place, t in self._tracks.items() if place[0] is None}
         for track in self._tracks.values():
             track.end_epoch()
@@ -145,18 +143,17 @@ class Position:
         Raises:
             CheckpointError: the loader differs from the one that was saved.
         """
-        where = self.here
-        place = where, self._made.get(where, 0)
+        where, made = self.here, Counter(epoch for epoch, _ in self._tracks)
+        place = where, made[where]
         # Loaders made in an epoch are numbered after those outside, and alike in every epoch: each
         # epoch's first loader has the same seeds but for the pass.
-        track.number = place[1] if where is None else self._made[None] + place[1]
+        track.number = place[1] if where is None else made[None] + place[1]
         if place in self._waiting:
             saved = self._waiting[place]
             # The position is unchanged until the check has passed: a script may catch the error.
             _check_loader(saved, track, self._changed)
             track.go_to(saved.passes, self._changed)
             del self._waiting[place]
-        self._made[where] = place[1] + 1
         self._tracks[place] = track
         track.position = self
 
@@ -262,7 +259,6 @@ class Position:
         self._visit += 1
         self._changed = tuple(changed)
         self._waiting = _by_place(saved)
-        self._made = {None: self._made[None]}
         for place, track in list(self._tracks.items()):
             if place[0] is not None:
                 # Made in an epoch that begins again, where the script makes another in its place.

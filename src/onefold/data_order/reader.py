@@ -82,7 +82,8 @@ class Request:
     digest: bytes | None
     """Digest of the order, if a digest is requested as well; empty if it follows from the seed."""
     shards: dict[int, list[int]]
-    """The indices of the samples of each of this process's shards, by shard number."""
+    """The indices of the samples of each of this process's shards, by shard number; empty if the
+    reader cuts."""
     starts: dict[int, int]
     """For each shard the place of its first sample in the pass; empty if indices are unique."""
     item: int

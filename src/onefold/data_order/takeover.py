@@ -15,7 +15,7 @@ and, with ``shuffle``, ``generator`` (the order follows from the Trainer's seed)
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, TypedDict
 
 from torch.utils.data import (
     BatchSampler,
@@ -55,15 +55,6 @@ class TorchNames(TypedDict, total=False):
     """Called in each worker with its number, before it reads."""
 
 
-class Chosen(NamedTuple):
-    """What a loader is made of."""
-
-    dataset: Any
-    collate: Collate | None
-    choices: dict[str, Any]
-    """The other arguments of `onefold.data_order.loader.Loader`, by name."""
-
-
 def choose(
     dataset: Any,
     names: TorchNames,
@@ -75,8 +66,11 @@ def choose(
     lengths: Sequence[int] | None = None,
     drop_last: bool = False,
     in_order: bool = False,
-) -> Chosen:
+) -> dict[str, Any]:
     """Read the arguments of `Trainer.loader`, `evaluate` or `predict`.
+
+    Returns:
+        Those of `onefold.data_order.loader.Loader`, by name.
 
     Args:
         dataset: a data set, a stream, or a DataLoader with its own settings.
@@ -118,12 +112,18 @@ def choose(
             "expected batch_size, the number of samples in a batch over all devices; or a "
             "batch_sampler, or a DataLoader, which have their own"
         )
-    choices: dict[str, Any] = {"sampler": names.get("sampler"), "batch_sampler": batch_sampler}
-    choices |= {"shuffle": shuffle, "lengths": lengths, "drop_last": drop_last}
     number = names.get("num_workers", workers)
-    made = Workers(number=number, init=names.get("worker_init_fn"))
-    collate = names.get("collate_fn", collate)
-    return Chosen(dataset, collate, {**choices, "batch_size": batch_size, "workers": made})
+    return {
+        "dataset": dataset,
+        "collate": names.get("collate_fn", collate),
+        "workers": Workers(number=number, init=names.get("worker_init_fn")),
+        "batch_size": batch_size,
+        "sampler": names.get("sampler"),
+        "batch_sampler": batch_sampler,
+        "shuffle": shuffle,
+        "lengths": lengths,
+        "drop_last": drop_last,
+    }
 
 
 def _once(ours: str, is_given: bool, theirs: str, names: TorchNames) -> None:
@@ -131,7 +131,7 @@ def _once(ours: str, is_given: bool, theirs: str, names: TorchNames) -> None:
         raise TypeError(f"{ours} and {theirs} are the same thing: expected one of the two names")
 
 
-def _taken_over(loader: DataLoader[Any], in_order: bool) -> Chosen:
+def _taken_over(loader: DataLoader[Any], in_order: bool) -> dict[str, Any]:
     _check_class(loader)
     dataset: Any = loader.dataset
     stream = is_stream(dataset)
@@ -143,6 +143,7 @@ def _taken_over(loader: DataLoader[Any], in_order: bool) -> Chosen:
         context=loader.multiprocessing_context,
     )
     collate: Any = loader.collate_fn
+    same: dict[str, Any] = {"dataset": dataset, "workers": workers}
     if loader.batch_size is None and loader.batch_sampler is None:
         if stream:
             raise TypeError(
@@ -159,21 +160,20 @@ def _taken_over(loader: DataLoader[Any], in_order: bool) -> Chosen:
                 f"batches in a function for trainer.batches"
             )
         order = _order_of(loader.sampler, dataset, in_order)
-        return Chosen(Items(dataset, **order), collate, {"batch_size": None, "workers": workers})
-    collate = None if collate is default_collate else collate
+        items = Items(dataset, **order)
+        return {**same, "dataset": items, "collate": collate, "batch_size": None}
+    same["collate"] = None if collate is default_collate else collate
     if stream:
         drop_last = loader.drop_last and not in_order
-        choices: dict[str, Any] = {"batch_size": loader.batch_size, "drop_last": drop_last}
-    elif _is(loader.batch_sampler, BatchSampler):
+        return {**same, "batch_size": loader.batch_size, "drop_last": drop_last}
+    if _is(loader.batch_sampler, BatchSampler):
         # Also where a script has made it itself: PyTorch then says nothing of its size.
         batches: Any = loader.batch_sampler
         order = _order_of(batches.sampler, dataset, in_order)
         # Each sample counts in an evaluation, and has a row in a prediction.
         drop_last = batches.drop_last and not in_order
-        choices = {"batch_size": batches.batch_size, "drop_last": drop_last, **order}
-    else:
-        choices = {"batch_size": None, "batch_sampler": loader.batch_sampler}
-    return Chosen(dataset, collate, {**choices, "workers": workers})
+        return {**same, "batch_size": batches.batch_size, "drop_last": drop_last, **order}
+    return {**same, "batch_size": None, "batch_sampler": loader.batch_sampler}
 
 
 def _check_class(loader: DataLoader[Any]) -> None:

@@ -30,9 +30,10 @@ from torch.multiprocessing import get_sharing_strategy
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from onefold.core.numbers import check_whole
+from onefold.core.randomness import kept_generators
 from onefold.core.shard import Plan
 from onefold.data_order.order import Order
-from onefold.data_order.reader import Answer, BadSample, Request
+from onefold.data_order.reader import Answer, BadSample, Request, one_thread
 from onefold.system.ownfiles import LONGEST_TEMPORARY_PATH
 from onefold.system.process import ctrl_c_as_before, die_with_parent
 
@@ -63,6 +64,8 @@ class Workers:
         self, reader: Dataset[Answer], requests: Requests, *, pin_memory: bool, timeout_s: float
     ) -> Iterator[Answer]:
         """Start the processes, and return the iterator over their answers, which ends them."""
+        if not self.number:
+            return _read_here(reader, requests)
         # Of this process, which has all that they send open; the workers inherit it.
         allow_open_files()
         return iter(
@@ -85,6 +88,14 @@ class Workers:
                 generator=torch.Generator().manual_seed(0),
             )
         )
+
+
+def _read_here(reader: Dataset[Answer], requests: Requests) -> Iterator[Answer]:
+    for request in requests:
+        # The yield stays outside: generators and threads must be the caller's again by then.
+        with kept_generators(), one_thread():
+            answer = reader[request]
+        yield answer
 
 
 class _Tied:

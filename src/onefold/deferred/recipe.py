@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from onefold.core.structure import parts_of, with_parts
+from onefold.core.structure import with_tensors
 
-__all__ = ["Recipe", "RecordedCall", "Reference", "View", "replaced", "short_lived"]
+__all__ = ["Recipe", "RecordedCall", "Reference", "View", "short_lived"]
 
 
 class View(NamedTuple):
@@ -74,7 +74,7 @@ class RecordedCall:
     def repeat(self, memory: torch.Tensor) -> None:
         """Make the call again, on (bytes,) uint8 of other memory."""
         given = (tuple(self.args), dict(self.kwargs))
-        args, kwargs = replaced(given, Reference, lambda each: each.tensor(memory))
+        args, kwargs = with_tensors(given, lambda each: each.tensor(memory), Reference)
         dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
         if self.state is not None:
             torch.set_rng_state(self.state)
@@ -124,13 +124,3 @@ def short_lived(nbytes: int) -> torch.Tensor:
     """(nbytes,) uint8 of zeros on the host, returned to the system as soon as freed."""
     # The C library may keep what it is given back, and put something small and lasting into it.
     return torch.frombuffer(mmap.mmap(-1, max(nbytes, 1)), dtype=torch.uint8)[:nbytes]
-
-
-def replaced(value: Any, kind: Any, change: Callable[[Any], Any]) -> Any:
-    """Make the same containers with other objects in place of all those of a kind."""
-    if isinstance(value, kind):
-        return change(value)
-    parts = parts_of(value)
-    if not parts:
-        return value
-    return with_parts(value, [replaced(part, kind, change) for _, part in parts])

@@ -45,8 +45,8 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from onefold.core.flat import extent, is_dense
-from onefold.core.structure import parts_of, tensors_of
-from onefold.deferred.recipe import Recipe, RecordedCall, Reference, View, replaced, short_lived
+from onefold.core.structure import parts_of, tensors_of, with_tensors
+from onefold.deferred.recipe import Recipe, RecordedCall, Reference, View, short_lived
 from onefold.deferred.values import DeferredValues, defer
 from onefold.system.allocator import SparseAllocator
 from onefold.system.compat import (
@@ -220,7 +220,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # A call draws from PyTorch's generator, which is given the state of the script's.
             generator = kwargs.get("generator") or torch.default_generator
             given = tuple(args), {n: None if v is generator else v for n, v in kwargs.items()}
-            kept = replaced(given, torch.Tensor, partial(self._kept, into))
+            kept = with_tensors(given, partial(self._kept, into))
             state = generator.get_state() if draws else None
             call = RecordedCall(function=func, args=kept[0], kwargs=kept[1], state=state)
             try:
@@ -252,7 +252,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             memory = target if found is into else short_lived(found.recipe.nbytes)
             return View.of(tensor).within(memory)
 
-        args, kwargs = replaced(given, torch.Tensor, scratch)
+        args, kwargs = with_tensors(given, scratch)
         before = torch.get_rng_state()
         try:
             if call.state is not None:

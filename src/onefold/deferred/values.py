@@ -77,19 +77,16 @@ def deferred_of(parameter: torch.Tensor) -> DeferredValues | None:
     return found
 
 
-def reveal(parameters: Iterable[torch.nn.Parameter]) -> None:
-    """Have parameters be plain ones, whose memory is another one now or has its values."""
-    for parameter in parameters:
-        if deferred_of(parameter) is not None:
-            _PARAMETERS.show([parameter])
-            delattr(parameter, _NAME)
-
-
 @contextmanager
 def revealed(parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
-    """Have parameters be plain ones, but after an error those that still have no values."""
+    """Have parameters be plain ones, but after an error those that still have no values.
+
+    Their memory is another one then, or has its values.
+    """
     waiting = [(each, values) for each in parameters if (values := deferred_of(each)) is not None]
-    reveal(parameter for parameter, _ in waiting)
+    for parameter, _ in waiting:
+        _PARAMETERS.show([parameter])
+        delattr(parameter, _NAME)
     try:
         yield
     except BaseException:
@@ -105,12 +102,8 @@ def _settle(tensors: Sequence[torch.Tensor]) -> None:
         if values is not None:
             # Plain first: drawing is a use as well.
             assert isinstance(tensor, torch.nn.Parameter)
-            reveal([tensor])
-            try:
+            with revealed([tensor]):
                 values.settle()
-            except BaseException:
-                defer(tensor, values)
-                raise
 
 
 _PARAMETERS = AccessHook(

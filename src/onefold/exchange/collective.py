@@ -16,6 +16,12 @@ gloo waits for a message as long as was said when the group was made, which is t
 attempt to connect, and not of the run; what is said later holds for collective calls alone. So a
 wait for a tensor of the host names the limit. On a GPU a wait only has the stream wait.
 
+Note: by way of the host
+------------------------
+Between two neighbours of a pipeline messages go both ways at one time, which NCCL cannot have
+without both ends naming them in one order (it would wait for ever); the host's connections can. So
+tensors of a GPU are copied to the host and sent from there.
+
 Note: the order of a failure
 ----------------------------
 A device that fails first writes why into the store, then cuts its connections. Whoever is woken by
@@ -38,7 +44,15 @@ import torch.distributed as dist
 
 from onefold.errors import DisagreementError, PeerError, PeerLost, PeerTimeout
 from onefold.exchange.group import Joined, break_off
-from onefold.exchange.transport import Failure, Ranks, Transport, has_left
+from onefold.exchange.transport import (
+    Failure,
+    Message,
+    Ranks,
+    Transport,
+    has_left,
+    packed_message,
+    read_message,
+)
 from onefold.system.allocator import DEFAULT_ALLOCATOR, TensorAllocator
 
 __all__ = ["GroupTransport", "Moving", "Operation"]
@@ -151,7 +165,7 @@ class GroupTransport(Transport):
                 assert work is not None  # this process is one of the group
                 self._leaving.append((part, work))
 
-    def receive(self, peer: int) -> torch.Tensor:
+    def receive_bytes(self, peer: int) -> torch.Tensor:
         """Wait for bytes that a device has begun to send: (n,) uint8 on the host."""
         size = torch.empty(1, dtype=torch.int64)
         with self._naming_the_lost():
@@ -167,7 +181,6 @@ class GroupTransport(Transport):
         work.wait(self._limit)
 
     def finish_sending(self) -> None:
-        """Wait until everything has left that `begin_sending` was given."""
         with self._naming_the_lost():
             for _, work in self._leaving:
                 work.wait(self._limit)
@@ -176,18 +189,27 @@ class GroupTransport(Transport):
     def gather_to_lead(self) -> list[torch.Tensor]:
         own = self.buffer(0)
         if self.rank == 0:
-            return [own, *map(self.receive, range(1, self.size))]
+            return [own, *map(self.receive_bytes, range(1, self.size))]
         self.begin_sending(0, own)
         self.finish_sending()
         return []
 
     def scatter_from_lead(self, make: Callable[[int], torch.Tensor] | None) -> torch.Tensor:
         if make is None:
-            return self.receive(0)
+            return self.receive_bytes(0)
         for peer in range(1, self.size):
             self.begin_sending(peer, make(peer))
             self.finish_sending()  # one at a time: the lead never holds more than one device's part
         return make(0)
+
+    def send(self, device: int, target: int, message: Message) -> None:
+        self.begin_sending(target, packed_message(message))
+
+    def receive(self, device: int, source: int) -> Message:
+        return read_message(self.receive_bytes(source))
+
+    def forget_messages(self) -> None:
+        self.finish_sending()
 
     @property
     def _group(self) -> dist.ProcessGroup:
@@ -247,12 +269,8 @@ class GroupTransport(Transport):
         # No reason was given: either a script has ended in order, or nobody could write one.
         gone: list[int] = _asked(self._who_left, [])
         if gone:
-            return PeerLost(
-                f"device {gone[0]} ended: its script came to an end before the others'; device "
-                f"{self.rank} waits for it in step {step}",
-                device=gone[0],
-                step=step,
-            )
+            what = "ended: its script came to an end before the others'"
+            return PeerLost.in_step(gone[0], what, waiting=self.rank, step=step)
         # A backend that times out closes its connections, so the others see a lost connection to a
         # device that has nothing wrong with it. So the question is asked for either error.
         late: list[int] = _asked(self._lateness.late, [])

@@ -24,14 +24,11 @@ from collections.abc import Sequence
 
 import torch
 
-from onefold.core.assignment import Assignment
 from onefold.core.flat import FlatTensors
 from onefold.core.shard import Plan
-from onefold.core.storage import Storage
 from onefold.exchange.memory import Memory
-from onefold.exchange.reduction import BlockReduction, Reduction, StageReduction
-from onefold.exchange.stageexchange import StageExchange
-from onefold.exchange.transport import PipelineChannel, Transport
+from onefold.exchange.reduction import Reduction
+from onefold.exchange.transport import Transport
 
 __all__ = ["Exchange"]
 
@@ -40,34 +37,15 @@ class Exchange:
     """Trades partial sums and parameters between this process's devices and all others of the run.
 
     Args:
-        storage: the sizes.
         memory: the memory of this process's devices.
         transport: reaches the other processes.
-        assignment: who takes part.
-        stages: brings gradients stage by stage; None where whole partial sums are published.
-        channel: between the devices of a pipeline; None if each computes whole shards.
+        reduction: adds up gradients: whole partial sums that are published, or stage by stage.
     """
 
-    def __init__(
-        self,
-        storage: Storage,
-        memory: Memory,
-        transport: Transport,
-        assignment: Assignment,
-        stages: StageExchange | None = None,
-        channel: PipelineChannel | None = None,
-    ) -> None:
-        self.memory, self.transport = memory, transport
+    def __init__(self, memory: Memory, transport: Transport, reduction: Reduction) -> None:
+        self.memory, self.transport, self.reduction = memory, transport, reduction
         self.table = memory.table
         """Own rows may be written before `collect`; all rows may be read after it."""
-        self.reduction: Reduction = (
-            BlockReduction(storage, memory) if stages is None else StageReduction(stages, memory)
-        )
-        """Adds up gradients: whole partial sums that are published, or stage by stage."""
-        self.channel = channel
-        """Between the devices of a pipeline; None if each computes whole shards."""
-        self.reduction.bind(assignment)
-        memory.bind(assignment)
 
     def agree(self, step: int, message: bytes) -> Sequence[bytes]:
         """Wait until every process has begun the same call.

@@ -51,7 +51,6 @@ from onefold.exchange.connections import (
 from onefold.exchange.progress import Waiting, progress_of
 from onefold.exchange.sealing import SealedStore, prove, refuse_sealed
 from onefold.system.compat import Groups
-from onefold.system.process import LOOK_S
 
 __all__ = [
     "Joined",
@@ -155,13 +154,9 @@ class Rendezvous:
             ended=lambda rank: self.has_ended(rank) and is_missing(rank),
             host_has_others=context.local_rank > 0,
         )
-        look = time.monotonic() + LOOK_S
         for rank in keys:
             while is_missing(rank):
-                if time.monotonic() > look:
-                    look = time.monotonic() + LOOK_S
-                    waiting.check([rank])
-                    waiting.say(missing)
+                waiting.look([rank], missing)
                 time.sleep(_POLL_S)
         return [refuse_sealed(key, store.get(key)).decode() for key in keys.values()]
 

@@ -22,23 +22,23 @@ from collections.abc import Callable, Sequence
 import torch
 
 from onefold.core.assignment import Assignment, Devices
-from onefold.core.flat import Chunk, FlatTensors
+from onefold.core.flat import FlatTensors
 from onefold.core.fold import Published
 from onefold.core.shard import Plan
-from onefold.core.storage import Storage, cut_chunks
+from onefold.core.storage import Storage
 from onefold.exchange.collective import GroupTransport
 from onefold.exchange.exchange import Exchange
 from onefold.exchange.group import Rendezvous, agree_on_kind, agree_on_name, join_group
 from onefold.exchange.mailbox import Mailbox, connected
-from onefold.exchange.memory import AsGiven, FrozenMemory, Memory, Partial, Start, new_flats
-from onefold.exchange.private import collective_exchange
-from onefold.exchange.shardtable import ShardTable
-from onefold.exchange.shared import HostTransport, shared_exchange
-from onefold.exchange.stageexchange import LocalStageExchange
-from onefold.exchange.transport import Alone, LocalPipelineChannel
+from onefold.exchange.memory import AsGiven, Memory, Partial, Start
+from onefold.exchange.private import GroupStageExchange, PrivateMemory
+from onefold.exchange.reduction import BlockReduction, StageReduction
+from onefold.exchange.shared import HostMemory, HostStageExchange, HostTransport
+from onefold.exchange.stageexchange import LocalStageExchange, StageExchange
+from onefold.exchange.transport import Alone, Transport
 from onefold.system.allocator import DEFAULT_ALLOCATOR, TensorAllocator
 
-__all__ = ["has_memory_in_common", "join", "local_exchange"]
+__all__ = ["exchange_over", "has_memory_in_common", "join"]
 
 
 def join(
@@ -71,7 +71,8 @@ def join(
         ValueError: the exchange that was asked for cannot serve these devices.
     """
     if len(devices.own) == len(devices.all):
-        return local_exchange(storage, start, assignment, allocator)
+        alone = Alone(assignment.devices[0], allocator)
+        return exchange_over(alone, storage, start, assignment)
     kind, context = devices.all[devices.own[0]].type, devices.context
     meeting = Rendezvous(context, len(devices.all), timeout_s)
     shares = has_memory_in_common(devices)
@@ -85,16 +86,14 @@ def join(
         )
     transport: HostTransport | GroupTransport
     if shares:
-        transport = HostTransport(_mailbox(devices, meeting), allocator)
+        transport = HostTransport(_mailbox(devices, meeting), allocator, assignment.plan.pipeline)
     else:
         joined = join_group(meeting, kind, devices.trainer)
         device = assignment.devices[joined.group.rank()]
         transport = GroupTransport(device, joined, timeout_s, allocator)
     try:
         compare(transport.all_gather_objects({devices.own[0]: description}))
-        if isinstance(transport, HostTransport):
-            return shared_exchange(storage, start, transport, assignment)
-        return collective_exchange(storage, start, transport, assignment)
+        return exchange_over(transport, storage, start, assignment)
     # Also for KeyboardInterrupt: the others must not wait for the limit.
     except BaseException as error:
         transport.close(error)
@@ -124,20 +123,38 @@ def _mailbox(devices: Devices, meeting: Rendezvous) -> Mailbox:
     return Mailbox(peers, rank=rank, timeout_s=timeout_s)
 
 
-def local_exchange(
-    storage: Storage,
-    start: Start,
-    assignment: Assignment,
-    allocator: TensorAllocator = DEFAULT_ALLOCATOR,
+def exchange_over(
+    transport: Transport, storage: Storage, start: Start, assignment: Assignment
 ) -> Exchange:
-    """Make the exchange of a process that drives all devices of the assignment."""
-    memory = LocalMemory(storage, start, assignment.devices, allocator)
-    transport = Alone(assignment.devices[0], allocator)
-    stages = None
-    if storage.stages is not None:
-        stages = LocalStageExchange(storage, copies=allocator.on_disk)
-    channel = LocalPipelineChannel() if assignment.plan.pipeline > 1 else None
-    return Exchange(storage, memory, transport, assignment, stages, channel)
+    """Make the exchange that goes with a transport; all processes must call this together.
+
+    Args:
+        transport: to the other processes; closed with the exchange. Its allocator has this
+            process's model, if its devices are the processor or keep nothing.
+        storage: the sizes.
+        start: this process's values, replaced by the lead's.
+        assignment: who takes part.
+    """
+    memory: Memory
+    stages: StageExchange | None = None
+    has_stages = storage.stages is not None
+    if isinstance(transport, HostTransport):
+        memory = common = HostMemory(storage, start, transport, assignment)
+        # In one pipeline each device owns the stages that it computes: their gradients go nowhere.
+        if has_stages and len(assignment.plan.column_of(transport.mailbox.rank)) == 1:
+            stages = LocalStageExchange(storage, assignment)
+        elif has_stages:
+            stages = HostStageExchange(common)
+    elif isinstance(transport, GroupTransport):
+        memory = private = PrivateMemory(storage, start, transport, assignment)
+        stages = GroupStageExchange(private) if has_stages else None
+    else:
+        allocator = transport.allocator
+        memory = LocalMemory(storage, start, assignment, allocator)
+        if has_stages:
+            stages = LocalStageExchange(storage, assignment, copies=allocator.on_disk)
+    reduction = BlockReduction(memory) if stages is None else StageReduction(stages, memory)
+    return Exchange(memory, transport, reduction)
 
 
 class LocalMemory(Memory):
@@ -148,7 +165,7 @@ class LocalMemory(Memory):
     Args:
         storage: the sizes.
         start: the values of the lead's model.
-        devices: all D of them.
+        assignment: names all D devices.
         allocator: where the model lies, if the devices are the processor, or keep nothing.
     """
 
@@ -156,30 +173,14 @@ class LocalMemory(Memory):
         self,
         storage: Storage,
         start: Start,
-        devices: Sequence[torch.device],
-        allocator: TensorAllocator = DEFAULT_ALLOCATOR,
+        assignment: Assignment,
+        allocator: TensorAllocator,
     ) -> None:
-        self.allocator = allocator
-        self._storage, self._devices = storage, devices
-        numbered, first = dict(enumerate(devices)), devices[0]
-        self.is_partitioned = allocator.apart and len(devices) == 1
-        if self.is_partitioned:
-            self.trained = {0: FlatTensors(storage.parameters, device=first, there=False)}
-        else:
-            self.trained = new_flats(storage.parameters, start.trained, numbered, allocator)
-        self.other = new_flats(storage.other, start.other, numbered, allocator)
-        if storage.frozen is not None:
-            self.frozen = FrozenMemory(storage, storage.frozen, 0, first, allocator)
-        self.table = ShardTable.private(storage.table, first)
-        self._partials: dict[Published, Partial | AsGiven] = {}
-        self._chunks: list[list[Chunk]] = []
-
-    def bind(self, assignment: Assignment) -> None:
-        storage = self._storage
-        self._chunks = [
-            cut_chunks(storage.parameters, storage.pieces_of(partition))
-            for partition in assignment.partitions
-        ]
+        super().__init__(storage, assignment, allocator)
+        self._devices = assignment.devices
+        self.is_partitioned = allocator.apart and len(self._devices) == 1
+        self._make_private(start, dict(enumerate(self._devices)))
+        self._own: dict[Published, Partial | AsGiven] = {}
 
     def broadcast_from_lead(self, buffers: FlatTensors) -> None:
         # Copies of the first device's model follow it at the next step. But what it keeps of frozen
@@ -195,11 +196,11 @@ class LocalMemory(Memory):
 
     def partial(self, place: Published) -> Partial | AsGiven:
         """The memory of a partial sum, allocated when a plan first needs this slot."""
-        if place not in self._partials:
-            layout, device = self._storage.gradients, self._devices[place.device]
+        if place not in self._own:
+            layout, device = self.storage.gradients, self._devices[place.device]
             is_alone = len(self._devices) == 1
-            self._partials[place] = AsGiven(layout) if is_alone else Partial.private(layout, device)
-        return self._partials[place]
+            self._own[place] = AsGiven(layout) if is_alone else Partial.private(layout, device)
+        return self._own[place]
 
     def home(self, device: int) -> FlatTensors | None:
         # The total may stay in anyone's partial sum where all devices are the processor, or parts
@@ -211,7 +212,7 @@ class LocalMemory(Memory):
 
     def publish_parameters(self) -> None:
         # Non-blocking: the next kernels of both devices come after the copy in their streams.
-        for owner, chunks in enumerate(self._chunks):
+        for owner, chunks in enumerate(self._updated):
             source = self.trained[owner]
             for receiver, parameters in self.trained.items():
                 for chunk in chunks if receiver != owner else ():
@@ -219,7 +220,3 @@ class LocalMemory(Memory):
 
     def all_gather_gradient(self, whole: FlatTensors) -> None:
         pass  # one process has all partitions, so it is complete already
-
-    def release(self) -> None:
-        for partial in self._partials.values():
-            partial.release()

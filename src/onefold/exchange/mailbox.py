@@ -254,12 +254,8 @@ class Mailbox:
             else "ended without saying why: it was killed (by somebody, or by the system for lack "
             "of memory), has ended itself by os._exit, or dropped its Trainer"
         )
-        raise PeerLost(
-            f"device {peer.number} (process {peer.pid}) {how}; device {self.rank} waits for it in "
-            f"step {self.step}",
-            device=peer.number,
-            step=self.step,
-        )
+        what = f"(process {peer.pid}) {how}"
+        raise PeerLost.in_step(peer.number, what, waiting=self.rank, step=self.step)
 
     def _send(self, peer: Peer, frame: bytes) -> None:
         try:
@@ -318,14 +314,11 @@ def _peer(number: int, connection: socket.socket, timeout_s: float) -> Peer:
     limit = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
     pid, _ = credentials(connection)
-    return Peer(number, connection, pid, _open_pidfd(pid), Stillness(pid))
-
-
-def _open_pidfd(pid: int) -> int | None:
-    try:
-        return os.pidfd_open(pid)
-    except OSError:  # an old kernel, or a peer in another namespace: the socket alone must do
-        return None
+    peer = Peer(number, connection, pid, None, Stillness(pid))
+    # Not by an old kernel, nor of a peer in another namespace: there the socket alone must do.
+    with contextlib.suppress(OSError):
+        peer.pidfd = os.pidfd_open(pid)
+    return peer
 
 
 _HELLO = struct.Struct("<q")
@@ -357,11 +350,6 @@ def connected(
     """
     connections: dict[int, socket.socket] = {}
     waiting = Waiting(rank, timeout_s, ended=ended)
-
-    def check(missing: list[int]) -> None:
-        waiting.check(missing)
-        waiting.say(lambda: f"not yet there: device {', '.join(map(str, missing))}")
-
     try:
         # Everybody listens before connecting to the ranks below, with room for all in the queue: a
         # connect succeeds before its accept, so no circle of processes can wait for each other.
@@ -369,14 +357,14 @@ def connected(
             listener.bind(socket_name(address, rank))
             listener.listen(size)
             for other in range(rank):
-                name, check_one = socket_name(address, other), partial(check, [other])
-                connections[other] = _reach(name, rank, check_one)
+                look = partial(waiting.look, [other])
+                connections[other] = _reach(socket_name(address, other), rank, look)
             while missing := sorted(set(range(rank + 1, size)) - connections.keys()):
                 listener.settimeout(LOOK_S)
                 try:
                     connection, _ = listener.accept()
                 except TimeoutError:
-                    check(missing)
+                    waiting.look(missing)
                     continue
                 who = _hello(connection)
                 if who in missing:
@@ -391,15 +379,14 @@ def connected(
     return {n: _peer(n, each, timeout_s) for n, each in sorted(connections.items())}
 
 
-def _reach(name: str, rank: int, check: Callable[[], None]) -> socket.socket:
+def _reach(name: str, rank: int, look: Callable[[], None]) -> socket.socket:
     """Connect to a process that listens under a name, once one of this user does.
 
     Args:
         name: of the socket.
         rank: number of this process, which it says first.
-        check: called now and then; raises if there is no use in waiting.
+        look: called again and again; raises if there is no use in waiting.
     """
-    look = time.monotonic() + LOOK_S
     while True:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         connection.setblocking(False)  # a full queue would block connect without a limit
@@ -413,9 +400,7 @@ def _reach(name: str, rank: int, check: Callable[[], None]) -> socket.socket:
                 connection.close()
                 raise
         connection.close()
-        if time.monotonic() > look:
-            look += LOOK_S
-            check()
+        look()
         time.sleep(0.005)
 
 

@@ -18,7 +18,7 @@ import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -36,7 +36,7 @@ from onefold.core.flat import (
 from onefold.core.fold import Published
 from onefold.core.shard import Plan
 from onefold.core.stages import StageLayout
-from onefold.core.storage import Frozen, Storage
+from onefold.core.storage import Frozen, Storage, cut_chunks
 from onefold.exchange.shardtable import ShardTable
 from onefold.system.allocator import DEFAULT_ALLOCATOR, TensorAllocator
 from onefold.system.compat import copy_each
@@ -53,7 +53,6 @@ __all__ = [
     "Start",
     "by_stage",
     "cut_piece",
-    "new_flats",
     "shape_piece",
     "write_first",
 ]
@@ -256,24 +255,20 @@ class FrozenMemory:
         self.flat = FlatTensors(frozen.layout, device=device, there=False)
         """All of them, now and then."""
         self._first_piece, self._first = len(storage.pieces), len(storage.parameters.entries)
-        self._pieces = frozen.pieces
-        layout = storage.sharded_layout()
-        own = frozenset(self._first_piece + number for number in frozen.partitions[rank])
+        self._pieces = storage.sharded_pieces()
+        self._layout = layout = storage.sharded_layout()
+        own = [self._first_piece + number for number in frozen.partitions[rank]]
+        self._own = by_stage(layout, own)
         # Own pieces of a stage lie side by side, as in memory for all of it.
-        self._own = by_stage(layout, list(own))
-        self._begins: list[int] = []
-        self._kept: list[torch.Tensor] = []
-        for numbers in self._own:
-            places = [layout.place(number) for number in numbers]
-            begins = places[0][0] if places else 0
-            nbytes = places[-1][0] + places[-1][1] - begins if places else 0
-            self._begins.append(begins)
-            self._kept.append(
-                allocator.empty(nbytes)
-                if allocator.apart
-                else torch.empty(nbytes, dtype=torch.uint8, device=device)
-            )
-        self._layout = layout
+        pieces = [self._pieces[number] for number in own]
+        self._kept_layout = StageLayout(layout.layout, pieces, layout.stages)
+        self._places = {number: place for place, number in enumerate(own)}
+        self._kept = [
+            allocator.empty(nbytes)
+            if allocator.apart
+            else torch.empty(nbytes, dtype=torch.uint8, device=device)
+            for nbytes in self._kept_layout.stage_bytes
+        ]
         self.stages = sorted(set(frozen.stage_of))
         """Those in which there are any."""
         # Nobody computes with what lies in other memory.
@@ -290,14 +285,12 @@ class FrozenMemory:
 
     def entry_of(self, number: int) -> int:
         """The number of a piece's parameter, counted on from the trained ones."""
-        return self._pieces[number - self._first_piece].entry + self._first
+        return self._pieces[number].entry
 
     def part(self, number: int) -> torch.Tensor:
         """(numel,) a piece that this device keeps, in storage order."""
         stage = self._layout.stages.stage_of[self.entry_of(number)]
-        start, nbytes, dtype = self._layout.place(number)
-        start -= self._begins[stage]
-        return self._kept[stage][start : start + nbytes].view(dtype)
+        return self._kept_layout.in_room(self._places[number], self._kept[stage])
 
     def keep(self) -> None:
         """Keep what lies in the memory of all of them, if there is any."""
@@ -307,8 +300,8 @@ class FrozenMemory:
     def adopt_entry(self, entry: int, values: torch.Tensor) -> None:
         """Keep this device's part of a parameter: (numel,) in storage order, on any device."""
         for number in self.numbers:
-            piece = self._pieces[number - self._first_piece]
-            if piece.entry == entry:
+            piece = self._pieces[number]
+            if piece.entry == self._first + entry:
                 self.part(number).copy_(values[piece.start : piece.stop])
 
     def has_all_of(self, stage: int) -> bool:
@@ -322,12 +315,12 @@ class FrozenMemory:
         """How long memory for a stage is without frozen parameters."""
         own = self._layout.pieces[stage]
         frozen = [number for number in own if number >= self._first_piece]
-        return self._layout.place(frozen[0])[0] if frozen else self._layout.stage_bytes[stage]
+        return self._layout.places[frozen[0]][0] if frozen else self._layout.stage_bytes[stage]
 
     def view(self, number: int) -> torch.Tensor:
         """A parameter, counted on from the trained ones, of a stage that this device has all of."""
         stage = self._layout.stages.stage_of[number]
-        return self._layout.whole(number, self._kept[stage], begins=self._begins[stage])
+        return self._kept_layout.whole(number, self._kept[stage])
 
     def written(self, stage: int, buffer: torch.Tensor) -> int | None:
         """Find a parameter that was written to in memory for a stage, by what this device keeps."""
@@ -344,8 +337,9 @@ class FrozenMemory:
         return next(map(self.entry_of, changed), None)
 
     def _in_flat(self, number: int) -> torch.Tensor:
-        piece = self._pieces[number - self._first_piece]
-        return storage_order(self.flat.views[piece.entry])[piece.start : piece.stop]
+        piece = self._pieces[number]
+        view = self.flat.views[piece.entry - self._first]
+        return storage_order(view)[piece.start : piece.stop]
 
 
 class FirstValues(Protocol):
@@ -381,6 +375,11 @@ class Arrivals(NamedTuple):
 class Memory(ABC):
     """Memory of this process's devices, and what they can see of that of the others.
 
+    Args:
+        storage: the sizes.
+        assignment: who takes part, and who owns which partition.
+        allocator: where what is large of this process lies on the host.
+
     The methods are called in the order of a step: `publish` for each block, `collect`, then
     `partial` for each block and owned partition, `publish_parameters`, `release`. `collect`,
     `publish_parameters` and `broadcast_from_lead` are called on all devices, and may block where
@@ -395,22 +394,44 @@ class Memory(ABC):
     """The other parameters, by number of this process's devices."""
     frozen: FrozenMemory | None = None
     """What this process's device keeps of the frozen parameters, if it does not have all."""
-    allocator: TensorAllocator = DEFAULT_ALLOCATOR
-    """Where what is large of this process lies on the host."""
+    _own: Mapping[Any, Partial | AsGiven]
+    """The partial sums that this process's devices publish."""
     is_common: bool = False
     """Whether all processes compute with the very same memory of the parameters."""
     is_partitioned: bool = False
     """Whether each device keeps its partition of the trained parameters, and gathers others when
     it needs them: then there is memory for all of them only now and then."""
 
+    def __init__(
+        self, storage: Storage, assignment: Assignment, allocator: TensorAllocator
+    ) -> None:
+        self.storage, self.allocator = storage, allocator
+        self.assignment = assignment
+        """Who owns which partition; its plan is the first one of the run."""
+        self.partitions = [storage.pieces_of(each) for each in assignment.partitions]
+        """The pieces that each device owns."""
+        self.summed = [cut_chunks(storage.gradients, each) for each in self.partitions]
+        """For each device, the stretches of gradients that it adds up one after the other."""
+        self._updated = [cut_chunks(storage.parameters, each) for each in self.partitions]
+
+    def _make_private(self, start: Start, devices: Mapping[int, torch.device]) -> None:
+        """Allocate parameters and table where nobody shares them, on devices by their numbers."""
+        storage, (number, device) = self.storage, next(iter(devices.items()))
+        if self.is_partitioned:
+            # Their owners are given the first values one parameter after the other.
+            flat = FlatTensors(storage.parameters, device=device, there=False)
+            self.trained = {number: flat}
+        else:
+            self.trained = _new_flats(storage.parameters, start.trained, devices, self.allocator)
+        self.other = _new_flats(storage.other, start.other, devices, self.allocator)
+        if storage.frozen is not None:
+            self.frozen = FrozenMemory(storage, storage.frozen, number, device, self.allocator)
+        self.table = ShardTable.private(storage, device)
+
     def resident(self, device: int) -> list[FlatTensors]:
         """The memory of parameters that a device of this process has for the whole run."""
         always = [] if self.is_partitioned else [self.trained[device]]
         return [*always, self.other[device]]
-
-    @abstractmethod
-    def bind(self, assignment: Assignment) -> None:
-        """Learn who owns which partition; called once, before the first step."""
 
     @abstractmethod
     def publish(self, device: int, slot: int, gradients: Sequence[torch.Tensor | None]) -> None:
@@ -449,9 +470,10 @@ class Memory(ABC):
                 complete afterwards.
         """
 
-    @abstractmethod
     def release(self) -> None:
         """Drop the gradients that were published."""
+        for partial in self._own.values():
+            partial.release()
 
     def make_own(self) -> None:  # noqa: B027 (most have memory of their own anyway)
         """Have what this process sees of the parameters be its own from here on.
@@ -483,7 +505,7 @@ def write_first(flat: FlatTensors, values: Sequence[torch.Tensor | FirstValues])
             value.write_to(view)
 
 
-def new_flats(
+def _new_flats(
     layout: Layout,
     values: Sequence[torch.Tensor | FirstValues],
     devices: Mapping[int, torch.device],

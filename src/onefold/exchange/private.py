@@ -2,8 +2,7 @@
 
 In `PrivateMemory` partial sums go from every device straight to the owner of each partition, and
 the updated partitions straight back to everybody. `GroupStageExchange` brings gradients to their
-owners through torch.distributed as well, and so does `GroupPipelineChannel` the tensors that
-devices of a pipeline pass to each other.
+owners through torch.distributed as well.
 
 Note: what is in flight, and who may touch it
 ---------------------------------------------
@@ -13,16 +12,11 @@ may add to a chunk of its partition all the same, once that has arrived: a parti
 owner alone, so this device's part of its own partition is in no message. ``publish_parameters``
 receives into the parameters themselves; nobody computes with them between ``collect`` and
 ``publish_parameters``.
-
-Note: by way of the host
-------------------------
-Tensors of a GPU are copied to the host and sent from there. Between two neighbours of a pipeline
-messages go both ways at one time, which NCCL cannot have without both ends naming them in one order
-(it would wait for ever); the host's connections can.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -33,21 +27,17 @@ from onefold.core.flat import Chunk, FlatTensors, storage_order
 from onefold.core.fold import Published, blocks_of
 from onefold.core.shard import Plan, runs_of
 from onefold.core.stages import ROOT
-from onefold.core.storage import Storage, cut_chunks
+from onefold.core.storage import Storage
 from onefold.exchange.collective import GroupTransport, Moving, Operation
-from onefold.exchange.exchange import Exchange
 from onefold.exchange.memory import (
     Arrivals,
-    FrozenMemory,
     Memory,
     Partial,
     PartitionSums,
     PartitionTensors,
     Start,
     by_stage,
-    new_flats,
 )
-from onefold.exchange.shardtable import ShardTable
 from onefold.exchange.stageexchange import (
     Delivery,
     GradientSend,
@@ -56,30 +46,8 @@ from onefold.exchange.stageexchange import (
     StageExchange,
     StageMessage,
 )
-from onefold.exchange.transport import Message, PipelineChannel, packed_message, read_message
 
-__all__ = ["GroupPipelineChannel", "PrivateMemory", "collective_exchange"]
-
-
-def collective_exchange(
-    storage: Storage, start: Start, transport: GroupTransport, assignment: Assignment
-) -> Exchange:
-    """Make the exchange of one process of a group; every process must call this together.
-
-    Args:
-        storage: the sizes.
-        start: this process's values, replaced by the lead's.
-        transport: to the other devices; its allocator has this process's model, if its device is
-            the processor, or keeps nothing.
-        assignment: who takes part.
-    """
-    memory = PrivateMemory(storage, start, transport)
-    plan = assignment.plan
-    stages = None
-    if storage.stages is not None:
-        stages = GroupStageExchange(storage, transport, plan.column_of(transport.rank))
-    channel = GroupPipelineChannel(transport) if plan.pipeline > 1 else None
-    return Exchange(storage, memory, transport, assignment, stages, channel)
+__all__ = ["GroupStageExchange", "PrivateMemory"]
 
 
 class PrivateMemory(Memory):
@@ -88,54 +56,47 @@ class PrivateMemory(Memory):
     Args:
         storage: the sizes.
         start: this process's values, replaced by the lead's.
-        transport: to the other devices; see `collective_exchange`.
+        transport: to the other devices; its allocator has this process's model, if its device is
+            the processor, or keeps nothing.
+        assignment: who takes part.
     """
 
-    def __init__(self, storage: Storage, start: Start, transport: GroupTransport) -> None:
-        self.allocator = allocator = transport.allocator
-        self._storage, self._transport = storage, transport
-        self._rank, device = transport.rank, transport.device
-        self._own: dict[int, Partial] = {}
-        self._received: dict[Published, PartitionTensors] = {}
-        self.table = ShardTable.private(storage.table, device)
+    def __init__(
+        self, storage: Storage, start: Start, transport: GroupTransport, assignment: Assignment
+    ) -> None:
+        allocator = transport.allocator
+        super().__init__(storage, assignment, allocator)
+        self.transport, self._rank = transport, transport.rank
+        # Allocated when a plan first needs them.
+        self._own = defaultdict[int, Partial](
+            lambda: Partial.private(storage.gradients, transport.device)
+        )
+        partition = self.partitions[self._rank]
+        self._received = defaultdict[Published, PartitionTensors](
+            lambda: PartitionTensors(storage.gradients, partition, transport.device)
+        )
         # A file takes no memory where there is none to spare; all else is with its owners.
         self.is_partitioned = storage.stages is not None and (
             allocator.apart or not allocator.on_disk
         )
-        own = {self._rank: device}
-        self.other = new_flats(storage.other, start.other, own, allocator)
-        if self.is_partitioned:
-            # Their owners are given the first values one parameter after the other.
-            flat = FlatTensors(storage.parameters, device=device, there=False)
-            self.trained = {self._rank: flat}
-        else:
-            self.trained = new_flats(storage.parameters, start.trained, own, allocator)
-        if storage.frozen is not None:
-            self.frozen = FrozenMemory(storage, storage.frozen, self._rank, device, allocator)
+        self._make_private(start, {self._rank: transport.device})
         self.broadcast_from_lead(start.buffers)
-
-    def bind(self, assignment: Assignment) -> None:
-        storage = self._storage
-        partitions = [storage.pieces_of(partition) for partition in assignment.partitions]
-        self._partition = partitions[self._rank]
-        self._summed = [cut_chunks(storage.gradients, partition) for partition in partitions]
-        self._updated = [cut_chunks(storage.parameters, partition) for partition in partitions]
 
     def broadcast_from_lead(self, buffers: FlatTensors) -> None:
         flats = [self.trained[self._rank], self.other[self._rank], buffers]
         flats += [] if self.frozen is None else [self.frozen.flat]
-        self._transport.broadcast_from_lead(section for flat in flats for section in flat.sections)
+        self.transport.broadcast_from_lead(section for flat in flats for section in flat.sections)
         if self.frozen is not None:
             self.frozen.keep()
 
     def broadcast_tensor_from_lead(self, values: torch.Tensor) -> None:
-        self._transport.broadcast_from_lead([values])
+        self.transport.broadcast_from_lead([values])
 
     def publish(self, device: int, slot: int, gradients: Sequence[torch.Tensor | None]) -> None:
-        self._slot(slot).write(gradients)
+        self._own[slot].write(gradients)
 
     def collect(self, plan: Plan, *, partials: bool = True) -> Arrivals:
-        transport, table = self._transport, self.table
+        transport, table = self.transport, self.table
         shards = {peer: plan.shards_of(peer) for peer in transport.peers()}
         own = table.row(self._rank, plan.shards_of(self._rank))
         rows = {peer: table.empty_row(peer, theirs) for peer, theirs in shards.items()}
@@ -151,19 +112,16 @@ class PrivateMemory(Memory):
         def finish() -> None:
             # In this order everywhere, as messages are matched by their order alone.
             moving.finish()
-            self._bring_buffers(plan)
+            # The table is complete and the same everywhere, so that all bring everybody's buffers
+            # or none does: if a shard changed any.
+            if table.changed.any():
+                transport.move(self._rows_to_move(plan, [table.rows_memory])).finish()
 
         # The sums may still be on their way: the owner adds each chunk as it comes.
         return Arrivals(moving.wait_for, finish)
 
     def partial(self, place: Published) -> PartitionSums:
-        if place.device == self._rank:
-            return self._slot(place.slot)
-        if place not in self._received:
-            device = self._transport.device
-            received = PartitionTensors(self._storage.gradients, self._partition, device)
-            self._received[place] = received
-        return self._received[place]
+        return self._own[place.slot] if place.device == self._rank else self._received[place]
 
     def publish_parameters(self) -> None:
         # While nobody has all parameters, each is with its owner, and stays there.
@@ -171,30 +129,15 @@ class PrivateMemory(Memory):
             self._all_gather(self.trained[self._rank], self._updated)
 
     def all_gather_gradient(self, whole: FlatTensors) -> None:
-        self._all_gather(whole, self._summed)
+        self._all_gather(whole, self.summed)
 
     def _all_gather(self, flat: FlatTensors, chunks: Sequence[Sequence[Chunk]]) -> None:
         # Straight into the memory: each stretch has one owner, so no two messages overlap.
         operations = []
-        for peer in self._transport.peers():
+        for peer in self.transport.peers():
             operations += _moves(True, peer, flat, chunks[self._rank])
             operations += _moves(False, peer, flat, chunks[peer])
-        self._transport.move(operations).finish()
-
-    def release(self) -> None:
-        for partial_sum in self._own.values():
-            partial_sum.release()
-
-    def _bring_buffers(self, plan: Plan) -> None:
-        """Bring everybody's buffers here, if a shard changed any."""
-        # The table is complete and the same everywhere, so that all do so or none does.
-        if self.table.changed.any():
-            self._transport.move(self._rows_to_move(plan, [self.table.rows_memory])).finish()
-
-    def _slot(self, slot: int) -> Partial:
-        if slot not in self._own:
-            self._own[slot] = Partial.private(self._storage.gradients, self._transport.device)
-        return self._own[slot]
+        self.transport.move(operations).finish()
 
     def _tables_to_move(self, plan: Plan) -> list[Operation]:
         """List what leaves and comes of the tables that lie on a device: totals, then values."""
@@ -209,7 +152,7 @@ class PrivateMemory(Memory):
         """List what leaves (our shards' rows) and comes (those of all others) of some tables."""
         own = runs_of(plan.shards_of(self._rank))
         operations = []
-        for peer in self._transport.peers():
+        for peer in self.transport.peers():
             theirs = runs_of(plan.shards_of(peer))
             for table in tables:
                 coming = [table[run] for run in theirs]
@@ -224,13 +167,13 @@ class PrivateMemory(Memory):
         """
         own = blocks_of(plan.shards_of(self._rank), plan.shards)
         operations = []
-        for peer in self._transport.peers():
+        for peer in self.transport.peers():
             theirs = blocks_of(plan.shards_of(peer), plan.shards)
             for slot in range(len(own)):
-                operations += _moves(True, peer, self._slot(slot), self._summed[peer])
+                operations += _moves(True, peer, self._own[slot], self.summed[peer])
             for slot in range(len(theirs)):
                 received = self.partial(Published(peer, slot))
-                operations += _moves(False, peer, received, self._summed[self._rank])
+                operations += _moves(False, peer, received, self.summed[self._rank])
         return operations
 
 
@@ -253,24 +196,21 @@ class GroupStageExchange(StageExchange):
     Within `in_pipeline` only those devices hear each other that compute the same stages.
 
     Args:
-        storage: the sizes.
-        transport: to the other devices; its allocator keeps what comes, if the device is the
-            processor.
-        column: the devices that compute the same stages, this one too.
+        memory: of this device; the allocator of its transport keeps what comes, if the device is
+            the processor.
     """
 
     prefetches = True
 
-    def __init__(self, storage: Storage, transport: GroupTransport, column: Sequence[int]) -> None:
-        super().__init__(storage, transport.rank)
-        self._transport = transport
-        self._everybody, self._column = range(transport.size), column
+    def __init__(self, memory: PrivateMemory) -> None:
+        assignment, self._transport = memory.assignment, memory.transport
+        super().__init__(memory.storage, assignment, self._transport.rank)
+        self._everybody = range(self._transport.size)
+        self._column = assignment.plan.column_of(self.rank)
+        """The devices that compute the same stages, this one too."""
         self._among: Sequence[int] = self._everybody
         self._underway: list[Moving] = []
         """Parameters that were requested ahead of their use, here or elsewhere."""
-
-    def bind(self, assignment: Assignment) -> None:
-        super().bind(assignment)
         # Frozen parameters with them.
         kept = self.storage.kept(assignment.partitions)
         self._kept = [by_stage(self.sharded_layout, numbers) for numbers in kept]
@@ -344,31 +284,8 @@ class GroupStageExchange(StageExchange):
 
     def _new_piece(self, number: int) -> torch.Tensor:
         """Memory for the gradient of a piece: (numel,)."""
-        _, nbytes, dtype = self.layout.place(number)
+        _, nbytes, dtype = self.layout.places[number]
         device = self._transport.device
         if device.type == "cpu":
             return self._transport.allocator.empty(nbytes).view(dtype)
         return torch.empty(nbytes // dtype.itemsize, dtype=dtype, device=device)
-
-
-class GroupPipelineChannel(PipelineChannel):
-    """The channel of one process of a group.
-
-    Args:
-        transport: to the other devices.
-    """
-
-    def __init__(self, transport: GroupTransport) -> None:
-        self._transport = transport
-
-    def send(self, device: int, target: int, message: Message) -> None:
-        self._transport.begin_sending(target, packed_message(message))
-
-    def receive(self, device: int, source: int) -> Message:
-        return read_message(self._transport.receive(source))
-
-    def finish(self) -> None:
-        self._transport.finish_sending()
-
-    def clear(self) -> None:
-        self._transport.finish_sending()

@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 
 from onefold.core.context import LaunchContext
 from onefold.errors import PeerLost, PeerTimeout
+from onefold.system.process import LOOK_S
 
 __all__ = ["WAITING", "Progress", "Waiting", "progress_of"]
 
@@ -126,6 +127,7 @@ class Waiting:
     ) -> None:
         self._rank, self._timeout_s, self._ended = rank, timeout_s, ended
         self._began, self._next_s = time.monotonic(), FIRST_S
+        self._look = self._began + LOOK_S
         self._says = rank <= 1 or not host_has_others
 
     @property
@@ -139,6 +141,19 @@ class Waiting:
         if self._says and waited_s >= self._next_s:
             self._next_s *= 3
             _log.warning("device %d has waited for %.0f s: %s", self._rank, waited_s, words())
+
+    def look(self, missing: Sequence[int], words: Callable[[], str] | None = None) -> None:
+        """Check and say, but not more often than every `LOOK_S`.
+
+        Args:
+            missing: see `check`.
+            words: see `say`; by default they name those that are missing.
+        """
+        if time.monotonic() < self._look:
+            return
+        self._look = time.monotonic() + LOOK_S
+        self.check(missing)
+        self.say(words or (lambda: f"not yet there: device {', '.join(map(str, missing))}"))
 
     def check(self, missing: Sequence[int]) -> None:
         """Give up if one of those that are missing will never join, or the limit has passed.

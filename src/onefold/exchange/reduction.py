@@ -39,10 +39,8 @@ from typing import Generic, TypeVar
 
 import torch
 
-from onefold.core.assignment import Assignment
 from onefold.core.fold import Block, fold, published_by
 from onefold.core.shard import Plan
-from onefold.core.storage import Storage, cut_chunks
 from onefold.exchange.memory import Arrivals, Memory, PartitionSums, by_stage
 from onefold.exchange.stageexchange import (
     DONE,
@@ -61,13 +59,8 @@ __all__ = ["BlockReduction", "Reduction", "RunningFold", "StageReduction"]
 class Reduction(ABC):
     """Adds up gradients over all shards.
 
-    The methods are called in the order of a step: `collect`, `totals`, `release`. `bind` is called
-    between steps, and before the first one.
+    The methods are called in the order of a step: `collect`, `totals`, `release`.
     """
-
-    @abstractmethod
-    def bind(self, assignment: Assignment) -> None:
-        """Learn who owns which partition; called once, before the first step."""
 
     @abstractmethod
     def collect(self, plan: Plan) -> None:
@@ -92,30 +85,17 @@ class BlockReduction(Reduction):
     cache when they are added in turn, and a chunk can be added while later ones are on their way.
 
     Args:
-        storage: the sizes.
         memory: where partial sums are published.
     """
 
-    def __init__(self, storage: Storage, memory: Memory) -> None:
-        self._storage, self.memory = storage, memory
+    def __init__(self, memory: Memory) -> None:
+        self.memory = memory
         self._totals: dict[int, list[torch.Tensor | None]] = {}
-
-    def bind(self, assignment: Assignment) -> None:
-        storage = self._storage
-        self._partitions = {
-            device: storage.pieces_of(assignment.partitions[device])
-            for device in self.memory.trained
-        }
-        self.chunks = {
-            device: cut_chunks(storage.gradients, partition)
-            for device, partition in self._partitions.items()
-        }
-        """For each device of this process, the stretches that are added one after the other."""
 
     def collect(self, plan: Plan) -> None:
         # Before any addition: it is in place, so everybody must have finished writing.
         arrivals = self.memory.collect(plan)
-        for device in self.chunks:
+        for device in self.memory.trained:
             self._totals[device] = self._added_up(device, plan, arrivals)
         # Only now: our partial sums may still be on their way out while our partitions are added
         # up, as no other device is sent these stretches.
@@ -140,7 +120,7 @@ class BlockReduction(Reduction):
         memories = {block: self.memory.partial(at) for block, at in published.items()}
         # A lone partial sum that is here, and may stay where it lies, is the total already.
         nothing_to_do = len(published) == 1 and arrivals is None and home is None
-        for number, chunk in enumerate(() if nothing_to_do else self.chunks[device]):
+        for number, chunk in enumerate(() if nothing_to_do else self.memory.summed[device]):
             if arrivals is not None:
                 arrivals.wait_for(number)
             parts = {block: partial.chunk(chunk) for block, partial in memories.items()}
@@ -153,7 +133,7 @@ class BlockReduction(Reduction):
             if home is not None and total.data_ptr() != home.chunk(chunk).data_ptr():
                 home.chunk(chunk).copy_(total)
         source: PartitionSums = memories[min(memories)] if home is None else home
-        return [source.piece(piece) for piece in self._partitions[device]]
+        return [source.piece(piece) for piece in self.memory.partitions[device]]
 
 
 def _add_in_place(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -181,11 +161,12 @@ class RunningFold(Generic[T]):
         self._shards = shards
         self._add = add
         self._kept: dict[Block, T] = {}
+        self._open: dict[int, T] = {}
         self._came: set[int] = set()
 
     def values(self) -> list[T]:
         """The sums that are kept now."""
-        return list(self._kept.values())
+        return [*self._kept.values(), *self._open.values()]
 
     @property
     def total(self) -> T:
@@ -199,14 +180,24 @@ class RunningFold(Generic[T]):
             raise KeyError(f"shard {missing} has not come")
         return self._kept[Block(0, self._shards)]
 
-    def put(self, shard: int, value: T) -> None:
+    def put(self, shard: int, value: T, *, last: bool = True) -> None:
         """Take a shard's value, and add up all nodes that are complete with it.
+
+        Args:
+            shard: its number.
+            value: its value, or a part of it, which is added to the parts before it.
+            last: whether nothing more comes of the shard.
 
         Raises:
             ValueError: the shard has come already, or there is none of this number.
         """
         if shard in self._came or not 0 <= shard < self._shards:
             raise ValueError(f"expected each of {self._shards} shards once, got shard {shard}")
+        if shard in self._open:
+            value = self._add(self._open.pop(shard), value)
+        if not last:
+            self._open[shard] = value
+            return
         self._came.add(shard)
         node = Block(shard, shard + 1)
         for left, right, above in _climb(shard, self._shards):
@@ -260,22 +251,15 @@ class StageReduction(Reduction):
         self._allocator = memory.allocator
         self._late: deque[list[Delivery]] = deque()
         """What may still be on its way, of one event after the other."""
-        self._sums = [
-            StageSums(exchange.storage.shards, self._allocator) for _ in self.stages.names
-        ]
-
-    def bind(self, assignment: Assignment) -> None:
-        self.exchange.bind(assignment)
-        self._partitions = {
-            device: assignment.partitions[device] for device in self._memory.trained
-        }
-        own = [number for partition in self._partitions.values() for number in partition]
-        self._pieces = by_stage(self.exchange.layout, own)
+        self._partitions = memory.assignment.partitions
+        own = [number for device in memory.trained for number in self._partitions[device]]
+        self._pieces = by_stage(exchange.layout, own)
         self._places = {
             number: (stage, place)
             for stage, numbers in enumerate(self._pieces)
             for place, number in enumerate(numbers)
         }
+        self.release()
 
     def begin(self, empty: Iterable[int]) -> None:
         """Begin a step.
@@ -289,7 +273,7 @@ class StageReduction(Reduction):
         self.release()
         for shard in empty:
             for sums, numbers in zip(self._sums, self._pieces, strict=True):
-                sums.put(shard, StageSum([None] * len(numbers), set()), last=True)
+                sums.put(shard, StageSum([None] * len(numbers), set()))
 
     def give(self, send: GradientSend) -> None:
         """Hand over a shard's gradients of one stage; may block until other devices send theirs.
@@ -317,12 +301,15 @@ class StageReduction(Reduction):
     def totals(self, device: int) -> list[torch.Tensor | None]:
         places = [self._places[number] for number in self._partitions[device]]
         # Of a stage of which nothing is this process's, nothing has come, perhaps.
-        found = {stage: self._sums[stage].totals for stage in {stage for stage, _ in places}}
+        found = {stage: self._sums[stage].total.tensors for stage in {stage for stage, _ in places}}
         return [found[stage][place] for stage, place in places]
 
     def release(self) -> None:
-        for sums in self._sums:
-            sums.clear()
+        add = partial(StageSum.plus, allocator=self._allocator)
+        shards = self.exchange.storage.shards
+        self._sums: list[RunningFold[StageSum]] = [
+            RunningFold(shards, add) for _ in self.stages.names
+        ]
 
     def _take_part(self, call: StageMessage) -> bool:
         """Take part in an event, and add up what has come; whether all are done with their shards.
@@ -355,7 +342,8 @@ class StageReduction(Reduction):
             given = StageSum(tensors, set(range(len(tensors))) if shared else set())
             self._sums[header.stage].put(header.shard, given, last=header.last)
         for stage in {each.header.stage for each in sends}:
-            self._sums[stage].settle()
+            for kept in self._sums[stage].values():
+                kept.settle(self._allocator)
 
 
 @dataclass(slots=True)
@@ -397,53 +385,3 @@ class StageSum:
             tensor = self.tensors[place]
             self.tensors[place] = None if tensor is None else allocator.copy(tensor)
         self.shared = set()
-
-
-class StageSums:
-    """The sums over the pieces of one stage that devices of this process own.
-
-    Args:
-        shards: how many shards every batch is cut into.
-        allocator: where sums are kept.
-    """
-
-    def __init__(self, shards: int, allocator: TensorAllocator) -> None:
-        self._shards = shards
-        self._allocator = allocator
-        self.clear()
-
-    def clear(self) -> None:
-        """Begin a step."""
-        self._fold = RunningFold(self._shards, partial(StageSum.plus, allocator=self._allocator))
-        self._open: dict[int, StageSum] = {}
-
-    def put(self, shard: int, given: StageSum, *, last: bool) -> None:
-        """Take what a shard, or a piece of one, gave.
-
-        Args:
-            shard: its number.
-            given: the gradients.
-            last: whether nothing more comes of the shard.
-        """
-        found = self._open.pop(shard, None)
-        whole = given if found is None else found.plus(given, self._allocator)
-        if last:
-            self._fold.put(shard, whole)
-        else:
-            whole.settle(self._allocator)
-            self._open[shard] = whole
-
-    def settle(self) -> None:
-        """Copy what is shared of all that is kept."""
-        for kept in self._fold.values():
-            kept.settle(self._allocator)
-
-    @property
-    def totals(self) -> Sequence[torch.Tensor | None]:
-        """The sum over all shards: one tensor for each piece; None where no shard gave one.
-
-        Raises:
-            KeyError: a shard has given nothing yet.
-        """
-        total: StageSum = self._fold.total
-        return total.tensors

@@ -162,17 +162,14 @@ def prove(
 def _check_joined(ours: Sequence[Ends], rank: int, theirs: Sequence[str], other: int) -> None:
     """Refuse a device that does not have the other end of a connection of this one."""
     if not {f"{peer} {own}" for own, peer in ours} & set(theirs):
+        listed = ", ".join(map(" ".join, ours)) or "none"
         raise DisagreementError(
             f"device {rank} and device {other} know the secret of the run, but are not connected "
-            f"with each other: device {rank} has connections {_listed(ours)}, device {other} has "
+            f"with each other: device {rank} has connections {listed}, device {other} has "
             f"{', '.join(theirs) or 'none'} (own end first). Somebody stands in between and passes "
             f"messages on, or addresses are translated on the way (NAT), which onefold cannot tell "
             f"apart: have the hosts reach each other by their own addresses (GLOO_SOCKET_IFNAME)"
         )
-
-
-def _listed(ends: Sequence[Ends]) -> str:
-    return ", ".join(" ".join(each) for each in ends) or "none"
 
 
 def _answer(secret: bytes, rank: int, challenges: Sequence[bytes], seen: bytes) -> bytes:

@@ -18,7 +18,7 @@ import torch
 
 from onefold.core.flat import FlatTensors
 from onefold.core.shard import runs_of
-from onefold.core.storage import TableShape
+from onefold.core.storage import Storage
 from onefold.core.values import ChangedBuffers, ShardResult, ShardValues
 
 __all__ = ["ShardTable"]
@@ -32,22 +32,23 @@ class ShardTable:
     to wait for a device.
 
     Args:
-        shape: the sizes of its parts.
-        known: (sum(shape.host_bytes),) uint8 on the host, zeros.
-        computed: (shape.device_bytes,) uint8 on a device, zeros.
+        storage: the sizes of its parts.
+        known: (sum(storage.table_host_bytes),) uint8 on the host, zeros.
+        computed: (storage.table_device_bytes,) uint8 on a device, zeros.
     """
 
-    def __init__(self, shape: TableShape, known: torch.Tensor, computed: torch.Tensor) -> None:
-        self.shape = shape
+    def __init__(self, storage: Storage, known: torch.Tensor, computed: torch.Tensor) -> None:
+        self.storage = storage
         self.known = known
-        parts = torch.split(known, list(shape.host_bytes))
-        devices, shards = shape.devices, shape.shards
+        parts = torch.split(known, list(storage.table_host_bytes))
+        devices, shards = storage.devices, storage.shards
+        parameters, buffers = len(storage.parameters.entries), storage.buffers
         self.weights = _typed(parts[0], torch.float64, (shards,)).numpy()
         """(V,) float64: each shard's part of the divisor, or a negative code for why there is none;
         see `onefold.core.values`."""
-        self.gave = _typed(parts[1], torch.int32, (devices, shape.parameters)).numpy()
+        self.gave = _typed(parts[1], torch.int32, (devices, parameters)).numpy()
         """(D, P) int32: how many of a device's shards gave a gradient to each parameter."""
-        self.changed = _typed(parts[2], torch.uint8, (shards, len(shape.buffers.entries))).numpy()
+        self.changed = _typed(parts[2], torch.uint8, (shards, len(buffers.entries))).numpy()
         """(V, B) uint8: whether a shard changed a buffer."""
         self.kinds = _typed(parts[3], torch.int64, (shards,)).numpy()
         """(V,) int64: which values are beside each loss, see `ShardValues.kind`; 0 for none."""
@@ -57,12 +58,10 @@ class ShardTable:
         self.given: dict[int, ShardValues] = {}
         """These values, for the shards of this process."""
         # The totals lie first, at offset 0, as float64 must be aligned; the buffers fill the end.
-        rows = shape.buffers.nbytes
-        first = shape.device_bytes - shards * rows
-        middle = first - shape.values_bytes
-        self.numbers = _typed(computed[:middle], torch.float64, (shards, 2))
-        """(V, 2) float64: ``totals``, and ``digests`` as the bits of float64."""
-        self.totals = self.numbers[:, 0]
+        rows = buffers.nbytes
+        first = storage.table_device_bytes - shards * rows
+        middle = first - storage.table_values_bytes
+        self.totals = _typed(computed[:middle], torch.float64, (shards,))
         """(V,) float64: each shard's part of the loss."""
         self.digests = self.numbers.view(torch.int64)[:, 1]
         """(V,) int64: of a sample of each shard's gradient, where the run is recorded; else 0."""
@@ -74,15 +73,16 @@ class ShardTable:
         self.rows_memory = computed[first:].view(shards, rows)
         """(V, bytes of the buffers) uint8: the memory of ``buffer_rows``."""
         self.buffer_rows = [
-            FlatTensors(shape.buffers, memory=self.rows_memory[shard]) for shard in range(shards)
+            FlatTensors(buffers, memory=self.rows_memory[shard]) for shard in range(shards)
         ]
         """V sets of the module's buffers: the values that each shard left in them."""
 
     @classmethod
-    def private(cls, shape: TableShape, device: torch.device) -> ShardTable:
+    def private(cls, storage: Storage, device: torch.device) -> ShardTable:
         """Make a table in memory of this process."""
-        known = torch.zeros(sum(shape.host_bytes), dtype=torch.uint8)
-        return cls(shape, known, torch.zeros(shape.device_bytes, dtype=torch.uint8, device=device))
+        known = torch.zeros(sum(storage.table_host_bytes), dtype=torch.uint8)
+        computed = torch.zeros(storage.table_device_bytes, dtype=torch.uint8, device=device)
+        return cls(storage, known, computed)
 
     def times_given(self) -> list[int]:
         """For each trained parameter, the number of shards that gave it a gradient."""
@@ -97,7 +97,7 @@ class ShardTable:
         afterwards, until every device has cleared its rows.
         """
         self.width = width
-        self.values = _typed(self._values_memory, torch.float64, (self.shape.shards, width, 2))
+        self.values = _typed(self._values_memory, torch.float64, (self.storage.shards, width, 2))
         """(V, width, 2) float64: totals and weights of the numbers beside each shard's loss."""
 
     def clear_rows(self, device: int, shards: Sequence[int]) -> None:

@@ -5,9 +5,9 @@ lie in a file without a name, partial sums and the table in another, which the l
 to the others. `new_file` makes such memory, which is handed over by descriptor; `take_file`
 receives it.
 
-`HostStageExchange` brings gradients to their owners through shared memory, and
-`HostPipelineChannel` passes tensors in files without a name. `HostTransport` reaches the other
-processes: short messages go through sockets, other bytes through shared files.
+`HostStageExchange` brings gradients to their owners through shared memory. `HostTransport` reaches
+the other processes: short messages go through sockets, other bytes, and the tensors of a pipeline,
+through shared files.
 
 Note: files cut alike everywhere
 --------------------------------
@@ -57,23 +57,19 @@ from onefold.core.assignment import Assignment
 from onefold.core.flat import FlatTensors, storage_order
 from onefold.core.fold import Published
 from onefold.core.shard import Plan
-from onefold.core.storage import Storage, cut_chunks
+from onefold.core.storage import Storage
 from onefold.errors import PeerTimeout
-from onefold.exchange.exchange import Exchange
 from onefold.exchange.mailbox import Mailbox
 from onefold.exchange.memory import Memory, Partial, PartitionSums, Start, write_first
 from onefold.exchange.shardtable import ShardTable
 from onefold.exchange.stageexchange import (
     Delivery,
     GradientSend,
-    Header,
-    LocalStageExchange,
     StageExchange,
     StageMessage,
 )
 from onefold.exchange.transport import (
     Message,
-    PipelineChannel,
     Ranks,
     Transport,
     head_of,
@@ -91,7 +87,7 @@ from onefold.system.allocator import (
 from onefold.system.compat import copy_each, hidden_from_modes
 from onefold.system.ownfiles import memory_file
 
-__all__ = ["HostMemory", "HostTransport", "shared_exchange"]
+__all__ = ["HostMemory", "HostStageExchange", "HostTransport"]
 
 
 def new_file(
@@ -162,45 +158,19 @@ def make_own(memory: torch.Tensor, allocator: TensorAllocator = DEFAULT_ALLOCATO
     if not memory.numel():
         return
     # Garbage is collected at any time, also where a mode computes in shape alone.
-    with hidden_from_modes():
+    with hidden_from_modes(), naming_limits("room for a copy of the model"):
         if isinstance(allocator, MmapAllocator):
             with temporary_file(memory.numel(), allocator) as (descriptor, copy):
                 copy.copy_(memory)
-                with naming_limits("room for a copy of the model"):
-                    map_over(memory.data_ptr(), memory.numel(), mmap.MAP_SHARED, descriptor)
+                map_over(memory.data_ptr(), memory.numel(), mmap.MAP_SHARED, descriptor)
         else:
             copy = memory.clone()
             kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-            with naming_limits("room for a copy of the model"):
-                map_over(memory.data_ptr(), memory.numel(), kind, -1)
+            map_over(memory.data_ptr(), memory.numel(), kind, -1)
             memory.copy_(copy)
 
 
 _PAGE_BYTES = 4096
-
-
-def shared_exchange(
-    storage: Storage, start: Start, transport: HostTransport, assignment: Assignment
-) -> Exchange:
-    """Make the exchange of one process of several on a host; all must call this together.
-
-    Args:
-        storage: the sizes.
-        start: this process's values, replaced by the lead's.
-        transport: connects the processes; closed with the exchange. Its allocator has the model.
-        assignment: who takes part.
-    """
-    memory, plan = HostMemory(storage, start, transport), assignment.plan
-    channel = HostPipelineChannel(transport.mailbox, plan.pipeline) if plan.pipeline > 1 else None
-    stages: StageExchange | None = None
-    if storage.stages is not None:
-        column = plan.column_of(transport.mailbox.rank)
-        # In one pipeline each device owns the stages that it computes: their gradients go nowhere.
-        if len(column) == 1:
-            stages = LocalStageExchange(storage)
-        else:
-            stages = HostStageExchange(storage, transport, memory.send_buffers, column)
-    return Exchange(storage, memory, transport, assignment, stages, channel)
 
 
 class HostMemory(Memory):
@@ -210,29 +180,31 @@ class HostMemory(Memory):
         storage: the sizes.
         start: this process's values, replaced by the lead's.
         transport: connects the processes; its allocator has the model.
+        assignment: who takes part.
     """
 
     is_common = True
 
-    def __init__(self, storage: Storage, start: Start, transport: HostTransport) -> None:
-        self.allocator = transport.allocator
-        self.transport, self._storage = transport, storage
+    def __init__(
+        self, storage: Storage, start: Start, transport: HostTransport, assignment: Assignment
+    ) -> None:
+        super().__init__(storage, assignment, transport.allocator)
+        self.transport = transport
         mailbox = transport.mailbox
         self._rank = mailbox.rank
-        shape = storage.table
         sizes = [storage.parameters.nbytes, storage.other.nbytes]
         self._of_parameters = _map_shared(mailbox, sizes, self.allocator)
         trained, other = self._of_parameters
         # Taken from the iterator below in this very order, in every process.
-        sizes = [sum(shape.host_bytes), shape.device_bytes]
+        sizes = [sum(storage.table_host_bytes), storage.table_device_bytes]
         sizes += [storage.gradients.nbytes] * (storage.slots * storage.devices)
         if storage.stages is not None:
             sizes += [storage.stage_layout().nbytes] * (2 * storage.devices)
         memories = iter(_map_shared(mailbox, sizes, DEFAULT_ALLOCATOR))
         self.trained = {self._rank: FlatTensors(storage.parameters, memory=trained)}
         self.other = {self._rank: FlatTensors(storage.other, memory=other)}
-        self.table = ShardTable(shape, next(memories), next(memories))
-        self._own: list[Partial] = []
+        self.table = ShardTable(storage, next(memories), next(memories))
+        self._own: dict[int, Partial] = {}
         self._partials: dict[Published, PartitionSums] = {}
         # This process's partial sums may stay where backward left them; of the others' it sees only
         # what lies in the file, and so they are plain memory.
@@ -241,8 +213,7 @@ class HostMemory(Memory):
                 flat = FlatTensors(storage.gradients, memory=next(memories))
                 self._partials[Published(device, slot)] = flat
                 if device == self._rank:
-                    self._own.append(Partial(flat))
-                    self._partials[Published(device, slot)] = self._own[slot]
+                    self._own[slot] = self._partials[Published(device, slot)] = Partial(flat)
         self.send_buffers = list(zip(memories, memories, strict=True))
         """Where each device puts what it gives to others, if the model has stages: two, each
         (bytes of the largest stage,) uint8."""
@@ -252,17 +223,10 @@ class HostMemory(Memory):
             write_first(self.trained[0], start.trained)
             write_first(self.other[0], start.other)
         self.broadcast_from_lead(start.buffers)
-
-    def bind(self, assignment: Assignment) -> None:
-        storage = self._storage
-        self._summed = [
-            cut_chunks(storage.gradients, storage.pieces_of(partition))
-            for partition in assignment.partitions
-        ]
         # What the other owners will read of our gradients must be in the file, not with backward.
-        others = (chunks for n, chunks in enumerate(self._summed) if n != self._rank)
+        others = (chunks for n, chunks in enumerate(self.summed) if n != self._rank)
         visible = list(chain.from_iterable(others))
-        for partial in self._own:
+        for partial in self._own.values():
             partial.show(visible)
 
     def broadcast_from_lead(self, buffers: FlatTensors) -> None:
@@ -294,19 +258,15 @@ class HostMemory(Memory):
         # The stretch of its own partition in its own first partial sum is read by nobody but the
         # owner, whose fold is over: see the notes of `onefold.exchange.reduction`.
         own = self._own[0].flat
-        for chunk in self._summed[self._rank]:
+        for chunk in self.summed[self._rank]:
             own.chunk(chunk).copy_(whole.chunk(chunk))
         # The first meeting: all have written. The second: all have read, and may write again.
         self.transport.all_gather_bytes()
-        for owner, chunks in enumerate(self._summed):
+        for owner, chunks in enumerate(self.summed):
             source = self._partials[Published(owner, 0)]
             for chunk in chunks if owner != self._rank else ():
                 whole.chunk(chunk).copy_(source.chunk(chunk))
         self.transport.all_gather_bytes()
-
-    def release(self) -> None:
-        for partial in self._own:
-            partial.release()
 
     def make_own(self) -> None:
         for memory in self._of_parameters:
@@ -333,59 +293,18 @@ def _map_shared(
     return [memory[a : a + size] for a, size in zip(starts[:-1], sizes, strict=True)]
 
 
-class HostPipelineChannel(PipelineChannel):
-    """The channel of one process of several on a host: what is sent lies in files.
-
-    Args:
-        mailbox: connects the processes.
-        pipeline: how many devices a pipeline has.
-    """
-
-    def __init__(self, mailbox: Mailbox, pipeline: int) -> None:
-        self._mailbox, self._pipeline = mailbox, pipeline
-
-    def send(self, device: int, target: int, message: Message) -> None:
-        head, nbytes = head_of(message)
-        with temporary_file(nbytes) as (descriptor, memory):
-            write_message(message, head, memory)
-            self._mailbox.send_file(target, descriptor)
-
-    def receive(self, device: int, source: int) -> Message:
-        try:
-            return read_message(take_file(self._mailbox, source))
-        except PeerTimeout as error:
-            beyond = source + (source - device)
-            if beyond // self._pipeline != source // self._pipeline:
-                raise
-            # It does not say for whom it waits itself.
-            raise PeerTimeout(
-                f"{error}. In a pipeline, device {source} may itself have waited for device "
-                f"{beyond}",
-                device=error.device,
-                step=error.step,
-            ) from None
-
-
 class HostStageExchange(StageExchange):
     """The stage exchange of one process of several on a host.
 
     Args:
-        storage: the sizes.
-        transport: connects the processes.
-        buffers: two for each device, each (nbytes of the largest stage,) uint8, the same memory in
-            all processes.
-        column: the devices that compute the same stages, this one too.
+        memory: of this process.
     """
 
-    def __init__(
-        self,
-        storage: Storage,
-        transport: HostTransport,
-        buffers: Sequence[Sequence[torch.Tensor]],
-        column: Sequence[int],
-    ) -> None:
-        super().__init__(storage, transport.mailbox.rank)
-        self._transport, self._column, self._buffers = transport, column, buffers
+    def __init__(self, memory: HostMemory) -> None:
+        super().__init__(memory.storage, memory.assignment, memory.transport.mailbox.rank)
+        self._transport, self._buffers = memory.transport, memory.send_buffers
+        self._column = memory.assignment.plan.column_of(self.rank)
+        """The devices that compute the same stages, this one too."""
         self._turn = 0
 
     def exchange(self, call: StageMessage) -> list[Delivery]:
@@ -396,19 +315,16 @@ class HostStageExchange(StageExchange):
                 targets = [self._in_buffer(self.rank, number) for number, _ in leaving]
                 copy_each(targets, [storage_order(piece) for _, piece in leaving])
         headers = self._all_gather_headers(self._transport, self._column, call)
-        found = [
-            self._own_delivery(call)
-            if rank == self.rank and isinstance(call, GradientSend)
-            else self._read(rank, header)
-            for rank, header in headers.items()
-        ]
+        found = []
+        for rank, header in headers.items():
+            if rank == self.rank and isinstance(call, GradientSend):
+                found.append(self._own_delivery(call))
+                continue
+            given = self._given(header)
+            pieces = {n: self._shaped(self._in_buffer(rank, n), n) for n in given}
+            found.append(Delivery(header, pieces, shared=True))
         self._turn = 1 - self._turn
         return found
-
-    def _read(self, rank: int, header: Header) -> Delivery:
-        given = self._given(header)
-        pieces = {number: self._shaped(self._in_buffer(rank, number), number) for number in given}
-        return Delivery(header, pieces, shared=True)
 
     def _in_buffer(self, rank: int, number: int) -> torch.Tensor:
         """Where a piece lies in a device's buffer of this event: (numel,)."""
@@ -421,11 +337,14 @@ class HostTransport(Transport):
     Args:
         mailbox: connects the processes; closed with this transport.
         allocator: where its `buffer` lies, and what it scatters.
+        pipeline: how many devices a pipeline has.
     """
 
-    def __init__(self, mailbox: Mailbox, allocator: TensorAllocator = DEFAULT_ALLOCATOR) -> None:
+    def __init__(
+        self, mailbox: Mailbox, allocator: TensorAllocator = DEFAULT_ALLOCATOR, pipeline: int = 1
+    ) -> None:
         super().__init__(torch.device("cpu"), allocator)
-        self.mailbox = mailbox
+        self.mailbox, self._pipeline = mailbox, pipeline
         self._descriptor = -1
         """Of the file in which the buffer lies, if there is one."""
 
@@ -459,6 +378,27 @@ class HostTransport(Transport):
                 memory[: made.numel()] = made
                 self.mailbox.send_file(peer, descriptor)
         return make(0)
+
+    def send(self, device: int, target: int, message: Message) -> None:
+        head, nbytes = head_of(message)
+        with temporary_file(nbytes) as (descriptor, memory):
+            write_message(message, head, memory)
+            self.mailbox.send_file(target, descriptor)
+
+    def receive(self, device: int, source: int) -> Message:
+        try:
+            return read_message(take_file(self.mailbox, source))
+        except PeerTimeout as error:
+            beyond = source + (source - device)
+            if beyond // self._pipeline != source // self._pipeline:
+                raise
+            # It does not say for whom it waits itself.
+            raise PeerTimeout(
+                f"{error}. In a pipeline, device {source} may itself have waited for device "
+                f"{beyond}",
+                device=error.device,
+                step=error.step,
+            ) from None
 
     def close(self, failure: BaseException | None = None) -> None:
         # The reason first: once the sockets are closed nobody can be told.

@@ -143,13 +143,14 @@ class StageExchange(ABC):
 
     Args:
         storage: the sizes; its model has stages.
+        assignment: who owns what.
         rank: number of this process's first device.
     """
 
     prefetches = False
     """Whether parameters that are requested ahead of their use come while others are used."""
 
-    def __init__(self, storage: Storage, rank: int = 0) -> None:
+    def __init__(self, storage: Storage, assignment: Assignment, rank: int = 0) -> None:
         self.storage, self.rank = storage, rank
         self.layout = storage.stage_layout()
         self.sharded_layout = storage.sharded_layout()
@@ -158,9 +159,6 @@ class StageExchange(ABC):
         self._places = {number: n for numbers in entries for n, number in enumerate(numbers)}
         self._sizes = [len(numbers) for numbers in entries]
         self._values: Callable[[int], torch.Tensor]
-
-    def bind(self, assignment: Assignment) -> None:
-        """Adopt an assignment: who owns what. Called between steps, and before the first one."""
         self.owned = [by_stage(self.layout, each) for each in assignment.partitions]
         """For each device and stage, the pieces whose gradients are for it."""
 
@@ -241,16 +239,13 @@ class LocalStageExchange(StageExchange):
 
     Args:
         storage: the sizes.
+        assignment: who owns what.
         copies: whether gradients are to be copied, as sums are kept elsewhere than they lie.
     """
 
-    def __init__(self, storage: Storage, *, copies: bool = False) -> None:
-        super().__init__(storage)
-        self._copies = copies
-
-    def bind(self, assignment: Assignment) -> None:
-        super().bind(assignment)
-        self._devices = assignment.devices
+    def __init__(self, storage: Storage, assignment: Assignment, *, copies: bool = False) -> None:
+        super().__init__(storage, assignment)
+        self._devices, self._copies = assignment.devices, copies
 
     def exchange(self, call: StageMessage) -> list[Delivery]:
         if call is None:

@@ -1,10 +1,8 @@
-"""How the processes of a run reach each other: short messages, numbers, and bytes of any length.
+"""How processes reach each other: short messages, numbers, bytes, and tensors of a pipeline.
 
 A `Transport` knows nothing of steps, parameters or gradients. Every process makes the same calls in
 the same order. Each call may block, for the transport's limit at most, and raises `PeerError` when
 another device is lost, has failed, or does not make it.
-
-A `PipelineChannel` passes tensors from one device of a pipeline to the next, and back.
 
 Note: messages of a pipeline describe themselves
 ------------------------------------------------
@@ -22,9 +20,10 @@ from __future__ import annotations
 
 import struct
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -39,9 +38,7 @@ from onefold.system.words import message_of, words_of_failure
 __all__ = [
     "Alone",
     "Failure",
-    "LocalPipelineChannel",
     "Message",
-    "PipelineChannel",
     "Ranks",
     "Transport",
     "has_left",
@@ -212,9 +209,40 @@ class Transport(ABC):
             What was made for this process, possibly with more bytes after it.
         """
 
+    # Between neighbours of a pipeline, each pair's messages in their order
+
+    @abstractmethod
+    def send(self, device: int, target: int, message: Message) -> None:
+        """Send a message from a device of this process; does not wait until it is received."""
+
+    @abstractmethod
+    def receive(self, device: int, source: int) -> Message:
+        """Wait for the next message from ``source`` to a device of this process.
+
+        Its tensors lie on the host, in memory of their own.
+        """
+
+    def has_message(self, device: int, source: int) -> bool:
+        """Whether `receive` may be called.
+
+        Where one process drives a whole pipeline, the message must have been sent before.
+        """
+        return True
+
+    def finish_sending(self) -> None:  # noqa: B027 (most have nothing on its way)
+        """Wait until everything that was sent has left; called at the end of a step."""
+
+    def forget_messages(self) -> None:  # noqa: B027 (a failed step ends most runs for all)
+        """Forget what is left of a step that failed."""
+
 
 class Alone(Transport):
     """The transport of a process that drives all devices: there is nobody to wait for."""
+
+    @cached_property
+    def _sent(self) -> dict[tuple[int, int], deque[torch.Tensor]]:
+        """Messages under way, by the devices from which and to which they go."""
+        return defaultdict(deque)
 
     def all_gather_bytes(self, message: bytes = b"", among: Ranks = None) -> Sequence[bytes]:
         return (message,)
@@ -233,6 +261,18 @@ class Alone(Transport):
     def scatter_from_lead(self, make: Callable[[int], torch.Tensor] | None) -> torch.Tensor:
         assert make is not None  # this process is the lead's
         return make(0)
+
+    def send(self, device: int, target: int, message: Message) -> None:
+        self._sent[device, target].append(packed_message(message))
+
+    def receive(self, device: int, source: int) -> Message:
+        return read_message(self._sent[source, device].popleft())
+
+    def has_message(self, device: int, source: int) -> bool:
+        return bool(self._sent[source, device])
+
+    def forget_messages(self) -> None:
+        self._sent.clear()
 
     def close(self, failure: BaseException | None = None) -> None:
         pass
@@ -260,56 +300,6 @@ class Message:
     head: Any
     """Values that `onefold.core.wire` knows."""
     tensors: Sequence[torch.Tensor | None] = ()
-
-
-class PipelineChannel(ABC):
-    """Sends messages between neighbours of a pipeline, each pair's in their order."""
-
-    @abstractmethod
-    def send(self, device: int, target: int, message: Message) -> None:
-        """Send a message from a device of this process; does not wait until it is received."""
-
-    @abstractmethod
-    def receive(self, device: int, source: int) -> Message:
-        """Wait for the next message from ``source`` to a device of this process.
-
-        Its tensors lie on the host, in memory of their own.
-
-        Raises:
-            PeerError: the other device is lost, has failed, or sent nothing in time.
-        """
-
-    def has(self, device: int, source: int) -> bool:
-        """Whether `receive` may be called.
-
-        Where one process drives a whole pipeline, the message must have been sent before.
-        """
-        return True
-
-    def finish(self) -> None:  # noqa: B027 (most have nothing on its way)
-        """Wait until everything that was sent has left; called at the end of a step."""
-
-    def clear(self) -> None:  # noqa: B027 (a step that fails ends most runs for all processes)
-        """Forget what is left of a step that failed."""
-
-
-class LocalPipelineChannel(PipelineChannel):
-    """Between the devices of one process."""
-
-    def __init__(self) -> None:
-        self._sent: dict[tuple[int, int], deque[torch.Tensor]] = {}
-
-    def send(self, device: int, target: int, message: Message) -> None:
-        self._sent.setdefault((device, target), deque()).append(packed_message(message))
-
-    def receive(self, device: int, source: int) -> Message:
-        return read_message(self._sent[source, device].popleft())
-
-    def has(self, device: int, source: int) -> bool:
-        return bool(self._sent.get((source, device)))
-
-    def clear(self) -> None:
-        self._sent.clear()
 
 
 _LENGTH = struct.Struct("<q")

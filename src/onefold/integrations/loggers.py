@@ -87,27 +87,18 @@ def log_steps(
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise ValueError(f"every must be a positive whole number of steps, got {every!r}")
     write = _writing(logger) if trainer.is_lead else None
-    if write is not None:
-        trainer.on_step(_follower(write, every, prefix, lambda: _rates(optimizer)))
-    return StepLog(trainer, write)
-
-
-def _follower(
-    write: Write, every: int, prefix: str, rates: Callable[[], Mapping[str, float]]
-) -> Callable[[Step], None]:
-    samples, since = 0, 0.0
-    written = False
+    samples, since, written = 0, 0.0, False
 
     def follow(step: Step) -> None:
         nonlocal samples, since, written
         samples += step.samples
-        if written and step.number % every:
+        if write is None or (written and step.number % every):
             return
         found = {"loss": float(step.loss), "grad_norm": step.grad_norm}
         found |= {name: float(value) for name, value in step.values.items()}
         own = f"{prefix}{step.name}/" if step.name else prefix
         numbers = {own + name: value for name, value in found.items()}
-        numbers |= {prefix + name: rate for name, rate in rates().items()}
+        numbers |= {prefix + name: rate for name, rate in _rates(optimizer).items()}
         # Read after the loss, for which a GPU finishes the step.
         now = time.perf_counter()
         if written:
@@ -115,7 +106,9 @@ def _follower(
         samples, since, written = 0, now, True
         write(numbers, step.number)
 
-    return follow
+    # On the lead alone.
+    trainer.on_step(follow)
+    return StepLog(trainer, write)
 
 
 def _rates(

@@ -12,9 +12,9 @@ import msgspec
 import torch
 from torch import nn
 
-import onefold
 from onefold.errors import CheckpointError, LaunchError
-from onefold.jobs import finetune
+from onefold.jobs import finetune, require
+from onefold.jobs.classifier import classifier_examples, loss_and_score
 from onefold.jobs.data.arrays import read_digits, read_idx_folder
 from onefold.jobs.data.augment import (
     CentreCrop,
@@ -25,26 +25,31 @@ from onefold.jobs.data.augment import (
 )
 from onefold.jobs.data.classes import PictureClasses, read_folders
 from onefold.jobs.data.fetch import fetch_dataset
-from onefold.jobs.data.pictures import Mode, require_folder, require_pillow
+from onefold.jobs.data.pictures import Mode, require_folder
 from onefold.jobs.data.scan import Scanning
-from onefold.jobs.examples import classifier_examples
-from onefold.jobs.models.catalog import MODELS, build_model, head_name, head_of, import_timm
+from onefold.jobs.models.catalog import (
+    FIXED,
+    MODELS,
+    RESNETS,
+    build_model,
+    head_name,
+    head_of,
+    import_timm,
+)
 from onefold.jobs.options import (
     FRACTION,
     MOST_SIDE,
-    PART,
     SHARE,
     Augment,
-    Normalisation,
-    TrainOptions,
+    PictureOptions,
     again,
     expect,
     full_rate,
     option,
     within,
 )
-from onefold.jobs.runfolder import RunFolder, read_kept
-from onefold.jobs.training import Task, facts_of, loss_and_score
+from onefold.jobs.runfolder import RunFolder
+from onefold.jobs.training import Task
 from onefold.system.compat import BatchNorm
 
 __all__ = ["JOB", "ClassifyOptions", "PictureModel", "check_early", "make_task", "prepare"]
@@ -55,7 +60,6 @@ FETCHED = ("mnist", "fashion-mnist")
 FASHION_CLASSES = (
     "T-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "boot",
 )  # fmt: skip
-EVALUATION_BATCH_SIZE = 256
 USUAL_MODEL = "resnet18"
 SMALL = 64
 """Pictures up to this side are shifted rather than cut, and tested as a whole."""
@@ -65,9 +69,11 @@ CHANNELS: dict[Mode, int] = {"L": 1, "RGB": 3}
 """Channels of a picture, by its mode."""
 
 
-class PictureModel(finetune.Normalised, frozen=True, kw_only=True):
-    """What must be known of a model to use it on pictures; kept in ``run.json``."""
+class PictureModel(finetune.KeptModel, frozen=True, kw_only=True):
+    """What must be known of a model to classify pictures with it."""
 
+    job = JOB
+    fact = "picture_model"
     name: str
     """The model's name in the catalog, or ``timm:NAME``."""
     classes: tuple[str, ...]
@@ -76,15 +82,6 @@ class PictureModel(finetune.Normalised, frozen=True, kw_only=True):
     mode: Mode
     small_stem: bool | None
     """Whether its first layers are those for small pictures; None if the model has no choice."""
-
-    @classmethod
-    def of_run(cls, run: Path) -> PictureModel:
-        """Read it from the folder of a run.
-
-        Raises:
-            DataError: the folder is not that of a run of this job, or its ``run.json`` is damaged.
-        """
-        return read_kept(cls, run, JOB, "picture_model")
 
     def build(self) -> nn.Module:
         """Build the model with fresh weights."""
@@ -112,9 +109,9 @@ def check_early(options: ClassifyOptions) -> None:
         CheckpointError, DataError: the pretrained weights are missing or damaged.
         ValueError: an option does not suit the model.
     """
-    require_pillow()
+    require("reading pictures", "images", "PIL")
     finetune.require_pretrained(options.pretrained, JOB, options.pretrained_classes)
-    before = _before(options)
+    before = PictureModel.before(options)
     model = options.model or (before.name if before else USUAL_MODEL)
     if model not in MODELS:
         import_timm(model)
@@ -162,7 +159,7 @@ def settle(options: ClassifyOptions, data: PictureClasses) -> ClassifyOptions:
     Raises:
         ValueError: an option does not suit the pretrained run.
     """
-    before, run = _before(options), options.pretrained
+    before, run = PictureModel.before(options), options.pretrained
     if before and options.model not in (None, before.name):
         raise ValueError(
             f"--model {options.model}: the run {run} is of {before.name}; leave --model out to "
@@ -170,7 +167,7 @@ def settle(options: ClassifyOptions, data: PictureClasses) -> ClassifyOptions:
         )
     model = options.model or (before.name if before else USUAL_MODEL)
     # The weights of such a model, in its last layers, fit one size of picture only.
-    if before and not _any_size(model) and options.image_size not in (None, before.image_size):
+    if before and model not in RESNETS and options.image_size not in (None, before.image_size):
         raise ValueError(
             f"--image-size {options.image_size}: the run {run} is of {model}, which has one size, "
             f"{before.image_size}; leave --image-size out"
@@ -196,22 +193,11 @@ def _side(model: str, data: PictureClasses) -> int:
     # The median: a few huge pictures, or tiny ones, should not decide for all.
     shorter = [min(size) for size in data.sizes]
     usual = round(median(shorter))
-    if model in MODELS and not _any_size(model):
+    if model in FIXED:
         # LeNet halves its pictures twice and takes four pixels off in between: 12 is its least.
         fits = len(set(data.sizes)) == 1 and usual % 4 == 0 and 12 <= usual <= SMALL
         return usual if fits else FIXED_SIDE
     return usual if usual <= SMALL else min(usual, USUAL_SIDE)
-
-
-def _any_size(model: str) -> bool:
-    """Whether a model takes pictures of any size, so that it is a ResNet of the catalog."""
-    return model in MODELS and MODELS[model].any_size
-
-
-def _before(options: ClassifyOptions) -> PictureModel | None:
-    """The model of the run to start from; None if weights come from a file, or from nowhere."""
-    run = finetune.run_of(options.pretrained)
-    return PictureModel.of_run(run) if run else None
 
 
 def make_task(options: ClassifyOptions, data: PictureClasses) -> Task:
@@ -229,15 +215,13 @@ def make_task(options: ClassifyOptions, data: PictureClasses) -> Task:
     torch.manual_seed(options.seed)
     kind = _picture_model(options, data)
     model, kind = _with_weights(options, kind) if options.pretrained else (kind.build(), kind)
-    head = head_name(model)
-    frozen = finetune.freeze(model, options, head)
     pictures = partial(LabelledPictures, mode=kind.mode, normalise=kind.normalise)
     changes = _train_changes(options, kind.image_size)
     loss, score = loss_and_score(answer, options.label_smoothing)
     test_set = pictures(data.test.pictures, data.test.labels, changes=kind.test_changes)
     return Task(
         model=model,
-        groups=finetune.parameter_groups(model, options, head),
+        head=head_name(model),
         loss=loss,
         score=score,
         best="highest accuracy",
@@ -246,15 +230,14 @@ def make_task(options: ClassifyOptions, data: PictureClasses) -> Task:
         least_shard=2 if any(isinstance(part, BatchNorm) for part in model.modules()) else 1,
         train_set=pictures(data.train.pictures, data.train.labels, changes=changes),
         test_set=test_set,
-        examples=lambda trainer, folder: _examples(trainer, folder, test_set, kind, options),
+        examples=lambda predict, folder: classifier_examples(
+            JOB, predict, answer, test_set, kind.classes, partial(_shown, folder, test_set)
+        ),
         facts={
-            **facts_of(data),
             "classes": list(kind.classes),
             "model": kind.name,
             "picture_model": msgspec.structs.asdict(kind),
-            "frozen": frozen,
         },
-        scan=data.scan,
     )
 
 
@@ -264,20 +247,13 @@ def answer(model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return model(images), labels
 
 
-def confidences(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
-    """The probability of every class, (n, classes) float32, for every picture of a shard."""
-    return {"confidence": answer(model, batch)[0].softmax(dim=1)}
-
-
 def _picture_model(options: ClassifyOptions, data: PictureClasses) -> PictureModel:
-    before = _before(options)
+    before = PictureModel.before(options)
     # Published weights are of colour pictures, and so are the numbers of ImageNet. The first layer
     # of a run has so many channels as its pictures had, whatever these have.
     colours = options.normalise == "imagenet" or (options.pretrained and not before)
     mode: Mode = "RGB" if colours else (before or data).mode
-    mean, std = finetune.statistics_of(
-        options.normalise, options.pretrained, before, data.sums, channels=CHANNELS[mode]
-    )
+    mean, std = finetune.statistics_of(options, before, data.sums, channels=CHANNELS[mode])
     size, model = options.image_size or USUAL_SIDE, options.model or USUAL_MODEL
     stem = size <= SMALL if options.stem == "auto" else options.stem == "small"
     return PictureModel(
@@ -287,7 +263,7 @@ def _picture_model(options: ClassifyOptions, data: PictureClasses) -> PictureMod
         mode=mode,
         mean=mean,
         std=std,
-        small_stem=stem if _any_size(model) else None,
+        small_stem=stem if model in RESNETS else None,
         white=data.white,
     )
 
@@ -347,23 +323,10 @@ def _train_changes(options: ClassifyOptions, size: int) -> list[Any]:
     return [*changes[options.augment], *([RandomFlip()] if options.flip == "yes" else [])]
 
 
-def _examples(
-    trainer: onefold.Trainer,
-    folder: RunFolder,
-    test_set: LabelledPictures,
-    kind: PictureModel,
-    options: ClassifyOptions,
-) -> dict[str, Any]:
-    """Show what the trained model predicts for the test pictures; called on every device."""
-    predicted = trainer.predict(
-        confidences, test_set, batch_size=EVALUATION_BATCH_SIZE, workers=options.workers
-    )["confidence"]
-
-    def show(number: int) -> dict[str, Any]:
-        picture = folder.save_picture(test_set.pictures[number], number)
-        return {"name": test_set.pictures.name(number), "picture": picture}
-
-    return classifier_examples(JOB, predicted, test_set.labels, kind.classes, show)
+def _shown(folder: RunFolder, test_set: LabelledPictures, number: int) -> dict[str, Any]:
+    """What a report shows of a picture, which is written for it."""
+    picture = folder.save_picture(test_set.pictures[number], number)
+    return {"name": test_set.pictures.name(number), "picture": picture}
 
 
 Flip = Literal["auto", "yes", "no"]
@@ -371,7 +334,7 @@ Stem = Literal["auto", "small", "large"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClassifyOptions(TrainOptions):
+class ClassifyOptions(PictureOptions):
     """Options of ``onefold train classify``."""
 
     epochs: int | None = again("epochs", shown="10, or 5 with --pretrained")
@@ -382,9 +345,6 @@ class ClassifyOptions(TrainOptions):
         shown="resnet18, or that of the pretrained run",
     )
     cache: str = option("~/.cache/onefold", "Where mnist and fashion-mnist are fetched to.")
-    holdout: float = option(
-        0.1, "Share of each class to test with, where there is no test set.", PART
-    )
     image_size: int | None = option(
         None,
         "Side of the square that pictures are brought to, in pixels.",
@@ -401,18 +361,9 @@ class ClassifyOptions(TrainOptions):
         0.35, "With --augment crop: the smallest share that is cut out.", FRACTION
     )
     flip: Flip = option("auto", "Mirror every second picture; auto: if they have colours.")
-    normalise: Normalisation = option(
-        "auto", "By the numbers of ImageNet or of the data; auto: as pretrained weights want it."
-    )
     label_smoothing: float = option(0.0, "Share of a label that is spread over all classes.", SHARE)
     labels_as_is: bool = option(
         False, "Accept every label as a class, even if they look like numbers, lists or typos."
-    )
-    pretrained: str | None = option(
-        None, "Begin with the weights of a file, or of the folder of a run.", shown="none"
-    )
-    pretrained_key: str | None = option(
-        None, "Where the file keeps its weights, such as state_dict.", shown="at the top"
     )
     pretrained_classes: str | None = option(
         None, "File of the pretrained model's class names, one a line.", shown="those of the run"
@@ -422,12 +373,7 @@ class ClassifyOptions(TrainOptions):
     )
 
     def __post_init__(self) -> None:
-        # Not super(): dataclass(slots=True) makes the class a second time, and super() without
-        # arguments still looks for the first.
-        TrainOptions.__post_init__(self)
+        # Not super(), which fails here: see PictureOptions.
+        PictureOptions.__post_init__(self)
         known = self.model is None or self.model in MODELS or self.model.startswith("timm:")
         expect(known, "model", self.model, f"{', '.join(MODELS)} or timm:NAME")
-        # An option that would do nothing is more likely a mistake than intended.
-        for name in ("pretrained_key", "pretrained_classes", "reuse_classes"):
-            useful = self.pretrained is not None or not getattr(self, name)
-            expect(useful, name, "", "with --pretrained")

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import msgspec
 import torch
@@ -24,15 +24,15 @@ import onefold
 from onefold.errors import CheckpointError, DataError, LaunchError
 from onefold.jobs.data.augment import IMAGENET, Normalise
 from onefold.jobs.data.pictures import Sums
-from onefold.jobs.options import Normalisation, TrainOptions, scaled_rate
-from onefold.jobs.runfolder import CHECKPOINTS, SavedName, read_run
+from onefold.jobs.options import PictureOptions, TrainOptions, scaled_rate
+from onefold.jobs.runfolder import CHECKPOINTS, SavedName, kept_facts, read_run
 from onefold.system.compat import BatchNorm
 from onefold.system.words import listed
 from onefold.weights.file import best_scored, check_weights
-from onefold.weights.load import Loaded, refuse_spoilt
+from onefold.weights.load import Loaded, bare_name, refuse_spoilt
 
 __all__ = [
-    "Normalised",
+    "KeptModel",
     "best_checkpoint",
     "freeze",
     "is_run",
@@ -50,8 +50,6 @@ Head = str | tuple[str, ...]
 """Names of the parts that make up the last layer, usually a single one."""
 
 _SHOWN = 80
-_WRAPPERS = ("module", "_orig_mod")
-"""Parts of parameter names that DataParallel and torch.compile add."""
 
 
 def is_run(path: Path) -> bool:
@@ -174,8 +172,7 @@ def load_body(model: nn.Module, weights: Path, head: str, *, key: str | None) ->
     lacking = [name for name in loaded.missing if counts(name)]
     # Further layers in parts of this model: the file is of another one.
     parts = {name.partition(".")[0] for name in model.state_dict() if not _is_under(name, head)}
-    words = (name.split(".") for name in loaded.unexpected)
-    plain = [".".join(word for word in each if word not in _WRAPPERS) for each in words]
+    plain = map(bare_name, loaded.unexpected)
     strange = [name for name in plain if counts(name) and name.partition(".")[0] in parts]
     if lacking or strange:
         part = f"the whole model but {head}" if head else "the whole encoder"
@@ -185,9 +182,12 @@ def load_body(model: nn.Module, weights: Path, head: str, *, key: str | None) ->
         )
 
 
-class Normalised(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the pictures of a model become numbers."""
+class KeptModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What must be known of a model to use it on pictures; kept in ``run.json``."""
 
+    job: ClassVar[str]
+    fact: ClassVar[str]
+    """Its name in ``run.json``."""
     mean: tuple[float, ...]
     std: tuple[float, ...]
     white: int | None = None
@@ -198,27 +198,39 @@ class Normalised(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         """How its pictures become numbers."""
         return Normalise(self.mean, self.std)
 
+    @classmethod
+    def of_run(cls, run: Path) -> Self:
+        """Read it from the folder of a run.
+
+        Raises:
+            DataError: the folder is not that of a run of this job, or its ``run.json`` is damaged.
+        """
+        facts = read_run(run, cls.job)
+        with kept_facts(run):
+            return msgspec.convert(facts[cls.fact], cls)
+
+    @classmethod
+    def before(cls, options: PictureOptions) -> Self | None:
+        """The model of the run to start from; None if weights come from a file, or from nowhere."""
+        run = run_of(options.pretrained)
+        return cls.of_run(run) if run else None
+
 
 def statistics_of(
-    chosen: Normalisation,
-    pretrained: str | None,
-    before: Normalised | None,
-    sums: Sums,
-    *,
-    channels: int,
+    options: PictureOptions, before: KeptModel | None, sums: Sums, *, channels: int
 ) -> Iterator[tuple[float, ...]]:
     """Yield the mean and the standard deviation by which pictures are normalised.
 
     Args:
-        chosen: as the option says.
-        pretrained: where the weights come from, if any do.
-        before: the model of the run that they come from, if it is one.
+        options: ``normalise`` and ``pretrained`` are read.
+        before: the model of the run that the weights come from, if they do.
         sums: over the pixels of the training pictures.
         channels: of the model's pictures.
     """
+    chosen = options.normalise
     if chosen == "auto" and before:
         statistics = before.mean, before.std
-    elif chosen == "imagenet" or (chosen == "auto" and pretrained):
+    elif chosen == "imagenet" or (chosen == "auto" and options.pretrained):
         statistics = IMAGENET
     else:
         statistics = ((0.0,), (1.0,)) if chosen == "none" else sums.mean_and_std()

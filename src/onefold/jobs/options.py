@@ -41,6 +41,7 @@ __all__ = [
     "Augment",
     "Normalisation",
     "Optimizer",
+    "PictureOptions",
     "TrainOptions",
     "again",
     "check_limits",
@@ -49,6 +50,7 @@ __all__ = [
     "full_rate",
     "make_optimizer",
     "option",
+    "parse_toml",
     "rate_factor",
     "read_config",
     "scaled_rate",
@@ -120,14 +122,14 @@ def option(
 
 
 def again(name: str, default: Any = None, **notes: str | None) -> Any:
-    """Declare an option of all jobs once more, for a job in which it is not quite the same.
+    """Declare an option of several jobs once more, for a job in which it is not quite the same.
 
     Args:
         name: name of the option.
         default: the option's value in this job if none is given.
         notes: ``help`` or ``shown``, where it differs.
     """
-    common = TrainOptions.__dataclass_fields__[name].metadata
+    common = PictureOptions.__dataclass_fields__[name].metadata
     return dataclasses.field(default=default, metadata={**common, **notes})
 
 
@@ -243,6 +245,33 @@ class TrainOptions:
         return Path(self.runs) / self.name
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PictureOptions(TrainOptions):
+    """The options that the jobs of pictures have besides."""
+
+    holdout: float = option(
+        0.1, "Share (of each class) to test with, where there is no test set.", PART
+    )
+    normalise: Normalisation = option(
+        "auto", "By the numbers of ImageNet or of the data; auto: as pretrained weights want it."
+    )
+    pretrained: str | None = option(
+        None, "Begin with the weights of a file, or of the folder of a run.", shown="none"
+    )
+    pretrained_key: str | None = option(
+        None, "Where the file keeps its weights, such as state_dict.", shown="at the top"
+    )
+
+    def __post_init__(self) -> None:
+        # Not super(): dataclass(slots=True) makes the class a second time, and super() without
+        # arguments still looks for the first.
+        TrainOptions.__post_init__(self)
+        # An option that would do nothing is more likely a mistake than intended.
+        for name in ("pretrained_key", "pretrained_classes", "reuse_classes"):
+            useful = self.pretrained is not None or not getattr(self, name, None)
+            expect(useful, name, "", "with --pretrained")
+
+
 RUN_OPTIONS = frozenset(
     {"data", "devices", "epochs", "placement", "resume", "runs", "save_every", "workers"}
 )
@@ -307,6 +336,23 @@ def _words(hint: Any) -> str:
     return " or ".join(_words(choice) for choice in choices if choice is not NoneType)
 
 
+def parse_toml(content: bytes) -> dict[str, Any]:
+    """Parse a TOML file.
+
+    Raises:
+        ValueError: the content is not TOML, or is nested too deeply.
+    """
+    try:
+        values = tomllib.loads(content.decode())
+    # tomllib reads nested lists by recursion, and sets no limit of its own. Dots in a name make
+    # tables within each other, without any recursion.
+    except RecursionError:
+        values = None
+    if values is None or nested_too_deeply(values):
+        raise ValueError("it is nested too deeply")
+    return values
+
+
 def read_config(path: Path, job: str) -> dict[str, Any]:
     """Read names and values from a config file.
 
@@ -320,15 +366,9 @@ def read_config(path: Path, job: str) -> dict[str, Any]:
     """
     content = read_whole(path, _MOST_CONFIG_BYTES)
     try:
-        values = tomllib.loads(content.decode())
-    except RecursionError:
-        # tomllib reads nested lists by recursion, and sets no limit of its own.
-        raise ValueError(f"{path}: expected a TOML file, got lists without end") from None
+        values = parse_toml(content)
     except ValueError as error:
         raise ValueError(f"{path}: expected a TOML file: {error}") from error
-    # Dots in a name make tables within each other, without any recursion of tomllib's.
-    if nested_too_deeply(values):
-        raise ValueError(f"{path}: expected a TOML file, got tables without end")
     found = values.pop("job", job)
     if found != job:
         raise ValueError(f"{path}: expected options of onefold train {job}, got those of {found}")
@@ -337,12 +377,9 @@ def read_config(path: Path, job: str) -> dict[str, Any]:
 
 def write_config(options: TrainOptions, job: str, path: Path) -> None:
     """Write options as a file for `read_config`."""
+    values = dataclasses.asdict(options)
     # Whether a run resumes belongs to one command, and not to the run.
-    values = {
-        field.name: getattr(options, field.name)
-        for field in dataclasses.fields(options)
-        if field.name != "resume"
-    }
+    del values["resume"]
     # TOML has no null: an option without a value is left out, and reads as its default.
     given = {name: value for name, value in values.items() if value is not None}
     write_whole(path, tomli_w.dumps({"job": job, **given}).encode())

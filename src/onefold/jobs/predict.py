@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, TextIO
 
@@ -17,25 +18,22 @@ import msgspec
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import Dataset
 
 import onefold
 from onefold.errors import CheckpointError, DataError, OnefoldError
-from onefold.jobs import classify, segment, text
-from onefold.jobs.data.augment import LabelledPictures, Normalise
+from onefold.jobs import classify, require, segment, text
+from onefold.jobs.classifier import Answer, Measured, confidences
+from onefold.jobs.data.augment import LabelledPictures
 from onefold.jobs.data.files import BadFile, refuse, require_ours
 from onefold.jobs.data.pictures import (
     PictureFiles,
-    made_here,
-    open_picture,
     picture_paths,
-    require_pillow,
 )
 from onefold.jobs.data.scan import Scanning, Seen, scan_pictures
 from onefold.jobs.data.tsv import decoded, read_lines
-from onefold.jobs.finetune import best_checkpoint, load_finite
-from onefold.jobs.options import COUNT, MOST_SHARDS, MOST_WORKERS, check_limits, option, within
-from onefold.jobs.progress import ReadingBar
+from onefold.jobs.finetune import KeptModel, best_checkpoint, load_finite
+from onefold.jobs.options import COUNT, MOST_SHARDS, again, check_limits, option
+from onefold.jobs.progress import reading_bar
 from onefold.jobs.runfolder import CHECKPOINTS, kept_facts, read_run, require_writable
 from onefold.jobs.segment_pictures import Padded, whole_logits
 from onefold.jobs.text_models import EncodedTexts
@@ -53,23 +51,20 @@ _STEP = re.compile(r"step-([0-9]{8,})")
 class PredictOptions:
     """How to use a run."""
 
-    devices: str = "auto"
-    """As for training."""
-    output: Path | None = None
-    """File for the predictions, or folder for the masks; None prints them."""
-    format: Format | None = None
-    """None chooses by the ending of ``output``; CSV if it has another."""
-    weights: Literal["best", "last"] = "best"
-    """Which checkpoint of the run to use."""
+    devices: str = again("devices", "auto")
+    output: Path | None = option(
+        None, "File for the predictions, or folder for masks.", shown="the screen"
+    )
+    format: Format | None = option(
+        None, "Of the predictions.", shown="by the ending of --output, or csv"
+    )
+    weights: Literal["best", "last"] = option("best", "Which checkpoint of the run.")
     top: int = option(1, "How many classes to report for each, the surest first.", COUNT)
     batch_size: int | None = option(
-        None,
-        "Samples of a batch, over all devices; None takes what the job's evaluation uses.",
-        COUNT,
+        None, "Samples of a batch, over all devices.", COUNT, shown="that of the job's evaluation"
     )
-    workers: int = option(0, "Processes that read ahead, for each device.", within(0, MOST_WORKERS))
-    skip_bad: bool = False
-    """Leave out what cannot be read, rather than refuse it."""
+    workers: int = again("workers", 0)
+    skip_bad: bool = option(False, "Leave out what cannot be read, rather than refuse it.")
 
     def __post_init__(self) -> None:
         check_limits(self)
@@ -94,6 +89,12 @@ class _Input:
     """The name of the file, counted from the path that was given."""
     text: str = ""
     line: int = 0
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """What its prediction begins with."""
+        where = {"line": self.line, "text": self.text} if self.line else {}
+        return {"file": self.name, **where}
 
 
 def predict_run(run: Path, paths: Sequence[Path], options: PredictOptions) -> Prediction:
@@ -167,7 +168,7 @@ def write_prediction(
 
 def _read_pictures(paths: Sequence[Path], *, masks: bool) -> tuple[list[_Input], list[BadFile]]:
     """Find all pictures, and read each once; return those that can be read, and the others."""
-    require_pillow()
+    require("reading pictures", "images", "PIL")
     found: dict[Path, str] = {}
     bad: list[BadFile] = []
     # By path, so that a file that was named, and its folder as well, counts once.
@@ -182,8 +183,8 @@ def _read_pictures(paths: Sequence[Path], *, masks: bool) -> tuple[list[_Input],
     if not masks and len(set(found.values())) < len(found):
         # Of one name in several folders: nobody could tell their rows apart.
         found = {path: str(path) for path in found}
-    with ReadingBar() as bar:
-        seen = scan_pictures([*found], scanning=Scanning(watch=bar.watch))
+    with reading_bar() as watch:
+        seen = scan_pictures([*found], scanning=Scanning(watch=watch))
     bad += [each for each in seen if isinstance(each, BadFile)]
     valid = [item for item, each in zip(found.items(), seen, strict=True) if isinstance(each, Seen)]
     return [_Input(path, name) for path, name in valid], bad
@@ -276,32 +277,49 @@ class _Use:
         kind = classify.PictureModel.of_run(self.run)
         with kept_facts(self.run):
             model = kind.build()
-        pictures = PictureFiles([each.path for each in self.inputs], Path(), kind.white)
         data = LabelledPictures(
-            pictures, [0] * len(pictures), kind.mode, kind.test_changes, kind.normalise
+            self._files(kind), self._numbers, kind.mode, kind.test_changes, kind.normalise
         )
-        size = classify.EVALUATION_BATCH_SIZE
-        found = self._predict(model, classify.confidences, data, size)["confidence"]
-        rows = zip(self.inputs, _classes(found, kind.classes, self.options.top), strict=True)
-        return [{"file": each.name, "classes": classes} for each, classes in rows]
+        return self._classes(model, classify.answer, data, kind.classes)
 
     def texts(self) -> list[dict[str, Any]]:
         """The classes of texts."""
         kind = text.TextModel.of_run(self.run)
-        ids = kind.encode([each.text for each in self.inputs])
-        data = EncodedTexts(ids, [0] * len(ids))
-        model, size = kind.build(self.run), text.EVALUATION_BATCH_SIZE
-        found = self._predict(model, text.confidences, data, size, kind.collate)["confidence"]
-        rows = zip(self.inputs, _classes(found, kind.classes, self.options.top), strict=True)
+        data = EncodedTexts(kind.encode([each.text for each in self.inputs]), self._numbers)
+        return self._classes(kind.build(self.run), text.answer, data, kind.classes, kind.collate)
+
+    def _classes(
+        self,
+        model: nn.Module,
+        answer: Answer,
+        data: LabelledPictures | EncodedTexts,
+        classes: Sequence[str],
+        collate: Callable[[list[Any]], Any] | None = None,
+    ) -> list[dict[str, Any]]:
+        """Choose the most probable classes of each sample, the first of equal ones."""
+        said = self._predict(model, confidences(answer), data, collate)["confidence"]
+        # topk may return equal ones in any order, and in another one on a GPU; a stable sort does
+        # not.
+        order = said.argsort(dim=1, descending=True, stable=True)[:, : self.options.top]
+        rows = zip(self.inputs, order.tolist(), said.gather(1, order).tolist(), strict=True)
         return [
-            {"file": each.name, "line": each.line, "text": each.text, "classes": classes}
-            for each, classes in rows
+            {
+                **each.row,
+                "classes": [
+                    {"class": classes[number], "confidence": sure}
+                    for number, sure in zip(numbers, confidence, strict=True)
+                ],
+            }
+            for each, numbers, confidence in rows
         ]
 
     def masks(self) -> list[dict[str, Any]]:
         """Masks, which are written, and the share of each that is foreground."""
         from PIL import Image
+        from PIL.PngImagePlugin import PngInfo
 
+        note = PngInfo()
+        note.add_text("Software", MASK_NOTE)
         kind = segment.MaskModel.of_run(self.run)
         with kept_facts(self.run):
             model = kind.build()
@@ -320,26 +338,34 @@ class _Use:
                 drawn = Image.fromarray(np.where(pixels.numpy(), 255, 0).astype(np.uint8))
                 # Whole or not at all, so that nothing half-written lies there after a stop.
                 with aside_of(path) as file:
-                    drawn.save(file, format="PNG", pnginfo=made_here(MASK_NOTE))
+                    drawn.save(file, format="PNG", pnginfo=note)
                 shares.append(pixels.to(torch.float64).mean())
             return {"share": torch.stack(shares)}
 
-        paths = [each.path for each in self.inputs]
-        data = _NumberedPictures(paths, kind.normalise, kind.white)
-        shares = self._predict(model, draw, data, segment.EVALUATION_BATCH_SIZE, padded)["share"]
+        data = LabelledPictures(self._files(kind), self._numbers, "RGB", (), kind.normalise)
+        collate = partial(_numbered, padded=padded)
+        size = segment.EVALUATION_BATCH_SIZE
+        shares = self._predict(model, draw, data, collate, batch_size=size)["share"]
         return [
-            {"file": each.name, "mask": _mask_name(each.name), "share": share}
+            {**each.row, "mask": _mask_name(each.name), "share": share}
             for each, share in zip(self.inputs, shares.tolist(), strict=True)
         ]
+
+    @property
+    def _numbers(self) -> range:
+        return range(len(self.inputs))
+
+    def _files(self, kind: KeptModel) -> PictureFiles:
+        return PictureFiles([each.path for each in self.inputs], Path(), kind.white)
 
     def _predict(
         self,
         model: nn.Module,
-        measure: Callable[[nn.Module, Any], dict[str, torch.Tensor]],
-        data: LabelledPictures | EncodedTexts | _NumberedPictures,
-        batch_size: int,
-        collate: Callable[[list[Any]], Any] | None = None,
-    ) -> dict[str, torch.Tensor]:
+        measure: Callable[[nn.Module, Any], Measured],
+        data: LabelledPictures | EncodedTexts,
+        collate: Callable[[list[Any]], Any] | None,
+        batch_size: int = 256,
+    ) -> Measured:
         """Load the weights into the model, and measure all data by a trainer without any step."""
         load_finite(model, self.weights)
         *others, last = model.parameters()
@@ -347,8 +373,7 @@ class _Use:
         for parameter in others:
             parameter.requires_grad_(False)
         # As in training: as many devices may share a batch as could then.
-        with kept_facts(self.run):
-            shards = msgspec.convert(read_run(self.run), _Kept).shards
+        shards = read_run(self.run, shape=_Kept)["shards"]
         optimizer = torch.optim.SGD([last], lr=0.0)
         return onefold.Trainer(model, optimizer, _no_loss, shards=shards).predict(
             measure,
@@ -375,38 +400,9 @@ def _no_loss(model: nn.Module, batch: Any) -> torch.Tensor:
     raise NotImplementedError("a run that only predicts makes no step")
 
 
-def _classes(said: torch.Tensor, classes: Sequence[str], top: int) -> list[list[dict[str, Any]]]:
-    """Choose the most probable classes of each sample, the first of equal ones.
-
-    Args:
-        said: (n, classes) float32, the probability of every class.
-        classes: the names of the classes.
-        top: how many to choose.
-    """
-    # topk may return equal ones in any order, and in another one on a GPU; a stable sort does not.
-    order = said.argsort(dim=1, descending=True, stable=True)[:, :top]
-    sure = said.gather(1, order)
-    return [
-        [{"class": classes[c], "confidence": p} for c, p in zip(cs, ps, strict=True)]
-        for cs, ps in zip(order.tolist(), sure.tolist(), strict=True)
-    ]
-
-
-@dataclass(eq=False)
-class _NumberedPictures(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Whole pictures, each with its number in the place of a mask."""
-
-    paths: Sequence[Path]
-    normalise: Normalise
-    white: int | None
-
-    def __len__(self) -> int:
-        return len(self.paths)
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        picture = open_picture(self.paths[index], white=self.white)
-        image = self.normalise(picture.convert("RGB"))
-        return image, torch.full((1, 1), float(index))
+def _numbered(samples: list[tuple[torch.Tensor, int]], padded: Padded) -> dict[str, torch.Tensor]:
+    """Make a shard of pictures, each with its number in the place of a mask."""
+    return padded([(image, torch.full((1, 1), float(number))) for image, number in samples])
 
 
 _FORMULAS = ("=", "+", "-", "@", "\t", "\r", "\n", "\uff1d", "\uff0b", "\uff0d", "\uff20")

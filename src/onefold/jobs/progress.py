@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, final
 
 from rich.console import Console
@@ -21,7 +22,7 @@ from rich.text import Text
 import onefold
 from onefold.system.words import counted, tell
 
-__all__ = ["PHASES", "ReadingBar", "TrainingBar", "epoch_line"]
+__all__ = ["PHASES", "TrainingBar", "epoch_line", "reading_bar"]
 
 PHASES = ("data", "forward", "backward", "exchange", "update")
 """What the time of a step is spent on; see `onefold.Step.seconds`."""
@@ -36,43 +37,35 @@ class SpeedColumn(ProgressColumn):
         return Text("" if speed is None else f"{speed:,.0f} samples/s")
 
 
-@final
-class ReadingBar:
-    """Shows how many files have been read: a bar on a terminal, otherwise one line."""
+@contextmanager
+def reading_bar() -> Iterator[Callable[[int, int], None]]:
+    """Show how many files have been read: a bar on a terminal, otherwise one line.
 
-    def __init__(self) -> None:
-        # stdout is for results, such as predictions that go to another program.
-        self._console = Console(stderr=True)
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            console=self._console,
-            transient=True,
-        )
-        self._task = self._progress.add_task("reading files", total=None)
-        self._begun = False
-        self._beginning = threading.Lock()
+    Yields:
+        What to call with how many files of how many have been read, from one thread.
+    """
+    # stdout is for results, such as predictions that go to another program.
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    progress = Progress(*columns, TimeRemainingColumn(), console=console, transient=True)
+    task = progress.add_task("reading files", total=None)
+    begun = False
 
-    def __enter__(self) -> ReadingBar:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self._begun and self._console.is_terminal:
-            self._progress.stop()
-
-    def watch(self, done: int, total: int) -> None:
-        """Note how many files of how many have been read."""
-        self._progress.update(self._task, completed=done, total=total)
-        # Several threads decode and report here, and only one of them may start the bar.
-        with self._beginning:
-            begun, self._begun = self._begun, True
+    def watch(done: int, total: int) -> None:
+        nonlocal begun
+        progress.update(task, completed=done, total=total)
         # With the first report and not before: data without files to look through show no bar.
-        if not begun and self._console.is_terminal:
-            self._progress.start()
+        if not begun and console.is_terminal:
+            progress.start()
         elif not begun:
             tell(f"reading {counted(total, 'file')}")
+        begun = True
+
+    try:
+        yield watch
+    finally:
+        if begun and console.is_terminal:
+            progress.stop()
 
 
 @final

@@ -18,14 +18,14 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import onefold
 from onefold.errors import CheckpointError, DataError, LaunchError, PeerFailed, PeerLost, RunFailed
 from onefold.jobs.data.files import visible
 from onefold.jobs.data.scan import Scanning, read_scan
 from onefold.jobs.options import RUN_OPTIONS, TrainOptions, from_mapping, read_config
-from onefold.jobs.progress import ReadingBar
+from onefold.jobs.progress import reading_bar
 from onefold.jobs.runfolder import (
     CONFIG,
     RUN,
@@ -74,6 +74,13 @@ class Job:
     """Builds the model and the rest, on every device."""
 
 
+class _Before(TypedDict, total=False):
+    """What a run that resumes takes apart of its ``run.json``."""
+
+    epochs: int
+    data: str
+
+
 def read_options(job: Job, given: dict[str, Any], config: Path | None) -> TrainOptions:
     """Join the options of a config file, of the command line, and of the run that is resumed.
 
@@ -119,7 +126,8 @@ def run_job(job: Job, options: TrainOptions) -> dict[str, Any]:
         RunFailed: a device failed, or the run was stopped.
     """
     # In the order of what they cost: whatever can be refused at once is, before the data are read.
-    before = _said_before(options)
+    begun = options.resume and (options.folder / RUN).is_file()
+    before = read_run(options.folder, job.name, shape=_Before) if begun else {}
     _check_unfinished(options, before)
     require_room(options.folder)
     job.check_early(options)
@@ -179,8 +187,8 @@ def _read_data(job: Job, options: TrainOptions) -> Any:
     """Read the data; files that the run has seen before, unchanged, are not read again."""
     known = read_scan(options.folder / SCAN) if options.resume else {}
     try:
-        with ReadingBar() as bar:
-            return job.prepare(options, Scanning(known=known, watch=bar.watch))
+        with reading_bar() as watch:
+            return job.prepare(options, Scanning(known=known, watch=watch))
     except KeyboardInterrupt as stop:
         # Ctrl-C raises KeyboardInterrupt itself, SIGTERM and SIGHUP its subclass `Stopped`.
         number = stop.number if isinstance(stop, Stopped) else signal.SIGINT
@@ -196,17 +204,8 @@ def _home(options: TrainOptions) -> str:
     return str(next(each for each in options.folder.absolute().parents if each.is_dir()))
 
 
-def _said_before(options: TrainOptions) -> dict[str, Any]:
-    """What ``run.json`` holds of a run that resumes; empty if it is new, or wrote none yet."""
-    if options.resume and (options.folder / RUN).is_file():
-        return read_run(options.folder)
-    return {}
-
-
 def _check_unfinished(options: TrainOptions, before: dict[str, Any]) -> None:
     done = before.get("epochs", 0)
-    if not isinstance(done, int):
-        raise DataError(f"{options.folder / RUN}: expected a number of epochs, got {done!r:.40}")
     if before.get("finished") and (options.epochs or 0) <= done:
         raise LaunchError(
             f"{options.folder}: the run has finished its {done} epochs; --resume with more "
@@ -216,13 +215,6 @@ def _check_unfinished(options: TrainOptions, before: dict[str, Any]) -> None:
 
 def _check_same_data(options: TrainOptions, before: dict[str, Any], digest: str) -> None:
     then = before.get("data", digest)
-    # Earlier versions took a shorter digest, which did not cover the labels of pictures.
-    if isinstance(then, str) and len(then) < len(digest):
-        raise DataError(
-            f"{options.data}: the run {options.name} was begun by a onefold that noted less of its "
-            f"data, so nobody can tell whether these are the same. A new --name begins another "
-            f"run; --pretrained {options.folder} begins it with these weights"
-        )
     if then != digest:
         raise DataError(
             f"{options.data}: expected the data that the run {options.name} was begun with, these "
@@ -237,7 +229,7 @@ def _train(job: Job, options: TrainOptions, data: Any) -> dict[str, Any] | Excep
     # Here all devices fail alike: they build the same model from the same options and files.
     try:
         task = job.make_task(options, data)
-        training = begin_training(options, job.name, task)
+        training = begin_training(options, job.name, task, data)
     except (LaunchError, DataError, CheckpointError, ValueError, OSError) as error:
         return error
     try:

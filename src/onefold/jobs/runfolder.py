@@ -23,8 +23,8 @@ import json
 import logging
 import math
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
@@ -50,7 +50,8 @@ __all__ = [
     "check_folder",
     "kept_facts",
     "next_name",
-    "read_kept",
+    "read_lines",
+    "read_object",
     "read_run",
     "require_room",
     "require_writable",
@@ -69,10 +70,9 @@ _TRIED_BYTES = 4096
 _LINE_BYTES = 1 << 20
 _LARGEST = 224
 """The longer side of a report's pictures, in pixels at most."""
+_AnyLine = TypeVar("_AnyLine")
 _ERRORS = (AttributeError, LookupError, OSError, OverflowError, TypeError, ValueError)
 """What facts of another kind than expected may raise."""
-
-_Kept = TypeVar("_Kept")
 
 
 def next_name(runs: Path, job: str) -> str:
@@ -147,31 +147,43 @@ def check_folder_is_free(folder: Path) -> None:
         )
 
 
-def read_run(folder: Path, job: str | None = None) -> dict[str, Any]:
+def read_run(folder: Path, job: str | None = None, shape: Any = dict) -> dict[str, Any]:
     """Read a run's ``run.json``.
 
     Args:
         folder: the folder of the run.
         job: the job that the run must be of; None takes any.
+        shape: what the facts must be convertible to, for msgspec.
 
     Raises:
         DataError: the folder is not that of a run, the run is of another job, or the file is
             damaged.
     """
     path = folder / RUN
-    try:
-        facts = parse_json(read_plain(path).decode())
-    except (FileNotFoundError, NotADirectoryError):
-        raise DataError(f"{folder}: expected the folder of a run, with run.json in it") from None
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror}") from error
-    except ValueError as error:
-        raise DataError(f"{path}: expected JSON: {error}") from error
-    if not isinstance(facts, dict):
-        raise DataError(f"{path}: expected facts by name, got a {type(facts).__name__}")
+    if not path.is_file():
+        raise DataError(f"{folder}: expected the folder of a run, with {RUN} in it")
+    facts = read_object(path, shape)
     if job is not None and facts.get("job") != job:
         raise DataError(f"{folder}: expected a run of onefold train {job}, got {facts.get('job')}")
     return facts
+
+
+def read_object(path: Path, shape: Any = dict) -> dict[str, Any]:
+    """Read a file of facts by name, as a run writes them.
+
+    Args:
+        path: path of the file.
+        shape: what the facts must be convertible to, for msgspec.
+
+    Raises:
+        DataError: the file cannot be read, is not JSON, or has another shape.
+    """
+    try:
+        facts: dict[str, Any] = parse_json(read_plain(path).decode())
+        msgspec.convert(facts, shape)
+        return facts
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: expected the JSON of a run, got: {error}") from error
 
 
 @contextmanager
@@ -192,29 +204,40 @@ def kept_facts(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def read_kept(kind: type[_Kept], folder: Path, job: str, name: str) -> _Kept:
-    """Read what a run keeps of its model.
-
-    Args:
-        kind: what the fact is read as, for msgspec.
-        folder: the folder of the run.
-        job: the job that the run must be of.
-        name: name of the fact in ``run.json``.
-
-    Raises:
-        DataError: the folder is not that of a run of this job, or its ``run.json`` is damaged.
-    """
-    facts = read_run(folder, job)
-    with kept_facts(folder):
-        return msgspec.convert(facts[name], kind)
-
-
 class _Line(msgspec.Struct):
     """What every line of the metrics has."""
 
     kind: Literal["epoch", "steps"]
     epoch: int
     step: int
+
+
+def read_lines(path: Path, read: Callable[[Any], _AnyLine]) -> tuple[list[_AnyLine], int]:
+    """Read the lines of a run's metrics; none if there are none yet.
+
+    Args:
+        path: path of the file.
+        read: what makes a line of JSON of it; it raises ValueError if it cannot.
+
+    Returns:
+        The lines, and how many were left out because they are cut off or damaged.
+    """
+    found: list[_AnyLine] = []
+    left_out = 0
+    with suppress(FileNotFoundError), open_plain(path) as file:
+        # A bounded piece at a time: a file without any line end would fill the memory.
+        while line := file.readline(_LINE_BYTES):
+            try:
+                found.append(read(parse_json(line)))
+            except ValueError:
+                left_out += 1
+    return found, left_out
+
+
+def _checked(line: Any) -> dict[str, Any]:
+    msgspec.convert(line, _Line)
+    checked: dict[str, Any] = line
+    return checked
 
 
 class RunFolder:
@@ -305,26 +328,10 @@ class RunFolder:
                 self._events.add_scalar(name, value, line["step"])
 
     def lines(self) -> list[dict[str, Any]]:
-        """The metrics so far, without lines that are cut off or damaged; a warning counts those."""
-        try:
-            file = open_plain(self._metrics)
-        except FileNotFoundError:
-            return []
-        found, damaged = [], 0
-        with file:
-            # A bounded piece at a time: a file without any line end would fill the memory.
-            while line := file.readline(_LINE_BYTES):
-                # Without its end, a line was cut off as the run was killed: nothing is damaged.
-                if not line.endswith(b"\n"):
-                    continue
-                try:
-                    record = parse_json(line)
-                    msgspec.convert(record, _Line)
-                    found.append(record)
-                except ValueError:
-                    damaged += 1
-        if damaged:
-            _log.warning("%s: %d damaged lines were left out", self._metrics, damaged)
+        """The metrics so far, without lines that are cut off or damaged; a warning counts these."""
+        found, left_out = read_lines(self._metrics, _checked)
+        if left_out:
+            _log.warning("%s: left out %d lines, cut off or damaged", self._metrics, left_out)
         return found
 
     def keep_scan(self, scan: str) -> None:

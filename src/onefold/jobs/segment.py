@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -17,12 +16,12 @@ from torch.utils.data import Subset
 
 import onefold
 from onefold.errors import DataError
-from onefold.jobs import finetune
+from onefold.jobs import finetune, require
+from onefold.jobs.classifier import Predict, spread
 from onefold.jobs.data.masks import MaskRule, read_mask
-from onefold.jobs.data.pairs import MaskedPictures, Pair, read_pairs
-from onefold.jobs.data.pictures import open_picture, require_folder, require_pillow
+from onefold.jobs.data.pairs import MaskedPictures, read_pairs
+from onefold.jobs.data.pictures import open_picture, require_folder
 from onefold.jobs.data.scan import Scanning
-from onefold.jobs.examples import spread
 from onefold.jobs.models.unet import UNet
 from onefold.jobs.options import (
     COUNT,
@@ -30,16 +29,15 @@ from onefold.jobs.options import (
     MOST_SIDE,
     PART,
     SHARE,
-    Normalisation,
     Optimizer,
-    TrainOptions,
+    PictureOptions,
     again,
     expect,
     full_rate,
     option,
     within,
 )
-from onefold.jobs.runfolder import RunFolder, read_kept
+from onefold.jobs.runfolder import RunFolder
 from onefold.jobs.segment_pictures import (
     Augment,
     Padded,
@@ -47,7 +45,7 @@ from onefold.jobs.segment_pictures import (
     counted_pixels,
     whole_logits,
 )
-from onefold.jobs.training import Task, facts_of
+from onefold.jobs.training import Task
 
 __all__ = ["JOB", "MaskModel", "SegmentOptions", "check_early", "make_task", "prepare", "settle"]
 
@@ -67,7 +65,7 @@ LARGEST_SHOWN = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SegmentOptions(TrainOptions):
+class SegmentOptions(PictureOptions):
     """Options of ``onefold train segment``."""
 
     shards: int = again("shards", 4)
@@ -88,7 +86,6 @@ class SegmentOptions(TrainOptions):
         within(2, MOST_WIDTH),
         shown="64, or that of the pretrained run",
     )
-    holdout: float = option(0.1, "Share to test with, where there is no test set.", PART)
     crop: int | None = option(
         None,
         "Side of the squares that are cut out for training.",
@@ -113,21 +110,14 @@ class SegmentOptions(TrainOptions):
     )
     threshold: float = option(0.5, "Probability from which a pixel is in the predicted mask.", PART)
     evaluation_batch_size: int = option(8, "Whole pictures of a batch in tests.", COUNT)
-    normalise: Normalisation = option(
-        "auto", "By the numbers of ImageNet or of the data; auto: as pretrained weights want it."
-    )
-    pretrained: str | None = option(
-        None,
-        "Begin with an encoder from a file of torchvision's names, or a whole run of this job.",
-        shown="none",
-    )
-    pretrained_key: str | None = option(
-        None, "Where the file keeps its weights, such as state_dict.", shown="at the top"
+    pretrained: str | None = again(
+        "pretrained",
+        help="Begin with an encoder of torchvision's names from a file, or a run of this job.",
     )
 
     def __post_init__(self) -> None:
-        # Not super(), which fails here: see ClassifyOptions.
-        TrainOptions.__post_init__(self)
+        # Not super(), which fails here: see PictureOptions.
+        PictureOptions.__post_init__(self)
         # The decoder ends with half as many channels.
         even = self.width is None or self.width % 2 == 0
         expect(even, "width", self.width, "an even number")
@@ -136,8 +126,6 @@ class SegmentOptions(TrainOptions):
         expect(known, "pos_weight", self.pos_weight, weights)
         # Made only because it refuses what it cannot read: now, and not after the data are read.
         MaskRule(self.foreground, self.void)
-        useful = self.pretrained is not None or not self.pretrained_key
-        expect(useful, "pretrained_key", "", "with --pretrained")
 
     @property
     def mask_rule(self) -> MaskRule:
@@ -160,10 +148,10 @@ def check_early(options: SegmentOptions) -> None:
         CheckpointError, DataError: the pretrained weights are missing or damaged.
         ValueError: an option does not suit the model.
     """
-    require_pillow()
+    require("reading pictures", "images", "PIL")
     finetune.require_pretrained(options.pretrained, JOB)
     if options.freeze or options.freeze_until:
-        before = _before(options)
+        before = MaskModel.before(options)
         encoder = options.encoder or (before.encoder if before else USUAL_ENCODER)
         # Only for the names of its parts, so the smallest that there is.
         finetune.freeze(UNet(encoder, width=2), options, HEAD)
@@ -200,7 +188,7 @@ def settle(options: SegmentOptions, data: MaskedPictures) -> SegmentOptions:
     # For what it refuses; the number itself is needed only on the devices.
     _pos_weight(options.pos_weight, data)
     fine = options.pretrained is not None
-    before = _before(options)
+    before = MaskModel.before(options)
     # As large as the shortest side allows, and a multiple of every encoder's stride, so that crops
     # are hardly ever padded.
     crop = min(LARGEST_CROP, max(32, data.shortest // 32 * 32))
@@ -214,22 +202,15 @@ def settle(options: SegmentOptions, data: MaskedPictures) -> SegmentOptions:
     )
 
 
-class MaskModel(finetune.Normalised, frozen=True, kw_only=True):
-    """What must be known of a model to use it on pictures; kept in ``run.json``."""
+class MaskModel(finetune.KeptModel, frozen=True, kw_only=True):
+    """What must be known of a model to draw masks with it."""
 
+    job = JOB
+    fact = "mask_model"
     encoder: Encoder
     # Anybody may have written the file: billions of channels would take all memory.
     width: Annotated[int, msgspec.Meta(ge=2, le=MOST_WIDTH)]
     threshold: float
-
-    @classmethod
-    def of_run(cls, run: Path) -> MaskModel:
-        """Read it from the folder of a run.
-
-        Raises:
-            DataError: the folder is not that of a run of this job, or its ``run.json`` is damaged.
-        """
-        return read_kept(cls, run, JOB, "mask_model")
 
     def build(self) -> UNet:
         """Build the model with fresh weights."""
@@ -252,8 +233,13 @@ def make_task(options: SegmentOptions, data: MaskedPictures) -> Task:
     kind = _mask_model(options, data)
     model = kind.build()
     if options.pretrained:
-        _load(model, Path(options.pretrained), options.pretrained_key)
-    frozen = finetune.freeze(model, options, HEAD)
+        run = finetune.run_of(options.pretrained)
+        if run:
+            finetune.load_finite(model, finetune.best_checkpoint(run))
+        else:
+            # The file of a classifier has a last layer more.
+            file, key = Path(options.pretrained), options.pretrained_key
+            finetune.load_body(model.encoder, file, "", key=key)
     weight = torch.tensor(_pos_weight(options.pos_weight, data))
     loss, score = _loss_and_score(weight, options.threshold, model.stride)
     padded = Padded(model.stride)
@@ -266,7 +252,7 @@ def make_task(options: SegmentOptions, data: MaskedPictures) -> Task:
     test_set = PicturePairs(data.test, kind.normalise, data.rule, data.white)
     return Task(
         model=model,
-        groups=finetune.parameter_groups(model, options, HEAD),
+        head=HEAD,
         loss=loss,
         score=score,
         best="highest iou",
@@ -274,15 +260,12 @@ def make_task(options: SegmentOptions, data: MaskedPictures) -> Task:
         test_set=test_set,
         collate=padded,
         evaluation_batch_size=options.evaluation_batch_size,
-        examples=lambda trainer, folder: _examples(trainer, folder, test_set, padded, options),
+        examples=lambda predict, folder: _examples(predict, folder, test_set, padded, options),
         facts={
-            **facts_of(data),
             "model": f"U-Net, {kind.encoder}",
             "mask_model": msgspec.structs.asdict(kind),
             "pos_weight": float(weight),
-            "frozen": frozen,
         },
-        scan=data.scan,
     )
 
 
@@ -345,9 +328,8 @@ def overlaps(logits: torch.Tensor, batch: Any, threshold: float) -> dict[str, to
 
 
 def _mask_model(options: SegmentOptions, data: MaskedPictures) -> MaskModel:
-    mean, std = finetune.statistics_of(
-        options.normalise, options.pretrained, _before(options), data.sums, channels=3
-    )
+    before = MaskModel.before(options)
+    mean, std = finetune.statistics_of(options, before, data.sums, channels=3)
     return MaskModel(
         encoder=options.encoder or USUAL_ENCODER,
         width=options.width or USUAL_WIDTH,
@@ -356,21 +338,6 @@ def _mask_model(options: SegmentOptions, data: MaskedPictures) -> MaskModel:
         threshold=options.threshold,
         white=data.white,
     )
-
-
-def _before(options: SegmentOptions) -> MaskModel | None:
-    """The model of the run to start from; None if weights come from a file, or from nowhere."""
-    run = finetune.run_of(options.pretrained)
-    return MaskModel.of_run(run) if run else None
-
-
-def _load(model: UNet, path: Path, key: str | None) -> None:
-    """Load the whole model from a run of this job, or its encoder from a file."""
-    if finetune.is_run(path):
-        finetune.load_finite(model, finetune.best_checkpoint(path))
-        return
-    # The file of a classifier has a last layer more.
-    finetune.load_body(model.encoder, path, "", key=key)
 
 
 def _pos_weight(chosen: str, data: MaskedPictures) -> float:
@@ -386,23 +353,19 @@ def _pos_weight(chosen: str, data: MaskedPictures) -> float:
 
 
 def _examples(
-    trainer: onefold.Trainer,
+    predict: Predict,
     folder: RunFolder,
     test_set: PicturePairs,
     padded: Padded,
     options: SegmentOptions,
 ) -> dict[str, Any]:
     """Show masks and predictions from all over the test set, and the worst; on every device."""
+    from PIL import Image
 
     def measure(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
         return overlaps(whole_logits(model, batch, padded.stride), batch, options.threshold)
 
-    reading: dict[str, Any] = {
-        "batch_size": options.evaluation_batch_size,
-        "workers": options.workers,
-        "collate": padded,
-    }
-    found = trainer.predict(measure, test_set, **reading)
+    found = predict(measure, test_set)
     overlap, both = found["overlap"], found["predicted"] + found["given"]
     # Where neither mask has a pixel, they agree; without the least of 1 it would be 0 / 0.
     nothing = both == 0
@@ -414,17 +377,24 @@ def _examples(
     shown = sorted({*samples, *worst})
     draw = partial(_draw, threshold=options.threshold, stride=padded.stride)
     # Predicted once more, and only those: the masks of a whole test set would take all memory.
-    drawn = trainer.predict(draw, Subset(test_set, shown), **reading)["mask"]
+    drawn = predict(draw, Subset(test_set, shown))["mask"]
 
     def entry_of(number: int) -> dict[str, Any]:
         pair = test_set.pairs[number]
         scores = {"iou": float(iou[number]), "dice": float(dice[number])}
-        parts = _parts(test_set, pair, drawn[shown.index(number)])
+        image = open_picture(pair.image, white=test_set.white)
+        height, width = _shown_size(image.height, image.width)
+        mask = drawn[shown.index(number), :height, :width].contiguous().numpy()
+        parts = {
+            "image": image,
+            "mask": read_mask(pair.mask, test_set.rule),
+            "prediction": Image.fromarray(mask),
+        }
         pictures = {
             name: folder.save_picture(picture, f"{number}-{name}")
             for name, picture in parts.items()
         }
-        return {"name": pair.name, **scores, **pictures}
+        return {"name": pair.image.name, **scores, **pictures}
 
     return {
         "kind": JOB,
@@ -464,16 +434,3 @@ def _shown_size(height: int, width: int) -> tuple[int, int]:
     """Height and width of a picture's mask in a report."""
     scale = min(1.0, LARGEST_SHOWN / max(height, width))
     return max(1, round(height * scale)), max(1, round(width * scale))
-
-
-def _parts(test_set: PicturePairs, pair: Pair, mask: torch.Tensor) -> dict[str, Any]:
-    """Return a picture, its mask, and the predicted mask."""
-    from PIL import Image
-
-    image = open_picture(pair.image, white=test_set.white)
-    height, width = _shown_size(image.height, image.width)
-    return {
-        "image": image,
-        "mask": read_mask(pair.mask, test_set.rule),
-        "prediction": Image.fromarray(np.ascontiguousarray(mask[:height, :width].numpy())),
-    }

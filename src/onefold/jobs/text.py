@@ -17,24 +17,21 @@ import msgspec
 import torch
 from torch import nn
 
-import onefold
 from onefold.errors import CheckpointError, DataError
 from onefold.jobs import require, text_models
+from onefold.jobs.classifier import classifier_examples, loss_and_score
 from onefold.jobs.data.files import read_whole, readable, refuse
 from onefold.jobs.data.labels import Sample, check_labels, check_same, untested
 from onefold.jobs.data.scan import Scanning
 from onefold.jobs.data.tsv import Line, TextSplits, read_splits
-from onefold.jobs.examples import classifier_examples
-from onefold.jobs.finetune import freeze, parameter_groups
 from onefold.jobs.options import SHARE, Optimizer, TrainOptions, again, expect, option, within
 from onefold.jobs.runfolder import kept_facts, read_run
-from onefold.jobs.training import Task, facts_of, loss_and_score
+from onefold.jobs.training import Task
 
 __all__ = ["JOB", "TextModel", "TextOptions", "check_early", "make_task", "prepare", "settle"]
 
 JOB = "text"
 TINY = "tiny"
-EVALUATION_BATCH_SIZE = 256
 CONFIG_FILE = "model_config.json"
 TOKENIZER_FILE = "tokenizer.json"
 SHOWN_CHARACTERS = 400
@@ -217,8 +214,6 @@ def make_task(options: TextOptions, data: TextSplits) -> Task:
     # Every device draws the first weights by itself, and all must draw the same.
     torch.manual_seed(options.seed)
     model, kind = _build(options, data)
-    head = text_models.head_parts(model)
-    frozen = freeze(model, options, head)
     mask_id, special_ids = text_models.token_roles(kind.tokenizer)
     train_set = text_models.EncodedTexts(
         kind.encode([line.text for line in data.train]),
@@ -233,7 +228,7 @@ def make_task(options: TextOptions, data: TextSplits) -> Task:
     config: Any = model.config
     return Task(
         model=model,
-        groups=parameter_groups(model, options, head),
+        head=text_models.head_parts(model),
         loss=loss,
         score=score,
         best="highest accuracy",
@@ -242,14 +237,13 @@ def make_task(options: TextOptions, data: TextSplits) -> Task:
         collate=kind.collate,
         # Texts of near length share a batch, so that little of a shard is padding.
         lengths=train_set.lengths.tolist(),
-        evaluation_batch_size=EVALUATION_BATCH_SIZE,
-        examples=lambda trainer, folder: _examples(trainer, dev_set, data.dev, kind),
+        examples=lambda predict, _: classifier_examples(
+            JOB, predict, answer, dev_set, kind.classes, partial(_shown, data.dev)
+        ),
         facts={
             "model": options.model,
             "text_model": {"max_length": kind.max_length, "pad_id": kind.pad_id},
-            "frozen": frozen,
             "classes": list(kind.classes),
-            **facts_of(data),
         },
         # use_diff=False writes defaults as well: those of a later transformers may be others.
         files={TOKENIZER_FILE: kind.tokenizer, CONFIG_FILE: config.to_json_string(use_diff=False)},
@@ -264,11 +258,6 @@ def answer(model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """The logits of every text of a shard, (n, classes) float32, and its labels."""
     output = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
     return output.logits, batch["labels"]
-
-
-def confidences(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
-    """The probability of every class, (n, classes) float32, for every text of a shard."""
-    return {"confidence": answer(model, batch)[0].softmax(dim=1)}
 
 
 def _build(options: TextOptions, data: TextSplits) -> tuple[nn.Module, TextModel]:
@@ -302,19 +291,7 @@ def _labels(lines: Sequence[Line], classes: Sequence[str]) -> list[int]:
     return [numbers[line.label] for line in lines]
 
 
-def _examples(
-    trainer: onefold.Trainer,
-    dev_set: text_models.EncodedTexts,
-    dev: Sequence[Line],
-    kind: TextModel,
-) -> dict[str, Any]:
-    """Show what the trained model predicts for the test texts; called on every device."""
-    predicted = trainer.predict(
-        confidences, dev_set, batch_size=EVALUATION_BATCH_SIZE, collate=kind.collate
-    )["confidence"]
-
-    def show(number: int) -> dict[str, Any]:
-        line = dev[number]
-        return {"name": f"line {line.line_number}", "text": line.text[:SHOWN_CHARACTERS]}
-
-    return classifier_examples(JOB, predicted, dev_set.labels, kind.classes, show)
+def _shown(dev: Sequence[Line], number: int) -> dict[str, Any]:
+    """What a report shows of a text."""
+    line = dev[number]
+    return {"name": f"line {line.line_number}", "text": line.text[:SHOWN_CHARACTERS]}

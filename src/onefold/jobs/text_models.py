@@ -38,7 +38,7 @@ from torch.utils.data import Dataset
 
 from onefold.errors import CheckpointError
 from onefold.jobs.data.files import read_json, read_whole
-from onefold.weights.file import read_weights
+from onefold.weights.file import read_weights, state_under
 from onefold.weights.load import refuse_spoilt
 
 __all__ = [
@@ -272,27 +272,18 @@ def _load_model(directory: Path, num_classes: int) -> tuple[Any, dict[str, Any]]
 def _read_state(directory: Path) -> dict[str, torch.Tensor]:
     """Read the weights of a folder, from one file or several, without running any code in them."""
     name = next(name for name in _WEIGHTS if (directory / name).is_file())
-    if not name.endswith(_INDEX):
-        return _tensors(directory / name)
-    index = read_json(directory / name, _MOST_CONFIG_BYTES)
-    # Sorted: which of two files wins, if both hold a name, must not depend on a hash table.
-    parts = sorted(set(index["weight_map"].values()))
+    parts = [name]
+    if name.endswith(_INDEX):
+        # Sorted: which of two files wins, if both hold a name, must not depend on a hash table.
+        parts = sorted(set(read_json(directory / name, _MOST_CONFIG_BYTES)["weight_map"].values()))
     state: dict[str, torch.Tensor] = {}
     for part in parts:
         # The index may be anybody's: it must not lead out of the folder.
         if Path(part).name != part:
             raise ValueError(f"{name} names {part!r}, which is no file beside it")
-        state.update(_tensors(directory / part))
+        content = state_under(read_weights(directory / part), None, directory / part)
+        state |= {key: value for key, value in content.items() if isinstance(value, torch.Tensor)}
     return state
-
-
-def _tensors(path: Path) -> dict[str, torch.Tensor]:
-    content = read_weights(path)
-    return {
-        name: value
-        for name, value in content.items()
-        if isinstance(name, str) and isinstance(value, torch.Tensor)
-    }
 
 
 def _load_tokenizer(directory: Path) -> tuple[str, int]:

@@ -31,26 +31,26 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
 import msgspec
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import onefold
 from onefold.errors import CheckpointError, LaunchError
-from onefold.jobs.data.classes import PictureClasses
-from onefold.jobs.data.pairs import MaskedPictures
-from onefold.jobs.data.tsv import TextSplits
+from onefold.jobs.classifier import Predict
+from onefold.jobs.data.files import ReadData
+from onefold.jobs.finetune import freeze, parameter_groups
 from onefold.jobs.options import TrainOptions, make_optimizer, rate_factor
 from onefold.jobs.progress import PHASES, TrainingBar, epoch_line
 from onefold.jobs.runfolder import CHECKPOINTS, RunFolder, SavedName
 from onefold.system.process import STOPPED_CODE
 from onefold.system.words import counted
 
-__all__ = ["Task", "begin_training", "facts_of", "loss_and_score"]
+__all__ = ["Task", "begin_training"]
 
 
 _log = logging.getLogger("onefold")
@@ -65,8 +65,8 @@ class Task:
     """What a job makes of its options and data: everything that `begin_training` needs."""
 
     model: nn.Module
-    groups: Sequence[dict[str, Any]]
-    """Parameters to train, each group with its full learning rate ``lr``."""
+    head: str | tuple[str, ...]
+    """Names of the parts that make up the model's last layer."""
     loss: Callable[[nn.Module, Any], Any]
     """As `onefold.Trainer` takes it."""
     score: Callable[[nn.Module, Any], dict[str, Any]]
@@ -82,59 +82,35 @@ class Task:
     """How many samples each shard needs, such as 2 for batch norm; a last batch that is too short
     for that is left out."""
     evaluation_batch_size: int = 256
-    examples: Callable[[onefold.Trainer, RunFolder], dict[str, Any]]
+    examples: Callable[[Predict, RunFolder], dict[str, Any]]
     """What the report shows of the trained model; called on every device."""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """What ``run.json`` records besides: classes, the model's name, what was left out."""
+    """What ``run.json`` records besides: classes, the model's name."""
     files: Mapping[str, str] = field(default_factory=dict)
     """Files without which the model cannot be used later: content by name."""
-    scan: str = ""
-    """What the look through the data's files found, for a run that resumes."""
 
 
-Answer = Callable[[nn.Module, Any], tuple[torch.Tensor, torch.Tensor]]
-Scores = Callable[[nn.Module, Any], dict[str, torch.Tensor]]
-
-
-def loss_and_score(answer: Answer, smoothing: float) -> tuple[Callable[..., torch.Tensor], Scores]:
-    """Make the loss and the score of a classifier.
-
-    Args:
-        answer: returns the logits for a shard, (n, classes) float32, and its labels, (n,) int64.
-        smoothing: share of a label that is spread over all classes in the loss.
-    """
-
-    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
-        logits, labels = answer(model, batch)
-        return F.cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing)
-
-    def score(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
-        logits, labels = answer(model, batch)
-        right = logits.argmax(dim=1) == labels
-        return {"loss": F.cross_entropy(logits, labels, reduction="none"), "accuracy": right}
-
-    return loss, score
-
-
-def facts_of(data: PictureClasses | MaskedPictures | TextSplits) -> dict[str, Any]:
-    """What ``run.json`` records about the data, whatever the job."""
-    left_out = [str(each) for each in data.left_out]
-    return {"data": data.digest, "left_out": left_out, "notes": data.notes}
-
-
-def begin_training(options: TrainOptions, job: str, task: Task) -> Training:
+def begin_training(options: TrainOptions, job: str, task: Task, data: ReadData) -> Training:
     """Build the trainer of a run without writing anything yet; called on every device.
 
     Args:
         options: settled ones.
         job: whose run it is.
         task: what to train.
+        data: what the task was made of.
 
     Raises:
         ValueError: the options do not suit the task, or the devices.
     """
     epochs, steps = options.epochs or 1, _steps_of_epoch(options, task)
-    optimizer = make_optimizer(options, task.groups)
+    facts = {
+        "data": data.digest,
+        "left_out": [str(each) for each in data.left_out],
+        "notes": data.notes,
+        "frozen": freeze(task.model, options, task.head),
+        **task.facts,
+    }
+    optimizer = make_optimizer(options, parameter_groups(task.model, options, task.head))
     factor = rate_factor(options, epochs=epochs, steps=steps)
     trainer = onefold.Trainer(
         task.model,
@@ -148,7 +124,9 @@ def begin_training(options: TrainOptions, job: str, task: Task) -> Training:
     )
     # Only now is it known which process is the lead, and so who may write.
     folder = RunFolder(options.folder, is_lead=trainer.is_lead)
-    return Training(options, job, task, trainer, folder, optimizer, epochs=epochs, steps=steps)
+    return Training(
+        options, job, task, trainer, folder, optimizer, facts, data.scan, epochs=epochs, steps=steps
+    )
 
 
 def _steps_of_epoch(options: TrainOptions, task: Task) -> int:
@@ -203,6 +181,10 @@ class Training:
     trainer: onefold.Trainer
     folder: RunFolder
     optimizer: torch.optim.Optimizer
+    facts: Mapping[str, Any]
+    """What ``run.json`` records of the data and the task."""
+    scan: str
+    """What the look through the data's files found, for a run that resumes."""
     epochs: int
     steps: int
     """Of an epoch."""
@@ -241,7 +223,7 @@ class Training:
         else:
             self.folder.create(self.options, self.job, self.task.files)
             self.folder.say(started=_now())
-        self.folder.keep_scan(self.task.scan)
+        self.folder.keep_scan(self.scan)
         # TensorBoard drops events from this step on: those of steps that are now done again.
         self.folder.open_events(self.trainer.steps + 1)
         self.folder.say(**self._facts())
@@ -336,7 +318,7 @@ class Training:
             except CheckpointError:
                 # Raised alike on all devices, with nothing changed: none of them is left behind.
                 is_last = True
-        examples = self.task.examples(self.trainer, self.folder)
+        examples = self.task.examples(partial(self.trainer.predict, **self._reading), self.folder)
         if not is_last:
             try:
                 self.trainer.load(self.folder.path / last)
@@ -366,30 +348,20 @@ class Training:
                 self.trainer.save(self.folder.checkpoints, keep=KEPT, wait=stop, extra=extra)
             if stop:
                 raise SystemExit(STOPPED_CODE)
-        meter.look()
 
     def _evaluate(self, epoch: int, meter: Meter, bar: TrainingBar) -> None:
-        # Taken before the evaluation, during which this clock runs on.
-        train_s, task = meter.seconds, self.task
-        scores = self.trainer.evaluate(
-            task.score,
-            task.test_set,
-            batch_size=task.evaluation_batch_size,
-            workers=self.options.workers,
-            collate=task.collate,
-        )
+        # Taken before the evaluation, during which the clock runs on.
+        training, task, start_s = meter.whole(), self.task, time.perf_counter()
+        scores = self.trainer.evaluate(task.score, task.test_set, **self._reading)
         names = [str(device) for device in self.trainer.devices]
         phases = self.trainer.gather(meter.phases)
         line = {
             "kind": "epoch",
             "epoch": epoch,
             "step": self.trainer.steps,
-            "loss": meter.mean_loss,
+            **training,
             "scores": scores,
-            "lr": meter.rate,
-            "train_s": train_s,
-            "evaluate_s": meter.seconds - train_s,
-            "samples_per_s": meter.samples / train_s,
+            "evaluate_s": time.perf_counter() - start_s,
             "devices": [
                 {"device": name, **seconds} for name, seconds in zip(names, phases, strict=True)
             ],
@@ -423,6 +395,15 @@ class Training:
             )
 
     @property
+    def _reading(self) -> dict[str, Any]:
+        """How test samples are read."""
+        return {
+            "batch_size": self.task.evaluation_batch_size,
+            "workers": self.options.workers,
+            "collate": self.task.collate,
+        }
+
+    @property
     def _checkpoint(self) -> str:
         """Path of the checkpoint of the last step, below the run's folder."""
         return f"{CHECKPOINTS}/step-{self.trainer.steps:08d}"
@@ -445,7 +426,7 @@ class Training:
             # Of an earlier end, if the run had finished and now resumes with more epochs.
             "finished": None,
             "fingerprint": None,
-            **self.task.facts,
+            **self.facts,
         }
 
 
@@ -515,29 +496,23 @@ class Meter:
         self._looked_s = time.perf_counter()
 
     @property
-    def rate(self) -> float:
-        """Learning rate of the last step."""
-        return self._sums["rate"]
-
-    @property
-    def samples(self) -> int:
-        """Samples of the steps read so far."""
-        return int(self._sums["samples"])
-
-    @property
     def phases(self) -> dict[str, float]:
         """Seconds in each phase of the steps read so far."""
         return {phase: self._sums[phase] for phase in PHASES}
 
     @property
-    def seconds(self) -> float:
-        """Seconds since the epoch began, those before a stop included."""
-        return time.perf_counter() - self._start_s
-
-    @property
     def mean_loss(self) -> float:
         """Mean loss of the samples read so far; NaN if there are none."""
-        return self._sums["total"] / self.samples if self.samples else math.nan
+        samples = self._sums["samples"]
+        return self._sums["total"] / samples if samples else math.nan
+
+    def whole(self) -> dict[str, float]:
+        """Return the loss, rate, seconds and speed of the epoch, those before a stop included."""
+        self.look()
+        train_s = time.perf_counter() - self._start_s
+        speed = self._sums["samples"] / train_s
+        rate = self._sums["rate"]
+        return {"loss": self.mean_loss, "lr": rate, "train_s": train_s, "samples_per_s": speed}
 
     def take_line(self) -> dict[str, float]:
         """Begin a new line of metrics; return the loss, speed and rate of the one that ends."""
@@ -548,11 +523,12 @@ class Meter:
         speed = samples / max(now_s - self._line_start_s, 1e-9)
         self._line_start_s = now_s
         loss = total / samples if samples else math.nan
-        return {"loss": loss, "samples_per_s": speed, "lr": self.rate}
+        return {"loss": loss, "samples_per_s": speed, "lr": self._sums["rate"]}
 
     def saved(self) -> dict[str, float]:
         """The numbers that a checkpoint in the middle of the epoch keeps."""
         # All steps so far are part of the checkpoint, so their losses must be in it as well.
         self.look()
-        line_seconds = time.perf_counter() - self._line_start_s
-        return {**self._sums, "seconds": self.seconds, "line_seconds": line_seconds}
+        now_s = time.perf_counter()
+        passed_s = {"seconds": now_s - self._start_s, "line_seconds": now_s - self._line_start_s}
+        return {**self._sums, **passed_s}

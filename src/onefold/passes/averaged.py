@@ -185,7 +185,7 @@ class Averaging:
     def _bring_changes(self) -> None:
         """Bring what a script may have changed since the last step to where it counts."""
         self._first.buffers.absorb()
-        self._context.local.follow_first()
+        self._context.follow_first()
         self._engine.follow_parameters()
 
     def _prepare(self) -> None:
@@ -233,5 +233,5 @@ class Averaging:
             del self._kept_buffers
             self._first.buffers.carried.is_paused = False
             self._first.buffers.note_loaded()
-            self._context.local.copy_first()
+            self._context.copy_first()
             self._context.guard.note()

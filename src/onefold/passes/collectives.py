@@ -26,6 +26,7 @@ from onefold.step.engine import Engine
 __all__ = [
     "agreed_digests",
     "broadcast",
+    "check_names",
     "gather",
     "gather_batch",
     "model_digests",
@@ -64,7 +65,7 @@ def gather(exchange: Exchange, own: Mapping[int, bytes]) -> list[Any]:
     values = [decode(text) for text in exchange.transport.all_gather_objects(own)]
     if not all(map(_is_numbers, values)):
         return values
-    _check_names([list(each) for each in values])
+    check_names([list(each) for each in values])
     return [{name: float(number) for name, number in each.items()} for each in values]
 
 
@@ -122,12 +123,17 @@ def _is_number(value: object) -> bool:
     return type(value) in (bool, int, float)
 
 
-def _check_names(names: Sequence[Sequence[str]]) -> None:
+def check_names(names: Sequence[Sequence[str]]) -> None:
+    """Refuse devices that have different names.
+
+    Raises:
+        DisagreementError: two of them have.
+    """
     first = next((each for each in names if each), [])
     for number, each in enumerate(names):
         if list(each) != list(first):
             raise DisagreementError(
-                f"device {number} has {each} and another one {first}: expected numbers of the same "
+                f"device {number} has {each} and another one {first}: expected the same "
                 f"names, in the same order, on every device"
             )
 
@@ -147,7 +153,8 @@ def model_digests(engine: Engine, step: int) -> dict[str, str]:
     """
     # Or they would be those of a part that was not trained.
     engine.context.replicas[0].parts.check_held()
-    engine.placement.before_reading(lambda: engine.agree(CallDigest(Call.WHOLE, step)))
+    if engine.placement.sharded:
+        engine.agree(CallDigest(Call.WHOLE, step))
     return agreed_digests(engine)
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,20 +18,26 @@ from onefold.core.fold import fold_shards
 from onefold.core.gathering import Refusing, gathering
 from onefold.core.mean import weigh
 from onefold.core.randomness import derive_seed, seed_generators
-from onefold.core.values import Column, Rows, columns_of, values_by_name
-from onefold.core.wire import decode, encode
+from onefold.core.values import Column, Rows, StepValues, columns_of, names_of, values_by_name
 from onefold.errors import DisagreementError, LossError
-from onefold.exchange.exchange import Exchange
+from onefold.passes.collectives import check_names
 from onefold.placement.parameters import QUICK
 from onefold.shard.kernels import calls_compiled
 from onefold.shard.modelparts import modules_of
 from onefold.shard.replica import Replica
 from onefold.step.engine import Engine
 
-__all__ = ["DataCall", "Place", "ScoreFunction", "compute_shards", "evaluate", "predict"]
+__all__ = [
+    "DataCall",
+    "Place",
+    "ScoreFunction",
+    "compute_shard",
+    "compute_shards",
+    "evaluate",
+    "predict",
+]
 
 
-_UNDIVIDED = " (not divided)"
 _GATHERED = (
     "onefold.gather is for losses; here expected a function of a shard's own samples. For a score "
     "over the whole data set: trainer.predict gives the values of every sample, and then score "
@@ -64,7 +71,7 @@ def evaluate(
         DisagreementError: the score function does not return the same names for every shard, or
             another device was given other data.
     """
-    tallies = {replica.number: _Tally() for replica in engine.context.replicas}
+    tallies = {number: _Tally() for number in engine.context.own}
     seed = engine.context.settings.seed
 
     def add(replica: Replica, score: ScoreFunction, batch: ShardedBatch, place: Place) -> None:
@@ -80,8 +87,20 @@ def evaluate(
     with call.at_hand(engine), engine.evaluating():
         sizes, last = compute_shards(engine, score, batches, call, "an evaluation", add)
     call.agree_on_end(engine, sum(sizes), last)
-    shape = len(sizes), 0 if last is None else last.plan.shards
-    return _combine(engine.context.exchange, tallies, shape)
+    own = {number: tally.report() for number, tally in tallies.items()}
+    found = engine.context.exchange.transport.all_gather_values(own)
+    lines = _alike([lines for lines, _, _ in found])
+    # (batches, V, lines, 2) float64, zeros for empty shards.
+    table = torch.zeros(
+        len(sizes), 0 if last is None else last.plan.shards, len(lines), 2, dtype=torch.float64
+    )
+    for own_lines, places, numbers in found:
+        if own_lines:
+            table[places[:, 0], places[:, 1]] = numbers
+    # In the fold's order: over shards, and then over batches.
+    by_batch = fold_shards(list(table.unbind(dim=1)), torch.add)  # (batches, lines, 2)
+    values = StepValues(tuple(lines), by_batch).finished()
+    return {name: float(value) for name, value in values.items()}
 
 
 def compute_shards(
@@ -112,8 +131,8 @@ def compute_shards(
             first = number == 0
             # Only now: the data's digest is known once the first batch has been read.
             if first:
-                call.agree(engine, batch)
-                function = during.enter_context(engine.placement.forward(function))
+                call.agree(engine, call.samples, batch)
+                function = during.enter_context(engine.placement.parameters.forward(function))
             sizes.append(batch.samples)
             # One shard may write, as in a plain loop; but not to gathered parameters.
             free = engine.placement.may_write(batch.plan.shards)
@@ -162,8 +181,13 @@ class DataCall:
     def _is_compiled(self, engine: Engine) -> bool:
         return any(calls_compiled(module, self.function) for module in self._modules(engine))
 
-    def agree(self, engine: Engine, batch: ShardedBatch) -> None:
-        """Wait for all devices to have read their first batch, and compare what they were given.
+    def agree(self, engine: Engine, samples: int, batch: ShardedBatch | None) -> None:
+        """Wait for all devices to have read so many samples, and compare what they were given.
+
+        Args:
+            engine: the devices of this process.
+            samples: how many; 0 of a stream that has begun.
+            batch: the last one; None if there was none.
 
         Raises:
             DisagreementError: another device was given something else.
@@ -171,10 +195,10 @@ class DataCall:
         head = CallDigest(
             call=self.call,
             step=self.step,
-            samples=self.samples,
+            samples=samples,
             batch_size=self.batch_size,
-            plan=plan_number(batch.plan),
-            data=batch.data_digest,
+            plan=0 if batch is None else plan_number(batch.plan),
+            data=0 if batch is None else batch.data_digest,
         )
         engine.agree(head, function=self.function)
 
@@ -187,13 +211,7 @@ class DataCall:
         """
         if self.samples:
             return
-        head = CallDigest(
-            call=self.call,
-            step=self.step,
-            samples=samples,
-            data=0 if last is None else last.data_digest,
-        )
-        engine.agree(head, function=self.function)
+        self.agree(engine, samples, last)
         if last is None:
             raise ValueError("the stream yields nothing: expected at least one sample")
 
@@ -236,41 +254,67 @@ class _Tally:
     """Collects what one device's shards contribute, batch by batch."""
 
     def __init__(self) -> None:
-        self.names: list[str] = []
-        """One line for each part of each value: its name, and whether it is not divided."""
-        self.shards: dict[Place, tuple[torch.Tensor, list[float]]] = {}
+        self._lines: list[str] = []
+        """One for each part of each value, as `ShardValues` has them."""
+        self._shards: dict[Place, tuple[torch.Tensor, list[float]]] = {}
         """Totals, (lines,) float64 on the device, and weights."""
 
     def add(self, place: Place, values: dict[str, object], samples: int, where: str) -> None:
         """Add one shard's values."""
         found = [
-            (name, part)
+            (f"{part.kind} {name}", part)
             for name, value in values.items()
             for part in weigh(value, samples, f"the value {name!r} of {where}").parts
         ]
-        names = [name + (_UNDIVIDED if part.kind == "sum" else "") for name, part in found]
-        if self.names and names != self.names:
-            before = list(dict.fromkeys(name.removesuffix(_UNDIVIDED) for name in self.names))
+        lines, parts = map(list, zip(*found, strict=True))
+        if self._lines and lines != self._lines:
             raise DisagreementError(
-                f"{where}: the score function returned {list(values)}, and {before} before; "
-                f"expected the same names, and terms of the same kind, for every shard"
+                f"{where}: the score function returned {list(values)}, and "
+                f"{names_of(self._lines)} before; expected the same names, and terms of the same "
+                f"kind, for every shard"
             )
-        self.names = names
-        parts = [part for _, part in found]
+        self._lines = lines
         # Each stays where it is: to read totals here, or to bring weights to a GPU, would wait for
         # the GPU in every shard.
         totals = torch.stack([part.total() for part in parts])
-        self.shards[place] = totals, [part.weight for part in parts]
+        self._shards[place] = totals, [part.weight for part in parts]
 
-    def table(self, shape: tuple[int, int], names: int) -> torch.Tensor:
-        """Return (batches, V, lines, 2) float64 on the host, zeros for other devices' shards."""
-        table = torch.zeros(*shape, names, 2, dtype=torch.float64)
-        if self.shards:
-            totals = torch.stack([total for total, _ in self.shards.values()]).cpu()
-            for (place, (_, weights)), total in zip(self.shards.items(), totals, strict=True):
-                table[place][:, 0] = total
-                table[place][:, 1] = torch.tensor(weights, dtype=torch.float64)
-        return table
+    def report(self) -> tuple[list[str], torch.Tensor, torch.Tensor]:
+        """Return the lines, (n, 2) int64 places, and (n, lines, 2) float64 totals and weights."""
+        places = torch.tensor(list(self._shards), dtype=torch.int64).view(-1, 2)
+        numbers = torch.zeros(len(places), len(self._lines), 2, dtype=torch.float64)
+        if self._shards:
+            totals, weights = zip(*self._shards.values(), strict=True)
+            numbers[..., 0] = torch.stack(totals)
+            numbers[..., 1] = torch.tensor(weights, dtype=torch.float64)
+        return self._lines, places, numbers
+
+
+def compute_shard(
+    replica: Replica,
+    function: ScoreFunction,
+    batch: ShardedBatch,
+    place: Place,
+    purpose: str,
+    seed: int,
+) -> object:
+    """Compute a function of one shard, as before a shard of a step: nothing earlier may show.
+
+    Args:
+        replica: computes it.
+        function: the user's function.
+        batch: holds the shard.
+        place: numbers of the batch and the shard.
+        purpose: what random numbers are for.
+        seed: the seed of the run.
+    """
+    number, shard = place
+    payload = move(batch.shards[shard], replica.device)
+    replica.buffers.restore()
+    own = derive_seed(purpose, seed, number, shard)
+    seed_generators(own, replica.device, common=(purpose, (seed, number)))
+    with replica.autocast():
+        return function(replica.module, payload)
 
 
 def values_of_shard(
@@ -283,87 +327,34 @@ def values_of_shard(
 ) -> dict[str, Any]:
     """Compute a function's values for one shard, and check that they have names.
 
-    Args:
-        replica: computes it.
-        function: the user's function.
-        batch: holds the shard.
-        place: numbers of the batch and the shard.
-        seed: the seed of the run.
-        where: batch and shard, for errors.
+    Arguments are those of `compute_shard`, and ``where`` names batch and shard in errors.
 
     Raises:
         LossError: the function returned something other than a dict of values by name.
     """
-    number, shard = place
-    payload = move(batch.shards[shard], replica.device)
-    # As before a shard of a step: nothing that ran before on this device may show.
-    replica.buffers.restore()
-    common = "evaluate", (seed, number)
-    seed_generators(derive_seed("evaluate", seed, number, shard), replica.device, common=common)
-    with gathering(Refusing(f"{where}: {_GATHERED}", is_of_step=False)), replica.autocast():
-        values = function(replica.module, payload)
+    refusal = partial(LossError, f"{where}: {_GATHERED}")
+    with gathering(Refusing(refusal, is_of_step=False)):
+        values = compute_shard(replica, function, batch, place, "evaluate", seed)
     if not isinstance(values, dict) or not values:
         raise LossError(
             f"{where}: expected the function to return a dict of values by name, such as "
             f'{{"loss": ..., "accuracy": ...}}, got {type(values).__name__}'
         )
-    # Names travel between devices one per line.
     for name in values:
         if not isinstance(name, str) or not name or "\n" in name:
             raise LossError(f"{where}: expected names of one line for values, got {name!r}")
     return values
 
 
-def _combine(
-    exchange: Exchange, tallies: dict[int, _Tally], shape: tuple[int, int]
-) -> dict[str, float]:
-    # Lines first: a device whose shards were all empty needs them for the size of its table.
-    names = agree_on_lines(exchange, {number: t.names for number, t in tallies.items()})
-    tables = {number: tally.table(shape, len(names)) for number, tally in tallies.items()}
-    rows = exchange.transport.all_gather_rows(
-        {number: table.flatten() for number, table in tables.items()}
-    )
-    # A shard was computed by one device and is zero in the others' tables: the order of this sum is
-    # of no matter. That over shards and then batches is the fold's.
-    table = rows.cpu().sum(dim=0).view(*shape, len(names), 2)  # (batches, V, lines, 2)
-    by_batch = fold_shards(list(table.unbind(dim=1)), torch.add)  # (batches, lines, 2)
-    totals = fold_shards(list(by_batch.unbind(dim=0)), torch.add)
-    scores: dict[str, float] = {}
-    seen: set[str] = set()
-    for line, (total, weight) in zip(names, totals.tolist(), strict=True):
-        name = line.removesuffix(_UNDIVIDED)
-        scores.setdefault(name, math.nan)
-        if name == line and not weight:
-            continue
-        value = total if name != line else total / weight
-        # A value of several terms has a line for each: its number is the sum of those with weight.
-        scores[name] = scores[name] + value if name in seen else value
-        seen.add(name)
-    return scores
-
-
-def agree_on_lines(exchange: Exchange, own: dict[int, list[str]]) -> list[str]:
-    """Return the lines that all devices have alike; a device with empty shards only learns them.
-
-    Args:
-        exchange: with all devices.
-        own: for each own device the names of its values, or other lines; empty if it has no values.
+def _alike(found: Sequence[list[str]]) -> list[str]:
+    """Return the lines that all devices have alike; one with empty shards has none.
 
     Raises:
         DisagreementError: two devices have different lines.
     """
-    texts = {number: "\n".join(names).encode() for number, names in own.items()}
-    received = [text.decode() for text in exchange.transport.all_gather_objects(texts)]
-    filled = [text for text in received if text]
-    if not filled:
-        return []
-    for number, text in enumerate(received):
-        if text and text != filled[0]:
-            raise DisagreementError(
-                f"device {number} has {text.splitlines()} and another one "
-                f"{filled[0].splitlines()}: expected the same names for every shard"
-            )
-    return filled[0].split("\n")
+    first = next(filter(None, found), [])
+    check_names([lines or first for lines in found])
+    return first
 
 
 def predict(
@@ -382,61 +373,40 @@ def predict(
             or dict of tensors, per sample.
         DisagreementError: names, dtypes or shapes differ between shards.
     """
-    own = {replica.number: _Said() for replica in engine.context.replicas}
-    seed = engine.context.settings.seed
+    context = engine.context
+    own: list[Column] = []
+    # For each batch its shards' values, by shard and column, on the host.
+    rows: dict[int, dict[int, dict[Column, Rows]]] = defaultdict(dict)
 
     def add(replica: Replica, function: ScoreFunction, batch: ShardedBatch, place: Place) -> None:
         number, shard = place
         where = f"batch {number} of a prediction, shard {shard}"
-        _refuse_left_out(batch, shard, where)
-        values = values_of_shard(replica, function, batch, place, seed, where)
-        own[replica.number].add(values, number, batch.size_of(shard), where)
+        samples, left = batch.size_of(shard), batch.count_of(shard).samples
+        if left < samples:
+            raise LossError(
+                f"{where}: collate returned {left} rows for {samples} samples: expected a row for "
+                f"each sample, as predictions are in the order of the data set and have one for "
+                f"each. Leave samples out of the data set instead, with torch.utils.data.Subset"
+            )
+        values = values_of_shard(replica, function, batch, place, context.settings.seed, where)
+        found: dict[Column, Rows] = {}
+        for name, value in values.items():
+            found |= columns_of(name, value, samples, where)
+        if own and own != [*found]:
+            raise DisagreementError(
+                f"{where}: the function returned {[*found]}, and {own} before; expected the same "
+                f"names, dtypes and shapes for every shard"
+            )
+        own[:] = found
+        rows[number][shard] = found
 
     with call.at_hand(engine), engine.evaluating():
         sizes, last = compute_shards(engine, function, batches, call, "a prediction", add)
     call.agree_on_end(engine, sum(sizes), last)
-    columns = agree_on_lines(engine.context.exchange, {n: said.columns for n, said in own.items()})
+    given = dict.fromkeys(context.own, own)
+    columns = _alike(context.exchange.transport.all_gather_values(given))
     # Batch by batch: messages stay small, and each batch's own rows are freed once they are sent.
     parts: list[dict[Column, Rows]] = []
     for number in range(len(sizes)):
-        texts = {device: said.message(number) for device, said in own.items()}
-        for message in engine.context.exchange.transport.all_gather_objects(texts):
-            parts += decode(message)
+        parts += context.of_all_shards(rows.pop(number, {})).values()
     return values_by_name(parts, columns)
-
-
-def _refuse_left_out(batch: ShardedBatch, shard: int, where: str) -> None:
-    samples, left = batch.size_of(shard), batch.count_of(shard).samples
-    if left < samples:
-        raise LossError(
-            f"{where}: collate returned {left} rows for {samples} samples: expected a row for each "
-            f"sample, as predictions are in the order of the data set and have one for each. Leave "
-            f"samples out of the data set instead, with torch.utils.data.Subset"
-        )
-
-
-class _Said:
-    """Collects the values of one device's shards, batch by batch."""
-
-    def __init__(self) -> None:
-        self.columns: list[Column] = []
-        self._batches: dict[int, list[dict[Column, Rows]]] = {}
-        """Batch to its shards' values, by column, on the host."""
-
-    def add(self, values: dict[str, Any], number: int, samples: int, where: str) -> None:
-        """Add one shard's values to those of batch ``number``."""
-        found: dict[Column, Rows] = {}
-        for name, value in values.items():
-            found |= columns_of(name, value, samples, where)
-        columns = list(found)
-        if self.columns and columns != self.columns:
-            raise DisagreementError(
-                f"{where}: the function returned {columns}, and {self.columns} before; expected "
-                f"the same names, dtypes and shapes for every shard"
-            )
-        self.columns = columns
-        self._batches.setdefault(number, []).append(found)
-
-    def message(self, number: int) -> bytes:
-        """Return a batch's values as bytes, and forget them."""
-        return encode(self._batches.pop(number, []), "values")

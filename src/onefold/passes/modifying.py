@@ -30,13 +30,13 @@ from typing import Any
 import torch
 
 from onefold.core.calldigest import Call, CallDigest
-from onefold.core.flat import laid_out, storage_order
+from onefold.core.flat import storage_order
 from onefold.passes.collectives import broadcast, written
 from onefold.placement.context import StepContext
 from onefold.shard.gradients import keeping_gradients
 from onefold.step.engine import Engine
 from onefold.update.optimizers import Optimizers, optimizers_in
-from onefold.update.state import PieceState, is_by_element, packed, unpack
+from onefold.update.state import PieceState, packed, unpack
 
 __all__ = ["Modifying"]
 
@@ -67,18 +67,18 @@ class FullOptimizerState:
             self._update.view.is_whole = True
             return
         context = self._context
-        texts = dict.fromkeys(context.own, b"")
+        own: torch.Tensor | str
         try:
-            own = packed(self._update.optimizer_states()).numpy().tobytes()
-            texts[context.first.number] = b"+" + own
+            own = packed(self._update.optimizer_states())
         except TypeError as error:  # of a state that cannot be sent, all devices are to know
-            texts[context.first.number] = b"-" + str(error).encode()
-        found = [text for text in context.exchange.transport.all_gather_objects(texts) if text]
-        bad = [text[1:].decode() for text in found if text[:1] == b"-"]
-        if bad:
-            self._update.view.refuse(bad[0])
+            own = str(error)
+        given = dict.fromkeys(context.own, None) | {context.first.number: own}
+        found = context.exchange.transport.all_gather_values(given)
+        bad = next((each for each in found if isinstance(each, str)), None)
+        if bad is not None:
+            self._update.view.refuse(bad)
             return
-        memories = [torch.frombuffer(bytearray(text[1:]), dtype=torch.uint8) for text in found]
+        memories = [each for each in found if each is not None]
         self._update.view.show(self._joined([s for each in memories for s in unpack(each)]))
 
     def hide(self) -> None:
@@ -94,7 +94,8 @@ class FullOptimizerState:
         left, self._left = self._left, None
         if left is None:
             return
-        made = packed(self._cut(left)) if self._context.leads else None
+        numbers = range(len(self._update.storage.pieces))
+        made = packed([*self._update.cut(left, numbers)]) if self._context.leads else None
         make = None if made is None else lambda device: made
         self._update.replace_states(
             unpack(self._context.exchange.transport.scatter_from_lead(make))
@@ -118,18 +119,6 @@ class FullOptimizerState:
             else:
                 mine[key] = value
         return whole
-
-    def _cut(self, whole: Mapping[Any, Any]) -> list[PieceState]:
-        storage, cut = self._update.storage, []
-        for number, piece in enumerate(storage.pieces):
-            entry = storage.masters.entries[piece.entry]
-            for key, value in whole.get(self._update.users[piece.entry], {}).items():
-                stride = entry.stride if piece.whole else None
-                by_element = is_by_element(key, value, entry.shape, stride)
-                if by_element:
-                    value = storage_order(laid_out(value, entry.stride))[piece.start : piece.stop]
-                cut.append(PieceState(number, key, value, by_element))
-        return cut
 
 
 def _has_methods(optimizer: torch.optim.Optimizer) -> bool:
@@ -241,7 +230,7 @@ class Modifying:
         if context.with_others:
             settings = written(agreement.settings.as_json()) if context.leads else None
             agreement.settings.adopt(broadcast(context.exchange, settings))
-        context.local.copy_first()
+        context.copy_first()
         context.update.follow_parameters()
         self._state.adopt_from_lead()
         self._held.close()

@@ -19,11 +19,10 @@ from typing import Any
 
 import torch
 
-from onefold.core.batch import ShardedBatch, move
+from onefold.core.batch import ShardedBatch
 from onefold.core.fold import fold_shards
 from onefold.core.gathering import SyncBatchNorm
-from onefold.core.randomness import derive_seed, seed_generators
-from onefold.passes.evaluation import DataCall, Place, ScoreFunction, compute_shards
+from onefold.passes.evaluation import DataCall, Place, ScoreFunction, compute_shard, compute_shards
 from onefold.shard.replica import Replica
 from onefold.step.engine import Engine
 from onefold.system.compat import BatchNorm
@@ -65,11 +64,11 @@ def recompute_statistics(engine: Engine, batches: Iterable[ShardedBatch], call: 
     before = [section.clone() for section in first.buffers.flat.sections]
     try:
         with _beginning_anew(layers):
-            sums, count = _sums(engine, batches, call, places, kept)
+            sums = _sums(engine, batches, call, places, kept)
     finally:
         first.buffers.flat.copy_(before)
-    if count:
-        _write(first, places, sums, count)
+    if sums:
+        _write(first, places, sums)
 
 
 def _kept(module: torch.nn.Module) -> set[torch.nn.Module]:
@@ -109,35 +108,31 @@ def _sums(
     call: DataCall,
     places: list[list[int]],
     kept: Iterable[torch.nn.Module],
-) -> tuple[list[torch.Tensor], int]:
+) -> list[torch.Tensor]:
     """Add up the statistics of all shards of all batches, which count alike.
 
     Returns:
-        For each shard (k,) float64, layer by layer; and the number of batches.
+        For each shard (k,) float64, layer by layer; nothing where there were no batches.
     """
-    sums: dict[int, dict[int, torch.Tensor]] = {
-        replica.number: {} for replica in engine.context.replicas
-    }
+    sums: dict[int, torch.Tensor] = {}
     seed = engine.context.settings.seed
 
     def add(replica: Replica, loss: ScoreFunction, batch: ShardedBatch, place: Place) -> None:
-        number, shard = place
-        replica.buffers.restore()
-        own = derive_seed("update_bn", seed, number, shard)
-        seed_generators(own, replica.device, common=("update_bn", (seed, number)))
-        with replica.autocast():
-            loss(replica.module, move(batch.shards[shard], replica.device))
+        _, shard = place
+        compute_shard(replica, loss, batch, place, "update_bn", seed)
         replica.buffers.absorb()
         found = _read(replica, places, batch.count_of(shard).samples / batch.samples)
-        device = sums[replica.number]
-        device[shard] = device[shard] + found if shard in device else found
+        sums[shard] = sums[shard] + found if shard in sums else found
 
     with engine.unsharded(call.step), engine.evaluating(training=True):
         for layer in kept:
             layer.training = False  # put back with the modes of all others
-        sizes, last = compute_shards(engine, engine.loss, batches, call, "update_bn", add)
-    shards = 0 if last is None else last.plan.shards
-    return _brought_together(engine, sums, shards, places), len(sizes)
+        _, last = compute_shards(engine, engine.loss, batches, call, "update_bn", add)
+    found = engine.context.of_all_shards(sums)
+    if last is None:
+        return []
+    empty = torch.zeros_like(found[0])
+    return [found.get(shard, empty) for shard in range(last.plan.shards)]
 
 
 def _read(replica: Replica, places: list[list[int]], weight: float) -> torch.Tensor:
@@ -152,29 +147,7 @@ def _read(replica: Replica, places: list[list[int]], weight: float) -> torch.Ten
     return torch.cat(parts)
 
 
-def _brought_together(
-    engine: Engine,
-    sums: dict[int, dict[int, torch.Tensor]],
-    shards: int,
-    places: list[list[int]],
-) -> list[torch.Tensor]:
-    views = engine.context.replicas[0].buffers.flat.views
-    numel = sum(views[mean].numel() + views[variance].numel() + 2 for mean, variance, _ in places)
-    tables = {}
-    for device, found in sums.items():
-        tables[device] = torch.zeros(shards, numel, dtype=torch.float64)
-        for shard, values in found.items():
-            tables[device][shard] = values
-    rows = engine.context.exchange.transport.all_gather_rows(
-        {n: table.flatten() for n, table in tables.items()}
-    )
-    # A shard was computed by one device and is zero in the others' tables.
-    return list(rows.cpu().sum(dim=0).view(shards, numel).unbind())
-
-
-def _write(
-    first: Replica, places: list[list[int]], sums: Sequence[torch.Tensor], count: int
-) -> None:
+def _write(first: Replica, places: list[list[int]], sums: Sequence[torch.Tensor]) -> None:
     """Write the means over all batches in which a layer ran to the first device's buffers."""
     total, most = fold_shards(sums, torch.add), fold_shards(sums, torch.maximum)
     views, start = first.buffers.flat.views, 0

@@ -30,7 +30,7 @@ from onefold.core.values import Gradients, ShardResult
 from onefold.exchange.exchange import Exchange
 from onefold.exchange.memory import Start
 from onefold.placement.context import StepContext
-from onefold.placement.distribute import distribute_masters
+from onefold.placement.distribute import distribute_entries, distribute_masters
 from onefold.placement.pipeline.shapetensor import LossProgress
 from onefold.shard.modelparts import ModelParts
 from onefold.shard.replica import Replica
@@ -39,11 +39,22 @@ from onefold.shard.task import ShardTask
 from onefold.system.allocator import DEFAULT_ALLOCATOR, TensorAllocator
 from onefold.update.optimizer import PartitionedOptimizer
 
-__all__ = ["Function", "Placement", "PlacementPlan", "ResidentParameters", "StepTotals"]
+__all__ = [
+    "Before",
+    "Done",
+    "Function",
+    "Placement",
+    "PlacementPlan",
+    "ResidentParameters",
+    "StepTotals",
+]
 
 
 Function = Callable[[torch.nn.Module, Any], object]
 """Takes the model and one shard."""
+
+Done = Mapping[int, ShardResult]
+"""The results of shards that have run already, by number."""
 
 Before = Callable[[Replica], AbstractContextManager[object]]
 """Surrounds all shards of one device."""
@@ -77,6 +88,9 @@ class ResidentParameters:
 
     Its methods surround what gathers parameters where devices have a part of them.
     """
+
+    progress: LossProgress | None = None
+    """How far a device of a pipeline has come in the shard that it computes, if it does."""
 
     @property
     def sharded(self) -> Sequence[torch.nn.Parameter]:
@@ -126,10 +140,6 @@ class ResidentParameters:
         Args:
             run_checks: whether costly checks run in this step.
         """
-        return nullcontext()
-
-    def on_the_way(self, progress: LossProgress) -> AbstractContextManager[None]:
-        """Surround a shard on a device of a pipeline, which has come so far in the loss."""
         return nullcontext()
 
     def read_stages(
@@ -187,7 +197,9 @@ class Placement(ABC):
         self, start: Start, update: PartitionedOptimizer, exchange: Exchange, assignment: Assignment
     ) -> None:
         """Bring the lead's values to owners whose models have none, or rounded ones."""
-        if update.storage.rounds:
+        if exchange.memory.is_partitioned:
+            distribute_entries(start, update, exchange, leads=self.devices.has_lead)
+        elif update.storage.rounds:
             distribute_masters(start, update, exchange, assignment, self.devices)
 
     def start(self, context: StepContext) -> None:
@@ -196,11 +208,7 @@ class Placement(ABC):
 
     @abstractmethod
     def run_shards(
-        self,
-        batch: ShardedBatch,
-        task: ShardTask,
-        done: Mapping[int, ShardResult],
-        before: Before,
+        self, batch: ShardedBatch, task: ShardTask, done: Done, before: Before
     ) -> Gradients | None:
         """Compute this process's shards, and hand their gradients over.
 
@@ -221,11 +229,7 @@ class Placement(ABC):
         """
 
     def compute(
-        self,
-        batch: ShardedBatch,
-        task: ShardTask,
-        done: Mapping[int, ShardResult],
-        before: Before,
+        self, batch: ShardedBatch, task: ShardTask, done: Done, before: Before
     ) -> StepTotals:
         """Compute the shards of a step, and add up the gradients of what this process owns.
 
@@ -247,21 +251,24 @@ class Placement(ABC):
 
     def may_write(self, shards: int) -> bool:
         """Whether a loss may write to parameters, as in a plain loop: if one shard is all."""
-        return shards == 1
+        # What is written to parameters that were gathered is lost.
+        return shards == 1 and not self.context.exchange.memory.is_partitioned
 
     def written(self) -> bool:
         """Whether models see other values than owners keep, where both have memory of their own."""
-        return False
+        update = self.context.update
+        if not self.context.exchange.memory.is_partitioned or not update.is_whole:
+            return False
+        return update.shown_otherwise() is not None
 
-    def before_reading(self, agree: Callable[[], object]) -> None:  # noqa: B027 (see there)
-        """Meet the other devices by ``agree``, if whoever reads parameters needs them for it."""
-
-    def leave(self, *, together: bool) -> None:  # noqa: B027 (all is there already)
+    def leave(self, *, together: bool) -> None:
         """Have this process keep all parameters, as far as there is room for them.
 
         Args:
             together: whether all devices call this, and may be waited for.
         """
+        if together:
+            self.parameters.stay_unsharded()
 
     @property
     def sharded(self) -> Sequence[torch.nn.Parameter]:
@@ -271,7 +278,3 @@ class Placement(ABC):
     def unsharded(self, *, look: bool = False) -> AbstractContextManager[None]:
         """See `ResidentParameters.unsharded`."""
         return self.parameters.unsharded(look=look)
-
-    def forward(self, function: Function) -> AbstractContextManager[Function]:
-        """See `ResidentParameters.forward`."""
-        return self.parameters.forward(function)

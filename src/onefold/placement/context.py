@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from itertools import chain
+from operator import itemgetter
+from typing import Any
 
 import torch
 
@@ -18,7 +21,7 @@ from onefold.shard.replica import Replica
 from onefold.update.optimizer import PartitionedOptimizer
 from onefold.watch.timing import Phase
 
-__all__ = ["LocalReplicas", "StepContext"]
+__all__ = ["StepContext"]
 
 
 class StepContext:
@@ -48,8 +51,8 @@ class StepContext:
         """Decides in which steps costly checks run."""
         self.guard = ValueGuard(first.parts.named, exchange.memory.resident(first.number))
         """Remembers the parameters as the last call left them."""
-        self.local = LocalReplicas(replicas, self.guard, self.checks)
-        """Brings what the script did to the first device's model to the others."""
+        self._others = replicas[1:]
+        self._samples = [Samples([r.trained, r.other]) for r in self._others]
 
     @property
     def parts(self) -> ModelParts:
@@ -74,7 +77,7 @@ class StepContext:
     @property
     def devices(self) -> int:
         """Number of devices in the whole run."""
-        return self.exchange.table.shape.devices
+        return self.exchange.table.storage.devices
 
     @property
     def with_others(self) -> bool:
@@ -114,51 +117,43 @@ class StepContext:
             self.compilers.settled(),
         ):
             self.first.buffers.begin_step()
-            self.local.follow_first()
+            self.follow_first()
             yield
 
     def timed(self, phase: Phase, label: str) -> AbstractContextManager[None]:
         """A block of which the first device of this process notes how long it takes."""
         return self.first.watch.timed(phase, label)
 
+    def of_all_shards(self, own: Mapping[int, Any]) -> dict[int, Any]:
+        """What all processes have of their shards, in the order of these; called on all devices.
 
-class LocalReplicas:
-    """The first device of a process, and the others, which must have the same values.
-
-    Args:
-        replicas: the model on each device of this process.
-        guard: remembers the parameters of the first one.
-        check_interval: decides when costly checks are due.
-    """
-
-    def __init__(
-        self, replicas: Sequence[Replica], guard: ValueGuard, check_interval: CheckInterval
-    ) -> None:
-        self._first, *self._others = replicas
-        self._guard = guard
-        self._check_interval = check_interval
-        self._samples = [Samples([r.trained, r.other]) for r in self._others]
+        Args:
+            own: for shards of this process, by number, what `onefold.core.wire` knows.
+        """
+        given = dict.fromkeys(self.own, ()) | {self.first.number: tuple(own.items())}
+        found = chain.from_iterable(self.exchange.transport.all_gather_values(given))
+        return dict(sorted(found, key=itemgetter(0)))
 
     def follow_first(self) -> None:
         """Bring what the user did to the model since the last step to the other devices."""
         # Buffers are few and change in most steps, so they are copied without looking; parameters
         # were brought by the exchange, and are copied only if somebody has written to them since.
         for replica in self._others:
-            replica.buffers.begin_as(self._first.buffers)
-        if self._others and (self._guard.changed() or self._differ()):
+            replica.buffers.begin_as(self.first.buffers)
+        if self._others and (self.guard.changed() or self._differ()):
             self.copy_first()
             # Or what the script has changed would count as changed by the shards that run next.
-            self._guard.note()
+            self.guard.note()
 
     def copy_first(self) -> None:
         """Copy the first device's parameters to the others of this process."""
         for replica in self._others:
-            replica.trained.copy_(self._first.trained.sections)
-            replica.other.copy_(self._first.other.sections)
+            replica.trained.copy_(self.first.trained.sections)
+            replica.other.copy_(self.first.other.sections)
 
     def _differ(self) -> bool:
         """Whether a device of this process has other values, as far as values are looked at."""
-        run_checks, first = self._check_interval.run_checks, self._guard.samples
+        run_checks, first = self.checks.run_checks, self.guard.samples
         # The guard keeps no values of a GPU, and cannot see what was changed there through .data.
         if not (run_checks or first.on_host):
             return False

@@ -39,14 +39,12 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from onefold.core.calldigest import Call
 from onefold.core.stages import ROOT
-from onefold.core.wire import decode, encode
 from onefold.deferred.access import NotResident, Replace
 from onefold.errors import PipelineError
 from onefold.exchange.reduction import StageReduction
 from onefold.exchange.stageexchange import ParameterRequest
 from onefold.placement.base import Function, ResidentParameters
 from onefold.placement.context import StepContext
-from onefold.placement.pipeline.shapetensor import LossProgress
 from onefold.placement.stagebuffers import StageBuffers
 from onefold.shard.advice import is_about_hooks
 from onefold.shard.gradients import keeping_gradients
@@ -105,7 +103,6 @@ class ShardedParameters(ResidentParameters):
         )
         self._stages = self._buffers.layout.stages
         self._is_serving = self._is_pipeline = False
-        self._progress: LossProgress | None = None
         self._resident: dict[int, torch.Tensor] = {}
         """The memory of each stage that is here, the latest last."""
         self._stage_at: dict[int, int] = {}
@@ -137,9 +134,7 @@ class ShardedParameters(ResidentParameters):
 
     @contextmanager
     def unsharded(self, *, look: bool = False) -> Iterator[None]:
-        if not self._unsharded:
-            self._unshard()
-        self._unsharded += 1
+        self.stay_unsharded()
         try:
             yield
             if self._unsharded == 1:
@@ -201,9 +196,10 @@ class ShardedParameters(ResidentParameters):
             own.update(read({str(number): parameters[number] for number in numbers}))
 
         number, exchange = self._replica.number, self._exchange
-        self._visit(range(number, len(self._reduction.stages), exchange.table.shape.devices), look)
-        given = exchange.transport.all_gather_objects({number: encode(own, "what was read")})
-        return {int(number): line for each in given for number, line in decode(each).items()}
+        devices = exchange.table.storage.devices
+        self._visit(range(number, len(self._reduction.stages), devices), look)
+        given = exchange.transport.all_gather_values({number: own})
+        return {int(number): line for each in given for number, line in each.items()}
 
     def _visit(self, stages: Iterable[int], look: Callable[[Sequence[int]], None]) -> None:
         """Gather one stage after the other, to be read; called on all devices together.
@@ -258,14 +254,6 @@ class ShardedParameters(ResidentParameters):
                     yield
         finally:
             self._is_pipeline = False
-
-    @contextmanager
-    def on_the_way(self, progress: LossProgress) -> Iterator[None]:
-        self._progress = progress
-        try:
-            yield
-        finally:
-            self._progress = None
 
     @contextmanager
     def _gathering(self, order: PrefetchOrder) -> Iterator[Callable[[], None]]:
@@ -369,7 +357,7 @@ class ShardedParameters(ResidentParameters):
         case.
         """
         found = [(t, stage) for t in tensors if (stage := self._buffers.stage_of(t)) is not None]
-        progress = self._progress
+        progress = self.progress
         if progress is not None and self._place and not progress.arrived:
             stage_of = self._buffers.stage_of
             return lambda t: t if stage_of(t) is None else progress.stand_in(t)
@@ -423,17 +411,13 @@ class ShardedParameters(ResidentParameters):
         self._flat.get_back()
         self._update.show()
         self._memory.publish_parameters()
-        self._unshard_frozen()
+        if self._memory.frozen is not None:
+            self._memory.frozen.flat.get_back()
+            self._visit(self._memory.frozen.stages, self._buffers.copy_frozen)
         with keeping_gradients(self._replica.parts.named.values()):
             self._buffers.show_all()
             self._replica.attach()
         self._replica.note_places()
-
-    def _unshard_frozen(self) -> None:
-        """Have memory for all frozen parameters, and the values of all devices in it."""
-        if self._memory.frozen is not None:
-            self._memory.frozen.flat.get_back()
-            self._visit(self._memory.frozen.stages, self._buffers.copy_frozen)
 
     def _shard(self) -> None:
         """Free the memory of all parameters."""

@@ -11,13 +11,14 @@ halves of one node, or they would be one block. The owners of the partitions add
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from functools import partial
 
 from onefold.core.batch import ShardedBatch
 from onefold.core.fold import Block, blocks_of, fold
 from onefold.core.values import Gradients, ShardResult
 from onefold.exchange.exchange import Exchange
-from onefold.placement.base import Before, Placement
+from onefold.placement.base import Before, Done, Placement
 from onefold.shard.gradients import add_gradients
 from onefold.shard.replica import Replica
 from onefold.shard.task import ShardTask
@@ -30,7 +31,7 @@ def run_share(
     batch: ShardedBatch,
     task: ShardTask,
     exchange: Exchange,
-    done: Mapping[int, ShardResult] | None = None,
+    done: Done | None = None,
 ) -> Gradients:
     """Compute a device's shards, fill its rows of the table and publish one partial sum per block.
 
@@ -50,15 +51,11 @@ def run_share(
             hook has handed over twice.
     """
     device, table, watch = replica.number, exchange.table, replica.watch
-
-    def record(shard: int, result: ShardResult) -> None:
-        table.record(device, shard, result)
-
     # Only our own rows: the others' may be full of this step's results already. An empty shard
     # records nothing, so that without this its row would still hold the step before.
     table.clear_rows(device, batch.plan.shards_of(device))
     replica.begin(task)
-    gradients: Gradients = []
+    record, gradients = partial(table.record, device), Gradients()
     for slot, gradients in enumerate(partial_sums(replica, batch, task, record, done)):
         start = watch.now()
         # From here until `publish_parameters` these tensors belong to the exchange, which adds to
@@ -75,7 +72,7 @@ def partial_sums(
     batch: ShardedBatch,
     task: ShardTask,
     record: Callable[[int, ShardResult], None],
-    done: Mapping[int, ShardResult] | None = None,
+    done: Done | None = None,
 ) -> Iterator[Gradients]:
     """Compute a device's shards, and add up the gradients of each block.
 
@@ -107,11 +104,7 @@ class Replicated(Placement):
     """Each device has all parameters, and adds up the gradients of all of its shards."""
 
     def run_shards(
-        self,
-        batch: ShardedBatch,
-        task: ShardTask,
-        done: Mapping[int, ShardResult],
-        before: Before,
+        self, batch: ShardedBatch, task: ShardTask, done: Done, before: Before
     ) -> Gradients | None:
         context, gradients = self.context, Gradients()
         for replica in context.replicas:

@@ -7,32 +7,26 @@ alone are partitioned.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
 import torch
 
-from onefold.core.assignment import Assignment
 from onefold.core.batch import ShardedBatch
 from onefold.core.storage import Storage
 from onefold.core.values import Gradients, ShardResult
-from onefold.exchange.exchange import Exchange
 from onefold.exchange.joining import has_memory_in_common
-from onefold.exchange.memory import Start
 from onefold.exchange.reduction import StageReduction
 from onefold.exchange.stageexchange import GradientSend
-from onefold.placement.base import Before, Placement, PlacementPlan
+from onefold.placement.base import Before, Done, Placement, PlacementPlan
 from onefold.placement.context import StepContext
-from onefold.placement.distribute import distribute_entries
 from onefold.placement.parameters import ShardedParameters
 from onefold.shard.modelparts import ModelParts
-from onefold.shard.stages import StageModules, cut_by_itself, frozen_in_stages
+from onefold.shard.stages import StageModules
 from onefold.shard.task import ShardTask
 from onefold.system.allocator import DEFAULT_ALLOCATOR, TensorAllocator
 from onefold.system.capacity import capacity_bytes
-from onefold.update.optimizer import PartitionedOptimizer
-from onefold.update.staging import shown_otherwise
 
 __all__ = ["Sharded"]
 
@@ -44,11 +38,10 @@ class Sharded(Placement):
     """How many devices compute a shard together."""
 
     def plan(self, parts: ModelParts, stages: Sequence[torch.nn.Module] | None) -> PlacementPlan:
-        modules = cut_by_itself(parts.module) if stages is None else stages
-        found = StageModules(parts.module, modules, parts.trained, self.pipeline)
+        found = StageModules(parts.module, stages, parts.trained, self.pipeline)
         allocator = self.allocator()
         if self.shards_frozen(allocator):
-            parts.partition_frozen(frozen_in_stages(parts.other, found))
+            parts.partition_frozen(found)
         self.layout = PlacementPlan(found, allocator)
         return self.layout
 
@@ -85,14 +78,6 @@ class Sharded(Placement):
                 f"their own: docs/large-models.md. `onefold plan` shows all stages"
             )
 
-    def distribute(
-        self, start: Start, update: PartitionedOptimizer, exchange: Exchange, assignment: Assignment
-    ) -> None:
-        if exchange.memory.is_partitioned:
-            distribute_entries(start, update, exchange, leads=self.devices.has_lead)
-        else:
-            super().distribute(start, update, exchange, assignment)
-
     def start(self, context: StepContext) -> None:
         super().start(context)
         if context.exchange.memory.is_partitioned:
@@ -105,70 +90,36 @@ class Sharded(Placement):
         return reduction
 
     def run_shards(
-        self,
-        batch: ShardedBatch,
-        task: ShardTask,
-        done: Mapping[int, ShardResult],
-        before: Before,
+        self, batch: ShardedBatch, task: ShardTask, done: Done, before: Before
     ) -> Gradients | None:
-        with self.parameters.rounds(task) as task:
-            self._run_rounds(batch, task, done, before)
-        return None
-
-    def _run_rounds(
-        self,
-        batch: ShardedBatch,
-        task: ShardTask,
-        done: Mapping[int, ShardResult],
-        before: Before,
-    ) -> None:
-        """Compute the shards of all devices of this process, one of each in every round.
-
-        Arguments are those of `run_shards`.
-        """
         context, table, reduction = self.context, self.context.table, self._reduction
-        reduction.begin(shard for shard, size in enumerate(batch.sizes) if not size)
-        # Compiled code gives all gradients at once, when it is done, and all stages with them.
-        task = replace(task, send=None if context.compilers.compiled else reduction.give)
-        with ExitStack() as surrounding:
-            for replica in context.replicas:
-                table.clear_rows(replica.number, batch.plan.shards_of(replica.number))
-                replica.begin(task)
-                with context.attached(replica):
-                    surrounding.enter_context(before(replica))
-            for row in batch.plan.rounds():
+        # One shard of each device of this process in every round.
+        with self.parameters.rounds(task) as task:
+            reduction.begin(shard for shard, size in enumerate(batch.sizes) if not size)
+            # Compiled code gives all gradients at once, when it is done, and all stages with them.
+            task = replace(task, send=None if context.compilers.compiled else reduction.give)
+            with ExitStack() as surrounding:
                 for replica in context.replicas:
-                    shard = row.get(replica.number, -1)
-                    if shard not in batch.shards:
-                        continue
-                    found = done.get(shard)
-                    if found is None:
-                        with context.attached(replica):
-                            found = replica.compute(shard, batch, task)
-                    if found.gradients:
-                        _give_all(reduction, shard, found)
-                    table.record(replica.number, shard, found)
-                reduction.end_round()
+                    table.clear_rows(replica.number, batch.plan.shards_of(replica.number))
+                    replica.begin(task)
+                    with context.attached(replica):
+                        surrounding.enter_context(before(replica))
+                for row in batch.plan.rounds():
+                    for replica in context.replicas:
+                        shard = row.get(replica.number, -1)
+                        if shard not in batch.shards:
+                            continue
+                        found = done.get(shard)
+                        if found is None:
+                            with context.attached(replica):
+                                found = replica.compute(shard, batch, task)
+                        if found.gradients:
+                            _give_all(reduction, shard, found)
+                        table.record(replica.number, shard, found)
+                    reduction.end_round()
         for replica in context.replicas:
             replica.end()
-
-    def may_write(self, shards: int) -> bool:
-        # What is written to parameters that were gathered is lost.
-        return super().may_write(shards) and not self.context.exchange.memory.is_partitioned
-
-    def written(self) -> bool:
-        update = self.context.update
-        if not self.context.exchange.memory.is_partitioned or not update.is_whole:
-            return False
-        return shown_otherwise(update.owned, update.values_of) is not None
-
-    def before_reading(self, agree: Callable[[], object]) -> None:
-        if self.sharded:
-            agree()
-
-    def leave(self, *, together: bool) -> None:
-        if together:
-            self.parameters.stay_unsharded()
+        return None
 
 
 def _give_all(reduction: StageReduction, shard: int, result: ShardResult) -> None:

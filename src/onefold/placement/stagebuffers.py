@@ -16,7 +16,6 @@ from onefold.errors import StateError
 from onefold.exchange.memory import FrozenMemory
 from onefold.shard.modelparts import ModelParts
 from onefold.update.optimizer import PartitionedOptimizer
-from onefold.update.staging import shown_otherwise
 
 __all__ = ["StageBuffers"]
 
@@ -174,15 +173,12 @@ class StageBuffers:
         if stage in self._sums:
             before, now = self._sums.pop(stage), self._sums_of(stage)
             return next((number for number in now if now[number] != before[number]), None)
-        own = (item for item in self._update.owned if item.number in self.layout.pieces[stage])
-        written = (
-            item.piece.entry
-            for item in own
-            if not same_bits(
-                self.layout.in_room(item.number, buffer), self._update.values_of(item.number)
-            )
-        )
-        return next(written, None)
+        for item in self._update.owned:
+            if item.number in self.layout.pieces[stage]:
+                came = self.layout.in_room(item.number, buffer)
+                if not same_bits(came, self._update.values_of(item.number)):
+                    return item.piece.entry
+        return None
 
     def _sums_of(self, stage: int) -> dict[int, bytes]:
         numbers = [n for n in self.layout.stages.entries[stage] if n < self.trained]
@@ -217,7 +213,7 @@ class StageBuffers:
         Raises:
             StateError: one that this device keeps a part of has other values than that.
         """
-        found = shown_otherwise(self._update.owned, self._update.values_of)
+        found = self._update.shown_otherwise()
         if found is not None:
             raise StateError(
                 f"parameter {self._names[found.piece.entry]} was written to in `with "

@@ -20,7 +20,7 @@ from onefold.core.settings import Settings, added_up_in
 from onefold.core.stages import cut_pipeline
 from onefold.run.userparts import UserParts
 from onefold.shard.modelparts import ModelParts
-from onefold.shard.stages import StageModules, cut_by_itself, frozen_in_stages
+from onefold.shard.stages import StageModules
 from onefold.system.ownfiles import replace_file
 from onefold.update.optimizers import name_of, optimizers_in
 
@@ -96,10 +96,9 @@ def _measured(
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     trained = [n for n, p in user.module.named_parameters() if id(p) in held and p.requires_grad]
     parts = ModelParts(user.module, trained)
-    modules = cut_by_itself(user.module) if user.stages is None else user.stages
-    found = StageModules(user.module, modules, parts.trained)
+    found = StageModules(user.module, user.stages, parts.trained)
     stages = found.stages
-    parts.partition_frozen(frozen_in_stages(parts.other, found))
+    parts.partition_frozen(found)
     frozen = [0] * len(stages)
     for parameter in parts.frozen.values():
         frozen[found.stage_of(parameter)] += parameter.nbytes

@@ -14,31 +14,30 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from onefold.exchange.progress import Progress
 from onefold.system.ownfiles import PrivateFolder, create_file, memory_file, write_all
 from onefold.system.words import tell
 
-__all__ = ["FailureReport", "Logs", "RunStatus", "report_failure", "report_threads"]
-
-_LONGEST_NAMES = 2000
+__all__ = ["Logs", "RunStatus", "WorkerReport", "write_report"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FailureReport:
-    """How a worker failed, in its own words."""
+class WorkerReport:
+    """How a worker ended, in its own words."""
 
-    time_s: float
+    time_s: float = 0.0
     """When it failed, in seconds since 1970."""
-    kind: str
-    """Type of the exception."""
-    text: str
+    kind: str = ""
+    """Type of the exception; empty if it has not failed."""
+    text: str = ""
     """The message of the exception."""
-    traceback: str
+    traceback: str = ""
     """As Python prints it."""
-    caused_by_peer: bool
+    caused_by_peer: bool = False
     """Whether it failed because another device did."""
+    threads: str = ""
+    """The threads that it waits for, once its script has ended well."""
 
 
 class RunStatus:
@@ -59,20 +58,11 @@ class RunStatus:
         os.ftruncate(self.table, Progress.nbytes(devices))
         self.progress = Progress(self.table, devices)
 
-    def failure(self, rank: int) -> FailureReport | None:
-        """The worker's report of its failure, if it left one."""
-        report = self._report(rank)
-        return FailureReport(**report) if "kind" in report else None
-
-    def threads(self, rank: int) -> str:
-        """The threads that the worker waits for, once its script has ended; empty for none."""
-        return str(self._report(rank).get("threads", ""))
-
-    def _report(self, rank: int) -> dict[str, Any]:
+    def report(self, rank: int) -> WorkerReport:
         """The worker's report if it left a whole one; else an empty one."""
         descriptor = self.reports[rank]
         text = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
-        return dict(json.loads(text)) if text.endswith(b"\n") else {}
+        return WorkerReport(**json.loads(text)) if text.endswith(b"\n") else WorkerReport()
 
     def close(self) -> None:
         """Close the descriptors; the memory goes with the last process that has it."""
@@ -80,21 +70,12 @@ class RunStatus:
             os.close(descriptor)
 
 
-def report_failure(descriptor: int, failure: FailureReport) -> None:
-    """Write the report of a failure, in place of an earlier one."""
-    _write(descriptor, asdict(failure))
-
-
-def report_threads(descriptor: int, names: str) -> None:
-    """Report, in place of a failure, for which threads a process waits that has ended well."""
-    _write(descriptor, {"threads": names[:_LONGEST_NAMES]})
-
-
-def _write(descriptor: int, report: dict[str, Any]) -> None:
+def write_report(descriptor: int, report: WorkerReport) -> None:
+    """Write a worker's report, in place of an earlier one."""
     os.ftruncate(descriptor, 0)
     os.lseek(descriptor, 0, os.SEEK_SET)
     # The process may be killed at any moment: only what has its line's end is whole.
-    write_all(descriptor, json.dumps(report).encode() + b"\n")
+    write_all(descriptor, json.dumps(asdict(report)).encode() + b"\n")
 
 
 class Logs:

@@ -58,7 +58,8 @@ from onefold.run.userparts import UserParts, keep_code_private
 from onefold.shard.digest import GradientDigests, digest_of_all
 from onefold.step.agreement import digest_of
 from onefold.step.assembly import assemble, hold, take_from_holders
-from onefold.step.result import Step
+from onefold.step.engine import Engine
+from onefold.step.result import Step, StepResult
 from onefold.system.process import STOPPED_CODE, requests_by_signals
 from onefold.system.words import script_line
 from onefold.update.byscript import NO_STEP, ByScript, chosen_optimizer
@@ -73,6 +74,7 @@ _Value = TypeVar("_Value")
 _OVER = "trainer.close(), or after another Trainer has taken the model"
 
 _log = logging.getLogger("onefold")
+Wait = tuple[Moment, Moment]
 
 
 class Session:
@@ -149,7 +151,7 @@ class Session:
         self._left = self._is_over = False
         # From here on the model belongs to this Trainer, and what is written to it is looked at in
         # the end.
-        hold(user.module, self)
+        hold(user.module, self.close)
         this = weakref.ref(self)
         at_good_end(lambda: None if (it := this()) is None else it.refuse_raced())
         self._progress = progress_of(context)
@@ -175,12 +177,14 @@ class Session:
             if self.devices.has_lead:  # a run that saves nothing may go on
                 _log.warning("trainer.save will refuse this run: %s", error)
         # Loading may fail on one device alone, for lack of memory say: the others must be told.
-        with self.telling_others():
-            self._autosave = Autosave.of(
-                *(self.devices, self.checkpoints, self.position, self._progress, self.resumption),
-                blocks=lambda: self.changes.blocks,
-            )
-        if self._autosave is not None:
+        self._autosave: Autosave | None = None
+        if self._context.options.checkpoint and self._progress is not None:
+            with self.telling_others():
+                self._autosave = Autosave(
+                    *(self.devices, self.checkpoints, self.position),
+                    *(self._progress, self.resumption),
+                    blocks=lambda: self.changes.blocks,
+                )
             self.position.reached = self._reached
             at_good_end(self._finish)
 
@@ -296,24 +300,25 @@ class Session:
     def over_data(
         self,
         call: Call,
+        compute: Callable[[Engine, ScoreFunction, Loader, DataCall], dict[str, Any]],
         function: ScoreFunction,
         model: str | None,
-        batches: Loader,
-        compute: Callable[[DataCall], Any],
-    ) -> Any:
-        """Make a call over a data set, which all devices must make."""
+        chosen: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        """Make a call over a data set, in its order, which all devices must make."""
+        part = self.parts.on_part(function, model)
+        batches = self.loader(**chosen)
         with self.telling_others():
             self.checkpoints.check()
             self.engine.check_last_step()
             size = batches.track.size
             made = DataCall(call, self.position.step + 1, size.samples, size.batch_size, function)
-
-            def ask() -> Any:
-                self.resumption.note_result(call.words)
-                data, said = batches.dataset, (call, function, model)
-                return self.verifying.result(said, data, partial(compute, made))
-
-            return self.answered(call.words, ask)
+            found: dict[str, Any] = self.verifying.result(
+                (call, function, model),
+                batches.dataset,
+                partial(compute, self.engine, part, batches, made),
+            )
+            return found
 
     @contextmanager
     def averaged(
@@ -354,16 +359,14 @@ class Session:
             return self._note_again(batch, same)
         # Drop the times of a step that failed, if the script survived it.
         self.engine.take_spans()
-        start = host_now_s()
-        cut = self._cut(self.verifying.batch(batch), checked_dim(dim))
-        waited = cut.waited or (start, host_now_s())
+        cut, waited = self._cut(batch, dim)
         number = self.position.step + 1
         with self.telling_others():
             self._before_step(cut, name, gradient=False)
             with self.verifying.step(cut, number, name) as given:
-                # Devices see the signal at different times; the step makes one answer of it.
-                asked = self._is_asked_to_stop()
-                outcome = self.engine.step(given, number, name=name, asked_to_stop=asked)
+                outcome = self.engine.step(
+                    given, number, name=name, asked_to_stop=self._is_asked_to_stop()
+                )
             self._schedule.note_step(self.position.here, name, updates=outcome.verdict.updates)
         # The step is done for everybody. The position follows before anything else can fail, or a
         # checkpoint might count the batch as unused.
@@ -371,45 +374,20 @@ class Session:
         self.position.note_step(cut)
         self.engine.end_step()
         self.note_progress()
-        spans = self._take_spans(waited)
-        step = Step(number, cut.samples, cut.epoch, outcome, spans[self.devices.own[0]], name)
-        self._observe(step, spans, cut, gradient=False)
+        step, spans = self._made(number, cut, outcome, name, waited)
+        with self._seen_whole():
+            self.observers.observe(step, spans)
         self._after_step(cut, stop=outcome.verdict.stops, updated=True)
         self.verifying.note_step(step)
         return step
 
-    def _step_of_record(self, cut: ShardedBatch, name: str) -> Step:
-        """The step with a batch as it was before the run was resumed; nothing is computed."""
-        with self.telling_others():
-            assert self.resumption.replay is not None
-            self.resumption.show()
-            outcome = self.resumption.replay.step(cut, name)
-            self._schedule.note_step(self.position.here, name, updates=outcome.verdict.updates)
-            self.position.note_step(cut)
-        step = Step(self.position.step, cut.samples, cut.epoch, outcome, (), name)
-        self.observers.tell_script(step)
-        return step
-
-    def _observe(
-        self,
-        step: Step,
-        spans: Mapping[int, Sequence[Span]],
-        batch: ShardedBatch,
-        *,
-        gradient: bool,
-    ) -> None:
-        """Show a step that is done to all that watch the run."""
-        if self.recorder is not None:
-            with self.telling_others():
-                self.recorder.note_step(step, batch, gradient=gradient)
-        with self._seen_whole():
-            self.observers.observe(step, spans)
-
-    def _take_spans(self, waited: tuple[Moment, Moment]) -> dict[int, list[Span]]:
-        """The spans of a step by device, the wait for its batch among them."""
+    def _made(
+        self, number: int, cut: ShardedBatch, outcome: StepResult, name: str, waited: Wait
+    ) -> tuple[Step, dict[int, list[Span]]]:
+        """A step that is made, and its spans by device, the wait for its batch among them."""
         spans, own = self.engine.take_spans(), self.devices.own[0]
         spans[own].insert(0, Span("data", "batch", *waited))
-        return spans
+        return Step(number, cut.samples, cut.epoch, outcome, spans[own], name), spans
 
     def _note_again(self, batch: object, same: Step) -> Step:
         """Count a step that is not computed, as the last one stands for it."""
@@ -425,22 +403,21 @@ class Session:
         """Leave a batch's gradient in ``.grad``; see `Trainer.gradient`."""
         engine, name = self.engine, self.parts.loss_name(loss)
         engine.take_spans()
-        start = host_now_s()
         with self.telling_others():
             place = Place(self.position.step, self.changes.number, self.changes.blocks)
             again = self.gradients.goes_on(batch, place, name)
             if (same := self.verifying.step_again(name)) is not None:
                 self.gradients.note(batch, place, name, begins=not again)
                 return same if again else self._note_again(batch, same)
-            cut = self._cut(self.verifying.batch(batch), checked_dim(dim))
-            waited = cut.waited or (start, host_now_s())
+            cut, waited = self._cut(batch, dim)
             with self.changes.closed(place.step + 1):
                 if not again:
                     self._before_step(cut, name, gradient=True)
                 number = place.step + (not again)
                 with self.verifying.step(cut, number, name) as given:
-                    asked = self._is_asked_to_stop()
-                    outcome = engine.gradient(given, number, name=name, asked_to_stop=asked)
+                    outcome = engine.gradient(
+                        given, number, name=name, asked_to_stop=self._is_asked_to_stop()
+                    )
                 self.asked_to_stop |= outcome.verdict.stops
                 self.gradients.note(batch, place, name, begins=not again)
                 if not again:
@@ -448,8 +425,7 @@ class Session:
                     self.position.note_step(cut)
                     self.note_progress()
                     self._after_step(cut, stop=outcome.verdict.stops, updated=False)
-        spans = self._take_spans(waited)
-        step = Step(number, cut.samples, cut.epoch, outcome, spans[self.devices.own[0]], name)
+        step, spans = self._made(number, cut, outcome, name, waited)
         if not again:
             self._observe(step, spans, cut, gradient=True)
             self.verifying.note_step(step)
@@ -556,10 +532,10 @@ class Session:
         if self._autosave is not None:
             self._autosave.leave()
 
-    def _cut(self, batch: object, dim: int) -> ShardedBatch:
-        plan = self.engine.assignment.plan
-        if self.resumption.replay is not None and not self.replaying:
-            batch = map_parts(batch, _read_now)
+    def _cut(self, batch: object, dim: int) -> tuple[ShardedBatch, Wait]:
+        """Cut a step's batch; return it with the time in which it was waited for."""
+        start, plan = host_now_s(), self.engine.assignment.plan
+        batch, dim = self.verifying.batch(batch), checked_dim(dim)
         if isinstance(batch, ShardedBatch):
             cut = replace(self._checked_batch(batch, plan), dim=dim)
         else:
@@ -582,7 +558,7 @@ class Session:
                 "lengths (another loader's batch, onefold.OwnLength or onefold.Shared): expected "
                 "microbatch=None. Use more shards instead: each is smaller"
             )
-        return cut
+        return cut, cut.waited or (start, host_now_s())
 
     def _checked_batch(self, batch: ShardedBatch, ours: Plan) -> ShardedBatch:
         theirs = batch.plan
@@ -615,7 +591,10 @@ class Session:
             raise
 
     def _is_asked_to_stop(self) -> bool:
-        """Whether this process was asked to stop and can; others may not know of it yet."""
+        """Whether this process was asked to stop and can; others may not know of it yet.
+
+        Devices see a signal at different times; the step makes one answer of it.
+        """
         by_launcher = self._progress is not None and self._progress.stop_requested()
         return self._context.options.may_stop and (by_launcher or bool(self._requests))
 

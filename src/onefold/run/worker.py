@@ -43,7 +43,7 @@ from onefold.errors import PeerError
 from onefold.exchange.progress import progress_of
 from onefold.run.context import current_context
 from onefold.run.membership import advice_on_one_file, end_well, leave
-from onefold.run.rundir import FailureReport, report_failure, report_threads
+from onefold.run.rundir import WorkerReport, write_report
 from onefold.system.ownfiles import gather_sockets_in
 from onefold.system.process import (
     NOTICES,
@@ -56,6 +56,7 @@ from onefold.system.words import listed, message_of
 
 __all__ = ["main"]
 
+_LONGEST_NAMES = 2000
 _PATIENCE_S = 5.0
 """How long a process may take to end after its script, before it is said what it waits for."""
 
@@ -119,7 +120,8 @@ def _mention_threads_later(report_descriptor: int) -> None:
     def mention() -> None:
         each = [t for t in threading.enumerate() if not t.daemon and t is not here and t.is_alive()]
         if each:
-            report_threads(report_descriptor, listed(f"{thread.name!r}" for thread in each))
+            names = listed(f"{thread.name!r}" for thread in each)
+            write_report(report_descriptor, WorkerReport(threads=names[:_LONGEST_NAMES]))
 
     timer = threading.Timer(_PATIENCE_S, mention)
     timer.daemon = True
@@ -201,14 +203,14 @@ def _leave_word(error: BaseException) -> None:
     if context.report_descriptor < 0:
         raise error
     words = (message_of(error), advice_on_one_file(error, context.size))
-    failure = FailureReport(
+    report = WorkerReport(
         time_s=time.time(),
         kind=type(error).__name__,
         text=". ".join(filter(None, words)),
         traceback="".join(traceback.format_exception(_of_the_user(error))),
         caused_by_peer=isinstance(error, PeerError),
     )
-    report_failure(context.report_descriptor, failure)
+    write_report(context.report_descriptor, report)
 
 
 def _end_at_once(code: int) -> NoReturn:

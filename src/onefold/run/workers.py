@@ -28,16 +28,16 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import select
 import signal
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from multiprocessing import connection
 
 from onefold.core.options import RunOptions
 from onefold.errors import LaunchError
-from onefold.run.rundir import FailureReport, RunStatus
+from onefold.run.rundir import RunStatus, WorkerReport
 from onefold.system.process import LOOK_S, STOPPED_CODE, Stillness, StopSignals
 from onefold.system.words import tell
 
@@ -136,14 +136,12 @@ def wait_for_end(workers: Sequence[Worker], limit_s: float, wake: int | None = N
         limit_s: the longest wait.
         wake: a descriptor that ends the wait once it is readable.
     """
-    limit, poller = time.monotonic() + limit_s, select.poll()
-    for descriptor in (wake, *(worker.descriptor for worker in workers)):
-        if descriptor is not None:
-            poller.register(descriptor, select.POLLIN)
+    limit = time.monotonic() + limit_s
+    descriptors = [d for d in (wake, *(w.descriptor for w in workers)) if d is not None]
     step_s = _LOOK_S if any(worker.descriptor is None for worker in workers) else limit_s
     while True:
         left_s = max(0.0, limit - time.monotonic())
-        ready = poller.poll(min(left_s, step_s) * 1000)
+        ready = connection.wait(descriptors, min(left_s, step_s))
         if any(worker.code is not None for worker in workers):
             return True
         if ready or left_s == 0:
@@ -222,7 +220,7 @@ class WorkerGroup:
     def _mention_threads(self, waiting: Sequence[Worker]) -> None:
         """Say once what devices wait for whose scripts have ended."""
         for worker in waiting:
-            if not self._mentioned and (threads := self._status.threads(worker.rank)):
+            if not self._mentioned and (threads := self._status.report(worker.rank).threads):
                 self._mentioned = True
                 tell(
                     f"the script has ended, and {worker} waits for its threads {threads}, which "
@@ -325,9 +323,9 @@ class WorkerGroup:
         """Whether a peer made the worker fail, when, and what to say of it; None if it did not."""
         ended_s = worker.ended_s or time.time()
         # Its own report says more than its exit code, so it is looked at first.
-        report = self._status.failure(worker.rank)
+        report = self._status.report(worker.rank)
         step, code, lost = self._step_text(worker.rank), worker.code, worker.rank
-        if report is not None:
+        if report.kind:
             return report.caused_by_peer, report.time_s, self._told(worker, report)
         if worker.unresponsive:
             text, exit_code = "is stopped and does not respond,", 1
@@ -340,7 +338,7 @@ class WorkerGroup:
             text, exit_code, lost = f"ended with exit code {code}", code, -1
         return False, ended_s, Outcome(exit_code, f"{worker} {text} in step {step}", lost=lost)
 
-    def _told(self, worker: Worker, report: FailureReport) -> Outcome:
+    def _told(self, worker: Worker, report: WorkerReport) -> Outcome:
         step = self._step_text(worker.rank)
         if report.caused_by_peer:  # the text names the peer; where this device was is no help
             return Outcome(1, report.text)

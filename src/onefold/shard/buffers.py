@@ -40,7 +40,6 @@ from fnmatch import fnmatchcase
 from itertools import groupby
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from onefold.core.batch import ShardedBatch
@@ -92,7 +91,9 @@ class BufferSet:
 
     def note_changes(self) -> None:
         """Have all shards begin anew in buffers of their own that a script has changed."""
-        self.carried.begin_anew_where_changed(self.flat, self._start)
+        for index, left in self.carried.values.items() if not self.carried.is_paused else ():
+            if left and not same_bits(self.flat.views[index], self._start.views[index]):
+                left.clear()
         self._start.copy_(self.flat.sections)
 
     def begin_as(self, first: BufferSet) -> None:
@@ -169,7 +170,10 @@ class BufferSet:
         if not self.places.tensors:
             return
         sizes = _sizes_left(batch.sizes, table)
-        self.carried.keep(table.buffer_rows, table.changed, self.flat.device)
+        for index, left in self.carried.values.items():
+            for shard in table.changed[:, index].nonzero()[0].tolist():
+                value = table.buffer_rows[shard].views[index]
+                left[shard] = value.to(self.flat.device, copy=True)
         for run in _runs(self.layout, table.changed.astype(bool).T.tolist(), self.places.rules):
             if run.rule == "shard":
                 continue
@@ -191,8 +195,9 @@ class BufferSet:
             # otherwise stay there and keep the shard's values.
             self.absorb()
             self.flat.copy_(self._start.sections)
-            if shard is not None:
-                self.carried.put(self.flat, shard)
+            for index, left in self.carried.values.items() if shard is not None else ():
+                if shard in left:
+                    self.flat.views[index].copy_(left[shard])
 
     def absorb(self) -> None:
         """Copy into our memory what the module has put in the place of its buffers.
@@ -399,12 +404,6 @@ class Carried:
         """For each of them what a shard left, by the shard's number; without those that have left
         nothing since the beginning."""
 
-    def begin_anew_where_changed(self, now: FlatTensors, before: FlatTensors) -> None:
-        """Forget what shards have left in buffers that a script has changed between steps."""
-        for index in self.indices if not self.is_paused else ():
-            if self.values[index] and not same_bits(now.views[index], before.views[index]):
-                self.values[index].clear()
-
     def left(self, names: Sequence[str]) -> Iterable[tuple[str, int, torch.Tensor]]:
         """Yield what shards have left: name of the buffer, number of the shard, value.
 
@@ -418,30 +417,6 @@ class Carried:
     def go_on(self, left: Mapping[int, Mapping[int, torch.Tensor]]) -> None:
         """Go on with what shards have left in a run that was saved; by buffer and shard."""
         self.values = {index: dict(left.get(index, {})) for index in self.indices}
-
-    def put(self, flat: FlatTensors, shard: int) -> None:
-        """Have the module compute with what a shard goes on with."""
-        for index in self.indices:
-            left = self.values[index].get(shard)
-            if left is not None:
-                flat.views[index].copy_(left)
-
-    def keep(
-        self,
-        rows: Sequence[FlatTensors],
-        changed: np.ndarray[tuple[int, int], np.dtype[np.uint8]],
-        device: torch.device,
-    ) -> None:
-        """Keep what the shards of a step have left.
-
-        Args:
-            rows: all buffers as each shard left them.
-            changed: (V, buffers) whether a shard's row is of this step.
-            device: where the values are kept.
-        """
-        for index in self.indices:
-            for shard in changed[:, index].nonzero()[0].tolist():
-                self.values[index][shard] = rows[shard].views[index].to(device, copy=True)
 
 
 class BufferPlaces:

@@ -34,7 +34,7 @@ from onefold.core.gathering import SyncBatchNorm
 from onefold.core.mean import Contribution
 from onefold.core.settings import Settings
 from onefold.core.structure import tensors_of
-from onefold.core.values import detached
+from onefold.core.values import with_values_detached
 from onefold.errors import LossError
 from onefold.exchange.shardtable import ShardTable
 from onefold.shard.modelparts import ExternalModules
@@ -118,7 +118,7 @@ class CompiledLoss:
     def __init__(self, loss: LossFunction, *, deterministic: bool) -> None:
         # A loss may be any callable; the compiler begins with a function.
         def loss_of_shard(model: torch.nn.Module, payload: object) -> object:
-            return detached(loss(model, payload))
+            return with_values_detached(loss(model, payload))
 
         options: dict[str, Any] = {**_OPTIONS, "deterministic": deterministic}
         self._run = torch.compile(loss_of_shard, dynamic=False, options=options)
@@ -203,9 +203,10 @@ class EagerComparison:
         with self._external.refusing_changes(f"{where}, the loss") if notes else nullcontext():
             part = replica.rehearse(shard, batch, task)
         yield
-        whole = task.microbatch is None or batch.count_of(shard).samples <= task.microbatch
+        samples = batch.count_of(shard).samples
+        whole = task.microbatch is None or samples <= task.microbatch
         if part is not None and whole and part.kind != "means" and not self._warned:
-            self._compare(part, float(table.totals[shard]), batch.count_of(shard).samples, where)
+            self._compare(part, float(table.totals[shard]), samples, where)
 
     def check_gathering(self, *, gathers: bool) -> None:
         """Refuse a loss that turns out to gather, if it is compiled.

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -83,6 +83,8 @@ class GatherCall:
 class JointShard(Gatherer):
     """A shard that runs in turns with others: it stops wherever it needs them.
 
+    It has a thread of its own: see the note on threads at the head of this file.
+
     Args:
         replica: computes it.
         shard: its number.
@@ -104,7 +106,12 @@ class JointShard(Gatherer):
         self._outputs: list[torch.Tensor] = []
         # So that what is gathered has a gradient also where parameters are frozen for the time.
         self._anchor = torch.zeros((), requires_grad=True)
-        self.thread = ShardThread(f"onefold shard {shard}", self._work)
+        self._answers: SimpleQueue[Any] = SimpleQueue()
+        self._stops: SimpleQueue[Stop | BaseException] = SimpleQueue()
+        self._ended = False
+        # What a library keeps in context variables (the compiler does) holds in the thread as well.
+        run, name = contextvars.copy_context().run, f"onefold shard {shard}"
+        self._thread = threading.Thread(target=run, args=(self._run,), name=name, daemon=True)
 
     def gather(self, tensor: torch.Tensor) -> GatheredRows:
         if self._forward_is_over:
@@ -112,9 +119,7 @@ class JointShard(Gatherer):
         has_gradient = tensor.is_floating_point() or tensor.is_complex()
         differentiable = torch.is_grad_enabled() and has_gradient
         call, self._calls = self._calls, self._calls + 1
-        joined = cast(
-            GatheredRows, self.stop(Stop("gather", call, tensor.detach(), differentiable))
-        )
+        joined: GatheredRows = self.stop(Stop("gather", call, tensor.detach(), differentiable))
         if not differentiable:
             return joined._replace(whole=joined.whole.clone())
         whole = _Join.apply(tensor, self._anchor, joined.whole, self, call)  # type: ignore[no-untyped-call]
@@ -123,7 +128,8 @@ class JointShard(Gatherer):
 
     def end_forward(self, terms: Sequence[tuple[str, float]]) -> Sequence[float] | None:
         self._forward_is_over = True
-        return cast(Sequence[float] | None, self.stop(Stop("end", terms=tuple(terms))))
+        divisors: Sequence[float] | None = self.stop(Stop("end", terms=tuple(terms)))
+        return divisors
 
     @property
     def roots(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -131,25 +137,60 @@ class JointShard(Gatherer):
         # loss of this one does not depend on it. Autograd takes later calls first.
         return [(output, torch.zeros_like(output)) for output in self._outputs]
 
+    def resume(self, answer: Any = None) -> Stop:
+        """Start the shard, or go on with the answer to its last stop; return the next one.
+
+        Raises:
+            BaseException: whatever the shard has raised.
+        """
+        if self._thread.ident is None:
+            self._thread.start()
+        else:
+            self._answers.put(answer)
+        stop = self._stops.get()
+        if isinstance(stop, BaseException):
+            raise stop
+        return stop
+
     def stop(self, stop: Stop) -> Any:
-        """Let others run; return what the driver answers."""
+        """Let others run; return what the driver answers.
+
+        Raises:
+            ShardEnded: the shard is not to go on.
+        """
         # Values of low precision that were made before are made anew, whoever ran in between.
         torch.clear_autocast_cache()
         put_back = None if self._alone else put_aside(self.replica)
-        answer = self.thread.stop(stop)
+        # Also where the loss has caught the exception and stops once more.
+        if self._ended:
+            raise ShardEnded
+        self._stops.put(stop)
+        answer = self._answers.get()
+        if self._ended:
+            raise ShardEnded
         if put_back is not None:
             put_back()
         GATHERER.gatherer = self
         return answer
 
-    def _work(self) -> Stop:
+    def end(self) -> None:
+        """End the shard at its next stop, if it has not come to its end, and wait for that."""
+        self._ended = True
+        if self._thread.ident is not None:
+            self._answers.put(None)
+            self._thread.join()
+
+    def _run(self) -> None:
+        stop: Stop | BaseException
         try:
             with self._settings():
-                return Stop("over", result=self._compute())
-        finally:
-            # They hold the graph that they are of, which holds this shard and its samples: a circle
-            # through PyTorch, which nobody else would break.
-            self._outputs.clear()
+                stop = Stop("over", result=self._compute())
+        except BaseException as error:  # raised again by whoever waits in `resume`
+            stop = error
+        # They hold the graph that they are of, which holds this shard and its samples: a circle
+        # through PyTorch, which nobody else would break.
+        self._outputs.clear()
+        self._stops.put(stop)
 
 
 class _Join(torch.autograd.Function):
@@ -272,66 +313,6 @@ class ShardEnded(BaseException):
     """Raised inside a thread that is no longer needed; never reaches a script."""
 
     # Not an Exception: a loss may well catch those.
-
-
-class ShardThread:
-    """Work that stops now and then, to be resumed with an answer.
-
-    Args:
-        name: of the thread.
-        work: runs in the thread; it calls `stop`, and returns the last stop itself.
-    """
-
-    def __init__(self, name: str, work: Callable[[], Any]) -> None:
-        self._work = work
-        self._answers: SimpleQueue[Any] = SimpleQueue()
-        self._stops: SimpleQueue[Any | BaseException] = SimpleQueue()
-        self._ended = False
-        # What a library keeps in context variables (the compiler does) holds in the thread as well.
-        run = contextvars.copy_context().run
-        self._thread = threading.Thread(target=run, args=(self._run,), name=name, daemon=True)
-
-    def resume(self, answer: Any = None) -> Any:
-        """Start the work, or go on with the answer to its last stop; return the next one.
-
-        Raises:
-            BaseException: whatever the work has raised.
-        """
-        if self._thread.ident is None:
-            self._thread.start()
-        else:
-            self._answers.put(answer)
-        stop = self._stops.get()
-        if isinstance(stop, BaseException):
-            raise stop
-        return stop
-
-    def stop(self, stop: Any) -> Any:
-        """Called by the work: hand over, and wait for the answer.
-
-        Raises:
-            Ended: the work is not to go on.
-        """
-        # Also where the work has caught the exception and stops once more.
-        if not self._ended:
-            self._stops.put(stop)
-            answer = self._answers.get()
-            if not self._ended:
-                return answer
-        raise ShardEnded
-
-    def end(self) -> None:
-        """End the work at its next stop, if it has not come to its end, and wait for that."""
-        self._ended = True
-        if self._thread.ident is not None:
-            self._answers.put(None)
-            self._thread.join()
-
-    def _run(self) -> None:
-        try:
-            self._stops.put(self._work())
-        except BaseException as error:  # raised again by whoever waits in `resume`
-            self._stops.put(error)
 
 
 def thread_settings(device: torch.device) -> Callable[[], AbstractContextManager[None]]:

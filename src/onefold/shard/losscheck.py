@@ -195,12 +195,12 @@ def _inverse(factor: float, samples: int) -> float:
 
 def _inspect_scalar(place: _Place, samples: int) -> LossFinding | None:
     name = place.node.name()
-    reduction = _saved(place.node, "reduction") if name in _LOSSES else None
+    function = _LOSSES.get(name)
+    reduction = _saved(place.node, "reduction") if function else None
     if reduction == _SUM and place.divisor is None:
-        seen = f"a sum over the shard ({_shown(_LOSSES[name])} with reduction='sum')"
-        return _found("sum", seen, samples=_of(samples), function=_LOSSES[name])
+        return _found("sum", function, samples=_of(samples))
     if reduction == _SUM:
-        return _quotient(place.divisor, samples, _LOSSES[name])
+        return _quotient(place.divisor, samples, function)
     if reduction == _MEAN and name in _OF_CLASSES:
         return _inspect_classes(place.node, samples, mean=True)
     # A sum or mean beside other terms is most likely a penalty on the parameters, which is the same
@@ -208,11 +208,12 @@ def _inspect_scalar(place: _Place, samples: int) -> LossFinding | None:
     if not place.whole:
         return None
     if name == "MeanBackward0":
-        return _average(_numel_of(place.node) or None, samples, "values")
+        numel = _numel_of(place.node)
+        return _tokens(f"a mean over {numel} values", numel or samples, samples)
     if name in _SUMS and (_numel_of(place.node) > 1 or samples == 1):
         if place.divisor is None:
             return _maybe_sum(samples)
-        return _quotient(place.divisor, samples, None)
+        return _quotient(place.divisor, samples)
     return None
 
 
@@ -226,26 +227,16 @@ def _inspect_each(place: _Place) -> LossFinding | None:
 def _inspect_classes(node: Any, samples: int, *, mean: bool) -> LossFinding | None:
     """Inspect a loss of classes: a mean, or one value per sample."""
     function = _LOSSES[node.name()]
-    shown = _shown(function)
     if _saved(node, "weight") is not None:
-        if mean:
-            seen = f"a mean by class weights ({shown} with weight=)"
-            return _found("weights", seen, function=function)
-        seen = f"one value a sample scaled by class weights ({shown} with weight=)"
-        by = "the sum of their weights"
-        return _found("weights-none", seen, function=function, by=by)
+        return _found("weights" if mean else "weights-none", function)
     targets, index = _saved(node, "target"), _ignored_index(node)
     if targets is None or index is None:
         return None
     ignored = _ignored(targets, index, _saved(node, "total_weight") if mean else None)
     if ignored > 0:
-        if mean:
-            seen = f"a mean over targets of which {ignored} are ignored ({shown})"
-            return _found("ignored", seen, function=function)
-        seen = f"one value a sample with ignored targets among them ({shown})"
-        by = "those that are not ignored"
-        return _found("ignored-none", seen, function=function, by=by)
-    return _average(targets.numel(), samples, "targets", function) if mean else None
+        return _found("ignored" if mean else "ignored-none", function, ignored=ignored)
+    numel = targets.numel()
+    return _tokens(f"a mean over {numel} targets", numel, samples, function) if mean else None
 
 
 def _ignored(targets: torch.Tensor, index: int, kept: torch.Tensor | None) -> int:
@@ -262,20 +253,14 @@ def _ignored_index(node: Any) -> int | None:
     return None if index is None else index - 2**64 if index >= 2**63 else index
 
 
-def _quotient(divisor: float | None, samples: int, function: str | None) -> LossFinding | None:
+def _quotient(
+    divisor: float | None, samples: int, function: str | None = None
+) -> LossFinding | None:
     if divisor == math.inf and samples == 1:
         return _maybe_sum(samples)
-    if divisor is None or not math.isfinite(divisor) or _is_multiple(abs(divisor), samples):
+    if divisor is None or not math.isfinite(divisor):
         return None
-    return _tokens(f"a scalar divided by {abs(divisor):g}", samples, function)
-
-
-def _average(
-    count: int | None, samples: int, of: str, function: str | None = None
-) -> LossFinding | None:
-    if count is None or _is_multiple(count, samples):
-        return None
-    return _tokens(f"a mean over {count} {of}", samples, function)
+    return _tokens(f"a scalar divided by {abs(divisor):g}", abs(divisor), samples, function)
 
 
 def _is_multiple(count: float, samples: int) -> bool:
@@ -285,14 +270,17 @@ def _is_multiple(count: float, samples: int) -> bool:
     return share > 0.5 and math.isclose(share, round(share), rel_tol=1e-5)
 
 
-def _tokens(seen: str, samples: int, function: str | None) -> LossFinding:
-    seen = f"{seen}, which is no multiple of the shard's {samples} samples"
-    return _found("tokens", seen, losses=f"onefold.losses.{function}(...) or " if function else "")
+def _tokens(
+    seen: str, count: float, samples: int, function: str | None = None
+) -> LossFinding | None:
+    if _is_multiple(count, samples):
+        return None
+    losses = f"onefold.losses.{function}(...) or " if function else ""
+    return _found("tokens", function, seen=seen, samples=samples, losses=losses)
 
 
 def _maybe_sum(samples: int) -> LossFinding:
-    seen = "a scalar that was added up and not divided"
-    return _found("maybe-sum", seen, samples=_of(samples))
+    return _found("maybe-sum", samples=_of(samples))
 
 
 def _of(samples: int) -> str:
@@ -300,49 +288,48 @@ def _of(samples: int) -> str:
 
 
 _BY_SAMPLES = (
-    "onefold weighs a scalar by the samples of its shard and not by what it was divided by, so "
+    ". onefold weighs a scalar by the samples of its shard and not by what it was divided by, so "
     "that the loss is not that of the whole batch. Return onefold.losses.{function}(...) with the "
     "same arguments, which hands over the total and what it is to be divided by"
 )
 _BY_NUMBER = (
-    "onefold divides the values by the number of samples and not by {by}, as reduction='mean' "
-    "does. Return onefold.losses.{function}(...) with the same arguments and without "
-    "reduction='none'; to divide by the number of samples, return onefold.Mean(losses.sum(), "
-    "len(losses))"
+    ", as reduction='mean' does. Return onefold.losses.{function}(...) with the same arguments and "
+    "without reduction='none'; to divide by the number of samples, return "
+    "onefold.Mean(losses.sum(), len(losses))"
 )
 _WORDS: dict[FindingKind, str] = {
     "sum": (
-        "onefold reads a scalar as the mean over the shard's {samples}, so that loss and gradient "
-        "become as many times too small as the batch has shards. Return "
-        "onefold.losses.{function}(..., reduction='sum') or onefold.Sum(total) for a sum over the "
-        "batch, and the loss with reduction='none' for a mean"
+        "a sum over the shard ({shown} with reduction='sum'). onefold reads a scalar as the mean "
+        "over the shard's {samples}, so that loss and gradient become as many times too small as "
+        "the batch has shards. Return onefold.losses.{function}(..., reduction='sum') or "
+        "onefold.Sum(total) for a sum over the batch, and the loss with reduction='none' for a mean"
     ),
     "maybe-sum": (
-        "onefold reads a scalar as the mean over the shard's {samples}; were it a sum over them, "
-        "loss and gradient would become as many times too small as the batch has shards. Return "
-        "onefold.Sum(total) if it is a sum over the batch, onefold.Mean(total, weight) if it is "
-        "to be divided, or one value a sample"
+        "a scalar that was added up and not divided. onefold reads a scalar as the mean over the "
+        "shard's {samples}; were it a sum over them, loss and gradient would become as many times "
+        "too small as the batch has shards. Return onefold.Sum(total) if it is a sum over the "
+        "batch, onefold.Mean(total, weight) if it is to be divided, or one value a sample"
     ),
     "tokens": (
-        "onefold weighs a scalar by the samples of its shard, so that a value counts more the "
-        "fewer there are in its shard. Return {losses}onefold.Mean(total, weight), where the "
-        "weight is what the total is to be divided by over the whole batch"
+        "{seen}, which is no multiple of the shard's {samples} samples. onefold weighs a scalar by "
+        "the samples of its shard, so that a value counts more the fewer there are in its shard. "
+        "Return {losses}onefold.Mean(total, weight), where the weight is what the total is to be "
+        "divided by over the whole batch"
     ),
-    "weights": _BY_SAMPLES,
-    "ignored": _BY_SAMPLES,
-    "weights-none": _BY_NUMBER,
-    "ignored-none": _BY_NUMBER,
+    "weights": "a mean by class weights ({shown} with weight=)" + _BY_SAMPLES,
+    "ignored": "a mean over targets of which {ignored} are ignored ({shown})" + _BY_SAMPLES,
+    "weights-none": "one value a sample scaled by class weights ({shown} with weight=). onefold "
+    "divides the values by the number of samples and not by the sum of their weights" + _BY_NUMBER,
+    "ignored-none": "one value a sample with ignored targets among them ({shown}). onefold divides "
+    "the values by the number of samples and not by those that are not ignored" + _BY_NUMBER,
 }
-"""For each kind of finding how onefold reads the loss, and what to write instead."""
+"""For each kind of finding what the tensor is, as far as its graph shows, how onefold reads it, and
+what to write instead."""
 
 
-def _found(kind: FindingKind, seen: str, **names: str) -> LossFinding:
-    """Describe a finding: what the tensor is, as far as its graph shows, and what follows."""
-    return LossFinding(kind, f"{seen}. {_WORDS[kind].format(**names)}")
-
-
-def _shown(function: str) -> str:
-    return "cross_entropy or nll_loss" if function == "cross_entropy" else function
+def _found(kind: FindingKind, function: str | None = None, **names: object) -> LossFinding:
+    shown = "cross_entropy or nll_loss" if function == "cross_entropy" else function
+    return LossFinding(kind, _WORDS[kind].format(function=function, shown=shown, **names))
 
 
 def _number_beside(node: Any) -> float | None:
@@ -387,15 +374,13 @@ class LossWatch:
 
     Scalars are inspected in every step, as a target may be ignored in any of them; values of
     samples in the first few steps, and then now and then.
-
-    Args:
-        refuses: whether a loss that is certainly read wrongly is an error.
     """
 
-    def __init__(self, *, refuses: bool = True) -> None:
-        self.refuses = refuses
-        self.findings: dict[FindingKind, LossFinding] = {}
-        """The first of each kind."""
+    def __init__(self) -> None:
+        self.refuses = True
+        """Whether a loss that is certainly read wrongly is an error."""
+        self.findings: list[FindingKind] = []
+        """The kinds that were found, each warned of once."""
         self._doubted = False
 
     def look(self, result: object, *, samples: int, run_checks: bool, where: str) -> None:
@@ -421,7 +406,7 @@ class LossWatch:
             raise LossError(f"the loss of {where} is {finding.text}")
         # Once for each kind: the same loss would be reported in every step.
         if finding.kind not in self.findings:
-            self.findings[finding.kind] = finding
+            self.findings.append(finding.kind)
             _log.warning(
                 "the loss of %s is %s. To see whether it is what you mean: onefold verify",
                 where,

@@ -21,8 +21,10 @@ import torch
 
 from onefold.core.calldigest import checksum
 from onefold.core.flat import bits_of, same_bits
+from onefold.core.stages import ROOT
 from onefold.deferred.access import NotResident
 from onefold.errors import StateError
+from onefold.shard.stages import StageModules
 from onefold.system.compat import version_of
 from onefold.system.hooks import buffers_of, children_of, parameters_of
 
@@ -52,8 +54,14 @@ class ModelParts:
         """Those of the rest that `partition_frozen` has set apart."""
         self._tensors = self._ids()
 
-    def partition_frozen(self, names: Sequence[str]) -> None:
-        """Set those frozen parameters apart of which each device is to keep a part."""
+    def partition_frozen(self, modules: StageModules) -> None:
+        """Set those frozen parameters apart of which each device is to keep a part.
+
+        They are brought with the stage that they lie in.
+        """
+        # What has a gradient, which nobody takes, is read by hooks perhaps, whenever they like.
+        frozen = {name: p for name, p in self.other.items() if not p.requires_grad}
+        names = [name for name, p in frozen.items() if modules.stage_of(p) != ROOT]
         self.frozen = {name: self.other.pop(name) for name in names}
 
     def check_held(self) -> None:

@@ -234,7 +234,14 @@ class Replica:
         """Run a piece of a shard, mostly all of it, forward and backward."""
         payload = self.on_device(piece, batch)
         gatherer = task.gatherer_of(piece, batch)
-        handing = self._handing(piece, batch, task, where)
+        handing = None
+        if task.send is not None and self.stages is not None:  # else shards keep their gradients
+            handing = GradientHooks(
+                self.stages,
+                piece,
+                lambda stage: self.taken(self.of_stages[stage], batch, task, where),
+                task.send,
+            )
         start = self.watch.now()
         with (
             gathering(gatherer) if gatherer else _NOTHING,
@@ -279,29 +286,6 @@ class Replica:
             kept = gradients[place]
             gradients[place] = None if kept is None else kept.clone()
         return gradients
-
-    def _digest_sample(self, gradients: Gradients, taken: ParameterSet, sample: Sample) -> None:
-        """Digest the sample of a step, if it is among some gradients."""
-        for place in taken.places_of([sample.parameter]):
-            gradient = gradients[place]
-            if gradient is not None:
-                self._digest = digest_of(gradient, sample.start, sample.stop)
-
-    def take_digest(self) -> torch.Tensor | None:
-        """Return the digest of the gradients that were taken since the last call."""
-        digest, self._digest = self._digest, None
-        return digest
-
-    def _handing(
-        self, piece: ShardPiece, batch: ShardedBatch, task: ShardTask, where: str
-    ) -> GradientHooks | None:
-        if task.send is None or self.stages is None:
-            return None  # shards keep their gradients
-
-        def take(stage: int) -> Gradients:
-            return self.taken(self.of_stages[stage], batch, task, where)
-
-        return GradientHooks(self.stages, piece, take, task.send)
 
     def autocast(self) -> AbstractContextManager[object]:
         """Compute in the run's precision inside this context."""

@@ -23,7 +23,7 @@ from onefold.core.stages import ROOT, Stages, cut_pipeline
 from onefold.core.storage import Frozen, cut_partitions, cut_pieces
 from onefold.core.structure import tensors_of
 
-__all__ = ["StageModules", "cut_by_itself", "frozen_in_stages", "frozen_of"]
+__all__ = ["StageModules", "cut_by_itself", "frozen_of"]
 
 
 _LISTS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)
@@ -34,7 +34,7 @@ class StageModules:
 
     Args:
         module: the model.
-        modules: the stages, in the order in which the model uses them.
+        modules: the stages, in the order in which the model uses them; None to find them.
         trained: the parameters that the optimizer updates, by name.
         pipeline: how many devices compute the model one after the other, each some of its stages.
 
@@ -47,11 +47,12 @@ class StageModules:
     def __init__(
         self,
         module: torch.nn.Module,
-        modules: Sequence[torch.nn.Module],
+        modules: Sequence[torch.nn.Module] | None,
         trained: Mapping[str, torch.nn.Parameter],
         pipeline: int = 1,
     ) -> None:
         names = {id(part): name or "the model" for name, part in module.named_modules()}
+        modules = cut_by_itself(module) if modules is None else modules
         _check(modules, names)
         self.modules = tuple(modules)
         """The module of each stage but the root: stage 1 is the first."""
@@ -172,26 +173,13 @@ def _check(modules: Sequence[torch.nn.Module], names: Mapping[int, str]) -> None
         seen |= {id(inner): f"stage {place} ({names[id(part)]})" for inner in part.modules()}
 
 
-def frozen_in_stages(other: Mapping[str, torch.nn.Parameter], modules: StageModules) -> list[str]:
-    """Name the frozen parameters that can be brought with the stage that they lie in.
-
-    Args:
-        other: the parameters that the optimizer does not train.
-        modules: the stages.
-    """
-    # What has a gradient, which nobody takes, is read by hooks perhaps, whenever they like.
-    return [
-        name for name, p in other.items() if not p.requires_grad and modules.stage_of(p) != ROOT
-    ]
-
-
 def frozen_of(
     parameters: Mapping[str, torch.nn.Parameter], modules: StageModules, devices: int
 ) -> Frozen | None:
     """Share frozen parameters out to the devices; None if there are none.
 
     Args:
-        parameters: those that `frozen_in_stages` has named.
+        parameters: those that `ModelParts.partition_frozen` has set apart.
         modules: the stages.
         devices: how many there are.
     """

@@ -9,14 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from onefold.core.batch import ShardedBatch
-from onefold.core.gathering import Discovering, Gatherer, Refusing
+from onefold.core.gathering import Gatherer, Gathers, Refusing
 from onefold.core.mean import Contribution
-from onefold.core.values import LATE, ShardResult, ShardValues, total_weight
+from onefold.core.values import LATE, ShardResult, total_weight
+from onefold.errors import LossError
 from onefold.exchange.stageexchange import GradientSend
 from onefold.shard.digest import Sample, sum_of
 from onefold.shard.gradients import add_gradients
@@ -81,8 +83,8 @@ class ShardTask:
         if self.is_plain(batch):
             return None
         if piece.samples < piece.of:
-            return Refusing(_OF_PIECES, is_of_step=True)
-        return self.gatherers(piece.shard) if self.gatherers else Discovering()
+            return Refusing(partial(LossError, _OF_PIECES))
+        return self.gatherers(piece.shard) if self.gatherers else Refusing(Gathers)
 
     def of_one_divisor(self, part: Contribution, batch: ShardedBatch) -> Contribution:
         """Combine the terms of a loss into one, where the whole batch's weights are known."""
@@ -145,17 +147,13 @@ def with_next_piece(result: ShardResult, piece: ShardResult, step: int) -> Shard
     # Kinds are alike, or they would have been refused: a code stands for itself.
     weight = LATE if found.late else result.weight if result.weight < 0 else found.value
     totals = [each.total for each in (result, piece) if each.total is not None]
+    # None of one piece is refused by the values of the other.
+    values, others = result.values or piece.values, piece.values if result.values else None
     return ShardResult(
         add_gradients(result.gradients, piece.gradients),
         totals[0] + totals[1] if len(totals) == 2 else None,
         weight,
-        values=_added(result.values, piece.values, f"step {step}"),
+        values=values and values.plus(others, f"step {step}"),
         given=[one or other for one, other in zip(result.given, piece.given, strict=True)],
         digest=sum_of(result.digest, piece.digest),
     )
-
-
-def _added(one: ShardValues | None, other: ShardValues | None, where: str) -> ShardValues | None:
-    if one is None:
-        return None if other is None else other.plus(one, where)
-    return one.plus(other, where)

@@ -18,7 +18,6 @@ import json
 import weakref
 from collections.abc import Callable, Container, Mapping, Sequence
 from itertools import chain
-from typing import Protocol
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -50,13 +49,6 @@ from onefold.update.optimizer import PartitionedOptimizer
 __all__ = ["assemble", "hold", "take_from_holders"]
 
 
-class Holder(Protocol):
-    """What a model belongs to."""
-
-    def close(self) -> None:
-        """Leave the run, so that the model is the script's."""
-
-
 # By identity, as tensors compare by element, and weakly on both sides: nothing here keeps a model
 # or a Trainer. An entry stays when its Trainer is gone.
 _holders = WeakTensorKeyDictionary()
@@ -66,21 +58,15 @@ def take_from_holders(module: torch.nn.Module) -> None:
     """Have every Trainer that holds a part of a model leave the run; called on all devices."""
     # By its parameters alone: Trainers may share buffers, which each has in memory of its own.
     found = [_holders[tensor]() for tensor in module.parameters() if tensor in _holders]
-    for holder in dict.fromkeys(each for each in found if each is not None):
-        holder.close()
+    for close in dict.fromkeys(filter(None, found)):
+        close()
 
 
-def hold(module: torch.nn.Module, holder: Holder) -> None:
-    """Note that a model now belongs to a Trainer."""
-    reference = weakref.ref(holder)
+def hold(module: torch.nn.Module, close: Callable[[], None]) -> None:
+    """Note that a model now belongs to a Trainer, of which this method leaves the run."""
+    reference = weakref.WeakMethod(close)
     for tensor in chain(module.parameters(), module.buffers()):
         _holders[tensor] = reference
-
-
-def digests_of_held(module: torch.nn.Module) -> dict[str, str]:
-    """Digest the parameters and buffers that have belonged to a Trainer, by name."""
-    tensors = named_tensors(module)
-    return tensor_digests({n: tensor for n, tensor in tensors.items() if tensor in _holders})
 
 
 def assemble(
@@ -109,7 +95,8 @@ def assemble(
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     parts = _parts(module, held)
     # Before any device's memory takes the place of what the script has.
-    values = digests_of_held(module) if len(devices.own) < len(devices.all) else {}
+    held_before = {n: t for n, t in named_tensors(module).items() if t in _holders}
+    values = tensor_digests(held_before) if len(devices.own) < len(devices.all) else {}
     places = BufferPlaces(module, settings.buffers)
     # Every set copies the module's buffers as the script left them, and so before one is attached:
     # from then on they are views of that set's memory.

@@ -143,7 +143,12 @@ class Engine:
         totals, weight = self._compute(batch, number)
         outcome, failure = self._judge(batch, number, totals, weight, agreed, now=False)
         if outcome.norm is not None and outcome.verdict.updates:
-            self._update(outcome.norm)
+            with context.timed("update", "update"):
+                self.follow_parameters()
+                self.rules.clip(outcome.norm)
+                self._updating = True
+                context.update.step()
+            self.microbatches.note_update()
         else:
             context.update.drop()
         # Shards' gradients go before the next step makes its own.
@@ -291,7 +296,12 @@ class Engine:
         failure, norm = self._finite.of_loss(batch, number, now=now), None
         if weight.value > 0 and not failure:
             with context.timed("exchange", "norm"):
-                norm = self._gradient(batch, totals, weight)
+                self.rules.take(batch, weight, totals, self._task)
+                if self.gradient_ready is not None:
+                    self.gradient_ready(weight.value)
+                widened = context.update.storage.rounds or not self._task.is_plain(batch)
+                share = context.exchange.transport.all_gather_rows
+                norm = self.rules.norm(batch.plan.shards, totals, share, widened=widened)
             # Whoever compares gradients reports what is not finite in them as well.
             if self.gradient_ready is None:
                 name = partial(self._name_bad_gradient, batch)
@@ -302,26 +312,6 @@ class Engine:
         values = self._values.of_step(batch, number)
         numbers, weights = context.table.numbers.clone(), context.table.weights.tolist()
         return StepResult(numbers, weights, weight.value, verdict, norm, values), failure
-
-    def _gradient(
-        self, batch: ShardedBatch, totals: StepTotals, weight: StepWeight
-    ) -> torch.Tensor:
-        """Take the totals of the step; return the norm of the gradient, (), alike everywhere."""
-        context = self.context
-        self.rules.take(batch, weight, totals, self._task)
-        if self.gradient_ready is not None:
-            self.gradient_ready(weight.value)
-        widened = context.update.storage.rounds or not self._task.is_plain(batch)
-        share = context.exchange.transport.all_gather_rows
-        return self.rules.norm(batch.plan.shards, totals, share, widened=widened)
-
-    def _update(self, norm: torch.Tensor) -> None:
-        with self.context.timed("update", "update"):
-            self.follow_parameters()
-            self.rules.clip(norm)
-            self._updating = True
-            self.context.update.step()
-        self.microbatches.note_update()
 
     def _follow_average(self, name: str) -> None:
         """Update the averages after a step of a loss that updated the model."""
@@ -423,14 +413,15 @@ class Engine:
         context = self.context
         self._interrupted = self._updating = False
         context.first.buffers.note_loaded()
-        context.local.copy_first()
+        context.copy_first()
         context.guard.note()
         context.checks.restart()
 
     @contextmanager
     def unsharded(self, step: int) -> Iterator[None]:
         """A block before a step in which this process has all parameters; called on all devices."""
-        self.placement.before_reading(lambda: self.agree(CallDigest(Call.WHOLE, step)))
+        if self.placement.sharded:
+            self.agree(CallDigest(Call.WHOLE, step))
         with self.placement.unsharded(look=True), ExitStack() as leaving:
             leaving.callback(self.follow_parameters)
             yield

@@ -28,7 +28,6 @@ import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -82,16 +81,12 @@ class JointShards:
         if objective.gathers:
             return self._first_run(batch, task).known(task), {}
         if objective.several_terms:
-            task = replace(task, divisors=self._divisors(batch, task))
+            found: dict[int, Sequence[tuple[str, float]]] = {}
+            for replica in self._context.replicas:
+                with self._context.attached(replica):
+                    found.update(replica.weigh_shards(batch, task))
+            task = replace(task, divisors=trade_divisors(self._context, batch, found, task.step))
         return task, {}
-
-    def _divisors(self, batch: ShardedBatch, task: ShardTask) -> tuple[float, ...] | None:
-        """Find the whole batch's weight of each term of the loss; None if it has one term."""
-        found = {}
-        for replica in self._context.replicas:
-            with self._context.attached(replica):
-                found[replica.number] = replica.weigh_shards(batch, task)
-        return trade_divisors(self._context, batch, found, task.step)
 
     def spoilt(self, batch: ShardedBatch, task: ShardTask) -> str:
         """Describe the first gradient of what was gathered that is not finite, by a new run.
@@ -165,7 +160,7 @@ class _JointRun:
         finally:
             # However it went: no thread outlives this, and none of them is left a borrowed module.
             for turn in self._turns.values():
-                turn.thread.end()
+                turn.end()
             self._put_back()
 
     def known(self, task: ShardTask) -> ShardTask:
@@ -205,7 +200,8 @@ class _JointRun:
                 break
             stops = self._resume(self._join(standings, stops))
         if max(standing.terms for standing in standings.values()) > 1:
-            self.divisors = self._trade_divisors(stops)
+            terms = {shard: stop.terms for shard, stop in stops.items()}
+            self.divisors = trade_divisors(self._context, self._batch, terms, self._task.step)
         self._phase = "backward"
         return self._resume(dict.fromkeys(stops, self.divisors))
 
@@ -247,17 +243,6 @@ class _JointRun:
         self._gradients |= {(shard, call.number): gradient for shard, gradient in rows.items()}
         return rows
 
-    def _trade_divisors(self, stops: Mapping[int, Stop]) -> Sequence[float] | None:
-        found = {
-            replica.number: {
-                shard: stops[shard].terms
-                for shard in self._batch.plan.shards_of(replica.number)
-                if shard in stops
-            }
-            for replica in self._replicas
-        }
-        return trade_divisors(self._context, self._batch, found, self._task.step)
-
     def _resume(self, answers: Mapping[int, Any]) -> dict[int, Stop]:
         """Let each shard go on to its next stop, one after the other."""
         stops = {}
@@ -265,7 +250,7 @@ class _JointRun:
             turn = self._turns[shard]
             self._attach(turn.replica)
             with turn.replica.watch.timed(self._phase, f"{self._phase} shard {shard}, together"):
-                stops[shard] = turn.thread.resume(answer)
+                stops[shard] = turn.resume(answer)
         return stops
 
     def _attach(self, replica: Replica) -> None:
@@ -287,18 +272,13 @@ class _JointRun:
 
 
 def _standing(stop: Stop) -> Standing:
-    if stop.tensor is None:
-        return Standing(stop.at, terms=len(stop.terms))
-    return Standing(
-        stop.at,
-        dtype=str(stop.tensor.dtype),
-        shape=tuple(stop.tensor.shape),
-        differentiable=stop.differentiable,
-    )
+    tensor = stop.tensor
+    dtype, shape = ("", ()) if tensor is None else (str(tensor.dtype), tuple(tensor.shape))
+    return Standing(stop.at, len(stop.terms), dtype, shape, stop.differentiable)
 
 
 def trade_divisors(
-    context: StepContext, batch: ShardedBatch, found: Mapping[int, Weighed], step: int
+    context: StepContext, batch: ShardedBatch, found: Weighed, step: int
 ) -> tuple[float, ...] | None:
     """Add up the weight of each term of the loss over the whole batch; None if it has one term.
 
@@ -307,14 +287,13 @@ def trade_divisors(
     Args:
         context: this process's part of the run.
         batch: the batch, with this process's shards of it.
-        found: for each own device and each of its shards, the kind and weight of each term.
+        found: for each shard of this process, the kind and weight of each term.
         step: number of the step, for errors.
 
     Raises:
         LossError: shards have different numbers of terms.
     """
-    own = {number: list(weighed.items()) for number, weighed in found.items()}
-    given = dict(chain.from_iterable(context.exchange.transport.all_gather_values(own)))
+    given = context.of_all_shards(found)
     # A shard without samples never ran, and has no terms.
     rows: list[Sequence[tuple[str, float]]] = [
         given.get(shard, ()) for shard in range(batch.plan.shards)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
-from itertools import chain
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from onefold.core.batch import ShardedBatch
 from onefold.core.fold import Block, blocks_of, fold, published_by
 from onefold.core.gathering import packed_bytes, unpacked_bytes
 from onefold.core.settings import added_up_in
-from onefold.core.values import Column, StepValues, names_of, values_by_name
+from onefold.core.values import Column, ShardValues, StepValues, names_of, values_by_name
 from onefold.errors import DisagreementError, LossError
 from onefold.placement.context import StepContext
 
@@ -64,33 +63,25 @@ class ValueTrade:
             (lines, columns), table = known, shards.values[:, : len(known[0])].clone()
         return StepValues(lines, table, self._outputs(batch, columns) if columns else {})
 
+    def _given(self, batch: ShardedBatch) -> dict[int, ShardValues]:
+        """The values of this process's shards that have any."""
+        given, plan = self._context.table.given, batch.plan
+        own = (shard for number in self._context.own for shard in plan.shards_of(number))
+        return {shard: given[shard] for shard in own if shard in given}
+
     def _outputs(self, batch: ShardedBatch, columns: Sequence[Column]) -> dict[str, Any]:
         """Bring the rows of all shards, in their order."""
-        given, plan = self._context.table.given, batch.plan
-        own = {
-            number: [(s, given[s].rows) for s in plan.shards_of(number) if s in given]
-            for number in self._context.own
-        }
-        found = self._context.exchange.transport.all_gather_values(own)
-        parts = dict(chain.from_iterable(found))
-        return values_by_name([parts[shard] for shard in sorted(parts)], columns)
+        own = {shard: values.rows for shard, values in self._given(batch).items()}
+        return values_by_name([*self._context.of_all_shards(own).values()], columns)
 
     def _first_of(self, batch: ShardedBatch, step: int) -> tuple[_Names, torch.Tensor]:
         """Agree on names that are new, and bring their values by a message of their own."""
-        shards, plan = self._context.table, batch.plan
-        own = {
-            number: [
-                (s, values.lines, tuple(values.rows), values.numbers)
-                for s in plan.shards_of(number)
-                if (values := shards.given.get(s)) is not None
-            ]
-            for number in self._context.own
-        }
-        found = self._context.exchange.transport.all_gather_values(own)
-        given = {s: (names, numbers) for s, *names, numbers in chain.from_iterable(found)}
-        known = _agreed({s: tuple(names) for s, (names, _) in given.items()}, batch, step)
+        shards = self._context.table
+        own = {s: ((v.lines, tuple(v.rows)), v.numbers) for s, v in self._given(batch).items()}
+        given = self._context.of_all_shards(own)
+        known = _agreed({shard: names for shard, (names, _) in given.items()}, batch, step)
         # (V, lines, 2) float64: zeros for empty shards, as in the table.
-        table = torch.zeros(plan.shards, len(known[0]), 2, dtype=torch.float64)
+        table = torch.zeros(batch.plan.shards, len(known[0]), 2, dtype=torch.float64)
         for shard, (_, numbers) in given.items():
             table[shard] = numbers
         shards.widen(max(shards.width, len(known[0])))
@@ -175,7 +166,7 @@ class RowTrade:
     """
 
     def __init__(self, context: StepContext, batch: ShardedBatch, step: int) -> None:
-        self._transport = context.exchange.transport
+        self._context = context
         self._homes = {replica.number: replica.device for replica in context.replicas}
         self._plan, self._step = batch.plan, step
         self._sizes = batch.sizes
@@ -189,12 +180,8 @@ class RowTrade:
         Raises:
             LossError: they are not at the same call with tensors of the same kind.
         """
-        values = {
-            number: [(shard, astuple(own[shard])) for shard in self._filled(number)]
-            for number in self._homes
-        }
-        given = chain.from_iterable(self._transport.all_gather_values(values))
-        found = {shard: Standing(*fields) for shard, fields in given}
+        given = self._context.of_all_shards({shard: astuple(each) for shard, each in own.items()})
+        found = {shard: Standing(*fields) for shard, fields in given.items()}
         first = found[0]
         for shard, standing in found.items():
             if standing.must_agree != first.must_agree:
@@ -283,7 +270,7 @@ class RowTrade:
             tensors = [tensor.to(home) for tensor in own[number]]
             empty = torch.empty(0, dtype=torch.uint8, device=home)
             rows[number] = packed_bytes(tensors or [empty], max(nbytes, 1))
-        return self._transport.all_gather_rows(rows)
+        return self._context.exchange.transport.all_gather_rows(rows)
 
 
 def _add(left: _Sum, right: _Sum) -> _Sum:

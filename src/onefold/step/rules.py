@@ -87,9 +87,7 @@ class GradientRules:
             return update.norms.squared(update.gradients, share).sqrt()
         # As torch.nn.utils.clip_grad_norm_ does, to the last bit.
         if totals.whole is None:
-            return update.norms.of_one_shard(
-                update.owned, update.gradients, totals.gave, share, widened=widened
-            )
+            return update.norms.of_one_shard(update.gradients, totals.gave, share, widened=widened)
         given = [gradient for gradient in totals.whole if gradient is not None]
         norm = plain_norm(given)
         # Of large gradients in low precision the norm itself overflows: then it is exact.

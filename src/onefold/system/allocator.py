@@ -31,7 +31,7 @@ import tempfile
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -244,8 +244,14 @@ def home_of(folder: str) -> Path:
 
 
 def warn_of_memory(folder: Path) -> None:
-    """Warn if files in a folder are in memory themselves."""
-    kind = _kind_of_file_system(folder)
+    """Warn if files in a folder are in memory themselves, as far as the system says so."""
+    device, lines = folder.stat().st_dev, list[str]()
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    with suppress(OSError):
+        lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    # Number, parent, device, ..., a hyphen, the kind of file system; see proc(5).
+    found = (line.partition(" - ")[2].split()[0] for line in lines if line.split()[2] == wanted)
+    kind = next(found, "")
     if kind in _IN_MEMORY:
         _log.warning(
             "the model is to lie in a file in %s, which is itself in memory (%s): nothing is "
@@ -276,19 +282,6 @@ def new_disk_file(folder: Path, nbytes: int) -> int:
             _reserve(descriptor, 0, nbytes, folder)
         leaving.pop_all()
     return descriptor
-
-
-def _kind_of_file_system(folder: Path) -> str:
-    """The name of what a folder lies on, such as ``ext4``; empty if the system does not say."""
-    device = folder.stat().st_dev
-    wanted = f"{os.major(device)}:{os.minor(device)}"
-    try:
-        lines = Path("/proc/self/mountinfo").read_text().splitlines()
-    except OSError:
-        return ""
-    # Number, parent, device, ..., a hyphen, the kind of file system; see proc(5).
-    found = [line.partition(" - ")[2].split()[0] for line in lines if line.split()[2] == wanted]
-    return found[0] if found else ""
 
 
 def _reserve(descriptor: int, start: int, nbytes: int, folder: Path) -> None:

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import errno
 import fcntl
 import logging
 import os
@@ -34,7 +33,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from onefold.errors import LaunchError
-from onefold.system.ownfiles import open_regular
+from onefold.system.ownfiles import NO_LOCKS, open_regular
 
 __all__ = ["FolderLock", "lock_of_checkpoints"]
 
@@ -45,7 +44,6 @@ _log = logging.getLogger("onefold")
 _TRIES = 5
 _PAUSE_S = 0.2
 _FLOCK = struct.Struct("hhqqi4x")
-_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 class FolderLock:
@@ -91,7 +89,7 @@ class FolderLock:
         try:
             fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            if error.errno not in _NO_LOCKS:
+            if error.errno not in NO_LOCKS:
                 _log.warning(
                     "%s: another run has begun there, as this process has read the file %s, which "
                     "gives up its lock: leave that file out where a script copies the folder",
@@ -148,7 +146,7 @@ class FolderLock:
                 try:
                     fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except OSError as error:
-                    if error.errno not in _NO_LOCKS:
+                    if error.errno not in NO_LOCKS:
                         if (holder := _holder(descriptor)) is not None:
                             return holder
                         time.sleep(_PAUSE_S / 10)  # it was let go of meanwhile
@@ -215,5 +213,5 @@ def _holder(descriptor: int) -> int | None:
     try:
         kind, _, _, _, pid = _FLOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_GETLK, asked))
     except OSError as error:
-        return None if error.errno in _NO_LOCKS else 0
+        return None if error.errno in NO_LOCKS else 0
     return None if kind == fcntl.F_UNLCK else max(pid, 0)

@@ -30,13 +30,14 @@ import stat
 import tempfile
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
 __all__ = [
     "LONGEST_TEMPORARY_PATH",
+    "NO_LOCKS",
     "RECORD_BYTES",
     "PrivateFolder",
     "aside_of",
@@ -47,6 +48,7 @@ __all__ = [
     "open_plain",
     "open_regular",
     "parse_json",
+    "read_lines",
     "read_plain",
     "replace_file",
     "write_all",
@@ -61,6 +63,9 @@ of the temporary folder."""
 _MARK = ".onefold-boot"
 """A file in a private folder, which its process has locked for as long as it lives. It holds what
 `_boot` returns."""
+
+NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
+"""The errors by which a file system says that it has no locks."""
 
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 # O_NONBLOCK, or opening a FIFO would wait for its other end; O_NOCTTY, or a terminal would become
@@ -126,24 +131,16 @@ def _sweep(directory: Path) -> None:
     """Remove private folders whose process was killed, so that it could not do so itself."""
     for path in directory.glob("onefold-*"):
         # Whatever is not as it must be is left alone: it is somebody else's, or in use.
-        with suppress(OSError):
-            _remove_if_abandoned(path)
-
-
-def _remove_if_abandoned(path: Path) -> None:
-    folder = os.open(path, _LOOKING | os.O_NOFOLLOW | os.O_DIRECTORY)
-    try:
-        there = os.fstat(folder)
-        if there.st_uid != os.geteuid() or stat.S_IMODE(there.st_mode) != stat.S_IRWXU:
-            return
-        # On another host, or before a restart, the lock would say nothing of the process.
-        if read_plain(path / _MARK) != _boot():
-            return
-        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.lstat(path), there):
-            shutil.rmtree(path, ignore_errors=True)
-    finally:
-        os.close(folder)
+        with suppress(OSError), ExitStack() as leaving:
+            folder = os.open(path, _LOOKING | os.O_NOFOLLOW | os.O_DIRECTORY)
+            leaving.callback(os.close, folder)
+            there = os.fstat(folder)
+            is_ours = there.st_uid == os.geteuid() and stat.S_IMODE(there.st_mode) == stat.S_IRWXU
+            # On another host, or before a restart, the lock would say nothing of the process.
+            if is_ours and read_plain(path / _MARK) == _boot():
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.path.samestat(os.lstat(path), there):
+                    shutil.rmtree(path, ignore_errors=True)
 
 
 def gather_sockets_in(folder: str) -> None:
@@ -258,6 +255,21 @@ _DEEPEST = 200
 def open_plain(path: Path, *, follow: bool = False) -> BufferedReader:
     """Open a regular file for reading; arguments and errors are those of `open_regular`."""
     return os.fdopen(open_regular(path, os.O_RDONLY, follow=follow), "rb")
+
+
+def read_lines(path: Path, longest_bytes: int) -> Iterator[bytes]:
+    """The lines of a regular file; none if the file does not exist.
+
+    Args:
+        path: path of the file.
+        longest_bytes: a longer line comes in parts, as a large file without line ends would
+            otherwise be read into memory whole.
+
+    Raises:
+        OSError: the path is not a regular file, or cannot be read.
+    """
+    with suppress(FileNotFoundError), open_plain(path) as file:
+        yield from iter(lambda: file.readline(longest_bytes), b"")
 
 
 def read_plain(path: Path, limit_bytes: int = RECORD_BYTES) -> bytes:

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from onefold.system.ownfiles import open_plain, open_regular, replace_file
+from onefold.system.ownfiles import open_regular, read_lines, replace_file
 
 __all__ = ["append_line", "check_trace", "keep_steps", "read_record"]
 
@@ -57,28 +57,21 @@ def keep_steps(path: Path, last: int) -> None:
 
 def _read_trace(path: Path) -> list[tuple[str, int]]:
     """The whole lines of a trace with their steps; none if the file does not exist."""
-    try:
-        file = open_plain(path)
-    except FileNotFoundError:
-        return []
     lines = []
-    with file:
-        # Lines of limited length: a large file without any would otherwise be read into memory
-        # whole before it could be refused.
-        for number, line in enumerate(iter(lambda: file.readline(_LONGEST_BYTES), b""), 1):
-            text = line.decode("utf-8", "replace")
-            try:
-                step = msgspec.convert(json.loads(text), _Line).step
-            except (ValueError, RecursionError):
-                # The process that wrote the last line may have been killed in the middle of it,
-                # perhaps within the first few characters: all that is there must fit.
-                if not text.endswith("\n") and _BEGIN.startswith(text[: len(_BEGIN)]):
-                    continue
-                raise ValueError(
-                    f"{path} is there, and is not a trace that onefold wrote (line {number}): it "
-                    f"would be written over; name another file"
-                ) from None
-            lines.append((text.removesuffix("\n"), step))
+    for number, line in enumerate(read_lines(path, _LONGEST_BYTES), 1):
+        text = line.decode("utf-8", "replace")
+        try:
+            step = msgspec.convert(json.loads(text), _Line).step
+        except (ValueError, RecursionError):
+            # The process that wrote the last line may have been killed in the middle of it,
+            # perhaps within the first few characters: all that is there must fit.
+            if not text.endswith("\n") and _BEGIN.startswith(text[: len(_BEGIN)]):
+                continue
+            raise ValueError(
+                f"{path} is there, and is not a trace that onefold wrote (line {number}): it "
+                f"would be written over; name another file"
+            ) from None
+        lines.append((text.removesuffix("\n"), step))
     return lines
 
 

@@ -19,10 +19,11 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
+from msgspec import Meta, Struct
 
 from onefold.system.ownfiles import open_plain, write_all
 
@@ -55,13 +56,12 @@ DTYPES = {
 """The dtypes that the format can hold, with its names for them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Seal:
+class Seal(Struct, frozen=True, forbid_unknown_fields=True):
     """Identifies the content of a file."""
 
-    size: int
+    size: Annotated[int, Meta(ge=0, lt=1 << 62)]
     """Size in bytes."""
-    sha256: str
+    sha256: Annotated[str, Meta(min_length=64, max_length=64)]
     """64 hexadecimal digits."""
 
 

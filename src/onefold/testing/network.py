@@ -19,17 +19,15 @@ import resource
 import socket
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from onefold.errors import PeerLost, PeerTimeout
-from onefold.exchange.connections import Lateness
 from onefold.exchange.group import Joined
 from onefold.exchange.mailbox import Mailbox, Peer
 from onefold.system.compat import Groups
@@ -54,7 +52,7 @@ class Network:
         self._seen: dict[int, dict[int, Any]] = {}
         self._sockets: dict[tuple[int, int], list[socket.socket]] = {}
         self._broken: set[int] = set()
-        self._broken_in: set[tuple[int, int]] = set()
+        self.broken_in: set[tuple[int, int]] = set()
         """Trainers and the devices whose connections of that one Trainer are broken."""
         self.groups: list[_Group] = []
         self.left: list[int] = []
@@ -73,10 +71,6 @@ class Network:
                 with suppress(OSError):  # its Trainer has closed it
                     each.shutdown(socket.SHUT_RDWR)
 
-    def cut_group(self, trainer: int, number: int) -> None:
-        """Break those connections of a device that are of one Trainer's process group."""
-        self._broken_in.add((trainer, number))
-
     def end(self) -> None:
         """Let go of what devices have not closed themselves, as a stopped one cannot."""
         for made in self._sockets.values():
@@ -88,7 +82,7 @@ class Network:
 
     def is_broken(self, trainer: int, number: int) -> bool:
         """Whether nothing comes from a device any more, or goes there, over a process group."""
-        return number in self._broken or (trainer, number) in self._broken_in
+        return number in self._broken or (trainer, number) in self.broken_in
 
     def meet(self, trainer: int, number: int, given: Any) -> dict[int, Any]:
         """Wait for all devices to make a Trainer; what each has given, by device."""
@@ -148,17 +142,8 @@ class Connection:
         groups = network.meet(trainer, self.number, _Group(network, trainer, self.number))
         group: _Group = groups[self.number]
         group.peers = groups
-        watch: Any = _Watch(network, self.number)
-        store: Any = _Store(network, trainer, self.number)
-        cut: Any = SimpleNamespace(cut=lambda: network.cut_group(trainer, self.number))
-        return Joined(
-            group=group,
-            store=store,
-            connections=cut,
-            watch=watch,
-            lateness=_Lateness(network, trainer, self.number),
-            left=lambda: network.left,
-        )
+        beside: Any = _Beside(network, trainer, self.number)
+        return Joined(group, beside, beside, beside, beside, left=lambda: network.left)
 
 
 class _Stopped(Stillness):
@@ -301,17 +286,26 @@ class _Group(dist.ProcessGroup):
             work.wait()
 
 
-class _Store:
-    """A store that all devices see, but for those whose connections are broken."""
+@dataclass(frozen=True)
+class _Beside:
+    """What a device has beside its process group: a store that all see, and what watches them.
 
-    def __init__(self, network: Network, trainer: int, number: int) -> None:
-        self._network, self._trainer, self._number = network, trainer, number
-        self._values = network.stores.setdefault(trainer, {})
+    Takes the place of `Store`, `Connections`, `PeerWatch` and `Lateness`. The store is seen by all
+    but those whose connections are broken.
+    """
+
+    network: Network
+    trainer: int
+    number: int
+
+    @property
+    def _values(self) -> dict[str, bytes]:
+        return self.network.stores.setdefault(self.trainer, {})
 
     def set(self, key: str, value: str) -> None:
-        if self._network.scheduler.states[self._number].is_killed:
+        if self.network.scheduler.states[self.number].is_killed:
             return
-        if self._network.is_broken(self._trainer, self._number):
+        if self.network.is_broken(self.trainer, self.number):
             raise RuntimeError("Connection to the store is broken")
         self._values[key] = value.encode()
 
@@ -326,38 +320,29 @@ class _Store:
         if not all(key in self._values for key in keys):
             raise RuntimeError("nobody has set it")
 
+    def cut(self) -> None:
+        self.network.broken_in.add((self.trainer, self.number))
 
-class _Watch:
-    """Says which device was found stopped."""
-
-    def __init__(self, network: Network, number: int) -> None:
-        self._network = network
-        self.pids = dict.fromkeys(range(network.size), os.getpid())
+    @property
+    def pids(self) -> dict[int, int]:
+        return dict.fromkeys(range(self.network.size), os.getpid())
 
     @property
     def stopped(self) -> int | None:
-        states = enumerate(self._network.scheduler.states)
+        states = enumerate(self.network.scheduler.states)
         return next((n for n, state in states if state.is_stopped), None)
 
     def close(self) -> None:
         """Nothing is open."""
 
-
-class _Lateness(Lateness):
-    """Knows who waits."""
-
-    def __init__(self, network: Network, trainer: int, number: int) -> None:
-        self._network, self._trainer, self._number = network, trainer, number
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        yield
+    def waiting(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def say_waiting(self, *, in_vain: bool = False) -> None:
         if in_vain:
-            self._network.asked.add(self._trainer)
+            self.network.asked.add(self.trainer)
 
     def late(self) -> list[int]:
-        if self._trainer not in self._network.asked:
+        if self.trainer not in self.network.asked:
             return []
-        return [n for n in self._network.scheduler.late() if n != self._number]
+        return [n for n in self.network.scheduler.late() if n != self.number]

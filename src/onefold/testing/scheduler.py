@@ -27,7 +27,7 @@ from numpy.random import mtrand
 
 from onefold.core.gathering import GATHERER
 from onefold.core.mean import PASS
-from onefold.core.randomness import COMMON, forget_numpy
+from onefold.core.randomness import COMMON, GeneratorStates, forget_numpy
 from onefold.run import membership
 from onefold.system.compilers import KernelSettings
 from onefold.system.hooks import ProcessHooks
@@ -69,12 +69,9 @@ class Surroundings:
 
     def __init__(self, owned: Any) -> None:
         self._owned = owned
-        self._torch = torch.default_generator.get_state()
-        self._python = random.getstate()
         # Inside a step another generator takes the place of NumPy's own, which is still kept there.
-        self._generator = mtrand.get_bit_generator()
-        self._numpy = np.random.get_state(legacy=False)
-        self._own_numpy = owned.state
+        self._generator, self._own_numpy = mtrand.get_bit_generator(), owned.state
+        self._states = GeneratorStates()
         self._dtype = torch.get_default_dtype()
         self._products = torch.get_float32_matmul_precision()
         self._kernels = KernelSettings()
@@ -84,12 +81,9 @@ class Surroundings:
 
     def put_back(self) -> None:
         """Make these those of the process."""
-        torch.default_generator.set_state(self._torch)
-        random.setstate(self._python)
         self._owned.state = self._own_numpy
         mtrand.set_bit_generator(self._generator)
-        np.random.set_state(self._numpy)
-        forget_numpy()
+        self._states.restore()
         torch.set_default_dtype(self._dtype)
         # Setting it, even to what it is, changes what newer settings of the backends say.
         if torch.get_float32_matmul_precision() != self._products:
@@ -179,7 +173,11 @@ class Scheduler:
         state.calls += 1
         for fault in self._faults:
             if (fault.device, fault.call) == (number, state.calls):
-                self._strike(number, fault)
+                if fault.kind in ("kill", "cut"):
+                    self._cut(number)
+                state.is_killed |= fault.kind == "kill"
+                state.is_stopped |= fault.kind == "stop"
+                state.is_late |= fault.kind == "delay"
         # Not each time: what a device takes along when it hands over is most of what that costs.
         pauses = state.is_late or state.is_stopped or self._order.random() < _PAUSES
         if pauses and not state.is_killed:
@@ -204,14 +202,6 @@ class Scheduler:
         state.ready = None
         state.gives_up, gave_up = False, state.gives_up
         return not gave_up
-
-    def _strike(self, number: int, fault: Fault) -> None:
-        state = self.states[number]
-        if fault.kind in ("kill", "cut"):
-            self._cut(number)
-        state.is_killed |= fault.kind == "kill"
-        state.is_stopped |= fault.kind == "stop"
-        state.is_late |= fault.kind == "delay"
 
     def _run_one(self, live: Callable[[int], None], number: int) -> None:
         state = self.states[number]

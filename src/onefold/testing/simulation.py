@@ -138,18 +138,16 @@ def outcomes(
             network=Connection(network, number),
         )
         with simulated(context):
-            found[number] = _lived(main, args)
-        if found[number].error is None and not found[number].was_killed:
+            ended = _lived(main, args)
+        found[number] = replace(ended, calls=scheduler.states[number].calls)
+        if ended.error is None and not ended.was_killed:
             network.left.append(number)
 
     try:
         scheduler.run(live)
     finally:
         network.end()
-    return [
-        replace(each, calls=state.calls)
-        for each, state in zip(found, scheduler.states, strict=True)
-    ]
+    return found
 
 
 def _lived(main: Callable[..., Any], args: Sequence[Any]) -> Ended:

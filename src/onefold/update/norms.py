@@ -62,6 +62,7 @@ class PieceNorms:
         storage: the sizes of the run.
         memory: of each device of this process, by number.
         partitions: for each device of the run, the numbers of the pieces that it owns.
+        owned: the pieces of this process; all of a parameter's are one process's.
     """
 
     def __init__(
@@ -69,8 +70,9 @@ class PieceNorms:
         storage: Storage,
         memory: Mapping[int, FlatTensors],
         partitions: Sequence[Sequence[int]],
+        owned: Sequence[OwnedPiece],
     ) -> None:
-        self._storage = storage
+        self._storage, self._owned = storage, owned
         # A device whose partition is empty has a row as well: all devices must share alike.
         self._rows = {
             device: torch.zeros(len(storage.pieces), dtype=torch.float64, device=flat.device)
@@ -98,38 +100,30 @@ class PieceNorms:
         return self._shared(share).sum()
 
     def of_one_shard(
-        self,
-        owned: Sequence[OwnedPiece],
-        gradients: Gradients,
-        gave: Sequence[int],
-        share: Share,
-        *,
-        widened: bool,
+        self, gradients: Gradients, gave: Sequence[int], share: Share, *, widened: bool
     ) -> torch.Tensor:
         """The norm, (), of the whole gradient of a single shard.
 
         Args:
-            owned: the pieces of this process; all of a parameter's are one process's.
-            gradients: of these pieces.
+            gradients: of the pieces of this process.
             gave: for each trained parameter, whether it was given a gradient.
             share: brings rows to all devices.
             widened: whether gradients are in the dtype in which sums are.
         """
         layout = self._storage.gradients if widened else self._storage.parameters
-        norms = self._by_parameter(owned, gradients, gave, share, lambda each: plain_norm([each]))
+        norms = self._by_parameter(gradients, gave, share, lambda each: plain_norm([each]))
         # Norms of one number each are that number: what remains is the norm of the norms, in the
         # order in which PyTorch goes through gradients of several dtypes.
         norm = plain_norm([norms[n].to(layout.dtype_of(n)).reshape(1) for n in norms])
         if norm.device.type != "cpu" or math.isfinite(norm.item()):
             return norm
         exact = self._by_parameter(
-            owned, gradients, gave, share, lambda each: exact_norms([each], each.device)[0]
+            gradients, gave, share, lambda each: exact_norms([each], each.device)[0]
         )
         return exact_total(torch.stack([*exact.values()]))
 
     def _by_parameter(
         self,
-        owned: Sequence[OwnedPiece],
         gradients: Gradients,
         gave: Sequence[int],
         share: Share,
@@ -138,7 +132,7 @@ class PieceNorms:
         """The norm of each parameter's gradient, () float64, by the number, in order."""
         for row in self._rows.values():
             row.zero_()
-        for number, device, gradient in self._whole(owned, gradients):
+        for number, device, gradient in self._whole(gradients):
             row = self._rows[device]
             row[number] = norm_of(gradient.to(row.device))
         norms = self._shared(share)
@@ -148,11 +142,9 @@ class PieceNorms:
         # Pieces lie in the order of memory, where parameters of one dtype are together.
         return {entry: norms[firsts[entry]] for entry in sorted(firsts) if gave[entry]}
 
-    def _whole(
-        self, owned: Sequence[OwnedPiece], gradients: Gradients
-    ) -> Iterator[tuple[int, int, torch.Tensor]]:
+    def _whole(self, gradients: Gradients) -> Iterator[tuple[int, int, torch.Tensor]]:
         """Yield each parameter's gradient with the number of its first piece, and its device."""
-        pairs = zip(owned, gradients, strict=True)
+        pairs = zip(self._owned, gradients, strict=True)
         for entry, group in groupby(pairs, key=lambda pair: pair[0].piece.entry):
             items, parts = zip(*group, strict=True)
             given = [part for part in parts if part is not None]

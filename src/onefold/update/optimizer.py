@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from onefold.core.assignment import Assignment
-from onefold.core.flat import FlatTensors, Piece, laid_out, storage_order
+from onefold.core.flat import FlatTensors, Piece, laid_out, same_bits, storage_order
 from onefold.core.storage import Storage
 from onefold.system.allocator import DEFAULT_ALLOCATOR, TensorAllocator
 from onefold.system.compat import copy_each, multiply_each
@@ -42,7 +42,7 @@ from onefold.update.optimizers import (
     refuse_own_steps,
     steps_by_parameter,
 )
-from onefold.update.staging import DeviceStaging, OwnedPiece, Staging, cut_state
+from onefold.update.staging import DeviceStaging, OwnedPiece, Staging
 from onefold.update.state import AVERAGE, Averages, PieceState, is_by_element
 
 __all__ = ["MASTER", "PartitionedOptimizer"]
@@ -85,8 +85,6 @@ class PartitionedOptimizer:
         self.users = users
         """The user's own parameters, in the order of the layouts."""
         self._memory = memory
-        self._in_models = self.is_whole
-        """Whether models compute with the values that are updated: else they are gathered."""
         self._group_of = {
             id(parameter): number
             for number, group in enumerate(optimizer.param_groups)
@@ -112,7 +110,7 @@ class PartitionedOptimizer:
         piece, in the dtype in which gradients are added up; None where no shard gave one."""
         self._by_number = {item.number: item for item in self.owned}
         self._apart = [(item, item.home) for item in self.owned if item.home is not None]
-        self.norms = PieceNorms(storage, memory, assignment.partitions)
+        self.norms = PieceNorms(storage, memory, assignment.partitions, self.owned)
         self._entries = [item.piece.entry for item in self.owned]
         self._whole = self._part(range(len(self.owned)))
         self._parts = [self._whole]
@@ -134,11 +132,10 @@ class PartitionedOptimizer:
 
     def _part(self, places: Sequence[int]) -> Part:
         """Divide some of this process's pieces among the optimizer's groups."""
-        owned = [self.owned[place] for place in places]
         divided: list[list[torch.Tensor]] = [[] for _ in self.optimizer.param_groups]
-        for item in owned:
+        for item in (self.owned[place] for place in places):
             divided[self._group_of[id(item.parameter)]].append(item.values)
-        return Part(places, [item.values for item in owned], divided)
+        return Part(places, divided)
 
     @property
     def in_place(self) -> bool:
@@ -166,10 +163,23 @@ class PartitionedOptimizer:
         values = item.values.detach().to(self.storage.parameters.dtypes[entry.section])
         return storage_order(values)
 
+    def shown_otherwise(self) -> OwnedPiece | None:
+        """Find a piece of which models see other values than are kept; they have memory of both."""
+        for item in self.owned:
+            assert item.shown is not None
+            shown, kept = storage_order(item.shown.detach()), self.values_of(item.number)
+            if same_bits(shown, kept):
+                continue
+            # A zero of the other sign is no other value: owners keep their own when they follow.
+            kept = kept.to(shown.device)
+            if bool(((shown != kept) & ~(shown.isnan() & kept.isnan())).any()):
+                return item
+        return None
+
     def _own_piece(self, device: int, number: int) -> OwnedPiece:
         piece, home = self.storage.pieces[number], self._memory[device]
         user = self.users[piece.entry]
-        if not self._in_models or self.storage.rounds_entry(piece.entry):
+        if not self.is_whole or self.storage.rounds_entry(piece.entry):
             # A parameter, as optimizers may look for one; its exact values come with the state.
             return OwnedPiece(number, device, piece, user, self._master(piece, home), home)
         values: torch.Tensor = home.piece(piece)
@@ -277,28 +287,28 @@ class PartitionedOptimizer:
         with self._staging.updating(self.optimizer, partial(self._visitors, part)):
             self._update(part)
         if self._allocator.on_disk:
-            for place, values in zip(part.places, part.values, strict=True):
+            for place in part.places:
+                values = self.owned[place].values
                 values.grad = self.gradients[place] = None
                 self._keep(self.state.get(values, {}))
             self._allocator.trim()
 
     def _visitors(self, part: Part) -> Sequence[Sequence[torch.Tensor]]:
         """For each group, the pieces that the optimizer looks at."""
-        pairs = zip(part.places, part.values, strict=True)
         # PyTorch's own look at none without a gradient.
-        idle = {id(values) for place, values in pairs if self.gradients[place] is None}
+        idle = {id(self.owned[p].values) for p in part.places if self.gradients[p] is None}
         idle = idle if steps_by_parameter(self._each) else set()
         return [[each for each in pieces if id(each) not in idle] for pieces in part.divided]
 
     def _update(self, part: Part) -> None:
         moves = self._staging.moves
-        for place, values in zip(part.places, part.values, strict=True):
-            gradient = self.gradients[place]
+        for place in part.places:
+            item, gradient = self.owned[place], self.gradients[place]
+            values = item.values
             # Rounded only now: scaling and clipping are done in the precision of the sum.
             if gradient is not None and (moves or gradient.dtype is not values.dtype):
                 gradient = gradient.to(values.device, values.dtype)
             values.grad = gradient
-            item = self.owned[place]
             # Another device of this process has a stand-in. A hook may go through the model instead
             # of the groups: what it does to the gradient there must reach the stand-in.
             if item.piece.whole and item.home is None and values.device == item.parameter.device:
@@ -311,13 +321,10 @@ class PartitionedOptimizer:
             if isinstance(value, torch.Tensor):
                 state[key] = self._allocator.kept(value)
 
-    def states(self, *, moving: bool = False) -> list[PieceState]:
+    def states(self) -> list[PieceState]:
         """List the state of the owned pieces as it is now, masters and averages with it.
 
         The tensors are the optimizer's own.
-
-        Args:
-            moving: whether they go to other owners, who have no values of these pieces.
 
         Raises:
             TypeError: the optimizer keeps state under something other than a parameter, or another
@@ -336,10 +343,9 @@ class PartitionedOptimizer:
                 f"the optimizer keeps {', '.join(map(repr, self._loose()))} in its state, under no "
                 f"parameter, which no checkpoint of onefold holds: expected state by parameter"
             )
-        for item in self.owned:
-            if self.storage.rounds or (moving and not self._in_models):
-                values = storage_order(item.values.detach())
-                found.append(PieceState(item.number, MASTER, values, True))
+        for item in self.owned if self.storage.rounds else ():
+            values = storage_order(item.values.detach())
+            found.append(PieceState(item.number, MASTER, values, True))
         return found + self.optimizer_states()
 
     def optimizer_states(self) -> list[PieceState]:
@@ -381,14 +387,13 @@ class PartitionedOptimizer:
             states: of owned pieces; tensors are copied, as those given may lie in memory that is
                 used again.
         """
-        owned = {item.number: item for item in self.owned}
         found: dict[torch.Tensor, dict[str, Any]] = {}
         for state in states:
-            values = owned[state.piece].values
-            value = state.value
+            item, value = self._by_number[state.piece], state.value
+            values = item.values
             if state.key == MASTER:
                 # A run whose models have full precision has no use for them.
-                if owned[state.piece].home is not None:
+                if item.home is not None:
                     storage_order(values.data).copy_(value)
             elif state.key == AVERAGE:
                 self.averages.adopt(state.piece, values.detach(), value)
@@ -476,14 +481,21 @@ class PartitionedOptimizer:
 
     def _divide_state(self, whole: Mapping[Any, Any]) -> None:
         """Cut the state that parameters already have as they are cut."""
+        self.adopt_states(self.cut(whole, self._by_number))
         for item in self.owned:
-            state = whole.get(item.parameter)
-            if state:
-                entry = self.storage.masters.entries[item.piece.entry]
-                self.state[item.values] = {
-                    key: cut_state(value, item, entry.stride) for key, value in state.items()
-                }
-                self._keep(self.state[item.values])
+            self._keep(self.state.get(item.values, {}))
+
+    def cut(self, whole: Mapping[Any, Any], numbers: Iterable[int]) -> Iterator[PieceState]:
+        """Cut the state of the user's parameters as these are cut, for pieces of some numbers."""
+        for number in numbers:
+            piece = self.storage.pieces[number]
+            entry = self.storage.masters.entries[piece.entry]
+            for key, value in whole.get(self.users[piece.entry], {}).items():
+                stride = entry.stride if piece.whole else None
+                by_element = is_by_element(key, value, entry.shape, stride)
+                if by_element:
+                    value = storage_order(laid_out(value, entry.stride))[piece.start : piece.stop]
+                yield PieceState(number, key, value, by_element)
 
     @property
     def is_undivided(self) -> bool:
@@ -528,7 +540,5 @@ class Part:
 
     places: Sequence[int]
     """Among the pieces of this process."""
-    values: Sequence[torch.Tensor]
-    """Of each of them."""
     divided: Sequence[Sequence[torch.Tensor]]
     """For each group of the optimizer, the values of those that lie in it."""

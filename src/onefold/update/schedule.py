@@ -180,7 +180,12 @@ class RunSchedule:
             return
         self._open = None
         if "schedule" not in changed:
-            read_schedule(self.schedule, run["schedule"])
+            name = class_of(self.schedule)
+            try:
+                self.schedule.load_state_dict(from_json(run["schedule"]["state"]))
+            except (AttributeError, LookupError, TypeError, ValueError) as error:
+                why = f"{type(error).__name__}: {message_of(error)}"
+                raise CheckpointError(f"the saved state of {name} cannot be used: {why}") from error
             self._open = run["schedule"].get("open")
         # Saved in the epoch that is open, but where that counted as done.
         if self._open is not None and self._open < run["epoch"]:
@@ -260,18 +265,3 @@ def write_schedule(schedule: LRScheduler) -> dict[str, Any]:
     """Return a schedule's class and state as JSON."""
     name = class_of(schedule)
     return {"class": name, "state": to_json(schedule.state_dict(), f"the state of {name}")}
-
-
-def read_schedule(schedule: LRScheduler, saved: Mapping[str, Any]) -> None:
-    """Bring a schedule to the state that `write_schedule` saved.
-
-    Raises:
-        CheckpointError: the state does not fit the schedule.
-    """
-    try:
-        schedule.load_state_dict(from_json(saved["state"]))
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
-        name = class_of(schedule)
-        raise CheckpointError(
-            f"the saved state of {name} cannot be used: {type(error).__name__}: {message_of(error)}"
-        ) from error

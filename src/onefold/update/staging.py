@@ -15,7 +15,7 @@ round a product that is added at once in another place.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -23,10 +23,10 @@ from typing import Any
 
 import torch
 
-from onefold.core.flat import FlatTensors, Piece, laid_out, same_bits, storage_order
+from onefold.core.flat import FlatTensors, Piece
 from onefold.system.allocator import TensorAllocator
 
-__all__ = ["DeviceStaging", "OwnedPiece", "Staging", "cut_state", "shown_otherwise"]
+__all__ = ["DeviceStaging", "OwnedPiece", "Staging"]
 
 
 Change = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None]
@@ -189,41 +189,3 @@ class OwnedPiece:
     def shown(self) -> torch.Tensor | None:
         """Where models see the values, if that is elsewhere; there must be memory for it."""
         return None if self.home is None else self.home.piece(self.piece)
-
-
-def shown_otherwise(
-    owned: Iterable[OwnedPiece], values_of: Callable[[int], torch.Tensor]
-) -> OwnedPiece | None:
-    """Find a piece of which models see other values than its owner keeps.
-
-    Args:
-        owned: pieces that are kept elsewhere than models see them; there is memory for both.
-        values_of: given the number of a piece, returns what is kept, as models ought to see it.
-    """
-    for item in owned:
-        assert item.shown is not None
-        shown = storage_order(item.shown.detach())
-        kept = values_of(item.number)
-        if same_bits(shown, kept):
-            continue
-        # A zero of the other sign is no other value: owners keep their own when they follow.
-        kept = kept.to(shown.device)
-        if bool(((shown != kept) & ~(shown.isnan() & kept.isnan())).any()):
-            return item
-    return None
-
-
-def cut_state(value: Any, item: OwnedPiece, stride: tuple[int, ...]) -> Any:
-    """Return one piece's part of a value of a parameter's state, in memory of its own."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    # A count of steps is cloned for each piece: optimizers add to it in place, and pieces that had
-    # one in common would each add to it.
-    if value.shape != item.parameter.shape or value.dim() == 0:
-        return value.clone()
-    # Pieces are stretches of storage order, so the strides of the layout come first.
-    laid = laid_out(value, stride)
-    device = item.values.device
-    if item.piece.whole:
-        return laid.to(device, copy=True)
-    return storage_order(laid)[item.piece.start : item.piece.stop].to(device, copy=True)

@@ -9,10 +9,10 @@ goes on from a file, the lead packs the pieces that the process owns now.
 
 Note: a packed stretch
 ----------------------
-First a header of JSON that lists every value, then the tensors' bytes, each aligned, so that
-`unpack` can view them in place in any dtype. Nothing is pickled: a stretch may come over a
-network. The memory may be a transport's that is used again, so whoever keeps what `unpack` yields
-must copy it.
+It is a message as devices of a pipeline send them (`onefold.exchange.transport`): a list of every
+value, as JSON, and then the tensors, which `unpack` reads in place. Nothing is pickled: a stretch
+may come over a network. The memory may be a transport's that is used again, so whoever keeps what
+`unpack` yields must copy it.
 
 Note: where an average lies
 ---------------------------
@@ -26,28 +26,29 @@ values that every run has alike. So the bits of the averages do not depend on it
 
 from __future__ import annotations
 
-import math
+import json
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from onefold.core.averaging import AverageRule, averaged_in
+from onefold.core.averaging import AverageRule
 from onefold.core.flat import (
     FlatTensors,
     Layout,
     Piece,
-    aligned,
     bits_of,
     dense_stride,
     is_dense,
     laid_out,
     storage_order,
 )
-from onefold.core.jsonvalue import from_bytes, from_json, to_bytes, to_json
+from onefold.core.jsonvalue import from_json, to_json
+from onefold.core.settings import added_up_in
+from onefold.exchange.transport import Message, head_of, read_message, write_message
 from onefold.system.allocator import DEFAULT_ALLOCATOR, TensorAllocator
 from onefold.system.tensorfile import DTYPES, Bytes, TensorParts
 from onefold.update.staging import Staging
@@ -133,17 +134,12 @@ def pack(states: Sequence[PieceState], room: Callable[[int], torch.Tensor]) -> t
     Raises:
         TypeError: a value is neither a tensor nor JSON, or of a dtype that a file cannot hold.
     """
-    listed, nbytes = _listed(states)
-    header = to_bytes(listed)
-    first = aligned(len(header))
-    memory = room(first + nbytes)
-    memory[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
-    for (_, _, kind, _), state in zip(listed, states, strict=True):
-        if kind is not None and state.value.numel():
-            place = first + kind[3]
-            nbytes = state.value.numel() * state.value.element_size()
-            target = memory[place : place + nbytes].view(state.value.dtype)
-            target.as_strided(state.value.shape, kind[4]).copy_(state.value)
+    tensors = [each.value for each in states if isinstance(each.value, torch.Tensor)]
+    head = json.dumps(_listed(states))
+    message = Message(head, [laid_out(each, dense_stride(each)) for each in tensors])
+    start, nbytes = head_of(message)
+    memory = room(nbytes)
+    write_message(message, start, memory)
     return memory
 
 
@@ -153,48 +149,37 @@ def described(states: Sequence[PieceState]) -> bytes:
     Raises:
         TypeError: as `pack`.
     """
-    return to_bytes(_listed(states)[0])
+    tensors = [each.value for each in states if isinstance(each.value, torch.Tensor)]
+    forms = [[DTYPES[each.dtype], [*each.shape], [*dense_stride(each)]] for each in tensors]
+    return json.dumps([_listed(states), forms]).encode()
 
 
 def read_described(text: bytes) -> Iterator[PieceState]:
     """Yield the states that were described; their tensors have no values, and are on no device."""
-    listed, _ = from_bytes(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-    return _read(
-        listed,
-        lambda dtype, shape, _, stride: torch.empty_strided(
-            shape, stride, dtype=dtype, device="meta"
-        ),
+    listed, forms = json.loads(text)
+    tensors = (
+        torch.empty_strided(shape, stride, dtype=_DTYPES[name], device="meta")
+        for name, shape, stride in forms
     )
+    return _read(listed, tensors)
 
 
-def _read(listed: list[list[Any]], tensor_of: Callable[..., torch.Tensor]) -> Iterator[PieceState]:
-    """Yield listed states; of a tensor its dtype, shape, place and strides say which it is."""
-    for piece, key, kind, value in listed:
-        if kind is None:
-            yield PieceState(piece, key, from_json(value), False)
-        else:
-            name, shape, by_element, *lies = kind
-            yield PieceState(piece, key, tensor_of(_DTYPES[name], shape, *lies), by_element)
-
-
-def _listed(states: Sequence[PieceState]) -> tuple[list[list[Any]], int]:
-    """List every value for the header, and count the bytes of all tensors."""
+def _listed(states: Sequence[PieceState]) -> list[list[Any]]:
+    """All of the states but their tensors."""
     listed: list[list[Any]] = []
-    # Places are counted from the end of the header, whose length is known only when it is written.
-    start = 0
     for piece, key, value, by_element in states:
-        if isinstance(value, torch.Tensor):
-            if value.dtype not in DTYPES:
-                raise TypeError(
-                    f"the optimizer's {key} is of {value.dtype}, which no file can hold"
-                )
-            lies = start, list(dense_stride(value))
-            kind: list[Any] = [DTYPES[value.dtype], list(value.shape), by_element, *lies]
-            start += aligned(value.numel() * value.element_size())
-            listed.append([piece, key, kind, None])
-        else:
-            listed.append([piece, key, None, to_json(value, f"the optimizer's {key}")])
-    return listed, start
+        is_tensor = isinstance(value, torch.Tensor)
+        if is_tensor and value.dtype not in DTYPES:
+            raise TypeError(f"the optimizer's {key} is of {value.dtype}, which no file can hold")
+        kept = None if is_tensor else to_json(value, f"the optimizer's {key}")
+        listed.append([piece, key, kept, by_element, is_tensor])
+    return listed
+
+
+def _read(listed: list[list[Any]], tensors: Iterator[Any]) -> Iterator[PieceState]:
+    for piece, key, value, by_element, is_tensor in listed:
+        found = next(tensors) if is_tensor else from_json(value)
+        yield PieceState(piece, key, found, by_element)
 
 
 def packed(
@@ -210,19 +195,8 @@ def unpack(memory: torch.Tensor) -> Iterator[PieceState]:
     Args:
         memory: (k,) uint8 on the host, as filled by `pack`; more bytes may follow.
     """
-    listed, stop = from_bytes(memory)
-    first = aligned(stop)
-
-    def view(
-        dtype: torch.dtype, shape: Sequence[int], start: int, stride: Sequence[int]
-    ) -> torch.Tensor:
-        nbytes = math.prod(shape) * dtype.itemsize
-        if not nbytes:  # it may be listed where the memory ends
-            return torch.empty(shape, dtype=dtype)
-        stretch = memory[first + start : first + start + nbytes]
-        return stretch.view(dtype).as_strided(shape, stride)
-
-    return _read(listed, view)
+    message = read_message(memory)
+    return _read(json.loads(message.head), iter(message.tensors))
 
 
 def join(
@@ -257,7 +231,11 @@ def join(
         # A count of steps is the same for all pieces of a parameter: the first stands for all.
         used = parts if first.by_element else parts[:1]
         shape = entry.shape if first.by_element else tuple(first.value.shape)
-        stretches = coming(number, key) if coming is not None else _bytes_of(used)
+        stretches = (
+            coming(number, key)
+            if coming is not None
+            else [bits_of(part.value).numpy() for part in used]
+        )
         given = (f"{entry.name}.{key}", first.value.dtype, shape)
         if not first.by_element and len(shape) > 1:
             strides[given[0]] = first.value.stride()
@@ -268,10 +246,6 @@ def join(
             else TensorParts.in_rows(*given, stretches)
         )
     return JoinedState(tensors, dict(keys), dict(values), strides)
-
-
-def _bytes_of(parts: Iterable[PieceState]) -> list[Bytes]:
-    return [bits_of(part.value).numpy() for part in parts]
 
 
 def check_saved(
@@ -414,7 +388,7 @@ class Averages:
             if number not in self.pieces:
                 self.adopt(number, value, storage_order(value))
         if self.buffers is None:
-            self.buffers = FlatTensors(buffers.layout.converted(averaged_in), device=buffers.device)
+            self.buffers = FlatTensors(buffers.layout.converted(added_up_in), device=buffers.device)
             self.buffers.copy_(buffers.sections)
 
     def end(self) -> None:
@@ -458,7 +432,7 @@ class Averages:
             values: of the piece; their shape, strides and device are the average's.
             average: (numel,) in storage order; copied.
         """
-        self.pieces[number] = self._allocator.like(values, averaged_in(values.dtype))
+        self.pieces[number] = self._allocator.like(values, added_up_in(values.dtype))
         storage_order(self.pieces[number]).copy_(average)
 
     def adopt_buffers(self, layout_of: FlatTensors, states: Iterable[PieceState]) -> None:
@@ -468,14 +442,10 @@ class Averages:
             layout_of: the module's buffers.
             states: one for each buffer, by its number in the layout; copied.
         """
-        layout = layout_of.layout.converted(averaged_in)
+        layout = layout_of.layout.converted(added_up_in)
         self.buffers = FlatTensors(layout, device=layout_of.device)
         for state in states:
             self.buffers.views[state.piece].copy_(state.value)
-
-    def keep(self, numbers: Collection[int]) -> None:
-        """Drop the averages of all other pieces."""
-        self.pieces = {n: average for n, average in self.pieces.items() if n in numbers}
 
 
 def _move(averages: Sequence[torch.Tensor], values: Sequence[torch.Tensor], kept: float) -> None:

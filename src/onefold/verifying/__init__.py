@@ -86,6 +86,7 @@ class _Progress:
 
     made: int = 0
     is_done: bool = False
+    """Whether all of its steps that are compared were made, so that no more are computed."""
 
 
 def prepare_process(context: LaunchContext) -> None:
@@ -184,11 +185,11 @@ class Verifying:
         for replica in engine.context.replicas:
             replica.loss_watch.refuses = False
         if self._mathematics is not None and devices.has_lead:
-            shards = engine.context.exchange.table.shape.shards
+            shards = engine.context.exchange.table.storage.shards
             function = ", ".join(map(place_of, self._users.values()))
-            header = {"step": 0, "function": function, "shards": shards}
             limit = tolerance_of(engine.context.replicas[0].module)
-            append_line(self._path("mathematics"), {**header, "tolerance": limit})
+            header = {"step": 0, "function": function, "shards": shards, "tolerance": limit}
+            append_line(self._path("mathematics"), header)
 
     def collate(self, collate: Collate | None, *, keeps: bool = False) -> Collate | None:
         """Wrap a loader's collate function; ``keeps`` if its batches are for steps."""
@@ -263,14 +264,9 @@ class Verifying:
         append_line(self._path(f"state-{self._devices.own[0]}"), line)
 
     @property
-    def is_done(self) -> bool:
-        """Whether all of its steps that are compared were made, so that no more are computed."""
-        return self._progress.is_done
-
-    @property
     def repeats(self) -> Callable[[], bool] | None:
         """Whether a loader's last batch stands for all that follow; None if it never does."""
-        return (lambda: self.is_done) if self._on else None
+        return (lambda: self._progress.is_done) if self._on else None
 
     def end(self) -> None:
         """Note that the Trainer makes no more steps."""
@@ -316,7 +312,7 @@ class Verifying:
         Raises:
             SystemExit: that was so for very many steps.
         """
-        if not self.is_done or name not in self._same:
+        if not self._progress.is_done or name not in self._same:
             return None
         self._progress.made += 1
         if self._progress.made > _LONGEST:
@@ -335,7 +331,7 @@ class Verifying:
             data: the object that the call goes through.
             compute: makes the call.
         """
-        if not self.is_done:
+        if not self._progress.is_done:
             return compute()
         for known, of, result in self._results:
             if known == call and of is data:

@@ -45,7 +45,10 @@ def causes_of(
     """
     if found.carried:
         return [_note(found, "carried")]
-    causes = [Cause("error", text) for text in _sure(found)]
+    causes = []
+    # What is wrong with a single shard as well.
+    if found.finding is not None and found.finding.kind in _NEVER_THE_MEAN:
+        causes.append(Cause("error", f"the loss is {found.finding.text}"))
     several = (found.loss_difference, found.gradient_difference, found.worst_difference)
     # NaN is what a step without an update leaves in them: it was not compared.
     if any(value > found.tolerance for value in several):
@@ -53,19 +56,12 @@ def causes_of(
         causes += [Cause("error", text) for text in likely]
         # Only where nothing better explains it: these two are no fault of the script's.
         if not causes and found.unmatched:
-            causes.append(_note(found, "unmatched"))
+            causes = [_note(found, "unmatched")]
         elif not causes and found.norms and found.repeats:
-            causes.append(_note(found, "norms"))
-        elif not causes:
-            causes.append(Cause("error", _unknown(found)))
+            causes = [_note(found, "norms")]
+        causes = causes or [Cause("error", _unknown(found))]
     causes += [Cause("error", f"buffer {name} is {text}") for name, text in found.buffers.items()]
     return causes
-
-
-def _sure(found: Comparison) -> Iterator[str]:
-    """Yield what is wrong with a single shard as well."""
-    if found.finding is not None and found.finding.kind in _NEVER_THE_MEAN:
-        yield f"the loss is {found.finding.text}"
 
 
 def _of_the_state(
@@ -100,56 +96,41 @@ def _of_the_numbers(found: Comparison) -> Iterator[str]:
     finding = found.finding
     if finding is not None and found.relation in _SEEN_IN.get(finding.kind, ()):
         yield f"the loss is {finding.text}"
-    elif found.relation == "sum":
-        yield (
-            "the loss is a sum: that of two parts of the batch is the sum of theirs. onefold takes "
-            "a scalar as the mean over the shard's samples. Return onefold.Sum(total), or one "
-            "value a sample (reduction='none') for a mean"
-        )
-    elif found.relation == "weighted":
-        yield (
-            "the loss is a mean that is not divided by the number of samples (but by tokens, "
-            "pixels, weights of classes, or targets that are not ignored): return "
-            "onefold.Mean(total, weight), or the loss from onefold.losses, which knows its divisor"
-        )
+    elif found.relation in _CAUSES:
+        yield _CAUSES[found.relation]
     # Both make samples depend on each other in a way that the notes explain.
     excused = found.unmatched or (found.norms and not found.ordered)
     depends = found.relation == "dependent" or (
         found.relation == "unclear" and found.differentiates
     )
     if depends and not found.time_first and not excused:
-        yield from _dependent(found)
+        others = "places" if found.ordered else "others"
+        kind = "gradients" if found.differentiates else others
+        second = f"; all tensors of the batch have {found.second} in their second dimension"
+        yield _CAUSES[kind].format("" if found.second is None else second)
 
 
-def _dependent(found: Comparison) -> Iterator[str]:
-    if found.differentiates:
-        yield (
-            "the loss takes gradients itself (torch.autograd.grad), such as those at the last "
-            "layer for an adaptive weight of its terms, and computes with them: each shard has "
-            "those of its own samples, with V shards of batches V times smaller. Compute such a "
-            "weight between steps, from the whole batch, and use it as a constant in the loss; or "
-            "use shards=1"
-        )
-    elif found.ordered:
-        where = ""
-        if found.second is not None:
-            where = f"; all tensors of the batch have {found.second} in their second dimension"
-        yield (
-            f"the loss changes when the samples of the batch change places, so the first "
-            f"dimension, which is cut into shards, may not be that of the samples (time first?)"
-            f"{where}, or samples belong together that shards tear apart (pairs side by side). "
-            f"Make the samples, or the pairs, the first dimension; of whole batches, "
-            f"trainer.step(batch, dim=1) cuts the second one"
-        )
-    else:
-        yield (
-            "a sample's loss depends on the other samples of its batch (a contrastive loss, "
-            "negatives from the batch, a norm or a mean over the batch, padding that is not masked "
-            "out), and a shard has only its own samples: with V shards that is another loss, of "
-            "batches V times smaller. Compute it from each sample alone, or use shards=1"
-        )
-
-
+_CAUSES = {
+    "sum": "the loss is a sum: that of two parts of the batch is the sum of theirs. onefold takes "
+    "a scalar as the mean over the shard's samples. Return onefold.Sum(total), or one value a "
+    "sample (reduction='none') for a mean",
+    "weighted": "the loss is a mean that is not divided by the number of samples (but by tokens, "
+    "pixels, weights of classes, or targets that are not ignored): return onefold.Mean(total, "
+    "weight), or the loss from onefold.losses, which knows its divisor",
+    "gradients": "the loss takes gradients itself (torch.autograd.grad), such as those at the last "
+    "layer for an adaptive weight of its terms, and computes with them: each shard has those of "
+    "its own samples, with V shards of batches V times smaller. Compute such a weight between "
+    "steps, from the whole batch, and use it as a constant in the loss; or use shards=1",
+    "places": "the loss changes when the samples of the batch change places, so the first "
+    "dimension, which is cut into shards, may not be that of the samples (time first?){}, or "
+    "samples belong together that shards tear apart (pairs side by side). Make the samples, or the "
+    "pairs, the first dimension; of whole batches, trainer.step(batch, dim=1) cuts the second one",
+    "others": "a sample's loss depends on the other samples of its batch (a contrastive loss, "
+    "negatives from the batch, a norm or a mean over the batch, padding that is not masked out), "
+    "and a shard has only its own samples: with V shards that is another loss, of batches V times "
+    "smaller. Compute it from each sample alone, or use shards=1",
+}
+"""By the relation that a scalar loss shows, or else by what makes samples depend on each other."""
 _NOTES = {
     "unmatched": "the loss draws random numbers that have no counterpart for a part of the batch "
     "({}, such as a permutation of the shard's samples), so this difference may be chance: the "
@@ -170,12 +151,9 @@ def _note(found: Comparison, field: str) -> Cause:
 
 def _unknown(found: Comparison) -> str:
     trouble = f" A closer look failed {found.trouble}." if found.trouble else ""
-    several = (
-        "the losses agree and the gradients do not"
-        if found.loss_difference <= 1e-9
-        else "the losses differ"
-    )
+    alike = "the losses agree and the gradients do not"
+    seen = alike if found.loss_difference <= 1e-9 else "the losses differ"
     return (
-        f"unknown ({several}; the loss returned {found.returned}).{trouble} Look for what the loss "
+        f"unknown ({seen}; the loss returned {found.returned}).{trouble} Look for what the loss "
         f"or forward computes from more than one sample, keeps from call to call, or rounds"
     )

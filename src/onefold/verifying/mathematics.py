@@ -31,10 +31,9 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from onefold.core.batch import ShardedBatch, move
 from onefold.core.counting import count_of
@@ -47,6 +46,7 @@ from onefold.core.values import split
 from onefold.shard.losscheck import LossFinding, inspect_loss
 from onefold.shard.replica import LossFunction
 from onefold.step.engine import Engine
+from onefold.system.hooks import watch_differentiation
 from onefold.system.words import message_of
 from onefold.verifying.surroundings import (
     Draws,
@@ -55,7 +55,6 @@ from onefold.verifying.surroundings import (
     near,
     norms_of_the_batch,
     quiet_modes,
-    seed_alike,
     without_dropout,
 )
 from onefold.verifying.whole import WholeBatch, second_dimension
@@ -215,18 +214,6 @@ class Comparison:
     """How far, relatively, rounding may make results differ."""
 
 
-class _Differentiating(TorchFunctionMode):
-    """Sees whether a loss calls `torch.autograd.grad`, by whatever name."""
-
-    seen = False
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        self.seen |= func is torch.autograd.grad
-        return func(*args, **(kwargs or {}))
-
-
 @dataclass(frozen=True, slots=True)
 class _Evaluation:
     part: Contribution
@@ -236,9 +223,8 @@ class _Evaluation:
     @property
     def loss(self) -> float:
         """The finished number."""
-        if self.part.kind != "means":
-            return _ratio(self.part)
-        return sum(_ratio(each) for each in self.part.parts)
+        parts = self.part.parts
+        return sum(float(each.total()) / each.weight for each in parts if each.weight)
 
     @property
     def values(self) -> torch.Tensor | None:
@@ -273,7 +259,7 @@ class Mathematics:
         shard = self._order[self._calls % len(self._order)]
         self._calls += 1
         (start, stop), left = self._bounds[shard], self._sizes[shard]
-        seed_alike(self._seed)
+        seed_generators(self._seed, self._device, common=self._common)
         with self._draws.replaying(range(start, stop)), self._time_first.noting("shard"):
             result = self.user(model, payload)
         if torch.is_grad_enabled():
@@ -374,13 +360,15 @@ class Mathematics:
         payload = move(self._whole(rows), self._device)
         seed_generators(self._seed, self._device, common=self._common)
         draws = self._draws.recording(len(rows)) if record else self._draws.replaying(rows)
+        by: list[bool] = []
         try:
-            with draws, _Differentiating() as looked:
+            with draws, watch_differentiation(lambda _, inputs: by.append(bool(inputs))):
                 result = self.user(self._model, payload)
         except Exception as error:
             error.add_note("raised while onefold verify computed the whole batch as one shard")
             raise
-        self._comparison.differentiates |= looked.seen
+        # By inputs: backward, which leaves all gradients in .grad, names none.
+        self._comparison.differentiates |= any(by)
         left = count_of(payload, len(rows), self._dim).samples
         return _read(result, left, "the loss of the whole batch")
 
@@ -459,17 +447,19 @@ class Mathematics:
         if found.own_batch:
             found.second = second_dimension(self._whole(range(found.samples)))
         try:
-            found.repeats = self._repeats()
+            found.repeats = self._gives_the_same(range(found.samples), self.tolerance)
             found.relation = self._relation() if found.repeats else "unclear"
             if found.repeats and found.relation in ("dependent", "unclear"):
-                found.ordered = self._depends_on_order()
+                # A generator of its own: the global ones belong to the run.
+                generator = torch.Generator().manual_seed(0)
+                order = torch.randperm(found.samples, generator=generator).tolist()
+                found.ordered = not self._gives_the_same(order, max(1e-7, self.tolerance))
         except Exception as error:
             found.relation = "unclear"
             found.trouble = f"of a part of the batch: {type(error).__name__}: {message_of(error)}"
 
-    def _repeats(self) -> bool:
-        again = self._loss_again(range(self._comparison.samples))
-        return math.isclose(again, self._comparison.alone, rel_tol=self.tolerance)
+    def _gives_the_same(self, rows: Sequence[int], limit: float) -> bool:
+        return math.isclose(self._loss_again(rows), self._comparison.alone, rel_tol=limit)
 
     def _loss_again(self, rows: Sequence[int]) -> float:
         # The evaluation before has changed buffers.
@@ -481,14 +471,12 @@ class Mathematics:
         part = self._alone.part
         if isinstance(self._alone.result, torch.Tensor) and not part.root.dim():
             return self._relation_of_scalars()
-        values = self._alone.values
+        values, shards = self._alone.values, [self._shards[shard] for shard in self._order]
         if values is not None:
-            shards = [self._shards[shard].values for shard in self._order]
-            joined = torch.cat([each for each in shards if each is not None])
+            joined = torch.cat([each.values for each in shards if each.values is not None])
             return "mean" if near(joined, values, self.tolerance) else "dependent"
         for number, term in enumerate(part.parts):
-            shares = [self._shards[shard].part.parts[number] for shard in self._order]
-            total = torch.stack([share.total().cpu() for share in shares]).sum()
+            total = torch.stack([each.part.parts[number].total().cpu() for each in shards]).sum()
             if not near(total, term.total().cpu(), self.tolerance):
                 return "dependent"
         return "mean"
@@ -503,31 +491,18 @@ class Mathematics:
         counts = {part: len(each) for part, each in rows.items()}
         return relation_of(losses, counts, max(1e-7, self.tolerance))
 
-    def _depends_on_order(self) -> bool:
-        # A generator of its own: the global ones belong to the run.
-        generator = torch.Generator().manual_seed(0)
-        order = torch.randperm(self._comparison.samples, generator=generator).tolist()
-        limit = max(1e-7, self.tolerance)
-        return not math.isclose(self._loss_again(order), self._comparison.alone, rel_tol=limit)
-
 
 def _read(result: object, samples: int, what: str) -> _Evaluation:
     loss = split(result, what)[0]
     return _Evaluation(weigh(loss, samples, what), loss)
 
 
-def _ratio(part: Contribution) -> float:
-    divisor = 1.0 if part.kind == "sum" else part.weight
-    return float(part.total()) / divisor if divisor else 0.0
-
-
 def _backward(part: Contribution) -> None:
     """Run backward as a plain loop does, with the whole batch's own divisors."""
     if part.kind == "means":
-        part = part.combine([1.0 if p.kind == "sum" else p.weight for p in part.parts])
-    divisor = 1.0 if part.kind == "sum" else part.weight
-    if divisor and part.root.requires_grad:
-        part.backward(divisor)
+        part = part.combine([each.weight for each in part.parts])
+    if part.weight and part.root.requires_grad:
+        part.backward(part.weight)
 
 
 def _flat(gradient: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ import hashlib
 import random
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
@@ -63,13 +63,18 @@ class StateWatch:
     def step(self) -> Iterator[dict[str, str]]:
         """Surround a step; yields digests of the global generators before it."""
         before, data = self._look(), self._look_at_data()
-        # Data sets are read between the steps, model and loss work within them.
-        changed = _changed(self._data_before, data)
         yield global_states()
-        changed += _changed(before, self._look())
+        # Data sets are read between the steps, model and loss work within them.
+        pairs = ((self._data_before, data), (before, self._look()))
         self._data_before = self._look_at_data()
-        self.attributes = [where for where, kind in changed if kind == "value"]
-        self.generators = [where for where, kind in changed if kind == "generator"]
+        changed = {
+            where: kind
+            for then, now in pairs
+            for where, (kind, value) in now.items()
+            if where in then and then[where][1] != value
+        }
+        self.attributes = [where for where, kind in changed.items() if kind == "value"]
+        self.generators = [where for where, kind in changed.items() if kind == "generator"]
 
     def _look(self) -> _Seen:
         found: _Seen = {}
@@ -105,14 +110,6 @@ def place_of(function: Callable[..., object]) -> str:
     code = getattr(inner, "__code__", None)
     name = getattr(function, "__qualname__", None) or type(function).__name__
     return f"{name} ({code.co_filename}:{code.co_firstlineno})" if code else name
-
-
-def _changed(before: _Seen, now: _Seen) -> list[tuple[str, str]]:
-    return [
-        (where, kind)
-        for where, (kind, value) in now.items()
-        if where in before and before[where][1] != value
-    ]
 
 
 def _search_attributes(values: Mapping[str, object], place: str, found: _Seen) -> None:
@@ -181,29 +178,18 @@ def _variables(function: object, known: set[int], depth: int) -> Iterator[tuple[
         return
     known.add(id(function))
     code = function.__code__
+    held = {}
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            held = cell.cell_contents
-        except ValueError:
-            # The variable has not been assigned yet.
-            continue
-        where = f"{name}, which {place_of(function)} uses"
-        yield from _variable(where, held, function, known, depth)
-    for name in code.co_names:
-        if name in function.__globals__:
-            held = function.__globals__[name]
-            where = f"the global {name}, which {place_of(function)} uses"
-            yield from _variable(where, held, function, known, depth)
-
-
-def _variable(
-    where: str, held: object, user: FunctionType, known: set[int], depth: int
-) -> Iterator[tuple[str, object]]:
-    if isinstance(held, FunctionType):
-        if held.__module__ == user.__module__:
-            yield from _variables(held, known, depth + 1)
-    elif not isinstance(held, ModuleType | type | BuiltinFunctionType):
-        yield where, held
+        with suppress(ValueError):  # the variable has not been assigned yet
+            held[name] = cell.cell_contents
+    outer = function.__globals__
+    held |= {f"the global {name}": outer[name] for name in code.co_names if name in outer}
+    for name, value in held.items():
+        if isinstance(value, FunctionType):
+            if value.__module__ == function.__module__:
+                yield from _variables(value, known, depth + 1)
+        elif not isinstance(value, ModuleType | type | BuiltinFunctionType):
+            yield f"{name}, which {place_of(function)} uses", value
 
 
 def global_states() -> dict[str, str]:
@@ -235,13 +221,9 @@ def watch_unseeded() -> None:
     For the rest of the process, which belongs to a comparison: the functions are replaced by ones
     that look at their arguments first.
     """
-    for owner, name, shown in (
-        (np.random, "default_rng", "numpy.random.default_rng"),
-        (np.random, "seed", "numpy.random.seed"),
-        (random, "seed", "random.seed"),
-        (torch, "seed", "torch.seed"),
-    ):
-        setattr(owner, name, _noting(getattr(owner, name), shown))
+    seeding = (np.random, "default_rng"), (np.random, "seed"), (random, "seed"), (torch, "seed")
+    for owner, name in seeding:
+        setattr(owner, name, _noting(getattr(owner, name), f"{owner.__name__}.{name}"))
 
 
 def _noting(function: Callable[..., Any], shown: str) -> Callable[..., Any]:

@@ -11,14 +11,13 @@ listed: what depends on it cannot be compared.
 
 from __future__ import annotations
 
-import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
-import numpy as np
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
@@ -32,7 +31,6 @@ __all__ = [
     "near",
     "norms_of_the_batch",
     "quiet_modes",
-    "seed_alike",
     "without_dropout",
 ]
 
@@ -92,21 +90,22 @@ class Draws:
             return None
         wanted, values = draw.values.shape, known.values
         # The whole batch in its own order gets everything as it was, also what is not by sample.
-        ordered = list(rows) == list(range(self._samples))
-        if ordered and wanted == values.shape:
+        if list(rows) == list(range(self._samples)) and wanted == values.shape:
             return values
         # By sample if the first dimension is a multiple of the samples: some losses draw several
         # rows for each. A permutation's values are places in the batch, and mean nothing in a part.
         share, rest = divmod(values.shape[0], self._samples) if values.dim() else (0, 1)
         by_sample = share > 0 and not rest and draw.name != "randperm"
         if by_sample and tuple(wanted) == (share * len(rows), *values.shape[1:]):
-            by_sample_values = values.reshape(self._samples, share, *values.shape[1:])
-            return by_sample_values[list(rows)].flatten(0, 1)
+            return values.reshape(self._samples, share, *values.shape[1:])[list(rows)].flatten(0, 1)
         return values if wanted == values.shape else None
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records draws, or replays them for these rows."""
+    """Records draws, or replays them for these rows.
+
+    One for each evaluation: where shards gather, several are under way at once, in threads.
+    """
 
     def __init__(self, draws: Draws, rows: Sequence[int] | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -154,27 +153,17 @@ def without_dropout() -> Iterator[None]:
     def keep(input: torch.Tensor, *args: object, **settings: object) -> torch.Tensor:
         return input
 
-    functional = torch.nn.functional
-    attention = functional.scaled_dot_product_attention
+    attention = torch.nn.functional.scaled_dot_product_attention
 
     def attend(*args: Any, **settings: Any) -> torch.Tensor:
         # dropout_p is the fifth argument, where it is not given by name.
         settings.pop("dropout_p", None)
         return attention(*args[:4], *([0.0] if len(args) > 4 else []), *args[5:], **settings)
 
-    replaced = {**dict.fromkeys(_DROPOUTS, keep), "scaled_dot_product_attention": attend}
-    with ExitStack() as stack:
-        for name, function in replaced.items():
-            stack.callback(setattr, functional, name, getattr(functional, name))
-            setattr(functional, name, function)
+    replaced: dict[str, Any] = dict.fromkeys(_DROPOUTS, keep)
+    replaced["scaled_dot_product_attention"] = attend
+    with patch.multiple(torch.nn.functional, **replaced):
         yield
-
-
-def seed_alike(seed: int) -> None:
-    """Seed all global generators alike."""
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)
 
 
 @contextmanager
@@ -260,26 +249,21 @@ class KeptBuffers:
     """The buffers of a model as they are now, by value and by identity."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        # Full name, module, name in it, the tensor that it has now, and a copy of its values.
-        self._places = [
-            (f"{prefix}.{name}".removeprefix("."), part, name, buffer, buffer.detach().clone())
-            for prefix, part in model.named_modules()
-            for name, buffer in buffers_of(part).items()
-            if buffer is not None
-        ]
-
-        self.values = {name: value for name, _, _, _, value in self._places}
+        self._model = model
+        self._buffers = dict(model.named_buffers(remove_duplicate=False))
+        self.values = {name: each.detach().clone() for name, each in self._buffers.items()}
         """The values by name."""
 
     def put_back(self) -> None:
         """Give the model these values again, in the tensors that it had."""
         with torch.no_grad():
-            for _, part, name, buffer, value in self._places:
+            for name, buffer in self._buffers.items():
                 # The tensor first: the model may have put another in its place, and the engine's
                 # memory is behind this one.
-                buffers_of(part)[name] = buffer
-                if buffer.shape == value.shape:
-                    buffer.copy_(value)
+                module, _, own = name.rpartition(".")
+                buffers_of(self._model.get_submodule(module))[own] = buffer
+                if buffer.shape == self.values[name].shape:
+                    buffer.copy_(self.values[name])
 
     def compare(
         self,
@@ -351,12 +335,11 @@ def near(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:
     if one.shape != other.shape:
         return False
     if not (other.is_floating_point() or other.is_complex()):
-        return bool((one == other).all())
+        return torch.equal(one, other)
     mine, theirs = _wide(one), _wide(other)
     finite = theirs[theirs.isfinite()].abs()
     scale = float(finite.max()) if finite.numel() else 0.0
-    same = (mine == theirs) | (mine.isnan() & theirs.isnan())
-    return bool((same | ((mine - theirs).abs() <= tolerance * scale)).all())
+    return torch.allclose(mine, theirs, rtol=0, atol=tolerance * scale, equal_nan=True)
 
 
 def _wide(value: torch.Tensor) -> torch.Tensor:

@@ -10,10 +10,9 @@ import torch
 from torch.utils.data import default_collate
 
 from onefold.core.batch import map_parts
-from onefold.core.randomness import in_common, kept_generators, seed_generators
+from onefold.core.randomness import GeneratorStates, in_common, kept_generators, seed_generators
 from onefold.core.structure import parts_of, tensors_of, with_parts
 from onefold.data_order.reader import Collate
-from onefold.verifying.state import global_states
 
 __all__ = ["KeepingCollate", "WholeBatch", "cast_floats", "second_dimension", "whole_of"]
 
@@ -52,11 +51,11 @@ class KeepingCollate:
     def __call__(self, samples: list[Any]) -> object:
         # Runs where the loader reads, which may be another process: what was drawn is found out
         # here, and travels with the payload.
-        before = global_states()
+        before = GeneratorStates()
         payload = self.make(samples)
         if not self._keeps:
             return payload
-        return _Kept(payload, samples, before != global_states(), in_common())
+        return _Kept(payload, samples, bool(before.drawn_from()), in_common())
 
     def make(self, samples: list[Any]) -> object:
         """Make a payload of some samples."""

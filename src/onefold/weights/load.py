@@ -26,7 +26,6 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,7 @@ from onefold.errors import CheckpointError
 from onefold.system.words import listed
 from onefold.weights.file import keys_of_states, read_weights, state_under
 
-__all__ = ["Loaded", "load_weights", "refuse_spoilt"]
+__all__ = ["Loaded", "bare_name", "load_weights", "refuse_spoilt"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,98 +110,81 @@ def load_weights(
         matched = match_names(found, own)
         if not matched:
             raise CheckpointError(_none_of(found, own, keys_of_states(content)))
-        fit = _Fit(own, found, matched)
-        fit.check(strict=strict)
+        wrong = {name: _misfit(to, own[to], found[name]) for name, to in matched.items()}
+        taken = {name: to for name, to in matched.items() if wrong[name] is None}
+        # Of several names of one tensor, one is enough.
+        given = {_identity(to, own[to]) for to in taken.values()}
+        missing = tuple(name for name in own if _identity(name, own[name]) not in given)
+        misfits = {matched[name]: why for name, why in wrong.items() if why is not None}
+        lacking = [name for name in missing if not _may_lack(name) and name not in misfits]
+        strange = [name for name in found if name not in matched]
+        if not taken or (strict and (lacking or strange or misfits)):
+            raise CheckpointError(_left_out(misfits, lacking, strange, strict_alone=bool(taken)))
+        _check_values(own, found, taken)
     except CheckpointError as error:
         raise CheckpointError(
             f"{path} does not fit the model, which is unchanged: {error}"
         ) from None
     # From here on the model changes: see the note on whole or not at all.
-    model.load_state_dict(fit.state(), strict=False)
-    return Loaded(fit.missing, fit.unexpected)
+    model.load_state_dict(_state(found, taken), strict=False)
+    return Loaded(missing, tuple(name for name in found if name not in taken))
 
 
-class _Fit:
-    """Decides which of a file's values go where.
+def _left_out(
+    misfits: Mapping[str, str], lacking: list[str], strange: list[str], *, strict_alone: bool
+) -> str:
+    """Say what does not fit; with the advice for where it is refused by ``strict`` alone."""
+    parts = [
+        f"{len(names)} {what}: {listed(names)}"
+        for what, names in (
+            ("of another shape", [f"{name} ({why})" for name, why in misfits.items()]),
+            ("missing in the file", lacking),
+            ("unexpected in it", strange),
+        )
+        if names
+    ]
+    return "; ".join(parts) + ("; strict=False loads what fits" if strict_alone else "")
+
+
+def _check_values(
+    own: Mapping[str, Any], found: Mapping[str, Any], taken: Mapping[str, str]
+) -> None:
+    """Refuse values that the model's dtypes have no room for, and two values for one tensor.
 
     Args:
         own: the model's names and tensors; tied names share one tensor.
         found: the file's names and tensors.
-        matched: the model's name for each of the file's names that has one.
+        taken: the model's name for each of the file's names that is loaded.
     """
+    first: dict[object, str] = {}
+    for name, target in taken.items():
+        # copy_ converts anything to anything: it would cut off fractions and drop imaginary parts.
+        value, tensor = found[name], own[target]
+        if not _is_extra(target) and _kind(value.dtype) > _kind(tensor.dtype):
+            raise CheckpointError(
+                f"{target} is {tensor.dtype} in the model and {value.dtype} in the file: expected "
+                f"numbers that it has room for"
+            )
+        other = first.setdefault(_identity(target, tensor), name)
+        # As they would be copied: a file may hold one in half precision and one in full. If they
+        # had two values, whichever is copied last would win.
+        if other != name and not same_bits(found[other].to(tensor.dtype), value.to(tensor.dtype)):
+            raise CheckpointError(
+                f"{other} and {name} differ in the file, and are one tensor in the model"
+            )
 
-    def __init__(
-        self, own: Mapping[str, Any], found: Mapping[str, Any], matched: Mapping[str, str]
-    ) -> None:
-        self._own = own
-        self._found = found
-        pairs = [
-            (name, target, _misfit(target, own[target], found[name]))
-            for name, target in matched.items()
-        ]
-        self._taken = {name: target for name, target, wrong in pairs if wrong is None}
-        self._misfits = {target: wrong for _, target, wrong in pairs if wrong is not None}
-        # Of several names of one tensor, one is enough.
-        given = {_identity(target, own[target]) for target in self._taken.values()}
-        self.missing = tuple(name for name in own if _identity(name, own[name]) not in given)
-        self.unexpected = tuple(name for name in found if name not in self._taken)
-        self._strange = [name for name in found if name not in matched]
 
-    def check(self, *, strict: bool) -> None:
-        """Refuse what must not be loaded.
-
-        Raises:
-            CheckpointError: nothing fits; or a value does not fit its tensor; or, if strict, a name
-                has no counterpart.
-        """
-        lacking = [
-            name for name in self.missing if not _may_lack(name) and name not in self._misfits
-        ]
-        if not self._taken or (strict and (lacking or self._strange or self._misfits)):
-            misfits = [f"{name} ({wrong})" for name, wrong in self._misfits.items()]
-            parts = [
-                f"{len(names)} {what}: {listed(names)}"
-                for what, names in (
-                    ("of another shape", misfits),
-                    ("missing in the file", lacking),
-                    ("unexpected in it", self._strange),
-                )
-                if names
-            ]
-            advice = "; strict=False loads what fits" if self._taken else ""
-            raise CheckpointError("; ".join(parts) + advice)
-        for name, target in self._taken.items():
-            _check_dtype(target, self._own[target], self._found[name])
-        self._check_tied()
-
-    def state(self) -> Mapping[str, object]:
-        """Return the values under the model's names, as its ``load_state_dict`` takes them."""
-        state: OrderedDict[str, Any] = OrderedDict(
-            (target, self._found[name]) for name, target in self._taken.items()
-        )
-        versions = getattr(self._found, "_metadata", None)
-        # The versions of the modules that wrote the file: modules that have changed since, such as
-        # batch norm, look at theirs to read older values.
-        if isinstance(versions, Mapping):
-            state._metadata = {  # type: ignore[attr-defined]
-                _owner(target): versions.get(_owner(name), {})
-                for name, target in self._taken.items()
-            }
-        return state
-
-    def _check_tied(self) -> None:
-        # If two names of one tensor had two values, whichever is copied last would win.
-        groups: dict[object, list[str]] = {}
-        for name, target in self._taken.items():
-            groups.setdefault(_identity(target, self._own[target]), []).append(name)
-        for names in groups.values():
-            for one, other in pairwise(names):
-                # As they would be copied: a file may hold one in half precision and one in full.
-                dtype = self._own[self._taken[one]].dtype
-                if not same_bits(self._found[one].to(dtype), self._found[other].to(dtype)):
-                    raise CheckpointError(
-                        f"{one} and {other} differ in the file, and are one tensor in the model"
-                    )
+def _state(found: Mapping[str, Any], taken: Mapping[str, str]) -> Mapping[str, object]:
+    """The values under the model's names, as its ``load_state_dict`` takes them."""
+    state: OrderedDict[str, Any] = OrderedDict((to, found[name]) for name, to in taken.items())
+    versions = getattr(found, "_metadata", None)
+    # The versions of the modules that wrote the file: modules that have changed since, such as
+    # batch norm, look at theirs to read older values.
+    if isinstance(versions, Mapping):
+        state._metadata = {  # type: ignore[attr-defined]
+            _owner(to): versions.get(_owner(name), {}) for name, to in taken.items()
+        }
+    return state
 
 
 def _owner(name: str) -> str:
@@ -254,15 +236,6 @@ def _kind_of(tensor: torch.Tensor) -> str:
     if type(tensor) is not torch.Tensor and not isinstance(tensor, torch.nn.Parameter):
         return f"a {type(tensor).__name__}"
     return str(tensor.layout)
-
-
-def _check_dtype(name: str, own: Any, value: Any) -> None:
-    # copy_ converts anything to anything: it would cut off fractions and drop imaginary parts.
-    if not _is_extra(name) and _kind(value.dtype) > _kind(own.dtype):
-        raise CheckpointError(
-            f"{name} is {own.dtype} in the model and {value.dtype} in the file: expected numbers "
-            f"that it has room for"
-        )
 
 
 def _kind(dtype: torch.dtype) -> int:
@@ -327,12 +300,12 @@ def match_names(found: Collection[str], own: Collection[str]) -> dict[str, str]:
     Raises:
         CheckpointError: a name of the file could be several of the model, or two could be one.
     """
-    by_plain, by_bare = _grouped(own, own_name), _grouped(own, _bare)
+    by_plain, by_bare = _grouped(own, own_name), _grouped(own, bare_name)
     matched: dict[str, str] = {}
     taken: dict[str, str] = {}
     for name, plain in _peeled(found, by_plain).items():
         # An exact name takes precedence: only the others are compared without ``module``.
-        options = by_plain.get(plain) or by_bare.get(_bare(plain), [])
+        options = by_plain.get(plain) or by_bare.get(bare_name(plain), [])
         if len(options) > 1:
             raise CheckpointError(f"{name} of the file may be {' or '.join(options)} of the model")
         for target in options:
@@ -363,7 +336,7 @@ def _grouped(names: Collection[str], form: Callable[[str], str]) -> dict[str, li
     return groups
 
 
-def _bare(name: str) -> str:
+def bare_name(name: str) -> str:
     """Leave out the words of wrappers anywhere in a name."""
     # Except at the end: there it would be the name of a parameter, and not of a module.
     *path, last = own_name(name).split(".")

@@ -25,7 +25,7 @@ def read(directory: Path, **choices: Any) -> MaskedPictures:
 
 
 def names(data: MaskedPictures) -> tuple[list[str], list[str]]:
-    return [pair.name for pair in data.train], [pair.name for pair in data.test]
+    return [pair.image.name for pair in data.train], [pair.image.name for pair in data.test]
 
 
 def pixels_of(path: Path) -> Any:

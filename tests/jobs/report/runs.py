@@ -128,8 +128,9 @@ def segmented_run(folder: Path) -> Path:
     for index in range(6):
         names = {part: f"pictures/{index}-{part}.png" for part in ("image", "mask", "prediction")}
         samples.append({"name": f"{index:03}.jpg", **names, "iou": 0.41, "dice": 0.58156})
+    best = {"epoch": 3, "score": "iou", "value": 0.775}
     examples = {"kind": "segment", "threshold": 0.5, "samples": samples, "worst": samples[:2]}
-    facts = facts_of("segment", model="unet", score="highest iou")
+    facts = facts_of("segment", model="unet", score="highest iou", best=best)
     write_run(folder, facts, metrics=metrics_of(5, score="iou"), examples=examples)
     for index, sample in enumerate(samples):
         for part in ("image", "mask", "prediction"):

@@ -8,7 +8,7 @@ import os
 import stat
 import unicodedata
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from onefold.system.ownfiles import open_plain, parse_json
 
 __all__ = [
     "BadFile",
+    "ReadData",
     "digest_of",
     "read_json",
     "read_whole",
@@ -50,6 +51,20 @@ class BadFile:
         if self.line is not None:
             place = f"{place}, line {self.line}"
         return f"{place}: {self.reason}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadData:
+    """What all data sets have, whatever their samples are."""
+
+    left_out: list[BadFile]
+    """Files and lines that cannot be used."""
+    notes: list[str] = field(default_factory=list)
+    """What to mention before training."""
+    scan: str = ""
+    """What was seen of the files, as `onefold.jobs.data.scan.read_scan` reads it."""
+    digest: str
+    """The same for the same samples under the same names, in the same classes and sets."""
 
 
 def readable(path: Path) -> str:

@@ -34,11 +34,6 @@ class Pair:
     image: Path
     mask: Path
 
-    @property
-    def name(self) -> str:
-        """What to call it where people look at it."""
-        return self.image.name
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaskedPictures(PictureData):

@@ -54,14 +54,12 @@ import numpy as np
 import torch
 
 from onefold.errors import DataError
-from onefold.jobs import require
-from onefold.jobs.data.files import BadFile, readable
+from onefold.jobs.data.files import BadFile, ReadData, readable
 from onefold.system.ownfiles import open_plain
 
 if TYPE_CHECKING:
     from PIL.Image import Image
     from PIL.ImageFile import ImageFile
-    from PIL.PngImagePlugin import PngInfo
 
 __all__ = [
     "ArrayPictures",
@@ -76,11 +74,9 @@ __all__ = [
     "load_picture",
     "look_at",
     "look_through",
-    "made_here",
     "open_picture",
     "picture_paths",
     "require_folder",
-    "require_pillow",
     "sum_looks",
     "visible_folders",
     "white_of",
@@ -115,15 +111,6 @@ _TURNED = range(5, 9)
 """EXIF orientations that swap width and height."""
 _ORIENTATION = 0x0112
 """The EXIF tag for how a camera was held."""
-
-
-def require_pillow() -> None:
-    """Refuse to go on without Pillow, the library that reads pictures.
-
-    Raises:
-        LaunchError: Pillow is not installed.
-    """
-    require("reading pictures", "images", "PIL")
 
 
 def is_picture(path: Path) -> bool:
@@ -427,21 +414,13 @@ class Sums:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PictureData:
+class PictureData(ReadData):
     """What all data sets of pictures have."""
 
     sums: Sums
     """Sums over the pixels of the training pictures."""
-    left_out: list[BadFile]
-    """Files that cannot be used."""
     white: int | None = None
     """White of pictures of more than 8 bits a pixel; None if there are none."""
-    notes: list[str] = field(default_factory=list)
-    """What to mention before training."""
-    scan: str = ""
-    """What was seen of the files, as `onefold.jobs.data.scan.read_scan` reads it."""
-    digest: str
-    """The same for the same files under the same names, in the same classes and sets."""
 
 
 class Look(msgspec.Struct, frozen=True, array_like=True, tag="picture"):
@@ -458,15 +437,6 @@ class Look(msgspec.Struct, frozen=True, array_like=True, tag="picture"):
     """Whether it holds floating point values, none of them above 1."""
     white: int | None = None
     """The white by which the sums were taken, where it has more than 8 bits a pixel."""
-
-
-def made_here(software: str) -> PngInfo:
-    """Make the note that a PNG carries about the program that wrote it."""
-    from PIL.PngImagePlugin import PngInfo
-
-    note = PngInfo()
-    note.add_text("Software", software)
-    return note
 
 
 def white_of(looks: Iterable[Look]) -> int | None:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from io import BufferedReader
 from os import PathLike
 from pathlib import Path
 
 from onefold.errors import DataError
-from onefold.jobs.data.files import BadFile, digest_of
+from onefold.jobs.data.files import BadFile, ReadData, digest_of
 from onefold.system.ownfiles import open_plain
 from onefold.system.words import listed
 
@@ -40,8 +40,8 @@ class Line:
     """Counted from 1."""
 
 
-@dataclass(frozen=True, slots=True)
-class TextSplits:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextSplits(ReadData):
     """A training and a development set with the same classes."""
 
     train: list[Line]
@@ -50,15 +50,6 @@ class TextSplits:
     """To score on."""
     classes: list[str]
     """Labels of the training set in order: by value if all are whole numbers, else by letter."""
-    left_out: list[BadFile]
-    """Lines of either file that cannot be used."""
-    notes: list[str] = field(default_factory=list)
-    """What to mention before training."""
-
-    @property
-    def digest(self) -> str:
-        """Digits that are the same for the same texts and labels, in the same order."""
-        return digest_of(*([[x.text, x.label] for x in lines] for lines in (self.train, self.dev)))
 
 
 def read_tsv(path: str | PathLike[str]) -> tuple[list[Line], list[BadFile]]:
@@ -133,7 +124,14 @@ def read_splits(train: str | PathLike[str], dev: str | PathLike[str]) -> TextSpl
     if not known:
         raise DataError(f"{dev}: expected a line that can be used, got {_none_of(strange)}")
     dev_bad = sorted(dev_bad + strange, key=lambda each: each.line or 0)
-    return TextSplits(train_lines, known, classes, train_bad + dev_bad)
+    samples = ([[line.text, line.label] for line in lines] for lines in (train_lines, known))
+    return TextSplits(
+        train=train_lines,
+        dev=known,
+        classes=classes,
+        left_out=train_bad + dev_bad,
+        digest=digest_of(*samples),
+    )
 
 
 def read_lines(path: Path) -> Iterator[bytes]:

@@ -1,6 +1,6 @@
 """The models that the jobs and the examples train; plain `torch.nn.Module`s."""
 
-from onefold.jobs.models.catalog import MODELS, ModelKind, build_model, head_name, head_of
+from onefold.jobs.models.catalog import MODELS, build_model, head_name, head_of
 from onefold.jobs.models.lenet import DenseCNN, LeNet
 from onefold.jobs.models.resnet import ResNet, resnet18, resnet34, resnet50, resnet101
 from onefold.jobs.models.unet import VGG, UNet, vgg16
@@ -10,7 +10,6 @@ __all__ = [
     "VGG",
     "DenseCNN",
     "LeNet",
-    "ModelKind",
     "ResNet",
     "UNet",
     "build_model",

@@ -1,6 +1,6 @@
 """Builds models for images by name, and finds the last layer of a model.
 
-A name is a key of `MODELS`, or ``timm:NAME`` for a model of the timm library, which is imported
+A name is one of `MODELS`, or ``timm:NAME`` for a model of the timm library, which is imported
 only then. All models begin with fresh weights from PyTorch's global generator.
 """
 
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -19,32 +18,23 @@ from onefold.jobs.models.lenet import DenseCNN, LeNet
 from onefold.jobs.models.resnet import ResNet, resnet18, resnet34, resnet50, resnet101
 from onefold.jobs.models.unet import UNet
 
-__all__ = ["MODELS", "ModelKind", "build_model", "head_name", "head_of"]
+__all__ = ["FIXED", "MODELS", "RESNETS", "build_model", "head_name", "head_of"]
 
 TIMM_PREFIX = "timm:"
 LARGEST_SMALL_IMAGE = 64
 """Pixels of the side up to which a ResNet gets the stem for small images by default."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModelKind:
-    """How one model of the catalog is built."""
-
-    build: Callable[..., nn.Module]
-    """Makes it from the keywords ``num_classes`` and ``in_channels``, and from one of the two that
-    ``any_size`` chooses."""
-
-    any_size: bool
-    """True: it takes images of any size, and ``build`` takes ``small_images``, the kind of stem.
-    False: it is made for one size, and ``build`` takes ``image_size``."""
-
-
-_FIXED = {"lenet": LeNet, "mnist-cnn": DenseCNN}
-_RESNETS = {build.__name__: build for build in (resnet18, resnet34, resnet50, resnet101)}
-MODELS: Mapping[str, ModelKind] = MappingProxyType(
-    {name: ModelKind(build=build, any_size=False) for name, build in _FIXED.items()}
-    | {name: ModelKind(build=build, any_size=True) for name, build in _RESNETS.items()}
+FIXED: Mapping[str, Callable[..., nn.Module]] = MappingProxyType(
+    {"lenet": LeNet, "mnist-cnn": DenseCNN}
 )
+"""Builders of models that are made for one size of image, ``image_size``."""
+RESNETS: Mapping[str, Callable[..., ResNet]] = MappingProxyType(
+    {build.__name__: build for build in (resnet18, resnet34, resnet50, resnet101)}
+)
+"""Builders of models that take images of any size; ``small_images`` is the kind of their stem."""
+MODELS = (*FIXED, *RESNETS)
+"""Names of the models that are built here."""
 
 # Positions in a Sequential: they change with its layers.
 HEADS: Mapping[type[nn.Module], str] = MappingProxyType(
@@ -63,7 +53,7 @@ def build_model(
     """Build a model by its name, with fresh weights from PyTorch's global generator.
 
     Args:
-        name: a key of `MODELS`, or ``timm:NAME``.
+        name: one of `MODELS`, or ``timm:NAME``.
         num_classes: number of logits for each image.
         in_channels: channels of the images.
         image_size: height and width of the images in pixels. A timm model is made for the size
@@ -89,17 +79,16 @@ def build_model(
     for argument, number in given.items():
         if number < 1:
             raise ValueError(f"{argument} must be positive, got {number}")
-    kind = MODELS.get(name)
     # Refused and not ignored: who passes it believes that it changes the model.
-    if small_images is not None and not (kind and kind.any_size):
+    if small_images is not None and name not in RESNETS:
         raise ValueError(f"small_images is for ResNets only, got {small_images} for {name!r}")
-    if kind is None:
-        return timm_model(name, num_classes=num_classes, in_channels=in_channels)
-    size: dict[str, Any] = {"image_size": image_size}
-    if kind.any_size:
+    if name in RESNETS:
         small = image_size <= LARGEST_SMALL_IMAGE if small_images is None else small_images
-        size = {"small_images": small}
-    return kind.build(num_classes=num_classes, in_channels=in_channels, **size)
+        return RESNETS[name](num_classes, in_channels, small_images=small)
+    if name in FIXED:
+        sizes = {"in_channels": in_channels, "image_size": image_size}
+        return FIXED[name](num_classes=num_classes, **sizes)
+    return timm_model(name, num_classes=num_classes, in_channels=in_channels)
 
 
 def timm_model(name: str, *, num_classes: int, in_channels: int) -> nn.Module:

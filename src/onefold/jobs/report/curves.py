@@ -16,16 +16,17 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from io import StringIO
 from itertools import accumulate
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 from markupsafe import Markup
 
 from onefold.jobs import require
-from onefold.jobs.report.folder import EpochLine, ReportedRun, finite_or_zero
+from onefold.jobs.report.folder import ReportedRun, StepsLine, finite_or_zero
 from onefold.jobs.report.words import is_share
 
 if TYPE_CHECKING:
@@ -44,93 +45,97 @@ Runs = Mapping[str, ReportedRun]
 
 def curves_of_one(run: ReportedRun) -> list[Chart]:
     """Chart losses, scores, learning rate and speed; nothing before the first numbers."""
-    return charts_of(
-        [
-            Chart(title="Loss", lines=_losses(run), across="step"),
-            *(_score(run, name) for name in run.score_names),
-            Chart(title="Learning rate", lines=[_rate(run)], across="step"),
-            Chart(title=_SPEED, lines=_speed(run), across="step"),
-        ]
-    )
-
-
-def _losses(run: ReportedRun) -> list[Curve]:
-    steps = [(line.step, line.loss) for line in run.steps]
-    means = [(epoch.step, epoch.loss) for epoch in run.epochs]
     # Over steps as well, so that it can be laid over the training loss.
-    test = [(e.step, e.scores["loss"]) for e in run.epochs if "loss" in e.scores]
-    return [
-        Curve(label="training", points=steps, width=1.0, faint=True),
-        Curve(label="training, mean of the epoch", points=means),
+    test = [(each.step, each.scores["loss"]) for each in run.epochs if "loss" in each.scores]
+    losses = [
+        _by_step(run.steps, "loss", "training", width=1.0, faint=True),
+        _by_step(run.epochs, "loss", "training, mean of the epoch"),
         Curve(label="test", points=test, colour=1, dashes=(5.0, 2.0)),
     ]
-
-
-def _score(run: ReportedRun, name: str) -> Chart:
-    points = [(epoch.epoch + 1, epoch.score(name)) for epoch in run.epochs]
-    line = Curve(label=name, points=points, colour=2)
-    return Chart(title=f"Test {name}", lines=[line], across="epoch", share=is_share(name))
-
-
-def _rate(run: ReportedRun) -> Curve:
-    # Steps show a warm-up within an epoch; a short run may have lines of epochs alone.
-    points = [(line.step, line.lr) for line in run.steps or run.epochs]
-    return Curve(label="learning rate", points=points, colour=3)
-
-
-def _speed(run: ReportedRun) -> list[Curve]:
-    steps = [(line.step, line.samples_per_s) for line in run.steps]
-    means = [(epoch.step, epoch.samples_per_s) for epoch in run.epochs]
-    return [
-        Curve(label="steps", points=steps, colour=4, width=1.0, faint=True),
-        Curve(label="mean of the epoch", points=means, colour=4),
+    speeds = [
+        _by_step(run.steps, "samples_per_s", "steps", colour=4, width=1.0, faint=True),
+        _by_step(run.epochs, "samples_per_s", "mean of the epoch", colour=4),
     ]
+    # Steps show a warm-up within an epoch; a short run may have lines of epochs alone.
+    rates = [_by_step(run.steps or run.epochs, "lr", "learning rate", colour=3)]
+    return charts_of(
+        [
+            Chart(title="Loss", lines=losses, across="step"),
+            *(
+                _score(name, [Curve(label=name, points=_scores(run, name), colour=2)])
+                for name in run.score_names
+            ),
+            Chart(title="Learning rate", lines=rates, across="step"),
+            Chart(title=_SPEED, lines=speeds, across="step"),
+        ]
+    )
 
 
 def curves_of_several(runs: Runs) -> list[Chart]:
     """Chart losses, scores and speed, by epoch and by time; nothing before an epoch has ended."""
     # A dict and not a set, to keep the order: the page must be the same each time.
     names = dict.fromkeys(name for run in runs.values() for name in run.score_names)
-    return charts_of(
-        [
-            _by_epoch(runs, "Training loss", lambda epoch: epoch.loss),
-            *(_score_by_epoch(runs, name) for name in ("loss", *names)),
-            _score_by_time(runs, next(iter(runs.values())).target[1]),
-            _by_epoch(runs, _SPEED, lambda epoch: epoch.samples_per_s),
-        ]
-    )
-
-
-def _lines(runs: Runs, points: Callable[[ReportedRun], Points]) -> list[Curve]:
-    return [
-        of_run(index, label, points(run), runs=len(runs))
-        for index, (label, run) in enumerate(runs.items())
-    ]
-
-
-def _by_epoch(
-    runs: Runs, title: str, value: Callable[[EpochLine], float], *, share: bool = False
-) -> Chart:
-    lines = _lines(runs, lambda run: [(epoch.epoch + 1, value(epoch)) for epoch in run.epochs])
-    return Chart(title=title, lines=lines, across="epoch", share=share)
-
-
-def _score_by_epoch(runs: Runs, name: str) -> Chart:
-    return _by_epoch(runs, f"Test {name}", lambda epoch: epoch.score(name), share=is_share(name))
-
-
-def _score_by_time(runs: Runs, name: str) -> Chart:
+    target = next(iter(runs.values())).target
     # One unit for all runs, chosen by the longest, as they share the axis.
     longest_s = max(finite_or_zero(run.trained_s) for run in runs.values())
     unit_s, unit = next((size, word) for least, size, word in _UNITS if longest_s >= least)
 
-    def points(run: ReportedRun) -> Points:
-        passed_s = accumulate(epoch.whole_s for epoch in run.epochs)
-        scores = [epoch.score(name) for epoch in run.epochs]
-        return [(time_s / unit_s, each) for time_s, each in zip(passed_s, scores, strict=True)]
+    def by_epoch(title: str, number: str) -> Chart:
+        lines = _of_runs(runs, lambda run: [(e.epoch + 1, getattr(e, number)) for e in run.epochs])
+        return Chart(title=title, lines=lines, across="epoch")
 
-    lines = _lines(runs, points)
-    return Chart(title=f"Test {name} by time", lines=lines, across=unit, share=is_share(name))
+    def by_time(run: ReportedRun) -> Points:
+        passed_s = accumulate(epoch.whole_s for epoch in run.epochs)
+        scores = _scores(run, target)
+        return [(time_s / unit_s, y) for time_s, (_, y) in zip(passed_s, scores, strict=True)]
+
+    return charts_of(
+        [
+            by_epoch("Training loss", "loss"),
+            *(
+                _score(name, _of_runs(runs, partial(_scores, name=name)))
+                for name in ("loss", *names)
+            ),
+            Chart(
+                title=f"Test {target} by time",
+                lines=_of_runs(runs, by_time),
+                across=unit,
+                share=is_share(target),
+            ),
+            by_epoch(_SPEED, "samples_per_s"),
+        ]
+    )
+
+
+def _by_step(lines: Sequence[StepsLine], number: str, label: str, **look: Any) -> Curve:
+    points = [(line.step, getattr(line, number)) for line in lines]
+    return Curve(label=label, points=points, **look)
+
+
+def _scores(run: ReportedRun, name: str) -> Points:
+    return [(epoch.epoch + 1, epoch.score(name)) for epoch in run.epochs]
+
+
+def _score(name: str, lines: list[Curve]) -> Chart:
+    return Chart(title=f"Test {name}", lines=lines, across="epoch", share=is_share(name))
+
+
+def _of_runs(runs: Runs, points: Callable[[ReportedRun], Points]) -> list[Curve]:
+    """Make the curve of each run.
+
+    Each line is thinner than the one before, so that runs of the same numbers can all be seen.
+    """
+    # 7 colours and 4 patterns have no factor in common: the first 28 runs all look different.
+    return [
+        Curve(
+            label=label,
+            points=points(run),
+            colour=index % _COLOURS,
+            dashes=_DASHES[index % len(_DASHES)],
+            width=1.6 + 3.2 * (len(runs) - 1 - index) / max(1, len(runs) - 1),
+        )
+        for index, (label, run) in enumerate(runs.items())
+    ]
 
 
 Points = Sequence[tuple[float, float]]
@@ -176,21 +181,6 @@ class Curve:
     def finite(self) -> list[float]:
         """Values of y, without those that are not finite."""
         return _finite(self.points)
-
-
-def of_run(index: int, label: str, points: Points, *, runs: int) -> Curve:
-    """Make the curve of one run among several.
-
-    Each line is thinner than the one before, so that runs of the same numbers can all be seen.
-    """
-    # 7 colours and 4 patterns have no factor in common: the first 28 runs all look different.
-    return Curve(
-        label=label,
-        points=points,
-        colour=index % _COLOURS,
-        dashes=_DASHES[index % len(_DASHES)],
-        width=1.6 + 3.2 * (runs - 1 - index) / max(1, runs - 1),
-    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

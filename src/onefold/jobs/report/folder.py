@@ -14,29 +14,23 @@ file. What is only shown may be anything.
 from __future__ import annotations
 
 import math
-import re
-import tomllib
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import msgspec
 
 from onefold.errors import DataError
-from onefold.system.ownfiles import nested_too_deeply, open_plain, parse_json, read_plain
+from onefold.jobs.options import parse_toml
+from onefold.jobs.runfolder import CONFIG, read_lines, read_object
+from onefold.jobs.runfolder import read_run as read_facts
+from onefold.system.ownfiles import read_plain
 
-__all__ = ["EpochLine", "ReportedRun", "finite_or_zero", "number", "read_run"]
+__all__ = ["EpochLine", "ReportedRun", "StepsLine", "finite_or_zero", "number", "read_run"]
 
-
-_BEGINNING = re.compile(r'(?=\{"kind":)')
-"""Where a line of metrics begins; inside a text of one, the quotes would be escaped."""
 
 _MOST_OPTIONS_BYTES = 1 << 20
-_LONGEST_LINE_BYTES = 1 << 20
-"""Of metrics; a longer line is read in pieces, which count as lines that cannot be read."""
-
 
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 """A whole number that is also a float without loss, as a chart needs it."""
@@ -52,7 +46,7 @@ class _Number(float):
 _NONE = _Number("nan")
 
 
-class StepsLine(msgspec.Struct, frozen=True, kw_only=True):
+class StepsLine(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="steps"):
     """Numbers of some steps of training, up to and including ``step``.
 
     What an older version did not write is NaN, and leaves a gap in its curve.
@@ -68,7 +62,7 @@ class StepsLine(msgspec.Struct, frozen=True, kw_only=True):
     """Training speed."""
 
 
-class EpochLine(StepsLine, frozen=True, kw_only=True):
+class EpochLine(StepsLine, frozen=True, kw_only=True, tag_field="kind", tag="epoch"):
     """Numbers of one pass over the training set, and of the evaluation after it."""
 
     epoch: _Count = 0
@@ -134,31 +128,20 @@ class ReportedRun:
         return tuple(name for name in names if name != "loss")
 
     @property
-    def target(self) -> tuple[bool, str]:
-        """Whether more is better, and the score by which the best epoch is chosen."""
-        direction, _, name = str(self.facts.get("score") or "lowest loss").partition(" ")
-        return direction == "highest", name
+    def target(self) -> str:
+        """Name of the score by which the best epoch is chosen."""
+        return str(self.facts.get("score") or "lowest loss").partition(" ")[2]
 
     @property
     def best(self) -> tuple[int, float] | None:
         """The best epoch, counted from 0, and its score; None before the first."""
-        # What the run itself decided takes precedence: it kept the weights of that epoch.
-        recorded = self.facts.get("best")
-        if recorded:
-            return recorded["epoch"], number(recorded.get("value"))
-        highest, name = self.target
-        values = [(epoch.score(name), epoch.epoch) for epoch in self.epochs]
-        finite = [(value, epoch) for value, epoch in values if math.isfinite(value)]
-        if not finite:
-            return None
-        # max returns the first of equal values: the earliest epoch that was as good.
-        value, epoch = max(finite, key=lambda pair: pair[0] if highest else -pair[0])
-        return epoch, value
+        best = self.facts.get("best")
+        return (best["epoch"], number(best.get("value"))) if best else None
 
     @property
     def last_score(self) -> float:
         """The chosen score after the last epoch; NaN before the first."""
-        return self.epochs[-1].score(self.target[1]) if self.epochs else math.nan
+        return self.epochs[-1].score(self.target) if self.epochs else math.nan
 
     @property
     def trained_s(self) -> float:
@@ -188,21 +171,18 @@ def read_run(folder: Path) -> ReportedRun:
     Raises:
         DataError: the folder is not that of a run, or a file in it cannot be read.
     """
-    missing = [name for name in ("run.json", "config.toml") if not (folder / name).is_file()]
-    if missing:
-        raise DataError(
-            f"{folder} is not the folder of a run: there is no {' and no '.join(missing)}; "
-            f"give the folder that a training made, such as runs/NAME"
-        )
-    steps, epochs, unreadable_lines = _read_lines(folder / "metrics.jsonl")
     path = folder / "examples.json"
+    try:
+        lines, unreadable_lines = read_lines(folder / "metrics.jsonl", _line)
+    except OSError as error:
+        raise DataError(f"{error.filename}: {error.strerror}; run the training again") from error
     return ReportedRun(
         folder=folder,
-        facts=_read_object(folder / "run.json", _Facts),
-        options=_read_options(folder / "config.toml"),
-        steps=steps,
-        epochs=epochs,
-        examples=_read_object(path, _Examples) if path.is_file() else None,
+        facts=read_facts(folder, shape=_Facts),
+        options=_read_options(folder / CONFIG),
+        steps=tuple(line for line in lines if not isinstance(line, EpochLine)),
+        epochs=tuple(line for line in lines if isinstance(line, EpochLine)),
+        examples=read_object(path, _Examples) if path.is_file() else None,
         unreadable_lines=unreadable_lines,
     )
 
@@ -257,85 +237,14 @@ class _Examples(msgspec.Struct):
             )
 
 
-def _read_object(path: Path, shape: type[msgspec.Struct]) -> dict[str, Any]:
-    try:
-        value: dict[str, Any] = parse_json(read_plain(path).decode())
-        msgspec.convert(value, shape)
-        return value
-    except (OSError, ValueError) as error:
-        raise DataError(
-            f"{path}: expected the JSON of a run, got: {error}; run the training again"
-        ) from None
-
-
 def _read_options(path: Path) -> dict[str, Any]:
     try:
-        options = tomllib.loads(read_plain(path, _MOST_OPTIONS_BYTES).decode())
-        # By dots in a name, tomllib makes tables within each other without any recursion.
-        if nested_too_deeply(options):
-            raise ValueError("it is nested too deeply")
-        return options
-    except (OSError, RecursionError, ValueError) as error:
+        return parse_toml(read_plain(path, _MOST_OPTIONS_BYTES))
+    except (OSError, ValueError) as error:
         raise DataError(f"{path}: expected TOML, got: {error}; mend the file") from None
 
 
-def _read_lines(path: Path) -> tuple[tuple[StepsLine, ...], tuple[EpochLine, ...], int]:
-    steps: list[StepsLine] = []
-    epochs: list[EpochLine] = []
-    unreadable_lines = 0
-    for line in _lines(path):
-        try:
-            record = parse_json(line)
-            kind = msgspec.convert(record, _Line).kind
-            # Lines of other kinds are passed over: a later version may write some.
-            if kind == "steps":
-                _append(steps, _converted(record, StepsLine))
-            elif kind == "epoch":
-                _append(epochs, _converted(record, EpochLine))
-        # It was cut short, or is not as a run writes it.
-        except ValueError:
-            unreadable_lines += 1
-    return tuple(steps), tuple(epochs), unreadable_lines
-
-
-_AnyLine = TypeVar("_AnyLine", StepsLine, EpochLine)
-
-
-class _Line(msgspec.Struct):
-    kind: str
-    step: _Count
-
-
-def _converted(record: object, shape: type[_AnyLine]) -> _AnyLine:
-    return msgspec.convert(record, shape, dec_hook=lambda kind, value: kind(number(value)))
-
-
-def _lines(path: Path) -> Iterator[str]:
-    """Yield the lines of a file of metrics.
-
-    A run that was killed leaves half a line without an end, and the resumed run writes its first
-    line right behind. So a line is also divided wherever another one begins.
-
-    Raises:
-        DataError: there is something else than a file, or the file cannot be read.
-    """
-    try:
-        with open_plain(path) as file:
-            # With a limit, or a file without line ends would be read into memory as one.
-            while line := file.readline(_LONGEST_LINE_BYTES):
-                yield from filter(str.strip, _BEGINNING.split(line.decode(errors="replace")))
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror}; run the training again") from error
-
-
-def _append(lines: list[_AnyLine], line: _AnyLine) -> None:
-    """Add a line in place of those that it repeats.
-
-    A run that is resumed goes back to its last checkpoint, and writes the steps since then again.
-    """
-    # From the end, so that the steps stay in order whatever a file holds.
-    while lines and lines[-1].step >= line.step:
-        lines.pop()
-    lines.append(line)
+def _line(line: Any) -> StepsLine | EpochLine:
+    return msgspec.convert(
+        line, StepsLine | EpochLine, dec_hook=lambda kind, value: kind(number(value))
+    )

@@ -30,9 +30,11 @@ from typing import Any
 
 import torch
 
+from onefold.core.mean import Contribution
 from onefold.core.randomness import packed_generators, redo_generators
 from onefold.core.stages import ROOT
 from onefold.core.structure import put_tensors, tensors_of
+from onefold.core.values import ShardValues
 from onefold.errors import PipelineError
 from onefold.placement.base import ResidentParameters
 from onefold.placement.pipeline.shapestages import ShapeStages, call_in_words, unlike
@@ -68,6 +70,8 @@ class StageOutputs:
     """Which of them have memory in common with others."""
     words: Sequence[str]
     """All arguments in words, see `onefold.placement.pipeline.shapestages`."""
+    with_gradient: Sequence[bool]
+    """Which of the tensors want a gradient."""
 
 
 class StageHandover(BaseException):
@@ -86,8 +90,6 @@ class StageInputs:
 
     outputs: StageOutputs
     """As it left the device before, with tensors that are here."""
-    with_gradient: Sequence[bool]
-    """Which of them want a gradient."""
     state: ShardState
     """The one in which they go on."""
     begun: ShardState | None
@@ -100,7 +102,7 @@ class StageInputs:
 
 @dataclass(slots=True)
 class PipelineContext:
-    """One shard, or a piece of one, on its way through a device."""
+    """One shard, or a piece of one, on its way forth and back through a device."""
 
     progress: LossProgress
     inputs: StageInputs | None
@@ -118,6 +120,14 @@ class PipelineContext:
     """The state in which backward begins."""
     watched: list[tuple[torch.Tensor, int]] = field(default_factory=list)
     """Tensors that must not be written to in place, and how often they have been as they came."""
+    outputs: Sequence[torch.Tensor] = ()
+    """What the next device was sent, with the graph that it comes from."""
+    part: Contribution | None = None
+    """The loss, on the last device."""
+    values: ShardValues | None = None
+    """What the loss returned beside itself there."""
+    ended: ShardState | None = None
+    """The state after the loss, there."""
 
     @property
     def again(self) -> bool:
@@ -156,7 +166,8 @@ class StageBoundary:
             PipelineError: the model cannot be computed by a pipeline.
         """
         with ExitStack() as put:
-            put.enter_context(self._parameters.on_the_way(context.progress))
+            self._parameters.progress = context.progress
+            put.callback(setattr, self._parameters, "progress", None)
             self._put_hooks(context, put)
             if context.inputs is not None and not context.again:
                 put.enter_context(watch_differentiation(partial(self._refuse_grad, context)))
@@ -188,7 +199,7 @@ class StageBoundary:
             if places and min(places) < self._place:
                 put.enter_context(hide_backward_hooks(part))
             elif part not in self._place_of:
-                check = _refusing(name, progress)
+                check = partial(_refuse_shapes, name, progress)
                 put.callback(part.register_forward_pre_hook(check, with_kwargs=True).remove)
 
     def _before(self, stage: int, context: PipelineContext) -> Callable[..., Any]:
@@ -246,7 +257,13 @@ class StageBoundary:
         """Begin to compute with what has arrived."""
         progress, replica, outputs = context.progress, context.replica, inputs.outputs
         context.noted = packed_generators(progress.device)
-        self._refuse_draws(context, context.noted)
+        if context.drawn is not None and not torch.equal(context.drawn, context.noted):
+            raise PipelineError(
+                f"{progress.where}: the script draws random numbers between two stages of earlier "
+                f"devices, or before the first stage of this one; they would be others than on the "
+                f"device that has those stages. Draw them before the model is called or inside of "
+                f"a stage, or use --placement shard"
+            )
         replica.buffers.discard(ShapeTensor)
         context.early = replica.buffers.changed_numbers()
         inputs.state.put(replica, context.shard)
@@ -332,15 +349,6 @@ class StageBoundary:
             f"pipeline goes backward once, after the loss. Use --placement shard"
         )
 
-    def _refuse_draws(self, context: PipelineContext, now: torch.Tensor) -> None:
-        if context.drawn is not None and not torch.equal(context.drawn, now):
-            raise PipelineError(
-                f"{context.progress.where}: the script draws random numbers between two stages of "
-                f"earlier devices, or before the first stage of this one; they would be others "
-                f"than on the device that has those stages. Draw them before the model is called "
-                f"or inside of a stage, or use --placement shard"
-            )
-
     def _after(
         self, stage: int, context: PipelineContext, _: torch.nn.Module, args: Any, kwargs: Any
     ) -> None:
@@ -379,9 +387,8 @@ class StageBoundary:
         for tensor in tensors:
             self._refuse_kind(stage, tensor, progress)
         shared = in_common(tensors, [tensor for tensor, _ in context.watched])
-        raise StageHandover(
-            StageOutputs(stage, tensors, order, shared, call_in_words(args, kwargs))
-        )
+        words, with_gradient = call_in_words(args, kwargs), [each.requires_grad for each in tensors]
+        raise StageHandover(StageOutputs(stage, tensors, order, shared, words, with_gradient))
 
     def _refuse_kind(self, stage: int, tensor: torch.Tensor, progress: LossProgress) -> None:
         """Refuse what would be less on the next device than it is on this one."""
@@ -470,21 +477,20 @@ def _node_of(value: Any) -> Any:
 
 def _entered(inputs: StageInputs, number: int) -> torch.Tensor:
     tensor = inputs.outputs.tensors[number]
-    if not inputs.with_gradient[number]:
+    if not inputs.outputs.with_gradient[number]:
         return tensor
     handle = torch.empty((), requires_grad=True)
     entered: torch.Tensor = _Entering.apply(handle, inputs, number)  # type: ignore[no-untyped-call]
     return entered
 
 
-def _refusing(name: str, progress: LossProgress) -> Callable[..., None]:
-    def check(_: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        if any(isinstance(tensor, ShapeTensor) for tensor in tensors_of((args, kwargs))):
-            raise PipelineError(
-                f"{progress.where}: {name} has a backward hook and is no stage nor part of one, "
-                f"and is called with what a stage on another device gives: expected backward "
-                f"hooks on stages, or on parts of them. Name it as a stage "
-                f"(Trainer(stages=[...])), or use --placement shard"
-            )
-
-    return check
+def _refuse_shapes(
+    name: str, progress: LossProgress, _: torch.nn.Module, args: Any, kwargs: Any
+) -> None:
+    if any(isinstance(tensor, ShapeTensor) for tensor in tensors_of((args, kwargs))):
+        raise PipelineError(
+            f"{progress.where}: {name} has a backward hook and is no stage nor part of one, and is "
+            f"called with what a stage on another device gives: expected backward hooks on "
+            f"stages, or on parts of them. Name it as a stage (Trainer(stages=[...])), or use "
+            f"--placement shard"
+        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -11,8 +11,8 @@ from onefold.core.assignment import Devices
 from onefold.core.batch import ShardedBatch
 from onefold.core.settings import Settings
 from onefold.core.stages import ROOT, Stages, waiting
-from onefold.core.values import Gradients, ShardResult
-from onefold.placement.base import Before, PlacementPlan
+from onefold.core.values import Gradients
+from onefold.placement.base import Before, Done, PlacementPlan
 from onefold.placement.context import StepContext
 from onefold.placement.pipeline.boundary import StageBoundary
 from onefold.placement.pipeline.worker import PipelineWorker
@@ -54,16 +54,10 @@ class Pipelined(Sharded):
             _tell(modules.stages, context.devices // self.pipeline, self.settings.shards)
 
     def run_shards(
-        self,
-        batch: ShardedBatch,
-        task: ShardTask,
-        done: Mapping[int, ShardResult],
-        before: Before,
+        self, batch: ShardedBatch, task: ShardTask, done: Done, before: Before
     ) -> Gradients | None:
         context, exchange, reduction = self.context, self.context.exchange, self._reduction
-        channel = exchange.channel
-        assert channel is not None
-        channel.clear()  # of a step that failed, and was survived
+        exchange.transport.forget_messages()  # of a step that failed, and was survived
         reduction.begin(shard for shard, size in enumerate(batch.sizes) if not size)
         workers = []
         for replica, boundary in zip(context.replicas, self._boundaries, strict=True):
@@ -75,7 +69,7 @@ class Pipelined(Sharded):
                 for worker in busy:
                     while not worker.is_done and worker.can_go():
                         worker.go()
-            channel.finish()
+            exchange.transport.finish_sending()
             reduction.end_round()
         for replica in context.replicas:
             replica.end()

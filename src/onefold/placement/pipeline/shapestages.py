@@ -82,9 +82,22 @@ class ShapeStages:
             with followed(progress, self._modules.stages.names[stage]):
                 result = forward(*called[0], **called[1])
             draws = not torch.equal(states, packed_generators(progress.device))
-        self._refuse_writing(stage, progress, buffers)
+        written = progress.written()
+        for tensor, is_own in zip(written, in_common(written, buffers), strict=True):
+            if not is_own:
+                raise PipelineError(
+                    f"{progress.where}: stage {self._modules.stages.names[stage]} writes in place "
+                    f"to a tensor of shape {tuple(tensor.shape)} that is not its own (the batch, "
+                    f"perhaps), which other devices have as well: a pipeline cannot follow "
+                    f"that. Write to a clone (x = x.clone()), or use --placement shard"
+                )
         if draws and (numbers_in(result) or noted != numbers_in(_tables(module))):
-            self._refuse_drawn(stage, progress)
+            raise PipelineError(
+                f"{progress.where}: stage {self._modules.stages.names[stage]} draws random "
+                f"numbers, and gives a number that is no tensor, or keeps one in an attribute: "
+                f"other devices of a line draw other ones than the device that has this stage. "
+                f"Make it a tensor, draw it before the model is called, or use --placement shard"
+            )
         # What it puts into its arguments it must put there each time.
         is_alone = _alike(before, [*_leaves(called)])
         if key is not None and is_alone and not any(map(progress.has_values, tensors_of(result))):
@@ -110,28 +123,6 @@ class ShapeStages:
                 f"and could not be computed in shape alone ({type(error).__name__}: "
                 f"{why}), as later devices of a pipeline do. Use --placement shard"
             ) from error
-
-    def _refuse_writing(
-        self, stage: int, progress: LossProgress, buffers: Sequence[torch.Tensor]
-    ) -> None:
-        written = progress.written()
-        alike = in_common(written, buffers)
-        for tensor, is_own in zip(written, alike, strict=True):
-            if not is_own:
-                raise PipelineError(
-                    f"{progress.where}: stage {self._modules.stages.names[stage]} writes in place "
-                    f"to a tensor of shape {tuple(tensor.shape)} that is not its own (the batch, "
-                    f"perhaps), which other devices have as well: a pipeline cannot follow "
-                    f"that. Write to a clone (x = x.clone()), or use --placement shard"
-                )
-
-    def _refuse_drawn(self, stage: int, progress: LossProgress) -> None:
-        raise PipelineError(
-            f"{progress.where}: stage {self._modules.stages.names[stage]} draws random numbers, "
-            f"and gives a number that is no tensor, or keeps one in an attribute: other devices "
-            f"of a line draw other ones than the device that has this stage. Make it a tensor, "
-            f"draw it before the model is called, or use --placement shard"
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,10 +205,7 @@ def _form_of(stage: int, training: bool, device: str, args: Any, kwargs: Any) ->
 
 def _is_plain(value: object) -> bool:
     """Whether a value is made of nothing but what its text tells."""
-    if value is _NO_VALUES or is_plain(value):
-        return True
-    parts = parts_of(value)
-    return parts is not None and all(_is_plain(part) for _, part in parts)
+    return all(leaf is _NO_VALUES or is_plain(leaf) for leaf in _leaves(value))
 
 
 _PLAIN = (bool, int, float, complex, str, bytes, np.generic, Enum, torch.dtype)
@@ -272,8 +260,5 @@ def unlike(one: Sequence[str], other: Sequence[str]) -> tuple[str, str] | None:
 
 def numbers_in(value: object) -> list[int | float | complex | np.generic]:
     """The numbers and truth values in nested containers."""
-    if isinstance(value, bool | int | float | complex | np.generic):
-        return [value]
-    if isinstance(value, torch.Tensor):
-        return []
-    return [number for _, part in parts_of(value) or () for number in numbers_in(part)]
+    kinds = bool | int | float | complex | np.generic
+    return [leaf for leaf in _leaves(value) if isinstance(leaf, kinds)]

@@ -83,10 +83,6 @@ class LossProgress:
         if FakeTensorMode.cache_info().size > MOST_KEPT:
             FakeTensorMode.cache_clear()
 
-    def begin_again(self) -> None:
-        """Begin backward, in which layers with checkpoints are computed once more."""
-        self.arrived, self.is_shaped = "", False
-
     def stand_in(self, tensor: torch.Tensor) -> ShapeTensor:
         """What is computed with in the place of a tensor with values."""
         known = self._stands.get(id(tensor))
@@ -143,13 +139,7 @@ class ShapeTensor(FakeTensor):
         return cls.on(tensor.device, on_meta(tensor), progress)
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(cls, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         found = next(t for t in tensors_of((args, kwargs)) if isinstance(t, ShapeTensor))
         progress, name = found.progress, _name_of(func)
@@ -179,13 +169,7 @@ class _Following(TorchFunctionMode):
         super().__init__()
         self._progress = progress
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         # Attributes of tensors that have values are theirs.
         is_attribute = _name_of(func) in ("__get__", "__set__")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -40,25 +40,15 @@ class ShardState:
         views = [replica.buffers.view_of(changed.sections, number) for number in changed.indices]
         return cls(generators, changed.indices, views)
 
-    @classmethod
-    def read(cls, indices: Sequence[int], tensors: Iterator[torch.Tensor | None]) -> ShardState:
-        """Read what another device has sent: `tensors` of its state, and perhaps more behind."""
-        found = [next(tensors) for _ in range(1 + len(indices))]
-        generators, *values = [tensor for tensor in found if tensor is not None]
-        return cls(generators, indices, values)
-
     @property
-    def tensors(self) -> list[torch.Tensor]:
-        """What is to be sent, beside the indices."""
-        return [self.generators, *self.values]
+    def parts(self) -> tuple[object, ...]:
+        """What another device makes it of, as `onefold.core.wire` knows it."""
+        return self.generators, list(self.indices), list(self.values)
 
     def put(self, replica: Replica, shard: int) -> None:
         """Have a device go on in this state, whatever it has changed itself."""
         put_generators(self.generators, replica.device)
-        self.put_buffers(replica.buffers, shard)
-
-    def put_buffers(self, buffers: BufferSet, shard: int) -> None:
-        """Have a device go on with these buffers alone."""
+        buffers = replica.buffers
         # What a stage of another device gives may have taken their places.
         buffers.discard(ShapeTensor)
         buffers.restore(shard)

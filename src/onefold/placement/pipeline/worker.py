@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from onefold.core.batch import ShardedBatch
 from onefold.core.gathering import Gathers, gathering
-from onefold.core.mean import Contribution
 from onefold.core.shard import pieces_of
 from onefold.core.stages import ROOT, Move, in_groups, moves
 from onefold.core.values import Gradients, ShardResult, ShardValues, code_of
@@ -20,7 +19,7 @@ from onefold.errors import PipelineError
 from onefold.exchange.reduction import StageReduction
 from onefold.exchange.shardtable import ShardTable
 from onefold.exchange.stageexchange import GradientSend
-from onefold.exchange.transport import Message, PipelineChannel
+from onefold.exchange.transport import Message, Transport
 from onefold.placement.context import StepContext
 from onefold.placement.pipeline.boundary import (
     PipelineContext,
@@ -37,30 +36,6 @@ from onefold.shard.replica import Replica
 from onefold.shard.task import ShardPiece, ShardTask, with_next_piece
 
 __all__ = ["PipelineWorker"]
-
-
-@dataclass(slots=True)
-class _Underway:
-    """A piece of a shard between its way forth and its way back."""
-
-    context: PipelineContext
-    outputs: Sequence[torch.Tensor] = ()
-    """What the next device was sent, with the graph that it comes from."""
-    part: Contribution | None = None
-    """The loss, on the last device."""
-    values: ShardValues | None = None
-    state: ShardState | None = None
-    """That after the loss, on the last device."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Back:
-    """What the next device has sent back."""
-
-    state: ShardState
-    gradients: Sequence[torch.Tensor | None]
-    """Of what it was sent."""
-    result: ShardResult
 
 
 class PipelineWorker:
@@ -83,14 +58,13 @@ class PipelineWorker:
         task: ShardTask,
     ) -> None:
         exchange = context.exchange
-        assert exchange.channel is not None
         assert isinstance(exchange.reduction, StageReduction)
         self._replica = replica
         self._boundary = boundary
         self._attached = context.attached
         self._batch = batch
         self._task = task
-        self._channel: PipelineChannel = exchange.channel
+        self._transport: Transport = exchange.transport
         self._reduction: StageReduction = exchange.reduction
         self._table: ShardTable = exchange.table
         self._device, self._devices = replica.number, batch.plan.pipeline
@@ -99,10 +73,10 @@ class PipelineWorker:
         self._is_last = self._place == self._devices - 1
         stages = self._reduction.stages
         self._own = [s for s, place in enumerate(stages.places) if place == self._place and s]
-        self._foreign = [s for s, place in enumerate(stages.places) if place != self._place]
+        self._foreign = [s for s, place in enumerate(stages.places) if place != self._place and s]
         self._pieces = self._in_order()
         self._moves = deque(moves(self._place, self._devices, len(self._pieces)))
-        self._underway: dict[int, _Underway] = {}
+        self._underway: dict[int, PipelineContext] = {}
         self._left: dict[int, tuple[ShardState, ShardResult]] = {}
         """What the last piece of a shard leaves to the next one, by the shard's number."""
 
@@ -128,7 +102,7 @@ class PipelineWorker:
         step = -1 if move is Move.FORTH else 1
         if self._pieces[number] is None or not 0 <= self._place + step < self._devices:
             return True
-        return self._channel.has(self._device, self._device + step)
+        return self._transport.has_message(self._device, self._device + step)
 
     def go(self) -> None:
         """Make the next move; waits for what it needs.
@@ -158,10 +132,9 @@ class PipelineWorker:
     def _forth(self, number: int, piece: ShardPiece) -> None:
         """Compute this device's stages of a piece, and send on what the last of them gives."""
         replica, task, where = self._replica, self._task, self._where(piece)
-        context = PipelineContext(
+        context = self._underway[number] = PipelineContext(
             LossProgress(where, replica.device), self._arrival(), piece.shard, replica
         )
-        underway = self._underway[number] = _Underway(context)
         with self._attached(replica), self._discarding():
             replica.begin_shard(piece.shard, task)
             begun = self._go_on(piece, context)
@@ -171,29 +144,34 @@ class PipelineWorker:
             start = replica.watch.now()
             try:
                 with gathering(gatherer), self._boundary.followed(context):
-                    underway.part, underway.values = replica.loss_of(
+                    context.part, context.values = replica.loss_of(
                         piece, payload, self._batch, task, where, gatherer
                     )
             except StageHandover as passed:
-                self._send_on(underway, passed.outputs, begun)
+                self._send_on(context, passed.outputs, begun)
             except Gathers:
                 raise PipelineError(
                     f"{where}: the loss calls onefold.gather (or the model has SyncBatchNorm), "
                     f"which needs all shards at one time: a pipeline takes one after the "
                     f"other. Use --placement shard"
                 ) from None
-            if underway.values is not None and underway.values.rows:
+            if context.values is not None and context.values.rows:
                 raise PipelineError(
                     f"{where}: the loss returned outputs, which a pipeline does not bring "
                     f"together: expected (loss, values). Use --placement shard"
                 )
-            self._check_end(underway, where)
+            self._check_end(context, where)
             self._boundary.refuse_written(context)
-            if not are_left(marks, payload):
-                self._refuse_writing(where)
+            # All devices of a process would write to the same memory.
+            if self._is_one_of_several and not are_left(marks, payload):
+                raise PipelineError(
+                    f"{where}: the loss changes its batch, which all devices of this process have "
+                    f"in common: change a copy (x = x.clone(), or dict(batch)), launch a process "
+                    f"for each device (onefold run --devices), or use --placement shard"
+                )
             replica.watch.note("forward", f"forward shard {piece.shard}", start)
             if self._is_last:
-                underway.state = ShardState.of(replica)
+                context.ended = ShardState.of(replica)
             replica.put_back(task)
 
     @contextmanager
@@ -220,43 +198,28 @@ class PipelineWorker:
         if self._place == 0:
             return None
         message = self._receive(self._device - 1)
-        head, tensors = message.head, iter(message.tensors)
-        state = ShardState.read(head["state"], tensors)
-        begun = None if head["begun"] is None else ShardState.read(head["begun"], tensors)
-        here = [self._on(tensor) for tensor in tensors if tensor is not None]
-        outputs = StageOutputs(head["stage"], here, head["order"], head["shared"], head["words"])
-        return StageInputs(outputs, head["with_gradient"], state, begun)
+        here = [self._on(tensor) for tensor in message.tensors if tensor is not None]
+        stage, *others = message.head["outputs"]
+        state, begun = message.head["state"], message.head["begun"]
+        return StageInputs(
+            StageOutputs(stage, here, *others), ShardState(*state), begun and ShardState(*begun)
+        )
 
     def _send_on(
-        self, underway: _Underway, outputs: StageOutputs, begun: ShardState | None
+        self, context: PipelineContext, outputs: StageOutputs, begun: ShardState | None
     ) -> None:
-        underway.outputs = outputs.tensors
-        state = ShardState.of(self._replica)
+        context.outputs = outputs.tensors
+        others = [outputs.order, outputs.shared, outputs.words, outputs.with_gradient]
         head = {
-            "stage": outputs.stage,
-            "order": list(outputs.order),
-            "shared": list(outputs.shared),
-            "words": list(outputs.words),
-            "with_gradient": [tensor.requires_grad for tensor in outputs.tensors],
-            "state": list(state.indices),
-            "begun": None if begun is None else list(begun.indices),
+            "outputs": [outputs.stage, *others],
+            "state": ShardState.of(self._replica).parts,
+            "begun": None if begun is None else begun.parts,
         }
-        before = [] if begun is None else begun.tensors
-        tensors = [*state.tensors, *before, *outputs.tensors]
-        self._channel.send(self._device, self._device + 1, Message(head, tensors))
+        self._transport.send(self._device, self._device + 1, Message(head, outputs.tensors))
 
-    def _refuse_writing(self, where: str) -> None:
-        """Refuse that all devices of a process write to the same memory."""
-        if self._is_one_of_several:
-            raise PipelineError(
-                f"{where}: the loss changes its batch, which all devices of this process have in "
-                f"common: change a copy (x = x.clone(), or dict(batch)), launch a process for each "
-                f"device (onefold run --devices), or use --placement shard"
-            )
-
-    def _check_end(self, underway: _Underway, where: str) -> None:
+    def _check_end(self, context: PipelineContext, where: str) -> None:
         """Refuse a loss that did not come to where it should."""
-        context, part = underway.context, underway.part
+        part = context.part
         if part is None:
             return
         if not self._is_last or (context.inputs is not None and not context.progress.arrived):
@@ -275,56 +238,48 @@ class PipelineWorker:
     def _back(self, number: int, piece: ShardPiece) -> None:
         """Take a piece back through this device's stages, and hand over their gradients."""
         replica, task = self._replica, self._task
-        underway = self._underway.pop(number)
-        back = None if self._is_last else self._back_from_next(underway)
-        state = underway.state if back is None else back.state
+        context = self._underway.pop(number)
+        gradients: list[torch.Tensor | None] = []
+        state, theirs = context.ended, None
+        if not self._is_last:
+            state, gradients, theirs = self._back_from_next(context)
         assert state is not None
         with self._attached(replica), self._discarding():
             state.put(replica, piece.shard)
             start = replica.watch.now()
-            context = underway.context
-            context.progress.begin_again()
+            # Layers with checkpoints are computed once more.
+            context.progress.arrived, context.progress.is_shaped = "", False
             context.backward = state
             with self._boundary.followed(context):
-                self._differentiate(underway, back)
+                if context.part is not None:
+                    task.backward(context.part, self._batch, ())
+                both = zip(context.outputs, gradients, strict=True)
+                pairs = [(tensor, gradient) for tensor, gradient in both if gradient is not None]
+                if pairs:
+                    torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
             replica.buffers.discard(ShapeTensor)
             replica.watch.note("backward", f"backward shard {piece.shard}", start)
-            result = self._gather_up(piece, underway, back)
-            self._end(piece, result, underway.context)
+            self._end(piece, self._gather_up(piece, context, theirs), context)
             replica.put_back(task)
 
-    def _back_from_next(self, underway: _Underway) -> _Back:
-        """Wait for what the next device sends back."""
+    def _back_from_next(
+        self, context: PipelineContext
+    ) -> tuple[ShardState, list[torch.Tensor | None], ShardResult]:
+        """Wait for what the next device sends back: state, gradients of what it got, and result."""
         message = self._receive(self._device + 1)
-        head, tensors = message.head, iter(message.tensors)
-        state = ShardState.read(head["state"], tensors)
-        gradients = [self._here(next(tensors)) for _ in underway.outputs]
-        total, numbers, digest = next(tensors), next(tensors), self._here(next(tensors))
-        assert total is not None
+        head, count = message.head, len(context.outputs)
+        here = [None if tensor is None else self._on(tensor) for tensor in message.tensors]
         values = None
-        if numbers is not None:
-            values = ShardValues(tuple(head["lines"]), self._on(numbers))
-        root = [self._here(tensor) for tensor in tensors]
-        given = [bool(each) for each in head["given"]]
-        result = ShardResult(
-            root, self._on(total), head["weight"], values=values, given=given, digest=digest
-        )
-        return _Back(state, gradients, result)
+        if head["values"] is not None:
+            lines, numbers = head["values"]
+            values = ShardValues(tuple(lines), self._on(numbers))
+        given, total = [bool(each) for each in head["given"]], self._on(head["total"])
+        result = ShardResult(here[count:], total, head["weight"], values=values, given=given)
+        return ShardState(*head["state"]), here[:count], result
 
-    def _differentiate(self, underway: _Underway, back: _Back | None) -> None:
-        if back is None:
-            assert underway.part is not None
-            self._task.backward(underway.part, self._batch, ())
-            return
-        pairs = [
-            (tensor, gradient)
-            for tensor, gradient in zip(underway.outputs, back.gradients, strict=True)
-            if gradient is not None
-        ]
-        if pairs:
-            torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
-
-    def _gather_up(self, piece: ShardPiece, underway: _Underway, back: _Back | None) -> ShardResult:
+    def _gather_up(
+        self, piece: ShardPiece, context: PipelineContext, theirs: ShardResult | None
+    ) -> ShardResult:
         """Hand over the gradients of own stages; return what the piece has given as far as here."""
         stages = self._reduction.stages
         given = [False] * len(stages.stage_of)
@@ -333,43 +288,28 @@ class PipelineWorker:
             gradients = self._taken(stage, given, piece)
             self._reduction.give(GradientSend(piece.shard, stage, last, gradients))
         self._refuse_foreign(piece)
-        root, digest = self._taken(ROOT, given, piece), self._replica.take_digest()
-        if back is None:
-            part = underway.part
+        root = self._taken(ROOT, given, piece)
+        if theirs is None:
+            part = context.part
             assert part is not None
             return ShardResult(
-                *(root, part.total(), code_of(part)),
-                values=underway.values,
-                given=given,
-                digest=digest,
+                root, part.total(), code_of(part), values=context.values, given=given
             )
-        theirs = back.result
+        # Of a parameter of no stage one device may have given a gradient.
+        pairs = list(zip(root, theirs.gradients, strict=True))
+        for name, (own, other) in zip(self._replica.of_stages[ROOT].names, pairs, strict=True):
+            if own is not None and other is not None:
+                raise PipelineError(
+                    f"{self._where(piece)}: parameter {name} is used on device {self._device} and "
+                    f"on a later one (its weights are tied, perhaps): a pipeline cannot add up "
+                    f"what both give as one device does. Use --placement shard"
+                )
         return replace(
             theirs,
-            gradients=[
-                self._only(own, other, place, piece)
-                for place, (own, other) in enumerate(zip(root, theirs.gradients, strict=True))
-            ],
+            gradients=[own if other is None else other for own, other in pairs],
             given=[one or other for one, other in zip(given, theirs.given, strict=True)],
             digest=sum_of(digest, theirs.digest),
         )
-
-    def _only(
-        self,
-        own: torch.Tensor | None,
-        theirs: torch.Tensor | None,
-        place: int,
-        piece: ShardPiece,
-    ) -> torch.Tensor | None:
-        """The gradient of a parameter of no stage, which one device may have given."""
-        if own is not None and theirs is not None:
-            name = self._replica.of_stages[ROOT].names[place]
-            raise PipelineError(
-                f"{self._where(piece)}: parameter {name} is used on device {self._device} and on a "
-                f"later one (its weights are tied, perhaps): a pipeline cannot add up what "
-                f"both give as one device does. Use --placement shard"
-            )
-        return own if theirs is None else theirs
 
     def _taken(self, stage: int, given: list[bool], piece: ShardPiece) -> Gradients:
         numbers = self._reduction.stages.entries[stage]
@@ -382,8 +322,6 @@ class PipelineWorker:
 
     def _refuse_foreign(self, piece: ShardPiece) -> None:
         for stage in self._foreign:
-            if stage == ROOT:
-                continue
             taken = self._replica.of_stages[stage]
             for name, parameter in zip(taken.names, taken.parameters, strict=True):
                 if parameter.grad is not None:
@@ -417,23 +355,20 @@ class PipelineWorker:
     def _send_back(self, inputs: StageInputs, result: ShardResult, state: ShardState) -> None:
         values = result.values
         head: Mapping[str, Any] = {
-            "state": list(state.indices),
+            "state": state.parts,
+            "total": result.total,
             "weight": result.weight,
             "given": bytes(result.given),
-            "lines": [] if values is None else list(values.lines),
+            "values": None if values is None else (values.lines, values.numbers),
         }
         count = len(inputs.outputs.tensors)
         gradients = [inputs.gradients.get(number) for number in range(count)]
-        tensors = [*state.tensors, *gradients, result.total]
-        tensors += [None if values is None else values.numbers, result.digest, *result.gradients]
-        self._channel.send(self._device, self._device - 1, Message(head, tensors))
+        message = Message(head, [*gradients, *result.gradients])
+        self._transport.send(self._device, self._device - 1, message)
 
     def _receive(self, source: int) -> Message:
         with self._replica.watch.timed("exchange", f"wait for device {source}"):
-            return self._channel.receive(self._device, source)
+            return self._transport.receive(self._device, source)
 
     def _on(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self._replica.device)
-
-    def _here(self, tensor: torch.Tensor | None) -> torch.Tensor | None:
-        return None if tensor is None else self._on(tensor)

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onefold.jobs.examples import SHOWN, choose_examples, confusion_matrix
+from onefold.jobs.classifier import SHOWN, choose_examples, confusion_matrix
 
 
 @st.composite

@@ -1,4 +1,4 @@
-"""Chooses the examples that a report shows of a classifier at work."""
+"""What jobs that classify share: the loss, the score, and the examples that a report shows."""
 
 from __future__ import annotations
 
@@ -6,17 +6,64 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import nn
 
-__all__ = ["classifier_examples", "spread"]
+__all__ = [
+    "Answer",
+    "Measured",
+    "Predict",
+    "classifier_examples",
+    "confidences",
+    "loss_and_score",
+    "spread",
+]
 
 SHOWN = 24
 """How many examples of each kind a report shows."""
 
 
+Measured = dict[str, torch.Tensor]
+Answer = Callable[[nn.Module, Any], tuple[torch.Tensor, torch.Tensor]]
+Measure = Callable[[nn.Module, Any], Measured]
+Predict = Callable[[Measure, Any], Measured]
+"""``Trainer.predict`` of a measure and a data set, read as in the evaluation of the run."""
+
+
+def loss_and_score(answer: Answer, smoothing: float) -> tuple[Callable[..., torch.Tensor], Measure]:
+    """Make the loss and the score of a classifier.
+
+    Args:
+        answer: returns the logits for a shard, (n, classes) float32, and its labels, (n,) int64.
+        smoothing: share of a label that is spread over all classes in the loss.
+    """
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        logits, labels = answer(model, batch)
+        return F.cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing)
+
+    def score(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
+        logits, labels = answer(model, batch)
+        right = logits.argmax(dim=1) == labels
+        return {"loss": F.cross_entropy(logits, labels, reduction="none"), "accuracy": right}
+
+    return loss, score
+
+
+def confidences(answer: Answer) -> Measure:
+    """Make the measure of a classifier: the probability of every class, (n, classes) float32."""
+
+    def measure(model: nn.Module, batch: Any) -> Measured:
+        return {"confidence": answer(model, batch)[0].softmax(dim=1)}
+
+    return measure
+
+
 def classifier_examples(
     kind: str,
-    said: torch.Tensor,
-    labels: Sequence[int],
+    predict: Predict,
+    answer: Answer,
+    data: Any,
     classes: Sequence[str],
     show: Callable[[int], dict[str, Any]],
 ) -> dict[str, Any]:
@@ -24,13 +71,14 @@ def classifier_examples(
 
     Args:
         kind: name of the job.
-        said: (n, classes) float32, the predicted probability of every class.
-        labels: the true classes of the n samples, as numbers.
+        predict: reads and predicts a data set.
+        answer: as `loss_and_score` takes it.
+        data: the data set to test with; its ``labels`` are the true classes, as numbers.
         classes: the names of the classes.
         show: returns what is shown of a sample besides its classes, by the sample's number.
     """
-    sure, predicted = said.max(dim=1)
-    truth = torch.tensor(labels)
+    sure, predicted = predict(confidences(answer), data)["confidence"].max(dim=1)
+    truth = torch.tensor(data.labels)
     samples, worst = choose_examples(truth, predicted, sure)
 
     def entry(number: int) -> dict[str, Any]:
