@@ -829,6 +829,16 @@ class Trainer:
         """
         self._session.close()
 
+    def _broadcast(self, text: bytes | None) -> Any:
+        session = self._session
+        session.engine.agree(CallDigest(Call.BROADCAST, self.steps + 1))
+        return broadcast(session.engine.context.exchange, text)
+
+    def _gather(self, text: bytes) -> list[Any]:
+        session = self._session
+        session.engine.agree(CallDigest(Call.GATHER, self.steps + 1))
+        return gather(session.engine.context.exchange, dict.fromkeys(session.devices.own, text))
+
 
 def _dropped(reference: weakref.ref[Session], memory: Memory) -> None:
     """Leave the model to the script, which has dropped its Trainer."""

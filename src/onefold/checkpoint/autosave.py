@@ -65,6 +65,7 @@ from onefold.record import FILE
 from onefold.record.replay import Replay
 from onefold.step.engine import Engine
 from onefold.system.folderlock import lock_of_checkpoints
+from onefold.system.words import script_line
 
 __all__ = ["Autosave", "Resumption"]
 
@@ -164,12 +165,12 @@ class Autosave:
             directory, changed=options.changed, if_any=True, leave_out=leave_out
         )
         if found is not None:
-            resumption.begin(found)
+            resumption.begin(found, Path(options.recorded_in) / FILE)
         self._every, self._keeping = options.every, Keeping(options.keep_last)
         self._clock = SaveClock(progress, options.every_s, decides=devices.has_lead)
         self._checkpoints, self._position, self._blocks = checkpoints, position, blocks
         self._schedule = checkpoints.schedule
-        self._saved = position.step
+        self._saved = max(position.step, resumption.step)
         self._at_next = False
         """Whether the checkpoint that is due is to be written as the next step begins."""
         self._reuses = False
@@ -180,7 +181,7 @@ class Autosave:
         """For how many steps what is due has been put off; 0 if nothing is."""
         self._stop = False
 
-    def check(self, batch: ShardedBatch) -> None:
+    def check(self, batch: ShardedBatch, *, gradient: bool) -> None:
         """Refuse a step that could not be resumed as if nothing had happened.
 
         Args:

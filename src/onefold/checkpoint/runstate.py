@@ -77,7 +77,9 @@ class RunState:
         self.run = uuid.uuid4().hex
         """Name of the run; one that resumes another takes over its name."""
 
-    def record(self, keeping: Keeping, extra: object, place: Place) -> dict[str, Any]:
+    def record(
+        self, keeping: Keeping, extra: object, place: Place, recorded: int
+    ) -> dict[str, Any]:
         """Make ``run.json``, except for what is known only once the files are written."""
         return {
             "format": FORMAT,

@@ -146,10 +146,10 @@ class Storage:
 
     @property
     def table_device_bytes(self) -> int:
-        """Bytes of the table's totals, its values, and one row of buffers for each shard."""
-        # (V,) float64 totals. They come first, so that the rows begin at an aligned place.
+        """Bytes of the table's totals and digests, its values, and a row of buffers a shard."""
+        # (V, 2) totals and digests. They come first, so that the rows begin at an aligned place.
         rows = self.shards * self.buffers.nbytes
-        return aligned(self.shards * 8) + self.table_values_bytes + rows
+        return aligned(self.shards * 16) + self.table_values_bytes + rows
 
     @property
     def table_values_bytes(self) -> int:

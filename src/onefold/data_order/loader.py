@@ -25,8 +25,9 @@ from typing import Any, Unpack
 from onefold.core.batch import DataPass, ShardedBatch
 from onefold.core.shard import Plan
 from onefold.data_order.indexed import Choices, Indexed, Items, Rule
+from onefold.data_order.order import Order
 from onefold.data_order.position import LoaderTrack
-from onefold.data_order.reader import Answer, BadSample, Collate, Request
+from onefold.data_order.reader import Answer, BadSample, Collate
 from onefold.data_order.stream import Stream, is_stream
 from onefold.data_order.workers import Requests, Workers, disown
 from onefold.errors import SampleError
@@ -269,10 +270,8 @@ class Loader:
         """
         position = self.track.position
         while position is not None and position.replaying() and this.given < this.end:
-            start, found = (
-                this.given,
-                position.next_batch(self.track.number, this.number, this.given),
-            )
+            start = this.given
+            found = position.next_batch(self.track.number, this.number, start)
             if found is None and order.indices is None:
                 this.end = start  # a stream, which had no more than that
                 return
@@ -301,9 +300,9 @@ class Loader:
         """Read a batch that was handed out unread."""
         began = host_now_s()
         reader = self._source.reader(replace(this, used=start), self.track)
-        answer = next(
-            self._read(reader, self._requests(replace(this, given=start, end=stop), order))
-        )
+        requests = self._requests(replace(this, given=start, end=stop), order)
+        here = Workers(number=0)
+        answer = next(here.answers(reader, requests, pin_memory=False, timeout_s=self._timeout_s))
         return self._batch(answer, _checked(answer.payloads), this, began)
 
     def _order(self, this: DataPass) -> Order:

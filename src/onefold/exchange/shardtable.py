@@ -61,7 +61,9 @@ class ShardTable:
         rows = buffers.nbytes
         first = storage.table_device_bytes - shards * rows
         middle = first - storage.table_values_bytes
-        self.totals = _typed(computed[:middle], torch.float64, (shards,))
+        self.numbers = _typed(computed[:middle], torch.float64, (shards, 2))
+        """(V, 2) float64: ``totals``, and ``digests`` as the bits of float64."""
+        self.totals = self.numbers[:, 0]
         """(V,) float64: each shard's part of the loss."""
         self.digests = self.numbers.view(torch.int64)[:, 1]
         """(V,) int64: of a sample of each shard's gradient, where the run is recorded; else 0."""

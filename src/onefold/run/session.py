@@ -313,12 +313,15 @@ class Session:
             self.engine.check_last_step()
             size = batches.track.size
             made = DataCall(call, self.position.step + 1, size.samples, size.batch_size, function)
-            found: dict[str, Any] = self.verifying.result(
-                (call, function, model),
-                batches.dataset,
-                partial(compute, self.engine, part, batches, made),
-            )
-            return found
+            said, data = (call, function, model), batches.dataset
+
+            def ask() -> dict[str, Any]:
+                self.resumption.note_result(call.words)
+                work = partial(compute, self.engine, part, batches, made)
+                found: dict[str, Any] = self.verifying.result(said, data, work)
+                return found
+
+            return self.answered(call.words, ask)
 
     @contextmanager
     def averaged(
@@ -354,7 +357,7 @@ class Session:
         if isinstance(self.engine.context.update.optimizer, ByScript):
             raise RuntimeError(NO_STEP)
         if self.replaying:
-            return self._step_of_record(self._cut(batch, checked_dim(dim)), name)
+            return self._step_of_record(self._cut(batch, dim)[0], name)
         if (same := self.verifying.step_again(name)) is not None:
             return self._note_again(batch, same)
         # Drop the times of a step that failed, if the script survived it.
@@ -375,11 +378,37 @@ class Session:
         self.engine.end_step()
         self.note_progress()
         step, spans = self._made(number, cut, outcome, name, waited)
-        with self._seen_whole():
-            self.observers.observe(step, spans)
+        self._observe(step, spans, cut, gradient=False)
         self._after_step(cut, stop=outcome.verdict.stops, updated=True)
         self.verifying.note_step(step)
         return step
+
+    def _step_of_record(self, cut: ShardedBatch, name: str) -> Step:
+        """The step with a batch as it was before the run was resumed; nothing is computed."""
+        with self.telling_others():
+            assert self.resumption.replay is not None
+            self.resumption.show()
+            outcome = self.resumption.replay.step(cut, name)
+            self._schedule.note_step(self.position.here, name, updates=outcome.verdict.updates)
+            self.position.note_step(cut)
+        step = Step(self.position.step, cut.samples, cut.epoch, outcome, (), name)
+        self.observers.tell_script(step)
+        return step
+
+    def _observe(
+        self,
+        step: Step,
+        spans: Mapping[int, Sequence[Span]],
+        batch: ShardedBatch,
+        *,
+        gradient: bool,
+    ) -> None:
+        """Show a step that is done to all that watch the run."""
+        if self.recorder is not None:
+            with self.telling_others():
+                self.recorder.note_step(step, batch, gradient=gradient)
+        with self._seen_whole():
+            self.observers.observe(step, spans)
 
     def _made(
         self, number: int, cut: ShardedBatch, outcome: StepResult, name: str, waited: Wait
@@ -536,6 +565,8 @@ class Session:
         """Cut a step's batch; return it with the time in which it was waited for."""
         start, plan = host_now_s(), self.engine.assignment.plan
         batch, dim = self.verifying.batch(batch), checked_dim(dim)
+        if self.resumption.replay is not None and not self.replaying:
+            batch = map_parts(batch, _read_now)
         if isinstance(batch, ShardedBatch):
             cut = replace(self._checked_batch(batch, plan), dim=dim)
         else:

@@ -287,6 +287,18 @@ class Replica:
             gradients[place] = None if kept is None else kept.clone()
         return gradients
 
+    def _digest_sample(self, gradients: Gradients, taken: ParameterSet, sample: Sample) -> None:
+        """Digest the sample of a step, if it is among some gradients."""
+        for place in taken.places_of([sample.parameter]):
+            gradient = gradients[place]
+            if gradient is not None:
+                self._digest = digest_of(gradient, sample.start, sample.stop)
+
+    def take_digest(self) -> torch.Tensor | None:
+        """Return the digest of the gradients that were taken since the last call."""
+        digest, self._digest = self._digest, None
+        return digest
+
     def autocast(self) -> AbstractContextManager[object]:
         """Compute in the run's precision inside this context."""
         # For each shard anew: it keeps the weights that it has converted until it ends, and a

@@ -44,33 +44,14 @@ _ADVICE = (
 )
 
 
-def _on_its_way(values: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Send values, which may be overwritten afterwards, to the host; return what waits for them."""
-    if values.device.type == "cpu":
-        kept = values.clone()
-        return lambda: kept
-    # Pinned, or the host would wait; PyTorch uses this memory again only after the copy.
-    there = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-    there.copy_(values, non_blocking=True)
-    copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    copied.record(torch.cuda.current_stream(values.device))
-
-    def read() -> torch.Tensor:
-        # For the copy alone, and not for what was queued behind it.
-        copied.synchronize()
-        return there
-
-    return read
-
-
 @dataclass(frozen=True, slots=True)
 class _Unread:
     """What nobody has looked at yet, so as not to wait for a GPU."""
 
     step: int
     batch: ShardedBatch
-    totals: Callable[[], torch.Tensor]
-    norm: Callable[[], torch.Tensor] | None = None
+    totals: HostCopy
+    norm: HostCopy | None = None
 
 
 class FiniteCheck:
@@ -106,7 +87,7 @@ class FiniteCheck:
         """
         totals = self._table.totals
         if self._is_late and not now:
-            self._unread = _Unread(step, batch, _on_its_way(totals))
+            self._unread = _Unread(step, batch, HostCopy(totals))
             return ""
         return self._checked(_bad_loss(totals.cpu(), batch, step))
 
@@ -122,7 +103,7 @@ class FiniteCheck:
             GradientError: it is not finite, and not to be skipped.
         """
         if self._unread is not None:
-            self._unread = replace(self._unread, norm=_on_its_way(norm))
+            self._unread = replace(self._unread, norm=HostCopy(norm))
             return ""
         value = float(norm)
         if math.isfinite(value):
@@ -141,8 +122,8 @@ class FiniteCheck:
         """
         if self._unread is not None:
             last, self._unread = self._unread, None
-            self._checked(_bad_loss(last.totals(), last.batch, last.step))
-            if last.norm is not None and not math.isfinite(float(last.norm())):
+            self._checked(_bad_loss(last.totals.read(), last.batch, last.step))
+            if last.norm is not None and not math.isfinite(float(last.norm.read())):
                 raise GradientError(
                     f"the gradient of step {last.step} is not finite, and has been used for its "
                     f"update: go on from a checkpoint. {_ADVICE}"

@@ -274,7 +274,12 @@ class PipelineWorker:
             lines, numbers = head["values"]
             values = ShardValues(tuple(lines), self._on(numbers))
         given, total = [bool(each) for each in head["given"]], self._on(head["total"])
-        result = ShardResult(here[count:], total, head["weight"], values=values, given=given)
+        result = ShardResult(
+            *(here[count:], total, head["weight"]),
+            values=values,
+            given=given,
+            digest=None if head["digest"] is None else self._on(head["digest"]),
+        )
         return ShardState(*head["state"]), here[:count], result
 
     def _gather_up(
@@ -288,12 +293,15 @@ class PipelineWorker:
             gradients = self._taken(stage, given, piece)
             self._reduction.give(GradientSend(piece.shard, stage, last, gradients))
         self._refuse_foreign(piece)
-        root = self._taken(ROOT, given, piece)
+        root, digest = self._taken(ROOT, given, piece), self._replica.take_digest()
         if theirs is None:
             part = context.part
             assert part is not None
             return ShardResult(
-                root, part.total(), code_of(part), values=context.values, given=given
+                *(root, part.total(), code_of(part)),
+                values=context.values,
+                given=given,
+                digest=digest,
             )
         # Of a parameter of no stage one device may have given a gradient.
         pairs = list(zip(root, theirs.gradients, strict=True))
@@ -357,6 +365,7 @@ class PipelineWorker:
         head: Mapping[str, Any] = {
             "state": state.parts,
             "total": result.total,
+            "digest": result.digest,
             "weight": result.weight,
             "given": bytes(result.given),
             "values": None if values is None else (values.lines, values.numbers),
