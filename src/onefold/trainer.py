@@ -34,6 +34,7 @@ from onefold.errors import CheckpointError
 from onefold.exchange.memory import Memory
 from onefold.passes.collectives import broadcast, gather, model_digests, written
 from onefold.passes.evaluation import ScoreFunction, evaluate, predict
+from onefold.record.entries import Saved
 from onefold.run.context import current_context
 from onefold.run.session import Session
 from onefold.run.userparts import GivenOptimizer, GivenSchedule, UserParts
@@ -739,8 +740,8 @@ class Trainer:
         copied = to_json(extra, "extra")
         session = self._session
         with session.telling_others():
-            if session.replaying:
-                return session.saved_before(Path(directory))
+            if (replay := session.resumption.answers(Saved)) is not None:
+                return session.saved_before(Path(directory), replay)
             session.resumption.begin_save()
             place, line = session.verifying.writes_to(directory), script_line()
             save = partial(

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from onefold.record import FILE
+
 
 class Tied(nn.Module):
     """Two names for one parameter, empty, turned and scalar tensors, buffers of several kinds."""
@@ -39,8 +41,9 @@ def names_in(folder: Path) -> set[str]:
 
 
 def steps_in(directory: Path) -> list[int]:
-    """The steps of the checkpoints in a directory, which holds nothing else."""
-    return sorted(int(name.removeprefix("step-")) for name in names_in(directory))
+    """The steps of the checkpoints in a directory, which holds a record at most beside them."""
+    names = names_in(directory) - {FILE}
+    return sorted(int(name.removeprefix("step-")) for name in names)
 
 
 @contextmanager

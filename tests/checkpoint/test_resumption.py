@@ -14,6 +14,7 @@ import onefold
 from onefold.checkpoint import autosave
 from onefold.checkpoint.runstate import RunState
 from onefold.errors import CheckpointError, LossError
+from onefold.record import FILE
 from tests.checkpoint.folders import full_disk, names_in, steps_in
 from tests.checkpoint.inprocess import Life, Runs, Script, new_progress
 from tests.inside import engine_in
@@ -200,8 +201,10 @@ SCRIPTS = (
 
 
 def test_scores_done_before_are_mentioned(runs: Runs, caplog: pytest.LogCaptureFixture) -> None:
+    """Where no record has them."""
     whole = runs.whole(plain_range)
     runs.start(plain_range, dies=6)
+    (runs.folder / FILE).unlink()
     caplog.clear()
     assert runs.start(plain_range, 2) == whole
     (text,) = (message for message in caplog.messages if "may not be what it was" in message)
@@ -251,6 +254,7 @@ def test_an_earlier_end_says_so(
     runs: Runs, caplog: pytest.LogCaptureFixture, counted: bool
 ) -> None:
     runs.start(for_longer(3), 2, dies=8)
+    (runs.folder / FILE).unlink()
 
     def shorter(life: Life) -> str:
         trainer, _ = begun(life)
@@ -283,9 +287,14 @@ def test_samples_that_were_chosen_otherwise_are_refused(runs: Runs) -> None:
                 change(trainer, -1.0)
         return result(trainer)
 
+    whole = runs.whole(script)
     runs.start(script, 2, dies=4)
+    record = (runs.folder / FILE).read_bytes()
+    (runs.folder / FILE).unlink()
     with pytest.raises(CheckpointError, match="a subset of samples, as a digest"):
         runs.start(script, 1)
+    (runs.folder / FILE).write_bytes(record)
+    assert runs.start(script, 1) == whole
 
 
 @pytest.mark.parametrize("stop", [1, 3, 5, 6])
@@ -297,7 +306,7 @@ def test_a_stopped_run_goes_on(runs: Runs, stop: int, caplog: pytest.LogCaptureF
         scores = []
         for _ in trainer.epochs(EPOCHS):
             for batch in loader:
-                if trainer.steps + 1 == stop:
+                if trainer.steps + 1 == stop and not trainer.replaying:
                     life.ask_to_stop()
                 trainer.step(batch)
             scores.append(trainer.evaluate(score, data(), batch_size=8))
@@ -401,7 +410,7 @@ def without_an_optimizer(life: Life) -> None:
 @pytest.mark.parametrize(
     ("script", "words"),
     [
-        (lambda life: begun(life)[0].step(points(8)), "goes on at the very sample where a run"),
+        (lambda life: begun(life)[0].gradient(points(8)), "goes on at the very sample where a run"),
         (lambda life: (begun(life), begun(life)), "onefold run --checkpoint follows one Trainer"),
         (a_schedule_of_the_scripts, "a learning-rate schedule is attached to the optimizer"),
         (without_an_optimizer, "what the script's own keeps would be lost. Call trainer.save"),

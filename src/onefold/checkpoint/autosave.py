@@ -62,10 +62,12 @@ from onefold.errors import StateError
 from onefold.exchange.progress import Progress
 from onefold.passes.modifying import Modifying
 from onefold.record import FILE
+from onefold.record.entries import Entry
 from onefold.record.replay import Replay
 from onefold.step.engine import Engine
 from onefold.system.folderlock import lock_of_checkpoints
 from onefold.system.words import script_line
+from onefold.update.optimizers import optimizers_in
 
 __all__ = ["Autosave", "Resumption"]
 
@@ -325,6 +327,20 @@ class Resumption:
         """Whether the script runs through what is done, and is answered from the record."""
         return self._found is not None and self.replay is not None and not self.replay.over
 
+    def answers(self, kind: type[Entry], call: str = "") -> Replay | None:
+        """What answers a call of the script; None where the script makes it for the first time.
+
+        Args:
+            kind: of the entry of the record that answers it.
+            call: its name, for results.
+        """
+        if self.replaying:
+            assert self.replay is not None
+            if self.replay.knows(kind, call):
+                return self.replay
+        self.catch_up()
+        return None
+
     def begin(self, found: Found, record: Path) -> None:
         """Have the run stand where a checkpoint was made; its values come later.
 
@@ -341,9 +357,12 @@ class Resumption:
             self._checkpoints.adopt_place(found)
         else:
             self._checkpoints.adopt_run(found)
-            self.replay = Replay(entries)
+            self.replay = Replay(entries, ended=self._place == "end")
             self._position.replaying = lambda: self.replaying
             self._position.next_batch = self.replay.next_batch
+            for optimizer in optimizers_in(self._engine.context.update.optimizer).values():
+                # Or PyTorch would warn of schedules that are stepped before the first update.
+                optimizer._opt_called = True  # type: ignore[attr-defined]
             module = self._engine.context.module
             self._quiet.callback(module.register_forward_pre_hook(self._refuse_call).remove)
             if self._on_lead:
@@ -369,7 +388,7 @@ class Resumption:
             return
         self._over |= where == "over"
         if self.replay is not None:
-            if self.replay.over:
+            if self.replay.over and self._place != "step":
                 self._take(self._found)
             elif not self._shown:
                 self._show(self._found)
@@ -393,18 +412,28 @@ class Resumption:
             )
         self._take(self._found)
 
+    def note_answer(self) -> None:
+        """Take the values where the run was saved right behind a call that has been answered."""
+        if self._place is None:
+            self.catch_up()
+
     def catch_up(self) -> None:
         """Take the values if the script has come to the place where its run goes on."""
         if self._found is not None and self.replay is not None and self.replay.over:
             self._take(self._found)
 
-    def end_block(self) -> None:
-        """Undo what a block of `changing` has done, if the checkpoint has it already."""
-        if self._found is not None and self.replay is not None:
-            self.replay.block()
+    def end_block(self, replay: Replay | None) -> None:
+        """Undo what a block of `changing` has done, if the checkpoint has it already.
+
+        Args:
+            replay: what has answered it.
+        """
+        if replay is not None:
+            replay.block()
+            self.note_answer()
         if self._found is None or not self._shown:
             return
-        if self._place != "end" or not self._position.awaits:
+        if self.replay is None and (self._place != "end" or not self._position.awaits):
             self._block = script_line()
         self._show(self._found)
 

@@ -218,7 +218,7 @@ class Checkpoints:
         bodies: list[bytes] | None = None
         if self._lead.is_here:
             kept, bodies = found.stored.run["recorded"], []
-            if kept and path.exists():
+            if kept and path.exists() and not found.changed:
                 bodies = whole_run(read_frames(path)[0], kept)
         shared = broadcast(self._exchange, written(bodies) if self._lead.is_here else None)
         return [decode(body, str(path)) for body in shared]

@@ -163,7 +163,7 @@ def whole_run(bodies: Sequence[bytes], kept: int) -> list[bytes]:
     """
     counted = standing(decode(body, "the record") for body in bodies)[:kept]
     begins = [entry for entry in counted if isinstance(entry, Begun)]
-    if len(counted) < kept or begins[0].step > 0 or any(each.by_script for each in begins):
+    if len(counted) < kept or begins[0].step > 0 or any(each.anew for each in begins):
         return []
     if any(isinstance(entry, StepEntry) and entry.gradient for entry in counted):
         return []

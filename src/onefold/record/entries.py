@@ -33,8 +33,9 @@ class Begun(Struct, tag="begun", tag_field="kind", frozen=True, kw_only=True):
     description: dict[str, str]
     """What the numbers depend on, in words: settings, versions, processor, parameters; the same on
     all devices."""
-    by_script: bool = False
-    """Whether the script has gone back by `Trainer.load`."""
+    anew: bool = False
+    """Whether no script could be answered from what was written before: it has gone back by
+    `Trainer.load`, or something was changed on purpose."""
     kept: int = 0
     """How many of the entries that counted still do: those that the checkpoint has seen."""
 

@@ -153,7 +153,7 @@ def begun(
     description: Mapping[str, str],
     *,
     kept: int,
-    by_script: bool,
+    anew: bool,
 ) -> Begun:
     """The entry of a run that begins or goes on now, in this process.
 
@@ -163,7 +163,7 @@ def begun(
         devices: who takes part.
         description: what the numbers depend on, in words.
         kept: how many entries of its record the checkpoint has seen.
-        by_script: whether the script has gone back.
+        anew: whether no script could be answered from what was written before.
     """
     main = Path(sys.argv[0])
     text = main.read_bytes() if main.is_file() else b""
@@ -177,7 +177,7 @@ def begun(
         devices=[str(device) for device in devices.all],
         description={what: str(value) for what, value in description.items()},
         kept=kept,
-        by_script=by_script,
+        anew=anew,
     )
 
 

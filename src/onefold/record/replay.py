@@ -7,6 +7,9 @@ made, each step, evaluation, prediction and value of another device is what it w
 the record are taken in their order, and nothing is computed. So a best score, a list of losses, an
 early stop or a set chosen by a prediction is what it was. A script that asks for something else
 than it did before is told the first place where it does.
+
+A run that had come to its end may go on for longer, with more epochs say. What its script asked for
+behind its last step is then left out as soon as the script asks for something else.
 """
 
 from __future__ import annotations
@@ -38,9 +41,11 @@ class Replay:
 
     Args:
         entries: those that the checkpoint has seen, in order.
+        ended: whether the run had come to the end of its script.
     """
 
-    def __init__(self, entries: Iterable[Entry]) -> None:
+    def __init__(self, entries: Iterable[Entry], *, ended: bool) -> None:
+        self._ended = ended
         # Checkpoints of the launcher's lie between any two entries, and nobody asks for them.
         self._entries = deque(
             each
@@ -51,6 +56,22 @@ class Replay:
         for entry in self._entries:
             for loader, number, *place in entry.place if isinstance(entry, StepEntry) else ():
                 self._coming[loader, number].append((place[0], place[1]))
+        self._steps = sum(isinstance(entry, StepEntry) for entry in self._entries)
+
+    def knows(self, kind: type[Entry], call: str = "") -> bool:
+        """Whether the script is still in the part that is done, now that it makes a call.
+
+        Args:
+            kind: of the entry that answers it.
+            call: for results.
+        """
+        if self.over or not self._ended or self._steps:
+            return not self.over
+        entry = self._entries[0]
+        asked = kind, call, script_line()
+        if asked != (type(entry), getattr(entry, "call", ""), getattr(entry, "line", "")):
+            self._entries.clear()
+        return not self.over
 
     @property
     def over(self) -> bool:
@@ -116,6 +137,7 @@ class Replay:
         entry = self._entries.popleft()
         if not isinstance(entry, kind):
             raise _other(entry, call)
+        self._steps -= isinstance(entry, StepEntry)
         return entry
 
 

@@ -47,8 +47,9 @@ from onefold.passes.evaluation import DataCall, ScoreFunction
 from onefold.passes.modifying import Modifying
 from onefold.passes.statistics import recompute_statistics
 from onefold.record import FILE
-from onefold.record.entries import Block
+from onefold.record.entries import Block, Result, StepEntry
 from onefold.record.recorder import Recorder, begun
+from onefold.record.replay import Replay
 from onefold.run.forming import check_devices, choose_devices, plan_of, settle_process
 from onefold.run.gradientsteps import GradientSteps, Place
 from onefold.run.membership import RunStopped, at_good_end, is_failing, only_noting, register
@@ -200,34 +201,34 @@ class Session:
         with self.telling_others():
             recorder = Recorder(Path(folder) / FILE, optimizer)
             self.checkpoints.noted = recorder.note_checkpoint
-            self._note_begin(recorder)
+            resumption = self.resumption
+            self._note_begin(recorder, anew=resumption.step > 0 and resumption.replay is None)
         at_good_end(recorder.close)
         return recorder
 
-    def _note_begin(self, recorder: Recorder, *, by_script: bool = False) -> None:
+    def _note_begin(self, recorder: Recorder, *, anew: bool) -> None:
         step = max(self.position.step, self.resumption.step)
         entry = begun(
             *(self.checkpoints.run, step, self.devices, self.engine.description),
             kept=self.checkpoints.recorded,
-            by_script=by_script,
+            anew=anew,
         )
         recorder.note(entry)
 
     def note_load(self) -> None:
         """Write down that the run goes on from elsewhere."""
         if self.recorder is not None:
-            self._note_begin(self.recorder, by_script=True)
+            self._note_begin(self.recorder, anew=True)
 
     @property
     def replaying(self) -> bool:
         """Whether a resumed script runs through what is done; see `Trainer.replaying`."""
         return self.resumption.replaying
 
-    def saved_before(self, directory: Path) -> Path:
+    def saved_before(self, directory: Path, replay: Replay) -> Path:
         """The folder of a checkpoint that the script had saved before the run was resumed."""
-        assert self.resumption.replay is not None
-        with self.telling_others():
-            self.resumption.replay.saved()
+        replay.saved()
+        self.resumption.note_answer()
         return folder_of(directory, self.position.step)
 
     def answered(self, call: str, ask: Callable[[], _Value]) -> _Value:
@@ -237,11 +238,10 @@ class Session:
             call: its name.
             ask: makes the call.
         """
-        if self.replaying:
-            assert self.resumption.replay is not None
-            known: _Value = self.resumption.replay.result(call)
+        if (replay := self.resumption.answers(Result, call)) is not None:
+            known: _Value = replay.result(call)
+            self.resumption.note_answer()
             return known
-        self.resumption.catch_up()
         value = ask()
         if self.recorder is not None:
             self.recorder.note_result(self.position.step, call, script_line(), value)
@@ -356,8 +356,8 @@ class Session:
         name = self.parts.loss_name(loss)
         if isinstance(self.engine.context.update.optimizer, ByScript):
             raise RuntimeError(NO_STEP)
-        if self.replaying:
-            return self._step_of_record(self._cut(batch, dim)[0], name)
+        if (replay := self.resumption.answers(StepEntry)) is not None:
+            return self._step_of_record(self._cut(batch, dim)[0], name, replay)
         if (same := self.verifying.step_again(name)) is not None:
             return self._note_again(batch, same)
         # Drop the times of a step that failed, if the script survived it.
@@ -383,14 +383,14 @@ class Session:
         self.verifying.note_step(step)
         return step
 
-    def _step_of_record(self, cut: ShardedBatch, name: str) -> Step:
+    def _step_of_record(self, cut: ShardedBatch, name: str, replay: Replay) -> Step:
         """The step with a batch as it was before the run was resumed; nothing is computed."""
         with self.telling_others():
-            assert self.resumption.replay is not None
             self.resumption.show()
-            outcome = self.resumption.replay.step(cut, name)
+            outcome = replay.step(cut, name)
             self._schedule.note_step(self.position.here, name, updates=outcome.verdict.updates)
             self.position.note_step(cut)
+            self.resumption.note_answer()
         step = Step(self.position.step, cut.samples, cut.epoch, outcome, (), name)
         self.observers.tell_script(step)
         return step
@@ -475,14 +475,13 @@ class Session:
     def modifying(self, *, optimizer_state: bool | None) -> Iterator[None]:
         """Open the block in which the model may be changed; see `Trainer.modifying`."""
         with self.telling_others():
-            self.resumption.catch_up()
-            replayed = self.replaying
+            replay = self.resumption.answers(Block)
             block = self.changes.block(self.position.step + 1, state=optimizer_state)
             with self.verifying.another_model(), block:
                 yield
-                noted = self.recorder is not None and not replayed
+                noted = self.recorder is not None and replay is None
                 left = self._digest_of_model() if noted else None
-            self.resumption.end_block()
+            self.resumption.end_block(replay)
             if self.recorder is not None and left is not None:
                 self.recorder.note(Block(step=self.position.step, line=script_line(), digest=left))
 
