@@ -211,7 +211,9 @@ class DataCall:
         """
         if self.samples:
             return
-        self.agree(engine, samples, last)
+        data = 0 if last is None else last.data_digest
+        head = CallDigest(call=self.call, step=self.step, samples=samples, data=data)
+        engine.agree(head, function=self.function)
         if last is None:
             raise ValueError("the stream yields nothing: expected at least one sample")
 
