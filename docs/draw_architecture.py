@@ -60,6 +60,7 @@ BOXES = {
     "losses": Box(7.0, 9.3, "PyTorch's losses", width=1.8),
     "weights": Box(9.6, 9.3, "weights of others"),
     "run": Box(1.2, 7.9, "launcher, devices"),
+    "record": Box(9.2, 8.2, "what a run computed", width=2.0),
     "checkpoint": Box(6.6, 8.0, "save, load, resume"),
     "verifying": Box(3.6, 7.25, "onefold verify", width=1.8),
     "passes": Box(9.3, 7.1, "evaluate, modify, average", width=2.3),

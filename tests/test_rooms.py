@@ -31,6 +31,7 @@ ROOMS = (
     "step",
     "passes",
     "verifying",
+    "record",
     "checkpoint",
     "run",
     "weights",

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from onefold.core.randomness import same_in_all_shards
     from onefold.core.structure import OwnLength, Shared
     from onefold.data_order.loader import Loader
+    from onefold.record import Record
     from onefold.run.build import build
     from onefold.step.result import Step
     from onefold.trainer import Trainer
@@ -42,6 +43,7 @@ __all__ = [
     "Mean",
     "Outcome",
     "OwnLength",
+    "Record",
     "RunOptions",
     "Selection",
     "Shared",
@@ -71,6 +73,7 @@ _HOMES = {
     "Mean": "onefold.core.mean",
     "LossTerms": "onefold.core.mean",
     "OwnLength": "onefold.core.structure",
+    "Record": "onefold.record",
     "Shared": "onefold.core.structure",
     "Step": "onefold.step.result",
     "Sum": "onefold.core.mean",

@@ -438,6 +438,31 @@ class Trainer:
         """The user's own module with the current parameters."""
         return self._session.engine.context.replicas[0].module
 
+    def record(self, directory: str | Path) -> None:
+        """Write down what the run computes from here on, to ``run.record``; called on every device.
+
+        As ``onefold run --record`` does for a script: each step with its shards, results of
+        `evaluate` and its like, checkpoints. The lead writes. A record that is there is gone on
+        with: what it has of later steps than the run's no longer counts. `onefold.Record` reads it.
+
+        Args:
+            directory: an existing folder.
+
+        Raises:
+            OSError: the file cannot be written, or another run writes to it.
+            RecordError: the file is something else, or damaged.
+            RuntimeError: the run is recorded already.
+
+        >>> import tempfile
+        >>> directory = tempfile.mkdtemp()
+        >>> trainer.record(directory)
+        >>> step = trainer.step(torch.ones(4, 2))
+        >>> onefold.Record(directory).steps["loss"].tolist() == [float(step.loss)]
+        True
+        """
+        with self._session.telling_others():
+            self._session.record(Path(directory))
+
     @property
     def replaying(self) -> bool:
         """Whether a resumed script runs through what is done; always False without a resume.

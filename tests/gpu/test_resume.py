@@ -4,7 +4,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from onefold import Record
 from onefold.core.settings import PRECISIONS
+from onefold.record.entries import StepEntry
 from tests.gpu.device import DEVICE, each
 from tests.gpu.net import adamw, batches, keeping, result, trained, trainer_of
 
@@ -59,3 +61,20 @@ def test_a_checkpoint_knows_no_kind_of_device(
     again = second.step(steps[2])
     # Other kernels, so other bits; and dropout draws other numbers on another kind of device.
     assert abs(float(again.loss) - float(told.loss)) < 0.5
+
+
+def test_a_record_knows_no_number_of_devices(tmp_path: Path) -> None:
+    """Nor do digests of gradients, which the card computes in its own way."""
+    found = []
+    for devices in (1, 2, 3):
+        folder = tmp_path / str(devices)
+        folder.mkdir()
+        trainer = trainer_of(devices)
+        trainer.record(folder)
+        losses = [float(trainer.step(batch).loss) for batch in batches(4)]
+        trainer.close()
+        record = Record(folder)
+        assert record.steps["loss"].tolist() == losses
+        assert (record.shards["digest"] != 0).all()
+        found.append([each for each in record.entries if isinstance(each, StepEntry)])
+    assert found[0] == found[1] == found[2]

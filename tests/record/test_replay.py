@@ -1,6 +1,10 @@
 """A resumed script is answered from the record: what it knows is what the whole run knew."""
 
+import errno
+import math
 import tempfile
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +13,10 @@ import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import IterableDataset, Subset, TensorDataset
 
+import onefold
+from onefold.errors import LossError, RecordError, StateError
+from onefold.record import FILE
+from onefold.record.frames import FrameWriter
 from tests.checkpoint.inprocess import Life, Runs, Script
 from tests.small import points, sgd
 
@@ -164,7 +172,26 @@ def saving(life: Life) -> str:
     return f"{trainer.fingerprint()} {names}"
 
 
+def averaged(life: Life) -> str:
+    """Scores of averages, and steps that raise an error."""
+    trainer = life.trainer(model(), loss, shards=2)
+    trainer.average(decay=0.5)
+    kept = []
+    for _ in trainer.epochs(EPOCHS):
+        for number, batch in enumerate(trainer.loader(data(), batch_size=6)):
+            life.tick()
+            with suppress(LossError):
+                inputs = torch.full((6, 3), math.nan)
+                kept.append(trainer.step((inputs, inputs[:, :1]) if number == 2 else batch).number)
+        with trainer.averaged():
+            kept.append(trainer.evaluate(score, data(), batch_size=8)["loss"])
+        life.tick()
+    with trainer.averaged():
+        return f"{trainer.fingerprint()} {kept}"
+
+
 SCRIPTS = [
+    (averaged, 1),
     (history, 1),
     (history, 3),
     (chosen, 1),
@@ -185,3 +212,144 @@ def test_a_script_knows_what_it_would_have_known(runs: Runs, script: Script, eve
         assert again.start(script, dies=dies, every=every) is None
         assert again.start(script, devices=2, every=every) == expected, dies
         assert again.start(script, every=every) == expected  # from its end
+
+
+def refused(runs: Runs, before: Script, after: Script, words: str) -> None:
+    assert runs.start(before, dies=3) is None
+    with pytest.raises((RecordError, StateError), match=words) as caught:
+        runs.start(after)
+    assert f"{__file__}:" in str(caught.value)
+
+
+def steps(life: Life, *, samples: int = 6, between: Any = None) -> str:
+    trainer = life.trainer(model(), loss, shards=2)
+    for batch in trainer.loader(data(), batch_size=samples):
+        life.tick()
+        step = trainer.step(batch)
+        if between is not None:
+            between(trainer, step)
+    return trainer.fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("between", "words"),
+    [
+        (lambda trainer, _: trainer.model(torch.ones(1, 3)), "calls the model itself, in the part"),
+        (
+            lambda trainer, _: trainer.gather(1),
+            "asks for trainer.gather, where the run before had step 2",
+        ),
+        (
+            lambda trainer, _: trainer.save(tempfile.mkdtemp()),
+            "asks for trainer.save, where the run before had step 2",
+        ),
+        (
+            lambda trainer, _: change(trainer),
+            "asks for a block of trainer.modifying, where the run before had step 2",
+        ),
+    ],
+)
+def test_a_script_that_asks_for_something_else_is_told_where(
+    runs: Runs, between: Any, words: str
+) -> None:
+    refused(runs, steps, partial(steps, between=between), words)
+
+
+def change(trainer: onefold.Trainer) -> None:
+    with trainer.modifying(), torch.no_grad():
+        next(trainer.model.parameters()).mul_(0.5)
+
+
+def with_outputs(net: torch.nn.Module, batch: Any) -> Any:
+    errors = LOSS(net(batch[0]), batch[1], reduction="none")
+    return errors, {}, {"errors": errors[:, 0]}
+
+
+def test_what_no_record_keeps_is_refused_where_it_is_read(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def script(life: Life, *, reads: bool = True) -> str:
+        trainer = life.trainer(model(), with_outputs, shards=2)
+        for batch in trainer.loader(data(), batch_size=6):
+            life.tick()
+            step = trainer.step(batch)
+            if reads or not trainer.replaying:
+                assert len(step.outputs["errors"]) == 6
+        trainer.predict(lambda m, b: {"out": m(b[0])}, data(), batch_size=6)
+        life.tick()
+        return trainer.fingerprint()
+
+    refused(runs, script, script, "no record keeps the outputs of a step, errors")
+    guarded = partial(script, reads=False)
+    assert runs.start(guarded, devices=2) == runs.whole(guarded)
+    other = Runs(runs.folder / "other", monkeypatch)
+    other.folder.mkdir()
+    monkeypatch.setattr("onefold.record.recorder.LARGEST_BYTES", 10)
+    assert other.start(guarded) is not None
+    with pytest.raises(RecordError, match=r"what trainer\.predict returned after step 4 was too"):
+        other.start(guarded)
+
+
+def test_what_was_printed_is_printed_once(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+    def script(life: Life) -> str:
+        trainer = life.trainer(model(), loss, shards=2)
+        for epoch in trainer.epochs(EPOCHS):
+            for batch in trainer.loader(data(), batch_size=6):
+                life.tick()
+                print(f"step {trainer.step(batch).number}")
+            print(f"epoch {epoch}: {trainer.evaluate(score, data(), batch_size=8)['loss']}")
+        return trainer.fingerprint()
+
+    assert runs.whole(script) == runs.whole(script)
+    whole = capsys.readouterr().out
+    half = whole[: len(whole) // 2]
+    assert runs.start(script, dies=3) is None
+    assert runs.start(script, dies=6, devices=2) is None
+    assert runs.start(script, dies=11, devices=2) is None
+    assert runs.start(script)
+    printed = capsys.readouterr().out
+    assert half == whole[len(whole) // 2 :]
+    assert printed == half
+    assert runs.start(script)
+    assert capsys.readouterr().out.startswith("epoch 2")
+
+
+def test_gradients_and_a_missing_record_are_gone_on_with_as_before(
+    runs: Runs, caplog: pytest.LogCaptureFixture
+) -> None:
+    def script(life: Life, *, gradient: bool) -> str:
+        trainer = life.trainer(model(), loss, shards=2)
+        seen = []
+        for _ in trainer.epochs(EPOCHS):
+            for batch in trainer.loader(data(), batch_size=6):
+                life.tick()
+                if gradient:
+                    trainer.gradient(batch)
+                    change(trainer)
+                else:
+                    seen.append(trainer.step(batch).number)
+        return f"{trainer.fingerprint()} {len(seen)}"
+
+    by_hand = partial(script, gradient=True)
+    assert runs.start(by_hand, dies=8) is None
+    assert runs.start(by_hand, devices=2) == runs.whole(by_hand)
+    other = Runs(runs.folder / "other", runs._patch)
+    other.folder.mkdir()
+    plain = partial(script, gradient=False)
+    assert other.start(plain, dies=8) is None
+    (other.folder / FILE).unlink()
+    fingerprint, _ = runs.whole(plain).split()
+    assert other.start(plain, dies=2) is None  # from step 6, with a record from there on
+    assert other.start(plain) == f"{fingerprint} 5"
+
+
+def test_a_full_disk_ends_no_run(runs: Runs, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FrameWriter, "append", full)
+        assert runs.start(steps, dies=3) is None
+    assert "is written no further: No space left on device" in caplog.text
+    assert runs.start(steps, devices=2) == runs.whole(steps)
+
+
+def full(writer: object, body: bytes) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")

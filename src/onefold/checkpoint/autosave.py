@@ -323,9 +323,14 @@ class Resumption:
         """The line of the last block that acted on nothing, if it may have been meant to act."""
 
     @property
+    def answering(self) -> bool:
+        """Whether there are calls still to come that are answered from the record."""
+        return self.replaying and self.replay is not None and not self.replay.over
+
+    @property
     def replaying(self) -> bool:
-        """Whether the script runs through what is done, and is answered from the record."""
-        return self._found is not None and self.replay is not None and not self.replay.over
+        """Whether the script runs through what is done: all that it does up to its next step."""
+        return self._found is not None and self.replay is not None
 
     def answers(self, kind: type[Entry], call: str = "") -> Replay | None:
         """What answers a call of the script; None where the script makes it for the first time.
@@ -334,7 +339,7 @@ class Resumption:
             kind: of the entry of the record that answers it.
             call: its name, for results.
         """
-        if self.replaying:
+        if self.answering:
             assert self.replay is not None
             if self.replay.knows(kind, call):
                 return self.replay
@@ -358,7 +363,7 @@ class Resumption:
         else:
             self._checkpoints.adopt_run(found)
             self.replay = Replay(entries, ended=self._place == "end")
-            self._position.replaying = lambda: self.replaying
+            self._position.replaying = lambda: self.answering
             self._position.next_batch = self.replay.next_batch
             for optimizer in optimizers_in(self._engine.context.update.optimizer).values():
                 # Or PyTorch would warn of schedules that are stepped before the first update.
@@ -416,6 +421,8 @@ class Resumption:
         """Take the values where the run was saved right behind a call that has been answered."""
         if self._place is None:
             self.catch_up()
+        elif self._place == "end" and not self.answering:
+            self._quiet.close()  # what the script prints in the end is shown again
 
     def catch_up(self) -> None:
         """Take the values if the script has come to the place where its run goes on."""
@@ -468,7 +475,7 @@ class Resumption:
 
     def finish(self) -> None:
         """Warn at the end of a script that has not come to the place where its run goes on."""
-        if self.replaying:
+        if self.answering:
             self._warn(
                 "the script has ended before the place where its run goes on, %s: its model has "
                 "the values of the checkpoint",
@@ -496,7 +503,7 @@ class Resumption:
 
     def _refuse_call(self, module: torch.nn.Module, inputs: object) -> None:
         """Refuse a call of the model by the script where its values are not those of then."""
-        if self.replaying and self._shown:
+        if self.answering and self._shown:
             raise StateError(
                 f"{script_line()}: the script calls the model itself, in the part of the run that "
                 f"is done, {self._where}: what the model returned there is in no record. Use "

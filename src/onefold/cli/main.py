@@ -190,6 +190,10 @@ def verify(
     trainers: Annotated[
         int | None, Option(min=1, help="End the script after so many Trainers.", show_default="all")
     ] = None,
+    resume: Annotated[
+        int,
+        Option(min=0, help="Instead, stop the script at so many random steps, and resume it."),
+    ] = 0,
     placement: Annotated[
         str,
         Option(
@@ -213,14 +217,19 @@ def verify(
     as a mean, class weights, ignored targets, a loss of the whole batch, a batch that is cut
     along time. The whole batch must fit on one device.
 
-    trainer.save, torch.save and safetensors write to a temporary folder meanwhile, and
-    trainer.load(..., if_any=True) finds nothing but what was saved there. Other files of the
-    script are written as usual.
+    With --resume N the script is run to its end, and then N times with a stop at a random step,
+    each resumed on another of the counts with the record of its run, as by onefold run
+    --checkpoint. The ends are compared: the model, all steps and all results.
+
+    trainer.save, torch.save and safetensors write to a temporary folder meanwhile (not with
+    --resume), and trainer.load(..., if_any=True) finds nothing but what was saved there. Other
+    files of the script are written as usual.
 
     Exit code 0: everything agrees; 1: it does not, nothing was trained, or onefold refuses the
     script; 2: a run failed.
     """
-    from onefold.cli.verify import verify_script
+    from onefold.cli.resuming import verify_resume
+    from onefold.cli.verify import read_ways, verify_script
 
     command = command_of(script, module, context.args)
     options = RunOptions(
@@ -231,6 +240,9 @@ def verify(
         probe_steps=steps,
         probe_trainers=trainers or 0,
     )
+    if resume:
+        ways = read_ways(devices, placement)
+        raise typer.Exit(verify_resume(command, ways, options=options, stops=resume))
     raise typer.Exit(verify_script(command, devices, placement=placement, options=options))
 
 

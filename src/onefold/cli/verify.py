@@ -42,7 +42,7 @@ from onefold.system.ownfiles import PrivateFolder
 from onefold.system.record import read_record
 from onefold.system.words import listed, tell
 
-__all__ = ["Difference", "first_difference", "verify_script"]
+__all__ = ["Difference", "Way", "first_difference", "read_ways", "verify_script"]
 
 
 _UNSEEDED_START = (
@@ -152,13 +152,18 @@ class Difference:
 
 
 @dataclass(frozen=True, slots=True)
-class _Way:
+class Way:
     """How the script is run."""
 
     devices: int
     placement: str
     on: str
     """``cpu:`` for processes on the processor also where there are GPUs, else empty."""
+
+    @property
+    def chosen(self) -> str:
+        """The devices, as ``--devices`` takes them."""
+        return f"{self.on}{self.devices}"
 
     def __str__(self) -> str:
         kept = "" if self.placement == "replicate" else f" with placement {self.placement}"
@@ -169,7 +174,7 @@ class _Way:
 class _Recorded:
     """What one run recorded."""
 
-    way: _Way
+    way: Way
     trainers: list[list[dict[str, Any]]]
     """The lines of each trainer; the first is about the model before the first step."""
     states: list[dict[int, list[State]]]
@@ -222,7 +227,7 @@ def verify_script(
         LaunchError: this machine has fewer GPUs than one of the counts.
         ValueError: the device counts or the placements cannot be used.
     """
-    ways = _read_ways(devices, placement)
+    ways = read_ways(devices, placement)
     with PrivateFolder("onefold-verify-") as private:
         comparison = _Comparison(command, private.path, options)
         bits = comparison.of_bits(ways)
@@ -244,7 +249,7 @@ class _Comparison:
     number: int = 0
     """Runs so far."""
 
-    def of_bits(self, ways: Sequence[_Way]) -> int:
+    def of_bits(self, ways: Sequence[Way]) -> int:
         """Compare runs bit for bit, and print a verdict; return the exit code.
 
         Raises:
@@ -265,7 +270,7 @@ class _Comparison:
         self.console.print(f"Compared: {sum(made)} steps of {of}.")
         return max(codes)
 
-    def of_mathematics(self, way: _Way) -> int:
+    def of_mathematics(self, way: Way) -> int:
         """Compare V shards with one, on one device of ``way``; return the exit code.
 
         Raises:
@@ -282,7 +287,7 @@ class _Comparison:
                 return _AGREE if agree else _DIFFER
         raise self._failed(outcome, "computing every batch as one shard as well")
 
-    def _recorded(self, way: _Way) -> _Recorded:
+    def _recorded(self, way: Way) -> _Recorded:
         """Run the script once; the first run is what the others are compared with."""
         name, outcome = self._run(str(way), way, "")
         trainers = self._lines(name, "")
@@ -301,7 +306,7 @@ class _Comparison:
         ]
         return _Recorded(way, trainers, states)
 
-    def _run(self, title: str, way: _Way, mathematics: str) -> tuple[str, Outcome]:
+    def _run(self, title: str, way: Way, mathematics: str) -> tuple[str, Outcome]:
         name = str(self.number)
         options = replace(
             self.options,
@@ -318,14 +323,14 @@ class _Comparison:
         # Its thread is for the screen alone, and a file shows nothing of it.
         words, shown = f"{title}, {options.probe_steps} steps", self.console.is_terminal
         with self.console.status(words) if shown else nullcontext():
-            return name, supervise(self.command, select_devices(f"{way.on}{way.devices}"), options)
+            return name, supervise(self.command, select_devices(way.chosen), options)
 
     def _is_compared(self, outcome: Outcome, name: str) -> bool:
         """Whether a run that failed had made all steps, and is not one that onefold refuses."""
         done = (self.folder / f"{name}-done").exists()
         return done and _REFUSALS.search(outcome.message) is None
 
-    def _note(self, what: str, way: _Way, text: str) -> None:
+    def _note(self, what: str, way: Way, text: str) -> None:
         self.console.print(f"[yellow]{what}[/] on {way}:", end=" ")
         self.console.print(text, markup=False)
 
@@ -457,17 +462,23 @@ def _table(runs: Sequence[_Recorded], differences: Sequence[Sequence[Difference 
     return table
 
 
-def _read_ways(devices: str, placement: str) -> list[_Way]:
+def read_ways(devices: str, placement: str) -> list[Way]:
+    """Read the ways to run a script that are to be compared: each placement with each count.
+
+    Raises:
+        LaunchError: this machine has fewer GPUs than one of the counts.
+        ValueError: the device counts or the placements cannot be used.
+    """
     # To be refused before anything runs, as are devices that do not exist.
     kept = [RunOptions(placement=part.strip()) for part in placement.split(",")]
     on = "cpu:" if devices.strip().startswith("cpu:") else ""
     counts = read_counts(devices.replace(on, ""))
-    ways: list[_Way] = []
+    ways: list[Way] = []
     for each, count in product(kept, counts):
         # With `pipeline:2`, an odd number of devices makes no whole pipelines.
         with suppress(ValueError):
             each.pipeline_of(count)
-            ways.append(_Way(count, each.placement, on))
+            ways.append(Way(count, each.placement, on))
     if len(ways) < 2 or {each.placement for each in kept} != {way.placement for way in ways}:
         raise ValueError(
             f"--devices {devices} --placement {placement}: expected two or more ways to compare, "

@@ -58,6 +58,7 @@ class Call(IntEnum):
     GRADIENT = 15, "trainer.gradient"
     WHOLE = 16, "the beginning of trainer.unsharded"
     CLOSE = 17, "trainer.close"
+    RECORD = 18, "trainer.record"
 
 
 class CallDigest(NamedTuple):

@@ -67,6 +67,8 @@ class RunOptions:
     """Whether workers that are asked to stop save themselves, as they do with ``checkpoint``."""
     stop_signals: tuple[str, ...] = ()
     """Signals by which another launcher than onefold's asks a process to stop, such as USR1."""
+    stops_after: int = 0
+    """The step after which the run stops, as if it were asked to by a signal; 0 for none."""
     grace_s: float = DEFAULT_GRACE_S
     """How long a run that is asked to stop may take to save itself."""
     restarts: int = 0

@@ -41,7 +41,7 @@ class StepLog:
         Args:
             numbers: by name; floats, or tensors of one element.
         """
-        if self._write is not None:
+        if self._write is not None and not self._trainer.replaying:
             found = {name: float(value) for name, value in numbers.items()}
             self._write(found, self._trainer.steps)
 
@@ -57,8 +57,8 @@ def log_steps(
     """Write the numbers of a run's steps: loss, values beside it, norm of the gradient, speed.
 
     Called on every device; what is written comes from the lead. It is there for every step that a
-    checkpoint holds. Steps that come once more, after a stop between two checkpoints, are written
-    once more, with the same numbers.
+    checkpoint holds, and written once. Steps that are made once more, after a stop between two
+    checkpoints, are written once more, with the same numbers.
 
     Args:
         trainer: of the run.
@@ -91,6 +91,10 @@ def log_steps(
 
     def follow(step: Step) -> None:
         nonlocal samples, since, written
+        if trainer.replaying:
+            # The run before has written it, with the same numbers.
+            samples, since, written = 0, time.perf_counter(), True
+            return
         samples += step.samples
         if write is None or (written and step.number % every):
             return

@@ -215,6 +215,7 @@ class Training:
             if loaded is not None:
                 self.saved = read_saved(loaded.extra, self.folder.checkpoints)
         self._agree(self._open_folder)
+        self.trainer.record(self.folder.path)
 
     def _open_folder(self) -> None:
         if self.options.resume:

@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from onefold.errors import RecordError
 
-__all__ = ["Begun", "Block", "Entry", "Result", "Saved", "StepEntry", "decode", "encode"]
+__all__ = ["Begun", "Block", "Entry", "Failed", "Result", "Saved", "StepEntry", "decode", "encode"]
 
 
 class Begun(Struct, tag="begun", tag_field="kind", frozen=True, kw_only=True):
@@ -72,6 +72,17 @@ class StepEntry(Struct, tag="step", tag_field="kind", frozen=True, kw_only=True)
     """V uint64: of the same sample of each shard's gradient."""
 
 
+class Failed(Struct, tag="failed", tag_field="kind", frozen=True, kw_only=True):
+    """A step that raised an error, which the script survived."""
+
+    step: int
+    line: str
+    """Where in the script."""
+    error: str
+    """Its class, in `onefold.errors`."""
+    text: str
+
+
 class Result(Struct, tag="result", tag_field="kind", frozen=True, kw_only=True):
     """Something that the script asked for between two steps."""
 
@@ -105,7 +116,7 @@ class Saved(Struct, tag="checkpoint", tag_field="kind", frozen=True, kw_only=Tru
     """Where in the script; empty where the launcher had it made."""
 
 
-Entry = Begun | StepEntry | Result | Block | Saved
+Entry = Begun | StepEntry | Failed | Result | Block | Saved
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[Entry] = msgspec.msgpack.Decoder(Entry)
 

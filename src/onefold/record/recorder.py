@@ -10,6 +10,7 @@ where a process on a GPU is killed.
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 import operator
 import sys
@@ -26,14 +27,26 @@ from onefold.core.assignment import Devices
 from onefold.core.batch import ShardedBatch
 from onefold.core.fold import fold_shards
 from onefold.record import standing
-from onefold.record.entries import Begun, Block, Entry, Result, Saved, StepEntry, decode, encode
+from onefold.record.entries import (
+    Begun,
+    Block,
+    Entry,
+    Failed,
+    Result,
+    Saved,
+    StepEntry,
+    decode,
+    encode,
+)
 from onefold.record.frames import FrameWriter
 from onefold.step.result import Step
 from onefold.system.hostcopy import HostCopy
 
-__all__ = ["LARGEST_BYTES", "Recorder", "begun"]
+__all__ = ["LARGEST_BYTES", "Recorder", "begun", "places_of"]
 
-LARGEST_BYTES = 16 << 20
+_log = logging.getLogger("onefold")
+
+LARGEST_BYTES = 4 << 20
 """The largest result that is kept; of a larger one the digest alone is."""
 
 
@@ -65,12 +78,12 @@ class Recorder:
     def __init__(self, path: Path, optimizer: torch.optim.Optimizer) -> None:
         self._writer, self._groups = FrameWriter(path), optimizer.param_groups
         before = [decode(body, f"{path}, frame {n}") for n, body in enumerate(self._writer.before)]
-        self._standing = len(standing(before))
+        self._standing, self._is_lost = len(standing(before)), False
         self._held: _Unwritten | None = None
         self._rates: list[float] = []
 
-    def note(self, entry: Begun | Block | Saved) -> None:
-        """Note that the run began or goes on, that a block has ended, or a checkpoint was begun."""
+    def note(self, entry: Begun | Block | Failed | Saved) -> None:
+        """Note an entry that is known as it is."""
         self._write_held()
         if isinstance(entry, Begun):
             self._standing = min(entry.kept, self._standing)
@@ -79,7 +92,7 @@ class Recorder:
     def note_checkpoint(self, step: int, folder: Path, line: str) -> int:
         """Note that a checkpoint is begun; return how many entries count by now."""
         self.note(Saved(step=step, folder=folder.name, line=line))
-        return self._standing
+        return 0 if self._is_lost else self._standing
 
     def begin_step(self) -> None:
         """Note the learning rates of the step that begins: its schedule may move on with it."""
@@ -92,7 +105,7 @@ class Recorder:
         self._held = _Unwritten(
             step=step,
             gradient=gradient,
-            place=[_place(part) for part in batch.read if part.data_pass is not None],
+            place=places_of(batch),
             rates=self._rates,
             numbers=HostCopy(numbers),
             norm=None if norm is None else HostCopy(norm),
@@ -115,8 +128,15 @@ class Recorder:
         self._writer.close()
 
     def _append(self, entry: Entry) -> None:
-        self._writer.append(encode(entry))
-        self._standing += 1
+        if self._is_lost:
+            return
+        try:
+            self._writer.append(encode(entry))
+            self._standing += 1
+        except OSError as error:
+            # A full disk ends no run: it is recorded no further, and resumed without its record.
+            self._is_lost = True
+            _log.warning("%s is written no further: %s", self._writer.path, error.strerror)
 
     def _write_held(self) -> None:
         held, self._held = self._held, None
@@ -181,6 +201,10 @@ def begun(
     )
 
 
-def _place(batch: ShardedBatch) -> tuple[int, int, int, int]:
-    assert batch.data_pass is not None
-    return batch.loader, batch.data_pass.number, batch.stop, batch.samples
+def places_of(batch: ShardedBatch) -> list[tuple[int, int, int, int]]:
+    """Where the parts of a batch that loaders have made lie; see `StepEntry.place`."""
+    return [
+        (part.loader, part.data_pass.number, part.stop, part.samples)
+        for part in batch.read
+        if part.data_pass is not None
+    ]

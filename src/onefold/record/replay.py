@@ -22,12 +22,14 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from onefold import errors
 from onefold.core import wire
 from onefold.core.batch import ShardedBatch
 from onefold.core.values import StepValues
 from onefold.errors import RecordError
 from onefold.record import shards_of
-from onefold.record.entries import Begun, Block, Entry, Result, Saved, StepEntry
+from onefold.record.entries import Begun, Block, Entry, Failed, Result, Saved, StepEntry
+from onefold.record.recorder import places_of
 from onefold.step.result import StepResult, Verdict
 from onefold.system.words import listed, script_line
 
@@ -99,12 +101,22 @@ class Replay:
 
         Raises:
             RecordError: the run had no such step here.
+        OnefoldError: the one that the step raised.
         """
+        if isinstance(failed := self._entries[0], Failed):
+            self._entries.popleft()
+            raise getattr(errors, failed.error, errors.OnefoldError)(failed.text)
         entry = self._next(StepEntry, f"a step of {batch.samples} samples{_of(name)}")
         if (entry.samples, entry.name) != (batch.samples, name):
             raise RecordError(
                 f"{script_line()}: step {entry.step} of the resumed run has {batch.samples} "
                 f"samples{_of(name)}, and had {entry.samples}{_of(entry.name)} before: {_ADVICE}"
+            )
+        if entry.place != (here := places_of(batch)):
+            raise RecordError(
+                f"{script_line()}: step {entry.step} of the resumed run has the batch at {here} "
+                f"(loader, pass, its end in the pass, samples), and had that at {entry.place} "
+                f"before: {_ADVICE}"
             )
         return _result_of(entry)
 
@@ -153,7 +165,10 @@ def _of(name: str) -> str:
 
 def _other(entry: Entry, call: str) -> RecordError:
     was = {StepEntry: "step", Block: "a block of trainer.modifying after step"}.get(type(entry))
-    was = was or f"{entry.call if isinstance(entry, Result) else 'trainer.save'} after step"
+    was = was or {Result: getattr(entry, "call", ""), Failed: "an error in the step"}.get(
+        type(entry), "trainer.save"
+    )
+    was += "" if isinstance(entry, StepEntry | Block) else " after step"
     where = "" if isinstance(entry, StepEntry | Begun) else f" at {entry.line}"
     return RecordError(
         f"{script_line()}: the resumed script asks for {call}, where the run before had {was} "

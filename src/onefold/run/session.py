@@ -30,7 +30,7 @@ from onefold.checkpoint.autosave import Autosave, Resumption
 from onefold.checkpoint.folder import folder_of
 from onefold.checkpoint.resume import Checkpoints
 from onefold.core.batch import ShardedBatch, checked_dim, cut_batch, map_parts
-from onefold.core.calldigest import Call
+from onefold.core.calldigest import Call, CallDigest
 from onefold.core.context import LaunchContext
 from onefold.core.flat import named_tensors
 from onefold.core.settings import AS_GIVEN, Settings
@@ -39,7 +39,7 @@ from onefold.data_order.indexed import Items, Rule
 from onefold.data_order.loader import Loader
 from onefold.data_order.position import Position, Reached
 from onefold.data_order.reader import Collate, SizedDataset
-from onefold.errors import DisagreementError
+from onefold.errors import DisagreementError, OnefoldError
 from onefold.exchange.progress import progress_of
 from onefold.passes.averaged import Averaging
 from onefold.passes.collectives import gather_batch, written_shards
@@ -47,7 +47,7 @@ from onefold.passes.evaluation import DataCall, ScoreFunction
 from onefold.passes.modifying import Modifying
 from onefold.passes.statistics import recompute_statistics
 from onefold.record import FILE
-from onefold.record.entries import Block, Result, StepEntry
+from onefold.record.entries import Block, Failed, Result, StepEntry
 from onefold.record.recorder import Recorder, begun
 from onefold.record.replay import Replay
 from onefold.run.forming import check_devices, choose_devices, plan_of, settle_process
@@ -158,7 +158,11 @@ class Session:
         self._progress = progress_of(context)
         # May find a checkpoint, so what starts from the step that is done comes after it.
         self._begin_saving()
-        self.recorder = self._begin_recording(optimizer)
+        self.recorder: Recorder | None = None
+        """Writes down what is computed, on the lead, if that was asked for."""
+        if context.options.recorded_in and self.devices.trainer == 0:
+            with self.telling_others():
+                self._begin_recording(Path(context.options.recorded_in))
         self.note_progress()
         watches = {replica.number: replica.watch for replica in self.engine.context.replicas}
         with self._seen_whole():
@@ -189,22 +193,23 @@ class Session:
             self.position.reached = self._reached
             at_good_end(self._finish)
 
-    def _begin_recording(self, optimizer: torch.optim.Optimizer) -> Recorder | None:
-        """Have the run written down, on the lead, if that was asked for."""
-        folder = self._context.options.recorded_in
-        if not folder or self.devices.trainer > 0:
-            return None
+    def record(self, folder: Path) -> None:
+        """Have the run written down from here on; see `Trainer.record`."""
+        if self.engine.digests is not None:
+            raise RuntimeError(f"the run has a record already: expected no other, in {folder}")
+        self.engine.agree(CallDigest(Call.RECORD, self.position.step + 1))
+        self._begin_recording(folder)
+
+    def _begin_recording(self, folder: Path) -> None:
         trained = self.engine.context.parts.trained.values()
         self.engine.digests = GradientDigests([p.numel() for p in trained], self.settings.seed)
         if not self.devices.has_lead:
-            return None
-        with self.telling_others():
-            recorder = Recorder(Path(folder) / FILE, optimizer)
-            self.checkpoints.noted = recorder.note_checkpoint
-            resumption = self.resumption
-            self._note_begin(recorder, anew=resumption.step > 0 and resumption.replay is None)
-        at_good_end(recorder.close)
-        return recorder
+            return
+        self.recorder = Recorder(folder / FILE, self.engine.context.update.optimizer)
+        self.checkpoints.noted = self.recorder.note_checkpoint
+        resumption = self.resumption
+        self._note_begin(self.recorder, anew=resumption.step > 0 and resumption.replay is None)
+        at_good_end(self.recorder.close)
 
     def _note_begin(self, recorder: Recorder, *, anew: bool) -> None:
         step = max(self.position.step, self.resumption.step)
@@ -366,7 +371,7 @@ class Session:
         number = self.position.step + 1
         with self.telling_others():
             self._before_step(cut, name, gradient=False)
-            with self.verifying.step(cut, number, name) as given:
+            with self._noting_failure(), self.verifying.step(cut, number, name) as given:
                 outcome = self.engine.step(
                     given, number, name=name, asked_to_stop=self._is_asked_to_stop()
                 )
@@ -390,10 +395,21 @@ class Session:
             outcome = replay.step(cut, name)
             self._schedule.note_step(self.position.here, name, updates=outcome.verdict.updates)
             self.position.note_step(cut)
+            step = Step(self.position.step, cut.samples, cut.epoch, outcome, (), name)
+            self.observers.tell_script(step)
             self.resumption.note_answer()
-        step = Step(self.position.step, cut.samples, cut.epoch, outcome, (), name)
-        self.observers.tell_script(step)
         return step
+
+    @contextmanager
+    def _noting_failure(self) -> Iterator[None]:
+        """Write down what a step raises: the script may survive it."""
+        try:
+            yield
+        except OnefoldError as error:
+            if self.recorder is not None:
+                what = {"error": type(error).__name__, "text": str(error)}
+                self.recorder.note(Failed(step=self.position.step, line=script_line(), **what))
+            raise
 
     def _observe(
         self,
@@ -527,6 +543,8 @@ class Session:
         self._left = True
         self.verifying.end()
         self.resumption.end()
+        if self.recorder is not None:
+            self.recorder.close()
         self.engine.context.exchange.close()
 
     def drop(self) -> None:
@@ -564,7 +582,7 @@ class Session:
         """Cut a step's batch; return it with the time in which it was waited for."""
         start, plan = host_now_s(), self.engine.assignment.plan
         batch, dim = self.verifying.batch(batch), checked_dim(dim)
-        if self.resumption.replay is not None and not self.replaying:
+        if self.resumption.replay is not None and not self.resumption.answering:
             batch = map_parts(batch, _read_now)
         if isinstance(batch, ShardedBatch):
             cut = replace(self._checked_batch(batch, plan), dim=dim)
@@ -625,8 +643,11 @@ class Session:
 
         Devices see a signal at different times; the step makes one answer of it.
         """
-        by_launcher = self._progress is not None and self._progress.stop_requested()
-        return self._context.options.may_stop and (by_launcher or bool(self._requests))
+        options, by_launcher = self._context.options, False
+        if self._progress is not None:
+            by_launcher = self._progress.stop_requested()
+        by_launcher |= options.stops_after == self.position.step + 1
+        return options.may_stop and (by_launcher or bool(self._requests))
 
     def note_progress(self) -> None:
         """Tell the launcher which step is next: later failures are reported as in that step."""

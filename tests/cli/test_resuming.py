@@ -1,0 +1,53 @@
+"""``onefold verify --resume``: a script is stopped at random steps, and the ends are compared."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.full
+
+SCRIPT = """
+import sys
+import torch, onefold
+
+torch.manual_seed(0)
+model = torch.nn.Linear(3, 1)
+optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+data = torch.randn(24, 3)
+trainer = onefold.Trainer(model, optimizer, lambda m, x: m(x).square().mean(1), shards=2)
+loader = trainer.loader(data, batch_size=8, shuffle=True)
+seen = torch.zeros(())
+for epoch in trainer.epochs(3):
+    for batch in loader:
+        step = trainer.step(batch)
+        if "copies" in sys.argv:
+            seen += model.weight.detach().sum()
+    if "copies" in sys.argv:
+        with trainer.modifying():
+            model.bias.data += 0.01 * seen
+    score = trainer.evaluate(lambda m, x: {"out": m(x)}, data, batch_size=8)
+print(trainer.fingerprint())
+"""
+
+
+def verified(folder: Path, *words: str) -> tuple[int, str]:
+    (folder / "train.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "onefold", "verify", "--resume", "2", "train.py", *words]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_all_ends_are_equal(tmp_path: Path) -> None:
+    code, text = verified(tmp_path)
+    assert code == 0, text
+    assert "All ends are equal." in text
+    assert text.count("equal") > 4
+
+
+def test_a_script_that_copies_weights_is_found(tmp_path: Path) -> None:
+    code, text = verified(tmp_path, "copies")
+    assert code == 1, text
+    assert "differ first in a block of modifying after step" in text
+    assert "The ends differ." in text
