@@ -17,7 +17,7 @@ MODULES = sorted(
     if path.stem != "__main__"
 )
 PUBLIC = """
-    Checkpoint DeviceInfo Loader LossTerms Mean Outcome OwnLength RunOptions Selection Shared
+    Checkpoint DeviceInfo Loader LossTerms Mean Outcome OwnLength Record RunOptions Selection Shared
     Step Sum SyncBatchNorm Trainer __version__ build errors gather is_launched launch list_devices
     load_weights losses same_in_all_shards select_devices supervise
 """

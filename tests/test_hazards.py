@@ -46,6 +46,7 @@ WRITES_OR_REMOVES = """
     jobs/digits.py figure.savefig: into a file that is put aside first
     jobs/report/curves.py figure.savefig: into memory
     jobs/runfolder.py tempfile.TemporaryFile: without a name, to try the folder
+    record/frames.py os.ftruncate: a record that begins as ours do, after its last whole frame
     run/launch.py tempfile.TemporaryFile: without a name
     system/allocator.py os.ftruncate: memory without a name
     system/folderlock.py self._path.unlink: our lock, while it is held, and is still that file
@@ -90,6 +91,7 @@ ENDS = """
 
 LOCKS = """
     checkpoint/aside.py fcntl.flock: on a file of its owner alone; never waits
+    record/frames.py fcntl.lockf: on the record that is written; never waits
     system/folderlock.py fcntl.lockf: on a file of its owner alone; never waits
     system/ownfiles.py fcntl.flock: on the private folder, so that others leave it; never waits
     testing/scheduler.py threading.Semaphore: of simulated devices, one of which always goes on

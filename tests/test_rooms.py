@@ -46,7 +46,7 @@ ROOMS = (
 )
 OUTER = {"jobs", "integrations", "cli"}
 """What is built on the public interface, as a user's program is."""
-OPEN_TO_OUTER = {"errors", "losses", "system", "weights", "onefold", *OUTER}
+OPEN_TO_OUTER = {"errors", "losses", "record", "system", "weights", "onefold", *OUTER}
 
 
 OF_SYSTEM_FOR_CORE = {"onefold.system.compat"}

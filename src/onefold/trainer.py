@@ -34,7 +34,6 @@ from onefold.errors import CheckpointError
 from onefold.exchange.memory import Memory
 from onefold.passes.collectives import broadcast, gather, model_digests, written
 from onefold.passes.evaluation import ScoreFunction, evaluate, predict
-from onefold.record.entries import Saved
 from onefold.run.context import current_context
 from onefold.run.session import Session
 from onefold.run.userparts import GivenOptimizer, GivenSchedule, UserParts
@@ -240,7 +239,7 @@ class Trainer:
             lengths=lengths,
             drop_last=drop_last,
         )
-        return self._session.loader_of_steps(**chosen)
+        return self._session.batches.loader_of_steps(**chosen)
 
     def batches(self, rule: BatchRule, *, per_epoch: int) -> Loader:
         """Whole batches by a rule of your own, for `step`; they go on after a checkpoint.
@@ -263,7 +262,9 @@ class Trainer:
         >>> step.number, step.samples
         (3, 6)
         """
-        return self._session.loader_of_steps(Rule(rule, per_epoch), as_it_is, batch_size=None)
+        return self._session.batches.loader_of_steps(
+            Rule(rule, per_epoch), as_it_is, batch_size=None
+        )
 
     def epochs(self, number: int) -> Iterator[int]:
         """Count epochs from where the run is, which may be inside of one, up to ``number``.
@@ -461,7 +462,7 @@ class Trainer:
         True
         """
         with self._session.telling_others():
-            self._session.record(Path(directory))
+            self._session.recording.record(Path(directory))
 
     @property
     def replaying(self) -> bool:
@@ -476,7 +477,7 @@ class Trainer:
         ...     trainer.steps
         0
         """
-        return self._session.replaying
+        return self._session.resumption.replaying
 
     def state(self, name: str, value: _State) -> _State:
         """Keep a value of the script in the record, for when it is resumed; called on every device.
@@ -497,7 +498,7 @@ class Trainer:
         """
         session = self._session
         with session.telling_others():
-            return session.answered(f"trainer.state of {name}", lambda: value)
+            return session.recording.answered(f"trainer.state of {name}", lambda: value)
 
     @property
     def steps(self) -> int:
@@ -657,7 +658,7 @@ class Trainer:
         session = self._session
         with session.telling_others():
             text = written(value) if session.devices.has_lead else None
-            return session.answered("trainer.broadcast", partial(self._broadcast, text))
+            return session.recording.answered("trainer.broadcast", partial(self._broadcast, text))
 
     def gather(self, value: object) -> list[Any]:
         """A value of every device's process, such as seconds or a score; called on every device.
@@ -684,7 +685,7 @@ class Trainer:
         session = self._session
         with session.telling_others():
             text = written(value)
-            return session.answered("trainer.gather", partial(self._gather, text))
+            return session.recording.answered("trainer.gather", partial(self._gather, text))
 
     def fork_rng(self) -> AbstractContextManager[None]:
         """A block whose random numbers do not shift those that come after it.
@@ -720,7 +721,9 @@ class Trainer:
         session = self._session
         digests = partial(model_digests, session.engine, self.steps + 1)
         with session.telling_others():
-            return session.answered("trainer.fingerprint", lambda: fingerprint_of(digests()))
+            return session.recording.answered(
+                "trainer.fingerprint", lambda: fingerprint_of(digests())
+            )
 
     def save(
         self,
@@ -765,8 +768,8 @@ class Trainer:
         copied = to_json(extra, "extra")
         session = self._session
         with session.telling_others():
-            if (replay := session.resumption.answers(Saved)) is not None:
-                return session.saved_before(Path(directory), replay)
+            if (before := session.recording.saved(Path(directory))) is not None:
+                return before
             session.resumption.begin_save()
             place, line = session.verifying.writes_to(directory), script_line()
             save = partial(
@@ -822,7 +825,7 @@ class Trainer:
                 found = session.checkpoints.load(place, changed=names, if_any=if_any)
                 if found is not None:
                     session.resumption.begin_anew()
-                    session.note_load()
+                    session.recording.note_load()
                 return found
         finally:
             session.gradients.forget()

@@ -116,6 +116,5 @@ def _leave(life: Life) -> None:
     if session._autosave is not None:
         session._autosave.leave()
     session.resumption.end()
-    if session.recorder is not None:
-        session.recorder.close()
+    session.recording.close()
     session.engine.context.exchange.close()

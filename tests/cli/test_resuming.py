@@ -1,5 +1,6 @@
 """``onefold verify --resume``: a script is stopped at random steps, and the ends are compared."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -35,7 +36,10 @@ print(trainer.fingerprint())
 def verified(folder: Path, *words: str) -> tuple[int, str]:
     (folder / "train.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "onefold", "verify", "--resume", "2", "train.py", *words]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    wide = {**os.environ, "COLUMNS": "200"}
+    done = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, check=False, env=wide
+    )
     return done.returncode, done.stdout + done.stderr
 
 

@@ -33,14 +33,6 @@ def test_swaps_single_flips_and_paired_flips_show(dtype: torch.dtype) -> None:
     assert digest(values.clone()) == before
 
 
-def test_an_accelerator_computes_the_same_number() -> None:
-    """Its own way, on the processor."""
-    values = torch.randn(LONGEST)
-    weights = digest_of.__globals__["_weights_on"](torch.device("cpu"))
-    there = (values.view(torch.int32).to(torch.int64) * weights[:LONGEST]).sum()
-    assert int(there) == digest(values)
-
-
 @given(st.lists(st.integers(1, 3000), min_size=1, max_size=5), st.integers(0, 10_000))
 def test_a_sample_lies_in_one_parameter(sizes: list[int], step: int) -> None:
     sample = GradientDigests(sizes, seed=3).sample_of(step)

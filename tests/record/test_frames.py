@@ -1,6 +1,8 @@
 """A record survives a kill at any byte, and damage is refused by name."""
 
 import logging
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -25,9 +27,12 @@ def test_what_was_appended_is_read_and_gone_on_with(tmp_path: Path) -> None:
     writer = FrameWriter(path)
     assert writer.before == BODIES
     writer.append(b"five")
+    code = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'r+'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+    other = subprocess.run(
+        [sys.executable, "-c", code, str(path)], capture_output=True, check=False
+    )
+    assert b"BlockingIOError" in other.stderr
     assert read_frames(path)[0] == [*BODIES, b"five"]
-    with pytest.raises(BlockingIOError):
-        FrameWriter(path)
     writer.close()
 
 

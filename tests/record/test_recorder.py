@@ -14,7 +14,7 @@ import onefold
 from onefold.core.options import RunOptions
 from onefold.errors import RecordError
 from onefold.record import FILE, Record
-from onefold.record.entries import Begun, Block, Result, StepEntry
+from onefold.record.entries import Begun, BlockEntry, Result, StepEntry
 from onefold.testing import simulate
 from tests.checkpoint.inprocess import Life, Runs
 from tests.small import points, sgd
@@ -168,7 +168,7 @@ def test_entries_are_in_the_order_of_the_script_and_large_results_are_left_out(
     monkeypatch.setattr("onefold.record.recorder.LARGEST_BYTES", 60)
     record = recorded(tmp_path / "one")
     kinds = itertools.groupby(type(entry) for entry in numbers(record))
-    assert [kind for kind, _ in kinds] == [StepEntry, Block, Result] * EPOCHS
+    assert [kind for kind, _ in kinds] == [StepEntry, BlockEntry, Result] * EPOCHS
     assert [each["kept"] for each in record.results] == [*[True, False] * EPOCHS, True]
     assert record.results[1]["value"] is None
     assert record.results[1]["digest"]

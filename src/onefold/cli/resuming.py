@@ -10,6 +10,7 @@ left out.
 
 from __future__ import annotations
 
+import json
 import random
 import sys
 from collections.abc import Sequence
@@ -21,10 +22,9 @@ from rich.console import Console
 from rich.table import Table
 
 from onefold import Outcome, RunOptions, select_devices, supervise
-from onefold.checkpoint.folder import find_checkpoint
 from onefold.cli.verify import Way
 from onefold.record import Record
-from onefold.record.entries import Block, Result, StepEntry
+from onefold.record.entries import BlockEntry, Result, StepEntry
 from onefold.system.ownfiles import PrivateFolder
 from onefold.system.process import STOPPED_CODE
 from onefold.system.words import tell
@@ -34,7 +34,7 @@ __all__ = ["verify_resume"]
 _AGREE, _DIFFER, _FAILED = 0, 1, 2
 _NEVER = 1 << 30
 """From one checkpoint to the next, so that there are those of stops and ends alone."""
-_ENTRIES = StepEntry | Result | Block
+_ENTRIES = StepEntry | Result | BlockEntry
 
 
 def verify_resume(
@@ -106,12 +106,14 @@ class _Runs:
         if outcome.exit_code:
             raise _failed(outcome, f"on {way}")
         folder = self._folder / name
+        record = Record(folder)
+        last = folder / str(record.checkpoints["folder"][-1]) / "run.json"
         kept = [
             entry
-            for entry in Record(folder).entries
+            for entry in record.entries
             if isinstance(entry, _ENTRIES) and getattr(entry, "call", "") != "trainer.gather"
         ]
-        return str(find_checkpoint(folder).run["fingerprint"]), kept
+        return str(json.loads(last.read_text())["fingerprint"]), kept
 
     def _run(self, name: str, way: Way, *, stops_after: int) -> Outcome:
         folder = self._folder / name
@@ -137,7 +139,7 @@ def _first_difference(whole: Sequence[_ENTRIES], other: Sequence[_ENTRIES]) -> s
     """Where two records differ first, in words; empty if they do not."""
     for one, two in zip(whole, other, strict=False):
         if one != two:
-            kinds = {StepEntry: "step", Block: "a block of modifying after step"}
+            kinds = {StepEntry: "step", BlockEntry: "a block of modifying after step"}
             what = kinds.get(type(one)) or f"{getattr(one, 'call', '')} after step"
             return f"differ first in {what} {one.step}"
     return "" if len(whole) == len(other) else f"{len(other)} in place of {len(whole)}"

@@ -15,7 +15,16 @@ from msgspec import structs
 
 from onefold.core import wire
 from onefold.errors import RecordError
-from onefold.record.entries import Begun, Block, Entry, Result, Saved, StepEntry, decode, encode
+from onefold.record.entries import (
+    Begun,
+    BlockEntry,
+    Entry,
+    Result,
+    SavedEntry,
+    StepEntry,
+    decode,
+    encode,
+)
 from onefold.record.frames import read_frames
 
 __all__ = ["FILE", "Record", "shards_of", "standing", "whole_run"]
@@ -41,6 +50,14 @@ class Record:
     ``polars.DataFrame`` take as it is. Of steps that were made again after a kill, the last ones
     count. A record that is being written may be read.
 
+    >>> import tempfile
+    >>> folder = tempfile.mkdtemp()
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> loss = lambda model, x: model(x).square().mean(1)
+    >>> trainer = onefold.Trainer(model, optimizer, loss, shards=2)
+    >>> trainer.record(folder)
+    >>> steps = [trainer.step(torch.ones(6, 2)) for _ in range(3)]
     >>> record = onefold.Record(folder)
     >>> record.steps["loss"].shape, record.steps["step"].tolist()
     ((3,), [1, 2, 3])
@@ -112,15 +129,15 @@ class Record:
     @property
     def blocks(self) -> Table:
         """One row for each block of `Trainer.modifying`: ``step``, ``line``, ``digest``."""
-        return self._table(Block)
+        return self._table(BlockEntry)
 
     @property
     def checkpoints(self) -> Table:
         """One row for each checkpoint: ``step`` and ``folder``."""
-        return self._table(Saved)
+        return self._table(SavedEntry)
 
     def step(self, number: int) -> StepEntry:
-        """What was written of one step.
+        """What was written of one step; see `Record`.
 
         Raises:
             RecordError: the record has no such step.

@@ -12,7 +12,17 @@ from msgspec import Struct
 
 from onefold.errors import RecordError
 
-__all__ = ["Begun", "Block", "Entry", "Failed", "Result", "Saved", "StepEntry", "decode", "encode"]
+__all__ = [
+    "Begun",
+    "BlockEntry",
+    "Entry",
+    "Failed",
+    "Result",
+    "SavedEntry",
+    "StepEntry",
+    "decode",
+    "encode",
+]
 
 
 class Begun(Struct, tag="begun", tag_field="kind", frozen=True, kw_only=True):
@@ -97,7 +107,7 @@ class Result(Struct, tag="result", tag_field="kind", frozen=True, kw_only=True):
     """Of the value, also where that was not kept."""
 
 
-class Block(Struct, tag="modifying", tag_field="kind", frozen=True, kw_only=True):
+class BlockEntry(Struct, tag="modifying", tag_field="kind", frozen=True, kw_only=True):
     """A block of `Trainer.modifying` has ended."""
 
     step: int
@@ -107,7 +117,7 @@ class Block(Struct, tag="modifying", tag_field="kind", frozen=True, kw_only=True
     """Of a sample of each parameter and buffer, as the block left them."""
 
 
-class Saved(Struct, tag="checkpoint", tag_field="kind", frozen=True, kw_only=True):
+class SavedEntry(Struct, tag="checkpoint", tag_field="kind", frozen=True, kw_only=True):
     """A checkpoint was begun."""
 
     step: int
@@ -116,7 +126,7 @@ class Saved(Struct, tag="checkpoint", tag_field="kind", frozen=True, kw_only=Tru
     """Where in the script; empty where the launcher had it made."""
 
 
-Entry = Begun | StepEntry | Failed | Result | Block | Saved
+Entry = Begun | StepEntry | Failed | Result | BlockEntry | SavedEntry
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[Entry] = msgspec.msgpack.Decoder(Entry)
 

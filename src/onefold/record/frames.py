@@ -47,9 +47,10 @@ class FrameWriter:
         self.path = path
         self._file = open_regular(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
         try:
-            self._lock()
             self.before, end = read_frames(path)
             """The bodies that were there before, in order."""
+            # Only now: to close another descriptor of the file, as reading does, lets go of it.
+            self._lock()
             size = os.fstat(self._file).st_size
             if size > end:
                 _log.warning("%s: %d bytes of a torn frame are cut off", path, size - end)
@@ -77,7 +78,7 @@ class FrameWriter:
 
     def _lock(self) -> None:
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             text = "another run writes its record there: name another folder by --record"
             raise BlockingIOError(error.errno, text, str(self.path)) from None

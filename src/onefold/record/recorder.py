@@ -29,11 +29,11 @@ from onefold.core.fold import fold_shards
 from onefold.record import standing
 from onefold.record.entries import (
     Begun,
-    Block,
+    BlockEntry,
     Entry,
     Failed,
     Result,
-    Saved,
+    SavedEntry,
     StepEntry,
     decode,
     encode,
@@ -82,7 +82,7 @@ class Recorder:
         self._held: _Unwritten | None = None
         self._rates: list[float] = []
 
-    def note(self, entry: Begun | Block | Failed | Saved) -> None:
+    def note(self, entry: Begun | BlockEntry | Failed | SavedEntry) -> None:
         """Note an entry that is known as it is."""
         self._write_held()
         if isinstance(entry, Begun):
@@ -91,7 +91,7 @@ class Recorder:
 
     def note_checkpoint(self, step: int, folder: Path, line: str) -> int:
         """Note that a checkpoint is begun; return how many entries count by now."""
-        self.note(Saved(step=step, folder=folder.name, line=line))
+        self.note(SavedEntry(step=step, folder=folder.name, line=line))
         return 0 if self._is_lost else self._standing
 
     def begin_step(self) -> None:

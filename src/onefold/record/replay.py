@@ -28,14 +28,14 @@ from onefold.core.batch import ShardedBatch
 from onefold.core.values import StepValues
 from onefold.errors import RecordError
 from onefold.record import shards_of
-from onefold.record.entries import Begun, Block, Entry, Failed, Result, Saved, StepEntry
+from onefold.record.entries import Begun, BlockEntry, Entry, Failed, Result, SavedEntry, StepEntry
 from onefold.record.recorder import places_of
 from onefold.step.result import StepResult, Verdict
 from onefold.system.words import listed, script_line
 
 __all__ = ["Replay"]
 
-_Kind = TypeVar("_Kind", StepEntry, Result, Block, Saved)
+_Kind = TypeVar("_Kind", StepEntry, Result, BlockEntry, SavedEntry)
 
 
 class Replay:
@@ -52,7 +52,7 @@ class Replay:
         self._entries = deque(
             each
             for each in entries
-            if not isinstance(each, Begun) and (not isinstance(each, Saved) or each.line)
+            if not isinstance(each, Begun) and (not isinstance(each, SavedEntry) or each.line)
         )
         self._coming: dict[tuple[int, int], deque[tuple[int, int]]] = defaultdict(deque)
         for entry in self._entries:
@@ -139,11 +139,11 @@ class Replay:
 
     def block(self) -> None:
         """Note that a block of `Trainer.modifying` ends that the run has ended before."""
-        self._next(Block, "a block of trainer.modifying")
+        self._next(BlockEntry, "a block of trainer.modifying")
 
     def saved(self) -> None:
         """Note that a checkpoint is asked for that was made before."""
-        self._next(Saved, "trainer.save")
+        self._next(SavedEntry, "trainer.save")
 
     def _next(self, kind: type[_Kind], call: str) -> _Kind:
         entry = self._entries.popleft()
@@ -164,15 +164,16 @@ def _of(name: str) -> str:
 
 
 def _other(entry: Entry, call: str) -> RecordError:
-    was = {StepEntry: "step", Block: "a block of trainer.modifying after step"}.get(type(entry))
-    was = was or {Result: getattr(entry, "call", ""), Failed: "an error in the step"}.get(
-        type(entry), "trainer.save"
-    )
-    was += "" if isinstance(entry, StepEntry | Block) else " after step"
-    where = "" if isinstance(entry, StepEntry | Begun) else f" at {entry.line}"
+    if isinstance(entry, StepEntry):
+        was = f"step {entry.step}"
+    else:
+        names = {BlockEntry: "a block of trainer.modifying", SavedEntry: "trainer.save"}
+        names |= {Failed: "a step that raised an error"}
+        name = names.get(type(entry)) or getattr(entry, "call", "")
+        was = f"{name} after step {entry.step} at {getattr(entry, 'line', '')}"
     return RecordError(
-        f"{script_line()}: the resumed script asks for {call}, where the run before had {was} "
-        f"{entry.step}{where}: {_ADVICE}"
+        f"{script_line()}: the resumed script asks for {call}, where the run before had {was}: "
+        f"{_ADVICE}"
     )
 
 

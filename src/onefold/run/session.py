@@ -27,15 +27,11 @@ from typing import Any, TypeVar
 import torch
 
 from onefold.checkpoint.autosave import Autosave, Resumption
-from onefold.checkpoint.folder import folder_of
 from onefold.checkpoint.resume import Checkpoints
-from onefold.core.batch import ShardedBatch, checked_dim, cut_batch, map_parts
-from onefold.core.calldigest import Call, CallDigest
+from onefold.core.batch import ShardedBatch
+from onefold.core.calldigest import Call
 from onefold.core.context import LaunchContext
-from onefold.core.flat import named_tensors
 from onefold.core.settings import AS_GIVEN, Settings
-from onefold.core.shard import Plan
-from onefold.data_order.indexed import Items, Rule
 from onefold.data_order.loader import Loader
 from onefold.data_order.position import Position, Reached
 from onefold.data_order.reader import Collate, SizedDataset
@@ -46,27 +42,25 @@ from onefold.passes.collectives import gather_batch, written_shards
 from onefold.passes.evaluation import DataCall, ScoreFunction
 from onefold.passes.modifying import Modifying
 from onefold.passes.statistics import recompute_statistics
-from onefold.record import FILE
-from onefold.record.entries import Block, Failed, Result, StepEntry
-from onefold.record.recorder import Recorder, begun
+from onefold.record.entries import StepEntry
 from onefold.record.replay import Replay
+from onefold.run.batches import Batches, Wait, read_now
 from onefold.run.forming import check_devices, choose_devices, plan_of, settle_process
 from onefold.run.gradientsteps import GradientSteps, Place
 from onefold.run.membership import RunStopped, at_good_end, is_failing, only_noting, register
 from onefold.run.observers import Observers
 from onefold.run.planning import plan_instead
+from onefold.run.recordedcalls import RecordedCalls
 from onefold.run.userparts import UserParts, keep_code_private
-from onefold.shard.digest import GradientDigests, digest_of_all
 from onefold.step.agreement import digest_of
 from onefold.step.assembly import assemble, hold, take_from_holders
 from onefold.step.engine import Engine
 from onefold.step.result import Step, StepResult
 from onefold.system.process import STOPPED_CODE, requests_by_signals
-from onefold.system.words import script_line
 from onefold.update.byscript import NO_STEP, ByScript, chosen_optimizer
 from onefold.update.schedule import RunSchedule
 from onefold.verifying import Verifying
-from onefold.watch.timing import Moment, Span, host_now_s
+from onefold.watch.timing import Span
 
 __all__ = ["Session"]
 
@@ -75,7 +69,6 @@ _Value = TypeVar("_Value")
 _OVER = "trainer.close(), or after another Trainer has taken the model"
 
 _log = logging.getLogger("onefold")
-Wait = tuple[Moment, Moment]
 
 
 class Session:
@@ -158,11 +151,14 @@ class Session:
         self._progress = progress_of(context)
         # May find a checkpoint, so what starts from the step that is done comes after it.
         self._begin_saving()
-        self.recorder: Recorder | None = None
-        """Writes down what is computed, on the lead, if that was asked for."""
+        run = self.engine, self.devices, self.position
+        self.batches = Batches(*run, self.verifying, self.resumption, self.whole)
+        """Makes loaders, and cuts what steps are given."""
+        self.recording = RecordedCalls(*run, self.checkpoints, self.resumption)
+        """Writes down what is computed, and answers a script that is resumed."""
         if context.options.recorded_in and self.devices.trainer == 0:
             with self.telling_others():
-                self._begin_recording(Path(context.options.recorded_in))
+                self.recording.begin(Path(context.options.recorded_in))
         self.note_progress()
         watches = {replica.number: replica.watch for replica in self.engine.context.replicas}
         with self._seen_whole():
@@ -193,65 +189,6 @@ class Session:
             self.position.reached = self._reached
             at_good_end(self._finish)
 
-    def record(self, folder: Path) -> None:
-        """Have the run written down from here on; see `Trainer.record`."""
-        if self.engine.digests is not None:
-            raise RuntimeError(f"the run has a record already: expected no other, in {folder}")
-        self.engine.agree(CallDigest(Call.RECORD, self.position.step + 1))
-        self._begin_recording(folder)
-
-    def _begin_recording(self, folder: Path) -> None:
-        trained = self.engine.context.parts.trained.values()
-        self.engine.digests = GradientDigests([p.numel() for p in trained], self.settings.seed)
-        if not self.devices.has_lead:
-            return
-        self.recorder = Recorder(folder / FILE, self.engine.context.update.optimizer)
-        self.checkpoints.noted = self.recorder.note_checkpoint
-        resumption = self.resumption
-        self._note_begin(self.recorder, anew=resumption.step > 0 and resumption.replay is None)
-        at_good_end(self.recorder.close)
-
-    def _note_begin(self, recorder: Recorder, *, anew: bool) -> None:
-        step = max(self.position.step, self.resumption.step)
-        entry = begun(
-            *(self.checkpoints.run, step, self.devices, self.engine.description),
-            kept=self.checkpoints.recorded,
-            anew=anew,
-        )
-        recorder.note(entry)
-
-    def note_load(self) -> None:
-        """Write down that the run goes on from elsewhere."""
-        if self.recorder is not None:
-            self._note_begin(self.recorder, anew=True)
-
-    @property
-    def replaying(self) -> bool:
-        """Whether a resumed script runs through what is done; see `Trainer.replaying`."""
-        return self.resumption.replaying
-
-    def saved_before(self, directory: Path, replay: Replay) -> Path:
-        """The folder of a checkpoint that the script had saved before the run was resumed."""
-        replay.saved()
-        self.resumption.note_answer()
-        return folder_of(directory, self.position.step)
-
-    def answered(self, call: str, ask: Callable[[], _Value]) -> _Value:
-        """What a call returns: as the record has it where it was made before, else computed now.
-
-        Args:
-            call: its name.
-            ask: makes the call.
-        """
-        if (replay := self.resumption.answers(Result, call)) is not None:
-            known: _Value = replay.result(call)
-            self.resumption.note_answer()
-            return known
-        value = ask()
-        if self.recorder is not None:
-            self.recorder.note_result(self.position.step, call, script_line(), value)
-        return value
-
     def set_plan(self, counts: Sequence[int]) -> None:
         """Have each device run this many shards from the next batch on.
 
@@ -261,43 +198,10 @@ class Session:
         plan = plan_of(self.devices, self.settings.shards, counts)
         self.engine.assignment = self.engine.assignment.with_plan(plan)
 
-    def loader(self, dataset: Any, collate: Collate | None, **choices: Any) -> Loader:
-        """Make a loader for `evaluate` and `predict`; see `Loader` for ``choices``."""
-        own = self.verifying.collate(collate)
-        # What a device computes of each batch is then one stretch of it.
-        return self._loader(
-            dataset, own, plan=lambda: self.engine.assignment.plan.in_a_row(), **choices
-        )
-
-    def loader_of_steps(self, dataset: Any, collate: Collate | None, **choices: Any) -> Loader:
-        """Make a loader for `step`, whose place in the data is part of a checkpoint."""
-        # Whole batches are not made of samples that could be kept.
-        keeps = not isinstance(dataset, Rule | Items)
-        collate = self.verifying.collate(collate, keeps=keeps)
-        choices |= {"plan": lambda: self.engine.assignment.plan, "gather": self.whole}
-        choices["repeats"] = self.verifying.repeats
-        made = self._loader(dataset, collate, **choices)
-        self.position.add(made.track)
-        self.verifying.add(made, collate)
-        return made
-
-    def _loader(self, dataset: Any, collate: Collate | None, **choices: Any) -> Loader:
-        return Loader(
-            dataset,
-            **choices,
-            collate=collate,
-            seed=self.settings.seed,
-            own=self.devices.own,
-            first_epoch=self.position.epoch,
-            pin_memory=self.devices.all[0].type == "cuda",
-            timeout_s=self.settings.timeout_s,
-            digest=self.engine.context.with_others,
-        )
-
     def whole(self, batch: ShardedBatch) -> Any:
         """Bring the payload of all of a batch's shards to every device, on the host."""
         with self.telling_others():
-            batch = _read_now(batch)
+            batch = read_now(batch)
             text = written_shards(self.verifying.plain(batch).shards)
             self.engine.agree(digest_of(batch, self.position.step + 1, Call.GATHER, loss=0))
             return gather_batch(self.engine.context.exchange, self.devices.own, text, batch)
@@ -312,7 +216,7 @@ class Session:
     ) -> dict[str, Any]:
         """Make a call over a data set, in its order, which all devices must make."""
         part = self.parts.on_part(function, model)
-        batches = self.loader(**chosen)
+        batches = self.batches.loader(**chosen)
         with self.telling_others():
             self.checkpoints.check()
             self.engine.check_last_step()
@@ -326,7 +230,7 @@ class Session:
                 found: dict[str, Any] = self.verifying.result(said, data, work)
                 return found
 
-            return self.answered(call.words, ask)
+            return self.recording.answered(call.words, ask)
 
     @contextmanager
     def averaged(
@@ -349,7 +253,7 @@ class Session:
                 "block without update_bn, where statistics are averaged like everything else"
             )
         # Before anything is shown: what is unusable is refused here.
-        batches = self.loader(data, collate, batch_size=batch_size, workers=workers)
+        batches = self.batches.loader(data, collate, batch_size=batch_size, workers=workers)
         with self.verifying.another_model(), self.averaging.block(step, recomputes=True):
             size = batches.track.size
             call = DataCall(Call.UPDATE_BN, step, size.samples, size.batch_size, self.engine.loss)
@@ -362,19 +266,23 @@ class Session:
         if isinstance(self.engine.context.update.optimizer, ByScript):
             raise RuntimeError(NO_STEP)
         if (replay := self.resumption.answers(StepEntry)) is not None:
-            return self._step_of_record(self._cut(batch, dim)[0], name, replay)
+            return self._step_of_record(self.batches.cut(batch, dim)[0], name, replay)
         if (same := self.verifying.step_again(name)) is not None:
             return self._note_again(batch, same)
         # Drop the times of a step that failed, if the script survived it.
         self.engine.take_spans()
-        cut, waited = self._cut(batch, dim)
+        cut, waited = self.batches.cut(batch, dim)
         number = self.position.step + 1
         with self.telling_others():
             self._before_step(cut, name, gradient=False)
-            with self._noting_failure(), self.verifying.step(cut, number, name) as given:
-                outcome = self.engine.step(
-                    given, number, name=name, asked_to_stop=self._is_asked_to_stop()
-                )
+            try:
+                with self.verifying.step(cut, number, name) as given:
+                    outcome = self.engine.step(
+                        given, number, name=name, asked_to_stop=self._is_asked_to_stop()
+                    )
+            except OnefoldError as error:
+                self.recording.note_failure(error)
+                raise
             self._schedule.note_step(self.position.here, name, updates=outcome.verdict.updates)
         # The step is done for everybody. The position follows before anything else can fail, or a
         # checkpoint might count the batch as unused.
@@ -400,17 +308,6 @@ class Session:
             self.resumption.note_answer()
         return step
 
-    @contextmanager
-    def _noting_failure(self) -> Iterator[None]:
-        """Write down what a step raises: the script may survive it."""
-        try:
-            yield
-        except OnefoldError as error:
-            if self.recorder is not None:
-                what = {"error": type(error).__name__, "text": str(error)}
-                self.recorder.note(Failed(step=self.position.step, line=script_line(), **what))
-            raise
-
     def _observe(
         self,
         step: Step,
@@ -420,9 +317,7 @@ class Session:
         gradient: bool,
     ) -> None:
         """Show a step that is done to all that watch the run."""
-        if self.recorder is not None:
-            with self.telling_others():
-                self.recorder.note_step(step, batch, gradient=gradient)
+        self.recording.note_step(step, batch, gradient=gradient)
         with self._seen_whole():
             self.observers.observe(step, spans)
 
@@ -454,7 +349,7 @@ class Session:
             if (same := self.verifying.step_again(name)) is not None:
                 self.gradients.note(batch, place, name, begins=not again)
                 return same if again else self._note_again(batch, same)
-            cut, waited = self._cut(batch, dim)
+            cut, waited = self.batches.cut(batch, dim)
             with self.changes.closed(place.step + 1):
                 if not again:
                     self._before_step(cut, name, gradient=True)
@@ -490,20 +385,11 @@ class Session:
     @contextmanager
     def modifying(self, *, optimizer_state: bool | None) -> Iterator[None]:
         """Open the block in which the model may be changed; see `Trainer.modifying`."""
-        with self.telling_others():
-            replay = self.resumption.answers(Block)
+        with self.telling_others(), self.recording.block() as note:
             block = self.changes.block(self.position.step + 1, state=optimizer_state)
             with self.verifying.another_model(), block:
                 yield
-                noted = self.recorder is not None and replay is None
-                left = self._digest_of_model() if noted else None
-            self.resumption.end_block(replay)
-            if self.recorder is not None and left is not None:
-                self.recorder.note(Block(step=self.position.step, line=script_line(), digest=left))
-
-    def _digest_of_model(self) -> int:
-        tensors = named_tensors(self.parts.module).values()
-        return digest_of_all([tensor.detach() for tensor in tensors], self.position.step)
+                note()
 
     def _before_step(self, batch: ShardedBatch, loss: str, *, gradient: bool) -> None:
         """Save what is due.
@@ -519,8 +405,7 @@ class Session:
             self._autosave.check(batch, gradient=gradient)
             if self._autosave.before_step(batch):
                 raise RunStopped(STOPPED_CODE)
-        if self.recorder is not None:
-            self.recorder.begin_step()
+        self.recording.begin_step()
 
     def _after_step(self, batch: ShardedBatch, *, stop: bool, updated: bool) -> None:
         """Note that a step is done, but for the script's own update, if it makes one."""
@@ -543,8 +428,7 @@ class Session:
         self._left = True
         self.verifying.end()
         self.resumption.end()
-        if self.recorder is not None:
-            self.recorder.close()
+        self.recording.close()
         self.engine.context.exchange.close()
 
     def drop(self) -> None:
@@ -577,46 +461,6 @@ class Session:
             self.checkpoints.finish()
         if self._autosave is not None:
             self._autosave.leave()
-
-    def _cut(self, batch: object, dim: int) -> tuple[ShardedBatch, Wait]:
-        """Cut a step's batch; return it with the time in which it was waited for."""
-        start, plan = host_now_s(), self.engine.assignment.plan
-        batch, dim = self.verifying.batch(batch), checked_dim(dim)
-        if self.resumption.replay is not None and not self.resumption.answering:
-            batch = map_parts(batch, _read_now)
-        if isinstance(batch, ShardedBatch):
-            cut = replace(self._checked_batch(batch, plan), dim=dim)
-        else:
-            own = [s for number in self.devices.own for s in plan.read_by(number)]
-            cut = cut_batch(
-                batch,
-                plan,
-                own,
-                self.position.epoch,
-                digest=self.engine.context.with_others,
-                dim=dim,
-            )
-            for part in cut.parts:
-                self._checked_batch(part, plan)
-        if cut.samples == 0:
-            raise ValueError("the batch is empty: expected at least one sample")
-        if cut.others and self.settings.microbatch is not None:
-            raise ValueError(
-                "microbatch cuts shards into pieces of samples, and this batch has parts of other "
-                "lengths (another loader's batch, onefold.OwnLength or onefold.Shared): expected "
-                "microbatch=None. Use more shards instead: each is smaller"
-            )
-        return cut, cut.waited or (start, host_now_s())
-
-    def _checked_batch(self, batch: ShardedBatch, ours: Plan) -> ShardedBatch:
-        theirs = batch.plan
-        if (theirs.shards, theirs.devices) != (ours.shards, ours.devices):
-            raise ValueError(
-                f"the batch was cut for {theirs.shards} shards and {theirs.devices} devices, this "
-                f"run has {ours.shards} and {ours.devices}: use a loader of this trainer"
-            )
-        self.position.check(batch)
-        return batch
 
     @contextmanager
     def telling_others(self, but: type[Exception] | None = None) -> Iterator[None]:
@@ -653,11 +497,6 @@ class Session:
         """Tell the launcher which step is next: later failures are reported as in that step."""
         if self._progress is not None:
             self._progress.set_step(self._context.rank, self.position.step + 1)
-
-
-def _read_now(part: Any) -> Any:
-    """Read a batch that a loader has handed out before the script came to where its run goes on."""
-    return part.unread() if isinstance(part, ShardedBatch) and part.unread else part
 
 
 def _raise(error: Exception) -> None:

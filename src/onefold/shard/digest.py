@@ -26,7 +26,7 @@ import torch
 from onefold.core.flat import storage_order
 from onefold.core.randomness import derive_seed
 
-__all__ = ["LONGEST", "GradientDigests", "Sample", "digest_of", "digest_of_all", "sum_of"]
+__all__ = ["LONGEST", "GradientDigests", "GradientSample", "digest_of", "digest_of_all", "sum_of"]
 
 LONGEST = 1024
 """The most elements of a sample."""
@@ -35,7 +35,7 @@ _ODD = 0x9E3779B97F4A7C15
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
-class Sample(NamedTuple):
+class GradientSample(NamedTuple):
     """Which part of each shard's gradient the digests of a step see."""
 
     parameter: int
@@ -61,13 +61,13 @@ class GradientDigests:
         self._sizes, self._seed = sizes, seed
         self._ends = list(accumulate(sizes))
 
-    def sample_of(self, step: int) -> Sample:
+    def sample_of(self, step: int) -> GradientSample:
         """The sample of a step: the same on all devices, and for all shards."""
         at = derive_seed("digest", self._seed, step) % self._ends[-1]
         number = bisect_right(self._ends, at)
         size = self._sizes[number]
         start = (at - (self._ends[number] - size)) // LONGEST * LONGEST
-        return Sample(number, start, min(start + LONGEST, size))
+        return GradientSample(number, start, min(start + LONGEST, size))
 
 
 def digest_of(gradient: torch.Tensor, start: int, stop: int) -> torch.Tensor:

@@ -49,7 +49,7 @@ from onefold.errors import GradientError, LossError
 from onefold.exchange.stageexchange import GradientSend
 from onefold.shard.advice import advice_on
 from onefold.shard.buffers import BufferSet
-from onefold.shard.digest import Sample, digest_of
+from onefold.shard.digest import GradientSample, digest_of
 from onefold.shard.gradients import (
     ParameterSet,
     drop_gradients,
@@ -287,7 +287,9 @@ class Replica:
             gradients[place] = None if kept is None else kept.clone()
         return gradients
 
-    def _digest_sample(self, gradients: Gradients, taken: ParameterSet, sample: Sample) -> None:
+    def _digest_sample(
+        self, gradients: Gradients, taken: ParameterSet, sample: GradientSample
+    ) -> None:
         """Digest the sample of a step, if it is among some gradients."""
         for place in taken.places_of([sample.parameter]):
             gradient = gradients[place]

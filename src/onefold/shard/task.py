@@ -20,7 +20,7 @@ from onefold.core.mean import Contribution
 from onefold.core.values import LATE, ShardResult, total_weight
 from onefold.errors import LossError
 from onefold.exchange.stageexchange import GradientSend
-from onefold.shard.digest import Sample, sum_of
+from onefold.shard.digest import GradientSample, sum_of
 from onefold.shard.gradients import add_gradients
 
 __all__ = ["LossFunction", "ShardPiece", "ShardTask", "with_next_piece"]
@@ -62,7 +62,7 @@ class ShardTask:
     """The most samples of a shard that run at once; None for all of them."""
     left_out: Sequence[int] = ()
     """Numbers of trained parameters whose gradients are dropped: the step is not theirs."""
-    sample: Sample | None = None
+    sample: GradientSample | None = None
     """Which part of each shard's gradient is digested; None for no digests."""
     gatherers: Callable[[int], Gatherer] | None = None
     """What `onefold.gather` does in each shard; None while no loss has been seen to call it."""

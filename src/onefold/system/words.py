@@ -77,9 +77,10 @@ def script_line() -> str:
     True
     """
     frame = sys._getframe(1)
-    # A block is entered and left by way of contextlib.
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(
-        (_OURS, contextlib.__file__)
-    ):
+    # A block is entered and left by way of contextlib, a mapping is read by frozen modules, and a
+    # model is called by way of PyTorch.
+    torch = str(getattr(sys.modules.get("torch"), "__path__", [_OURS])[0])
+    ours = (_OURS, contextlib.__file__, "<frozen ", torch)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(ours):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -1,0 +1,128 @@
+"""The batches of a run: its loaders, and what the script gives to a step, cut into shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from onefold.checkpoint.autosave import Resumption
+from onefold.core.assignment import Devices
+from onefold.core.batch import ShardedBatch, checked_dim, cut_batch, map_parts
+from onefold.core.shard import Plan
+from onefold.data_order.indexed import Items, Rule
+from onefold.data_order.loader import Loader
+from onefold.data_order.position import Position
+from onefold.data_order.reader import Collate
+from onefold.step.engine import Engine
+from onefold.verifying import Verifying
+from onefold.watch.timing import Moment, host_now_s
+
+__all__ = ["Batches", "Wait", "read_now"]
+
+Wait = tuple[Moment, Moment]
+"""When a step's wait for its batch began, and when it ended."""
+
+
+class Batches:
+    """Makes the loaders of a run, and cuts the batches of its steps.
+
+    Args:
+        engine: the devices of this process.
+        devices: who takes part.
+        position: where the run is.
+        verifying: sees the batches of a run that is compared.
+        resumption: knows whether batches need to be read.
+        gather: brings the payloads of a batch's shards to every device.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        devices: Devices,
+        position: Position,
+        verifying: Verifying,
+        resumption: Resumption,
+        gather: Callable[[ShardedBatch], Any],
+    ) -> None:
+        self._engine, self._devices, self._position = engine, devices, position
+        self._verifying, self._resumption, self._gather = verifying, resumption, gather
+        self._settings = engine.context.settings
+
+    def loader(self, dataset: Any, collate: Collate | None, **choices: Any) -> Loader:
+        """Make a loader for `evaluate` and `predict`; see `Loader` for ``choices``."""
+        own = self._verifying.collate(collate)
+        # What a device computes of each batch is then one stretch of it.
+        return self._loader(
+            dataset, own, plan=lambda: self._engine.assignment.plan.in_a_row(), **choices
+        )
+
+    def loader_of_steps(self, dataset: Any, collate: Collate | None, **choices: Any) -> Loader:
+        """Make a loader for `step`, whose place in the data is part of a checkpoint."""
+        # Whole batches are not made of samples that could be kept.
+        keeps = not isinstance(dataset, Rule | Items)
+        collate = self._verifying.collate(collate, keeps=keeps)
+        choices |= {"plan": lambda: self._engine.assignment.plan, "gather": self._gather}
+        choices["repeats"] = self._verifying.repeats
+        made = self._loader(dataset, collate, **choices)
+        self._position.add(made.track)
+        self._verifying.add(made, collate)
+        return made
+
+    def _loader(self, dataset: Any, collate: Collate | None, **choices: Any) -> Loader:
+        return Loader(
+            dataset,
+            **choices,
+            collate=collate,
+            seed=self._settings.seed,
+            own=self._devices.own,
+            first_epoch=self._position.epoch,
+            pin_memory=self._devices.all[0].type == "cuda",
+            timeout_s=self._settings.timeout_s,
+            digest=self._engine.context.with_others,
+        )
+
+    def cut(self, batch: object, dim: int) -> tuple[ShardedBatch, Wait]:
+        """Cut a step's batch; return it with the time in which it was waited for."""
+        start, plan = host_now_s(), self._engine.assignment.plan
+        batch, dim = self._verifying.batch(batch), checked_dim(dim)
+        if self._resumption.replay is not None and not self._resumption.answering:
+            batch = map_parts(batch, read_now)
+        if isinstance(batch, ShardedBatch):
+            cut = replace(self._checked(batch, plan), dim=dim)
+        else:
+            own = [s for number in self._devices.own for s in plan.read_by(number)]
+            cut = cut_batch(
+                batch,
+                plan,
+                own,
+                self._position.epoch,
+                digest=self._engine.context.with_others,
+                dim=dim,
+            )
+            for part in cut.parts:
+                self._checked(part, plan)
+        if cut.samples == 0:
+            raise ValueError("the batch is empty: expected at least one sample")
+        if cut.others and self._settings.microbatch is not None:
+            raise ValueError(
+                "microbatch cuts shards into pieces of samples, and this batch has parts of other "
+                "lengths (another loader's batch, onefold.OwnLength or onefold.Shared): expected "
+                "microbatch=None. Use more shards instead: each is smaller"
+            )
+        return cut, cut.waited or (start, host_now_s())
+
+    def _checked(self, batch: ShardedBatch, ours: Plan) -> ShardedBatch:
+        theirs = batch.plan
+        if (theirs.shards, theirs.devices) != (ours.shards, ours.devices):
+            raise ValueError(
+                f"the batch was cut for {theirs.shards} shards and {theirs.devices} devices, this "
+                f"run has {ours.shards} and {ours.devices}: use a loader of this trainer"
+            )
+        self._position.check(batch)
+        return batch
+
+
+def read_now(part: Any) -> Any:
+    """Read a batch that a loader has handed out before the script came to where its run goes on."""
+    return part.unread() if isinstance(part, ShardedBatch) and part.unread else part
