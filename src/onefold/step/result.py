@@ -57,7 +57,9 @@ class Step:
         # In the fold's order, as the gradients are: the loss has the same bits on any number of
         # devices too.
         total = fold_shards(list(self.outcome.totals.unbind()), torch.add)
-        return total / self.outcome.weight if self.outcome.weight else total * math.nan
+        # By a tensor: a GPU multiplies by the reciprocal of a number, which rounds otherwise.
+        weight = total.new_full((), self.outcome.weight)
+        return total / weight if self.outcome.weight else total * math.nan
 
     @property
     def values(self) -> dict[str, torch.Tensor]:

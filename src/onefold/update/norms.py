@@ -30,12 +30,22 @@ def exact_norms(gradients: Sequence[torch.Tensor | None], device: torch.device) 
 
     Each is finite wherever its gradient is.
     """
-    given = [gradient.to(device) for gradient in gradients if gradient is not None]
+    given = [gradient for gradient in gradients if gradient is not None]
     real = [torch.view_as_real(each) if each.is_complex() else each for each in given]
+    here = [each for each in real if each.device == device]
     # All at once: on a GPU, launches of one kernel for each piece would take longer than kernels.
-    norms = iter(torch._foreach_norm(real, 2, dtype=torch.float64) if real else ())
+    known = iter(_norms(here))
+    # Those of other memory one after the other, as there may be no room for all of them; by the
+    # same kernels, which add up each tensor as if it were alone.
+    norms = (
+        next(known) if each.device == device else _norms([each.to(device)])[0] for each in real
+    )
     nothing = torch.zeros((), dtype=torch.float64, device=device)
     return torch.stack([nothing if each is None else next(norms) for each in gradients])
+
+
+def _norms(gradients: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    return torch._foreach_norm(gradients, 2, dtype=torch.float64) if gradients else ()
 
 
 Share = Callable[[Mapping[int, torch.Tensor]], torch.Tensor]
