@@ -30,18 +30,23 @@ def exact_norms(gradients: Sequence[torch.Tensor | None], device: torch.device) 
 
     Each is finite wherever its gradient is.
     """
-    given = [gradient for gradient in gradients if gradient is not None]
-    real = [torch.view_as_real(each) if each.is_complex() else each for each in given]
-    here = [each for each in real if each.device == device]
+    found = [torch.zeros((), dtype=torch.float64, device=device)] * len(gradients)
+    here: dict[int, torch.Tensor] = {}
+    for place, gradient in enumerate(gradients):
+        if gradient is None:
+            continue
+        real = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+        moved = real.to(device)
+        if moved is real:
+            here[place] = real
+        else:
+            # Those of other memory one after the other, as there may be no room for all of them; by
+            # the same kernels, which add up each tensor as if it were alone.
+            (found[place],) = _norms([moved])
     # All at once: on a GPU, launches of one kernel for each piece would take longer than kernels.
-    known = iter(_norms(here))
-    # Those of other memory one after the other, as there may be no room for all of them; by the
-    # same kernels, which add up each tensor as if it were alone.
-    norms = (
-        next(known) if each.device == device else _norms([each.to(device)])[0] for each in real
-    )
-    nothing = torch.zeros((), dtype=torch.float64, device=device)
-    return torch.stack([nothing if each is None else next(norms) for each in gradients])
+    for place, norm in zip(here, _norms([*here.values()]), strict=True):
+        found[place] = norm
+    return torch.stack(found)
 
 
 def _norms(gradients: list[torch.Tensor]) -> Sequence[torch.Tensor]:
