@@ -124,7 +124,7 @@ class _Runs:
             checkpoint=str(folder),
             every=_NEVER,
             stops_after=stops_after,
-            logs=str(folder / "logs"),
+            logs=str(folder / f"logs-{stops_after}"),
         )
         return supervise(self._command, select_devices(way.chosen), options)
 
