@@ -279,7 +279,12 @@ def test_what_no_record_keeps_is_refused_where_it_is_read(
         life.tick()
         return trainer.fingerprint()
 
-    refused(runs, script, script, "no record keeps the outputs of a step, errors")
+    assert runs.start(script, dies=4) is None
+    assert runs.start(script, devices=2) == runs.whole(script)
+    monkeypatch.setattr("onefold.record.recorder.LARGEST_ROWS_BYTES", 10)
+    runs = Runs(runs.folder / "large", monkeypatch)
+    runs.folder.mkdir()
+    refused(runs, script, script, "the outputs of a step, errors, were too large for the record")
     guarded = partial(script, reads=False)
     assert runs.start(guarded, devices=2) == runs.whole(guarded)
     other = Runs(runs.folder / "other", monkeypatch)

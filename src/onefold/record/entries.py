@@ -71,7 +71,9 @@ class StepEntry(Struct, tag="step", tag_field="kind", frozen=True, kw_only=True)
     values: dict[str, float] = {}
     """What the loss returned beside itself."""
     outputs: list[str] = []
-    """The names of what it returned for each sample, which is not kept."""
+    """The names of what it returned for each sample."""
+    rows: bytes = b""
+    """These outputs, as `onefold.core.wire.encode` writes them; empty where they are too large."""
     place: list[tuple[int, int, int, int]] = []
     """Loader, pass, where the batch ends in the pass, and its samples; for each loader in it."""
     totals: bytes

@@ -48,6 +48,8 @@ _log = logging.getLogger("onefold")
 
 LARGEST_BYTES = 4 << 20
 """The largest result that is kept; of a larger one the digest alone is."""
+LARGEST_ROWS_BYTES = 1 << 16
+"""The most bytes of a step's outputs that are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +147,8 @@ class Recorder:
         step, numbers = held.step, held.numbers.read().numpy()
         weight, totals = step.outcome.weight, numbers[:, 0]
         total = fold_shards(totals.tolist(), operator.add)
+        outputs = {} if step.outcome.values is None else dict(step.outcome.values.outputs)
+        rows = wire.encode(outputs, "the outputs of a step") if outputs else b""
         entry = StepEntry(
             step=step.number,
             epoch=step.epoch,
@@ -157,7 +161,8 @@ class Recorder:
             skipped=step.skipped,
             rates=held.rates,
             values={name: float(value.read()) for name, value in held.values.items()},
-            outputs=[] if step.outcome.values is None else list(step.outcome.values.outputs),
+            outputs=list(outputs),
+            rows=rows if len(rows) <= LARGEST_ROWS_BYTES else b"",
             place=held.place,
             totals=totals.tobytes(),
             weights=np.array(step.outcome.weights).tobytes(),

@@ -186,12 +186,14 @@ def _result_of(entry: StepEntry) -> StepResult:
         entry.weight,
         Verdict(entry.skipped, stops=False),
         None if math.isnan(entry.norm) else torch.tensor(entry.norm, dtype=torch.float64),
-        StepValues.known(entry.values, _Unkept(entry.outputs)),
+        StepValues.known(
+            entry.values, wire.decode(entry.rows) if entry.rows else _Unkept(entry.outputs)
+        ),
     )
 
 
 class _Unkept(Mapping[str, Any]):
-    """The outputs of a step, which no record has: whoever reads them is told."""
+    """Outputs of a step that were too large to keep: whoever reads them is told."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
@@ -202,9 +204,9 @@ class _Unkept(Mapping[str, Any]):
     def __iter__(self) -> Iterator[str]:
         if self._names:
             raise RecordError(
-                f"{script_line()}: no record keeps the outputs of a step, "
-                f"{listed(self._names)}, so a resumed script cannot be given them: read them under "
-                f"`if not trainer.replaying:`, and keep what follows from them by trainer.state"
+                f"{script_line()}: the outputs of a step, {listed(self._names)}, were too large "
+                f"for the record, so a resumed script cannot be given them: read them under `if "
+                f"not trainer.replaying:`, and keep what follows from them by trainer.state"
             )
         return iter(())
 
