@@ -86,7 +86,8 @@ class Traffic:
     def watch(self) -> None:
         """Count from here on, for good."""
         _before(PrivateMemory, "collect", functools.partial(self._enter, "collect"))
-        _before(PrivateMemory, "_bring_buffers", functools.partial(self._enter, "buffers"))
+        # What lies on the host travels with the rows: of shards' tables the buffers alone remain.
+        _before(PrivateMemory, "_rows_to_move", functools.partial(self._enter, "buffers"))
         _before(PrivateMemory, "publish_parameters", functools.partial(self._enter, "publish"))
         _before(Exchange, "agree", functools.partial(self._enter, "table"))
         _before(GroupTransport, "move", self._count_sends)
@@ -123,7 +124,8 @@ class Traffic:
         # A single partial sum is the total, and added to nothing.
         for place in published if len(published) > 1 else ():
             partial = reduction.memory.partial(place)
-            chunks = chain.from_iterable(reduction.chunks.values())
+            summed = (reduction.memory.summed[number] for number in reduction.memory.trained)
+            chunks = chain.from_iterable(summed)
             self.amounts["added"] += sum(partial.chunk(chunk).nbytes for chunk in chunks)
 
     def _count_frame(self, _mailbox: object, _peer: object, frame: bytes) -> None:

@@ -159,9 +159,9 @@ def table_bytes(run: Run) -> float:
     """A device's head, its row and its shards' totals, sent to each of the others.
 
     The row is four bytes a parameter, and for each shard a weight, a checksum of the values beside
-    its loss, how many samples were left out, and one byte a buffer; a total has eight bytes.
+    its loss, how many samples were left out, and one byte a buffer; total and digest have sixteen.
     """
-    of_shards = (8 + 8 + 8 + run.buffers + 8) * run.shards / run.devices
+    of_shards = (8 + 8 + 8 + run.buffers + 16) * run.shards / run.devices
     return (run.devices - 1) * (HEAD_BYTES + 4 * run.parameters + of_shards)
 
 
