@@ -273,7 +273,7 @@ class Trainer:
 
         Args:
             number: the epoch before which to stop, counted from 0. The iterator yields the numbers
-                of those that are left, so a run that is resumed does no epoch twice.
+                of those that are left, so a run that goes on after `load` does no epoch twice.
 
         >>> loader = trainer.loader(torch.ones(4, 2), batch_size=4)
         >>> [trainer.step(batch).epoch for epoch in trainer.epochs(3) for batch in loader]

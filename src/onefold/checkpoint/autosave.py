@@ -5,13 +5,15 @@ its beginning, unaware of it.
 
 Note: when the checkpoint's values become the run's
 ---------------------------------------------------
-A resumed script runs again through what it has done: all that stands before its loops, and the
-beginning of the epoch that it was in (of all epochs, where it loops by ``range``). It comes to no
-step there, but it may change the model, step a schedule, copy a target network. The checkpoint has
-the effect of all that. So its values are taken where the checkpoint was made, and not before::
+A resumed script runs again from its beginning. Where the record of its run knows what it asked
+for, it is answered from there, step by step (`onefold.record.replay`); else it goes through the
+beginning of the epoch that it was in (of all epochs, where it loops by ``range``), whose passes
+come empty. Either way it may change the model, step a schedule, copy a target network. The
+checkpoint has the effect of all that. So its values are taken where the checkpoint was made, and
+not before::
 
-    Trainer                    the checkpoint is found, checked and kept open; step, epoch and the
-        │                      places in the data are those of the checkpoint from here on
+    Trainer                    the checkpoint is found, checked and kept open; without a record,
+        │                      step, epoch and the places in the data are the checkpoint's from here
         │  before any loop     the model is what it was here in the whole run: the script's own
         ▼
     the first epoch or pass    the values are shown, as what the script does here (an evaluation, a
@@ -32,12 +34,15 @@ The place is where the checkpoint was made, as it says itself:
   Whether a block between them belongs to the part that is done is then undecidable: it counts as
   done, and a step that follows says so, with the line.
 - neither: wherever the script called `Trainer.save`, or at the end of an epoch as the run stopped.
-  The place is the beginning of the pass that was under way, or of the next epoch.
+  With a record, the place is right behind the call that came last; else it is the beginning of the
+  pass that was under way, or of the next epoch.
 
-What `evaluate` and `predict` return before the place, after a loop has begun, cannot be what it was
-without a record of it. That is reported once, with the line. What a script makes of it is taken
-back where it can be: schedules and settings are the checkpoint's at the place, and a loader of
-another subset is refused (`onefold.data_order.position`). Its own variables cannot be seen.
+While answers are still to come, the optimizer's settings and the schedule stay the script's own:
+they arrive at the checkpoint's by themselves. Without a record, what `evaluate` and `predict`
+return before the place, after a loop has begun, cannot be what it was. That is reported once, with
+the line. What a script makes of it is taken back where it can be: schedules and settings are the
+checkpoint's at the place, and a loader of another subset is refused
+(`onefold.data_order.position`). Its own variables cannot be seen.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ class Record:
     def results(self) -> list[dict[str, Any]]:
         """What `evaluate`, `predict`, `gather` and `broadcast` returned, in order.
 
-        ``value`` is None where it was too large to keep; ``kept`` says which.
+        ``value`` is None where it was too large to keep; ``kept`` tells that from a result of None.
         """
         return [
             structs.asdict(each)
@@ -175,7 +175,7 @@ def standing(entries: Iterable[Entry]) -> list[Entry]:
 def whole_run(bodies: Sequence[bytes], kept: int) -> list[bytes]:
     """The entries by which a run can be gone through again, up to a checkpoint that saw ``kept``.
 
-    None where the record does not have all of it: it was begun later than the run, or the script
+    Nothing where the record does not have all of it: it was begun later than the run, or the script
     has gone back by `Trainer.load`, or has used gradients that no record keeps.
     """
     counted = standing(decode(body, "the record") for body in bodies)[:kept]
