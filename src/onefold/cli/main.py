@@ -338,6 +338,101 @@ def show(
     show_record(folder, as_json=as_json, step=step)
 
 
+@app.command()
+def replay(
+    folder: Annotated[
+        Path, Argument(metavar="RUN", help="A run's folder, its run.record, or a bundle.")
+    ],
+    step: Annotated[int, Option(min=0, help="Number of the step; not of a bundle.")] = 0,
+    shard: Annotated[int | None, Option(min=0, help="Look into this shard alone.")] = None,
+    devices: Annotated[
+        str, Option(help="As for onefold run.", show_default="one of the kind that the run had")
+    ] = "",
+    placement: PlacementOption = "replicate",
+    bundle: Annotated[
+        Path | None, Option(help="Put the step into this file, to be computed elsewhere.")
+    ] = None,
+    call: Annotated[
+        str, Option(metavar="FILE:FUNCTION", help="Call function(model, shards, step) there.")
+    ] = "",
+    pdb: Annotated[bool, Option("--pdb", help="Open a Python prompt in the step.")] = False,
+) -> None:
+    """Compute one step of a run once more, on any devices, and look into it.
+
+    The run's command goes on from the checkpoint before the step. Every step on the way is compared
+    with the record. What the step consists of is printed: its loss, the norm of each parameter's
+    gradient, the samples of each shard. Nothing is written to the run.
+
+    Exit code 0: all shards have the bits of the record; 1: they differ; 2: the run could not be
+    computed again.
+    """
+    from onefold.cli.replay import replay_step
+
+    raise typer.Exit(
+        replay_step(
+            folder,
+            step,
+            shard=shard,
+            devices=devices,
+            placement=placement,
+            bundle=bundle,
+            function=call,
+            prompt=pdb,
+        )
+    )
+
+
+@app.command()
+def why(
+    folder: Annotated[Path, Argument(metavar="RUN", help="A run's folder, or its run.record.")],
+    step: Annotated[
+        int | None, Option(min=1, help="This step.", show_default="the first that stands out")
+    ] = None,
+    devices: Annotated[
+        str, Option(help="As for onefold run.", show_default="one of the kind that the run had")
+    ] = "",
+    placement: PlacementOption = "replicate",
+) -> None:
+    """Say where a loss or norm first jumped, and which shard, sample and operation did it.
+
+    Exit code 0: something stands out; 1: nothing does; 2: the run could not be computed again.
+    """
+    from onefold.cli.replay import explain
+
+    raise typer.Exit(explain(folder, step, devices=devices, placement=placement))
+
+
+@app.command(context_settings=SCRIPT)
+def compare(
+    context: typer.Context,
+    first: Annotated[
+        str | None, Argument(metavar="A", help="A run's folder, or its run.record.")
+    ] = None,
+    devices: Annotated[
+        str, Option(help="As for onefold run.", show_default="one of the kind that the run had")
+    ] = "",
+    git: Annotated[
+        str | None,
+        Option(metavar="GOOD..BAD", help="Name the commit that changed the bits of a command."),
+    ] = None,
+) -> None:
+    """Say where two runs differ first, A and B, and why: step, shard, sample, operation.
+
+    With --git GOOD..BAD -- onefold run ..., the command is run in worktrees of the commits between
+    the two, and the first one whose bits differ is named.
+
+    Exit code 0: nothing differs; 1: something does; 2: a run could not be used.
+    """
+    from onefold.cli.comparing import compare_runs, find_commit
+
+    given = [each for each in (first, *context.args) if each is not None]
+    if git is not None:
+        raise typer.Exit(find_commit(git, given[given[0] == "--" :] if given else []))
+    if len(given) != 2:
+        raise LaunchError(f"expected two runs to compare, got {' '.join(given) or 'none'}")
+    raise typer.Exit(compare_runs(*map(Path, given), devices=devices))
+
+
 def main() -> None:
     """Run the command line; errors that were foreseen become one line instead of a traceback."""
     launched = False

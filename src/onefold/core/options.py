@@ -67,6 +67,8 @@ class RunOptions:
     """Whether workers that are asked to stop save themselves, as they do with ``checkpoint``."""
     stop_signals: tuple[str, ...] = ()
     """Signals by which another launcher than onefold's asks a process to stop, such as USR1."""
+    program: tuple[str, ...] = ()
+    """The program that has launched a function, with its arguments; empty of scripts."""
     stops_after: int = 0
     """The step after which the run stops, as if it were asked to by a signal; 0 for none."""
     grace_s: float = DEFAULT_GRACE_S
@@ -88,6 +90,9 @@ class RunOptions:
     """Whether this run is recorded for others to be compared with, rather than compared itself."""
     probe_mathematics: str = ""
     """The dtype, ``float64`` or ``float32``, in which this run compares V shards with one."""
+    inspection: str = ""
+    """File that says into which step is to be looked, of a run that is computed once more; empty
+    for none. See `onefold.record.findings.Inspection`."""
     logs: str = ""
     """Folder in which the output of the devices other than the lead is kept."""
     quiet: bool = False

@@ -136,13 +136,18 @@ class Record:
         """One row for each checkpoint: ``step`` and ``folder``."""
         return self._table(SavedEntry)
 
+    @property
+    def by_step(self) -> dict[int, StepEntry]:
+        """What was written of each step, by its number."""
+        return {each.step: each for each in self._all(StepEntry)}
+
     def step(self, number: int) -> StepEntry:
         """What was written of one step; see `Record`.
 
         Raises:
             RecordError: the record has no such step.
         """
-        steps: dict[int, StepEntry] = {each.step: each for each in self._all(StepEntry)}
+        steps = self.by_step
         if number not in steps:
             has = f"steps {min(steps)} to {max(steps)}" if steps else "no steps"
             raise RecordError(f"{self.path} has {has}: expected one of these, got step {number}")

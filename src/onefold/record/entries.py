@@ -35,10 +35,21 @@ class Begun(Struct, tag="begun", tag_field="kind", frozen=True, kw_only=True):
     time: str
     """ISO 8601, UTC."""
     command: list[str]
+    """The script with its arguments."""
+    folder: str = ""
+    """The working directory."""
+    python: str = ""
+    """Path of the Python interpreter."""
+    module: str = ""
+    """Name of the module that was run in place of a script."""
     script: str
     """Path of the script; empty where there is none."""
     script_digest: str
     """SHA-256 of its text, as hexadecimal digits."""
+    flags: dict[str, str] = {}
+    """The environment variables by which libraries choose their kernels."""
+    libraries: dict[str, str] = {}
+    """The version of each library that was loaded and says which one it is."""
     devices: list[str]
     description: dict[str, str]
     """What the numbers depend on, in words: settings, versions, processor, parameters; the same on

@@ -13,8 +13,9 @@ import hashlib
 import logging
 import math
 import operator
+import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -176,6 +177,7 @@ def begun(
     step: int,
     devices: Devices,
     description: Mapping[str, str],
+    flags: Mapping[str, str],
     *,
     kept: int,
     anew: bool,
@@ -187,23 +189,39 @@ def begun(
         step: how many steps are done.
         devices: who takes part.
         description: what the numbers depend on, in words.
+        flags: environment variables by which libraries choose their kernels.
         kept: how many entries of its record the checkpoint has seen.
         anew: whether no script could be answered from what was written before.
     """
-    main = Path(sys.argv[0])
+    # Of a function that was launched, the program that launched it.
+    command = list(devices.context.options.program or sys.argv)
+    main, spec = Path(command[0]), getattr(sys.modules["__main__"], "__spec__", None)
     text = main.read_bytes() if main.is_file() else b""
     return Begun(
         run=run,
         step=step,
         time=datetime.now(UTC).isoformat(timespec="seconds"),
-        command=list(sys.argv),
+        command=command,
+        folder=os.getcwd(),
+        python=sys.executable,
+        module="" if spec is None or devices.context.options.program else spec.name,
         script=str(main.absolute()) if text else "",
         script_digest=hashlib.sha256(text).hexdigest(),
+        flags=dict(flags),
+        libraries=dict(sorted(_libraries())),
         devices=[str(device) for device in devices.all],
         description={what: str(value) for what, value in description.items()},
         kept=kept,
         anew=anew,
     )
+
+
+def _libraries() -> Iterator[tuple[str, str]]:
+    for name, module in list(sys.modules.items()):
+        if "." not in name and name not in sys.stdlib_module_names and module is not None:
+            version = vars(module).get("__version__")
+            if isinstance(version, str):
+                yield name, str(version)
 
 
 def places_of(batch: ShardedBatch) -> list[tuple[int, int, int, int]]:

@@ -48,6 +48,8 @@ class Batches:
         self._engine, self._devices, self._position = engine, devices, position
         self._verifying, self._resumption, self._gather = verifying, resumption, gather
         self._settings = engine.context.settings
+        self.datasets: dict[int, Any] = {}
+        """Those of the loaders for steps, by the loaders' numbers."""
 
     def loader(self, dataset: Any, collate: Collate | None, **choices: Any) -> Loader:
         """Make a loader for `evaluate` and `predict`; see `Loader` for ``choices``."""
@@ -66,6 +68,7 @@ class Batches:
         choices["repeats"] = self._verifying.repeats
         made = self._loader(dataset, collate, **choices)
         self._position.add(made.track)
+        self.datasets[made.track.number] = dataset
         self._verifying.add(made, collate)
         return made
 

@@ -36,7 +36,7 @@ from onefold.system.caches import (
     other_caches,
     place_of_code,
 )
-from onefold.system.process import NOTICES, STOP_SIGNALS
+from onefold.system.process import INSPECTION_VARIABLE, NOTICES, STOP_SIGNALS
 
 __all__ = [
     "HOME_VARIABLE",
@@ -46,6 +46,7 @@ __all__ = [
     "have_cublas_repeat",
     "have_private_caches",
     "is_launched",
+    "kernel_flags",
     "options_of",
     "simulated",
     "visible_gpus",
@@ -58,6 +59,10 @@ SECRET_VARIABLE = "ONEFOLD_SECRET"
 PLACEMENT_VARIABLE, HOME_VARIABLE = "ONEFOLD_PLACEMENT", "ONEFOLD_HOME"
 STOP_VARIABLE = "ONEFOLD_STOP_SIGNAL"
 _SECRET_LENGTH = 16
+_OF_KERNELS = (
+    *("ATEN_", "CUBLAS", "CUDNN_", "DNNL_", "GOMP_", "KMP_", "MKL_", "NVIDIA_TF32_", "OMP_"),
+    *("ONEDNN_", "PYTORCH_", "TORCH_"),
+)
 _CUBLAS, _CUBLAS_REPEATS = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
 
 
@@ -206,6 +211,9 @@ def _refuse_pod_of_several(environment: Mapping[str, str]) -> None:
 def take_context(environment: MutableMapping[str, str]) -> LaunchContext:
     """Read how this process was started, and remove the record, so that no child inherits it."""
     context = read_context(environment)
+    if context.launched and INSPECTION_VARIABLE in environment:
+        asked = environment.pop(INSPECTION_VARIABLE)
+        context = replace(context, options=replace(context.options, inspection=asked))
     environment.pop(CONTEXT_VARIABLE, None)
     return context
 
@@ -272,6 +280,11 @@ def allocator_chosen() -> bool:
         or (name == "LD_PRELOAD" and "malloc" in value)
         for name, value in os.environ.items()
     )
+
+
+def kernel_flags() -> dict[str, str]:
+    """The environment variables by which libraries choose their kernels, and so their bits."""
+    return {name: value for name, value in os.environ.items() if name.startswith(_OF_KERNELS)}
 
 
 def have_cublas_repeat() -> None:

@@ -122,6 +122,7 @@ def launch(
         exchange=exchange,
         timeout_s=check_seconds("timeout_s", timeout_s),
         saves=grace_s is not None,
+        program=(os.path.abspath(sys.argv[0]), *sys.argv[1:]) if sys.argv[0] else (),
         grace_s=DEFAULT_GRACE_S if grace_s is None else check_seconds("grace_s", grace_s),
     )
     if home and options.keeps_whole:

@@ -23,6 +23,7 @@ from onefold.errors import OnefoldError
 from onefold.record import FILE
 from onefold.record.entries import BlockEntry, Failed, Result, SavedEntry
 from onefold.record.recorder import Recorder, begun
+from onefold.run.context import kernel_flags
 from onefold.run.membership import at_good_end
 from onefold.shard.digest import GradientDigests, digest_of_all
 from onefold.step.engine import Engine
@@ -43,6 +44,7 @@ class RecordedCalls:
         position: where the run is.
         checkpoints: of the run.
         resumption: where it goes on, if it was resumed.
+        writes: whether anything is written; not where a step is only looked into.
     """
 
     def __init__(
@@ -52,13 +54,18 @@ class RecordedCalls:
         position: Position,
         checkpoints: Checkpoints,
         resumption: Resumption,
+        *,
+        writes: bool,
     ) -> None:
+        self._writes = writes
         self._engine, self._checkpoints, self._position = engine, checkpoints, position
         self._resumption, self._devices = resumption, devices
         self._recorder: Recorder | None = None
 
     def record(self, folder: Path) -> None:
         """Begin in the middle of a run; see `Trainer.record`."""
+        if not self._writes:
+            return
         if self._engine.digests is not None:
             raise RuntimeError(f"the run has a record already: expected no other, in {folder}")
         self._engine.agree(CallDigest(Call.RECORD, self._position.step + 1))
@@ -69,7 +76,7 @@ class RecordedCalls:
         context, resumption = self._engine.context, self._resumption
         sizes = [parameter.numel() for parameter in context.parts.trained.values()]
         self._engine.digests = GradientDigests(sizes, context.settings.seed)
-        if not self._devices.has_lead:
+        if not self._devices.has_lead or not self._writes:
             return
         self._recorder = Recorder(folder / FILE, context.update.optimizer)
         self._checkpoints.noted = self._recorder.note_checkpoint
@@ -85,7 +92,7 @@ class RecordedCalls:
             return
         step, kept = max(self._position.step, self._resumption.step), self._checkpoints.recorded
         run = self._checkpoints.run, step, self._devices, self._engine.description
-        self._recorder.note(begun(*run, kept=kept, anew=anew))
+        self._recorder.note(begun(*run, kernel_flags(), kept=kept, anew=anew))
 
     def answered(self, call: str, ask: Callable[[], _Value]) -> _Value:
         """What a call returns: as the record has it where it was made before, else computed now.

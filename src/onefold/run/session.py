@@ -47,6 +47,7 @@ from onefold.record.replay import Replay
 from onefold.run.batches import Batches, Wait, read_now
 from onefold.run.forming import check_devices, choose_devices, plan_of, settle_process
 from onefold.run.gradientsteps import GradientSteps, Place
+from onefold.run.inspection import Inspector
 from onefold.run.membership import RunStopped, at_good_end, is_failing, only_noting, register
 from onefold.run.observers import Observers
 from onefold.run.planning import plan_instead
@@ -154,11 +155,24 @@ class Session:
         run = self.engine, self.devices, self.position
         self.batches = Batches(*run, self.verifying, self.resumption, self.whole)
         """Makes loaders, and cuts what steps are given."""
-        self.recording = RecordedCalls(*run, self.checkpoints, self.resumption)
+        self.recording = RecordedCalls(
+            *run, self.checkpoints, self.resumption, writes=not context.options.inspection
+        )
         """Writes down what is computed, and answers a script that is resumed."""
-        if context.options.recorded_in and self.devices.trainer == 0:
+        self._inspector: Inspector | None = None
+        """Looks into one step of a run that is computed once more."""
+        if context.options.inspection and self.devices.trainer == 0:
+            self._inspector = Inspector(
+                Path(context.options.inspection),
+                self.engine,
+                self.position,
+                self.batches.datasets,
+                leads=self.devices.has_lead,
+            )
+        recorded_in = context.options.recorded_in or context.options.inspection
+        if recorded_in and self.devices.trainer == 0:
             with self.telling_others():
-                self.recording.begin(Path(context.options.recorded_in))
+                self.recording.begin(Path(recorded_in))
         self.note_progress()
         watches = {replica.number: replica.watch for replica in self.engine.context.replicas}
         with self._seen_whole():
@@ -275,6 +289,8 @@ class Session:
         number = self.position.step + 1
         with self.telling_others():
             self._before_step(cut, name, gradient=False)
+            if self._inspector is not None:
+                self._inspector.look(cut, number, name)
             try:
                 with self.verifying.step(cut, number, name) as given:
                     outcome = self.engine.step(
@@ -317,6 +333,8 @@ class Session:
         gradient: bool,
     ) -> None:
         """Show a step that is done to all that watch the run."""
+        if self._inspector is not None:
+            self._inspector.note(step)
         self.recording.note_step(step, batch, gradient=gradient)
         with self._seen_whole():
             self.observers.observe(step, spans)
@@ -354,6 +372,8 @@ class Session:
                 if not again:
                     self._before_step(cut, name, gradient=True)
                 number = place.step + (not again)
+                if self._inspector is not None and not again:
+                    self._inspector.look(cut, number, name)
                 with self.verifying.step(cut, number, name) as given:
                     outcome = engine.gradient(
                         given, number, name=name, asked_to_stop=self._is_asked_to_stop()

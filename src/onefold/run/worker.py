@@ -156,7 +156,7 @@ def _prepare(context: LaunchContext) -> None:
     # Or what loader workers put there would outlive them if they are killed.
     if context.directory:
         gather_sockets_in(context.directory)
-    if context.options.probe:
+    if context.options.probe or context.options.inspection:
         from onefold.verifying import prepare_process
 
         prepare_process(context)

@@ -201,7 +201,7 @@ class Replica:
         try:
             for start, stop in pieces_of(samples, task.microbatch):
                 piece = ShardPiece(shard, start, stop, samples)
-                given = self._compute_piece(piece, batch, task, where)
+                given = self.compute_piece(piece, batch, task, where)
                 result = with_next_piece(result, given, task.step) if result else given
         except Gathers:
             drop_gradients(self._parameters)
@@ -228,7 +228,7 @@ class Replica:
             result.digest,
         )
 
-    def _compute_piece(
+    def compute_piece(
         self, piece: ShardPiece, batch: ShardedBatch, task: ShardTask, where: str
     ) -> ShardResult:
         """Run a piece of a shard, mostly all of it, forward and backward."""
@@ -402,7 +402,7 @@ class Replica:
             for start, stop in pieces[:1] if inspected else pieces:
                 piece = ShardPiece(shard, start, stop, samples)
                 # Read at once: the next piece must not begin while this one's graph is there.
-                found.append(read(self._piece_alone(piece, batch, task, where, inspected)))
+                found.append(read(self.piece_alone(piece, batch, task, where, inspected)))
                 drop_gradients(self._parameters)
         except Exception as error:
             self.explain(error, shard, batch, where)
@@ -412,9 +412,15 @@ class Replica:
             self.put_back(task)
         return found
 
-    def _piece_alone(
-        self, piece: ShardPiece, batch: ShardedBatch, task: ShardTask, where: str, inspected: bool
+    def piece_alone(
+        self,
+        piece: ShardPiece,
+        batch: ShardedBatch,
+        task: ShardTask,
+        where: str,
+        inspected: bool = False,
     ) -> Contribution:
+        """Run a piece forward alone; return what its loss adds, with its graph."""
         payload = self.on_device(piece, batch)
         # Not under no_grad: a loss that differentiates something itself (a gradient penalty) needs
         # a graph, and would fail here and not in the step proper.

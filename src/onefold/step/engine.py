@@ -190,6 +190,33 @@ class Engine:
             context.guard.note()
         return outcome
 
+    def look(
+        self, batch: ShardedBatch, number: int, *, name: str = ""
+    ) -> tuple[ShardTask, StepResult]:
+        """Compute a step that is not made; called on all devices.
+
+        The gradient is left in ``.grad`` of the user's parameters, neither clipped nor looked at,
+        where devices keep them.
+
+        Returns:
+            What its shards have in common, and the result.
+        """
+        context = self.context
+        agreed = self._begin(batch, number, Call.STEP, name, False)
+        totals, weight = self._compute(batch, number)
+        norm: torch.Tensor | None = None
+        if weight.value > 0 and any(totals.gave):
+            self.rules.take(batch, weight, totals, self._task)
+            norm = self._norm(batch, totals)
+        numbers, weights = context.table.numbers.clone(), context.table.weights.tolist()
+        if norm is not None and not self.placement.sharded:
+            write_gradient(context)
+        else:
+            context.update.drop()
+            self.placement.publish()
+        task = replace(self._task, scale=1.0, send=None)
+        return task, StepResult(numbers, weights, weight.value, verdict_of(weight, agreed), norm)
+
     def _begin(
         self, batch: ShardedBatch, number: int, call: Call, name: str, asked_to_stop: bool
     ) -> Agreed:
@@ -299,9 +326,7 @@ class Engine:
                 self.rules.take(batch, weight, totals, self._task)
                 if self.gradient_ready is not None:
                     self.gradient_ready(weight.value)
-                widened = context.update.storage.rounds or not self._task.is_plain(batch)
-                share = context.exchange.transport.all_gather_rows
-                norm = self.rules.norm(batch.plan.shards, totals, share, widened=widened)
+                norm = self._norm(batch, totals)
             # Whoever compares gradients reports what is not finite in them as well.
             if self.gradient_ready is None:
                 name = partial(self._name_bad_gradient, batch)
@@ -312,6 +337,12 @@ class Engine:
         values = self._values.of_step(batch, number)
         numbers, weights = context.table.numbers.clone(), context.table.weights.tolist()
         return StepResult(numbers, weights, weight.value, verdict, norm, values), failure
+
+    def _norm(self, batch: ShardedBatch, totals: StepTotals) -> torch.Tensor:
+        """The norm of the whole gradient that was taken."""
+        widened = self.context.update.storage.rounds or not self._task.is_plain(batch)
+        share = self.context.exchange.transport.all_gather_rows
+        return self.rules.norm(batch.plan.shards, totals, share, widened=widened)
 
     def _follow_average(self, name: str) -> None:
         """Update the averages after a step of a loss that updated the model."""

@@ -33,6 +33,7 @@ from types import FrameType
 from typing import Any, Self
 
 __all__ = [
+    "INSPECTION_VARIABLE",
     "LOOK_S",
     "NOTICES",
     "STOPPED_CODE",
@@ -113,6 +114,9 @@ NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
 """The signals by which schedulers announce an end, such as Slurm's ``--signal=USR1@60``. They ask
 a run that saves itself to stop, however often they come, and nobody else: a program that does not
 save has no use for them, and one that has a handler of its own keeps it."""
+
+INSPECTION_VARIABLE = "ONEFOLD_INSPECTION"
+"""Has the path of the file that says into which step of a run is to be looked."""
 
 STOPPED_CODE = 75
 """Exit code of a run that was asked to stop, has saved itself, and can go on (EX_TEMPFAIL)."""

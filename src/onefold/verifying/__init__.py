@@ -90,10 +90,9 @@ class _Progress:
 
 
 def prepare_process(context: LaunchContext) -> None:
-    """Set up the process before the script of a run of ``onefold verify`` begins."""
-    if not context.options.probe:
-        return
-    watch_unseeded()
+    """Set up the process before the script of a run begins that is only looked at."""
+    if context.options.probe:
+        watch_unseeded()
     # Before the script imports any of them by name.
     for module, names, read, written in _OF_FILES:
         for name in names:
@@ -131,8 +130,10 @@ def _aside(
 def _place_of(path: str | os.PathLike[str], context: LaunchContext) -> Path:
     """Where a run of a comparison has what the script saves under a path."""
     absolute = Path(os.path.abspath(path))
+    inspected = os.path.dirname(context.options.inspection)
     # What lies there already is onefold's own, or a path that was returned before.
-    if any(map(absolute.is_relative_to, (context.options.probe, context.directory))):
+    own = filter(None, (context.options.probe, context.directory, inspected))
+    if any(map(absolute.is_relative_to, own)):
         return absolute
     return Path(context.directory) / "checkpoints" / absolute.relative_to(absolute.anchor)
 
@@ -370,7 +371,8 @@ class Verifying:
         return place if if_any or known else Path(path).absolute()
 
     def _aside(self, path: str | Path) -> Path:
-        return _place_of(path, self._context) if self._on else Path(path).absolute()
+        aside = self._on or self._options.inspection
+        return _place_of(path, self._context) if aside else Path(path).absolute()
 
     def _unpacked(self, batch: ShardedBatch) -> tuple[ShardedBatch, WholeBatch]:
         """Return the batch with plain payloads, and the whole batch that they are shards of."""

@@ -1,0 +1,315 @@
+"""``onefold compare``: where two runs differ first, and why; and which commit did it.
+
+Note: how the first difference is found
+---------------------------------------
+The records name the first step in which anything differs. Both runs are computed once more up to
+that step, with a digest of each parameter before each step, of each sample, and of the result of
+each operation. If parameters differ already before a step, the step before it is looked into
+instead: digests of a record see a part of each gradient alone.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.console import Console
+
+from onefold.cli.replay import Rerun
+from onefold.errors import LaunchError
+from onefold.record import Record, shards_of
+from onefold.record.entries import Begun, Result, StepEntry
+from onefold.record.findings import Findings, ShardFinding
+from onefold.system.ownfiles import PrivateFolder
+from onefold.system.words import listed, tell
+
+__all__ = ["compare_runs", "find_commit", "first_difference"]
+
+_OF_NO_ACCOUNT = {"the plan", "the placement", "a hash", "the stages"}
+"""Words of a description on which no bit depends."""
+_FEW = 8
+
+
+class Difference(NamedTuple):
+    """Where two records differ first."""
+
+    step: int
+    """0 where it is not in a step."""
+    shards: list[int]
+    """Which shards; empty where it is something else."""
+    text: str
+
+
+def first_difference(one: Record, two: Record) -> Difference | None:
+    """Where two records differ first; None where they do not."""
+    ones, twos = one.by_step, two.by_step
+    for step in sorted(ones.keys() & twos.keys()):
+        if found := _differs(ones[step], twos[step]):
+            return found
+    if len(ones) != len(twos):
+        return Difference(0, [], f"{len(ones)} steps were made, and {len(twos)}")
+    asked, asked_too = ([e for e in each.entries if isinstance(e, Result)] for each in (one, two))
+    for first, second in zip(asked, asked_too, strict=False):
+        if (first.step, first.call, first.digest) != (second.step, second.call, second.digest):
+            what = first.call if first.call == second.call else f"{first.call} and {second.call}"
+            return Difference(0, [], f"what {what} returned after step {first.step} differs")
+    return None
+
+
+def _differs(one: StepEntry, two: StepEntry) -> Difference | None:
+    for what in ("name", "samples", "place", "rates"):
+        first, second = getattr(one, what), getattr(two, what)
+        if first != second:
+            return Difference(one.step, [], f"its {_WORDS[what]} is {first}, and {second}")
+    if len(one.totals) != len(two.totals):
+        return Difference(one.step, [], "the batch is cut into another number of shards")
+    for what, first, second in zip(
+        ("loss", "weight", "gradient"), shards_of(one), shards_of(two), strict=True
+    ):
+        same = first.view("u8") == second.view("u8")
+        if not same.all():
+            shards = [shard for shard, equal in enumerate(same.tolist()) if not equal]
+            return Difference(one.step, shards, f"the {what} of {_named(shards)} differs")
+    if one.skipped != two.skipped:
+        return Difference(
+            one.step, [], f"it was skipped in one run alone: {one.skipped}{two.skipped}"
+        )
+    if one.norm != two.norm and not (math.isnan(one.norm) and math.isnan(two.norm)):
+        return Difference(one.step, [], f"the norm is {one.norm!r}, and {two.norm!r}")
+    return None
+
+
+_WORDS = {
+    "name": "loss", "samples": "number of samples", "place": "place in the data",
+    "rates": "learning rate",
+}  # fmt: skip
+
+
+def _named(shards: Sequence[int]) -> str:
+    return f"shard{'s' * (len(shards) > 1)} {listed(map(str, shards), _FEW)}"
+
+
+def compare_runs(one: Path, two: Path, *, devices: str) -> int:
+    """Print where two runs differ first, and the likely causes.
+
+    Returns:
+        0 if nothing differs, 1 if something does.
+    """
+    console = Console(highlight=False, soft_wrap=True)
+    runs = [Rerun(each, devices=devices) for each in (one, two)]
+    found = first_difference(runs[0].record, runs[1].record)
+    if found is None:
+        steps = len(runs[0].record.by_step)
+        console.print(f"[bold green]{steps} steps and all results are equal.[/]")
+        _print_causes(console, runs, 1, differ=False)
+        return 0
+    at = f"Step {found.step}: " if found.step else ""
+    console.print(f"[bold red]{at}{found.text}.[/]")
+    repeats = _look_closer(console, runs, found) if found.step else True
+    _print_causes(console, runs, found.step or 1, differ=True)
+    if not repeats:
+        console.print(
+            "A run that has other bits than its record when it is computed again depends on "
+            "something that has changed since: the script, code that it imports, data, or the "
+            "environment."
+        )
+    return 1
+
+
+def _look_closer(console: Console, runs: Sequence[Rerun], found: Difference) -> bool:
+    """Compute both runs once more; print the first parameter, sample and operation that differ.
+
+    Returns:
+        Whether both have the bits of their records when they are computed again.
+    """
+    step, shards = found.step, found.shards or None
+    one, two = _both(console, runs, step, shards)
+    while (earlier := _first_parameters(one, two)) is not None:
+        before, names = earlier
+        console.print(
+            f"  Before step {before} the model differs in {listed(names, _FEW)}.", markup=False
+        )
+        if before == 1:
+            return not (one.differs or two.differs)
+        # The step before has left other parameters: its gradients or its update differ.
+        step = before - 1
+        one, two = _both(console, runs, step, None)
+    differ = [_print_shard(console, *both) for both in zip(one.shards, two.shards, strict=False)]
+    repeats = not (one.differs or two.differs)
+    if not any(differ) and repeats:
+        console.print(f"  All operations of step {step} have equal results: its update differs.")
+    return repeats
+
+
+def _both(
+    console: Console, runs: Sequence[Rerun], step: int, shards: list[int] | None
+) -> tuple[Findings, Findings]:
+    """Look into a step of both runs; print where one has other bits than its record."""
+    one, two = (run.look(step, shards=shards, digests=True) for run in runs)
+    for looked, run in zip((one, two), runs, strict=True):
+        for line in looked.differs[:1]:
+            console.print(f"  {run.record.path}, computed again: {line}", markup=False)
+    return one, two
+
+
+def _first_parameters(one: Findings, two: Findings) -> tuple[int, list[str]] | None:
+    for step in sorted(one.parameters.keys() & two.parameters.keys()):
+        first, second = one.parameters[step], two.parameters[step]
+        names = [name for name in first | second if first.get(name) != second.get(name)]
+        if names:
+            return step, names
+    return None
+
+
+def _print_shard(console: Console, one: ShardFinding, two: ShardFinding) -> bool:
+    """Print the first sample and the first operation that differ; return whether any does."""
+    differ = False
+    for first, second in zip(one.samples, two.samples, strict=False):
+        if (first.number, first.digest) != (second.number, second.digest):
+            differ = True
+            words = f"sample {first.place} of the batch"
+            if first.number is not None:
+                words += f" (numbers {first.number}, {second.number} of the data)"
+            words += f" is {first.words}, and {second.words}"
+            console.print(f"  Shard {one.shard}: {words}", markup=False)
+            break
+    for here, there in zip(one.operations, two.operations, strict=False):
+        if (here.name, here.digest) != (there.name, there.digest):
+            differ = True
+            other = "" if here.name == there.name else f", in the other run {there}"
+            console.print(
+                f"  Shard {one.shard}: the first operation with another result is {here}{other}",
+                markup=False,
+            )
+            break
+    return differ
+
+
+def _print_causes(console: Console, runs: Sequence[Rerun], step: int, *, differ: bool) -> None:
+    """Print in what the records say that the runs differ."""
+    one, two = (run.begun(step) for run in runs)
+    lines = list(_causes(one, two))
+    if lines:
+        console.print("Likely causes:" if differ else "Other than in the first run:")
+    for line in lines:
+        console.print(f"  {line}", markup=False)
+    if differ and not lines:
+        console.print(
+            "The records name no cause: versions, flags, seed, settings, command and script are "
+            "the same. Look at the data, and at code that the script imports"
+        )
+
+
+def _causes(one: Begun, two: Begun) -> list[str]:
+    lines = []
+    of_runs = ((b.description, b.libraries, b.flags) for b in (one, two))
+    for first, second in zip(*of_runs, strict=True):
+        for name in first | second:
+            then, now = first.get(name, "none"), second.get(name, "none")
+            if then != now and name not in _OF_NO_ACCOUNT:
+                lines.append(f"{name}: {then}, and {now}")
+    if one.command[1:] != two.command[1:]:
+        lines.append(f"the arguments: {' '.join(one.command[1:])}, and {' '.join(two.command[1:])}")
+    if one.python != two.python:
+        lines.append(f"the interpreter: {one.python}, and {two.python}")
+    if one.script_digest != two.script_digest:
+        lines += [f"the script: {one.script}, and {two.script}", *_script_diff(one, two)]
+    return lines
+
+
+def _script_diff(one: Begun, two: Begun) -> list[str]:
+    first, second = (
+        path.read_text(errors="replace").splitlines() if path.is_file() else []
+        for path in (Path(one.script), Path(two.script))
+    )
+    diff = difflib.unified_diff(first, second, one.script, two.script, lineterm="", n=0)
+    return [line[:100] for line in diff if line[:3] not in ("---", "+++")][:20]
+
+
+def find_commit(span: str, command: Sequence[str]) -> int:
+    """Name the first commit of a range whose run has other bits than that of its first one.
+
+    The command runs in a worktree of each commit that is tried, with ``--record`` added.
+
+    Args:
+        span: ``GOOD..BAD``.
+        command: begins with ``onefold run``.
+
+    Returns:
+        1 if there is such a commit, 0 if the last one has the bits of the first.
+
+    Raises:
+        LaunchError: the range or the command cannot be used.
+    """
+    good, dots, bad = span.partition("..")
+    if not dots or not good or not bad:
+        raise LaunchError(f"--git {span}: expected GOOD..BAD, two commits of this repository")
+    if list(command[:2]) != ["onefold", "run"]:
+        raise LaunchError(
+            f"expected onefold run ... behind --, got {' '.join(command) or 'nothing'}"
+        )
+    commits = [_git("rev-parse", "--verify", f"{good}^{{commit}}").strip()]
+    commits += _git("rev-list", "--reverse", "--first-parent", span).split()
+    console = Console(highlight=False, soft_wrap=True)
+    top, here = Path(_git("rev-parse", "--show-toplevel").strip()), Path.cwd()
+    with PrivateFolder("onefold-compare-") as private:
+        known = Record(_recorded(commits[0], command, private.path, here.relative_to(top)))
+
+        def same(number: int) -> bool:
+            run = _recorded(commits[number], command, private.path, here.relative_to(top))
+            found = first_difference(known, Record(run))
+            words = "the same bits" if found is None else f"step {found.step}: {found.text}"
+            console.print(f"{_title(commits[number])}: {words}", markup=False)
+            return found is None
+
+        low, high = 0, len(commits) - 1
+        if same(high):
+            return 0
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if same(middle) else (low, middle)
+    console.print(f"{_title(commits[high])} is the first commit with other bits", markup=False)
+    return 1
+
+
+def _recorded(commit: str, command: Sequence[str], folder: Path, below: Path) -> Path:
+    """Run the command in a worktree of a commit; return the folder of its record."""
+    tree, record = folder / f"tree-{commit}", folder / f"record-{commit}"
+    _git("worktree", "add", "--detach", "--quiet", str(tree), commit)
+    try:
+        place = tree / below
+        # What the commit has of onefold itself counts, too.
+        paths = [str(tree / "src"), os.environ.get("PYTHONPATH", "")]
+        done = subprocess.run(
+            [sys.executable, "-m", *command[:2], "--record", str(record), *command[2:]],
+            cwd=place,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            check=False,
+        )
+    finally:
+        _git("worktree", "remove", "--force", str(tree))
+    if done.returncode:
+        tell(done.stdout.decode(errors="replace")[-2000:])
+        raise LaunchError(
+            f"the command failed in commit {commit[:12]}, with code {done.returncode}"
+        )
+    return record
+
+
+def _title(commit: str) -> str:
+    return _git("log", "-1", "--format=%h %an: %s", commit).strip()
+
+
+def _git(*arguments: str) -> str:
+    done = subprocess.run(["git", *arguments], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise LaunchError(f"git {arguments[0]}: {done.stderr.strip()}")
+    return done.stdout

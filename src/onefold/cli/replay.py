@@ -1,0 +1,424 @@
+"""``onefold replay`` and ``onefold why``: one step of a run, computed once more and looked into.
+
+Note: how a run is computed once more
+-------------------------------------
+In a temporary folder that has the record and the nearest checkpoint of the run, the command of the
+run goes on from there (`Rerun`). Nothing is written to the run itself: what the script saves by
+PyTorch and safetensors lies in the temporary folder.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import msgspec
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import onefold
+from onefold.errors import DataError, RecordError, RunFailed
+from onefold.jobs.runfolder import CHECKPOINTS, CONFIG, RUN, SCAN, read_run
+from onefold.record import FILE, Record
+from onefold.record.entries import Begun, Failed
+from onefold.record.findings import Findings, Inspection, SampleFinding, ShardFinding
+from onefold.record.frames import FrameWriter
+from onefold.record.history import RULE, Departure, first_departure
+from onefold.system.ownfiles import PrivateFolder
+from onefold.system.process import INSPECTION_VARIABLE, STOPPED_CODE
+from onefold.system.words import listed, tell
+
+__all__ = ["Rerun", "explain", "replay_step"]
+
+_NEVER = str(1 << 30)
+_FEW = 8
+
+
+class Rerun:
+    """A run that is computed once more, up to one of its steps.
+
+    Args:
+        run: the folder of the run, or its record.
+        devices: on which devices; empty for one of the kind that the run had.
+        placement: where parameters lie.
+
+    Raises:
+        FileNotFoundError, RecordError: there is no record, or it cannot be used.
+    """
+
+    def __init__(self, run: Path, *, devices: str = "", placement: str = "replicate") -> None:
+        self.record = Record(run.absolute())
+        self._run = self.record.path.parent
+        self._devices, self._placement = devices, placement
+
+    @property
+    def steps(self) -> int:
+        """The last step that can be looked into: also one that has failed."""
+        made = max(self.record.by_step, default=0)
+        failed = [each.step + 1 for each in self.record.entries if isinstance(each, Failed)]
+        return max(made, *failed) if failed else made
+
+    def begun(self, step: int) -> Begun:
+        """How the run was begun, or resumed, that made a step."""
+        begun: Begun | None = None
+        for entry in self.record.entries:
+            if isinstance(entry, Begun) and (begun is None or entry.step < step):
+                begun = entry
+        if begun is None:
+            raise RecordError(f"{self.record.path} is empty: expected the record of a run")
+        return begun
+
+    def look(self, step: int, **asked: Any) -> Findings:
+        """Compute up to a step, and look into it.
+
+        Args:
+            step: its number.
+            asked: see `Inspection`.
+
+        Raises:
+            RecordError: the record has no such step, or does not know how the run was begun.
+            RunFailed: the script failed, or ended before it came to the step.
+        """
+        if not 1 <= step <= self.steps:
+            raise RecordError(
+                f"{self.record.path} has steps 1 to {self.steps}: expected one of these, got step "
+                f"{step}"
+            )
+        begun = self.begun(step)
+        with PrivateFolder("onefold-replay-") as private:
+            folder = private.path
+            found = folder / "findings.json"
+            asks = Inspection(record=str(self.record.path), step=step, findings=str(found), **asked)
+            path = folder / "inspection.json"
+            path.write_bytes(msgspec.json.encode(asks))
+            command = self._command(begun, step, folder)
+            log = folder / "output"
+            with log.open("wb") as output:
+                code = subprocess.run(
+                    command,
+                    cwd=begun.folder or None,
+                    env={**os.environ, **begun.flags, INSPECTION_VARIABLE: str(path)},
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    check=False,
+                ).returncode
+            if not found.exists():
+                text = log.read_text(errors="replace")[-4000:]
+                ended = "ended before it came to" if code in (0, STOPPED_CODE) else "failed before"
+                raise RunFailed(f"{text}\nthe run {ended} step {step}: {' '.join(command)}", 2)
+            return msgspec.json.decode(found.read_bytes(), type=Findings)
+
+    def _command(self, begun: Begun, step: int, folder: Path) -> list[str]:
+        """The command that computes once more, in a folder with what it needs of the run."""
+        python = begun.python if Path(begun.python).is_file() else sys.executable
+        devices = self._devices or ("cpu:1" if begun.devices[0].startswith("cpu") else "1")
+        if (self._run / CONFIG).is_file():
+            job = read_run(self._run)["job"]
+            copy = self._copy_of_job(folder, step)
+            named = ["--runs", str(folder), "--name", copy.name, "--devices", devices]
+            return [python, "-m", "onefold", "train", job, "--resume", *named]
+        if not begun.module and not begun.script:
+            raise RecordError(
+                f"{self.record.path} does not know which script began the run ("
+                f"{' '.join(begun.command)!r}): expected a run that was begun from a file, by "
+                f"onefold run, python or another launcher"
+            )
+        _warn_of_change(begun)
+        start = ["-m", begun.module] if begun.module else [begun.script]
+        options = ["--devices", devices, "--placement", self._placement]
+        if nearest := self._nearest(self._run, step):
+            copy = folder / "run"
+            copy.mkdir()
+            shutil.copyfile(self.record.path, copy / FILE)
+            (copy / nearest.name).symlink_to(nearest)
+            options += ["--checkpoint", str(copy), "--every", _NEVER]
+        return [python, "-m", "onefold", "run", *options, *start, *begun.command[1:]]
+
+    def _nearest(self, folder: Path, step: int) -> Path | None:
+        """The last checkpoint before a step that is still there."""
+        table = self.record.checkpoints
+        rows = sorted(zip(table["step"].tolist(), table["folder"].tolist(), strict=True))
+        there = [
+            folder / name for at, name in rows if at < step and (folder / name / RUN).is_file()
+        ]
+        return there[-1] if there else None
+
+    def _copy_of_job(self, folder: Path, step: int) -> Path:
+        """A run of a job as it was after the last checkpoint before a step."""
+        copy = folder / self._run.name
+        (copy / CHECKPOINTS).mkdir(parents=True)
+        for name in (CONFIG, SCAN, RUN):
+            if (self._run / name).is_file():
+                shutil.copyfile(self._run / name, copy / name)
+        facts = read_run(self._run)
+        (copy / RUN).write_text(json.dumps({**facts, "finished": None}))
+        if nearest := self._nearest(self._run / CHECKPOINTS, step):
+            (copy / CHECKPOINTS / nearest.name).symlink_to(nearest)
+        return copy
+
+
+def _warn_of_change(begun: Begun) -> None:
+    import hashlib
+
+    script = Path(begun.script)
+    if not script.is_file():
+        if begun.module:
+            return
+        raise RecordError(f"{script} is missing: expected the script of the run, where it was")
+    if hashlib.sha256(script.read_bytes()).hexdigest() != begun.script_digest:
+        tell(f"{script} has changed since the run: what follows may be other than it was")
+
+
+def replay_step(
+    run: Path,
+    step: int,
+    *,
+    shard: int | None,
+    devices: str,
+    placement: str,
+    bundle: Path | None,
+    function: str,
+    prompt: bool,
+) -> int:
+    """Compute a step of a run once more, and print what it consists of.
+
+    Returns:
+        0 if all shards have the bits of the record, 1 if not.
+    """
+    console = Console(highlight=False)
+    if bundle is not None and bundle.exists():
+        raise FileExistsError(f"--bundle {bundle}: expected a new file, this one exists")
+    shards = None if shard is None else [shard]
+    if zipfile.is_zipfile(run):
+        found = _look_into_bundle(console, run, shards, devices or "cpu:1")
+    else:
+        found = Rerun(run, devices=devices, placement=placement).look(
+            step,
+            shards=shards,
+            bundle="" if bundle is None else str(bundle.absolute()),
+            function=_absolute_function(function),
+            terminal=os.ttyname(sys.stdin.fileno()) if prompt else "",
+        )
+    _print_step(console, found)
+    _print_shards(console, found)
+    if shard is not None and found.shards:
+        _print_samples(console, found.shards[0])
+    if bundle is not None:
+        console.print(f"bundle: {bundle}")
+    return 1 if found.differs else 0
+
+
+def _look_into_bundle(
+    console: Console, path: Path, shards: list[int] | None, devices: str
+) -> Findings:
+    """Compute the step of a bundle, and look into it.
+
+    Raises:
+        DataError: the file is no bundle.
+        RunFailed: the step cannot be computed here.
+    """
+    with PrivateFolder("onefold-replay-") as private, zipfile.ZipFile(path) as bundle:
+        folder, names = private.path, bundle.namelist()
+        if not {"about.json", "step.pt"} <= set(names):
+            raise DataError(f"{path}: expected a bundle of onefold replay, it has {listed(names)}")
+        about = json.loads(bundle.read("about.json"))
+        record = ""
+        if "entry" in names:
+            writer = FrameWriter(folder / FILE)
+            writer.append(bundle.read("entry"))
+            writer.close()
+            record = str(folder / FILE)
+        bundle.extract("step.pt", folder)
+        found, asked = folder / "findings.json", folder / "inspection.json"
+        asks = Inspection(
+            record=record, step=about["step"], after=about["step"] - 1, shards=shards,
+            scale=about["scale"], findings=str(found),
+        )  # fmt: skip
+        asked.write_bytes(msgspec.json.encode(asks))
+        os.environ[INSPECTION_VARIABLE] = str(asked)
+        try:
+            onefold.launch(_compute, devices=devices, args=(str(folder / "step.pt"),))
+        except RunFailed as failure:
+            if failure.exit_code != STOPPED_CODE:
+                raise
+        finally:
+            del os.environ[INSPECTION_VARIABLE]
+        looked = msgspec.json.decode(found.read_bytes(), type=Findings)
+    for what, then in about["description"].items():
+        if (now := looked.description.get(what, "")) != then:
+            console.print(f"{what}: {then} where the bundle was made, here {now}", markup=False)
+    return looked
+
+
+def _compute(path: str) -> None:
+    """Compute the step of a bundle, on every device."""
+    content = torch.load(path, weights_only=False)
+    model, losses = content["model"], content["losses"]
+    trained = [each for each in model.parameters() if each.requires_grad]
+    trainer = onefold.Trainer(
+        model,
+        torch.optim.SGD(trained, lr=0.0),
+        losses.get("", losses),
+        **content["settings"],
+    )
+    trainer.step(content["batch"], content["name"] or None)
+
+
+def _absolute_function(text: str) -> str:
+    if not text:
+        return ""
+    file, _, name = text.rpartition(":")
+    if not Path(file).is_file() or not name:
+        raise ValueError(f"--call {text}: expected FILE:FUNCTION, with a Python file that exists")
+    return f"{Path(file).absolute()}:{name}"
+
+
+def _print_step(console: Console, found: Findings) -> None:
+    of = f" of loss {found.name}" if found.name else ""
+    console.print(
+        f"step {found.step}{of}, computed again from step {found.begun} on: {found.samples} "
+        f"samples, loss {_word(found.loss)}, norm {_word(found.norm)}"
+    )
+    if found.differs:
+        console.print("[bold red]The bits differ from the record:[/]")
+        for line in found.differs[:_FEW]:
+            console.print(f"  {line}", markup=False)
+    elif found.compared:
+        console.print(f"[bold green]{found.compared} shards have the bits of the record.[/]")
+    else:
+        console.print("the record has nothing to compare with: the step was not made")
+    table = Table("parameter", "norm of gradient", "of parameter", "share")
+    whole = found.norm or math.nan
+    ordered = sorted(found.layers, key=lambda e: math.inf if e.norm is None else -e.norm)
+    for layer in [each for each in ordered if each.norm is None][:_FEW] + [
+        each for each in ordered if each.norm is not None
+    ][:_FEW]:
+        share = "" if layer.norm is None else f"{(layer.norm / whole) ** 2:.1%}"
+        table.add_row(layer.name, _word(layer.norm), _word(layer.of_parameter), share)
+    console.print(table)
+    if len(found.layers) > _FEW:
+        console.print(f"the {_FEW} largest of {len(found.layers)} parameters")
+
+
+def _print_shards(console: Console, found: Findings) -> None:
+    table = Table("shard", "loss", "weight", "digest", "samples")
+    by_shard = {each.shard: each for each in found.shards}
+    rows = zip(found.totals, found.weights, found.digests, strict=True)
+    for shard, (total, weight, digest) in enumerate(rows):
+        mean = None if total is None else total / (weight if weight > 0 else 1.0)
+        own = by_shard.get(shard)
+        samples = [] if own is None else [
+            str(each.place if each.number is None else each.number) for each in own.samples
+        ]  # fmt: skip
+        table.add_row(
+            str(shard), _word(mean), f"{weight:g}", f"{digest % (1 << 64):016x}",
+            listed(samples, _FEW),
+        )  # fmt: skip
+    console.print(table)
+
+
+def _print_samples(console: Console, own: ShardFinding, most: int = 64) -> None:
+    table = Table("sample", "in the data", "loss", "what it holds")
+    for each in own.samples[:most]:
+        number = "" if each.number is None else str(each.number)
+        loss = _word(each.loss) if each.finite else f"[bold red]{_word(each.loss)}[/]"
+        table.add_row(str(each.place), number, loss, each.words)
+    console.print(table)
+
+
+def _word(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.6g}"
+
+
+def explain(run: Path, step: int | None, *, devices: str, placement: str) -> int:
+    """Print where a run first leaves its own history, and what in that step does it.
+
+    Returns:
+        0 if something stands out, 1 if nothing does.
+    """
+    console, again = Console(highlight=False), Rerun(run, devices=devices, placement=placement)
+    found = first_departure(again.record) if step is None else None
+    if step is None:
+        console.print(f"A number stands out if it is {RULE}.", markup=False)
+        if found is None:
+            console.print(f"Nothing stands out in {len(again.record.by_step)} steps.")
+            return 1
+        console.print(_words_of(found), markup=False)
+        step = found.step
+    looked = again.look(step)
+    _print_step(console, looked)
+    culprits = _shards_that_stand_out(looked, found)
+    if not culprits:
+        console.print("No shard stands out from the others.")
+    for own in culprits[:_FEW]:
+        _print_culprit(console, own)
+    return 0
+
+
+def _words_of(found: Departure) -> str:
+    if found.text:
+        return f"Step {found.step} failed. {found.text}"
+    usual = f", where {found.usual:.6g} was usual (spread {found.spread:.3g})"
+    known = "" if math.isnan(found.usual) else usual
+    return f"Step {found.step}: the {found.what} is {found.value:.6g}{known}."
+
+
+def _shards_that_stand_out(looked: Findings, found: Departure | None) -> list[ShardFinding]:
+    bad = [each for each in looked.shards if each.total is None or each.bad_gradients]
+    if bad:
+        return bad
+    by_norm = found is not None and found.what == "norm"
+    sizes = {each.shard: each.norm if by_norm else _mean_of(looked, each) for each in looked.shards}
+    known = [size for size in sizes.values() if size is not None]
+    if not known:
+        return []
+    usual = median(known)
+    ordered = sorted(looked.shards, key=lambda each: -(sizes[each.shard] or 0.0))
+    far = [each for each in ordered if (sizes[each.shard] or 0.0) > 2 * usual]
+    return far or ordered[:1]
+
+
+def _mean_of(looked: Findings, own: ShardFinding) -> float | None:
+    weight = looked.weights[own.shard]
+    return None if own.total is None else own.total / (weight if weight > 0 else 1.0)
+
+
+def _print_culprit(console: Console, own: ShardFinding) -> None:
+    words = f"Shard {own.shard}: loss {_word(own.total)}, norm of its gradient {_word(own.norm)}"
+    if own.bad_gradients:
+        words += f", not finite in {listed(own.bad_gradients)}"
+    console.print(f"[bold]{words}[/]")
+    losses = [each.loss for each in own.samples if each.loss is not None]
+    usual = median(losses) if losses else math.nan
+    bad = [each for each in own.samples if not each.finite]
+    for each in (bad or _largest(own.samples, usual))[:_FEW]:
+        number = "" if each.number is None else f", number {each.number} of the data set"
+        text = f"  sample {each.place} of the batch{number}: loss {_word(each.loss)}"
+        if not bad:
+            text += f" (the median of the shard is {usual:.6g})"
+        elif each.loss is not None:
+            text += ", its gradient is not finite"
+        console.print(f"{text}; {each.words}", markup=False)
+    if not own.samples:
+        console.print("  its samples could not be told apart")
+    if own.first is not None:
+        far = "is not finite" if own.times is None else f"is {own.times:.3g} times the usual one"
+        console.print(f"  first operation whose result {far}: {own.first}", markup=False)
+
+
+def _largest(samples: Sequence[SampleFinding], usual: float) -> list[SampleFinding]:
+    """The sample with the largest loss, and others that are far above the usual one."""
+    ordered = sorted(samples, key=lambda each: -(each.loss or 0.0))
+    far = [each for each in ordered if (each.loss or 0.0) > 5 * usual]
+    return far or ordered[:1]

@@ -1,0 +1,186 @@
+"""Watches what a shard computes, operation by operation, and finds the one where it goes wrong.
+
+Note: what is watched
+---------------------
+Operations are seen below autograd, so those of backward are seen as well. PyTorch numbers the nodes
+of its graph in the order of the forward pass. So an operation of backward is known by the operation
+of forward that it belongs to: it has the module and the line of that one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from statistics import median
+from typing import Any
+
+import torch
+from msgspec import Struct
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from onefold.core.flat import storage_order
+from onefold.system.words import script_line
+
+__all__ = ["Operation", "OperationWatch", "bits_digest", "first_larger", "first_not_finite"]
+
+_WITHOUT_VALUES = {f"aten.{name}" for name in ("empty", "empty_like", "empty_strided", "new_empty")}
+"""Operations whose results are whatever was in memory."""
+_FAR = 100.0
+"""How many times as large as elsewhere a result is that stands out."""
+
+
+class Operation(Struct, frozen=True):
+    """One operation of a shard."""
+
+    name: str
+    """As PyTorch calls it, such as ``aten.addmm``."""
+    phase: str
+    """``forward`` or ``backward``."""
+    module: str
+    """Name of the innermost module that was at work; empty outside of all of them."""
+    line: str
+    """The line of the script, or of the library that it uses, that asked for it."""
+    largest: float | None
+    """The largest absolute value of its results; None where one is not finite."""
+    spoils: bool
+    """Whether a result is not finite, and everything that it was computed from is."""
+    digest: str
+    """Of its results; empty where none was asked for."""
+
+    def __str__(self) -> str:
+        inside = f" in {self.module}" if self.module else ""
+        return f"{self.phase}, {self.name}{inside} ({self.line})"
+
+
+class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees each operation with floating-point results.
+
+    Args:
+        module: the model.
+        digests: whether results are digested.
+
+    >>> watch = OperationWatch(model)
+    >>> with watch.watching():
+    ...     model(torch.ones(3, 2)).log().sum().backward()
+    >>> watch.operations[0].phase, watch.operations[0].name
+    ('forward', 'aten.addmm')
+    """
+
+    def __init__(self, module: torch.nn.Module, *, digests: bool = False) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.operations: list[Operation] = []
+        """In the order in which they were computed."""
+        self._module, self._digests = module, digests
+        self._inside: list[str] = []
+        self._of_node: dict[int, tuple[str, str]] = {}
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch inside this block; all that the model computes is seen, compiled code is not."""
+        hooks = []
+        for name, part in self._module.named_modules():
+            enter, leave = self._entering(name), self._leaving
+            hooks += [
+                part.register_forward_pre_hook(enter, prepend=True),
+                part.register_forward_hook(leave, always_call=True),
+            ]
+        try:
+            with torch.compiler.set_stance("force_eager"), self:
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _entering(self, name: str) -> Callable[..., None]:
+        return lambda module, inputs: self._inside.append(name)
+
+    def _leaving(self, module: torch.nn.Module, inputs: object, result: object) -> None:
+        self._inside.pop()
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        # Before it runs, as it may write to what it is given.
+        given = all(map(_is_finite, tree_leaves((args, kwargs))))
+        result = func(*args, **(kwargs or {}))
+        name = str(func._overloadpacket)
+        found = [each for each in tree_leaves(result) if _has_floats(each)]
+        if found and name not in _WITHOUT_VALUES:
+            self._note(name, found, given=given)
+        return result
+
+    def _note(self, name: str, found: Sequence[torch.Tensor], *, given: bool) -> None:
+        node = torch._C._current_autograd_node()
+        if node is None:
+            # The node of an operation is made before the operation runs.
+            place = self._inside[-1] if self._inside else "", script_line()
+            self._of_node[torch._C._autograd._get_sequence_nr() - 1] = place
+        else:
+            place = self._of_node.get(node._sequence_nr(), ("", ""))
+        finite = all(map(_is_finite, found))
+        largest = max((float(each.abs().max()) for each in found if each.numel()), default=0.0)
+        self.operations.append(
+            Operation(
+                name,
+                "forward" if node is None else "backward",
+                *place,
+                largest=largest if finite else None,
+                spoils=given and not finite,
+                digest=bits_digest(found) if self._digests else "",
+            )
+        )
+
+
+def first_not_finite(operations: Sequence[Operation]) -> Operation | None:
+    """The first operation that turns finite numbers into others."""
+    return next((each for each in operations if each.spoils), None)
+
+
+def first_larger(
+    operations: Sequence[Operation], others: Sequence[Sequence[Operation]]
+) -> tuple[Operation, float] | None:
+    """The first operation whose results are far larger than those of the same one elsewhere.
+
+    Args:
+        operations: of the shard that stands out.
+        others: of other shards of the same step.
+
+    Returns:
+        The operation, and how many times as large its result is as the median of the others.
+    """
+    same = [each for each in others if [o.name for o in each] == [o.name for o in operations]]
+    for place, operation in enumerate(operations if same else ()):
+        usual = median(each[place].largest or 0.0 for each in same)
+        largest = math.inf if operation.largest is None else operation.largest
+        if usual and largest > _FAR * usual:
+            return operation, largest / usual
+    return None
+
+
+def _has_floats(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def _is_finite(value: object) -> bool:
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return not (isinstance(value, torch.Tensor) and _has_floats(value)) or bool(
+        value.isfinite().all()
+    )
+
+
+def bits_digest(tensors: Iterable[torch.Tensor]) -> str:
+    """A digest of dtypes, shapes and all bits of some tensors, as 16 hexadecimal digits."""
+    digest = hashlib.blake2b(digest_size=8)
+    for each in tensors:
+        digest.update(str((each.dtype, tuple(each.shape))).encode())
+        dense = storage_order(each.detach().contiguous()).cpu()
+        digest.update(dense.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
