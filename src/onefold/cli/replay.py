@@ -17,6 +17,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -272,7 +273,9 @@ def _compute(path: str) -> None:
         losses.get("", losses),
         **content["settings"],
     )
-    trainer.step(content["batch"], content["name"] or None)
+    batch = content["batch"]
+    here = replace(batch, plan=replace(batch.plan, counts=trainer.plan))
+    trainer.step(here, content["name"] or None)
 
 
 def _absolute_function(text: str) -> str:

@@ -44,6 +44,7 @@ from onefold.record.findings import (
     ShardFinding,
 )
 from onefold.run.membership import RunStopped
+from onefold.shard.gradients import keeping_gradients
 from onefold.shard.operations import (
     OperationWatch,
     bits_digest,
@@ -123,7 +124,8 @@ class Inspector:
         if self._leads:
             self._compare(number, outcome)
             self._note_step(outcome)
-        rows = self._look_at_shards(batch, task, outcome)
+        with keeping_gradients(engine.context.parts.trained.values()):
+            rows = self._look_at_shards(batch, task, outcome)
         if self._leads:
             found.shards = sorted(rows, key=lambda each: each.shard)
             found.shards = [_with_first(each, found.shards) for each in found.shards]
@@ -342,11 +344,12 @@ class _Samples:
             seen: what the loss of the shard's pieces returned.
             spoilt: whether loss or gradient of the shard is not finite.
         """
-        losses = self._returned(seen) or self._alone()
+        losses, rows = self._returned(seen) or self._alone(), self._rows()
         finite = [loss is None or math.isfinite(loss) for loss in losses]
         if spoilt and finite.count(False) != 1:
             # Batch norm spreads what is not finite over the shard, and no loss shows a gradient.
-            halved = self._halved()
+            whole = [all(map(all_finite, filter(_has_floats, tensors_of(row)))) for row in rows]
+            halved = self._halved() if all(whole) else whole
             finite = halved if all(finite) or halved.count(False) < finite.count(False) else finite
         numbers: list[int | None] = [*self._batch.numbers.get(self._shard, ())]
         if len(numbers) != self._count:
@@ -357,7 +360,8 @@ class _Samples:
                 number=number,
                 loss=None if loss is None else _number(loss),
                 finite=good,
-                **self._content(place, number),
+                words=", ".join([*self._said(number), *([words_of(rows[place])] if rows else [])]),
+                digest=bits_digest(tensors_of(rows[place])) if self._digests and rows else "",
             )
             for place, (number, loss, good) in enumerate(zip(numbers, losses, finite, strict=True))
         ]
@@ -417,18 +421,25 @@ class _Samples:
             self._replica.put_back(self._task)
             self._replica.begin(self._task)
 
-    def _content(self, place: int, number: int | None) -> dict[str, str]:
-        describe = getattr(self._dataset, "describe", None)
-        said = [str(describe(number))] if callable(describe) and number is not None else []
+    def _rows(self) -> list[Any]:
+        """What each sample holds; nothing where the payload cannot be cut."""
+        payload, dim = self._batch.shards[self._shard], self._batch.dim
         try:
-            row = rows_of(
-                self._batch.shards[self._shard], (place, place + 1), self._count,
-                dim=self._batch.dim,
-            )  # fmt: skip
+            return [
+                rows_of(payload, (place, place + 1), self._count, dim=dim)
+                for place in range(self._count)
+            ]
         except (TypeError, ValueError, OnefoldError):
-            return {"words": ", ".join(said)}
-        digest = bits_digest(tensors_of(row)) if self._digests else ""
-        return {"words": ", ".join([*said, words_of(row)]), "digest": digest}
+            return []
+
+    def _said(self, number: int | None) -> list[str]:
+        """What the data set says of a sample, where it has a method for that."""
+        describe = getattr(self._dataset, "describe", None)
+        return [str(describe(number))] if callable(describe) and number is not None else []
+
+
+def _has_floats(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point()
 
 
 def words_of(value: Any) -> str:

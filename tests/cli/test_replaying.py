@@ -1,0 +1,146 @@
+"""``onefold replay``, ``why`` and ``compare``, as somebody types them."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.full
+
+SCRIPT = """
+import sys
+import torch, onefold
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+inputs, targets = torch.randn(64, 4), torch.randn(64)
+for word in sys.argv[1:]:
+    if word.startswith("bad="):
+        targets[int(word[4:])] = 1000.0
+    if word == "tanh":
+        model[1] = torch.nn.Tanh()
+loss = lambda m, batch: (m(batch[0])[:, 0] - batch[1]).square()
+trainer = onefold.Trainer(model, optimizer, loss, shards=4)
+data = torch.utils.data.TensorDataset(inputs, targets)
+loader = trainer.loader(data, batch_size=16, shuffle=True)
+for epoch in trainer.epochs(3):
+    for batch in loader:
+        trainer.step(batch)
+    torch.save(model.state_dict(), "model.pt")
+"""
+
+
+def onefold(folder: Path, *words: str) -> tuple[int, str]:
+    wide = {**os.environ, "COLUMNS": "200"}
+    done = subprocess.run(
+        [sys.executable, "-m", "onefold", *words],
+        cwd=folder, capture_output=True, text=True, check=False, env=wide,
+    )  # fmt: skip
+    return done.returncode, done.stdout + done.stderr
+
+
+def trained(folder: Path, name: str, *words: str, devices: str = "cpu:2") -> None:
+    (folder / "train.py").write_text(SCRIPT)
+    command = ["run", "--devices", devices, "--checkpoint", name, "--every", "5"]
+    code, text = onefold(folder, *command, "train.py", *words)
+    assert code == 0, text
+
+
+def content(folder: Path) -> dict[Path, tuple[int, int]]:
+    return {
+        path: (path.stat().st_mtime_ns, path.stat().st_size)
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def test_a_step_is_computed_again_and_put_into_a_bundle(tmp_path: Path) -> None:
+    trained(tmp_path, "run")
+    before = content(tmp_path)
+    code, text = onefold(tmp_path, "replay", "run", "--step", "7", "--shard", "2")
+    assert code == 0, text
+    assert "step 7, computed again from step 5 on: 16 samples" in text
+    assert "8 shards have the bits of the record." in text
+    assert "float32 (1, 4), from " in text
+    assert content(tmp_path) == before
+    code, text = onefold(tmp_path, "replay", "run", "--step", "3", "--bundle", "step.zip")
+    assert code == 0, text
+    for path in ("train.py", "model.pt"):
+        (tmp_path / path).unlink()
+    code, text = onefold(tmp_path, "replay", "step.zip", "--devices", "cpu:2")
+    assert code == 0, text
+    assert "4 shards have the bits of the record." in text
+    code, text = onefold(tmp_path, "replay", "run", "--step", "3")
+    assert code == 2
+    assert "train.py is missing: expected the script of the run, where it was" in text
+
+
+def test_what_cannot_be_replayed_is_refused(tmp_path: Path) -> None:
+    trained(tmp_path, "run")
+    for words, said in (
+        (
+            ["replay", "run", "--step", "13"],
+            "has steps 1 to 12: expected one of these, got step 13",
+        ),
+        (["replay", "run", "--step", "1", "--call", "no.py:look"], "expected FILE:FUNCTION"),
+        (["replay", "run", "--step", "1", "--bundle", "train.py"], "expected a new file"),
+        (["replay", "other", "--step", "1"], "other/run.record"),
+        (["compare", "run"], "expected two runs to compare, got run"),
+        (["compare", "--git", "HEAD", "--", "onefold", "run"], "expected GOOD..BAD"),
+    ):
+        code, text = onefold(tmp_path, *words)
+        assert code == 2, text
+        assert said in text
+
+
+def test_the_sample_that_made_the_loss_jump_is_named(tmp_path: Path) -> None:
+    trained(tmp_path, "run", "bad=41")
+    code, text = onefold(tmp_path, "why", "run")
+    assert code == 0, text
+    assert ", number 41 of the data set: loss " in text
+    assert "first operation whose result is " in text
+    trained(tmp_path, "sound")
+    code, text = onefold(tmp_path, "why", "sound")
+    assert (code, "Nothing stands out in 12 steps." in text) == (1, True), text
+
+
+def test_two_runs_are_compared_down_to_sample_and_operation(tmp_path: Path) -> None:
+    trained(tmp_path, "one")
+    trained(tmp_path, "same", devices="cpu:3")
+    trained(tmp_path, "other", "tanh")
+    trained(tmp_path, "bad", "bad=41")
+    code, text = onefold(tmp_path, "compare", "one", "same")
+    assert code == 0, text
+    assert "12 steps and all results are equal." in text
+    code, text = onefold(tmp_path, "compare", "one", "other")
+    assert code == 1, text
+    assert "Step 1: the loss of shards 0, 1, 2, 3 differs." in text
+    assert "forward, aten.relu in 1 (" in text
+    assert "in the other run forward, aten.tanh in 1 (" in text
+    assert "the arguments: , and tanh" in text
+    code, text = onefold(tmp_path, "compare", "one", "bad")
+    assert code == 1, text
+    assert "(numbers 41, 41 of the data)" in text
+
+
+def test_the_commit_that_changed_the_bits_is_named(tmp_path: Path) -> None:
+    def git(*words: str) -> None:
+        named = ["-c", "user.name=A", "-c", "user.email=a@example.org"]
+        subprocess.run(["git", *named, *words], cwd=tmp_path, check=True, capture_output=True)
+
+    git("init")
+    rates = ("0.01", "0.01", "0.02", "0.02", "0.02")
+    for number, rate in enumerate(rates):
+        text = SCRIPT.replace("lr=0.01", f"lr={rate}") + f"# {number}\n"
+        (tmp_path / "train.py").write_text(text)
+        git("add", "train.py")
+        git("commit", "-m", f"change {number}")
+    command = ["onefold", "run", "--devices", "cpu:1", "train.py"]
+    code, text = onefold(tmp_path, "compare", "--git", "HEAD~4..HEAD", "--", *command)
+    assert code == 1, text
+    assert text.strip().endswith("A: change 2 is the first commit with other bits")
+    code, text = onefold(tmp_path, "compare", "--git", "HEAD~1..HEAD", "--", *command)
+    assert code == 0, text

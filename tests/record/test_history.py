@@ -1,0 +1,97 @@
+"""The rule by which a step stands out: what has left its own history, and nothing else."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from onefold.record import FILE, Record
+from onefold.record.entries import Failed, StepEntry, encode
+from onefold.record.frames import FrameWriter
+from onefold.record.history import Departure, first_departure
+
+STEPS, SHARDS = 80, 4
+
+
+def written(folder: Path, losses: np.ndarray, norms: Sequence[float], *ends: Failed) -> Record:
+    """The record of steps with these losses (steps, V)."""
+    writer = FrameWriter(folder / FILE)
+    for number, (own, norm) in enumerate(zip(losses, norms, strict=True), start=1):
+        entry = StepEntry(
+            step=number, epoch=0, samples=SHARDS, loss=float(own.mean()), weight=SHARDS, norm=norm,
+            rates=[0.1], totals=own.astype("<f8").tobytes(), weights=np.ones(SHARDS).tobytes(),
+        )  # fmt: skip
+        writer.append(encode(entry))
+    for end in ends:
+        writer.append(encode(end))
+    writer.close()
+    return Record(folder)
+
+
+@pytest.fixture
+def numbers() -> tuple[np.ndarray, np.ndarray]:
+    """Losses that fall, and norms, both with noise."""
+    random = np.random.default_rng(0)
+    falling = 2.0 * np.exp(-np.arange(STEPS) / 40)[:, None]
+    return falling * random.uniform(0.8, 1.2, (STEPS, SHARDS)), random.uniform(0.5, 1.5, STEPS)
+
+
+def found(folder: Path, losses: np.ndarray, norms: np.ndarray, *ends: Failed) -> Departure | None:
+    return first_departure(written(folder, losses, norms.tolist(), *ends))
+
+
+def test_a_run_that_learns_does_not_stand_out(
+    tmp_path: Path, numbers: tuple[np.ndarray, np.ndarray]
+) -> None:
+    assert found(tmp_path, *numbers) is None
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_noise_does_not_stand_out(tmp_path: Path, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    losses = 1.0 + 0.1 * random.standard_normal((STEPS, SHARDS))
+    assert found(tmp_path, losses, 1.0 + 0.1 * random.standard_normal(STEPS)) is None
+
+
+@pytest.mark.parametrize("step", [3, 11, 80])
+def test_the_shard_with_a_bad_sample_stands_out(
+    tmp_path: Path, numbers: tuple[np.ndarray, np.ndarray], step: int
+) -> None:
+    losses, norms = numbers
+    losses[step - 1, 2] = 40.0
+    departure = found(tmp_path, losses, norms)
+    assert departure is not None
+    assert departure.step == step
+    assert departure.what in ("loss", "loss of shard 2")
+    assert departure.usual < 2.5
+
+
+def test_a_norm_stands_out_alone(tmp_path: Path, numbers: tuple[np.ndarray, np.ndarray]) -> None:
+    losses, norms = numbers
+    norms[50] = 30.0
+    departure = found(tmp_path, losses, norms)
+    assert departure is not None
+    assert (departure.step, departure.what, departure.value) == (51, "norm", 30.0)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_is_not_finite_stands_out_from_the_first_step_on(
+    tmp_path: Path, numbers: tuple[np.ndarray, np.ndarray], value: float
+) -> None:
+    losses, norms = numbers
+    losses[0, 1] = value
+    departure = found(tmp_path, losses, norms)
+    assert departure is not None
+    assert (departure.step, departure.what) == (1, "loss")
+
+
+def test_a_step_that_failed_stands_out(
+    tmp_path: Path, numbers: tuple[np.ndarray, np.ndarray]
+) -> None:
+    end = Failed(step=STEPS, line="train.py:3", error="LossError", text="the loss is nan")
+    departure = found(tmp_path, *numbers, end)
+    assert departure is not None
+    assert departure.step == STEPS + 1
+    assert departure.text == "LossError: the loss is nan"
