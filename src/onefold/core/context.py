@@ -43,6 +43,8 @@ class LaunchContext:
     """The table of steps, inherited from onefold's launcher; -1 if there is none."""
     report_descriptor: int = -1
     """Where this process reports a failure, inherited from onefold's launcher; -1 likewise."""
+    stacks_descriptor: int = -1
+    """Where this process writes its stacks when the launcher asks for them; -1 likewise."""
     store_descriptor: int = -1
     """The file through which a process group is formed, inherited as well; -1 likewise."""
     safe_path: bool = False

@@ -8,9 +8,11 @@ from typing import Literal, get_args
 
 from onefold.core.numbers import check_choice, check_seconds, check_whole
 
-__all__ = ["DEFAULT_GRACE_S", "DEFAULT_TIMEOUT_S", "ExchangeName", "RunOptions"]
+__all__ = ["DEFAULT_GRACE_S", "DEFAULT_TIMEOUT_S", "RECORD_FILE", "ExchangeName", "RunOptions"]
 
 DEFAULT_TIMEOUT_S = 600.0
+RECORD_FILE = "run.record"
+"""The name of the record in the folder of a run."""
 DEFAULT_GRACE_S = 60.0
 
 ExchangeName = Literal["auto", "shared", "collective"]

@@ -424,7 +424,7 @@ class ShardResult:
     given: Sequence[bool] = ()
     """What `gave` returns of gradients that have been handed over."""
 
-    digest: torch.Tensor | None = None
+    digest: int | torch.Tensor | None = None
     """() int64: of a sample of the gradient; None where none was asked for, or there is none."""
 
     @property

@@ -44,6 +44,7 @@ import torch.distributed as dist
 
 from onefold.errors import DisagreementError, PeerError, PeerLost, PeerTimeout
 from onefold.exchange.group import Joined, break_off
+from onefold.exchange.progress import NoteWait
 from onefold.exchange.transport import (
     Failure,
     Message,
@@ -64,6 +65,10 @@ _LAST_WORDS_S = 1.0
 _SIGNS = ("gloo", "nccl", "connection", "timed out", "timeout", "socket", "peer")
 
 
+def _nobody(peer: int | None) -> None:
+    """Take no note of a wait."""
+
+
 class GroupTransport(Transport):
     """One process of a group, which drives one device.
 
@@ -73,6 +78,7 @@ class GroupTransport(Transport):
             and for ``device``.
         timeout_s: the limit of the group, for error messages.
         allocator: where its `buffer` lies.
+        note_wait: called when a wait begins, and when it ends.
     """
 
     frame_bytes = 16 << 20
@@ -83,7 +89,9 @@ class GroupTransport(Transport):
         joined: Joined,
         timeout_s: float,
         allocator: TensorAllocator = DEFAULT_ALLOCATOR,
+        note_wait: NoteWait = _nobody,
     ) -> None:
+        self._note_wait = note_wait
         super().__init__(device, allocator)
         self.rank, self.size = joined.group.rank(), joined.group.size()
         self._timeout_s, self._limit = timeout_s, timedelta(seconds=timeout_s)
@@ -243,6 +251,7 @@ class GroupTransport(Transport):
     @contextlib.contextmanager
     def _naming_the_lost(self) -> Iterator[None]:
         """Turn an error of the backend into one that names the lost device, where it is known."""
+        self._note_wait(-1)
         try:
             with self._lateness.waiting():
                 yield
@@ -252,6 +261,8 @@ class GroupTransport(Transport):
                 error.add_note(f"raised in step {self.step}, on device {self.rank}")
                 raise
             raise self._explain(error) from error
+        finally:
+            self._note_wait(None)
 
     def _explain(self, error: RuntimeError) -> PeerError | DisagreementError:
         step = self.step

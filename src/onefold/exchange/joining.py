@@ -18,10 +18,12 @@ the calls is the order of reads and writes, though the host never waits for it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
 from onefold.core.assignment import Assignment, Devices
+from onefold.core.context import LaunchContext
 from onefold.core.flat import FlatTensors
 from onefold.core.fold import Published
 from onefold.core.shard import Plan
@@ -32,6 +34,7 @@ from onefold.exchange.group import Rendezvous, agree_on_kind, agree_on_name, joi
 from onefold.exchange.mailbox import Mailbox, connected
 from onefold.exchange.memory import AsGiven, Memory, Partial, Start
 from onefold.exchange.private import GroupStageExchange, PrivateMemory
+from onefold.exchange.progress import NoteWait, progress_of
 from onefold.exchange.reduction import BlockReduction, StageReduction
 from onefold.exchange.shared import HostMemory, HostStageExchange, HostTransport
 from onefold.exchange.stageexchange import LocalStageExchange, StageExchange
@@ -90,7 +93,7 @@ def join(
     else:
         joined = join_group(meeting, kind, devices.trainer)
         device = assignment.devices[joined.group.rank()]
-        transport = GroupTransport(device, joined, timeout_s, allocator)
+        transport = GroupTransport(device, joined, timeout_s, allocator, _noting_waits(context))
     try:
         compare(transport.all_gather_objects({devices.own[0]: description}))
         return exchange_over(transport, storage, start, assignment)
@@ -120,7 +123,17 @@ def _mailbox(devices: Devices, meeting: Rendezvous) -> Mailbox:
     drawn = context.run_id if is_drawn else agree_on_name(meeting, devices.trainer)
     address = f"{drawn}-{devices.trainer}"
     peers = connected(address, rank, meeting.size, timeout_s, meeting.has_ended)
-    return Mailbox(peers, rank=rank, timeout_s=timeout_s)
+    mailbox = Mailbox(peers, rank=rank, timeout_s=timeout_s)
+    mailbox.note_wait = _noting_waits(context)
+    return mailbox
+
+
+def _noting_waits(context: LaunchContext) -> NoteWait:
+    """Notes waits in the table of the launcher, if there is one."""
+    progress = progress_of(context)
+    if progress is None:
+        return lambda peer: None
+    return partial(progress.set_waiting, context.rank)
 
 
 def exchange_over(

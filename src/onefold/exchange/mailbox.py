@@ -38,7 +38,7 @@ from typing import NoReturn
 import msgspec
 
 from onefold.errors import DisagreementError, PeerLost, PeerTimeout
-from onefold.exchange.progress import Waiting
+from onefold.exchange.progress import NoteWait, Waiting
 from onefold.exchange.transport import Failure, Ranks, has_left
 from onefold.system.process import LOOK_S, Stillness
 
@@ -79,6 +79,8 @@ class Mailbox:
         self.rank = rank
         self.size = len(peers) + 1
         self.timeout_s = timeout_s
+        self.note_wait: NoteWait = lambda peer: None
+        """Called with the device for which this one has waited for a while, and None in the end."""
         self.step = 1
         """The step that the run is at, for error messages; set by the owner of the mailbox."""
         # Spinning saves a wake-up, but with more processes than cores it starves the peer.
@@ -114,7 +116,7 @@ class Mailbox:
         """Wait for one frame of a kind from each of some peers."""
         pending, found = list(peers), dict[int, bytes]()
         spin_until = time.monotonic() + self._spin_s
-        limit = time.monotonic() + self.timeout_s
+        limit, is_waiting = time.monotonic() + self.timeout_s, False
         while True:
             for peer in list(pending):
                 self._drain(peer)
@@ -130,9 +132,13 @@ class Mailbox:
                         )
                     pending.remove(peer)
             if not pending:
+                if is_waiting:
+                    self.note_wait(None)
                 return found
             if time.monotonic() > spin_until:
-                self._wait_for_news(pending, limit)
+                if not self._wait_for_news(pending, limit):
+                    is_waiting = True
+                    self.note_wait(pending[0].number)
             else:
                 os.sched_yield()  # the peer may be waiting for this very core
 

@@ -24,7 +24,7 @@ from onefold.core.context import LaunchContext
 from onefold.errors import PeerLost, PeerTimeout
 from onefold.system.process import LOOK_S
 
-__all__ = ["WAITING", "Progress", "Waiting", "progress_of"]
+__all__ = ["WAITING", "NoteWait", "Progress", "Waiting", "progress_of"]
 
 WAITING = "onefold.waiting"
 """The logger of devices that wait: what it is told reaches the screen on any device."""
@@ -32,7 +32,10 @@ FIRST_S = 10.0
 """After how many seconds a device says whom it waits for."""
 _log = logging.getLogger(WAITING)
 
+NoteWait = Callable[[int | None], None]
+"""Is called with the device for which a wait begins, -1 for any; and with None where it ends."""
 _BEGUN, _ENDED = 1, 2
+_COLUMNS = 5
 
 
 class Progress:
@@ -45,14 +48,15 @@ class Progress:
 
     def __init__(self, descriptor: int, devices: int) -> None:
         memory = mmap.mmap(descriptor, self.nbytes(devices))
-        # A row for each device: how far it is, and its step; then the launcher's.
-        self._rows = memoryview(memory).cast("q", (devices + 1, 2))
+        # A row for each device, then the launcher's. A device's: how far it is, its step, the shard
+        # that it computes, the number of its last wait (odd while it waits), and for whom.
+        self._rows = memoryview(memory).cast("q", (devices + 1, _COLUMNS))
         self._launcher = devices
 
     @staticmethod
     def nbytes(devices: int) -> int:
         """The size of the table's memory."""
-        return 2 * 8 * (devices + 1)
+        return _COLUMNS * 8 * (devices + 1)
 
     def set_step(self, rank: int, step: int) -> None:
         """Note that ``rank`` has begun ``step``."""
@@ -62,6 +66,35 @@ class Progress:
     def step_of(self, rank: int) -> int:
         """The step that ``rank`` is at; -1 before the first."""
         return self._rows[rank, 1] if self._rows[rank, 0] else -1
+
+    def set_shard(self, rank: int, shard: int) -> None:
+        """Note that ``rank`` computes a shard; -1 for none."""
+        self._rows[rank, 2] = shard + 1
+
+    def shard_of(self, rank: int) -> int:
+        """The shard that ``rank`` computes; -1 for none."""
+        return self._rows[rank, 2] - 1
+
+    def set_waiting(self, rank: int, peer: int | None) -> None:
+        """Note that ``rank`` begins to wait.
+
+        Args:
+            rank: number of the device.
+            peer: for which one it waits; -1 for any of them, None for the end of its wait.
+        """
+        waits = bool(self._rows[rank, 3] % 2)
+        if peer is not None:
+            self._rows[rank, 4] = peer + 1
+        if waits != (peer is not None):
+            self._rows[rank, 3] += 1
+
+    def wait_of(self, rank: int) -> int:
+        """The number of the last wait of ``rank``: odd while it waits."""
+        return self._rows[rank, 3]
+
+    def waits_for(self, rank: int) -> int:
+        """For which device ``rank`` waits, or has waited last; -1 for any of them."""
+        return self._rows[rank, 4] - 1
 
     def set_ended(self, rank: int) -> None:
         """Note that the script of ``rank`` has ended."""

@@ -70,6 +70,8 @@ class ShardTable:
         self.on_host = computed.device.type == "cpu"
         """Whether what the devices compute lies on the host, too."""
         self._host_numbers = self.numbers.numpy() if self.on_host else None
+        if self.on_host:
+            self._host_digests = self.digests.numpy()
         self._values_memory = computed[middle:first]
         self.widen(0)
         self.rows_memory = computed[first:].view(shards, rows)
@@ -124,7 +126,10 @@ class ShardTable:
         if result.total is not None:
             self.set_total(shard, result.total)
         if result.digest is not None:
-            self.digests[shard : shard + 1].copy_(result.digest, non_blocking=True)
+            if isinstance(result.digest, int):
+                self._host_digests[shard] = result.digest
+            else:
+                self.digests[shard : shard + 1].copy_(result.digest, non_blocking=True)
         # A shard that gave all, which is nearly every one, is added as one number.
         gave = result.gave
         row = self.gave[device]

@@ -14,11 +14,13 @@ import numpy as np
 from msgspec import structs
 
 from onefold.core import wire
+from onefold.core.options import RECORD_FILE as FILE
 from onefold.errors import RecordError
 from onefold.record.entries import (
     Begun,
     BlockEntry,
     Entry,
+    Hang,
     Result,
     SavedEntry,
     StepEntry,
@@ -29,8 +31,6 @@ from onefold.record.frames import read_frames
 
 __all__ = ["FILE", "Record", "shards_of", "standing", "whole_run"]
 
-FILE = "run.record"
-"""The name of the file in the folder of a run."""
 
 Table = dict[str, np.ndarray[Any, Any]]
 """Columns of one length, by name."""
@@ -70,6 +70,8 @@ class Record:
         self.path = given / FILE if given.is_dir() else given
         bodies, _ = read_frames(self.path)
         entries = [decode(body, f"{self.path}, frame {n}") for n, body in enumerate(bodies)]
+        self.hangs: list[Hang] = [each for each in entries if isinstance(each, Hang)]
+        """What the launcher has told of devices that waited for very long."""
         self.entries: list[Entry] = standing(entries)
         """All entries that count, in the order in which they were written."""
 
@@ -171,6 +173,8 @@ def standing(entries: Iterable[Entry]) -> list[Entry]:
     """Those entries that were not made again after a run was resumed from an earlier step."""
     kept: list[Entry] = []
     for entry in entries:
+        if isinstance(entry, Hang):
+            continue
         if isinstance(entry, Begun):
             del kept[entry.kept :]
         kept.append(entry)

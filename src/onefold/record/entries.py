@@ -17,6 +17,7 @@ __all__ = [
     "BlockEntry",
     "Entry",
     "Failed",
+    "Hang",
     "Result",
     "SavedEntry",
     "StepEntry",
@@ -139,7 +140,18 @@ class SavedEntry(Struct, tag="checkpoint", tag_field="kind", frozen=True, kw_onl
     """Where in the script; empty where the launcher had it made."""
 
 
-Entry = Begun | StepEntry | Failed | Result | BlockEntry | SavedEntry
+class Hang(Struct, tag="hang", tag_field="kind", frozen=True, kw_only=True):
+    """A device has waited for very long; what the launcher has told of it.
+
+    Nothing depends on it: it counts as no entry where entries are counted.
+    """
+
+    step: int
+    text: str
+    """Who has waited for whom, with the stacks of all processes."""
+
+
+Entry = Begun | StepEntry | Failed | Result | BlockEntry | SavedEntry | Hang
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[Entry] = msgspec.msgpack.Decoder(Entry)
 

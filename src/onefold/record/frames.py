@@ -21,7 +21,7 @@ from zlib import crc32
 from onefold.errors import RecordError
 from onefold.system.ownfiles import open_plain, open_regular, write_all
 
-__all__ = ["HEAD", "FrameWriter", "read_frames"]
+__all__ = ["HEAD", "FrameWriter", "append_beside", "read_frames"]
 
 HEAD = b"onefold\x01"
 """How a file of frames begins; the last byte is the version of the format."""
@@ -67,8 +67,7 @@ class FrameWriter:
         Raises:
             OSError: the disk is full, for example; nothing of the frame counts then.
         """
-        length = len(body)
-        write_all(self._file, _HEADER.pack(length, length ^ _INVERTED, crc32(body)) + body)
+        write_all(self._file, _frame(body))
 
     def close(self) -> None:
         """Close the file, if it is open; nothing can be appended any more."""
@@ -84,6 +83,23 @@ class FrameWriter:
             raise BlockingIOError(error.errno, text, str(self.path)) from None
         except OSError as error:  # a file system without locks
             _log.info("%s: the record is not locked: %s", self.path, error)
+
+
+def append_beside(path: Path, body: bytes) -> None:
+    """Append a frame from another process than the one that writes to the file.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    file = open_regular(path, os.O_WRONLY | os.O_APPEND)
+    try:
+        write_all(file, _frame(body))  # at once, and so never inside of another frame
+    finally:
+        os.close(file)
+
+
+def _frame(body: bytes) -> bytes:
+    return _HEADER.pack(len(body), len(body) ^ _INVERTED, crc32(body)) + body
 
 
 def read_frames(path: Path) -> tuple[list[bytes], int]:

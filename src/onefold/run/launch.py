@@ -353,8 +353,13 @@ class _LaunchedRun:
         try:
             for rank, device in enumerate(context.devices):
                 group.check_requests()
-                report = status.reports[rank]
-                own = replace(context, rank=rank, local_rank=rank, report_descriptor=report)
+                own = replace(
+                    context,
+                    rank=rank,
+                    local_rank=rank,
+                    report_descriptor=status.reports[rank],
+                    stacks_descriptor=status.stacks[rank],
+                )
                 # Or an interrupt between start and add leaves a worker that nobody ends.
                 with ctrl_c_later():
                     group.add(rank, device, self._start(own))
@@ -374,7 +379,12 @@ class _LaunchedRun:
 
     def _start(self, context: LaunchContext) -> subprocess.Popen[bytes]:
         log = self.logs.descriptors.get(context.rank)
-        table, store = context.progress_descriptor, context.store_descriptor
+        shared = (
+            context.progress_descriptor,
+            context.report_descriptor,
+            context.stacks_descriptor,
+            context.store_descriptor,
+        )
         return subprocess.Popen(
             [sys.executable, "-P", "-c", _START, _ROOT, str(os.getpid()), *self.command],
             env=worker_environment(context),
@@ -384,7 +394,7 @@ class _LaunchedRun:
             # A group of its own, so that its children can be killed with it, and so that Ctrl-C in
             # the terminal reaches the launcher alone, which passes it on in order.
             start_new_session=True,
-            pass_fds=(table, context.report_descriptor, store, *self.handed),
+            pass_fds=(*shared, *self.handed),
         )
 
 

@@ -53,6 +53,8 @@ class RunStatus:
         """Descriptor of the table of steps."""
         self.reports = [memory_file(f"onefold-report-{number}") for number in range(devices)]
         """Descriptor of each worker's report."""
+        self.stacks = [memory_file(f"onefold-stacks-{number}") for number in range(devices)]
+        """Descriptor of the memory in which each worker writes its stacks when it is asked."""
         self.store = memory_file()
         """Descriptor of the file through which the workers' process group is formed."""
         os.ftruncate(self.table, Progress.nbytes(devices))
@@ -66,7 +68,7 @@ class RunStatus:
 
     def close(self) -> None:
         """Close the descriptors; the memory goes with the last process that has it."""
-        for descriptor in (self.table, self.store, *self.reports):
+        for descriptor in (self.table, self.store, *self.reports, *self.stacks):
             os.close(descriptor)
 
 

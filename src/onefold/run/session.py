@@ -150,6 +150,9 @@ class Session:
         this = weakref.ref(self)
         at_good_end(lambda: None if (it := this()) is None else it.refuse_raced())
         self._progress = progress_of(context)
+        if self._progress is not None:
+            for replica in self.engine.context.replicas:
+                replica.note_shard = partial(self._progress.set_shard, context.rank)
         # May find a checkpoint, so what starts from the step that is done comes after it.
         self._begin_saving()
         run = self.engine, self.devices, self.position

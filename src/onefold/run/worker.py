@@ -42,6 +42,7 @@ from onefold.core.context import LaunchContext
 from onefold.errors import PeerError
 from onefold.exchange.progress import progress_of
 from onefold.run.context import current_context
+from onefold.run.hang import answer_with_stacks
 from onefold.run.membership import advice_on_one_file, end_well, leave
 from onefold.run.rundir import WorkerReport, write_report
 from onefold.system.ownfiles import gather_sockets_in
@@ -68,8 +69,9 @@ def main(arguments: list[str]) -> int:
     die_with_parent(int(arguments[0]))
     context, process = current_context(), os.getpid()
     # Programs that the script starts must not inherit what the launcher has handed over.
-    for name in ("progress", "report", "store"):
+    for name in ("progress", "report", "stacks", "store"):
         os.set_inheritable(getattr(context, f"{name}_descriptor"), False)
+    answer_with_stacks(context.stacks_descriptor)
     progress = progress_of(context)
     # A signal to this worker is as one to the launcher, if the run can save itself.
     if progress is not None and context.options.may_stop:

@@ -34,9 +34,11 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing import connection
+from pathlib import Path
 
-from onefold.core.options import RunOptions
+from onefold.core.options import RECORD_FILE, RunOptions
 from onefold.errors import LaunchError
+from onefold.run.hang import HangWatch
 from onefold.run.rundir import RunStatus, WorkerReport
 from onefold.system.process import LOOK_S, STOPPED_CODE, Stillness, StopSignals
 from onefold.system.words import tell
@@ -176,6 +178,8 @@ class WorkerGroup:
         self._workers: list[Worker] = []
         self._mentioned = False
         self._deadline_s = 0.0
+        folder = options.recorded_in
+        self._hang = HangWatch(status, Path(folder, RECORD_FILE) if folder else None)
 
     def add(self, rank: int, device: str, process: subprocess.Popen[bytes]) -> None:
         """Add a worker that was just started."""
@@ -213,6 +217,7 @@ class WorkerGroup:
                 for worker in waiting:
                     worker.unresponsive = worker.stillness.look()
                 self._mention_threads(waiting)
+                self._hang.look(self._workers)
             if self._note_ended() or any(worker.unresponsive for worker in self._workers):
                 self._wait_for_words()
                 return

@@ -26,12 +26,23 @@ import torch
 from onefold.core.flat import storage_order
 from onefold.core.randomness import derive_seed
 
-__all__ = ["LONGEST", "GradientDigests", "GradientSample", "digest_of", "digest_of_all", "sum_of"]
+__all__ = [
+    "LONGEST",
+    "Digest",
+    "GradientDigests",
+    "GradientSample",
+    "digest_of",
+    "digest_of_all",
+    "sum_of",
+]
 
 LONGEST = 1024
 """The most elements of a sample."""
 _LONGEST_WORDS = 4 * LONGEST
 _ODD = 0x9E3779B97F4A7C15
+_OF_NUMPY = (torch.float32, torch.float64)
+_HALF = 1 << 63
+Digest = int | torch.Tensor
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
@@ -70,24 +81,32 @@ class GradientDigests:
         return GradientSample(number, start, min(start + LONGEST, size))
 
 
-def digest_of(gradient: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """The digest of a stretch of a dense gradient, () int64, on its device; waits for nothing.
+def digest_of(gradient: torch.Tensor, start: int, stop: int) -> Digest:
+    """The digest of a stretch of a dense gradient; waits for no device.
 
     Args:
         gradient: of any dtype and shape.
         start: the first element, in the order of memory.
         stop: the one behind the last; at most `LONGEST` further.
 
+    Returns:
+        A whole number of 64 bits with a sign; of a gradient that is not on the host a tensor ()
+        int64 on its device.
+
     >>> one, other = torch.tensor([1.0, 2.0]), torch.tensor([2.0, 1.0])
     >>> bool(digest_of(one, 0, 2) == digest_of(other, 0, 2))
     False
     """
-    stretch = storage_order(gradient)[start:stop]
+    on_host = gradient.device.type == "cpu"
+    if on_host and gradient.dtype in _OF_NUMPY and gradient.is_contiguous():
+        # The usual case, by NumPy from end to end: in a fifth of the time.
+        own = gradient.detach().numpy().reshape(-1)[start:stop].view(np.int32)
+        return int(own.astype(np.int64).dot(_WEIGHTS[: len(own)]))
+    stretch = storage_order(gradient.detach())[start:stop]
     words = stretch.view(_WORDS[min(4, stretch.element_size())])
-    if words.device.type == "cpu":
-        # NumPy does it in a fifth of the time, and wraps around as PyTorch does.
-        sum_ = np.dot(words.numpy().astype(np.int64), _WEIGHTS[: len(words)])
-        return torch.from_numpy(np.asarray(sum_))
+    if on_host:
+        # It wraps around as PyTorch does.
+        return int(words.numpy().astype(np.int64).dot(_WEIGHTS[: len(words)]))
     return (words.to(torch.int64) * _weights_on(words.device)[: len(words)]).sum()
 
 
@@ -105,10 +124,12 @@ def digest_of_all(tensors: Iterable[torch.Tensor], seed: int) -> int:
     return found
 
 
-def sum_of(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
+def sum_of(one: Digest | None, other: Digest | None) -> Digest | None:
     """The digest of two pieces of a shard together."""
     if one is None or other is None:
         return other if one is None else one
+    if isinstance(one, int) and isinstance(other, int):
+        return (one + other + _HALF) % (2 * _HALF) - _HALF
     return one + other
 
 

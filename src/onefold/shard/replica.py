@@ -49,7 +49,7 @@ from onefold.errors import GradientError, LossError
 from onefold.exchange.stageexchange import GradientSend
 from onefold.shard.advice import advice_on
 from onefold.shard.buffers import BufferSet
-from onefold.shard.digest import GradientSample, digest_of
+from onefold.shard.digest import Digest, GradientSample, digest_of
 from onefold.shard.gradients import (
     ParameterSet,
     drop_gradients,
@@ -111,6 +111,8 @@ class Replica:
         """Those of the model, if gradients are handed over stage by stage."""
         self.watch = Stopwatch(device)
         self.loss_watch = LossWatch()
+        self.note_shard: Callable[[int], None] = lambda shard: None
+        """Called with each shard that begins, and -1 after the last one of a step."""
         self._names = list(parts.trained)
         self._parameters = list(parts.trained.values())
         layout = trained.layout
@@ -119,7 +121,7 @@ class Replica:
         self.of_stages = [self._all.some(n) for n in stages.stages.entries] if stages else []
         dtypes = map(layout.dtype_of, range(len(layout.entries)))
         self._narrow = [n for n, dtype in enumerate(dtypes) if added_up_in(dtype) != dtype]
-        self._digest: torch.Tensor | None = None
+        self._digest: Digest | None = None
         self._compute_in = precision.compute
         self._rounds = precision.parameters is not None
         self._watched = [parameter for parameter in parts.other.values() if parameter.requires_grad]
@@ -181,6 +183,7 @@ class Replica:
 
     def end(self) -> None:
         """Clean up after the last shard of a step."""
+        self.note_shard(-1)
         # Those of trained parameters were taken shard by shard. These nobody takes: they would hold
         # memory between steps, and parameters unfrozen since Trainer was made would go on adding.
         drop_gradients([*self.parts.other.values(), *self.parts.frozen.values()])
@@ -296,7 +299,7 @@ class Replica:
             if gradient is not None:
                 self._digest = digest_of(gradient, sample.start, sample.stop)
 
-    def take_digest(self) -> torch.Tensor | None:
+    def take_digest(self) -> Digest | None:
         """Return the digest of the gradients that were taken since the last call."""
         digest, self._digest = self._digest, None
         return digest
@@ -433,6 +436,7 @@ class Replica:
 
     def begin_shard(self, shard: int, task: ShardTask) -> str:
         """Reset a shard's surroundings, whatever ran before it; return its name for errors."""
+        self.note_shard(shard)
         self.buffers.restore(shard)
         if torch.is_autocast_enabled(self.device.type):
             # One that the script has opened around its loop keeps the weights of earlier steps.

@@ -274,11 +274,12 @@ class PipelineWorker:
             lines, numbers = head["values"]
             values = ShardValues(tuple(lines), self._on(numbers))
         given, total = [bool(each) for each in head["given"]], self._on(head["total"])
+        digest = head["digest"]
         result = ShardResult(
             *(here[count:], total, head["weight"]),
             values=values,
             given=given,
-            digest=None if head["digest"] is None else self._on(head["digest"]),
+            digest=self._on(digest) if isinstance(digest, torch.Tensor) else digest,
         )
         return ShardState(*head["state"]), here[:count], result
 
