@@ -112,6 +112,10 @@ class RecordError(OnefoldError):
     """The record of a run is damaged, is of another kind, or has no such step."""
 
 
+class AuditError(OnefoldError):
+    """A device has computed wrong bits, and the run is not to go on: ``onefold run --audit``."""
+
+
 class PeerError(OnefoldError):
     """Another device of the run failed; ``device`` is its number, ``step`` the step waited in."""
 

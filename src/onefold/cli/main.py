@@ -133,6 +133,13 @@ def run(
         Literal["same", "fewer"],
         Option(help="The same devices, or fewer: without one that was lost."),
     ] = _DEFAULTS.restarts_with,
+    audit: Annotated[
+        float, Option(help="Compute this share of all shards on another device as well.")
+    ] = _DEFAULTS.audit,
+    audit_finds: Annotated[
+        Literal["heal", "stop"],
+        Option(help="After a result that was wrong once, go on with the right one, or stop."),
+    ] = "heal",
 ) -> None:
     """Run a script on the devices of this machine.
 
@@ -173,6 +180,8 @@ def run(
         record=_absolute(record),
         profile=_absolute(profile),
         logs=_absolute(logs),
+        audit=audit,
+        audit_stops=audit_finds == "stop",
     )
     outcome = supervise(command, select_devices(devices), options)
     _tell(outcome)

@@ -69,6 +69,10 @@ class RunOptions:
     """Whether workers that are asked to stop save themselves, as they do with ``checkpoint``."""
     stop_signals: tuple[str, ...] = ()
     """Signals by which another launcher than onefold's asks a process to stop, such as USR1."""
+    audit: float = 0.0
+    """How large a share of all shards is computed once more, on another device, and compared."""
+    audit_stops: bool = False
+    """Whether a run ends at any wrong result that is found; else only at one that stays wrong."""
     program: tuple[str, ...] = ()
     """The program that has launched a function, with its arguments; empty of scripts."""
     stops_after: int = 0
@@ -107,6 +111,13 @@ class RunOptions:
         check_whole("every", self.every, least=0 if self.every_s else 1)
         check_whole("keep_last", self.keep_last, least=1)
         check_whole("restarts", self.restarts, least=0)
+        if not 0.0 <= self.audit <= 1.0:
+            raise ValueError(f"expected audit to be a share from 0 to 1, got {self.audit!r}")
+        if self.audit and self.placement.startswith("pipeline"):
+            raise ValueError(
+                "audit has another device compute a shard, and in a pipeline several devices "
+                "compute it together: expected another placement than pipeline"
+            )
         if self.restarts and not self.checkpoint:
             raise ValueError("restarts go on from the last checkpoint: name a directory for them")
         check_choice("restarts_with", self.restarts_with, Restarts)

@@ -13,6 +13,7 @@ from msgspec import Struct
 from onefold.errors import RecordError
 
 __all__ = [
+    "Audited",
     "Begun",
     "BlockEntry",
     "Entry",
@@ -140,6 +141,18 @@ class SavedEntry(Struct, tag="checkpoint", tag_field="kind", frozen=True, kw_onl
     """Where in the script; empty where the launcher had it made."""
 
 
+class Audited(Struct, tag="audit", tag_field="kind", frozen=True, kw_only=True):
+    """An audit has found a wrong result."""
+
+    step: int
+    shard: int
+    """-1 for the update of a part of the parameters."""
+    devices: list[int]
+    """Who is at fault; two where it cannot be told which one."""
+    persistent: bool
+    healed: bool
+
+
 class Hang(Struct, tag="hang", tag_field="kind", frozen=True, kw_only=True):
     """A device has waited for very long; what the launcher has told of it.
 
@@ -151,7 +164,7 @@ class Hang(Struct, tag="hang", tag_field="kind", frozen=True, kw_only=True):
     """Who has waited for whom, with the stacks of all processes."""
 
 
-Entry = Begun | StepEntry | Failed | Result | BlockEntry | SavedEntry | Hang
+Entry = Begun | StepEntry | Failed | Result | BlockEntry | SavedEntry | Audited | Hang
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[Entry] = msgspec.msgpack.Decoder(Entry)
 

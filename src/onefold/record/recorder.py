@@ -29,6 +29,7 @@ from onefold.core.batch import ShardedBatch
 from onefold.core.fold import fold_shards
 from onefold.record import standing
 from onefold.record.entries import (
+    Audited,
     Begun,
     BlockEntry,
     Entry,
@@ -85,7 +86,7 @@ class Recorder:
         self._held: _Unwritten | None = None
         self._rates: list[float] = []
 
-    def note(self, entry: Begun | BlockEntry | Failed | SavedEntry) -> None:
+    def note(self, entry: Audited | Begun | BlockEntry | Failed | SavedEntry) -> None:
         """Note an entry that is known as it is."""
         self._write_held()
         if isinstance(entry, Begun):

@@ -28,7 +28,16 @@ from onefold.core.batch import ShardedBatch
 from onefold.core.values import StepValues
 from onefold.errors import RecordError
 from onefold.record import shards_of
-from onefold.record.entries import Begun, BlockEntry, Entry, Failed, Result, SavedEntry, StepEntry
+from onefold.record.entries import (
+    Audited,
+    Begun,
+    BlockEntry,
+    Entry,
+    Failed,
+    Result,
+    SavedEntry,
+    StepEntry,
+)
 from onefold.record.recorder import places_of
 from onefold.step.result import StepResult, Verdict
 from onefold.system.words import listed, script_line
@@ -52,7 +61,8 @@ class Replay:
         self._entries = deque(
             each
             for each in entries
-            if not isinstance(each, Begun) and (not isinstance(each, SavedEntry) or each.line)
+            if not isinstance(each, Audited | Begun)
+            and (not isinstance(each, SavedEntry) or each.line)
         )
         self._coming: dict[tuple[int, int], deque[tuple[int, int]]] = defaultdict(deque)
         for entry in self._entries:

@@ -21,11 +21,12 @@ from onefold.core.flat import named_tensors
 from onefold.data_order.position import Position
 from onefold.errors import OnefoldError
 from onefold.record import FILE
-from onefold.record.entries import BlockEntry, Failed, Result, SavedEntry
+from onefold.record.entries import Audited, BlockEntry, Failed, Result, SavedEntry
 from onefold.record.recorder import Recorder, begun
 from onefold.run.context import kernel_flags
 from onefold.run.membership import at_good_end
 from onefold.shard.digest import GradientDigests, digest_of_all
+from onefold.step.audit import Fault
 from onefold.step.engine import Engine
 from onefold.step.result import Step
 from onefold.system.words import script_line
@@ -155,6 +156,19 @@ class RecordedCalls:
         if self._recorder is not None:
             what = {"error": type(error).__name__, "text": str(error)}
             self._recorder.note(Failed(step=self._position.step, line=script_line(), **what))
+
+    def note_fault(self, fault: Fault) -> None:
+        """Note what an audit has found."""
+        if self._recorder is not None:
+            self._recorder.note(
+                Audited(
+                    step=fault.step,
+                    shard=fault.shard,
+                    devices=list(fault.devices),
+                    persistent=fault.persistent,
+                    healed=fault.healed,
+                )
+            )
 
     def close(self) -> None:
         """Write what is left."""

@@ -55,6 +55,7 @@ from onefold.run.recordedcalls import RecordedCalls
 from onefold.run.userparts import UserParts, keep_code_private
 from onefold.step.agreement import digest_of
 from onefold.step.assembly import assemble, hold, take_from_holders
+from onefold.step.audit import Auditor
 from onefold.step.engine import Engine
 from onefold.step.result import Step, StepResult
 from onefold.system.process import STOPPED_CODE, requests_by_signals
@@ -162,6 +163,14 @@ class Session:
             *run, self.checkpoints, self.resumption, writes=not context.options.inspection
         )
         """Writes down what is computed, and answers a script that is resumed."""
+        if context.options.audit:
+            self.engine.auditor = Auditor(
+                self.engine.context,
+                self.engine.placement,
+                context.options.audit,
+                heals=not context.options.audit_stops,
+                note=self.recording.note_fault,
+            )
         self._inspector: Inspector | None = None
         """Looks into one step of a run that is computed once more."""
         if context.options.inspection and self.devices.trainer == 0:

@@ -49,7 +49,7 @@ from onefold.errors import GradientError, LossError
 from onefold.exchange.stageexchange import GradientSend
 from onefold.shard.advice import advice_on
 from onefold.shard.buffers import BufferSet
-from onefold.shard.digest import Digest, GradientSample, digest_of
+from onefold.shard.digest import Digest, GradientSample, digest_of, digest_of_whole
 from onefold.shard.gradients import (
     ParameterSet,
     drop_gradients,
@@ -122,6 +122,10 @@ class Replica:
         dtypes = map(layout.dtype_of, range(len(layout.entries)))
         self._narrow = [n for n, dtype in enumerate(dtypes) if added_up_in(dtype) != dtype]
         self._digest: Digest | None = None
+        self.audited: dict[int, str] = {}
+        """What each audited shard of the step gave: its total and a digest of its gradient."""
+        self._whole: dict[int, list[Digest]] | None = None
+        """For each parameter, the digests of its whole gradient, of an audited shard."""
         self._compute_in = precision.compute
         self._rounds = precision.parameters is not None
         self._watched = [parameter for parameter in parts.other.values() if parameter.requires_grad]
@@ -176,6 +180,7 @@ class Replica:
         """Prepare for the first shard of a step."""
         drop_gradients(self._parameters)
         self._digest = None
+        self.audited = {}
         # Those with hooks that may put a tensor of their own into ``.grad``. They may be registered
         # between any two steps, so they are looked for anew.
         several = task.shards > 1 or task.microbatch is not None
@@ -218,6 +223,8 @@ class Replica:
         buffers = self.buffers.changed()
         self.put_back(task)
         assert result is not None  # a shard that runs has samples
+        if self._whole is not None:
+            self.audited[shard] = self._audited(result.total)
         # By hand: `replace` looks at every field by its name, in every shard.
         left_out, values = batch.size_of(shard) - samples, result.values
         return ShardResult(
@@ -278,6 +285,11 @@ class Replica:
     ) -> Gradients:
         """Take the gradients of some parameters, as they are added up, out of ``.grad``."""
         gradients = take_gradients(taken, where, task.left_out)
+        if self._whole is not None:
+            numbers = range(len(gradients)) if taken.places is None else taken.places
+            for number, gradient in zip(numbers, gradients, strict=True):
+                if gradient is not None:
+                    self._whole.setdefault(number, []).append(digest_of_whole(gradient))
         if task.sample is not None:
             self._digest_sample(gradients, taken, task.sample)
         # The whole batch: nothing is added to it, and its bits are a plain loop's.
@@ -298,6 +310,13 @@ class Replica:
             gradient = gradients[place]
             if gradient is not None:
                 self._digest = digest_of(gradient, sample.start, sample.stop)
+
+    def _audited(self, total: torch.Tensor | None) -> str:
+        """What an audit compares of a shard: in any order in which its gradients were taken."""
+        assert self._whole is not None
+        digests = [(number, list(map(int, of))) for number, of in sorted(self._whole.items())]
+        self._whole = None
+        return f"{None if total is None else float(total).hex()} {digests}"
 
     def take_digest(self) -> Digest | None:
         """Return the digest of the gradients that were taken since the last call."""
@@ -437,6 +456,7 @@ class Replica:
     def begin_shard(self, shard: int, task: ShardTask) -> str:
         """Reset a shard's surroundings, whatever ran before it; return its name for errors."""
         self.note_shard(shard)
+        self._whole = {} if shard in task.audited else None
         self.buffers.restore(shard)
         if torch.is_autocast_enabled(self.device.type):
             # One that the script has opened around its loop keeps the weights of earlier steps.

@@ -64,6 +64,8 @@ class ShardTask:
     """Numbers of trained parameters whose gradients are dropped: the step is not theirs."""
     sample: GradientSample | None = None
     """Which part of each shard's gradient is digested; None for no digests."""
+    audited: frozenset[int] = frozenset()
+    """Shards of which the whole gradient is digested, as another device computes them as well."""
     gatherers: Callable[[int], Gatherer] | None = None
     """What `onefold.gather` does in each shard; None while no loss has been seen to call it."""
 

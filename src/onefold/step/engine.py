@@ -36,6 +36,7 @@ from onefold.shard.gradients import keeping_gradients
 from onefold.shard.modelparts import ExternalModules, in_mode
 from onefold.shard.replica import LossFunction, ShardTask
 from onefold.step.agreement import Agreement, digest_of, refuse_unfrozen
+from onefold.step.audit import Auditor
 from onefold.step.finite import FiniteCheck, bad_gradient
 from onefold.step.joint import JointShards
 from onefold.step.microbatch import MicrobatchSearch
@@ -104,6 +105,8 @@ class Engine:
         self._updating = self._interrupted = False
         self.digests: GradientDigests | None = None
         """Draws what is digested of each shard's gradient, where the run is recorded."""
+        self.auditor: Auditor | None = None
+        """Has some shards computed on another device as well, where the run asks for it."""
         self.gradient_ready: Callable[[float], None] | None = None
         """Called before clipping and update with the weight that the gradient is divided by."""
 
@@ -147,6 +150,8 @@ class Engine:
                 self.follow_parameters()
                 self.rules.clip(outcome.norm)
                 self._updating = True
+                audited = self.auditor is not None and bool(self._task.audited)
+                context.update.audit = self.auditor.update if self.auditor and audited else None
                 context.update.step()
             self.microbatches.note_update()
         else:
@@ -261,6 +266,7 @@ class Engine:
             scale=self.rules.loss_scale,
             run_checks=run_checks,
             left_out=objective.left_out,
+            audited=frozenset() if self.auditor is None else self.auditor.chosen(number, shards),
             sample=None if self.digests is None else self.digests.sample_of(number),
         )
         if context.alone and not self.placement.may_write(shards):
@@ -284,11 +290,19 @@ class Engine:
                     totals = self.placement.compute(batch, task, done, before)
                 weight = total_weight(context.table.weights.tolist(), batch.sizes, number)
                 if weight.terms == 1 and not weight.gathers and not weight.late:
-                    return totals, weight
+                    if not task.audited or self._is_sound(batch, task):
+                        return totals, weight
+                    self.placement.publish()  # computed again, as a result was wrong
+                    continue
                 objective.several_terms |= weight.terms > 1
                 objective.gathers |= weight.gathers
                 self._comparison.check_gathering(gathers=weight.gathers)
                 self.placement.publish()  # nothing was updated; the table is free again
+
+    def _is_sound(self, batch: ShardedBatch, task: ShardTask) -> bool:
+        assert self.auditor is not None
+        with self.context.timed("exchange", "audit"):
+            return self.auditor.is_sound(batch, task)
 
     def _unsharded_if_needed(self) -> AbstractContextManager[None]:
         """Have all parameters here in a step that cannot do with those of one stage."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -100,6 +100,9 @@ class PartitionedOptimizer:
         self._cuts = not all(piece.whole for piece in storage.pieces)
         TAKEN.update(self._each)
         self._draws = UpdateDraws(self._each, {flat.device for flat in memory.values()})
+        self.audit: Callable[[torch.optim.Optimizer, Sequence[torch.Tensor]], None] | None = None
+        """Makes the step of the optimizer, and looks at one of its pieces; None to make it alone.
+        """
         self._stepping: bool | None = False
         """Whether this runs the optimizer just now; None once nobody may."""
         # First the pieces, then the state that is cut as they are.
@@ -313,7 +316,10 @@ class PartitionedOptimizer:
             # of the groups: what it does to the gradient there must reach the stand-in.
             if item.piece.whole and item.home is None and values.device == item.parameter.device:
                 item.parameter.grad = gradient
-        self.optimizer.step()
+        if self.audit is not None and not moves and steps_by_parameter(self._each):
+            self.audit(self.optimizer, [self.owned[place].values for place in part.places])
+        else:
+            self.optimizer.step()
 
     def _keep(self, state: dict[str, Any]) -> None:
         """Have what is large in the state of a piece lie where it is kept."""

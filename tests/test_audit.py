@@ -1,0 +1,212 @@
+"""Wrong results are found, whoever has computed them and whatever they are, and nothing else is."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import onefold
+from onefold import RunOptions
+from onefold.core.values import Gradients
+from onefold.errors import AuditError
+from onefold.record.entries import Audited
+from onefold.shard import replica
+from onefold.shard.replica import Replica
+from onefold.step.audit import Auditor
+from onefold.testing import simulate
+
+SHARDS, STEPS = 4, 6
+
+
+def flip(words: torch.Tensor, place: int, bit: int) -> None:
+    words[place] ^= torch.tensor(1 << bit if bit < 31 else -(1 << 31), dtype=torch.int32)
+
+
+def single(words: torch.Tensor, at: int, bit: int) -> None:
+    flip(words, at % len(words), bit)
+
+
+def paired(words: torch.Tensor, at: int, bit: int) -> None:
+    """Two flips of one bit, which an XOR does not see."""
+    flip(words, at % len(words), bit)
+    flip(words, (at + 1) % len(words), bit)
+
+
+def swapped(words: torch.Tensor, at: int, bit: int) -> None:
+    """Two elements change places, which a sum does not see."""
+    one, two = at % len(words), (at + 5) % len(words)
+    words[[one, two]] = words[[two, one]].clone()
+
+
+def stale(words: torch.Tensor, at: int, bit: int) -> None:
+    """A tile has what another one has."""
+    one, two = at % (len(words) - 4), (at + 7) % (len(words) - 4)
+    words[one : one + 4] = words[two : two + 4].clone()
+
+
+FAULTS = (single, paired, swapped, stale)
+
+
+class Planted:
+    """Spoils what a device computes of a shard, in one step, for the first few times.
+
+    Args:
+        fault: changes the words of a gradient.
+        device: whose.
+        step: in which step.
+        shard: of which shard.
+        times: how often.
+        number: draws the place.
+    """
+
+    def __init__(
+        self,
+        fault: Callable[[torch.Tensor, int, int], None],
+        *,
+        device: int,
+        step: int,
+        shard: int,
+        times: int,
+        number: int = 0,
+    ) -> None:
+        self.fault, self.device, self.step, self.shard = fault, device, step, shard
+        self.left, self.number, self.changed = times, number, False
+
+    def spoil(self, replica: Replica, gradients: Gradients, where: str) -> None:
+        asked = f"step {self.step}, shard {self.shard}"
+        if replica.number != self.device or where != asked or not self.left:
+            return
+        self.left -= 1
+        words = next(g for g in gradients if g is not None and g.numel() > 12).view(-1)
+        before = words.clone()
+        self.fault(words.view(torch.int32), self.number, self.number % 32)
+        self.changed |= not torch.equal(before.view(torch.int32), words.view(torch.int32))
+
+
+@pytest.fixture
+def plant(monkeypatch: pytest.MonkeyPatch) -> Callable[[Planted | None], None]:
+    planted: list[Planted | None] = [None]
+    real = replica.take_gradients
+
+    original = Replica.taken
+
+    def taken(self: Replica, taken: Any, batch: Any, task: Any, where: str) -> Gradients:
+        def take(*arguments: Any) -> Gradients:
+            gradients = real(*arguments)
+            if planted[0] is not None:
+                planted[0].spoil(self, gradients, where)
+            return gradients
+
+        with monkeypatch.context() as patch:
+            patch.setattr(replica, "take_gradients", take)
+            return original(self, taken, batch, task, where)
+
+    monkeypatch.setattr(Replica, "taken", taken)
+    return lambda it: planted.__setitem__(0, it)
+
+
+def script(steps: int = STEPS) -> str:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(3, 16), torch.nn.BatchNorm1d(16), torch.nn.Dropout(0.2),
+        torch.nn.Linear(16, 1),
+    )  # fmt: skip
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    loss = lambda m, x: m(x).square().mean(1)  # noqa: E731
+    trainer = onefold.Trainer(model, optimizer, loss, shards=SHARDS)
+    loader = trainer.loader(torch.randn(48, 3), batch_size=8, shuffle=True)
+    for _ in range(-(-steps // 6)):
+        for batch in loader:
+            trainer.step(batch)
+    return trainer.fingerprint()
+
+
+def run(folder: Path, devices: int, *, placement: str = "replicate", **audit: Any) -> set[str]:
+    folder.mkdir(exist_ok=True)
+    options = RunOptions(record=str(folder), placement=placement, **audit)
+    return set(simulate(script, devices, options=options))
+
+
+@pytest.mark.parametrize("placement", ["replicate", "shard", "offload"])
+@pytest.mark.parametrize("devices", [1, 2, 3])
+def test_an_audit_changes_no_bit(tmp_path: Path, devices: int, placement: str) -> None:
+    plain = set(simulate(script, 1))
+    assert run(tmp_path, devices, placement=placement, audit=1.0) == plain
+    assert not [e for e in onefold.Record(tmp_path).entries if isinstance(e, Audited)]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("devices", [1, 2, 3])
+@pytest.mark.parametrize("placement", ["replicate", "shard"])
+def test_a_transient_fault_is_healed_and_told(
+    tmp_path: Path,
+    plant: Callable[[Planted | None], None],
+    fault: Callable[..., None],
+    devices: int,
+    placement: str,
+) -> None:
+    sound = set(simulate(script, 1))
+    owner = {1: 0, 2: 1, 3: 1}[devices]
+    planted = Planted(fault, device=owner, step=3, shard=2, times=1, number=devices)
+    plant(planted)
+    assert run(tmp_path, devices, placement=placement, audit=1.0) == sound
+    assert planted.changed
+    (told,) = [e for e in onefold.Record(tmp_path).entries if isinstance(e, Audited)]
+    assert (told.step, told.shard, told.devices) == (3, 2, [owner])
+    assert (told.persistent, told.healed) == (False, True)
+    plant(Planted(fault, device=owner, step=3, shard=2, times=1, number=devices))
+    with pytest.raises(AuditError, match=f"step 3, shard 2: device {owner} computed wrong bits"):
+        run(tmp_path / "b", devices, placement=placement, audit=1.0, audit_stops=True)
+
+
+def test_a_fault_of_the_auditor_is_its_own(
+    tmp_path: Path, plant: Callable[[Planted | None], None]
+) -> None:
+    # Of two devices, the one that does not own a shard audits it.
+    plant(Planted(single, device=0, step=2, shard=3, times=1))
+    assert run(tmp_path, 2, audit=1.0) == set(simulate(script, 1))
+    (told,) = [e for e in onefold.Record(tmp_path).entries if isinstance(e, Audited)]
+    assert (told.step, told.shard, told.devices) == (2, 3, [0])
+
+
+@pytest.mark.parametrize(("devices", "named"), [(2, "device 1 or device 0"), (3, "device 1")])
+def test_a_device_that_stays_wrong_ends_the_run(
+    tmp_path: Path, plant: Callable[[Planted | None], None], devices: int, named: str
+) -> None:
+    plant(Planted(single, device=1, step=4, shard=2, times=1000))
+    with pytest.raises(AuditError, match=f"step 4, shard 2: {named} computed wrong bits again"):
+        run(tmp_path, devices, audit=1.0)
+    told = onefold.Record(tmp_path).entries
+    assert [e.persistent for e in told if isinstance(e, Audited)] == [True]
+
+
+def test_a_wrong_update_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, left = torch.optim.Adam.step, [1]
+
+    def step(self: torch.optim.Adam, *given: Any) -> None:
+        real(self, *given)
+        states = [each["step"] for each in self.state.values()]
+        if left[0] and states and float(states[0]) == 4:
+            left[0] -= 1
+            for group in self.param_groups:
+                for piece in group["params"]:
+                    piece.data.view(-1)[:1].add_(1e-3)
+
+    sound = set(simulate(script, 1))
+    monkeypatch.setattr(torch.optim.Adam, "step", step)
+    assert run(tmp_path, 1, audit=1.0) != sound  # the pieces that were not audited
+    (told,) = [e for e in onefold.Record(tmp_path).entries if isinstance(e, Audited)]
+    assert (told.step, told.shard, told.healed) == (4, -1, True)
+
+
+def test_the_share_that_is_audited_is_the_one_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    auditor = Auditor.__new__(Auditor)
+    auditor._rate = 0.05
+    auditor._context = type("Context", (), {"settings": type("S", (), {"seed": 1})})  # type: ignore[assignment]
+    chosen = [auditor.chosen(step, 8) for step in range(1, 4001)]
+    assert sum(map(len, chosen)) == pytest.approx(0.05 * 8 * 4000, rel=0.1)
+    assert {shard for each in chosen for shard in each} == set(range(8))
