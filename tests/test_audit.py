@@ -16,6 +16,8 @@ from onefold.shard import replica
 from onefold.shard.replica import Replica
 from onefold.step.audit import Auditor
 from onefold.testing import simulate
+from tests.inside import engine_in
+from tests.small import make_trainer
 
 SHARDS, STEPS = 4, 6
 
@@ -201,12 +203,10 @@ def test_a_wrong_update_is_made_again(tmp_path: Path, monkeypatch: pytest.Monkey
     assert (told.step, told.shard, told.healed) == (4, -1, True)
 
 
-def test_the_share_that_is_audited_is_the_one_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    auditor = Auditor.__new__(Auditor)
-    auditor._rate = 0.05
-    auditor._context = type("Context", (), {"settings": type("S", (), {"seed": 1})})  # type: ignore[assignment]
+def test_the_share_that_is_audited_is_the_one_asked_for() -> None:
+    engine = engine_in(make_trainer(shards=8))
+    options = RunOptions(audit=0.05)
+    auditor = Auditor(engine.context, engine.placement, options, lambda wrong: None)
     chosen = [auditor.chosen(step, 8) for step in range(1, 4001)]
     assert sum(map(len, chosen)) == pytest.approx(0.05 * 8 * 4000, rel=0.1)
     assert {shard for each in chosen for shard in each} == set(range(8))

@@ -30,6 +30,8 @@ RUNS_CODE = """
     run/worker.py pickle.loads: as above, to have the path of imports first
     run/worker.py runpy.run_module: the user's own, as asked
     run/worker.py runpy.run_path: the user's own script
+    run/inspection.py runpy.run_path: the user's own function, as asked by --call
+    cli/replay.py torch.load: a bundle that the user names; docs/record.md warns of it
 """
 
 WRITES_OR_REMOVES = """
@@ -46,6 +48,14 @@ WRITES_OR_REMOVES = """
     jobs/digits.py figure.savefig: into a file that is put aside first
     jobs/report/curves.py figure.savefig: into memory
     jobs/runfolder.py tempfile.TemporaryFile: without a name, to try the folder
+    cli/replay.py (copy / RUN).write_text: in the private folder that was just made
+    cli/replay.py (copy / CHECKPOINTS / nearest.name).symlink_to: as above
+    cli/replay.py (copy / nearest.name).symlink_to: as above
+    cli/replay.py path.write_bytes: as above
+    cli/replay.py asked.write_bytes: as above
+    cli/replay.py log.open: as above
+    run/inspection.py Path(self._asked.findings).write_bytes: in the private folder of whoever asks
+    run/inspection.py open: a new file for a bundle, or the terminal of whoever asks
     record/frames.py os.ftruncate: a record that begins as ours do, after its last whole frame
     run/launch.py tempfile.TemporaryFile: without a name
     system/allocator.py os.ftruncate: memory without a name
@@ -78,6 +88,7 @@ WRITES_OR_REMOVES = """
 
 ENDS = """
     exchange/mailbox.py os.pidfd_open: of a peer that the kernel has named; only looked at
+    run/hang.py os.kill: by a signal that only writes stacks, and only where a handler is in place
     run/workers.py os.killpg: of a worker whose end was not collected, so nobody can have its number
     run/workers.py os.pidfd_open: of a child that was just started
     run/workers.py os.kill: a worker whose end was not collected, where there are no pidfds
@@ -98,6 +109,7 @@ LOCKS = """
 """
 
 WAITS = """
+    run/hang.py time.sleep: for a process that is to write its stacks, a second at most
     verifying/__init__.py signature.bind: of arguments, not of a socket
     checkpoint/background.py background.wait: for a file that is being written by this process
     checkpoint/background.py self._thread.join: the same; done_within has a limit
@@ -133,6 +145,7 @@ WAITS = """
 """
 
 ENVIRONMENT = """
+    cli/replay.py os.environ: what a launched bundle is asked, taken out afterwards
     run/context.py environment.pop: takes the run's record out
     integrations/transformers.py os.environ.pop: what onefold has read by then, of its own processes
     exchange/group.py os.environ: gloo's interface, put back afterwards

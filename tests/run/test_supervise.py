@@ -309,10 +309,10 @@ def test_a_signal_while_the_workers_start_leaves_none(
 
 
 STOPS = """
-import mmap, struct
-table = mmap.mmap(context["progress_descriptor"], 16 * (context["size"] + 1))
+from onefold.exchange.progress import Progress
+table = Progress(context["progress_descriptor"], context["size"])
 pathlib.Path({ready!r}).touch()
-while not struct.unpack_from("<q", table, 16 * context["size"])[0]:
+while not table.stop_requested():
     time.sleep(0.01)
 sys.exit(75)
 """

@@ -36,7 +36,7 @@ _OF_NO_ACCOUNT = {"the plan", "the placement", "a hash", "the stages"}
 _FEW = 8
 
 
-class Difference(NamedTuple):
+class FirstDifference(NamedTuple):
     """Where two records differ first."""
 
     step: int
@@ -46,42 +46,42 @@ class Difference(NamedTuple):
     text: str
 
 
-def first_difference(one: Record, two: Record) -> Difference | None:
+def first_difference(one: Record, two: Record) -> FirstDifference | None:
     """Where two records differ first; None where they do not."""
     ones, twos = one.by_step, two.by_step
     for step in sorted(ones.keys() & twos.keys()):
         if found := _differs(ones[step], twos[step]):
             return found
     if len(ones) != len(twos):
-        return Difference(0, [], f"{len(ones)} steps were made, and {len(twos)}")
+        return FirstDifference(0, [], f"{len(ones)} steps were made, and {len(twos)}")
     asked, asked_too = ([e for e in each.entries if isinstance(e, Result)] for each in (one, two))
     for first, second in zip(asked, asked_too, strict=False):
         if (first.step, first.call, first.digest) != (second.step, second.call, second.digest):
             what = first.call if first.call == second.call else f"{first.call} and {second.call}"
-            return Difference(0, [], f"what {what} returned after step {first.step} differs")
+            return FirstDifference(0, [], f"what {what} returned after step {first.step} differs")
     return None
 
 
-def _differs(one: StepEntry, two: StepEntry) -> Difference | None:
+def _differs(one: StepEntry, two: StepEntry) -> FirstDifference | None:
     for what in ("name", "samples", "place", "rates"):
         first, second = getattr(one, what), getattr(two, what)
         if first != second:
-            return Difference(one.step, [], f"its {_WORDS[what]} is {first}, and {second}")
+            return FirstDifference(one.step, [], f"its {_WORDS[what]} is {first}, and {second}")
     if len(one.totals) != len(two.totals):
-        return Difference(one.step, [], "the batch is cut into another number of shards")
+        return FirstDifference(one.step, [], "the batch is cut into another number of shards")
     for what, first, second in zip(
         ("loss", "weight", "gradient"), shards_of(one), shards_of(two), strict=True
     ):
         same = first.view("u8") == second.view("u8")
         if not same.all():
             shards = [shard for shard, equal in enumerate(same.tolist()) if not equal]
-            return Difference(one.step, shards, f"the {what} of {_named(shards)} differs")
+            return FirstDifference(one.step, shards, f"the {what} of {_named(shards)} differs")
     if one.skipped != two.skipped:
-        return Difference(
+        return FirstDifference(
             one.step, [], f"it was skipped in one run alone: {one.skipped}{two.skipped}"
         )
     if one.norm != two.norm and not (math.isnan(one.norm) and math.isnan(two.norm)):
-        return Difference(one.step, [], f"the norm is {one.norm!r}, and {two.norm!r}")
+        return FirstDifference(one.step, [], f"the norm is {one.norm!r}, and {two.norm!r}")
     return None
 
 
@@ -122,7 +122,7 @@ def compare_runs(one: Path, two: Path, *, devices: str) -> int:
     return 1
 
 
-def _look_closer(console: Console, runs: Sequence[Rerun], found: Difference) -> bool:
+def _look_closer(console: Console, runs: Sequence[Rerun], found: FirstDifference) -> bool:
     """Compute both runs once more; print the first parameter, sample and operation that differ.
 
     Returns:

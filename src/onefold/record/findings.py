@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from onefold.shard.operations import Operation
+from onefold.shard.operations import ShardOperation
 
 __all__ = ["Findings", "Inspection", "LayerFinding", "SampleFinding", "ShardFinding"]
 
@@ -75,8 +75,8 @@ class ShardFinding(Struct, frozen=True, kw_only=True):
     bad_gradients: list[str]
     """Parameters whose gradients are not finite."""
     samples: list[SampleFinding]
-    operations: list[Operation]
-    first: Operation | None = None
+    operations: list[ShardOperation]
+    first: ShardOperation | None = None
     """The first operation that made something that is not finite, or far too large."""
     times: float | None = None
     """How many times as large as in other shards; None of what is not finite."""

@@ -15,7 +15,7 @@ import math
 import operator
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -54,6 +54,9 @@ LARGEST_ROWS_BYTES = 1 << 16
 """The most bytes of a step's outputs that are kept."""
 
 
+_Read = Callable[[], torch.Tensor]
+
+
 @dataclass(frozen=True, slots=True)
 class _Unwritten:
     """A step of which a device's numbers may be on their way."""
@@ -62,9 +65,9 @@ class _Unwritten:
     gradient: bool
     place: list[tuple[int, int, int, int]]
     rates: list[float]
-    numbers: HostCopy
-    norm: HostCopy | None
-    values: Mapping[str, HostCopy]
+    numbers: _Read
+    norm: _Read | None
+    values: Mapping[str, _Read]
 
 
 class Recorder:
@@ -111,9 +114,9 @@ class Recorder:
             gradient=gradient,
             place=places_of(batch),
             rates=self._rates,
-            numbers=HostCopy(numbers),
-            norm=None if norm is None else HostCopy(norm),
-            values={name: HostCopy(value) for name, value in step.values.items()},
+            numbers=_brought(numbers),
+            norm=None if norm is None else _brought(norm),
+            values={name: _brought(value) for name, value in step.values.items()},
         )
         if numbers.device.type == "cpu":
             self._write_held()
@@ -146,7 +149,7 @@ class Recorder:
         held, self._held = self._held, None
         if held is None:
             return
-        step, numbers = held.step, held.numbers.read().numpy()
+        step, numbers = held.step, held.numbers().numpy()
         weight, totals = step.outcome.weight, numbers[:, 0]
         total = fold_shards(totals.tolist(), operator.add)
         outputs = {} if step.outcome.values is None else dict(step.outcome.values.outputs)
@@ -159,10 +162,10 @@ class Recorder:
             gradient=held.gradient,
             loss=total / weight if weight else math.nan,
             weight=weight,
-            norm=math.nan if held.norm is None else float(held.norm.read()),
+            norm=math.nan if held.norm is None else float(held.norm()),
             skipped=step.skipped,
             rates=held.rates,
-            values={name: float(value.read()) for name, value in held.values.items()},
+            values={name: float(value()) for name, value in held.values.items()},
             outputs=list(outputs),
             rows=rows if len(rows) <= LARGEST_ROWS_BYTES else b"",
             place=held.place,
@@ -171,6 +174,11 @@ class Recorder:
             digests=numbers[:, 1].tobytes(),
         )
         self._append(entry)
+
+
+def _brought(values: torch.Tensor) -> _Read:
+    """Bring what a step has computed to the host; on the host it is written at once."""
+    return (lambda: values) if values.device.type == "cpu" else HostCopy(values).read
 
 
 def begun(

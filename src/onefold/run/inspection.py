@@ -71,7 +71,6 @@ class Inspector:
         engine: the devices of this process.
         position: where the run is.
         datasets: those of the loaders, by the loaders' numbers.
-        leads: whether this process has device 0, which writes.
     """
 
     def __init__(
@@ -80,9 +79,8 @@ class Inspector:
         engine: Engine,
         position: Position,
         datasets: Mapping[int, Any],
-        *,
-        leads: bool,
     ) -> None:
+        leads = engine.context.leads
         self._asked = msgspec.json.decode(path.read_bytes(), type=Inspection)
         self._engine, self._datasets, self._leads = engine, datasets, leads
         if self._asked.after:

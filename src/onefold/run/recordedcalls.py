@@ -26,7 +26,7 @@ from onefold.record.recorder import Recorder, begun
 from onefold.run.context import kernel_flags
 from onefold.run.membership import at_good_end
 from onefold.shard.digest import GradientDigests, digest_of_all
-from onefold.step.audit import Fault
+from onefold.step.audit import WrongResult
 from onefold.step.engine import Engine
 from onefold.step.result import Step
 from onefold.system.words import script_line
@@ -45,7 +45,6 @@ class RecordedCalls:
         position: where the run is.
         checkpoints: of the run.
         resumption: where it goes on, if it was resumed.
-        writes: whether anything is written; not where a step is only looked into.
     """
 
     def __init__(
@@ -55,10 +54,8 @@ class RecordedCalls:
         position: Position,
         checkpoints: Checkpoints,
         resumption: Resumption,
-        *,
-        writes: bool,
     ) -> None:
-        self._writes = writes
+        self._writes = not devices.context.options.inspection
         self._engine, self._checkpoints, self._position = engine, checkpoints, position
         self._resumption, self._devices = resumption, devices
         self._recorder: Recorder | None = None
@@ -157,7 +154,7 @@ class RecordedCalls:
             what = {"error": type(error).__name__, "text": str(error)}
             self._recorder.note(Failed(step=self._position.step, line=script_line(), **what))
 
-    def note_fault(self, fault: Fault) -> None:
+    def note_fault(self, fault: WrongResult) -> None:
         """Note what an audit has found."""
         if self._recorder is not None:
             self._recorder.note(

@@ -151,45 +151,39 @@ class Session:
         this = weakref.ref(self)
         at_good_end(lambda: None if (it := this()) is None else it.refuse_raced())
         self._progress = progress_of(context)
-        if self._progress is not None:
-            for replica in self.engine.context.replicas:
-                replica.note_shard = partial(self._progress.set_shard, context.rank)
         # May find a checkpoint, so what starts from the step that is done comes after it.
         self._begin_saving()
         run = self.engine, self.devices, self.position
         self.batches = Batches(*run, self.verifying, self.resumption, self.whole)
         """Makes loaders, and cuts what steps are given."""
-        self.recording = RecordedCalls(
-            *run, self.checkpoints, self.resumption, writes=not context.options.inspection
-        )
+        self.recording = RecordedCalls(*run, self.checkpoints, self.resumption)
         """Writes down what is computed, and answers a script that is resumed."""
-        if context.options.audit:
-            self.engine.auditor = Auditor(
-                self.engine.context,
-                self.engine.placement,
-                context.options.audit,
-                heals=not context.options.audit_stops,
-                note=self.recording.note_fault,
-            )
         self._inspector: Inspector | None = None
         """Looks into one step of a run that is computed once more."""
-        if context.options.inspection and self.devices.trainer == 0:
-            self._inspector = Inspector(
-                Path(context.options.inspection),
-                self.engine,
-                self.position,
-                self.batches.datasets,
-                leads=self.devices.has_lead,
-            )
-        recorded_in = context.options.recorded_in or context.options.inspection
-        if recorded_in and self.devices.trainer == 0:
-            with self.telling_others():
-                self.recording.begin(Path(recorded_in))
+        self._watch_steps()
         self.note_progress()
-        watches = {replica.number: replica.watch for replica in self.engine.context.replicas}
         with self._seen_whole():
             done = max(self.position.step, self.resumption.step)
+            watches = {each.number: each.watch for each in self.engine.context.replicas}
             self.observers = Observers(self.devices, user.module, watches, done)
+
+    def _watch_steps(self) -> None:
+        """Have steps audited, looked into and written down, as the launcher asks for it."""
+        options, engine = self._context.options, self.engine
+        if (progress := self._progress) is not None:
+            for replica in engine.context.replicas:
+                replica.note_shard = partial(progress.set_shard, self._context.rank)
+        if options.audit:
+            run = engine.context, engine.placement, options
+            engine.auditor = Auditor(*run, self.recording.note_fault)
+        if self.devices.trainer:
+            return
+        if options.inspection:
+            where = self.position, self.batches.datasets
+            self._inspector = Inspector(Path(options.inspection), engine, *where)
+        if folder := options.recorded_in or options.inspection:
+            with self.telling_others():
+                self.recording.begin(Path(folder))
 
     def _begin_saving(self) -> None:
         """Refuse what could not be saved while nothing is lost yet, and resume what was saved."""

@@ -32,8 +32,10 @@ __all__ = [
     "Digest",
     "GradientDigests",
     "GradientSample",
+    "WholeDigests",
     "digest_of",
     "digest_of_all",
+    "digest_of_whole",
     "sum_of",
 ]
 
@@ -109,6 +111,24 @@ def digest_of(gradient: torch.Tensor, start: int, stop: int) -> Digest:
         # It wraps around as PyTorch does.
         return int(words.numpy().astype(np.int64).dot(_WEIGHTS[: len(words)]))
     return (words.to(torch.int64) * _weights_on(words.device)[: len(words)]).sum()
+
+
+class WholeDigests:
+    """What an audit compares of a shard: all bits of its gradients, in whatever order they come."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, list[Digest]] = {}
+
+    def add(self, numbers: Iterable[int], gradients: Iterable[torch.Tensor | None]) -> None:
+        """Add gradients of parameters, by the parameters' numbers."""
+        for number, gradient in zip(numbers, gradients, strict=True):
+            if gradient is not None:
+                self._found.setdefault(number, []).append(digest_of_whole(gradient))
+
+    def result(self, total: torch.Tensor | None) -> str:
+        """What is compared, with the shard's part of the loss; waits for the device."""
+        digests = [(number, list(map(int, of))) for number, of in sorted(self._found.items())]
+        return f"{None if total is None else float(total).hex()} {digests}"
 
 
 def digest_of_whole(gradient: torch.Tensor) -> Digest:

@@ -19,12 +19,13 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 
+from onefold.core.batch import ShardedBatch
 from onefold.core.counting import Count
 from onefold.errors import LossError
 
@@ -433,3 +434,21 @@ class LossWatch:
             where,
             count.samples,
         )
+
+
+def refuse_uneven(batch: ShardedBatch, found: Iterable[object], where: str) -> None:
+    """Refuse means of shards that are not means of the batch, as its parts are cut unevenly.
+
+    Raises:
+        LossError: a loss, or a value beside it, is a scalar.
+    """
+    # Asked in every step: nearly all batches have no such parts.
+    if batch.others and (length := batch.uneven) is not None:
+        for value in found:
+            if isinstance(value, torch.Tensor) and not value.dim():
+                raise LossError(
+                    f"the loss of {where} is a scalar, read as the mean of the shard, in a batch "
+                    f"of {batch.samples} and {length} samples, of which {batch.plan.shards} shards "
+                    f"have no equal shares: expected onefold.Mean(total, weight) for each term, or "
+                    f"sizes that are multiples of {batch.plan.shards}"
+                )

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from onefold.core.flat import storage_order
 from onefold.system.words import script_line
 
-__all__ = ["Operation", "OperationWatch", "bits_digest", "first_larger", "first_not_finite"]
+__all__ = ["OperationWatch", "ShardOperation", "bits_digest", "first_larger", "first_not_finite"]
 
 _WITHOUT_VALUES = {f"aten.{name}" for name in ("empty", "empty_like", "empty_strided", "new_empty")}
 """Operations whose results are whatever was in memory."""
@@ -32,7 +32,7 @@ _FAR = 100.0
 """How many times as large as elsewhere a result is that stands out."""
 
 
-class Operation(Struct, frozen=True):
+class ShardOperation(Struct, frozen=True):
     """One operation of a shard."""
 
     name: str
@@ -62,16 +62,18 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         module: the model.
         digests: whether results are digested.
 
-    >>> watch = OperationWatch(model)
+    >>> layer = torch.nn.Linear(2, 1)
+    >>> watch = OperationWatch(layer)
+    >>> inputs = torch.ones(3, 2)
     >>> with watch.watching():
-    ...     model(torch.ones(3, 2)).log().sum().backward()
-    >>> watch.operations[0].phase, watch.operations[0].name
-    ('forward', 'aten.addmm')
+    ...     layer(inputs).sum().backward()
+    >>> [each.name for each in watch.operations if each.phase == "forward"]
+    ['aten.t', 'aten.addmm', 'aten.sum', 'aten.ones_like']
     """
 
     def __init__(self, module: torch.nn.Module, *, digests: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.operations: list[Operation] = []
+        self.operations: list[ShardOperation] = []
         """In the order in which they were computed."""
         self._module, self._digests = module, digests
         self._inside: list[str] = []
@@ -129,7 +131,7 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finite = all(map(_is_finite, found))
         largest = max((float(each.abs().max()) for each in found if each.numel()), default=0.0)
         self.operations.append(
-            Operation(
+            ShardOperation(
                 name,
                 "forward" if node is None else "backward",
                 *place,
@@ -140,14 +142,14 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
 
 
-def first_not_finite(operations: Sequence[Operation]) -> Operation | None:
+def first_not_finite(operations: Sequence[ShardOperation]) -> ShardOperation | None:
     """The first operation that turns finite numbers into others."""
     return next((each for each in operations if each.spoils), None)
 
 
 def first_larger(
-    operations: Sequence[Operation], others: Sequence[Sequence[Operation]]
-) -> tuple[Operation, float] | None:
+    operations: Sequence[ShardOperation], others: Sequence[Sequence[ShardOperation]]
+) -> tuple[ShardOperation, float] | None:
     """The first operation whose results are far larger than those of the same one elsewhere.
 
     Args:

@@ -21,7 +21,7 @@ lasts, as it would in a plain loop."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -49,7 +49,7 @@ from onefold.errors import GradientError, LossError
 from onefold.exchange.stageexchange import GradientSend
 from onefold.shard.advice import advice_on
 from onefold.shard.buffers import BufferSet
-from onefold.shard.digest import Digest, GradientSample, digest_of, digest_of_whole
+from onefold.shard.digest import Digest, GradientSample, WholeDigests, digest_of
 from onefold.shard.gradients import (
     ParameterSet,
     drop_gradients,
@@ -58,7 +58,7 @@ from onefold.shard.gradients import (
     widened,
 )
 from onefold.shard.kernels import computing_in
-from onefold.shard.losscheck import LossWatch
+from onefold.shard.losscheck import LossWatch, refuse_uneven
 from onefold.shard.modelparts import ModelParts
 from onefold.shard.stages import StageModules
 from onefold.shard.task import LossFunction, ShardPiece, ShardTask, with_next_piece
@@ -124,8 +124,7 @@ class Replica:
         self._digest: Digest | None = None
         self.audited: dict[int, str] = {}
         """What each audited shard of the step gave: its total and a digest of its gradient."""
-        self._whole: dict[int, list[Digest]] | None = None
-        """For each parameter, the digests of its whole gradient, of an audited shard."""
+        self._whole: WholeDigests | None = None
         self._compute_in = precision.compute
         self._rounds = precision.parameters is not None
         self._watched = [parameter for parameter in parts.other.values() if parameter.requires_grad]
@@ -224,7 +223,7 @@ class Replica:
         self.put_back(task)
         assert result is not None  # a shard that runs has samples
         if self._whole is not None:
-            self.audited[shard] = self._audited(result.total)
+            self.audited[shard] = self._whole.result(result.total)
         # By hand: `replace` looks at every field by its name, in every shard.
         left_out, values = batch.size_of(shard) - samples, result.values
         return ShardResult(
@@ -286,10 +285,7 @@ class Replica:
         """Take the gradients of some parameters, as they are added up, out of ``.grad``."""
         gradients = take_gradients(taken, where, task.left_out)
         if self._whole is not None:
-            numbers = range(len(gradients)) if taken.places is None else taken.places
-            for number, gradient in zip(numbers, gradients, strict=True):
-                if gradient is not None:
-                    self._whole.setdefault(number, []).append(digest_of_whole(gradient))
+            self._whole.add(taken.places or range(len(gradients)), gradients)
         if task.sample is not None:
             self._digest_sample(gradients, taken, task.sample)
         # The whole batch: nothing is added to it, and its bits are a plain loop's.
@@ -310,13 +306,6 @@ class Replica:
             gradient = gradients[place]
             if gradient is not None:
                 self._digest = digest_of(gradient, sample.start, sample.stop)
-
-    def _audited(self, total: torch.Tensor | None) -> str:
-        """What an audit compares of a shard: in any order in which its gradients were taken."""
-        assert self._whole is not None
-        digests = [(number, list(map(int, of))) for number, of in sorted(self._whole.items())]
-        self._whole = None
-        return f"{None if total is None else float(total).hex()} {digests}"
 
     def take_digest(self) -> Digest | None:
         """Return the digest of the gradients that were taken since the last call."""
@@ -363,7 +352,7 @@ class Replica:
             # Now or never: once our backward has run, the two gradients are one sum.
             self._refuse_leftovers(where)
             loss, values, outputs = split(result, f"the loss of {where}")
-            _refuse_uneven(batch, (loss, *values.values()), where)
+            refuse_uneven(batch, (loss, *values.values()), where)
             part = weigh(loss, piece.samples, f"the loss of {where}")
         if not task.is_plain(batch) and not (gatherer and gatherer.sees_batch):
             self.loss_watch.look(
@@ -456,7 +445,7 @@ class Replica:
     def begin_shard(self, shard: int, task: ShardTask) -> str:
         """Reset a shard's surroundings, whatever ran before it; return its name for errors."""
         self.note_shard(shard)
-        self._whole = {} if shard in task.audited else None
+        self._whole = WholeDigests() if shard in task.audited else None
         self.buffers.restore(shard)
         if torch.is_autocast_enabled(self.device.type):
             # One that the script has opened around its loop keeps the weights of earlier steps.
@@ -497,24 +486,6 @@ class Replica:
                     f"of its own; added to the shard's gradient, it would count another number of "
                     f"times for every number of shards. Call model.zero_grad() before returning, "
                     f"or use torch.autograd.grad"
-                )
-
-
-def _refuse_uneven(batch: ShardedBatch, found: Iterable[object], where: str) -> None:
-    """Refuse means of shards that are not means of the batch, as its parts are cut unevenly.
-
-    Raises:
-        LossError: a loss, or a value beside it, is a scalar.
-    """
-    # Asked in every step: nearly all batches have no such parts.
-    if batch.others and (length := batch.uneven) is not None:
-        for value in found:
-            if isinstance(value, torch.Tensor) and not value.dim():
-                raise LossError(
-                    f"the loss of {where} is a scalar, read as the mean of the shard, in a batch "
-                    f"of {batch.samples} and {length} samples, of which {batch.plan.shards} shards "
-                    f"have no equal shares: expected onefold.Mean(total, weight) for each term, or "
-                    f"sizes that are multiples of {batch.plan.shards}"
                 )
 
 

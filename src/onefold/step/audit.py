@@ -27,6 +27,7 @@ import torch
 
 from onefold.core.batch import ShardedBatch
 from onefold.core.flat import same_bits
+from onefold.core.options import RunOptions
 from onefold.core.randomness import derive_seed
 from onefold.core.wire import decode, encode
 from onefold.errors import AuditError
@@ -36,7 +37,7 @@ from onefold.shard.replica import Replica
 from onefold.shard.task import ShardTask
 from onefold.update.optimizers import has_own_step
 
-__all__ = ["Auditor", "Fault"]
+__all__ = ["Auditor", "WrongResult"]
 
 _log = logging.getLogger("onefold")
 _WHOLE = 1 << 64
@@ -44,7 +45,7 @@ Results = Mapping[int, Mapping[int, str]]
 """For each device, the result of each shard that it computed."""
 
 
-class Fault(NamedTuple):
+class WrongResult(NamedTuple):
     """A result of a shard that its audit has found to be wrong."""
 
     step: int
@@ -69,8 +70,7 @@ class Auditor:
     Args:
         context: this process's part of the run.
         placement: where the model lies.
-        rate: how large a share.
-        heals: whether a run goes on after a transient fault, with the right result.
+        options: say how large a share, and whether a run goes on after a transient fault.
         note: called with each fault.
     """
 
@@ -78,13 +78,11 @@ class Auditor:
         self,
         context: StepContext,
         placement: Placement,
-        rate: float,
-        *,
-        heals: bool,
-        note: Callable[[Fault], None],
+        options: RunOptions,
+        note: Callable[[WrongResult], None],
     ) -> None:
         self._context, self._placement = context, placement
-        self._rate, self._heals, self._note = rate, heals, note
+        self._rate, self._heals, self._note = options.audit, not options.audit_stops, note
         self._step = 0
         self.audited = 0
         """How many shards were audited so far."""
@@ -182,7 +180,7 @@ class Auditor:
         second: Results,
         batch: ShardedBatch,
         task: ShardTask,
-    ) -> Fault:
+    ) -> WrongResult:
         """Find out who is at fault, where two results of a shard differ."""
         once, twice = first[owner][shard], second[other][shard]
         again = {device: self._again({shard: device}, batch, task) for device in (owner, other)}
@@ -193,15 +191,15 @@ class Auditor:
             if owner == other:
                 truth = Counter([once, twice, of_owner, of_other]).most_common(1)[0][0]
             who = owner if once != truth else other
-            return Fault(task.step, shard, (who,), persistent=False, healed=self._heals)
+            return WrongResult(task.step, shard, (who,), persistent=False, healed=self._heals)
         third = next((d for d in range(self._context.devices) if d not in (owner, other)), None)
         if third is None:
-            return Fault(task.step, shard, (owner, other), persistent=True, healed=False)
+            return WrongResult(task.step, shard, (owner, other), persistent=True, healed=False)
         truth = self._again({shard: third}, batch, task)[third][shard]
         wrong = tuple(
             device for device, it in ((owner, of_owner), (other, of_other)) if it != truth
         )
-        return Fault(task.step, shard, wrong, persistent=True, healed=False)
+        return WrongResult(task.step, shard, wrong, persistent=True, healed=False)
 
     def update(self, optimizer: torch.optim.Optimizer, pieces: Sequence[torch.Tensor]) -> None:
         """Make an optimizer's step, and the update of one of its pieces once more.
@@ -248,9 +246,9 @@ class Auditor:
             persistent = not any(same_bits(each, found[2]) for each in found[:2])
             healed = self._heals and not persistent
             own = (self._context.first.number,)
-            self._report(Fault(self._step, -1, own, persistent=persistent, healed=healed))
+            self._report(WrongResult(self._step, -1, own, persistent=persistent, healed=healed))
 
-    def _report(self, fault: Fault) -> None:
+    def _report(self, fault: WrongResult) -> None:
         """Tell of a fault; end the run if it is not healed."""
         self._note(fault)
         if self._context.leads or fault.shard < 0:

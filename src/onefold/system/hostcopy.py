@@ -11,7 +11,7 @@ class HostCopy:
     """A device's values on their way to the host, where nobody waits until they are read.
 
     Args:
-        values: on any device; those of a GPU may be overwritten afterwards.
+        values: on any device; they may be overwritten afterwards.
 
     >>> HostCopy(torch.ones(2)).read()
     tensor([1., 1.])
@@ -20,7 +20,7 @@ class HostCopy:
     def __init__(self, values: torch.Tensor) -> None:
         self._there: torch.cuda.Event | None = None
         if values.device.type == "cpu":
-            self._values = values
+            self._values = values.clone()
             return
         # Pinned, or the host would wait; PyTorch uses this memory again only after the copy.
         self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
