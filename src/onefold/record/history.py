@@ -10,7 +10,8 @@ influence curve and its role in robust estimation", 1974). At least 10 numbers a
 
 The loss of each shard is compared in the same way, with those of all shards of these steps and of
 its own: one bad sample moves the loss of its shard V times as far as that of the batch, and the
-first steps have a history so.
+first steps have a history so. There are V times as many of them, of fewer samples each, so 20 times
+the spread is asked for.
 """
 
 from __future__ import annotations
@@ -26,12 +27,14 @@ from onefold.record.entries import Failed, StepEntry
 
 __all__ = ["RULE", "Departure", "first_departure"]
 
-_WINDOW, _LEAST, _SPREADS = 50, 10, 8.0
+_WINDOW, _LEAST = 50, 10
+_SPREADS, _SPREADS_OF_SHARD = 8.0, 20.0
 _LEAST_SPREAD = 0.05
 RULE = (
-    f"not finite, or above the median of the {_WINDOW} steps before (of a shard: of all shards of "
-    f"these steps) by more than {_SPREADS:.0f} times their spread (1.4826 times the median "
-    f"absolute deviation, at least {_LEAST_SPREAD:.0%} of the median)"
+    f"not finite, or above the median of the {_WINDOW} steps before by more than {_SPREADS:.0f} "
+    f"times their spread (1.4826 times the median absolute deviation, at least "
+    f"{_LEAST_SPREAD:.0%} of the median); the loss of a shard, above that of all shards of these "
+    f"steps by more than {_SPREADS_OF_SHARD:.0f} times"
 )
 
 
@@ -86,7 +89,7 @@ def _first_shard(entries: Sequence[StepEntry]) -> Departure | None:
             continue
         usual, spread = _usual(near)
         largest = int(np.argmax(own))
-        if own[largest] - usual > _SPREADS * spread:
+        if own[largest] - usual > _SPREADS_OF_SHARD * spread:
             what = f"loss of shard {largest}"
             return Departure(entries[place].step, what, float(own[largest]), usual, spread)
     return None

@@ -1,15 +1,16 @@
 """What a run writes down, and what a resumed script is answered from it; around each call.
 
-`Recorder` and `Replay` know the record, and `Resumption` where the run goes on. Here the two meet:
-a call is answered, or it is made and written down.
+`Recorder` and `Replay` know the record, and `Resumption` where the run goes on. Here they meet:
+a call is answered, or it is made and written down. In a run that is computed once more, `Inspector`
+compares it with the record instead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from onefold.checkpoint.autosave import Resumption
 from onefold.checkpoint.folder import folder_of
@@ -24,6 +25,7 @@ from onefold.record import FILE
 from onefold.record.entries import Audited, BlockEntry, Failed, Result, SavedEntry
 from onefold.record.recorder import Recorder, begun
 from onefold.run.context import kernel_flags
+from onefold.run.inspection import Inspector
 from onefold.run.membership import at_good_end
 from onefold.shard.digest import GradientDigests, digest_of_all
 from onefold.step.audit import WrongResult
@@ -59,6 +61,7 @@ class RecordedCalls:
         self._engine, self._checkpoints, self._position = engine, checkpoints, position
         self._resumption, self._devices = resumption, devices
         self._recorder: Recorder | None = None
+        self._inspector: Inspector | None = None
 
     def record(self, folder: Path) -> None:
         """Begin in the middle of a run; see `Trainer.record`."""
@@ -80,6 +83,15 @@ class RecordedCalls:
         self._checkpoints.noted = self._recorder.note_checkpoint
         self._note_begin(anew=resumption.step > 0 and resumption.replay is None)
         at_good_end(self._recorder.close)
+
+    def inspect(self, asked: Path, datasets: Mapping[int, Any]) -> None:
+        """Look into one step of a run that is computed once more; see `Inspector`."""
+        self._inspector = Inspector(asked, self._engine, self._position, datasets)
+
+    def look(self, batch: ShardedBatch, number: int, name: str) -> None:
+        """Look into a step that begins, if it is the one; see `Inspector.look`."""
+        if self._inspector is not None:
+            self._inspector.look(batch, number, name)
 
     def note_load(self) -> None:
         """Note that the script has had the run go on from elsewhere."""
@@ -145,6 +157,8 @@ class RecordedCalls:
 
     def note_step(self, step: Step, batch: ShardedBatch, *, gradient: bool) -> None:
         """Note a step that is done; see `Recorder.note_step`."""
+        if self._inspector is not None:
+            self._inspector.note(step)
         if self._recorder is not None:
             self._recorder.note_step(step, batch, gradient=gradient)
 

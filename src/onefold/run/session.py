@@ -47,7 +47,6 @@ from onefold.record.replay import Replay
 from onefold.run.batches import Batches, Wait, read_now
 from onefold.run.forming import check_devices, choose_devices, plan_of, settle_process
 from onefold.run.gradientsteps import GradientSteps, Place
-from onefold.run.inspection import Inspector
 from onefold.run.membership import RunStopped, at_good_end, is_failing, only_noting, register
 from onefold.run.observers import Observers
 from onefold.run.planning import plan_instead
@@ -158,8 +157,6 @@ class Session:
         """Makes loaders, and cuts what steps are given."""
         self.recording = RecordedCalls(*run, self.checkpoints, self.resumption)
         """Writes down what is computed, and answers a script that is resumed."""
-        self._inspector: Inspector | None = None
-        """Looks into one step of a run that is computed once more."""
         self._watch_steps()
         self.note_progress()
         with self._seen_whole():
@@ -174,13 +171,12 @@ class Session:
             for replica in engine.context.replicas:
                 replica.note_shard = partial(progress.set_shard, self._context.rank)
         if options.audit:
-            run = engine.context, engine.placement, options
-            engine.auditor = Auditor(*run, self.recording.note_fault)
+            run, note = (engine.context, engine.placement, options), self.recording.note_fault
+            engine.auditor = Auditor(*run, note)
         if self.devices.trainer:
             return
         if options.inspection:
-            where = self.position, self.batches.datasets
-            self._inspector = Inspector(Path(options.inspection), engine, *where)
+            self.recording.inspect(Path(options.inspection), self.batches.datasets)
         if folder := options.recorded_in or options.inspection:
             with self.telling_others():
                 self.recording.begin(Path(folder))
@@ -295,8 +291,7 @@ class Session:
         number = self.position.step + 1
         with self.telling_others():
             self._before_step(cut, name, gradient=False)
-            if self._inspector is not None:
-                self._inspector.look(cut, number, name)
+            self.recording.look(cut, number, name)
             try:
                 with self.verifying.step(cut, number, name) as given:
                     outcome = self.engine.step(
@@ -339,8 +334,6 @@ class Session:
         gradient: bool,
     ) -> None:
         """Show a step that is done to all that watch the run."""
-        if self._inspector is not None:
-            self._inspector.note(step)
         self.recording.note_step(step, batch, gradient=gradient)
         with self._seen_whole():
             self.observers.observe(step, spans)
@@ -378,8 +371,8 @@ class Session:
                 if not again:
                     self._before_step(cut, name, gradient=True)
                 number = place.step + (not again)
-                if self._inspector is not None and not again:
-                    self._inspector.look(cut, number, name)
+                if not again:
+                    self.recording.look(cut, number, name)
                 with self.verifying.step(cut, number, name) as given:
                     outcome = engine.gradient(
                         given, number, name=name, asked_to_stop=self._is_asked_to_stop()
