@@ -1,6 +1,5 @@
 """``onefold run --checkpoint``: any script is saved, stopped and gone on with."""
 
-import json
 import os
 import re
 import signal
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import onefold
 from onefold.cli.main import main
 from onefold.record import FILE
 from tests.checkpoint.folders import steps_in
@@ -88,8 +88,7 @@ def runs(tmp_path: Path) -> Iterator[Runs]:
 )
 def test_a_signal_saves_and_all_goes_on(runs: Runs, number: signal.Signals, exchange: str) -> None:
     whole = runs.whole(40)
-    trace = runs.folder / "trace"
-    options = f"--every 1000 --trace {trace} --exchange {exchange}"
+    options = f"--every 1000 --exchange {exchange}"
     first = runs.start("steps", "0.05", "40", options=options)
     first.wait_until_ready()
     first.process.send_signal(number)
@@ -105,8 +104,7 @@ def test_a_signal_saves_and_all_goes_on(runs: Runs, number: signal.Signals, exch
     code, fingerprint, errors = second.finish()
     assert (code, fingerprint) == (0, whole)
     assert f"going on after step {step}: {runs.directory}/step-{step:08d}" in errors
-    lines = [json.loads(line) for line in trace.read_text().splitlines()]
-    assert [line["step"] for line in lines] == list(range(1, 41))
+    assert onefold.Record(runs.directory).steps["step"].tolist() == list(range(1, 41))
 
 
 def descendants(pid: int) -> list[int]:

@@ -66,16 +66,15 @@ def test_no_more_devices_than_shards(devices: str, code: int, words: str, tmp_pa
 
 
 @processes
-def test_the_scripts_own_arguments_and_the_trace(tmp_path: Path) -> None:
+def test_the_scripts_own_arguments_and_the_record(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAINING.format(shards=2))
-    options = ("--devices", "2", "--trace", "trace.jsonl", "--logs", "logs")
+    options = ("--devices", "2", "--record", "record", "--logs", "logs")
     done = cli("run", *options, "train.py", "--devices", "mine", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.rstrip().endswith("['--devices', 'mine']")
-    lines = [json.loads(line) for line in (tmp_path / "trace.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [1, 2, 3]
-    assert lines[-1]["fingerprint"] in done.stdout
-    assert set(lines[0]) == {"step", "epoch", "loss", "samples", "fingerprint"}
+    shown = cli("record", "show", "record", "--json", cwd=tmp_path)
+    lines = [json.loads(line) for line in shown.stdout.splitlines()]
+    assert [line["step"] for line in lines if line["kind"] == "step"] == [1, 2, 3]
     assert "['--devices', 'mine']" in (tmp_path / "logs" / "device-1.log").read_text()
 
 
@@ -84,8 +83,6 @@ BAD: list[tuple[Sequence[str], str]] = [
     (("run", "--devices", "0", "x.py"), "expected at least one device"),
     (("run", "--exchange", "pigeon", "x.py"), "expected the exchange to be one of"),
     (("run", "--timeout", "1e12", "x.py"), "the timeout to be finite and at most 2073600 s"),
-    (("run", "--trace", "x.py", "x.py"), "x.py is there, and is not a trace that onefold wrote"),
-    (("run", "--trace", "no/where", "x.py"), "there is no folder"),
     (("verify", "--steps", "0", "x.py"), "Invalid value for '--steps'"),
 ]
 

@@ -72,7 +72,6 @@ def draw(seed: int) -> Course:
     options += [f"--restarts={rng.choice((1, 2))}"] * (rng.random() < 0.3)
     options += ["--logs=logs"] * (rng.random() < 0.3)
     options += ["--profile=profile"] * (rng.random() < 0.15)
-    options += ["--trace=trace.jsonl"] * (rng.random() < 0.2)
     fault = names[seed % len(names)]
     devices, exchange = rng.choice((1, 2, 2, 3)), rng.choice(("shared", "collective"))
     workers = rng.choice((0, 0, 0, 1))

@@ -100,7 +100,6 @@ def run(
         Path | None,
         Option(help="Write the record of the run into this folder (that of --checkpoint)."),
     ] = None,
-    trace: Annotated[Path | None, Option(help="Write one JSON line a step here.")] = None,
     profile: Annotated[
         Path | None, Option(help="Write a timeline into this folder, to open in Perfetto.")
     ] = None,
@@ -149,8 +148,6 @@ def run(
     """
     # All that is wrong with the command is refused here, before any process is started.
     command = command_of(script, module, context.args)
-    if trace is not None and not trace.absolute().parent.is_dir():
-        raise LaunchError(f"--trace {trace}: there is no folder {trace.absolute().parent}")
     for folder in (profile, record):
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
@@ -176,7 +173,6 @@ def run(
         changed=tuple(changed.split(",")) if changed else (),
         restarts=restarts,
         restarts_with=restarts_with,
-        trace=_absolute(trace),
         record=_absolute(record),
         profile=_absolute(profile),
         logs=_absolute(logs),

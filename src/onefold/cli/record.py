@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from onefold.record import Record, shards_of
-from onefold.record.entries import Begun, Result, StepEntry
+from onefold.record.entries import Begun, StepEntry
 
 __all__ = ["show_record"]
 
@@ -38,20 +38,20 @@ def show_record(run: Path, *, as_json: bool, step: int | None) -> None:
 
 
 def _plain(entry: Any) -> dict[str, Any]:
-    """An entry as JSON has it: numbers that are not finite are null."""
+    """An entry as JSON has it: numbers that are not finite are null, bytes are their number."""
     found = {"kind": entry.__struct_config__.tag}
     found |= {name: getattr(entry, name) for name in entry.__struct_fields__}
     if isinstance(entry, StepEntry):
         names = ("totals", "weights", "digests")
         found |= dict(zip(names, (each.tolist() for each in shards_of(entry)), strict=True))
-    if isinstance(entry, Result):
-        found["value"] = None if entry.value is None else len(entry.value)
     return {name: _finite(value) for name, value in found.items()}
 
 
 def _finite(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
+    if isinstance(value, bytes):
+        return len(value)
     if isinstance(value, list | tuple):
         return [_finite(each) for each in value]
     if isinstance(value, dict):

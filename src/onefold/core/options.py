@@ -39,8 +39,6 @@ class RunOptions:
     """Which exchange to use between processes."""
     timeout_s: float = DEFAULT_TIMEOUT_S
     """The longest that one device waits for another."""
-    trace: str = ""
-    """File to which one JSON line per step is written; empty for none."""
     record: str = ""
     """Existing folder in which the record of the run is written; empty for that of checkpoints."""
     profile: str = ""

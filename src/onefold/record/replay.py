@@ -111,11 +111,13 @@ class Replay:
 
         Raises:
             RecordError: the run had no such step here.
-        OnefoldError: the one that the step raised.
+            OnefoldError: the one that the step raised.
         """
         if isinstance(failed := self._entries[0], Failed):
             self._entries.popleft()
-            raise getattr(errors, failed.error, errors.OnefoldError)(failed.text)
+            found, base = getattr(errors, failed.error, None), errors.OnefoldError
+            kind = found if isinstance(found, type) and issubclass(found, base) else base
+            raise kind.__new__(kind, failed.text)  # some constructors ask for more than a text
         entry = self._next(StepEntry, f"a step of {batch.samples} samples{_of(name)}")
         if (entry.samples, entry.name) != (batch.samples, name):
             raise RecordError(

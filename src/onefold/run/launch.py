@@ -41,7 +41,6 @@ from onefold.run.workers import Outcome, StoppedAtOnce, WorkerGroup
 from onefold.system.folderlock import lock_of_checkpoints
 from onefold.system.ownfiles import PrivateFolder
 from onefold.system.process import StopSignals, ctrl_c_later
-from onefold.system.record import check_trace
 from onefold.system.words import counted, tell
 from onefold.watch.timeline import check_timeline, join_timeline
 
@@ -275,8 +274,8 @@ def _check_places(options: RunOptions) -> None:
     """Refuse to overwrite what is not ours, before any work is done.
 
     Raises:
-        LaunchError: the home is no folder, the place for the trace or the timeline holds something
-            else, or another run saves itself in the folder for checkpoints.
+        LaunchError: the home is no folder, the place for the timeline holds something else, or
+            another run saves itself in the folder for checkpoints.
     """
     if options.home and not Path(options.home).is_dir():
         raise LaunchError(
@@ -286,17 +285,13 @@ def _check_places(options: RunOptions) -> None:
     if options.checkpoint:
         # Only a look: the lead takes the lock, and keeps it.
         lock_of_checkpoints(Path(options.checkpoint)).look(options.grace_s)
-    for name, place, check in (
-        ("trace", options.trace, check_trace),
-        ("profile", options.profile, check_timeline),
-    ):
-        try:
-            if place:
-                check(Path(place))
-        except ValueError as error:
-            raise LaunchError(f"--{name} {error}") from None
-        except OSError as error:
-            raise LaunchError(f"--{name} {error.filename}: {error.strerror}") from None
+    try:
+        if options.profile:
+            check_timeline(Path(options.profile))
+    except ValueError as error:
+        raise LaunchError(f"--profile {error}") from None
+    except OSError as error:
+        raise LaunchError(f"--profile {error.filename}: {error.strerror}") from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Makes what watches the steps of a run: the trace, the timeline, the comparison of runs.
+"""Makes what watches the steps of a run: the timeline, the comparison of runs.
 
 `Profile` writes the timeline, and `Probe` what a comparison needs.
 """
@@ -19,7 +19,7 @@ from onefold.core.flat import fingerprint_of, named_tensors, own_name, same_bits
 from onefold.core.options import RunOptions
 from onefold.core.randomness import forked_generators
 from onefold.step.result import Step
-from onefold.system.record import append_line, keep_steps
+from onefold.system.record import append_line
 from onefold.watch.timeline import TimelinePart, name_row, slice_of
 from onefold.watch.timing import Moment, Span, Stopwatch, elapsed_s, host_now_s, is_past
 
@@ -130,15 +130,14 @@ class Observers:
         devices: who takes part.
         model: the model of this process.
         watches: the stopwatches of this process's devices, by number.
-        steps: how many steps are done so far.
     """
 
     def __init__(
-        self, devices: Devices, model: torch.nn.Module, watches: Mapping[int, Stopwatch], steps: int
+        self, devices: Devices, model: torch.nn.Module, watches: Mapping[int, Stopwatch]
     ) -> None:
         self._devices = devices
         self._of_script: list[Callable[[Step], object]] = []
-        self._of_launcher = list(_of_launcher(devices, model, watches, steps))
+        self._of_launcher = list(_of_launcher(devices, model, watches))
 
     def add(self, observe: Callable[[Step], object]) -> None:
         """Call a function of the script with every step as well; see `Trainer.on_step`.
@@ -168,11 +167,11 @@ class Observers:
 
 
 def _of_launcher(
-    devices: Devices, model: torch.nn.Module, watches: Mapping[int, Stopwatch], steps: int
+    devices: Devices, model: torch.nn.Module, watches: Mapping[int, Stopwatch]
 ) -> Iterator[Observer]:
     """Make the observers that `onefold run` and `onefold verify` asked for, in order.
 
-    The trace follows the first trainer of a script, on the lead; a comparison follows every one.
+    A comparison follows every trainer of a script, on the lead.
     """
     options, parts = devices.context.options, devices.context.timeline_parts
     if parts:
@@ -184,31 +183,8 @@ def _of_launcher(
             yield lambda step, spans: profile.add_step(step.number, spans)
     if not devices.has_lead:
         return
-    if options.trace and devices.trainer == 0:
-        yield _tracer(Path(options.trace), model, steps)
     if options.probe and not options.probe_mathematics:
         yield _prober(Probe(options, devices.trainer), model, options.probe_steps)
-
-
-def _tracer(path: Path, model: torch.nn.Module, done: int) -> Observer:
-    keep_steps(path, done)
-
-    def trace(step: Step, spans: Mapping[int, Sequence[Span]]) -> None:
-        nonlocal done
-        # The run was resumed from a checkpoint: later lines are of steps that come once more.
-        if step.number != done + 1:
-            keep_steps(path, step.number - 1)
-        done = step.number
-        line: dict[str, object] = {"step": step.number, "epoch": step.epoch}
-        line |= {"loss": float(step.loss), "samples": step.samples}
-        if step.name:
-            line["name"] = step.name
-        if step.values:
-            line["values"] = {name: float(value) for name, value in step.values.items()}
-        line["fingerprint"] = fingerprint_of(tensor_digests(named_tensors(model)))
-        append_line(path, line)
-
-    return trace
 
 
 def _prober(probe: Probe, model: torch.nn.Module, steps: int) -> Observer:

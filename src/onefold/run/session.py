@@ -160,9 +160,8 @@ class Session:
         self._watch_steps()
         self.note_progress()
         with self._seen_whole():
-            done = max(self.position.step, self.resumption.step)
             watches = {each.number: each.watch for each in self.engine.context.replicas}
-            self.observers = Observers(self.devices, user.module, watches, done)
+            self.observers = Observers(self.devices, user.module, watches)
 
     def _watch_steps(self) -> None:
         """Have steps audited, looked into and written down, as the launcher asks for it."""
@@ -393,8 +392,7 @@ class Session:
 
     def _seen_whole(self) -> AbstractContextManager[None]:
         """Have all parameters on the devices of a run whose launcher looks at them."""
-        options = self._context.options
-        looked_at = options.trace or options.probe
+        looked_at = self._context.options.probe
         return self.engine.placement.unsharded() if looked_at else nullcontext()
 
     def _reached(self, where: Reached) -> None:

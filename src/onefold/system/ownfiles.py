@@ -48,7 +48,6 @@ __all__ = [
     "open_plain",
     "open_regular",
     "parse_json",
-    "read_lines",
     "read_plain",
     "replace_file",
     "write_all",
@@ -255,21 +254,6 @@ _DEEPEST = 200
 def open_plain(path: Path, *, follow: bool = False) -> BufferedReader:
     """Open a regular file for reading; arguments and errors are those of `open_regular`."""
     return os.fdopen(open_regular(path, os.O_RDONLY, follow=follow), "rb")
-
-
-def read_lines(path: Path, longest_bytes: int) -> Iterator[bytes]:
-    """The lines of a regular file; none if the file does not exist.
-
-    Args:
-        path: path of the file.
-        longest_bytes: a longer line comes in parts, as a large file without line ends would
-            otherwise be read into memory whole.
-
-    Raises:
-        OSError: the path is not a regular file, or cannot be read.
-    """
-    with suppress(FileNotFoundError), open_plain(path) as file:
-        yield from iter(lambda: file.readline(longest_bytes), b"")
 
 
 def read_plain(path: Path, limit_bytes: int = RECORD_BYTES) -> bytes:
