@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -103,6 +104,7 @@ class Rerun:
             path = folder / "inspection.json"
             path.write_bytes(msgspec.json.encode(asks))
             command = self._command(begun, step, folder)
+            tell(f"computing step {step} again: {shlex.join(command)}")
             log = folder / "output"
             with log.open("wb") as output:
                 code = subprocess.run(
