@@ -1,5 +1,6 @@
 """Wrong results are found, whoever has computed them and whatever they are, and nothing else is."""
 
+from collections import UserDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from onefold.errors import AuditError
 from onefold.record.entries import Audited
 from onefold.shard import replica
 from onefold.shard.replica import Replica
-from onefold.step.audit import Auditor
+from onefold.step.audit import Auditor, packed, unpacked
 from onefold.testing import simulate
 from tests.inside import engine_in
 from tests.small import make_trainer
@@ -184,7 +185,7 @@ def test_a_device_that_stays_wrong_ends_the_run(
     assert [e.persistent for e in told if isinstance(e, Audited)] == [True]
 
 
-def test_a_wrong_update_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_update_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real, left = torch.optim.Adam.step, [1]
 
     def step(self: torch.optim.Adam, *given: Any) -> None:
@@ -196,11 +197,97 @@ def test_a_wrong_update_is_made_again(tmp_path: Path, monkeypatch: pytest.Monkey
                 for piece in group["params"]:
                     piece.data.view(-1)[:1].add_(1e-3)
 
-    sound = set(simulate(script, 1))
     monkeypatch.setattr(torch.optim.Adam, "step", step)
-    assert run(tmp_path, 1, audit=1.0) != sound  # the pieces that were not audited
+    with pytest.raises(AuditError, match="step 4, the update of a piece: device 0 computed wrong"):
+        run(tmp_path, 1, audit=1.0)
     (told,) = [e for e in onefold.Record(tmp_path).entries if isinstance(e, Audited)]
-    assert (told.step, told.shard, told.healed) == (4, -1, True)
+    assert (told.step, told.shard, told.healed) == (4, -1, False)
+
+
+def in_place(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    x.div_(x.norm())
+    return model(x).square().mean(1)
+
+
+def gathers(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    z = onefold.gather(model(x))
+    return (z @ z.T).square().mean()
+
+
+def of_a_mapping(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+    return model(batch.x).square().mean(1)
+
+
+class Attributes(UserDict[str, torch.Tensor]):
+    @property
+    def x(self) -> torch.Tensor:
+        return self["x"]
+
+
+def other_script(loss: Callable[..., Any], shards: int, kind: str) -> str:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = onefold.Trainer(model, optimizer, loss, shards=shards)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(4):
+        batch: Any = torch.randn(16, 5, generator=generator)
+        batch = {"T": batch.T.contiguous().T, "mapping": Attributes(x=batch)}.get(kind, batch)
+        trainer.step(batch)
+    return trainer.fingerprint()
+
+
+def repeats(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().mean(1)
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("loss", "shards", "kind"),
+    [
+        (in_place, 4, ""),
+        (gathers, 4, ""),
+        (of_a_mapping, 4, "mapping"),
+        (repeats, 4, "T"),
+        (in_place, 1, ""),
+    ],
+)
+def test_what_cannot_be_audited_is_left_alone(
+    tmp_path: Path, loss: Callable[..., Any], shards: int, kind: str, devices: int
+) -> None:
+    devices = min(devices, shards)
+    plain = simulate(other_script, devices, args=(loss, shards, kind))
+    options = RunOptions(record=str(tmp_path), audit=1.0)
+    assert simulate(other_script, devices, args=(loss, shards, kind), options=options) == plain
+    assert not [e for e in onefold.Record(tmp_path).entries if isinstance(e, Audited)]
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3])
+def test_a_loss_that_does_not_repeat_ends_the_run(tmp_path: Path, devices: int) -> None:
+    own = torch.Generator()
+
+    def loss(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(x + torch.randn(x.shape, generator=own)).square().mean(1)
+
+    options = RunOptions(record=str(tmp_path), audit=1.0)
+    with pytest.raises(AuditError, match="the loss does not repeat itself"):
+        simulate(other_script, devices, args=(loss, 4, ""), options=options)
+
+
+@pytest.mark.parametrize("width", [1, 3, 64])
+def test_a_payload_lies_elsewhere_as_it_lies_here(width: int) -> None:
+    whole = torch.arange(40.0 * width).view(40, width)
+    for part in (whole[3:7], whole[3:9].T, whole[5:6, :0], whole.int()[1:4]):
+        payload = {"x": (part, 2), "y": [None, "text", part.clone()]}
+        made = unpacked(packed(payload))
+        there = made["x"][0]
+        assert (there.stride(), there.dtype) == (part.stride(), part.dtype)
+        assert torch.equal(there, part)
+        assert not part.numel() or there.data_ptr() % 64 == part.data_ptr() % 64
+        assert made["x"][1] == 2
+        assert made["y"][:2] == [None, "text"]
+    with pytest.raises(TypeError, match="sparse, or expanded"):
+        packed(torch.ones(1, 3).expand(4, 3))
 
 
 def test_the_share_that_is_audited_is_the_one_asked_for() -> None:

@@ -79,6 +79,7 @@ class Mailbox:
         self.rank = rank
         self.size = len(peers) + 1
         self.timeout_s = timeout_s
+        self._is_late = False
         self.note_wait: NoteWait = lambda peer: None
         """Called with the device for which this one has waited for a while, and None in the end."""
         self.step = 1
@@ -114,9 +115,17 @@ class Mailbox:
 
     def _receive_each(self, peers: Iterable[Peer], kind: bytes) -> dict[int, bytes]:
         """Wait for one frame of a kind from each of some peers."""
+        try:
+            return self._received(peers, kind)
+        finally:
+            if self._is_late:
+                self._is_late = False
+                self.note_wait(None)
+
+    def _received(self, peers: Iterable[Peer], kind: bytes) -> dict[int, bytes]:
         pending, found = list(peers), dict[int, bytes]()
         spin_until = time.monotonic() + self._spin_s
-        limit, is_waiting = time.monotonic() + self.timeout_s, False
+        limit = time.monotonic() + self.timeout_s
         while True:
             for peer in list(pending):
                 self._drain(peer)
@@ -132,12 +141,10 @@ class Mailbox:
                         )
                     pending.remove(peer)
             if not pending:
-                if is_waiting:
-                    self.note_wait(None)
                 return found
             if time.monotonic() > spin_until:
                 if not self._wait_for_news(pending, limit):
-                    is_waiting = True
+                    self._is_late = True
                     self.note_wait(pending[0].number)
             else:
                 os.sched_yield()  # the peer may be waiting for this very core

@@ -103,7 +103,7 @@ class Recorder:
 
     def begin_step(self) -> None:
         """Note the learning rates of the step that begins: its schedule may move on with it."""
-        self._rates = [float(group["lr"]) for group in self._groups]
+        self._rates = [float(group["lr"]) for group in self._groups if "lr" in group]
 
     def note_step(self, step: Step, batch: ShardedBatch, *, gradient: bool) -> None:
         """Note a step that is done, or of which the script is given the gradient."""

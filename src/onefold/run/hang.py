@@ -12,6 +12,8 @@ the kernel's word for its state is told.
 from __future__ import annotations
 
 import faulthandler
+import logging
+import math
 import os
 import re
 import signal
@@ -29,10 +31,13 @@ from onefold.system.words import tell
 
 __all__ = ["HangWatch", "answer_with_stacks"]
 
+_log = logging.getLogger("onefold")
 _STACKS = signal.SIGRTMIN + 3
 _LEAST_S, _STEPS = 10.0, 3
 """How long a device has waited before it is told: so long, or so many steps as the median one."""
-_ANSWER_S = 1.0
+_BETWEEN_S = 60.0
+_ANSWER_S, _ALL_ANSWER_S = 1.0, 5.0
+"""How long is waited for the stacks of a process, and for those of a worker and its children."""
 _MOST_FRAMES, _INNERMOST, _MOST_THREADS = 12, 3, 4
 _STATES = {
     "D": "it waits inside of the system, for a disk or a device",
@@ -78,11 +83,19 @@ class HangWatch:
         self._waits: dict[int, _Wait] = {}
         self._steps: deque[float] = deque(maxlen=101)
         self._last: tuple[int, float] | None = None
-        self._told = False
+        self._told: set[tuple[int, int]] = set()
+        self._told_s = -math.inf
 
     def look(self, workers: Sequence[_Worker]) -> None:
-        """Tell of the first device that has waited for too long, once."""
-        progress, now_s = self._status.progress, time.monotonic()
+        """Tell of each device that has waited for too long, once for each wait."""
+        try:
+            self._look([worker for worker in workers if worker.code is None], time.monotonic())
+        except Exception:
+            # A report must not end the run that it is about.
+            _log.warning("a device waits for long, and the report failed", exc_info=True)
+
+    def _look(self, workers: Sequence[_Worker], now_s: float) -> None:
+        progress = self._status.progress
         self._note_step(progress.step_of(0), now_s)
         for worker in workers:
             number = progress.wait_of(worker.rank)
@@ -96,14 +109,17 @@ class HangWatch:
             if self._waits[worker.rank].number % 2
             and now_s - self._waits[worker.rank].since_s > max(_LEAST_S, _STEPS * usual_s)
         ]
-        if late and not self._told:
-            self._told = True
+        waits = {(worker.rank, self._waits[worker.rank].number) for worker in late}
+        if waits - self._told and now_s - self._told_s > _BETWEEN_S:
+            self._told |= waits
+            self._told_s = now_s
             text = "\n".join(self._words(late, workers, now_s))
             tell(text)
             self._write(progress.step_of(late[0].rank), text)
 
     def _note_step(self, step: int, now_s: float) -> None:
-        if self._last is None or step < self._last[0]:
+        # What comes before the first step is no step.
+        if self._last is None or self._last[0] < 1 or step < self._last[0]:
             self._last = step, now_s
         elif step > self._last[0]:
             self._steps.append((now_s - self._last[1]) / (step - self._last[0]))
@@ -126,19 +142,16 @@ class HangWatch:
             )
         # Those that nobody else keeps waiting come first.
         for worker in sorted(workers, key=lambda each: progress.wait_of(each.rank) % 2):
-            if worker.code is not None:
-                yield f"device {worker.rank} (process {worker.pid}) has ended"
-                continue
             yield f"device {worker.rank} (process {worker.pid}) {_place_of(progress, worker.rank)}:"
             yield from self._stacks(worker)
 
     def _stacks(self, worker: _Worker) -> Iterator[str]:
-        descriptor = self._status.stacks[worker.rank]
+        descriptor, limit = self._status.stacks[worker.rank], time.monotonic() + _ALL_ANSWER_S
         for pid in [worker.pid, *_children_of(worker.pid)]:
             if pid != worker.pid:
                 yield f"  its process {pid} ({_command_of(pid)}):"
             before = os.fstat(descriptor).st_size
-            text = _asked(pid, descriptor, before)
+            text = _asked(pid, descriptor, before) if time.monotonic() < limit else ""
             yield from _shown(text) if text else [f"    no stack: {_state_of(pid)}"]
 
     def _write(self, step: int, text: str) -> None:
@@ -164,7 +177,7 @@ def _place_of(progress: Progress, rank: int) -> str:
 def _asked(pid: int, descriptor: int, before: int) -> str:
     """Ask a process for its stacks, and wait for its answer; empty where there is none."""
     with suppress(OSError):
-        caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", Path(f"/proc/{pid}/status").read_text(), re.M)
+        caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", _text(f"/proc/{pid}/status"), re.M)
         if caught is None or not int(caught[1], 16) >> (_STACKS - 1) & 1:
             return ""
         os.kill(pid, _STACKS)
@@ -204,7 +217,7 @@ def _children_of(pid: int) -> list[int]:
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError, ValueError):
-            fields = path.read_text().rpartition(")")[2].split()
+            fields = _text(path).rpartition(")")[2].split()
             if int(fields[2]) == pid and path.parent.name != str(pid):
                 found.append(int(path.parent.name))
     return sorted(found)
@@ -212,14 +225,19 @@ def _children_of(pid: int) -> list[int]:
 
 def _command_of(pid: int) -> str:
     with suppress(OSError):
-        return Path(f"/proc/{pid}/comm").read_text().strip()
+        return _text(f"/proc/{pid}/comm").strip()
     return "ended"
 
 
 def _state_of(pid: int) -> str:
     with suppress(OSError):
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        where = Path(f"/proc/{pid}/wchan").read_text().strip("0\n")
+        state = _text(f"/proc/{pid}/stat").rpartition(")")[2].split()[0]
+        where = _text(f"/proc/{pid}/wchan").strip("0\n")
         words = _STATES.get(state, "it does not answer")
         return f"{words} ({where})" if where else words
     return "it has ended"
+
+
+def _text(path: Path | str) -> str:
+    # A process may bear a name that is no text.
+    return Path(path).read_text(errors="replace")

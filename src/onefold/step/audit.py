@@ -11,7 +11,14 @@ third, both are named.
 Note: what an audit does not see
 --------------------------------
 A result that all devices compute alike, such as that of a kernel with a fault. With one device the
-shard is computed again by the same one.
+shard is computed again by the same one. Not audited are single shards, which may leave something
+behind as in a plain loop; losses that gather over the batch; and payloads that the loss changes, or
+that hold anything but tensors, numbers and text in lists, tuples and dicts.
+
+Note: memory
+------------
+Kernels may choose by strides and by where memory begins. So a payload that another process computes
+lies there as it lies here: with the same strides, at the same distance from a multiple of 64 bytes.
 """
 
 from __future__ import annotations
@@ -37,10 +44,11 @@ from onefold.shard.replica import Replica
 from onefold.shard.task import ShardTask
 from onefold.update.optimizers import has_own_step
 
-__all__ = ["Auditor", "WrongResult"]
+__all__ = ["Auditor", "WrongResult", "packed", "unpacked"]
 
 _log = logging.getLogger("onefold")
 _WHOLE = 1 << 64
+_ALIGNED = 64
 Results = Mapping[int, Mapping[int, str]]
 """For each device, the result of each shard that it computed."""
 
@@ -86,10 +94,15 @@ class Auditor:
         self._step = 0
         self.audited = 0
         """How many shards were audited so far."""
-        self._skipped = False
+        self._kept: dict[int, bytes | None] = {}
+        self._healed = -1
+        """The last step that was computed again."""
+        self._warned = False
 
     def chosen(self, step: int, shards: int) -> frozenset[int]:
         """The shards of a step that are audited: the same on all devices."""
+        if shards == 1:
+            return frozenset()
         drawn = derive_seed("audit", self._context.settings.seed, step)
         count = int(self._rate * shards + drawn / _WHOLE)
         first = derive_seed("audit first", self._context.settings.seed, step)
@@ -106,10 +119,12 @@ class Auditor:
             AuditError: a device is at fault, and the run is not to go on.
         """
         self._step = task.step
+        if task.gatherers is not None:
+            return True
         shared = self._shared(batch, task)
         first = {number: dict(each["results"]) for number, each in enumerate(shared)}
-        payloads = {shard: decode(text) for each in shared for shard, text in each["payloads"]}
-        # Of a shard whose loss gathers, or whose payload cannot be sent, there is nothing here.
+        payloads = {shard: unpacked(text) for each in shared for shard, text in each["payloads"]}
+        # Of a shard whose payload cannot be sent, or was changed, there is nothing here.
         found = [shard for shard in sorted(task.audited) if shard in payloads]
         if not found:
             return True
@@ -124,28 +139,46 @@ class Auditor:
             if first[owner][shard] == second[other][shard]:
                 continue
             fault = self._judged(shard, owner, other, first, second, batch, task)
-            self._report(fault)
+            self._report(fault, again=self._healed == task.step)
             sound &= fault.devices != (owner,)
+        self._healed = self._healed if sound else task.step
         return sound
+
+    def keep(self, batch: ShardedBatch, audited: frozenset[int]) -> None:
+        """Keep the payloads of this process's audited shards as they are before the step."""
+        own = [shard for shard in audited if shard in batch.shards]
+        self._kept = {shard: self._written(batch.shards[shard]) for shard in own}
 
     def _shared(self, batch: ShardedBatch, task: ShardTask) -> list[dict[str, Any]]:
         """What each device has computed of the chosen shards, and their payloads."""
         own = {}
         for replica in self._context.replicas:
             results = list(replica.audited.items())
-            payloads = [(shard, self._written(batch.shards[shard])) for shard, _ in results]
-            sent = [each for each in payloads if each[1] is not None]
+            sent = [(shard, self._unchanged(shard, batch)) for shard, _ in results]
+            sent = [each for each in sent if each[1] is not None]
             own[replica.number] = {"results": results, "payloads": sent}
         return self._context.exchange.transport.all_gather_values(own)
 
+    def _unchanged(self, shard: int, batch: ShardedBatch) -> bytes | None:
+        """The payload of a shard, if the step has left it as it was; else None."""
+        kept = self._kept.get(shard)
+        if kept is not None and kept != packed(batch.shards[shard]):
+            self._skip("the loss changes its batch in place")
+            return None
+        return kept
+
     def _written(self, payload: object) -> bytes | None:
         try:
-            return encode(payload, "a shard")
+            return packed(payload)
         except TypeError as error:
-            if not self._skipped:
-                self._skipped = True
-                _log.warning("shards are not audited, as their payload cannot be sent: %s", error)
+            self._skip(str(error))
             return None
+
+    def _skip(self, why: str) -> None:
+        """Warn once of shards that are not audited."""
+        if not self._warned:
+            self._warned = True
+            _log.warning("shards are not audited: %s", why)
 
     def _auditor_of(self, shard: int, owner: int, task: ShardTask) -> int:
         distance = 1 + derive_seed("auditor", task.step, shard) % max(1, self._context.devices - 1)
@@ -183,14 +216,15 @@ class Auditor:
     ) -> WrongResult:
         """Find out who is at fault, where two results of a shard differ."""
         once, twice = first[owner][shard], second[other][shard]
-        again = {device: self._again({shard: device}, batch, task) for device in (owner, other)}
-        of_owner, of_other = (again[device][device][shard] for device in (owner, other))
-        if of_owner == of_other or owner == other:
+        again = [self._again({shard: device}, batch, task) for device in (owner, other)]
+        of_owner, of_other = again[0][owner][shard], again[1][other][shard]
+        if owner == other:
+            truth, times = Counter([once, twice, of_owner, of_other]).most_common(1)[0]
+            healed = times > 2 and self._heals
+            return WrongResult(task.step, shard, (owner,), persistent=times < 3, healed=healed)
+        if of_owner == of_other:
             # Both agree now: whoever had another result before was at fault, once.
-            truth = of_owner
-            if owner == other:
-                truth = Counter([once, twice, of_owner, of_other]).most_common(1)[0][0]
-            who = owner if once != truth else other
+            who = owner if once != of_owner else other
             return WrongResult(task.step, shard, (who,), persistent=False, healed=self._heals)
         third = next((d for d in range(self._context.devices) if d not in (owner, other)), None)
         if third is None:
@@ -220,36 +254,31 @@ class Auditor:
             return
         drawn = derive_seed("audit piece", self._context.settings.seed, self._step)
         piece = given[(drawn + self._context.first.number) % len(given)]
-        before = piece.detach().clone(), copy.deepcopy(optimizer.state.get(piece))
+        values, state = piece.detach().clone(), copy.deepcopy(optimizer.state.get(piece))
         gradients = [(each, each.grad) for each in given]
         gradient = None if piece.grad is None else piece.grad.clone()
-
-        def again() -> torch.Tensor:
-            for each, _ in gradients:
-                each.grad = None
-            piece.grad = None if gradient is None else gradient.clone()
-            with torch.no_grad():
-                piece.copy_(before[0])
-            optimizer.state.pop(piece, None)
-            if before[1] is not None:
-                optimizer.state[piece] = copy.deepcopy(before[1])
-            optimizer.step()
-            return piece.detach().clone()
-
         optimizer.step()
-        found = [piece.detach().clone(), again()]
-        if not same_bits(*found):
-            found.append(again())  # whose values stay
+        updated = piece.detach().clone()
+        # Once more, of this piece alone.
+        for each, _ in gradients:
+            each.grad = None
+        piece.grad = gradient
+        with torch.no_grad():
+            piece.copy_(values)
+        optimizer.state.pop(piece, None)
+        if state is not None:
+            optimizer.state[piece] = state
+        optimizer.step()
         for each, kept in gradients:
             each.grad = kept
-        if len(found) > 2:
-            persistent = not any(same_bits(each, found[2]) for each in found[:2])
-            healed = self._heals and not persistent
+        if not same_bits(updated, piece.detach()):
+            # What it has made of the other pieces nobody knows, so this is not healed.
             own = (self._context.first.number,)
-            self._report(WrongResult(self._step, -1, own, persistent=persistent, healed=healed))
+            self._report(WrongResult(self._step, -1, own, persistent=False, healed=False))
 
-    def _report(self, fault: WrongResult) -> None:
-        """Tell of a fault; end the run if it is not healed."""
+    def _report(self, fault: WrongResult, *, again: bool = False) -> None:
+        """Tell of a fault; end the run if it is not healed, or was a moment ago."""
+        fault = fault._replace(healed=fault.healed and not again)
         self._note(fault)
         if self._context.leads or fault.shard < 0:
             _log.warning("%s", fault)
@@ -257,7 +286,63 @@ class Auditor:
             raise AuditError(f"{fault}. {_ADVICE}")
 
 
-_ADVICE = "The model may be wrong from here on: go on from the last checkpoint without that device"
+_ADVICE = (
+    "Go on from the last checkpoint without that device. If other devices are named as well, the "
+    "loss does not repeat itself: look for random numbers that it draws from a generator of its own"
+)
+
+
+def packed(payload: object) -> bytes:
+    """Write a payload for another process, with how its tensors lie in memory.
+
+    Raises:
+        TypeError: it holds something that another process would not have as it is here.
+    """
+    return encode(_plain(payload), "a shard")
+
+
+def _plain(part: Any) -> Any:
+    if isinstance(part, torch.Tensor):
+        sparse = part.layout is not torch.strided
+        if sparse or any(n > 1 and not s for n, s in zip(part.shape, part.stride(), strict=True)):
+            raise TypeError("a tensor of the batch is sparse, or expanded")
+        place = part.data_ptr() % _ALIGNED if part.device.type == "cpu" else 0
+        values = part.detach().contiguous()
+        return ["tensor", values, list(part.stride()), place, part.requires_grad]
+    if type(part) in (list, tuple):
+        return [type(part).__name__, [_plain(each) for each in part]]
+    if type(part) is dict and all(type(key) is str for key in part):
+        return ["dict", [[key, _plain(each)] for key, each in part.items()]]
+    if part is None or type(part) in (bool, int, float, str):
+        return ["value", part]
+    raise TypeError(f"the batch holds a {type(part).__name__}")
+
+
+def unpacked(text: bytes) -> Any:
+    """Read what `packed` has written; tensors lie on the host."""
+    return _made(decode(text))
+
+
+def _made(plain: Any) -> Any:
+    """Make what `_plain` was given."""
+    kind, given, *how = plain
+    if kind == "tensor":
+        strides, place, differentiable = how
+        if not given.numel():
+            return torch.empty_strided(given.shape, strides, dtype=given.dtype)
+        extent = 1 + sum((n - 1) * s for n, s in zip(given.shape, strides, strict=True))
+        size = given.element_size()
+        memory = torch.empty(extent * size + _ALIGNED, dtype=torch.uint8)
+        start = (place - memory.data_ptr()) % _ALIGNED
+        flat = memory[start : start + extent * size].view(given.dtype)
+        made = flat.as_strided(given.shape, strides)
+        return made.copy_(given).requires_grad_(differentiable)
+    if kind == "dict":
+        return {key: _made(each) for key, each in given}
+    if kind == "value":
+        return given
+    parts = [_made(each) for each in given]
+    return tuple(parts) if kind == "tuple" else parts
 
 
 def _owner_of(batch: ShardedBatch, shard: int) -> int:
