@@ -447,7 +447,7 @@ class Trainer:
         with: what it has of later steps than the run's no longer counts. `onefold.Record` reads it.
 
         Args:
-            directory: an existing folder.
+            directory: the folder, which is made if it is missing.
 
         Raises:
             OSError: the file cannot be written, or another run writes to it.

@@ -15,7 +15,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,7 +24,7 @@ from rich.console import Console
 from onefold.cli.replay import Rerun
 from onefold.errors import LaunchError
 from onefold.record import Record, shards_of
-from onefold.record.entries import Begun, Result, StepEntry
+from onefold.record.entries import Begun, BlockEntry, Result, StepEntry
 from onefold.record.findings import Findings, ShardFinding
 from onefold.system.ownfiles import PrivateFolder
 from onefold.system.words import listed, tell
@@ -52,14 +52,24 @@ def first_difference(one: Record, two: Record) -> FirstDifference | None:
     for step in sorted(ones.keys() & twos.keys()):
         if found := _differs(ones[step], twos[step]):
             return found
-    if len(ones) != len(twos):
-        return FirstDifference(0, [], f"{len(ones)} steps were made, and {len(twos)}")
-    asked, asked_too = ([e for e in each.entries if isinstance(e, Result)] for each in (one, two))
-    for first, second in zip(asked, asked_too, strict=False):
-        if (first.step, first.call, first.digest) != (second.step, second.call, second.digest):
-            what = first.call if first.call == second.call else f"{first.call} and {second.call}"
-            return FirstDifference(0, [], f"what {what} returned after step {first.step} differs")
+    if ones.keys() != twos.keys():
+        return FirstDifference(0, [], f"the runs have {_range(ones)}, and {_range(twos)}")
+    for kind, name in ((Result, "results"), (BlockEntry, "blocks of trainer.modifying")):
+        pair = [
+            [each for each in record.entries if isinstance(each, kind)] for record in (one, two)
+        ]
+        for first, second in zip(*pair, strict=False):
+            if (first.step, first.digest) != (second.step, second.digest):
+                what = getattr(first, "call", "a block of trainer.modifying")
+                text = f"what {what} made after step {first.step} (line {first.line}) differs"
+                return FirstDifference(0, [], text)
+        if len(pair[0]) != len(pair[1]):
+            return FirstDifference(0, [], f"the runs have {len(pair[0])} and {len(pair[1])} {name}")
     return None
+
+
+def _range(steps: Collection[int]) -> str:
+    return f"steps {min(steps)} to {max(steps)}" if steps else "no steps"
 
 
 def _differs(one: StepEntry, two: StepEntry) -> FirstDifference | None:
@@ -80,6 +90,8 @@ def _differs(one: StepEntry, two: StepEntry) -> FirstDifference | None:
         return FirstDifference(
             one.step, [], f"it was skipped in one run alone: {one.skipped}{two.skipped}"
         )
+    if repr((one.values, one.rows)) != repr((two.values, two.rows)):
+        return FirstDifference(one.step, [], "the values that the loss returned differ")
     if one.norm != two.norm and not (math.isnan(one.norm) and math.isnan(two.norm)):
         return FirstDifference(one.step, [], f"the norm is {one.norm!r}, and {two.norm!r}")
     return None
@@ -140,6 +152,9 @@ def _look_closer(console: Console, runs: Sequence[Rerun], found: FirstDifference
         # The step before has left other parameters: its gradients or its update differ.
         step = before - 1
         one, two = _both(console, runs, step, None)
+    if not one.shards or not two.shards:
+        console.print("  This loss gathers over the batch: its shards cannot be looked into.")
+        return not (one.differs or two.differs)
     differ = [_print_shard(console, *both) for both in zip(one.shards, two.shards, strict=False)]
     repeats = not (one.differs or two.differs)
     if not any(differ) and repeats:

@@ -434,7 +434,9 @@ def compare(
     if git is not None:
         raise typer.Exit(find_commit(git, given[given[0] == "--" :] if given else []))
     if len(given) != 2:
-        raise LaunchError(f"expected two runs to compare, got {' '.join(given) or 'none'}")
+        raise LaunchError(
+            f"expected two runs to compare, behind all options, got {' '.join(given) or 'none'}"
+        )
     raise typer.Exit(compare_runs(*map(Path, given), devices=devices))
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -43,6 +44,7 @@ from onefold.system.words import listed, tell
 __all__ = ["Rerun", "explain", "replay_step"]
 
 _NEVER = str(1 << 30)
+_GATHERS = "The loss gathers over the batch: its shards cannot be looked into by themselves."
 _FEW = 8
 
 
@@ -100,7 +102,13 @@ class Rerun:
         with PrivateFolder("onefold-replay-") as private:
             folder = private.path
             found = folder / "findings.json"
-            asks = Inspection(record=str(self.record.path), step=step, findings=str(found), **asked)
+            asks = Inspection(
+                record=str(self.record.path),
+                step=step,
+                trainer=begun.trainer,
+                findings=str(found),
+                **asked,
+            )
             path = folder / "inspection.json"
             path.write_bytes(msgspec.json.encode(asks))
             command = self._command(begun, step, folder)
@@ -146,12 +154,18 @@ class Rerun:
             shutil.copyfile(self.record.path, copy / FILE)
             (copy / nearest.name).symlink_to(nearest)
             options += ["--checkpoint", str(copy), "--every", _NEVER]
+            if begun.changed and int(nearest.name.removeprefix("step-")) <= begun.step:
+                options += ["--changed", ",".join(begun.changed)]
         return [python, "-m", "onefold", "run", *options, *start, *begun.command[1:]]
 
-    def _nearest(self, folder: Path, step: int) -> Path | None:
+    def _nearest(self, folder: Path, step: int, *, of_job: bool = False) -> Path | None:
         """The last checkpoint before a step that is still there."""
         table = self.record.checkpoints
-        rows = sorted(zip(table["step"].tolist(), table["folder"].tolist(), strict=True))
+        columns = (table[name].tolist() for name in ("step", "folder", "line"))
+        # To those of a script, which go with its trainer.load, no launcher goes back.
+        rows = sorted(
+            (at, name) for at, name, line in zip(*columns, strict=True) if of_job or not line
+        )
         there = [
             folder / name for at, name in rows if at < step and (folder / name / RUN).is_file()
         ]
@@ -166,7 +180,7 @@ class Rerun:
                 shutil.copyfile(self._run / name, copy / name)
         facts = read_run(self._run)
         (copy / RUN).write_text(json.dumps({**facts, "finished": None}))
-        if nearest := self._nearest(self._run / CHECKPOINTS, step):
+        if nearest := self._nearest(self._run / CHECKPOINTS, step, of_job=True):
             (copy / CHECKPOINTS / nearest.name).symlink_to(nearest)
         return copy
 
@@ -200,10 +214,14 @@ def replay_step(
         0 if all shards have the bits of the record, 1 if not.
     """
     console = Console(highlight=False)
-    if bundle is not None and bundle.exists():
-        raise FileExistsError(f"--bundle {bundle}: expected a new file, this one exists")
+    if bundle is not None and (bundle.exists() or not bundle.absolute().parent.is_dir()):
+        raise ValueError(f"--bundle {bundle}: expected a new file, in a folder that exists")
+    if prompt and (sys.stdin is None or not sys.stdin.isatty()):
+        raise ValueError("--pdb: expected a terminal, and standard input is none")
     shards = None if shard is None else [shard]
     if zipfile.is_zipfile(run):
+        if step or bundle is not None or function or prompt:
+            raise ValueError(f"{run} is a bundle, of one step: expected --shard or --devices alone")
         found = _look_into_bundle(console, run, shards, devices or "cpu:1")
     else:
         found = Rerun(run, devices=devices, placement=placement).look(
@@ -213,10 +231,16 @@ def replay_step(
             function=_absolute_function(function),
             terminal=os.ttyname(sys.stdin.fileno()) if prompt else "",
         )
+    if shard is not None and shard >= len(found.totals):
+        raise ValueError(f"--shard {shard}: the step has shards 0 to {len(found.totals) - 1}")
     _print_step(console, found)
     _print_shards(console, found)
-    if shard is not None and found.shards:
+    if not found.shards:
+        console.print(_GATHERS)
+    elif shard is not None:
         _print_samples(console, found.shards[0])
+    if found.printed:
+        print(found.printed, end="")
     if bundle is not None:
         console.print(f"bundle: {bundle}")
     return 1 if found.differs else 0
@@ -254,12 +278,13 @@ def _look_into_bundle(
             onefold.launch(_compute, devices=devices, args=(str(folder / "step.pt"),))
         except RunFailed as failure:
             if failure.exit_code != STOPPED_CODE:
-                raise
+                raise RunFailed(str(failure), 2) from None
         finally:
             del os.environ[INSPECTION_VARIABLE]
         looked = msgspec.json.decode(found.read_bytes(), type=Findings)
     for what, then in about["description"].items():
-        if (now := looked.description.get(what, "")) != then:
+        own = what.startswith(("optimizer", "the optimizer", "the plan", "the schedule", "a hash"))
+        if not own and (now := looked.description.get(what, "")) != then:
             console.print(f"{what}: {then} where the bundle was made, here {now}", markup=False)
     return looked
 
@@ -286,6 +311,8 @@ def _absolute_function(text: str) -> str:
     file, _, name = text.rpartition(":")
     if not Path(file).is_file() or not name:
         raise ValueError(f"--call {text}: expected FILE:FUNCTION, with a Python file that exists")
+    if not re.search(rf"\b{re.escape(name)}\b", Path(file).read_text(errors="replace")):
+        raise ValueError(f"--call {text}: {file} has no function {name}")
     return f"{Path(file).absolute()}:{name}"
 
 
@@ -301,19 +328,19 @@ def _print_step(console: Console, found: Findings) -> None:
             console.print(f"  {line}", markup=False)
     elif found.compared:
         console.print(f"[bold green]{found.compared} shards have the bits of the record.[/]")
-    else:
-        console.print("the record has nothing to compare with: the step was not made")
+    if not found.made and not found.differs:
+        console.print("The step itself was not made: the record has nothing to compare with.")
     table = Table("parameter", "norm of gradient", "of parameter", "share")
     whole = found.norm or math.nan
-    ordered = sorted(found.layers, key=lambda e: math.inf if e.norm is None else -e.norm)
-    for layer in [each for each in ordered if each.norm is None][:_FEW] + [
-        each for each in ordered if each.norm is not None
-    ][:_FEW]:
-        share = "" if layer.norm is None else f"{(layer.norm / whole) ** 2:.1%}"
+    given = [each for each in found.layers if each.given]
+    ordered = sorted(given, key=lambda each: -math.inf if each.norm is None else -each.norm)
+    for layer in ordered[:_FEW]:
+        known = layer.norm is not None and math.isfinite(whole)
+        share = f"{(layer.norm / whole) ** 2:.1%}" if known and layer.norm is not None else ""
         table.add_row(layer.name, _word(layer.norm), _word(layer.of_parameter), share)
     console.print(table)
-    if len(found.layers) > _FEW:
-        console.print(f"the {_FEW} largest of {len(found.layers)} parameters")
+    if len(given) > _FEW:
+        console.print(f"the {_FEW} largest of {len(given)} parameters with a gradient")
 
 
 def _print_shards(console: Console, found: Findings) -> None:
@@ -326,8 +353,9 @@ def _print_shards(console: Console, found: Findings) -> None:
         samples = [] if own is None else [
             str(each.place if each.number is None else each.number) for each in own.samples
         ]  # fmt: skip
+        weighs = f"{weight:g}" if weight >= 0 else ""
         table.add_row(
-            str(shard), _word(mean), f"{weight:g}", f"{digest % (1 << 64):016x}",
+            str(shard), _word(mean), weighs, f"{digest % (1 << 64):016x}",
             listed(samples, _FEW),
         )  # fmt: skip
     console.print(table)
@@ -363,11 +391,10 @@ def explain(run: Path, step: int | None, *, devices: str, placement: str) -> int
         step = found.step
     looked = again.look(step)
     _print_step(console, looked)
-    culprits = _shards_that_stand_out(looked, found)
-    if not culprits:
-        console.print("No shard stands out from the others.")
-    for own in culprits[:_FEW]:
-        _print_culprit(console, own)
+    if not looked.shards:
+        console.print(_GATHERS)
+    for own in _shards_that_stand_out(looked, found)[:_FEW]:
+        _print_culprit(console, own, _mean_of(looked, own))
     return 0
 
 
@@ -390,7 +417,7 @@ def _shards_that_stand_out(looked: Findings, found: Departure | None) -> list[Sh
         return []
     usual = median(known)
     ordered = sorted(looked.shards, key=lambda each: -(sizes[each.shard] or 0.0))
-    far = [each for each in ordered if (sizes[each.shard] or 0.0) > 2 * usual]
+    far = [each for each in ordered if (sizes[each.shard] or 0.0) > usual + abs(usual)]
     return far or ordered[:1]
 
 
@@ -399,8 +426,8 @@ def _mean_of(looked: Findings, own: ShardFinding) -> float | None:
     return None if own.total is None else own.total / (weight if weight > 0 else 1.0)
 
 
-def _print_culprit(console: Console, own: ShardFinding) -> None:
-    words = f"Shard {own.shard}: loss {_word(own.total)}, norm of its gradient {_word(own.norm)}"
+def _print_culprit(console: Console, own: ShardFinding, mean: float | None) -> None:
+    words = f"Shard {own.shard}: loss {_word(mean)}, norm of its gradient {_word(own.norm)}"
     if own.bad_gradients:
         words += f", not finite in {listed(own.bad_gradients)}"
     console.print(f"[bold]{words}[/]")
@@ -425,5 +452,5 @@ def _print_culprit(console: Console, own: ShardFinding) -> None:
 def _largest(samples: Sequence[SampleFinding], usual: float) -> list[SampleFinding]:
     """The sample with the largest loss, and others that are far above the usual one."""
     ordered = sorted(samples, key=lambda each: -(each.loss or 0.0))
-    far = [each for each in ordered if (each.loss or 0.0) > 5 * usual]
+    far = [each for each in ordered if (each.loss or 0.0) > usual + 4 * abs(usual)]
     return far or ordered[:1]

@@ -36,10 +36,14 @@ class Begun(Struct, tag="begun", tag_field="kind", frozen=True, kw_only=True):
     """How many steps are done."""
     time: str
     """ISO 8601, UTC."""
+    trainer: int = 0
+    """Number of the Trainer among those of the script."""
+    changed: list[str] = []
+    """What differed on purpose from the run that was resumed."""
     command: list[str]
     """The script with its arguments."""
     folder: str = ""
-    """The working directory."""
+    """The working directory in which the program was started."""
     python: str = ""
     """Path of the Python interpreter."""
     module: str = ""
@@ -104,7 +108,7 @@ class Failed(Struct, tag="failed", tag_field="kind", frozen=True, kw_only=True):
     line: str
     """Where in the script."""
     error: str
-    """Its class, in `onefold.errors`."""
+    """Its class, in `onefold.errors` or one of Python's."""
     text: str
 
 

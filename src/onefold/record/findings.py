@@ -15,6 +15,8 @@ class Inspection(Struct, frozen=True, kw_only=True):
     record: str
     """File of the record; empty where there is none to compare with."""
     step: int
+    trainer: int = 0
+    """Number of the Trainer among those of the script."""
     shards: list[int] | None = None
     """Which shards are computed once more, operation by operation; None for all."""
     samples: bool = True
@@ -57,7 +59,9 @@ class LayerFinding(Struct, frozen=True, kw_only=True):
 
     name: str
     norm: float | None
-    """None where it is not finite, or there is no gradient."""
+    """None where it is not finite."""
+    given: bool
+    """Whether there is a gradient."""
     of_parameter: float | None
     """The norm of the parameter itself."""
 
@@ -102,6 +106,10 @@ class Findings(Struct, kw_only=True):
     totals: list[float | None] = []
     weights: list[float] = []
     digests: list[int] = []
+    printed: str = ""
+    """What the function has printed that was called."""
+    made: bool = False
+    """Whether the record has the step itself."""
     layers: list[LayerFinding] = []
     shards: list[ShardFinding] = []
     parameters: dict[int, dict[str, str]] = {}

@@ -61,7 +61,8 @@ def first_departure(record: Record) -> Departure | None:
     found = []
     names = [name for name in steps if name in ("loss", "norm") or name.startswith("value.")]
     for loss in dict.fromkeys(steps["name"].tolist()):
-        rows = np.flatnonzero(steps["name"] == loss)
+        # A batch without weight has no loss, and is skipped for that.
+        rows = np.flatnonzero((steps["name"] == loss) & (steps["weight"] > 0))
         for name in names:
             which = rows if name != "norm" else rows[~_lacks(steps, rows)]
             found.append(_first(steps["step"][which], steps[name][which].astype(float), name))
@@ -76,7 +77,10 @@ def first_departure(record: Record) -> Departure | None:
 def _lacks(steps: dict[str, np.ndarray], rows: np.ndarray) -> np.ndarray:
     """Which steps have no norm, as they were skipped for another reason than the norm itself."""
     skipped = steps["skipped"][rows] != ""
-    lacks: np.ndarray = skipped & np.isnan(steps["norm"][rows]) & np.isfinite(steps["loss"][rows])
+    none = np.isnan(steps["norm"][rows]) & np.isfinite(steps["loss"][rows])
+    # The scale of the losses is lowered now and then until no gradient overflows.
+    scaled = np.char.startswith(steps["skipped"][rows].astype(str), "a gradient overflowed")
+    lacks: np.ndarray = (skipped & none) | scaled
     return lacks
 
 

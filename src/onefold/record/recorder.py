@@ -13,7 +13,6 @@ import hashlib
 import logging
 import math
 import operator
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -187,6 +186,7 @@ def begun(
     devices: Devices,
     description: Mapping[str, str],
     flags: Mapping[str, str],
+    folder: str,
     *,
     kept: int,
     anew: bool,
@@ -199,21 +199,25 @@ def begun(
         devices: who takes part.
         description: what the numbers depend on, in words.
         flags: environment variables by which libraries choose their kernels.
+        folder: in which the program was started.
         kept: how many entries of its record the checkpoint has seen.
         anew: whether no script could be answered from what was written before.
     """
     # Of a function that was launched, the program that launched it.
-    command = list(devices.context.options.program or sys.argv)
-    main, spec = Path(command[0]), getattr(sys.modules["__main__"], "__spec__", None)
+    options = devices.context.options
+    command = list(options.program or sys.argv)
+    main, spec = Path(folder, command[0]), getattr(sys.modules["__main__"], "__spec__", None)
     text = main.read_bytes() if main.is_file() else b""
     return Begun(
         run=run,
         step=step,
         time=datetime.now(UTC).isoformat(timespec="seconds"),
+        trainer=devices.trainer,
+        changed=list(options.changed),
         command=command,
-        folder=os.getcwd(),
+        folder=folder,
         python=sys.executable,
-        module="" if spec is None or devices.context.options.program else spec.name,
+        module="" if spec is None or options.program else spec.name,
         script=str(main.absolute()) if text else "",
         script_digest=hashlib.sha256(text).hexdigest(),
         flags=dict(flags),

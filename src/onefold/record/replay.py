@@ -14,6 +14,7 @@ behind its last step is then left out as soon as the script asks for something e
 
 from __future__ import annotations
 
+import builtins
 import math
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -115,8 +116,10 @@ class Replay:
         """
         if isinstance(failed := self._entries[0], Failed):
             self._entries.popleft()
-            found, base = getattr(errors, failed.error, None), errors.OnefoldError
-            kind = found if isinstance(found, type) and issubclass(found, base) else base
+            found = getattr(errors, failed.error, None) or getattr(builtins, failed.error, None)
+            kind: type[Exception] = errors.OnefoldError
+            if isinstance(found, type) and issubclass(found, Exception):
+                kind = found
             raise kind.__new__(kind, failed.text)  # some constructors ask for more than a text
         entry = self._next(StepEntry, f"a step of {batch.samples} samples{_of(name)}")
         if (entry.samples, entry.name) != (batch.samples, name):

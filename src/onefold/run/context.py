@@ -41,6 +41,7 @@ from onefold.system.process import INSPECTION_VARIABLE, NOTICES, STOP_SIGNALS
 __all__ = [
     "HOME_VARIABLE",
     "PLACEMENT_VARIABLE",
+    "STARTED_IN",
     "allocator_chosen",
     "current_context",
     "have_cublas_repeat",
@@ -59,6 +60,8 @@ SECRET_VARIABLE = "ONEFOLD_SECRET"
 PLACEMENT_VARIABLE, HOME_VARIABLE = "ONEFOLD_PLACEMENT", "ONEFOLD_HOME"
 STOP_VARIABLE = "ONEFOLD_STOP_SIGNAL"
 _SECRET_LENGTH = 16
+STARTED_IN = os.getcwd() if os.path.isdir(".") else ""
+"""The working directory as the program began; empty where it is gone."""
 _OF_KERNELS = (
     *("ATEN_", "CUBLAS", "CUDNN_", "DNNL_", "GOMP_", "KMP_", "MKL_", "NVIDIA_TF32_", "OMP_"),
     *("ONEDNN_", "PYTORCH_", "TORCH_"),

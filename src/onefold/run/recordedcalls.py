@@ -20,11 +20,10 @@ from onefold.core.batch import ShardedBatch
 from onefold.core.calldigest import Call, CallDigest
 from onefold.core.flat import named_tensors
 from onefold.data_order.position import Position
-from onefold.errors import OnefoldError
 from onefold.record import FILE
 from onefold.record.entries import Audited, BlockEntry, Failed, Result, SavedEntry
 from onefold.record.recorder import Recorder, begun
-from onefold.run.context import kernel_flags
+from onefold.run.context import STARTED_IN, kernel_flags
 from onefold.run.inspection import Inspector
 from onefold.run.membership import at_good_end
 from onefold.shard.digest import GradientDigests, digest_of_all
@@ -70,14 +69,15 @@ class RecordedCalls:
         if self._engine.digests is not None:
             raise RuntimeError(f"the run has a record already: expected no other, in {folder}")
         self._engine.agree(CallDigest(Call.RECORD, self._position.step + 1))
+        if self._devices.has_lead:
+            folder.mkdir(parents=True, exist_ok=True)
         self.begin(folder)
 
     def begin(self, folder: Path) -> None:
         """Have the run written down from here on; called on all devices."""
         context, resumption = self._engine.context, self._resumption
-        sizes = [parameter.numel() for parameter in context.parts.trained.values()]
-        self._engine.digests = GradientDigests(sizes, context.settings.seed)
-        if not self._devices.has_lead or not self._writes:
+        self._digest()
+        if not self._devices.has_lead:
             return
         self._recorder = Recorder(folder / FILE, context.update.optimizer)
         self._checkpoints.noted = self._recorder.note_checkpoint
@@ -86,12 +86,20 @@ class RecordedCalls:
 
     def inspect(self, asked: Path, datasets: Mapping[int, Any]) -> None:
         """Look into one step of a run that is computed once more; see `Inspector`."""
-        self._inspector = Inspector(asked, self._engine, self._position, datasets)
+        inspector = Inspector(asked, self._engine, self._position, datasets)
+        if inspector.trainer == self._devices.trainer:
+            self._inspector = inspector
+            self._digest()
 
     def look(self, batch: ShardedBatch, number: int, name: str) -> None:
         """Look into a step that begins, if it is the one; see `Inspector.look`."""
         if self._inspector is not None:
             self._inspector.look(batch, number, name)
+
+    def _digest(self) -> None:
+        context = self._engine.context
+        sizes = [parameter.numel() for parameter in context.parts.trained.values()]
+        self._engine.digests = GradientDigests(sizes, context.settings.seed)
 
     def note_load(self) -> None:
         """Note that the script has had the run go on from elsewhere."""
@@ -102,7 +110,7 @@ class RecordedCalls:
             return
         step, kept = max(self._position.step, self._resumption.step), self._checkpoints.recorded
         run = self._checkpoints.run, step, self._devices, self._engine.description
-        self._recorder.note(begun(*run, kernel_flags(), kept=kept, anew=anew))
+        self._recorder.note(begun(*run, kernel_flags(), STARTED_IN, kept=kept, anew=anew))
 
     def answered(self, call: str, ask: Callable[[], _Value]) -> _Value:
         """What a call returns: as the record has it where it was made before, else computed now.
@@ -162,7 +170,7 @@ class RecordedCalls:
         if self._recorder is not None:
             self._recorder.note_step(step, batch, gradient=gradient)
 
-    def note_failure(self, error: OnefoldError) -> None:
+    def note_failure(self, error: Exception) -> None:
         """Note what a step has raised: the script may survive it."""
         if self._recorder is not None:
             what = {"error": type(error).__name__, "text": str(error)}

@@ -35,7 +35,7 @@ from onefold.core.settings import AS_GIVEN, Settings
 from onefold.data_order.loader import Loader
 from onefold.data_order.position import Position, Reached
 from onefold.data_order.reader import Collate, SizedDataset
-from onefold.errors import DisagreementError, OnefoldError
+from onefold.errors import DisagreementError
 from onefold.exchange.progress import progress_of
 from onefold.passes.averaged import Averaging
 from onefold.passes.collectives import gather_batch, written_shards
@@ -172,13 +172,11 @@ class Session:
         if options.audit:
             run, note = (engine.context, engine.placement, options), self.recording.note_fault
             engine.auditor = Auditor(*run, note)
-        if self.devices.trainer:
-            return
         if options.inspection:
             self.recording.inspect(Path(options.inspection), self.batches.datasets)
-        if folder := options.recorded_in or options.inspection:
+        elif options.recorded_in and not self.devices.trainer:
             with self.telling_others():
-                self.recording.begin(Path(folder))
+                self.recording.begin(Path(options.recorded_in))
 
     def _begin_saving(self) -> None:
         """Refuse what could not be saved while nothing is lost yet, and resume what was saved."""
@@ -296,7 +294,7 @@ class Session:
                     outcome = self.engine.step(
                         given, number, name=name, asked_to_stop=self._is_asked_to_stop()
                     )
-            except OnefoldError as error:
+            except Exception as error:
                 self.recording.note_failure(error)
                 raise
             self._schedule.note_step(self.position.here, name, updates=outcome.verdict.updates)
@@ -372,10 +370,14 @@ class Session:
                 number = place.step + (not again)
                 if not again:
                     self.recording.look(cut, number, name)
-                with self.verifying.step(cut, number, name) as given:
-                    outcome = engine.gradient(
-                        given, number, name=name, asked_to_stop=self._is_asked_to_stop()
-                    )
+                try:
+                    with self.verifying.step(cut, number, name) as given:
+                        outcome = engine.gradient(
+                            given, number, name=name, asked_to_stop=self._is_asked_to_stop()
+                        )
+                except Exception as error:
+                    self.recording.note_failure(error)
+                    raise
                 self.asked_to_stop |= outcome.verdict.stops
                 self.gradients.note(batch, place, name, begins=not again)
                 if not again:

@@ -125,7 +125,8 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if node is None:
             # The node of an operation is made before the operation runs.
             place = self._inside[-1] if self._inside else "", script_line()
-            self._of_node[torch._C._autograd._get_sequence_nr() - 1] = place
+            # One that makes no node comes after that of another operation.
+            self._of_node.setdefault(torch._C._autograd._get_sequence_nr() - 1, place)
         else:
             place = self._of_node.get(node._sequence_nr(), ("", ""))
         finite = all(map(_is_finite, found))
@@ -142,9 +143,17 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
 
 
-def first_not_finite(operations: Sequence[ShardOperation]) -> ShardOperation | None:
-    """The first operation that turns finite numbers into others."""
-    return next((each for each in operations if each.spoils), None)
+def first_not_finite(
+    operations: Sequence[ShardOperation], sound: Sequence[Sequence[ShardOperation]]
+) -> ShardOperation | None:
+    """The first operation that turns finite numbers into others, and does so in no sound shard."""
+    usual = {
+        (place, each.name) for other in sound for place, each in enumerate(other) if each.spoils
+    }
+    for place, operation in enumerate(operations):
+        if operation.spoils and (place, operation.name) not in usual:
+            return operation
+    return None
 
 
 def first_larger(
@@ -161,10 +170,10 @@ def first_larger(
     """
     same = [each for each in others if [o.name for o in each] == [o.name for o in operations]]
     for place, operation in enumerate(operations if same else ()):
-        usual = median(each[place].largest or 0.0 for each in same)
-        largest = math.inf if operation.largest is None else operation.largest
-        if usual and largest > _FAR * usual:
-            return operation, largest / usual
+        known = [each[place].largest for each in same]
+        usual = median(each for each in known if each is not None) if any(known) else 0.0
+        if usual and operation.largest is not None and operation.largest > _FAR * usual:
+            return operation, operation.largest / usual
     return None
 
 
@@ -185,6 +194,6 @@ def bits_digest(tensors: Iterable[torch.Tensor]) -> str:
     digest = hashlib.blake2b(digest_size=8)
     for each in tensors:
         digest.update(str((each.dtype, tuple(each.shape))).encode())
-        dense = storage_order(each.detach().contiguous()).cpu()
+        dense = storage_order(each.detach().resolve_conj().resolve_neg().contiguous()).cpu()
         digest.update(dense.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
