@@ -88,7 +88,7 @@ def test_what_cannot_be_replayed_is_refused(tmp_path: Path) -> None:
         (["replay", "run", "--step", "1", "--call", "no.py:look"], "expected FILE:FUNCTION"),
         (["replay", "run", "--step", "1", "--bundle", "train.py"], "expected a new file"),
         (["replay", "other", "--step", "1"], "other: No such file or directory"),
-        (["compare", "run"], "expected two runs to compare, got run"),
+        (["compare", "run"], "expected two runs to compare, behind all options, got run"),
         (["compare", "--git", "HEAD", "--", "onefold", "run"], "expected GOOD..BAD"),
     ):
         code, text = onefold(tmp_path, *words)

@@ -95,3 +95,23 @@ def test_a_step_that_failed_stands_out(
     assert departure is not None
     assert departure.step == STEPS + 1
     assert departure.text == "LossError: the loss is nan"
+
+
+def test_a_batch_without_weight_and_a_scale_that_is_lowered_are_no_departure(
+    tmp_path: Path, numbers: tuple[np.ndarray, np.ndarray]
+) -> None:
+    losses, norms = numbers
+    writer = FrameWriter(tmp_path / FILE)
+    for number, (own, norm) in enumerate(zip(losses, norms, strict=True), start=1):
+        nothing, overflows = number == 20, number == 30
+        entry = StepEntry(
+            step=number, epoch=0, samples=SHARDS, rates=[0.1],
+            loss=math.nan if nothing else float(own.mean()), weight=0.0 if nothing else SHARDS,
+            norm=math.inf if overflows else float(norm),
+            skipped="a gradient overflowed with losses scaled by 65536" if overflows else "",
+            totals=(0.0 * own if nothing else own).astype("<f8").tobytes(),
+            weights=np.full(SHARDS, 0.0 if nothing else 1.0).tobytes(),
+        )  # fmt: skip
+        writer.append(encode(entry))
+    writer.close()
+    assert first_departure(Record(tmp_path)) is None

@@ -12,6 +12,7 @@ import torch
 
 import onefold
 from onefold import RunOptions
+from onefold.cli.comparing import first_difference
 from onefold.record import FILE
 from onefold.record.findings import Findings, Inspection
 from onefold.testing import simulate
@@ -231,3 +232,74 @@ def test_digests_differ_from_the_first_other_parameter_on(tmp_path: Path) -> Non
         if here.digest != there.digest
     )
     assert first in ("aten.t", "aten.addmm")
+
+
+def test_what_every_shard_does_is_no_fault(tmp_path: Path) -> None:
+    def loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        nothing = torch.zeros(1).log().exp()  # minus infinity on the way, in every shard
+        return squares(model, batch) + nothing
+
+    script = Script(loss, spoil=lambda x, y: y[17].fill_(math.nan))
+    record = script.recorded(tmp_path)
+    found = script.look(record, failed_step(record))
+    assert named(found) == {17}
+    bad = next(each for each in found.shards if each.total is None)
+    assert bad.first is None  # the sample itself is not finite
+    assert "1 not finite" in next(each.words for each in bad.samples if not each.finite) or any(
+        each.words.endswith("nan") for each in bad.samples if not each.finite
+    )
+
+
+def test_a_backward_operation_has_the_line_of_its_forward_one(tmp_path: Path) -> None:
+    def loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        out: torch.Tensor = model(batch[0]) * batch[1]
+        root = (out * out).pow(0.5)
+        with torch.no_grad():
+            root.mean()
+        return root[:, 0]
+
+    script = Script(loss, lambda: torch.nn.Linear(3, 1), spoil=lambda x, y: y[13].fill_(0.0))
+    record = script.recorded(tmp_path)
+    found = script.look(record, failed_step(record))
+    bad = next(each for each in found.shards if each.bad_gradients)
+    assert bad.first is not None
+    lines = Path(__file__).read_text().splitlines()
+    assert "pow(0.5)" in lines[int(bad.first.line.rpartition(":")[2]) - 1]
+
+
+@pytest.mark.parametrize(
+    ("one", "two", "said"),
+    [
+        ({}, {}, None),
+        ({}, {"steps": 5}, "steps 1 to 6, and steps 1 to 5"),
+        ({}, {"value": 2.0}, "values that the loss returned"),
+        ({"results": 0}, {"scale": 1.001, "results": 0}, "a block of trainer.modifying"),
+        ({}, {"results": 2}, "1 and 2 results"),
+    ],
+)
+def test_whatever_differs_between_two_records_is_found(
+    tmp_path: Path, one: dict[str, Any], two: dict[str, Any], said: str | None
+) -> None:
+    def script(steps: int = 6, value: float = 1.0, scale: float = 1.0, results: int = 1) -> None:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def loss(model: torch.nn.Module, x: torch.Tensor) -> Any:
+            return model(x).square().mean(1), {"value": value * torch.ones(len(x))}
+
+        trainer = onefold.Trainer(model, optimizer, loss, shards=2)
+        for _ in range(steps):
+            trainer.step(torch.ones(4, 3))
+        with trainer.modifying():
+            model.weight.data *= scale
+        for _ in range(results):
+            trainer.fingerprint()
+
+    records = []
+    for number, chosen in enumerate((one, two)):
+        (folder := tmp_path / str(number)).mkdir()
+        simulate(lambda chosen=chosen: script(**chosen), 1, options=RunOptions(record=str(folder)))
+        records.append(onefold.Record(folder))
+    found = first_difference(*records)
+    assert (found is None) if said is None else (found is not None and said in found.text)

@@ -36,7 +36,7 @@ _STACKS = signal.SIGRTMIN + 3
 _LEAST_S, _STEPS = 10.0, 3
 """How long a device has waited before it is told: so long, or so many steps as the median one."""
 _BETWEEN_S = 60.0
-_ANSWER_S, _ALL_ANSWER_S = 1.0, 5.0
+_ANSWER_S, _ALL_ANSWER_S = 3.0, 10.0
 """How long is waited for the stacks of a process, and for those of a worker and its children."""
 _MOST_FRAMES, _INNERMOST, _MOST_THREADS = 12, 3, 4
 _STATES = {

@@ -109,7 +109,8 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], float):
+        scalar = func is torch.ops.aten._local_scalar_dense.default
+        if scalar and not isinstance(args[0], torch.Tensor):
             return args[0]  # a Python number that was a tensor on its way here
         # Before it runs, as it may write to what it is given.
         given = all(map(_is_finite, tree_leaves((args, kwargs))))
