@@ -65,6 +65,13 @@ def overhead(results: Results) -> None:
     assert [len(results[0][name]) for name in ("step_us", "own_us")] == [4, 2]
 
 
+def recording(results: Results) -> None:
+    assert [found["devices"] for found in results] == [1, 2]
+    for found in results:
+        assert found["bytes"] > 100
+        assert all(found[name]["median"] > 0 for name in ("recorded", "audited"))
+
+
 def scaling(results: Results) -> None:
     """Both exchanges send what the model of `docs/scaling.md` says."""
     ways = [(found["exchange"], found["devices"]) for found in results]
@@ -125,6 +132,7 @@ PROGRAMS: dict[Callable[[Results], None], str] = {
     exchange: "--repeats 1",
     large_models: f"{SMALL} --steps 2 --sides onefold-replicate-shared,ddp",
     overhead: "--workload mlp --seconds 0.05",
+    recording: "--workload mlp --rounds 2 --seconds 0.05",
     scaling: "--devices 2 3 --parameters 200000 --steps 2",
     network: "--network --mbit 100 --parameters 1000000 --steps 2",
     shards: "--workload mlp --shards 1 3 --rounds 2",
