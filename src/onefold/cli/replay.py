@@ -9,6 +9,7 @@ PyTorch and safetensors lies in the temporary folder.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -68,9 +69,8 @@ class Rerun:
     @property
     def steps(self) -> int:
         """The last step that can be looked into: also one that has failed."""
-        made = max(self.record.by_step, default=0)
         failed = [each.step + 1 for each in self.record.entries if isinstance(each, Failed)]
-        return max(made, *failed) if failed else made
+        return max([*self.record.by_step, *failed], default=0)
 
     def begun(self, step: int) -> Begun:
         """How the run was begun, or resumed, that made a step."""
@@ -186,8 +186,6 @@ class Rerun:
 
 
 def _warn_of_change(begun: Begun) -> None:
-    import hashlib
-
     script = Path(begun.script)
     if not script.is_file():
         if begun.module:

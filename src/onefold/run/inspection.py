@@ -68,25 +68,23 @@ class Inspector:
         position: Position,
         datasets: Mapping[int, Any],
     ) -> None:
-        leads = engine.context.leads
         self._asked = msgspec.json.decode(path.read_bytes(), type=Inspection)
         self.trainer = self._asked.trainer
         """Number of the Trainer whose step it is."""
-        self._engine, self._datasets, self._leads = engine, datasets, leads
+        self._engine, self._datasets, self._leads = engine, datasets, engine.context.leads
         if self._asked.after:
             position.step = self._asked.after
         if engine.rules.scale is not None and self._asked.scale:
             engine.rules.scale = LossScale(self._asked.scale)
         self._entries: dict[int, StepEntry] = {}
-        if self._asked.record and leads:
-            self._entries = Record(self._asked.record).by_step
         words = {what: str(value) for what, value in engine.description.items()}
         self._found = Findings(step=self._asked.step, description=words)
         self._failures = 0
         """How often the step fails before it is made."""
         if self._asked.record:
             record = Record(self._asked.record)
-            self._found.made = self._asked.step in record.by_step
+            self._entries = record.by_step
+            self._found.made = self._asked.step in self._entries
             failed = [each for each in record.entries if isinstance(each, Failed)]
             if self._found.made:
                 self._failures = sum(each.step + 1 == self._asked.step for each in failed)
@@ -165,9 +163,7 @@ class Inspector:
         found.layers = [
             LayerFinding(
                 name=own_name(name),
-                norm=None
-                if parameter.grad is None
-                else finite_or_none(float(parameter.grad.norm())),
+                norm=None if parameter.grad is None else _norm(parameter.grad),
                 given=parameter.grad is not None,
                 of_parameter=_norm(parameter.detach()),
             )

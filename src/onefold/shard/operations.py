@@ -9,7 +9,6 @@ of forward that it belongs to: it has the module and the line of that one.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ from msgspec import Struct
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from onefold.core.flat import storage_order
+from onefold.core.flat import fingerprint_of, tensor_digests
 from onefold.system.words import script_line
 
 __all__ = ["OperationWatch", "ShardOperation", "bits_digest", "first_larger", "first_not_finite"]
@@ -192,9 +191,4 @@ def _is_finite(value: object) -> bool:
 
 def bits_digest(tensors: Iterable[torch.Tensor]) -> str:
     """A digest of dtypes, shapes and all bits of some tensors, as 16 hexadecimal digits."""
-    digest = hashlib.blake2b(digest_size=8)
-    for each in tensors:
-        digest.update(str((each.dtype, tuple(each.shape))).encode())
-        dense = storage_order(each.detach().resolve_conj().resolve_neg().contiguous()).cpu()
-        digest.update(dense.view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+    return fingerprint_of(tensor_digests({str(n): each for n, each in enumerate(tensors)}))

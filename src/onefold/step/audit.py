@@ -92,8 +92,6 @@ class Auditor:
         self._context, self._placement = context, placement
         self._rate, self._heals, self._note = options.audit, not options.audit_stops, note
         self._step = 0
-        self.audited = 0
-        """How many shards were audited so far."""
         self._kept: dict[int, bytes | None] = {}
         self._healed = -1
         """The last step that was computed again."""
@@ -132,7 +130,6 @@ class Auditor:
         owners = {shard: _owner_of(batch, shard) for shard in found}
         others = {shard: self._auditor_of(shard, owners[shard], task) for shard in found}
         second = self._again(others, batch, task)
-        self.audited += len(found)
         sound = True
         for shard in found:
             owner, other = owners[shard], others[shard]
@@ -162,7 +159,7 @@ class Auditor:
     def _unchanged(self, shard: int, batch: ShardedBatch) -> bytes | None:
         """The payload of a shard, if the step has left it as it was; else None."""
         kept = self._kept.get(shard)
-        if kept is not None and kept != packed(batch.shards[shard]):
+        if kept is not None and kept != self._written(batch.shards[shard]):
             self._skip("the loss changes its batch in place")
             return None
         return kept
@@ -245,18 +242,17 @@ class Auditor:
         Raises:
             AuditError: two updates of the piece differ, and the run is not to go on.
         """
-        given = [piece for piece in pieces if piece.grad is not None]
+        gradients = [(each, each.grad) for each in pieces if each.grad is not None]
         # Another optimizer's step may do more than update each piece by itself.
         known = type(optimizer).__module__.startswith("torch.optim.")
         known = known and not has_own_step(optimizer)
-        if not given or not known:
+        if not gradients or not known:
             optimizer.step()
             return
         drawn = derive_seed("audit piece", self._context.settings.seed, self._step)
-        piece = given[(drawn + self._context.first.number) % len(given)]
+        piece, own = gradients[(drawn + self._context.first.number) % len(gradients)]
+        gradient = own.clone()
         values, state = piece.detach().clone(), copy.deepcopy(optimizer.state.get(piece))
-        gradients = [(each, each.grad) for each in given]
-        gradient = None if piece.grad is None else piece.grad.clone()
         optimizer.step()
         updated = piece.detach().clone()
         # Once more, of this piece alone.
@@ -273,8 +269,8 @@ class Auditor:
             each.grad = kept
         if not same_bits(updated, piece.detach()):
             # What it has made of the other pieces nobody knows, so this is not healed.
-            own = (self._context.first.number,)
-            self._report(WrongResult(self._step, -1, own, persistent=False, healed=False))
+            who = (self._context.first.number,)
+            self._report(WrongResult(self._step, -1, who, persistent=False, healed=False))
 
     def _report(self, fault: WrongResult, *, again: bool = False) -> None:
         """Tell of a fault; end the run if it is not healed, or was a moment ago."""
