@@ -15,6 +15,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("step/test_finite.py", "_is_late"): "to look late happens on accelerators alone",
     ("exchange/together.py", "_Options"): "PyTorch's, of a group by gloo",
     ("exchange/together.py", "_devices"): "PyTorch's, of a group by gloo",
+    ("gpu/net.py", "_trainers"): "each of its runs counts trainers anew",
     ("inside.py", "_session"): "the one way into a trainer",
     ("data_order/test_samplers.py", "_PART"): "a part of an order is 131,072 samples long",
     ("data_order/test_samplers.py", "_PART_BATCHES"): "a part of an order is 131,072 samples long",

@@ -1,5 +1,6 @@
 """The model that most tests of this folder train, its batches and its trainers."""
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ import onefold
 import onefold.trainer
 from onefold.core.context import LaunchContext
 from onefold.core.options import RunOptions
+from onefold.run import forming
 from tests.apart import apart
 from tests.gpu.device import DEVICE
 
@@ -119,16 +121,26 @@ def trained(steps: Sequence[Batch], **options: Any) -> tuple[str, str, float]:
 
 
 @contextmanager
-def keeping(placement: str) -> Iterator[None]:
-    """Have trainers here keep so much of their models; the rest lies in another memory."""
+def keeping(placement: str, **options: Any) -> Iterator[None]:
+    """Have trainers here keep so much of their models; the rest lies in another memory.
+
+    Args:
+        placement: of the model.
+        **options: other fields of `RunOptions`.
+    """
     module: Any = onefold.trainer
-    before = module.current_context
-    module.current_context = lambda: LaunchContext(options=RunOptions(placement=placement))
+    before, numbers = module.current_context, forming._trainers
+    # The first Trainer in it is the first of a run, whose record is written.
+    forming._trainers = itertools.count()
+    module.current_context = lambda: LaunchContext(
+        options=RunOptions(placement=placement, **options)
+    )
     try:
         with apart():
             yield
     finally:
         module.current_context = before
+        forming._trainers = numbers
 
 
 def score(model: nn.Module, batch: Batch) -> dict[str, Any]:

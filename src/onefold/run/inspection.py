@@ -93,10 +93,12 @@ class Inspector:
         """Digest the model before a step, if that was asked for."""
         if self._found.begun is None:
             self._found.begun = number - 1
-        if self._asked.digests and self._leads:
-            tensors = named_tensors(self._engine.context.module)
-            detached = {name: tensor.detach() for name, tensor in tensors.items()}
-            self._found.parameters[number] = tensor_digests(detached)
+        if self._asked.digests:
+            with self._engine.placement.unsharded():
+                tensors = named_tensors(self._engine.context.module)
+                detached = {name: tensor.detach() for name, tensor in tensors.items()}
+                if self._leads:
+                    self._found.parameters[number] = tensor_digests(detached)
 
     def note(self, step: Step) -> None:
         """Compare a step that is done with the record."""
@@ -118,16 +120,17 @@ class Inspector:
         found, engine = self._found, self._engine
         task, outcome = engine.look(batch, number, name=name)
         found.name, found.samples = name, batch.samples
-        if self._leads:
-            self._compare(number, outcome)
-            self._note_step(outcome)
-        with keeping_gradients(engine.context.parts.trained.values()):
-            rows = self._look_at_shards(batch, task, outcome)
-        if self._leads:
-            found.shards = sorted(rows, key=lambda each: each.shard)
-            found.shards = [_with_first(each, found.shards) for each in found.shards]
-            self._hand_out(batch, number, name)
-            Path(self._asked.findings).write_bytes(msgspec.json.encode(found))
+        with engine.placement.unsharded():
+            if self._leads:
+                self._compare(number, outcome)
+                self._note_step(outcome)
+            with keeping_gradients(engine.context.parts.trained.values()):
+                rows = self._look_at_shards(batch, task, outcome)
+            if self._leads:
+                found.shards = sorted(rows, key=lambda each: each.shard)
+                found.shards = [_with_first(each, found.shards) for each in found.shards]
+                self._hand_out(batch, number, name)
+                Path(self._asked.findings).write_bytes(msgspec.json.encode(found))
         raise RunStopped(STOPPED_CODE)
 
     def _compare(self, number: int, outcome: StepResult) -> None:
@@ -179,7 +182,7 @@ class Inspector:
         if engine.objective.gathers and not task.is_plain(batch):
             return []  # a shard of such a loss cannot be computed by itself
         found: dict[int, str] = {}
-        with engine.context.computing(), engine.placement.unsharded():
+        with engine.context.computing():
             for replica in engine.context.replicas:
                 with engine.context.attached(replica):
                     replica.begin(task)
