@@ -1,3 +1,4 @@
+import gc
 import os
 import random
 import signal
@@ -167,6 +168,32 @@ def test_workers_read_the_same_samples_with_the_same_augmentation() -> None:
     assert read(0) == read(2)
     lengths = np.array([3 * n % 11 for n in range(20)])
     assert read(0, lengths=lengths.tolist()) == read(2, lengths=lengths)
+
+
+class Owned:
+    """What no other process may end, such as an event of a GPU, referred to in a circle."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark, self.owner, self.circle = mark, os.getpid(), self
+
+    def __del__(self) -> None:
+        if os.getpid() != self.owner:
+            self.mark.write_text("ended by another process")
+
+
+@processes
+def test_workers_do_not_collect_garbage_that_they_inherit(tmp_path: Path) -> None:
+    def collecting(index: int) -> tuple[int, bool]:
+        return gc.collect() and index, gc.isenabled()
+
+    mark = tmp_path / "mark"
+    owned = Owned(mark)
+    gc.collect()  # an old object by now, which a young generation's collection leaves alone
+    del owned
+    found = samples_in(list(make_loader(Items(collecting), Plan((1,)), workers=2)))
+    assert all(enabled for _, enabled in found)
+    assert not mark.exists()
+    assert gc.isenabled()
 
 
 def test_augmentation_depends_on_seed_pass_and_sample_alone() -> None:

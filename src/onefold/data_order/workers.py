@@ -9,10 +9,17 @@ A process may have so many files open. A worker that has no descriptor left to h
 does not fail: the thread that hands them over tries again for ever, and whoever wants them waits
 for ever, where no limit of ours holds. So the limit is raised as far as this process may, and a
 worker looks at what is left before it sends.
+
+Note: garbage of the parent
+---------------------------
+A forked worker inherits objects that nobody refers to but in a circle. To collect one that owns
+something of a GPU aborts the worker, as a forked process cannot speak to the GPU. So collection is
+off while workers are forked, and each of them sets aside what it has inherited.
 """
 
 from __future__ import annotations
 
+import gc
 import io
 import multiprocessing
 import os
@@ -21,6 +28,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -68,26 +76,26 @@ class Workers:
             return _read_here(reader, requests)
         # Of this process, which has all that they send open; the workers inherit it.
         allow_open_files()
-        return iter(
-            DataLoader(
-                reader,
-                # Requests are whole batches already.
-                batch_size=None,
-                sampler=requests,
-                num_workers=self.number,
-                # What is called with each answer before it is sent.
-                collate_fn=Sending(),  # type: ignore[arg-type]  # of answers, not of lists
-                worker_init_fn=_Tied(self.context, self.init),
-                # Persistent workers would keep the data set as it was in the first pass.
-                persistent_workers=False,
-                pin_memory=pin_memory,
-                timeout=timeout_s,
-                prefetch_factor=self.prefetch,
-                multiprocessing_context=self.context,
-                # Without one, DataLoader would draw a seed from the caller's generator.
-                generator=torch.Generator().manual_seed(0),
-            )
+        loader = DataLoader(
+            reader,
+            # Requests are whole batches already.
+            batch_size=None,
+            sampler=requests,
+            num_workers=self.number,
+            # What is called with each answer before it is sent.
+            collate_fn=Sending(),  # type: ignore[arg-type]  # of answers, not of lists
+            worker_init_fn=_Tied(self.context, self.init),
+            # Persistent workers would keep the data set as it was in the first pass.
+            persistent_workers=False,
+            pin_memory=pin_memory,
+            timeout=timeout_s,
+            prefetch_factor=self.prefetch,
+            multiprocessing_context=self.context,
+            # Without one, DataLoader would draw a seed from the caller's generator.
+            generator=torch.Generator().manual_seed(0),
         )
+        with _collecting_nothing():
+            return iter(loader)
 
 
 def _read_here(reader: Dataset[Answer], requests: Requests) -> Iterator[Answer]:
@@ -96,6 +104,17 @@ def _read_here(reader: Dataset[Answer], requests: Requests) -> Iterator[Answer]:
         with kept_generators(), one_thread():
             answer = reader[request]
         yield answer
+
+
+@contextmanager
+def _collecting_nothing() -> Iterator[None]:
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 class _Tied:
@@ -120,9 +139,13 @@ class _Tied:
             context = multiprocessing.get_context(context)
         self._served = context.get_start_method() == "forkserver"
         self._dtype = torch.get_default_dtype()
+        self._collects = gc.isenabled()
         self._init = init
 
     def __call__(self, worker: int) -> None:
+        gc.freeze()
+        if self._collects:
+            gc.enable()
         torch.set_default_dtype(self._dtype)
         if self._lasting:
             # The parent of a worker that a fork server made is the server, whatever its number is.
