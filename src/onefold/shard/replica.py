@@ -353,7 +353,9 @@ class Replica:
             self._refuse_leftovers(where)
             loss, values, outputs = split(result, f"the loss of {where}")
             refuse_uneven(batch, (loss, *values.values()), where)
-            part = weigh(loss, piece.samples, f"the loss of {where}")
+            # Of pieces the weights are added up at once, and one weight of a plain loop divides.
+            late = gatherer is None and piece.samples == piece.of and not task.is_plain(batch)
+            part = weigh(loss, piece.samples, f"the loss of {where}", late=late)
         if not task.is_plain(batch) and not (gatherer and gatherer.sees_batch):
             self.loss_watch.look(
                 loss, samples=piece.samples, run_checks=task.run_checks, where=where
