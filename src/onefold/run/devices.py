@@ -29,7 +29,14 @@ from onefold.errors import LaunchError
 from onefold.run.context import visible_gpus
 from onefold.system import cuda
 
-__all__ = ["DeviceInfo", "Selection", "cores", "list_devices", "select_devices"]
+__all__ = [
+    "DeviceInfo",
+    "Selection",
+    "cores",
+    "emptiest_gpu",
+    "list_devices",
+    "select_devices",
+]
 
 _DRIVER_LIMIT_S = 20
 _TORCH_LIMIT_S = 120
@@ -133,6 +140,20 @@ def select_devices(choice: int | str | Sequence[str]) -> Selection:
         if chosen.count(name) > 1:
             raise ValueError(f"--devices {text}: {name} is named twice; a GPU takes one process")
     return Selection(names)
+
+
+def emptiest_gpu() -> int:
+    """The number of the GPU with the most free memory, without a context on any other.
+
+    Where GPUs are of several types, it is the first, which is the fastest.
+    """
+    try:
+        gpus = _gpus()
+    except LaunchError:  # whoever uses the GPU is told why
+        return 0
+    if len({gpu.name for gpu in gpus}) != 1:
+        return 0
+    return max(gpus, key=lambda gpu: gpu.free_bytes).index
 
 
 def _emptiest(number: int) -> tuple[str, ...]:
