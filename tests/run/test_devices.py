@@ -319,6 +319,32 @@ def test_the_emptiest_gpu_is_found_without_pytorch(
     assert emptiest_gpu() == number
 
 
+@for_each(
+    ("visible", "order", "rows", "warns"),
+    [
+        ("1,0", "", ROWS, True),
+        ("1", "PCI_BUS_ID", ROWS, False),
+        ("GPU-aa11", "", ROWS, False),
+        ("1", "", ROWS[1:], False),
+        (None, "", ROWS, False),
+    ],
+)
+def test_numbers_that_mean_other_gpus_elsewhere_are_told(
+    machine: Machine,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    visible: str | None,
+    order: str,
+    rows: Sequence[Row],
+    warns: bool,
+) -> None:
+    machine(*rows, visible=visible)
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", order)
+    caplog.clear()
+    list_devices()
+    assert ("numbers the GPUs by the PCI bus" in caplog.text) == warns
+
+
 LOADED = r"^NVIDIA's driver is loaded and "
 SILENT = "print('CUDA initialization: error 803', file=sys.stderr)"
 SAID = "expected the answer of PyTorch as JSON, got "
