@@ -42,6 +42,7 @@ __all__ = [
     "LossTerms",
     "Mean",
     "Sum",
+    "known",
     "seeing_whole_batch",
     "weigh",
 ]
@@ -269,6 +270,11 @@ class LateWeight:
         return _checked(float(self._copy.read()), self._what)
 
 
+def known(weight: float | LateWeight) -> float:
+    """A weight as a number; on an accelerator this may wait for it."""
+    return weight.read() if isinstance(weight, LateWeight) else weight
+
+
 @dataclass(frozen=True, slots=True)
 class Contribution:
     """One shard's part of a value over the whole batch.
@@ -294,14 +300,14 @@ class Contribution:
         """Everything that has a divisor of its own: the terms, or else this contribution itself."""
         return self.terms or (self,)
 
-    def kinds_and_weights(self) -> list[tuple[str, float]]:
+    def kinds_and_weights(self) -> list[tuple[str, float | LateWeight]]:
         """The kind and the weight of each of ``parts``."""
-        return [(part.kind, part.known_weight) for part in self.parts]
+        return [(part.kind, part.weight) for part in self.parts]
 
     @property
     def known_weight(self) -> float:
         """The weight; on an accelerator this may wait for it."""
-        return self.weight.read() if isinstance(self.weight, LateWeight) else self.weight
+        return known(self.weight)
 
     def without_graph(self) -> Contribution:
         """Drop the graph of a loss, and its terms, and keep its values."""
@@ -406,7 +412,7 @@ def weigh(result: object, samples: int, what: str, *, late: bool = False) -> Con
         if isinstance(result, Mean | Sum):
             return _weigh_term(result, what, late=late)
         if isinstance(result, LossTerms):
-            return _weigh_terms(result, what)
+            return _weigh_terms(result, what, late=late)
         raise LossError(
             f"{what}: expected a tensor of shape ({samples},), a scalar tensor, onefold.Mean or "
             f"onefold.Sum, got {type(result).__name__}. Return the tensor itself, not .item()"
@@ -432,7 +438,7 @@ def weigh(result: object, samples: int, what: str, *, late: bool = False) -> Con
     )
 
 
-def _weigh_terms(means: LossTerms, what: str) -> Contribution:
+def _weigh_terms(means: LossTerms, what: str, *, late: bool) -> Contribution:
     terms = means.terms if isinstance(means.terms, tuple) else ()
     if not terms or not all(isinstance(term, Mean | Sum) for term in terms):
         raise LossError(
@@ -441,10 +447,11 @@ def _weigh_terms(means: LossTerms, what: str) -> Contribution:
         )
     # Errors count terms from 1, in the order in which the user added them.
     parts = [
-        _weigh_term(term, f"{what}, term {number}") for number, term in enumerate(means.terms, 1)
+        _weigh_term(term, f"{what}, term {number}", late=late)
+        for number, term in enumerate(means.terms, 1)
     ]
     whole = _untouched(means)
-    if whole is not None and all(part.weight for part in parts):
+    if whole is not None and all(part.known_weight for part in parts):
         return Contribution(whole, share=1.0, weight=1.0, kind="sum")
     root = functools.reduce(torch.add, (part.root for part in parts))
     return Contribution(root, share=1.0, weight=math.nan, kind="means", terms=tuple(parts))

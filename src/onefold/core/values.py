@@ -53,7 +53,7 @@ import torch
 
 from onefold.core.calldigest import checksum
 from onefold.core.fold import fold_shards
-from onefold.core.mean import Contribution, LateWeight, LossTerms, Mean, detached, weigh
+from onefold.core.mean import Contribution, LateWeight, LossTerms, Mean, detached, known, weigh
 from onefold.errors import DisagreementError, LossError
 
 __all__ = [
@@ -430,7 +430,7 @@ class ShardResult:
     @property
     def known_weight(self) -> float:
         """The weight; on an accelerator this may wait for it."""
-        return self.weight.read() if isinstance(self.weight, LateWeight) else self.weight
+        return known(self.weight)
 
     @property
     def gave(self) -> Sequence[bool]:
