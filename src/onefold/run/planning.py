@@ -212,10 +212,11 @@ class Footprint:
 
     def replicating(self, devices: int, *, together: bool) -> int:
         """Of each of so many devices; ``together`` if all of them use the same parameters."""
-        # What backward makes, a sum for each level of the tree of a device's shards, and what is
-        # handed to others.
+        # What backward makes, a sum for each level of the tree of a device's shards, what is handed
+        # to others, and what comes from others where they have memory of their own.
         held = 1 + self._levels(devices) + (devices > 1)
-        own = self.gradients * held + self.state // devices
+        came = 0 if together else self.gradients * (devices - 1) // devices
+        own = self.gradients * held + came + self.state // devices
         return own + self._values(devices, together=together)
 
     def sharding(self, devices: int, *, together: bool) -> int:
