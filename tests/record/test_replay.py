@@ -320,6 +320,24 @@ def test_what_was_printed_is_printed_once(runs: Runs, capsys: pytest.CaptureFixt
     assert capsys.readouterr().out.startswith("end ")
 
 
+def test_an_error_that_the_script_prints_is_shown(
+    runs: Runs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert runs.start(steps, dies=4) is None
+
+    def script(life: Life) -> str:
+        print("hidden" if life.made else "before")
+        try:
+            return steps(life, between=lambda trainer, _: trainer.gather(1))
+        except RecordError as error:
+            print(f"It failed: {error}")
+            raise
+
+    with pytest.raises(RecordError):
+        runs.start(script)
+    assert "It failed: " in capsys.readouterr().out
+
+
 def test_gradients_and_a_missing_record_are_gone_on_with_as_before(
     runs: Runs, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -47,12 +47,11 @@ checkpoint's at the place, and a loader of another subset is refused
 
 from __future__ import annotations
 
-import io
 import logging
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, redirect_stdout
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -71,6 +70,7 @@ from onefold.record.entries import Entry
 from onefold.record.replay import Replay
 from onefold.step.engine import Engine
 from onefold.system.folderlock import lock_of_checkpoints
+from onefold.system.output import drop_output, show_output
 from onefold.system.words import script_line
 from onefold.update.optimizers import optimizers_in
 
@@ -173,6 +173,8 @@ class Autosave:
         )
         if found is not None:
             resumption.begin(found, Path(options.recorded_in) / FILE)
+        if not resumption.replaying:
+            show_output()
         self._every, self._keeping = options.every, Keeping(options.keep_last)
         self._clock = SaveClock(progress, options.every_s, decides=devices.has_lead)
         self._checkpoints, self._position, self._blocks = checkpoints, position, blocks
@@ -376,7 +378,8 @@ class Resumption:
             module = self._engine.context.module
             self._quiet.callback(module.register_forward_pre_hook(self._refuse_call).remove)
             if self._on_lead:
-                self._quiet.enter_context(redirect_stdout(_Nowhere()))
+                self._quiet.callback(show_output)
+                drop_output()
             return
         if self._place == "end":
             self._show(found)
@@ -536,10 +539,3 @@ class Resumption:
         with self._modifying.closed(self._position.step + 1):
             self._checkpoints.take(found, settings=settings)
         self._shown = True
-
-
-class _Nowhere(io.TextIOBase):
-    """Takes what a script prints once more, and shows it to nobody."""
-
-    def write(self, text: str) -> int:
-        return len(text)

@@ -107,20 +107,23 @@ class Replay:
             coming.popleft()
         return coming[0] if coming else None
 
+    def failure(self) -> Exception | None:
+        """What the step raised that the script makes again; None if it was done."""
+        if not isinstance(failed := self._entries[0], Failed):
+            return None
+        self._entries.popleft()
+        found = getattr(errors, failed.error, None) or getattr(builtins, failed.error, None)
+        kind: type[Exception] = errors.OnefoldError
+        if isinstance(found, type) and issubclass(found, Exception):
+            kind = found
+        return kind.__new__(kind, failed.text)  # some constructors ask for more than a text
+
     def step(self, batch: ShardedBatch, name: str) -> StepResult:
         """The result of a step with a batch.
 
         Raises:
             RecordError: the run had no such step here.
-            OnefoldError: the one that the step raised.
         """
-        if isinstance(failed := self._entries[0], Failed):
-            self._entries.popleft()
-            found = getattr(errors, failed.error, None) or getattr(builtins, failed.error, None)
-            kind: type[Exception] = errors.OnefoldError
-            if isinstance(found, type) and issubclass(found, Exception):
-                kind = found
-            raise kind.__new__(kind, failed.text)  # some constructors ask for more than a text
         entry = self._next(StepEntry, f"a step of {batch.samples} samples{_of(name)}")
         if (entry.samples, entry.name) != (batch.samples, name):
             raise RecordError(
