@@ -17,6 +17,7 @@ Finding, and taking over what was found, are two calls: `load` makes both at onc
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -56,6 +57,8 @@ from onefold.update.schedule import RunSchedule
 from onefold.update.state import AVERAGE, unpack
 
 __all__ = ["Checkpoints", "Found"]
+
+_log = logging.getLogger("onefold")
 
 _WITH_SCHEDULE = ("lr", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum")
 """Settings of an optimizer that its schedule sets."""
@@ -218,8 +221,15 @@ class Checkpoints:
         bodies: list[bytes] | None = None
         if self._lead.is_here:
             kept, bodies = found.stored.run["recorded"], []
-            if kept and path.exists() and not found.changed:
-                bodies = whole_run(read_frames(path)[0], kept)
+            if kept and not found.changed:
+                frames = read_frames(path)[0] if path.exists() else []
+                bodies = whole_run(frames, kept)
+                if len(frames) < kept:
+                    _log.warning(
+                        "%s has %d of the %d entries that %s has seen, so the script is not "
+                        "answered from it: it resumes as after trainer.load",
+                        *(path, len(frames), kept, found.stored.folder),
+                    )
         shared = broadcast(self._exchange, written(bodies) if self._lead.is_here else None)
         return [decode(body, str(path)) for body in shared]
 

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from onefold.record.frames import read_frames
 
 __all__ = ["FILE", "Record", "shards_of", "standing", "whole_run"]
 
+_log = logging.getLogger("onefold")
 
 Table = dict[str, np.ndarray[Any, Any]]
 """Columns of one length, by name."""
@@ -68,7 +70,13 @@ class Record:
     def __init__(self, path: str | Path) -> None:
         given = Path(path)
         self.path = given / FILE if given.is_dir() else given
-        bodies, _ = read_frames(self.path)
+        bodies, _, torn = read_frames(self.path)
+        if torn:
+            _log.warning(
+                "%s: the last %d bytes are no whole frame, and are left out: what wrote it was "
+                "killed, or the file was cut",
+                *(self.path, torn),
+            )
         entries = [decode(body, f"{self.path}, frame {n}") for n, body in enumerate(bodies)]
         self.hangs: list[Hang] = [each for each in entries if isinstance(each, Hang)]
         """What the launcher has told of devices that waited for very long."""
