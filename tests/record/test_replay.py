@@ -235,6 +235,7 @@ def steps(life: Life, *, samples: int = 6, between: Any = None) -> str:
     ("between", "words"),
     [
         (lambda trainer, _: trainer.model(torch.ones(1, 3)), "calls the model itself, in the part"),
+        (lambda trainer, _: trainer.model[0](torch.ones(1, 3)), "calls the model itself, in the"),
         (
             lambda trainer, _: trainer.gather(1),
             "asks for trainer.gather, where the run before had step 2",
@@ -263,6 +264,32 @@ def change(trainer: onefold.Trainer) -> None:
 def with_outputs(net: torch.nn.Module, batch: Any) -> Any:
     errors = LOSS(net(batch[0]), batch[1], reduction="none")
     return errors, {}, {"errors": errors[:, 0]}
+
+
+def test_one_of_several_models_cannot_be_called_either(runs: Runs) -> None:
+    """A layer without values can."""
+
+    def of_both(models: Any, batch: Any) -> torch.Tensor:
+        return models["one"](batch[0]).square()[:, 0] + models["two"](batch[0]).square()[:, 0]
+
+    def script(life: Life, *, calls: bool) -> str:
+        models = {"one": model(), "two": model()}
+        optimizer = sgd(torch.nn.ModuleDict(models))
+        trainer = life.trainer(models, of_both, optimizer=optimizer, shards=2)
+        for batch in trainer.loader(data(), batch_size=6):
+            life.tick()
+            (models["two"] if calls else models["two"][1])(torch.ones(1, 3))
+            trainer.step(batch)
+        return trainer.fingerprint()
+
+    assert runs.start(partial(script, calls=False), dies=4) is None
+    assert runs.start(partial(script, calls=False), devices=2) == runs.whole(
+        partial(script, calls=False)
+    )
+    other = Runs(runs.folder / "other", runs._patch)
+    other.folder.mkdir()
+    calling = partial(script, calls=True)
+    refused(other, calling, calling, "calls the model itself, in the part")
 
 
 def test_what_no_record_keeps_is_refused_where_it_is_read(

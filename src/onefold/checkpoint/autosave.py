@@ -52,6 +52,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -369,14 +370,16 @@ class Resumption:
             self._checkpoints.adopt_place(found)
         else:
             self._checkpoints.adopt_run(found)
-            self.replay = Replay(entries, ended=self._place == "end")
+            device = self._engine.context.replicas[0].device
+            self.replay = Replay(entries, device, ended=self._place == "end")
             self._position.replaying = lambda: self.answering
             self._position.next_batch = self.replay.next_batch
             for optimizer in optimizers_in(self._engine.context.update.optimizer).values():
                 # Or PyTorch would warn of schedules that are stepped before the first update.
                 optimizer._opt_called = True  # type: ignore[attr-defined]
-            module = self._engine.context.module
-            self._quiet.callback(module.register_forward_pre_hook(self._refuse_call).remove)
+            # All of its parts: a script may call one of several models, or a layer.
+            for module in self._engine.context.module.modules():
+                self._quiet.callback(module.register_forward_pre_hook(self._refuse_call).remove)
             if self._on_lead:
                 self._quiet.callback(show_output)
                 drop_output()
@@ -511,10 +514,11 @@ class Resumption:
 
     def _refuse_call(self, module: torch.nn.Module, inputs: object) -> None:
         """Refuse a call of the model by the script where its values are not those of then."""
-        if self.answering and self._shown:
+        has_values = any(True for _ in chain(module.parameters(), module.buffers()))
+        if self.answering and self._shown and has_values:
             raise StateError(
                 f"{script_line()}: the script calls the model itself, in the part of the run that "
-                f"is done, {self._where}: what the model returned there is in no record. Use "
+                f"is done, {self._where}: what it returned there is in no record. Use "
                 f"trainer.evaluate or trainer.predict, whose results are kept; or make the call "
                 f"under `if not trainer.replaying:`, and keep what follows by trainer.state"
             )

@@ -26,6 +26,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from onefold.checkpoint.background import Background
@@ -50,7 +51,7 @@ from onefold.errors import CheckpointError, StateError
 from onefold.passes.averaged import Averaging
 from onefold.passes.collectives import agreed_digests, broadcast, written
 from onefold.record import whole_run
-from onefold.record.entries import Entry, decode
+from onefold.record.entries import Entry, encode
 from onefold.record.frames import read_frames
 from onefold.step.engine import Engine
 from onefold.update.schedule import RunSchedule
@@ -218,20 +219,20 @@ class Checkpoints:
         Raises:
             RecordError: the record is damaged; raised on the lead alone.
         """
-        bodies: list[bytes] | None = None
+        entries: list[Entry] = []
         if self._lead.is_here:
-            kept, bodies = found.stored.run["recorded"], []
+            kept = found.stored.run["recorded"]
             if kept and not found.changed:
                 frames = read_frames(path)[0] if path.exists() else []
-                bodies = whole_run(frames, kept)
+                entries = whole_run(frames, kept)
                 if len(frames) < kept:
                     _log.warning(
                         "%s has %d of the %d entries that %s has seen, so the script is not "
                         "answered from it: it resumes as after trainer.load",
                         *(path, len(frames), kept, found.stored.folder),
                     )
-        shared = broadcast(self._exchange, written(bodies) if self._lead.is_here else None)
-        return [decode(body, str(path)) for body in shared]
+        text = broadcast(self._exchange, written(encode(entries)) if self._lead.is_here else None)
+        return entries if self._lead.is_here else msgspec.msgpack.decode(text, type=list[Entry])
 
     def adopt_place(self, found: Found) -> None:
         """Have the run stand where a checkpoint was made, and bear its name."""

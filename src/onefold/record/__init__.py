@@ -26,7 +26,6 @@ from onefold.record.entries import (
     SavedEntry,
     StepEntry,
     decode,
-    encode,
 )
 from onefold.record.frames import read_frames
 
@@ -189,7 +188,7 @@ def standing(entries: Iterable[Entry]) -> list[Entry]:
     return kept
 
 
-def whole_run(bodies: Sequence[bytes], kept: int) -> list[bytes]:
+def whole_run(bodies: Sequence[bytes], kept: int) -> list[Entry]:
     """The entries by which a run can be gone through again, up to a checkpoint that saw ``kept``.
 
     Nothing where the record does not have all of it: it was begun later than the run, or the script
@@ -201,7 +200,7 @@ def whole_run(bodies: Sequence[bytes], kept: int) -> list[bytes]:
         return []
     if any(isinstance(entry, StepEntry) and entry.gradient for entry in counted):
         return []
-    return [encode(entry) for entry in counted]
+    return counted
 
 
 def shards_of(entry: StepEntry) -> tuple[np.ndarray[Any, Any], ...]:
