@@ -39,7 +39,6 @@ from pathlib import Path
 from typing import NoReturn
 
 from onefold.checkpoint.background import finish_all
-from onefold.checkpoint.folder import has_checkpoints
 from onefold.core.context import LaunchContext
 from onefold.core.options import RECORD_FILE
 from onefold.errors import PeerError
@@ -163,8 +162,8 @@ def _prepare(context: LaunchContext) -> None:
     if context.directory:
         gather_sockets_in(context.directory)
     options = context.options
-    recorded = options.checkpoint and Path(options.recorded_in, RECORD_FILE).exists()
-    if context.rank == 0 and recorded and has_checkpoints(Path(options.checkpoint)):
+    saved = options.checkpoint and any(Path(options.checkpoint).glob("step-*"))
+    if context.rank == 0 and saved and Path(options.recorded_in, RECORD_FILE).exists():
         hold_output()
     if options.probe or options.inspection:
         from onefold.verifying import prepare_process
