@@ -1,5 +1,6 @@
 """A resumed script is answered from the record: what it knows is what the whole run knew."""
 
+import copy
 import errno
 import math
 import tempfile
@@ -286,6 +287,25 @@ def test_one_of_several_models_cannot_be_called_either(runs: Runs) -> None:
     assert runs.start(partial(script, calls=False), devices=2) == runs.whole(
         partial(script, calls=False)
     )
+    other = Runs(runs.folder / "other", runs._patch)
+    other.folder.mkdir()
+    calling = partial(script, calls=True)
+    refused(other, calling, calling, "calls the model itself, in the part")
+
+
+def test_a_model_can_be_copied_in_the_part_that_is_done(runs: Runs) -> None:
+    def script(life: Life, *, calls: bool = False) -> str:
+        trainer = life.trainer(model(), loss, shards=2)
+        for batch in trainer.loader(data(), batch_size=6):
+            life.tick()
+            trainer.step(batch)
+            best = copy.deepcopy(trainer.model)
+            if calls:
+                best(torch.ones(1, 3))
+        return trainer.fingerprint()
+
+    assert runs.start(script, dies=4) is None
+    assert runs.start(script, devices=2) == runs.whole(script)
     other = Runs(runs.folder / "other", runs._patch)
     other.folder.mkdir()
     calling = partial(script, calls=True)

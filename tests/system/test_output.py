@@ -15,10 +15,8 @@ from onefold.system.output import drop_output, hold_output, show_output
 def output() -> Iterator[io.BytesIO]:
     """What has come to standard output."""
     shown = io.BytesIO()
-    stream = io.TextIOWrapper(shown, encoding="latin-1", errors="replace")
-    with redirect_stdout(stream):
+    with redirect_stdout(io.TextIOWrapper(shown, encoding="latin-1", errors="replace")):
         yield shown
-        assert sys.stdout is stream
 
 
 def text(shown: io.BytesIO) -> str:
@@ -33,6 +31,7 @@ def test_output_is_dropped_or_comes_in_its_order(*, drops: bool) -> None:
         hold_output()
         print("held", "é☃")
         stream = sys.stdout
+        assert isinstance(stream, io.TextIOWrapper)
         stream.buffer.write(b"bytes\n")
         stream.flush()
         assert text(shown) == "before\n"
@@ -40,16 +39,18 @@ def test_output_is_dropped_or_comes_in_its_order(*, drops: bool) -> None:
         if drops:
             drop_output()
             print("dropped")
+        stream.reconfigure(errors="backslashreplace")
         show_output()
-        print("after")
-        print("by a handler that was made before", file=stream, flush=True)
+        print("after ☃")
+        print("by a handler that was made before", file=stream)
+        print("the end")
         held = "" if drops else "held é?\nbytes\n"
-        assert text(shown) == f"before\n{held}after\nby a handler that was made before\n"
+        after = "after \\u2603\nby a handler that was made before\nthe end\n"
+        assert text(shown) == f"before\n{held}{after}"
 
 
 def test_a_stream_that_the_script_has_put_around_it_stays() -> None:
     with output() as shown:
-        real = sys.stdout
         hold_output()
         held = sys.stdout
         with redirect_stdout(io.StringIO()) as around:
@@ -57,7 +58,6 @@ def test_a_stream_that_the_script_has_put_around_it_stays() -> None:
             assert sys.stdout is around
             print("x", file=held, flush=True)
         assert text(shown) == "x\n"
-        sys.stdout = real
 
 
 def test_a_forked_child_prints_as_ever() -> None:

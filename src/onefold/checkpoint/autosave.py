@@ -379,7 +379,9 @@ class Resumption:
                 optimizer._opt_called = True  # type: ignore[attr-defined]
             # All of its parts: a script may call one of several models, or a layer.
             for module in self._engine.context.module.modules():
-                self._quiet.callback(module.register_forward_pre_hook(self._refuse_call).remove)
+                # A function, which a copy of the model shares: of a method it would copy `self`.
+                hook = module.register_forward_pre_hook(lambda part, _: self._refuse_call(part))
+                self._quiet.callback(hook.remove)
             if self._on_lead:
                 self._quiet.callback(show_output)
                 drop_output()
@@ -512,7 +514,7 @@ class Resumption:
         self._found = None
         self._quiet.close()
 
-    def _refuse_call(self, module: torch.nn.Module, inputs: object) -> None:
+    def _refuse_call(self, module: torch.nn.Module) -> None:
         """Refuse a call of the model by the script where its values are not those of then."""
         has_values = any(True for _ in chain(module.parameters(), module.buffers()))
         if self.answering and self._shown and has_values:

@@ -4,6 +4,9 @@ A resumed script runs again from its beginning. Whether it is answered from the 
 so that all it prints has been shown, is known once its Trainer is made. So the lead's process holds
 what is printed before: `drop_output` if it was shown, else `show_output`, at the end of the process
 at the latest. What does not pass through ``sys.stdout``, as of other programs, is always shown.
+
+The stream in its place stays there to the end: the script may have kept it, or have changed it by
+``reconfigure``.
 """
 
 from __future__ import annotations
@@ -54,7 +57,6 @@ class _Output(io.BufferedIOBase):
 
     def write(self, data: ReadableBuffer) -> int:
         if self._held is None:
-            self._stream.flush()  # what was printed to it by then comes first
             return self._stream.buffer.write(data)
         self._held.append(written := bytes(data))
         return len(written)
@@ -65,8 +67,6 @@ class _Output(io.BufferedIOBase):
     def show(self) -> None:
         held, self._held = self._held, None
         self._stream.buffer.writelines(held or ())
-        if sys.stdout is self.text:
-            sys.stdout = self._stream
 
     def _forget(self) -> None:
         self._held = None
