@@ -228,7 +228,8 @@ class Checkpoints:
                 if len(frames) < kept:
                     _log.warning(
                         "%s has %d of the %d entries that %s has seen, so the script is not "
-                        "answered from it: it resumes as after trainer.load",
+                        "answered from it. It goes on in the epoch that it was in; a model that it "
+                        "calls itself before its first step has not the values of the checkpoint",
                         *(path, len(frames), kept, found.stored.folder),
                     )
         text = broadcast(self._exchange, written(encode(entries)) if self._lead.is_here else None)
