@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,30 @@ def test_a_run_that_dies_anywhere_leaves_the_record_of_one_that_does_not(
         assert [e for e in record.entries if isinstance(e, StepEntry)] == expected
         assert len(record.begins) <= 2
         assert (runs.folder / FILE).stat().st_size < 40_000
+
+
+def test_a_record_that_was_cut_anywhere_is_read_up_to_there_and_gone_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    runs = Runs(tmp_path / "run", monkeypatch)
+    runs.folder.mkdir()
+    fingerprint = runs.whole(script)
+    assert runs.start(script, dies=7, every=2) is None
+    data = (runs.folder / FILE).read_bytes()
+    entries = Record(runs.folder).entries
+    (saved,) = runs.folder.glob("step-*/run.json")
+    kept = json.loads(saved.read_text())["recorded"]
+    for number, length in enumerate(range(0, len(data), len(data) // 9)):
+        cut = Runs(tmp_path / str(number), monkeypatch)
+        shutil.copytree(runs.folder, cut.folder)
+        (cut.folder / FILE).write_bytes(data[:length])
+        caplog.clear()
+        read = Record(cut.folder).entries
+        assert read == entries[: len(read)]
+        assert "bytes are no whole frame" in caplog.text or length == 0
+        assert cut.start(script, devices=1 + number % 2, every=2) == fingerprint
+        lacks = f"has {len(read)} of the {kept} entries" in caplog.text
+        assert lacks == (len(read) < kept)
 
 
 def test_what_comes_after_a_place_that_a_script_goes_back_to_does_not_count(

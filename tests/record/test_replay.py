@@ -1,5 +1,6 @@
 """A resumed script is answered from the record: what it knows is what the whole run knew."""
 
+import copy
 import errno
 import math
 import tempfile
@@ -235,6 +236,7 @@ def steps(life: Life, *, samples: int = 6, between: Any = None) -> str:
     ("between", "words"),
     [
         (lambda trainer, _: trainer.model(torch.ones(1, 3)), "calls the model itself, in the part"),
+        (lambda trainer, _: trainer.model[0](torch.ones(1, 3)), "calls the model itself, in the"),
         (
             lambda trainer, _: trainer.gather(1),
             "asks for trainer.gather, where the run before had step 2",
@@ -263,6 +265,51 @@ def change(trainer: onefold.Trainer) -> None:
 def with_outputs(net: torch.nn.Module, batch: Any) -> Any:
     errors = LOSS(net(batch[0]), batch[1], reduction="none")
     return errors, {}, {"errors": errors[:, 0]}
+
+
+def test_one_of_several_models_cannot_be_called_either(runs: Runs) -> None:
+    """A layer without values can."""
+
+    def of_both(models: Any, batch: Any) -> torch.Tensor:
+        return models["one"](batch[0]).square()[:, 0] + models["two"](batch[0]).square()[:, 0]
+
+    def script(life: Life, *, calls: bool) -> str:
+        models = {"one": model(), "two": model()}
+        optimizer = sgd(torch.nn.ModuleDict(models))
+        trainer = life.trainer(models, of_both, optimizer=optimizer, shards=2)
+        for batch in trainer.loader(data(), batch_size=6):
+            life.tick()
+            (models["two"] if calls else models["two"][1])(torch.ones(1, 3))
+            trainer.step(batch)
+        return trainer.fingerprint()
+
+    assert runs.start(partial(script, calls=False), dies=4) is None
+    assert runs.start(partial(script, calls=False), devices=2) == runs.whole(
+        partial(script, calls=False)
+    )
+    other = Runs(runs.folder / "other", runs._patch)
+    other.folder.mkdir()
+    calling = partial(script, calls=True)
+    refused(other, calling, calling, "calls the model itself, in the part")
+
+
+def test_a_model_can_be_copied_in_the_part_that_is_done(runs: Runs) -> None:
+    def script(life: Life, *, calls: bool = False) -> str:
+        trainer = life.trainer(model(), loss, shards=2)
+        for batch in trainer.loader(data(), batch_size=6):
+            life.tick()
+            trainer.step(batch)
+            best = copy.deepcopy(trainer.model)
+            if calls:
+                best(torch.ones(1, 3))
+        return trainer.fingerprint()
+
+    assert runs.start(script, dies=4) is None
+    assert runs.start(script, devices=2) == runs.whole(script)
+    other = Runs(runs.folder / "other", runs._patch)
+    other.folder.mkdir()
+    calling = partial(script, calls=True)
+    refused(other, calling, calling, "calls the model itself, in the part")
 
 
 def test_what_no_record_keeps_is_refused_where_it_is_read(
@@ -318,6 +365,24 @@ def test_what_was_printed_is_printed_once(runs: Runs, capsys: pytest.CaptureFixt
     assert capsys.readouterr().out == whole
     assert runs.start(script)
     assert capsys.readouterr().out.startswith("end ")
+
+
+def test_an_error_that_the_script_prints_is_shown(
+    runs: Runs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert runs.start(steps, dies=4) is None
+
+    def script(life: Life) -> str:
+        print("hidden" if life.made else "before")
+        try:
+            return steps(life, between=lambda trainer, _: trainer.gather(1))
+        except RecordError as error:
+            print(f"It failed: {error}")
+            raise
+
+    with pytest.raises(RecordError):
+        runs.start(script)
+    assert "It failed: " in capsys.readouterr().out
 
 
 def test_gradients_and_a_missing_record_are_gone_on_with_as_before(

@@ -47,12 +47,12 @@ checkpoint's at the place, and a loader of another subset is refused
 
 from __future__ import annotations
 
-import io
 import logging
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, redirect_stdout
+from contextlib import ExitStack
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -71,6 +71,7 @@ from onefold.record.entries import Entry
 from onefold.record.replay import Replay
 from onefold.step.engine import Engine
 from onefold.system.folderlock import lock_of_checkpoints
+from onefold.system.output import drop_output, show_output
 from onefold.system.words import script_line
 from onefold.update.optimizers import optimizers_in
 
@@ -173,6 +174,8 @@ class Autosave:
         )
         if found is not None:
             resumption.begin(found, Path(options.recorded_in) / FILE)
+        if not resumption.replaying:
+            show_output()
         self._every, self._keeping = options.every, Keeping(options.keep_last)
         self._clock = SaveClock(progress, options.every_s, decides=devices.has_lead)
         self._checkpoints, self._position, self._blocks = checkpoints, position, blocks
@@ -367,16 +370,21 @@ class Resumption:
             self._checkpoints.adopt_place(found)
         else:
             self._checkpoints.adopt_run(found)
-            self.replay = Replay(entries, ended=self._place == "end")
+            device = self._engine.context.replicas[0].device
+            self.replay = Replay(entries, device, ended=self._place == "end")
             self._position.replaying = lambda: self.answering
             self._position.next_batch = self.replay.next_batch
             for optimizer in optimizers_in(self._engine.context.update.optimizer).values():
                 # Or PyTorch would warn of schedules that are stepped before the first update.
                 optimizer._opt_called = True  # type: ignore[attr-defined]
-            module = self._engine.context.module
-            self._quiet.callback(module.register_forward_pre_hook(self._refuse_call).remove)
+            # All of its parts: a script may call one of several models, or a layer.
+            for module in self._engine.context.module.modules():
+                # A function, which a copy of the model shares: of a method it would copy `self`.
+                hook = module.register_forward_pre_hook(lambda part, _: self._refuse_call(part))
+                self._quiet.callback(hook.remove)
             if self._on_lead:
-                self._quiet.enter_context(redirect_stdout(_Nowhere()))
+                self._quiet.callback(show_output)
+                drop_output()
             return
         if self._place == "end":
             self._show(found)
@@ -506,12 +514,13 @@ class Resumption:
         self._found = None
         self._quiet.close()
 
-    def _refuse_call(self, module: torch.nn.Module, inputs: object) -> None:
+    def _refuse_call(self, module: torch.nn.Module) -> None:
         """Refuse a call of the model by the script where its values are not those of then."""
-        if self.answering and self._shown:
+        has_values = any(True for _ in chain(module.parameters(), module.buffers()))
+        if self.answering and self._shown and has_values:
             raise StateError(
                 f"{script_line()}: the script calls the model itself, in the part of the run that "
-                f"is done, {self._where}: what the model returned there is in no record. Use "
+                f"is done, {self._where}: what it returned there is in no record. Use "
                 f"trainer.evaluate or trainer.predict, whose results are kept; or make the call "
                 f"under `if not trainer.replaying:`, and keep what follows by trainer.state"
             )
@@ -536,10 +545,3 @@ class Resumption:
         with self._modifying.closed(self._position.step + 1):
             self._checkpoints.take(found, settings=settings)
         self._shown = True
-
-
-class _Nowhere(io.TextIOBase):
-    """Takes what a script prints once more, and shows it to nobody."""
-
-    def write(self, text: str) -> int:
-        return len(text)

@@ -17,6 +17,7 @@ Finding, and taking over what was found, are two calls: `load` makes both at onc
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from onefold.checkpoint.background import Background
@@ -49,13 +51,15 @@ from onefold.errors import CheckpointError, StateError
 from onefold.passes.averaged import Averaging
 from onefold.passes.collectives import agreed_digests, broadcast, written
 from onefold.record import whole_run
-from onefold.record.entries import Entry, decode
+from onefold.record.entries import Entry, encode
 from onefold.record.frames import read_frames
 from onefold.step.engine import Engine
 from onefold.update.schedule import RunSchedule
 from onefold.update.state import AVERAGE, unpack
 
 __all__ = ["Checkpoints", "Found"]
+
+_log = logging.getLogger("onefold")
 
 _WITH_SCHEDULE = ("lr", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum")
 """Settings of an optimizer that its schedule sets."""
@@ -215,13 +219,21 @@ class Checkpoints:
         Raises:
             RecordError: the record is damaged; raised on the lead alone.
         """
-        bodies: list[bytes] | None = None
+        entries: list[Entry] = []
         if self._lead.is_here:
-            kept, bodies = found.stored.run["recorded"], []
-            if kept and path.exists() and not found.changed:
-                bodies = whole_run(read_frames(path)[0], kept)
-        shared = broadcast(self._exchange, written(bodies) if self._lead.is_here else None)
-        return [decode(body, str(path)) for body in shared]
+            kept = found.stored.run["recorded"]
+            if kept and not found.changed:
+                frames = read_frames(path)[0] if path.exists() else []
+                entries = whole_run(frames, kept)
+                if len(frames) < kept:
+                    _log.warning(
+                        "%s has %d of the %d entries that %s has seen, so the script is not "
+                        "answered from it. It goes on in the epoch that it was in; a model that it "
+                        "calls itself before its first step has not the values of the checkpoint",
+                        *(path, len(frames), kept, found.stored.folder),
+                    )
+        text = broadcast(self._exchange, written(encode(entries)) if self._lead.is_here else None)
+        return entries if self._lead.is_here else msgspec.msgpack.decode(text, type=list[Entry])
 
     def adopt_place(self, found: Found) -> None:
         """Have the run stand where a checkpoint was made, and bear its name."""

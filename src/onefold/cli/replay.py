@@ -94,9 +94,9 @@ class Rerun:
             RunFailed: the script failed, or ended before it came to the step.
         """
         if not 1 <= step <= self.steps:
+            has = f"steps 1 to {self.steps}" if self.steps else "no steps"
             raise RecordError(
-                f"{self.record.path} has steps 1 to {self.steps}: expected one of these, got step "
-                f"{step}"
+                f"{self.record.path} has {has}: expected one of these, got step {step}"
             )
         begun = self.begun(step)
         with PrivateFolder("onefold-replay-") as private:

@@ -235,9 +235,12 @@ class StepValues:
     """For each name the rows of all samples, on the host."""
 
     @classmethod
-    def known(cls, values: Mapping[str, float], outputs: Mapping[str, Any]) -> Self:
+    def known(
+        cls, values: Mapping[str, float], outputs: Mapping[str, Any], device: torch.device
+    ) -> Self:
         """Make them of what they were added up to."""
-        table = torch.tensor([[[value, 1.0] for value in values.values()]], dtype=torch.float64)
+        pairs = [[[value, 1.0] for value in values.values()]]
+        table = torch.tensor(pairs, dtype=torch.float64, device=device)
         lines = tuple(f"{_MEAN}{name}" for name in values)
         return cls(lines, table.view(1, len(lines), 2), outputs)
 

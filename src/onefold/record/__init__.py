@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,12 +26,12 @@ from onefold.record.entries import (
     SavedEntry,
     StepEntry,
     decode,
-    encode,
 )
 from onefold.record.frames import read_frames
 
 __all__ = ["FILE", "Record", "alike", "shards_of", "standing", "whole_run"]
 
+_log = logging.getLogger("onefold")
 
 Table = dict[str, np.ndarray[Any, Any]]
 """Columns of one length, by name."""
@@ -68,7 +69,13 @@ class Record:
     def __init__(self, path: str | Path) -> None:
         given = Path(path)
         self.path = given / FILE if given.is_dir() else given
-        bodies, _ = read_frames(self.path)
+        bodies, _, torn = read_frames(self.path)
+        if torn:
+            _log.warning(
+                "%s: the last %d bytes are no whole frame, and are left out: what wrote it was "
+                "killed, or the file was cut",
+                *(self.path, torn),
+            )
         entries = [decode(body, f"{self.path}, frame {n}") for n, body in enumerate(bodies)]
         self.hangs: list[Hang] = [each for each in entries if isinstance(each, Hang)]
         """What the launcher has told of devices that waited for very long."""
@@ -180,7 +187,7 @@ def standing(entries: Iterable[Entry]) -> list[Entry]:
     return found[::-1]
 
 
-def whole_run(bodies: Sequence[bytes], kept: int) -> list[bytes]:
+def whole_run(bodies: Sequence[bytes], kept: int) -> list[Entry]:
     """The entries by which a run can be gone through again, up to a checkpoint that saw ``kept``.
 
     Nothing where the record does not have all of it: it was begun later than the run, or the script
@@ -194,7 +201,7 @@ def whole_run(bodies: Sequence[bytes], kept: int) -> list[bytes]:
         return []
     if any(isinstance(entry, StepEntry) and entry.gradient for entry in counted):
         return []
-    return [encode(entry) for entry in counted]
+    return counted
 
 
 def alike(record: Record, *kinds: type[Any]) -> list[Any]:

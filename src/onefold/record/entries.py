@@ -183,8 +183,8 @@ _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[Entry] = msgspec.msgpack.Decoder(Entry)
 
 
-def encode(entry: Entry) -> bytes:
-    """Write an entry as MessagePack."""
+def encode(entry: Entry | list[Entry]) -> bytes:
+    """Write an entry as MessagePack, or several as a list."""
     return _ENCODER.encode(entry)
 
 

@@ -47,13 +47,12 @@ class FrameWriter:
         self.path = path
         self._file = open_regular(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
         try:
-            self.before, end = read_frames(path)
+            self.before, end, torn = read_frames(path)
             """The bodies that were there before, in order."""
             # Only now: to close another descriptor of the file, as reading does, lets go of it.
             self._lock()
-            size = os.fstat(self._file).st_size
-            if size > end:
-                _log.warning("%s: %d bytes of a torn frame are cut off", path, size - end)
+            if torn:
+                _log.warning("%s: %d bytes of a torn frame are cut off", path, torn)
             os.ftruncate(self._file, end)
             if not end:
                 write_all(self._file, HEAD)
@@ -102,11 +101,11 @@ def _frame(body: bytes) -> bytes:
     return _HEADER.pack(len(body), len(body) ^ _INVERTED, crc32(body)) + body
 
 
-def read_frames(path: Path) -> tuple[list[bytes], int]:
+def read_frames(path: Path) -> tuple[list[bytes], int, int]:
     """Read the bodies of all whole frames, and where the last one ends.
 
     Returns:
-        The bodies in order, and the number of bytes up to the torn tail, if there is one.
+        The bodies in order, the number of bytes up to the torn tail, and that of the tail.
 
     Raises:
         OSError: the file cannot be read, or is no regular file.
@@ -116,7 +115,7 @@ def read_frames(path: Path) -> tuple[list[bytes], int]:
         data = file.read()
     if not data.startswith(HEAD):
         if HEAD.startswith(data):
-            return [], 0
+            return [], 0, len(data)
         raise RecordError(
             f"{path} is no record of onefold, or of another version: expected it to begin with "
             f"{HEAD!r}, got {data[: len(HEAD)]!r}"
@@ -135,7 +134,7 @@ def read_frames(path: Path) -> tuple[list[bytes], int]:
             break
         bodies.append(body)
         at = begin + length
-    return bodies, at
+    return bodies, at, len(data) - at
 
 
 def _damaged(path: Path, at: int, whole: int) -> RecordError:

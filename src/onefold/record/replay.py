@@ -15,9 +15,9 @@ behind its last step is then left out as soon as the script asks for something e
 from __future__ import annotations
 
 import builtins
-import math
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -53,11 +53,12 @@ class Replay:
 
     Args:
         entries: those that the checkpoint has seen, in order.
+        device: where the tensors of a step's result lie.
         ended: whether the run had come to the end of its script.
     """
 
-    def __init__(self, entries: Iterable[Entry], *, ended: bool) -> None:
-        self._ended = ended
+    def __init__(self, entries: Iterable[Entry], device: torch.device, *, ended: bool) -> None:
+        self._device, self._ended = device, ended
         # Checkpoints of the launcher's lie between any two entries, and nobody asks for them.
         self._entries = deque(
             each
@@ -107,20 +108,23 @@ class Replay:
             coming.popleft()
         return coming[0] if coming else None
 
+    def failure(self) -> Exception | None:
+        """What the step raised that the script makes again; None if it was done."""
+        if not isinstance(failed := self._entries[0], Failed):
+            return None
+        self._entries.popleft()
+        found = getattr(errors, failed.error, None) or getattr(builtins, failed.error, None)
+        kind: type[Exception] = errors.OnefoldError
+        if isinstance(found, type) and issubclass(found, Exception):
+            kind = found
+        return kind.__new__(kind, failed.text)  # some constructors ask for more than a text
+
     def step(self, batch: ShardedBatch, name: str) -> StepResult:
         """The result of a step with a batch.
 
         Raises:
             RecordError: the run had no such step here.
-            OnefoldError: the one that the step raised.
         """
-        if isinstance(failed := self._entries[0], Failed):
-            self._entries.popleft()
-            found = getattr(errors, failed.error, None) or getattr(builtins, failed.error, None)
-            kind: type[Exception] = errors.OnefoldError
-            if isinstance(found, type) and issubclass(found, Exception):
-                kind = found
-            raise kind.__new__(kind, failed.text)  # some constructors ask for more than a text
         entry = self._next(StepEntry, f"a step of {batch.samples} samples{_of(name)}")
         if (entry.samples, entry.name) != (batch.samples, name):
             raise RecordError(
@@ -133,7 +137,7 @@ class Replay:
                 f"(loader, pass, its end in the pass, samples), and had that at {entry.place} "
                 f"before: {_ADVICE}"
             )
-        return _result_of(entry)
+        return _Known(entry, self._device)
 
     def result(self, call: str) -> Any:
         """What a call returned.
@@ -192,19 +196,52 @@ def _other(entry: Entry, call: str) -> RecordError:
     )
 
 
-def _result_of(entry: StepEntry) -> StepResult:
-    totals, weights, digests = shards_of(entry)
-    numbers = np.stack((totals, digests.view(np.float64)), axis=1)
-    return StepResult(
-        torch.from_numpy(numbers),
-        weights.tolist(),
-        entry.weight,
-        Verdict(entry.skipped, stops=False),
-        None if math.isnan(entry.norm) else torch.tensor(entry.norm, dtype=torch.float64),
-        StepValues.known(
-            entry.values, wire.decode(entry.rows) if entry.rows else _Unkept(entry.outputs)
-        ),
-    )
+class _Known(StepResult):
+    """The result of a step that the record has; what is asked for is made of it then.
+
+    Args:
+        entry: what the record has.
+        device: where its tensors lie.
+    """
+
+    __slots__ = ("_device", "_entry")
+    _device: torch.device
+    _entry: StepEntry
+
+    def __init__(self, entry: StepEntry, device: torch.device) -> None:
+        set_field = partial(object.__setattr__, self)
+        set_field("_entry", entry)
+        set_field("_device", device)
+        set_field("weight", entry.weight)
+        set_field("verdict", Verdict(entry.skipped, stops=False))
+
+    @property
+    def numbers(self) -> torch.Tensor:
+        totals, _, digests = shards_of(self._entry)
+        both = np.stack((totals, digests.view(np.float64)), axis=1)
+        return torch.from_numpy(both).to(self._device)
+
+    @property
+    def weights(self) -> list[float]:
+        return list(np.frombuffer(self._entry.weights))
+
+    @property
+    def loss(self) -> torch.Tensor:
+        return self._number(self._entry.loss)
+
+    @property
+    def norm(self) -> torch.Tensor:
+        return self._number(self._entry.norm)
+
+    @property
+    def values(self) -> StepValues:
+        rows, names = self._entry.rows, self._entry.outputs
+        return StepValues.known(
+            self._entry.values, wire.decode(rows) if rows else _Unkept(names), self._device
+        )
+
+    def _number(self, value: float) -> torch.Tensor:
+        return torch.tensor(value, dtype=torch.float64, device=self._device)
 
 
 class _Unkept(Mapping[str, Any]):

@@ -92,7 +92,8 @@ class Batches:
         if self._resumption.replay is not None and not self._resumption.answering:
             batch = map_parts(batch, read_now)
         if isinstance(batch, ShardedBatch):
-            cut = replace(self._checked(batch, plan), dim=dim)
+            cut = self._checked(batch, plan)
+            cut = cut if cut.dim == dim else replace(cut, dim=dim)
         else:
             own = [s for number in self._devices.own for s in plan.read_by(number)]
             cut = cut_batch(

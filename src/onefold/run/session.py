@@ -57,6 +57,7 @@ from onefold.step.assembly import assemble, hold, take_from_holders
 from onefold.step.audit import Auditor
 from onefold.step.engine import Engine
 from onefold.step.result import Step, StepResult
+from onefold.system.output import show_output
 from onefold.system.process import STOPPED_CODE, requests_by_signals
 from onefold.update.byscript import NO_STEP, ByScript, chosen_optimizer
 from onefold.update.schedule import RunSchedule
@@ -312,6 +313,8 @@ class Session:
 
     def _step_of_record(self, cut: ShardedBatch, name: str, replay: Replay) -> Step:
         """The step with a batch as it was before the run was resumed; nothing is computed."""
+        if (failure := replay.failure()) is not None:
+            raise failure  # on all devices alike
         with self.telling_others():
             self.resumption.show()
             outcome = replay.step(cut, name)
@@ -495,6 +498,7 @@ class Session:
         except RunStopped:
             raise  # on all devices alike, and everything is saved
         except BaseException as error:
+            show_output()  # the script may print what it catches
             if but is None or not isinstance(error, but):
                 # Alone, nobody else is left waiting: a script that survives the error may go on.
                 self._left |= self.engine.context.with_others

@@ -35,16 +35,19 @@ import sys
 import threading
 import time
 import traceback
+from pathlib import Path
 from typing import NoReturn
 
 from onefold.checkpoint.background import finish_all
 from onefold.core.context import LaunchContext
+from onefold.core.options import RECORD_FILE
 from onefold.errors import PeerError
 from onefold.exchange.progress import progress_of
 from onefold.run.context import current_context
 from onefold.run.hang import answer_with_stacks
 from onefold.run.membership import advice_on_one_file, end_well, leave
 from onefold.run.rundir import WorkerReport, write_report
+from onefold.system.output import hold_output
 from onefold.system.ownfiles import gather_sockets_in
 from onefold.system.process import (
     NOTICES,
@@ -158,7 +161,11 @@ def _prepare(context: LaunchContext) -> None:
     # Or what loader workers put there would outlive them if they are killed.
     if context.directory:
         gather_sockets_in(context.directory)
-    if context.options.probe or context.options.inspection:
+    options = context.options
+    saved = options.checkpoint and any(Path(options.checkpoint).glob("step-*"))
+    if context.rank == 0 and saved and Path(options.recorded_in, RECORD_FILE).exists():
+        hold_output()
+    if options.probe or options.inspection:
         from onefold.verifying import prepare_process
 
         prepare_process(context)

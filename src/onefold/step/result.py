@@ -54,12 +54,7 @@ class Step:
         The sum of the shards' totals over the sum of their weights. Computed when it is asked for;
         on a GPU nothing waits for it until then.
         """
-        # In the fold's order, as the gradients are: the loss has the same bits on any number of
-        # devices too.
-        total = fold_shards(list(self.outcome.totals.unbind()), torch.add)
-        # By a tensor: a GPU multiplies by the reciprocal of a number, which rounds otherwise.
-        weight = total.new_full((), self.outcome.weight)
-        return total / weight if self.outcome.weight else total * math.nan
+        return self.outcome.loss
 
     @property
     def values(self) -> dict[str, torch.Tensor]:
@@ -135,6 +130,16 @@ class StepResult:
     def totals(self) -> torch.Tensor:
         """(V,) float64: each shard's part of the loss."""
         return self.numbers[:, 0]
+
+    @property
+    def loss(self) -> torch.Tensor:
+        """See `Step.loss`."""
+        # In the fold's order, as the gradients are: the loss has the same bits on any number of
+        # devices too.
+        total = fold_shards(list(self.totals.unbind()), torch.add)
+        # By a tensor: a GPU multiplies by the reciprocal of a number, which rounds otherwise.
+        weight = total.new_full((), self.weight)
+        return total / weight if self.weight else total * math.nan
 
 
 @dataclass(frozen=True, slots=True)
