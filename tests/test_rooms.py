@@ -49,7 +49,7 @@ OUTER = {"jobs", "integrations", "cli"}
 OPEN_TO_OUTER = {"errors", "losses", "record", "system", "weights", "onefold", *OUTER}
 
 
-OF_SYSTEM_FOR_CORE = {"onefold.system.compat"}
+OF_SYSTEM_FOR_CORE = {"onefold.system.accelerator", "onefold.system.compat"}
 """The core is pure: it opens nothing, but uses PyTorch."""
 
 WITHOUT_PLACEMENTS = (
@@ -160,6 +160,14 @@ def test_only_placements_know_which_one_it_is() -> None:
     }
     # Devices compare what they were launched with.
     assert found == {"onefold.checks.description: options.placement"}
+
+
+def test_one_module_knows_what_only_cuda_has() -> None:
+    """All else goes by `torch.accelerator`, so that other accelerators run by the same code."""
+    asked = re.compile(r"torch\.cuda\b|\.is_cuda\b|\.cuda\(")
+    found = {module for module, path in modules() if asked.search(path.read_text())}
+    # The launcher names PyTorch's function in an advice.
+    assert found == {"onefold.system.cuda", "onefold.run.devices"}
 
 
 def test_no_file_is_two() -> None:

@@ -18,6 +18,7 @@ from onefold.core.context import LaunchContext
 from onefold.core.settings import Settings
 from onefold.errors import GradientError, LaunchError, LossError
 from onefold.run.forming import settle_process
+from onefold.system import accelerator
 from tests.small import Batch, bits, line, make_trainer, points, result, sgd, square
 from tests.tables import for_each
 
@@ -253,8 +254,8 @@ def test_an_argument_that_is_not_usable_is_refused(choice: dict[str, Any], words
 def test_devices_that_cannot_be_had_are_explained(
     devices: Any, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(accelerator, "kind", lambda: "cuda")
+    monkeypatch.setattr(accelerator, "count", lambda: 2)
     with pytest.raises((LaunchError, TypeError, ValueError), match=words):
         onefold.Trainer(model := line(), sgd(model), square, shards=4, devices=devices)
 

@@ -1,7 +1,8 @@
 """What must be alike on every device when a run begins, beside `tests/test_agreement.py`."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from onefold.checks.description import compare, describe
 from onefold.core.shard import Plan
 from onefold.errors import DisagreementError
 from onefold.shard.modelparts import ModelParts
+from onefold.system import accelerator, cuda
 from tests.small import sgd
 from tests.step.assembled import devices_of, settings_of
 from tests.tables import for_each
@@ -27,12 +29,15 @@ def said(
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] = sgd,
     schedule: Schedule = lambda _: None,
     trainer: int = 0,
+    gpus: Sequence[torch.device] = (),
     **settings: Any,
 ) -> dict[str, str]:
     module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     change(module)
     parts = ModelParts(module, [n for n, p in module.named_parameters() if p.requires_grad])
     made, devices = optimizer(module), devices_of(2, own=[1], trainer=trainer)
+    if gpus:
+        devices = replace(devices, all=tuple(gpus), own=tuple(range(len(gpus))))
     return describe(parts, made, settings_of(**settings), devices, Plan((2, 2)), schedule(made))
 
 
@@ -87,6 +92,50 @@ def test_what_differs_is_named(words: str) -> None:
         compared(said(), other)
     with pytest.raises(DisagreementError, match=r" on device 2\b"):
         compared(said(), said(), other)
+
+
+NEW = {"type": "RTX 4090", "multi processor count": "128", "major": "8"}
+OLD = {"type": "GTX 1080", "multi processor count": "20", "major": "6"}
+
+
+@for_each(
+    ("cards", "deterministic", "words"),
+    [
+        ([NEW, NEW], True, ""),
+        ([NEW, OLD], False, ""),
+        (
+            [NEW, OLD],
+            True,
+            r"^cuda:1 \(GTX 1080\) and cuda:0 \(RTX 4090\) are .* their type",
+        ),
+        ([NEW, NEW | {"multi processor count": "96"}], True, "multi processor count is 96 and 128"),
+    ],
+)
+def test_unlike_gpus_of_one_process_are_refused(
+    cards: list[dict[str, str]],
+    deterministic: bool,
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(accelerator, "traits_of", lambda gpu: cards[gpu.index])
+    monkeypatch.setattr(cuda, "described", dict)
+    gpus = [torch.device("cuda", index) for index in range(len(cards))]
+    if words:
+        with pytest.raises(DisagreementError, match=words):
+            said(gpus=gpus, deterministic=deterministic)
+    else:
+        found = said(gpus=gpus, deterministic=deterministic)
+        assert (found.get("the type of the GPU") == "RTX 4090") == deterministic
+
+
+def test_unlike_gpus_of_two_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "described", dict)
+    each = []
+    for card in (NEW, OLD):
+        monkeypatch.setattr(accelerator, "traits_of", lambda gpu, card=card: card)
+        each.append(said(gpus=[torch.device("cuda", 0)]))
+    with pytest.raises(DisagreementError, match=r"^the type of the GPU is RTX 4090 .* goes on"):
+        compared(*each)
 
 
 def test_scripts_may_set_the_precision_of_products_for_one_kind_of_device() -> None:

@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import cast
@@ -11,9 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from onefold.core.assignment import Assignment
+from onefold.core.flat import Layout, Piece, lay_out
+from onefold.core.shard import Plan
+from onefold.core.storage import cut_chunks, cut_pieces
 from onefold.errors import PeerError, PeerFailed, PeerLost, PeerTimeout
 from onefold.exchange import connections
-from onefold.exchange.collective import GroupTransport
+from onefold.exchange.collective import MOST_OF_A_GROUP, GroupTransport, Operation, groups_of
 from onefold.system.compat import Groups
 from tests.exchange.together import CPU, LIMIT_S, endings, joined, together
 from tests.tables import for_each
@@ -112,3 +116,59 @@ def test_an_error_of_a_backend_is_one_of_a_peer_and_any_other_is_left_as_it_is(
     else:
         assert caught.value is error
         assert error.__notes__ == ["raised in step 3, on device 0"]
+
+
+def llama_like(layers: int = 32, width: int = 4096) -> dict[str, torch.Tensor]:
+    """Shapes of a model of 7 billion parameters, without values."""
+    shapes = {"embedding": (50_257, width), "head": (50_257, width), "norm": (width,)}
+    for layer in range(layers):
+        shapes |= {f"{layer}.{name}": (width, width) for name in ("q", "k", "v", "o")}
+        shapes |= {f"{layer}.{name}": (11_008, width) for name in ("gate", "up")}
+        shapes |= {f"{layer}.down": (width, 11_008), f"{layer}.norm1": (width,)}
+        shapes |= {f"{layer}.norm2": (width,)}
+    return {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+
+
+def traded(
+    devices: int, rank: int, partitions: Sequence[Sequence[Piece]], layout: Layout, slots: int
+) -> list[Operation]:
+    """What a device of so many sends and receives of gradients, as `PrivateMemory` lists it."""
+    chunks = [cut_chunks(layout, each, at_once=True) for each in partitions]
+    operations = []
+    for peer in (peer for peer in range(devices) if peer != rank):
+        for sends, owner in ((True, peer), (False, rank)):
+            for _ in range(slots):
+                for number, chunk in enumerate(chunks[owner]):
+                    part = torch.empty(chunk.stop - chunk.start, device="meta")
+                    operations.append(Operation(sends, peer, part, number))
+    return operations
+
+
+@for_each("slots", [1, 3])
+@for_each("devices", [2, 8, 64])
+@for_each("by_element", [False, True])
+def test_groups_of_messages_are_small(by_element: bool, devices: int, slots: int) -> None:
+    """NCCL hangs in very large ones."""
+    layout = lay_out(llama_like())
+    pieces = cut_pieces(layout, by_element=by_element)
+    plan = Plan.even(shards=devices, devices=devices)
+    found = Assignment.first((CPU,) * devices, plan=plan, pieces=pieces).partitions
+    partitions = [[pieces[number] for number in each] for each in found]
+    first, second = (
+        groups_of(traded(devices, rank, partitions, layout, slots), devices) for rank in (0, 1)
+    )
+    assert all(len(group) <= MOST_OF_A_GROUP for group in first + second)
+    # One message for each slot and dtype, to each device and from it.
+    assert sum(map(len, first)) <= 2 * (devices - 1) * slots
+    # Both ends of a pair have each message in the same group.
+    for one, other in zip(first, second, strict=True):
+        for sends in (True, False):
+            leaving = [op.part.numel() for op in one if op.peer == 1 and op.sends == sends]
+            coming = [op.part.numel() for op in other if op.peer == 0 and op.sends != sends]
+            assert leaving == coming
+
+
+def test_messages_of_the_host_go_in_one_batch() -> None:
+    operations = [Operation(bool(n % 2), 1, torch.ones(2), n) for n in range(500)]
+    assert groups_of(operations, 2) == [operations]
+    assert groups_of([], 2) == []

@@ -11,6 +11,7 @@ import pynvml
 import pytest
 
 from onefold.errors import LaunchError
+from onefold.run import devices as run_devices
 from onefold.run.devices import Selection, cores, list_devices, select_devices
 from tests.tables import for_each
 
@@ -70,8 +71,13 @@ def memory(index):
         raise RuntimeError("CUDA error: all CUDA-capable devices are busy or unavailable")
     return GPUS[index][2], GPUS[index][1]
 version = types.SimpleNamespace(cuda={cuda!r})
-cuda = types.SimpleNamespace(is_available=lambda: bool(GPUS), device_count=lambda: len(GPUS),
-    get_device_properties=about, mem_get_info=memory)
+def accelerators(*, check_available):
+    assert check_available
+    return types.SimpleNamespace(type={kind!r}) if GPUS else None
+accelerator = types.SimpleNamespace(
+    current_accelerator=accelerators, device_count=lambda: len(GPUS))
+def get_device_module(device):
+    return types.SimpleNamespace(get_device_properties=about, mem_get_info=memory)
 """
 SIGNS = {"/proc/driver/nvidia/version": "version", "/dev/nvidiactl": "node", "/dev/dxg": "dxg"}
 DRIVER = ("version", "node")
@@ -102,10 +108,11 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
         gpus: Sequence[tuple[str, int, int | None]] = (),
         cuda: str | None = "13.0",
         first_of_torch: str = "",
+        kind: str = "cuda",
     ) -> None:
         text = NVML.format(rows=rows, split=split, hidden=hidden, first=first)
         (modules / "pynvml.py").write_text(text)
-        text = TORCH.format(gpus=list(gpus), cuda=cuda, first=first_of_torch)
+        text = TORCH.format(gpus=list(gpus), cuda=cuda, first=first_of_torch, kind=kind)
         (modules / "torch.py").write_text(text)
         there.clear()
         there.update(signs)
@@ -273,6 +280,31 @@ def test_pytorch_is_asked(machine: Machine, how: dict[str, Any], devices: tuple[
         assert (first.name, first.total_bytes, first.free_bytes) == A100
         assert (second.name, second.free_bytes) == ("NVIDIA H100", 0)
         assert chosen(1) == ("cuda:0",)
+
+
+@for_each(
+    ("torch_version", "backends", "devices"),
+    [
+        ("2.13.0+xpu", (), ("xpu:0",)),
+        ("2.13.0", ("torch_npu",), ("xpu:0",)),
+        ("2.13.0+cpu", (), ("cpu",) * cores()),
+    ],
+)
+def test_pytorch_is_asked_for_accelerators_of_other_kinds(
+    machine: Machine,
+    monkeypatch: pytest.MonkeyPatch,
+    torch_version: str,
+    backends: tuple[str, ...],
+    devices: tuple[str, ...],
+) -> None:
+    machine(signs=[], gpus=[A100], kind="xpu")
+    monkeypatch.setattr(run_devices, "version", lambda name: torch_version)
+    monkeypatch.setattr(run_devices, "entry_points", lambda group: backends)
+    assert chosen("auto") == devices
+    if devices == ("xpu:0",):
+        assert chosen("xpu:0") == devices
+        with pytest.raises(LaunchError, match=r"^cuda:0 is not there: this machine has xpu:0"):
+            chosen("cuda:0")
 
 
 LOADED = r"^NVIDIA's driver is loaded and "

@@ -10,6 +10,7 @@ from onefold.core.context import LaunchContext
 from onefold.errors import LaunchError
 from onefold.run import forming
 from onefold.run.forming import choose_devices
+from onefold.system import accelerator
 from tests.tables import for_each
 
 runs = itertools.count()
@@ -22,9 +23,9 @@ def torchrun(
     """What a process of a run forms that sees so many GPUs, and which of them it makes current."""
     rank, size, local_rank, local_size = places
     current: list[object] = []
-    patch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
-    patch.setattr(torch.cuda, "device_count", lambda: gpus)
-    patch.setattr(torch.cuda, "set_device", current.append)
+    patch.setattr(accelerator, "kind", lambda: "cuda" if gpus else "cpu")
+    patch.setattr(accelerator, "count", lambda: gpus)
+    patch.setattr(accelerator, "make_current", current.append)
     patch.setattr(forming, "hush_and_report", lambda context: None)
     patch.setenv("CUDA_VISIBLE_DEVICES", visible or "")
     if visible is None:

@@ -7,7 +7,6 @@ import logging
 import platform
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +19,7 @@ from onefold.core.shard import Plan
 from onefold.core.stages import Stages
 from onefold.errors import DisagreementError
 from onefold.shard.modelparts import ModelParts
+from onefold.system import accelerator, cuda
 from onefold.system.compilers import code_compiler
 from onefold.update.optimizers import class_of, name_of
 
@@ -60,7 +60,7 @@ def describe(
         "what the optimizer updates": "parts" if updates_by_element(optimizer) else "parameters",
         "the schedule": "None" if schedule is None else class_of(schedule),
         "the state of the schedule": "" if schedule is None else _state_of(schedule),
-        **_surroundings(devices.all[devices.own[0]]),
+        **_surroundings(list(devices.own_devices.values()), alike=settings.deterministic),
     }
     if settings.compile:
         described["what compiles"] = code_compiler(devices.all[devices.own[0]])
@@ -80,8 +80,9 @@ def describe(
     return described
 
 
-def _surroundings(device: torch.device) -> dict[str, str]:
+def _surroundings(own: Sequence[torch.device], *, alike: bool) -> dict[str, str]:
     """Describe what bits depend on beside the script: threads, libraries, processors, settings."""
+    device = own[0]
     described = {
         "the kind of device": device.type,
         # Differs where PYTHONHASHSEED does, and with it the order of sets; see `compare`.
@@ -99,14 +100,29 @@ def _surroundings(device: torch.device) -> dict[str, str]:
             f"{platform.machine()} with {torch.backends.cpu.get_cpu_capability()}"
         )
         described["oneDNN"] = str(torch.backends.mkldnn.enabled)
-    else:
-        described["the type of GPU"] = torch.cuda.get_device_name(device)
-        described["the version of CUDA"] = str(torch.version.cuda)
-        # One by one: asked for both at once, PyTorch raises where a script has set one of them.
-        cudnn: Any = torch.backends.cudnn
-        described["the precision of convolutions"] = str(cudnn.conv.fp32_precision)
-        described["the precision of recurrent layers"] = str(cudnn.rnn.fp32_precision)
+    elif alike:
+        described |= _traits_of(own)
+        described |= cuda.described() if device.type == "cuda" else {}
     return described
+
+
+def _traits_of(gpus: Sequence[torch.device]) -> dict[str, str]:
+    """Describe the GPUs of this process.
+
+    Raises:
+        DisagreementError: they are not alike.
+    """
+    traits = [accelerator.traits_of(gpu) for gpu in gpus]
+    for gpu, other in zip(gpus, traits, strict=True):
+        for name, value in other.items():
+            if value != traits[0].get(name):
+                raise DisagreementError(
+                    f"{gpu} ({other['type']}) and {gpus[0]} ({traits[0]['type']}) are unlike, so "
+                    f"the bits would depend on which of them computes a shard: their {name} is "
+                    f"{value} and {traits[0].get(name)}. Name devices of one type, or "
+                    f"Trainer(deterministic=False)"
+                )
+    return {f"the {name} of the GPU": value for name, value in traits[0].items()}
 
 
 def _matmul_precision(device: torch.device) -> str:
@@ -169,5 +185,10 @@ def compare(descriptions: Sequence[bytes]) -> None:
                 raise DisagreementError(
                     f"{what} is {lead.get(what, 'absent')} on device 0 and "
                     f"{other.get(what, 'absent')} on device {number}: every device must build the "
-                    f"same model, optimizer and Trainer, with the same libraries"
+                    f"same model, optimizer and Trainer, with the same libraries{_of_gpus(what)}"
                 )
+
+
+def _of_gpus(what: str) -> str:
+    gives_up = " on GPUs of one type; Trainer(deterministic=False) goes on without equal bits"
+    return gives_up if what.endswith("of the GPU") else ""

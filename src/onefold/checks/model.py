@@ -15,7 +15,9 @@ from onefold.core.flat import extent, is_dense
 from onefold.core.settings import Precision
 from onefold.deferred.values import deferred_of
 from onefold.shard.modelparts import ModelParts
+from onefold.system.accelerator import name_of
 from onefold.system.compat import BatchNorm
+from onefold.system.cuda import has_bfloat16
 
 __all__ = ["check_device", "check_model", "check_precision", "held_in"]
 
@@ -48,9 +50,9 @@ def check_device(precision: Precision, device: torch.device) -> None:
     """
     if device.type != "cuda" or precision.compute is None:
         return
-    if precision.compute is torch.bfloat16 and torch.cuda.get_device_capability(device) < (8, 0):
+    if precision.compute is torch.bfloat16 and not has_bfloat16(device):
         raise ValueError(
-            f'precision="{precision.name}": {torch.cuda.get_device_name(device)} ({device}) has no '
+            f'precision="{precision.name}": {name_of(device)} ({device}) has no '
             f'bfloat16, which begins with compute capability 8.0. Use precision="fp16"'
         )
 

@@ -294,7 +294,7 @@ def as_if_copied(leaf: torch.Tensor) -> torch.Tensor:
 
 def _moved(leaf: torch.Tensor, device: torch.device) -> torch.Tensor:
     moved = leaf.to(device, non_blocking=True)
-    return as_if_copied(leaf) if moved is leaf and device.type == "cuda" else moved
+    return as_if_copied(leaf) if moved is leaf and device.type != "cpu" else moved
 
 
 def _moved_by_itself(value: Any, device: torch.device) -> object:
@@ -306,7 +306,7 @@ def _moved_by_itself(value: Any, device: torch.device) -> object:
 
 
 def _laid_out(leaf: torch.Tensor) -> torch.Tensor:
-    return as_if_copied(leaf) if leaf.is_cuda else leaf
+    return leaf if leaf.device.type == "cpu" else as_if_copied(leaf)
 
 
 def _digest_of(leaves: Iterable[tuple[str, Any]]) -> int:

@@ -32,6 +32,7 @@ import torch
 from numpy.random import mtrand
 
 from onefold.core.wire import decode, encode
+from onefold.system.accelerator import generator_of
 
 __all__ = [
     "COMMON",
@@ -126,8 +127,8 @@ def seed_generators(
 
 def _generators(*devices: torch.device | None) -> list[torch.Generator]:
     """PyTorch's generators of the host, and of those devices that are GPUs."""
-    gpus = [d.index for d in devices if d is not None and d.type == "cuda"]
-    return [torch.default_generator, *(torch.cuda.default_generators[index] for index in gpus)]
+    others = [device for device in devices if device is not None and device.type != "cpu"]
+    return [torch.default_generator, *map(generator_of, others)]
 
 
 def _states_of(generators: Iterable[torch.Generator]) -> list[torch.Tensor]:

@@ -259,12 +259,14 @@ def _cut_row(pieces: Sequence[Piece], devices: int) -> tuple[range, ...]:
     return tuple(range(start, stop) for start, stop in pairwise(cuts))
 
 
-def cut_chunks(layout: Layout, partition: Sequence[Piece]) -> list[Chunk]:
+def cut_chunks(layout: Layout, partition: Sequence[Piece], *, at_once: bool = False) -> list[Chunk]:
     """The stretches that a partition covers, cut small enough for the processor's cache.
 
     Args:
         layout: which the pieces belong to.
         partition: pieces in ascending order, of which some may be left out.
+        at_once: whether stretches are moved and added whole, as on accelerators: each costs a
+            message and a launch there. All gradients must then lie in flat memory.
     """
     ordered = sorted(layout.entries, key=lambda entry: (entry.section, entry.offset))
     # Looked up and not computed: of a layout in wider dtypes more lies between two entries than
@@ -273,7 +275,7 @@ def cut_chunks(layout: Layout, partition: Sequence[Piece]) -> list[Chunk]:
     stretches: list[Chunk] = []
     for piece in partition:
         entry = layout.entries[piece.entry]
-        large = piece.entry if layout.is_large(piece.entry) else None
+        large = piece.entry if layout.is_large(piece.entry) and not at_once else None
         stretch = Chunk(entry.section, entry.offset + piece.start, entry.offset + piece.stop, large)
         # Neighbours are joined, so that small tensors are added in one kernel, padding included. A
         # large one stays apart from its neighbours: its gradient may lie outside the flat memory.
@@ -281,6 +283,8 @@ def cut_chunks(layout: Layout, partition: Sequence[Piece]) -> list[Chunk]:
             stretches[-1] = stretches[-1]._replace(stop=stretch.stop)
         elif piece.numel:
             stretches.append(stretch)
+    if at_once:
+        return stretches
     steps = [_CHUNK_BYTES // dtype.itemsize for dtype in layout.dtypes]
     return [
         stretch._replace(start=start, stop=min(start + steps[stretch.section], stretch.stop))

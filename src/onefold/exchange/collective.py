@@ -10,6 +10,12 @@ Nothing names a message: between two devices the n-th send meets the n-th receip
 what they trade in the same order (see `PrivateMemory._partials_to_move`), and the sort in `move` is
 stable and goes by chunk, which both ends number alike.
 
+Note: groups of messages on accelerators
+----------------------------------------
+NCCL starts a batch of messages as one group, and hangs if the group is very large. So a batch is
+started in several groups: each has a few messages for each pair of devices and direction, taken in
+their order. The other end counts the same messages, so both have each of them in the same group.
+
 Note: every wait says its limit
 -------------------------------
 gloo waits for a message as long as was said when the group was made, which is the limit of that
@@ -33,6 +39,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
@@ -56,7 +63,7 @@ from onefold.exchange.transport import (
 )
 from onefold.system.allocator import DEFAULT_ALLOCATOR, TensorAllocator
 
-__all__ = ["GroupTransport", "Moving", "Operation"]
+__all__ = ["MOST_OF_A_GROUP", "GroupTransport", "Moving", "Operation", "groups_of"]
 
 T = TypeVar("T")
 _log = logging.getLogger("onefold")
@@ -149,17 +156,19 @@ class GroupTransport(Transport):
             (op for op in operations if op.part.numel()),
             key=lambda op: (-1 if op.chunk is None else op.chunk, op.sends),
         )
+        works: list[dist.Work] = []
         with self._naming_the_lost():
-            started = [
-                dist.P2POp(
-                    dist.isend if op.sends else dist.irecv,
-                    op.part.view(torch.uint8),
-                    group=self._group,
-                    group_peer=op.peer,
-                )
-                for op in ordered
-            ]
-            works = dist.batch_isend_irecv(started) if started else []
+            for group in groups_of(ordered, self.size):
+                started = [
+                    dist.P2POp(
+                        dist.isend if op.sends else dist.irecv,
+                        op.part.view(torch.uint8),
+                        group=self._group,
+                        group_peer=op.peer,
+                    )
+                    for op in group
+                ]
+                works += dist.batch_isend_irecv(started)
         return Moving(ordered, works, self._limit, self._naming_the_lost)
 
     def begin_sending(self, peer: int, tensor: torch.Tensor) -> None:
@@ -334,12 +343,36 @@ class Operation(NamedTuple):
     """Number of the chunk within its partition; None for what is no chunk."""
 
 
+MOST_OF_A_GROUP = 128
+"""Messages that are started at one time on accelerators."""
+
+
+def groups_of(operations: Sequence[Operation], size: int) -> list[list[Operation]]:
+    """Split a batch into groups that are started one after the other; see the note on groups.
+
+    Args:
+        operations: all of them on one kind of device.
+        size: how many devices there are; with more than 64, each device trades one message with
+            each other one in a group.
+    """
+    if not operations or operations[0].part.device.type == "cpu":
+        return [list(operations)] if operations else []
+    each = max(1, MOST_OF_A_GROUP // (2 * (size - 1)))
+    counts = Counter[tuple[int, bool]]()
+    groups: defaultdict[int, list[Operation]] = defaultdict(list)
+    for operation in operations:
+        pair = operation.peer, operation.sends
+        groups[counts[pair] // each].append(operation)
+        counts[pair] += 1
+    return [groups[number] for number in sorted(groups)]
+
+
 class Moving:
     """Tensors that are on their way; they must stay as they are until `finish`.
 
     Args:
         operations: what was started, in this order.
-        works: one for each of them, or a single one for all (NCCL).
+        works: one for each of them, or one for each group (NCCL).
         limit: how long to wait for each tensor of the host.
         naming: makes the context in which to wait, which explains errors.
     """

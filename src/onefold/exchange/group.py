@@ -50,6 +50,7 @@ from onefold.exchange.connections import (
 )
 from onefold.exchange.progress import Waiting, progress_of
 from onefold.exchange.sealing import SealedStore, prove, refuse_sealed
+from onefold.system.accelerator import collective_backend
 from onefold.system.compat import Groups
 
 __all__ = [
@@ -168,7 +169,7 @@ def agree_on_kind(meeting: Rendezvous, kind: str) -> None:
 
     Args:
         meeting: of all processes.
-        kind: ``cpu`` or ``cuda``, of this process's device.
+        kind: of this process's device: ``cpu``, ``cuda``, or that of another accelerator.
 
     Raises:
         DisagreementError: a process computes on another kind of device.
@@ -225,7 +226,7 @@ def join_group(meeting: Rendezvous, kind: str, trainer: int) -> Joined:
 
     Args:
         meeting: of all processes; its limit is that of all waits in the group.
-        kind: ``cpu`` or ``cuda``.
+        kind: of the devices.
         trainer: number of the Trainer among those of the script, from 0.
 
     Raises:
@@ -313,15 +314,16 @@ def _make_group(
     meeting: Rendezvous, kind: str, timeout_s: float, trainer: int, attempt: int
 ) -> tuple[dist.ProcessGroup, Store]:
     context = meeting.context
-    backend = "gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl"
+    backend = collective_backend(kind)
     limit = timedelta(seconds=timeout_s)
+    # Bound to its GPU, or NCCL may guess one, and open a context on it.
+    index = None if kind == "cpu" else torch.accelerator.current_device_index()
+    device = None if index is None else torch.device(kind, index)
     if dist.is_initialized():
         store = Groups.default_store()
-        group = dist.new_group(backend=backend, timeout=limit)
+        group = dist.new_group(backend=backend, timeout=limit, device_id=device)
         return group, PrefixStore(f"onefold/{context.run_id}/{trainer}", store)
     store = meeting.store
-    # Bound to its GPU, or NCCL may guess one, and open a context on it.
-    device = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else None
     own = Groups.beside_default(
         backend,
         PrefixStore(f"group/{trainer}/{attempt}", store),

@@ -9,7 +9,9 @@ Note: which memory a partial sum lies in
 Backward makes one gradient tensor per parameter. Small ones are copied side by side into flat
 memory, where a whole run of them is moved and added as one. Large ones stay where backward put
 them, as copying them would cost as much as adding them: only what another process must see in
-shared memory is copied.
+shared memory is copied. On an accelerator all are copied, by one kernel: a partition is then one
+message to its owner and one addition, where each tensor by itself would cost a launch, and NCCL
+hangs in groups of very many messages.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -110,12 +113,14 @@ class Partial:
 
     Args:
         flat: has a place for all of them, the large ones included.
+        copies_all: whether the large ones are copied as well.
     """
 
-    def __init__(self, flat: FlatTensors) -> None:
+    def __init__(self, flat: FlatTensors, *, copies_all: bool = False) -> None:
         self.flat = flat
         self._visible: list[Chunk] = []
-        self._large = [n for n in range(len(flat.views)) if flat.layout.is_large(n)]
+        numbers = () if copies_all else range(len(flat.views))
+        self._large = [n for n in numbers if flat.layout.is_large(n)]
         self._direct: dict[int, torch.Tensor] = {}
 
     @classmethod
@@ -128,7 +133,7 @@ class Partial:
         if device.type == "cpu":
             return cls(FlatTensors(layout, memory=_untouched(layout.nbytes)))
         memory = torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
-        return cls(FlatTensors(layout, memory=memory))
+        return cls(FlatTensors(layout, memory=memory), copies_all=True)
 
     def show(self, visible: Sequence[Chunk]) -> None:
         """Copy these chunks into ``flat`` at every `write`, as other processes read them there."""
@@ -410,9 +415,11 @@ class Memory(ABC):
         """Who owns which partition; its plan is the first one of the run."""
         self.partitions = [storage.pieces_of(each) for each in assignment.partitions]
         """The pieces that each device owns."""
-        self.summed = [cut_chunks(storage.gradients, each) for each in self.partitions]
+        at_once = any(device.type != "cpu" for device in assignment.devices)
+        cut = partial(cut_chunks, at_once=at_once)
+        self.summed = [cut(storage.gradients, each) for each in self.partitions]
         """For each device, the stretches of gradients that it adds up one after the other."""
-        self._updated = [cut_chunks(storage.parameters, each) for each in self.partitions]
+        self._updated = [cut(storage.parameters, each) for each in self.partitions]
 
     def _make_private(self, start: Start, devices: Mapping[int, torch.device]) -> None:
         """Allocate parameters and table where nobody shares them, on devices by their numbers."""
@@ -472,8 +479,8 @@ class Memory(ABC):
 
     def release(self) -> None:
         """Drop the gradients that were published."""
-        for partial in self._own.values():
-            partial.release()
+        for own in self._own.values():
+            own.release()
 
     def make_own(self) -> None:  # noqa: B027 (most have memory of their own anyway)
         """Have what this process sees of the parameters be its own from here on.

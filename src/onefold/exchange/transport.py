@@ -287,7 +287,7 @@ def host_buffer(
     """
     if memory is not None and memory.numel() >= nbytes:
         return memory
-    if device.type != "cuda" or allocator.apart:
+    if device.type == "cpu" or allocator.apart:
         return allocator.empty(nbytes)
     # Pinned for a GPU, which otherwise copies through a buffer of the driver's, and slower.
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)

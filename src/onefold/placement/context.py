@@ -15,9 +15,10 @@ from onefold.core.randomness import kept_generators
 from onefold.core.settings import Settings
 from onefold.exchange.exchange import Exchange
 from onefold.exchange.shardtable import ShardTable
-from onefold.shard.kernels import Compilers, current_gpu, repeatable_kernels
+from onefold.shard.kernels import Compilers, repeatable_kernels
 from onefold.shard.modelparts import ModelParts
 from onefold.shard.replica import Replica
+from onefold.system.accelerator import as_current
 from onefold.update.optimizer import PartitionedOptimizer
 from onefold.watch.timing import Phase
 
@@ -100,7 +101,7 @@ class StepContext:
         if replica is not self.first:
             replica.attach()
         try:
-            with current_gpu(replica.device):
+            with as_current(replica.device):
                 yield
         finally:
             replica.buffers.restore()

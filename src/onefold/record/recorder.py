@@ -41,7 +41,7 @@ from onefold.record.entries import (
 )
 from onefold.record.frames import FrameWriter
 from onefold.step.result import Step
-from onefold.system.hostcopy import HostCopy
+from onefold.system.accelerator import HostCopy
 
 __all__ = ["LARGEST_BYTES", "Recorder", "begun", "places_of"]
 

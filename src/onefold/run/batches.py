@@ -80,7 +80,7 @@ class Batches:
             seed=self._settings.seed,
             own=self._devices.own,
             first_epoch=self._position.epoch,
-            pin_memory=self._devices.all[0].type == "cuda",
+            pin_memory=self._devices.all[0].type != "cpu",
             timeout_s=self._settings.timeout_s,
             digest=self._engine.context.with_others,
         )

@@ -1,9 +1,10 @@
 """Lists the devices of this machine, and reads which of them a user chose.
 
-GPUs are found without PyTorch, through NVIDIA's management library (NVML, by pynvml), so that a
-launcher starts at once. PyTorch is asked where that fails although there is a driver, or where
-programs see other devices than it lists (parts of GPUs). If the GPUs cannot be listed, that is an
-error: to take the machine for one without GPUs would silently run on the processor.
+NVIDIA's GPUs are found without PyTorch, through its management library (NVML, by pynvml), so that a
+launcher starts at once. PyTorch is asked where that fails although there is a driver, where
+programs see other devices than it lists (parts of GPUs), and for accelerators of other kinds. If
+the GPUs cannot be listed, that is an error: to take the machine for one without GPUs would silently
+run on the processor.
 
 Either is asked in a process of its own. A call into a driver that hangs cannot be interrupted from
 Python, but a process can be killed; and neither library, nor a context on a GPU, stays in the
@@ -14,65 +15,44 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.metadata import entry_points, version
 from pathlib import Path
 from typing import Any
 
 from onefold.errors import LaunchError
 from onefold.run.context import visible_gpus
+from onefold.system import cuda
 
 __all__ = ["DeviceInfo", "Selection", "cores", "list_devices", "select_devices"]
 
 _DRIVER_LIMIT_S = 20
 _TORCH_LIMIT_S = 120
-_DRIVER = Path("/proc/driver/nvidia/version")
-"""Exists where the driver is loaded, even in containers that have no GPU."""
-_DEVICE_NODE = Path("/dev/nvidiactl")
-"""Exists where this machine or container is given GPUs."""
-_WINDOWS_NODE = Path("/dev/dxg")
-"""Exists instead under Windows Subsystem for Linux, which passes its GPUs through."""
-
-_ASK_DRIVER = """
-import json
-from pynvml import *
-def ask(question, gpu, otherwise):
-    try:
-        return question(gpu)
-    except NVMLError:  # not every GPU has an answer
-        return otherwise
-def row(index):
-    try:
-        gpu = nvmlDeviceGetHandleByIndex(index)
-    except NVMLError_NoPermission:  # of another job or container
-        return []
-    bus = nvmlDeviceGetPciInfo(gpu)
-    memory = ask(nvmlDeviceGetMemoryInfo, gpu, None)
-    split = ask(nvmlDeviceGetMigMode, gpu, [0])[0] == NVML_DEVICE_MIG_ENABLE
-    return [[bus.domain, bus.bus, bus.device], nvmlDeviceGetUUID(gpu), split,
-            nvmlDeviceGetName(gpu), memory.total if memory else 0, memory.free if memory else 0]
-nvmlInit()
-rows = filter(None, map(row, range(nvmlDeviceGetCount())))
-print(json.dumps({"gpus": [gpu[1:] for gpu in sorted(rows)]}))
-"""
+_OTHERS = re.compile("[+]xpu|[+]rocm")
+"""Of the version of a PyTorch that was built for such GPUs."""
 _ASK_TORCH = """
 import json, os
 os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
 import torch
+kind = torch.accelerator.current_accelerator(check_available=True)
+some = kind is not None and kind.type != "mps"
 def row(index):
-    about = torch.cuda.get_device_properties(index)
+    device = torch.get_device_module(kind)
     try:
-        free = torch.cuda.mem_get_info(index)[0]
+        free = device.mem_get_info(index)[0]
     except RuntimeError:  # another program has it for itself
         free = 0
+    about = device.get_device_properties(index)
     return [about.name, about.total_memory, free]
-count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-print(json.dumps({"cuda": torch.version.cuda, "gpus": [row(index) for index in range(count)]}))
+gpus = [row(index) for index in range(torch.accelerator.device_count() if some else 0)]
+print(json.dumps({"cuda": torch.version.cuda, "kind": kind.type if some else "", "gpus": gpus}))
 """
-"""Both list GPUs as the workers number them; see `onefold.run.context.worker_environment`."""
+"""Lists GPUs as the workers number them; see `onefold.run.context.worker_environment`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +61,7 @@ class DeviceInfo:
 
     index: int
     kind: str
-    """``cuda`` or ``cpu``."""
+    """``cpu``, ``cuda``, or what PyTorch calls another kind of accelerator."""
     name: str
     total_bytes: int
     free_bytes: int
@@ -134,7 +114,7 @@ def select_devices(choice: int | str | Sequence[str]) -> Selection:
     text = str(choice) if isinstance(choice, int | str) else ",".join(map(str, choice))
     text = text.strip()
     if text == "auto":
-        everything = [f"cuda:{gpu.index}" for gpu in _gpus()] or ["cpu"] * cores()
+        everything = _names(_gpus()) or ["cpu"] * cores()
         return Selection(tuple(everything), may_leave=True)
     kind, _, number = text.rpartition(":")
     if number.isdecimal() and (kind == "cpu" or (number == text and not listed)):
@@ -143,7 +123,7 @@ def select_devices(choice: int | str | Sequence[str]) -> Selection:
         return Selection(("cpu",) * int(number) if kind else _emptiest(int(number)))
     names = tuple(_read(part.strip(), text) for part in text.split(","))
     chosen = [name for name in names if name != "cpu"]
-    there = [f"cuda:{gpu.index}" for gpu in _gpus()] if chosen else []
+    there = _names(_gpus()) if chosen else []
     for name in chosen:
         if name not in there:
             raise LaunchError(
@@ -166,23 +146,27 @@ def _emptiest(number: int) -> tuple[str, ...]:
         )
     # Chosen by free memory, yet in the order of their indices, so that ranks follow the bus.
     emptiest = sorted(gpus, key=lambda gpu: (-gpu.free_bytes, gpu.index))[:number]
-    return tuple(f"cuda:{index}" for index in sorted(gpu.index for gpu in emptiest))
+    return tuple(_names(sorted(emptiest, key=lambda gpu: gpu.index)))
+
+
+def _names(gpus: Iterable[DeviceInfo]) -> list[str]:
+    return [f"{gpu.kind}:{gpu.index}" for gpu in gpus]
 
 
 def _read(part: str, text: str) -> str:
     if part == "cpu":
         return part
     kind, _, index = part.partition(":")
-    if kind != "cuda" or not index.isdecimal():
+    if not kind.isidentifier() or kind == "cpu" or not index.isdecimal():
         raise ValueError(
             f"--devices {text!r}: expected a number, 'auto', 'cpu:N', or a list such as "
             f"'cuda:1,cuda:3'; {part!r} is none of these"
         )
-    return f"cuda:{int(index)}"
+    return f"{kind}:{int(index)}"
 
 
 def _gpus() -> list[DeviceInfo]:
-    """List the GPUs that programs see, in the order in which CUDA numbers them.
+    """List the GPUs that programs see, in the order in which PyTorch numbers them.
 
     Raises:
         LaunchError: the GPUs cannot be listed.
@@ -192,20 +176,20 @@ def _gpus() -> list[DeviceInfo]:
         return []
     if allowed is not None and "MIG-" in allowed:
         return _gpus_of_torch(f"CUDA_VISIBLE_DEVICES={allowed} names parts of GPUs", some=True)
-    # Nothing points to GPUs: do not spend a process on asking.
-    if not any(sign.exists() for sign in (_DRIVER, _DEVICE_NODE, _WINDOWS_NODE)):
-        return []
+    if not any(sign.exists() for sign in cuda.SIGNS):
+        # Unless something points to GPUs, do not spend a process on asking.
+        return _gpus_of_torch("PyTorch was built for them", some=False) if _has_others() else []
     try:
-        rows = _ask("NVML", _ASK_DRIVER, _DRIVER_LIMIT_S)[0]["gpus"]
+        rows = _ask("NVML", cuda.ASK_NVML, _DRIVER_LIMIT_S)[0]["gpus"]
     except LaunchError as failure:
         # A loaded driver alone is no proof of GPUs: containers without any show it as well.
-        some = _DEVICE_NODE.exists()
-        if not (some or _DRIVER.exists()):
+        some = cuda.DEVICE_NODE.exists()
+        if not (some or cuda.DRIVER.exists()):
             return []
         return _gpus_of_torch(f"NVIDIA's driver is loaded and {failure}", some=some)
     if any(split for _, split, *_ in rows):
         return _gpus_of_torch("a GPU is split into parts (MIG)", some=True)
-    return _described([about for _, _, *about in _visible(rows, allowed)])
+    return _described([about for _, _, *about in cuda.visible(rows, allowed)])
 
 
 def _gpus_of_torch(why: str, *, some: bool) -> list[DeviceInfo]:
@@ -229,7 +213,14 @@ def _gpus_of_torch(why: str, *, some: bool) -> list[DeviceInfo]:
             f"whether it works), or compute on the processor: --devices cpu:N, or "
             f"CUDA_VISIBLE_DEVICES= to hide the GPUs"
         ) from None
-    return _described(answer["gpus"])
+    return _described(answer["gpus"], answer["kind"])
+
+
+def _has_others() -> bool:
+    """Whether PyTorch was built for accelerators other than NVIDIA's, or has been given some."""
+    return _OTHERS.search(version("torch")) is not None or bool(
+        entry_points(group="torch.backends")
+    )
 
 
 def _ask(whom: str, script: str, limit_s: float) -> tuple[dict[str, Any], str]:
@@ -261,22 +252,9 @@ def _last_line(text: str) -> str:
     return lines[-1].strip() if lines else ""
 
 
-def _visible(rows: list[list[Any]], allowed: str | None) -> list[list[Any]]:
-    """Pick the GPUs that CUDA_VISIBLE_DEVICES names, in its order, as CUDA does."""
-    if allowed is None:
-        return rows
-    seen = []
-    for item in (part.strip() for part in allowed.split(",")):
-        match = [row for i, row in enumerate(rows) if str(i) == item or row[0].startswith(item)]
-        if not item or not match:
-            break  # CUDA, too, stops at the first that it does not know
-        seen.append(match[0])
-    return seen
-
-
-def _described(rows: list[list[Any]]) -> list[DeviceInfo]:
+def _described(rows: Iterable[Sequence[Any]], kind: str = "cuda") -> list[DeviceInfo]:
     return [
-        DeviceInfo(index=index, kind="cuda", name=name, total_bytes=total, free_bytes=free)
+        DeviceInfo(index=index, kind=kind, name=name, total_bytes=total, free_bytes=free)
         for index, (name, total, free) in enumerate(rows)
     ]
 

@@ -39,6 +39,7 @@ from onefold.run.context import allocator_chosen, have_cublas_repeat, visible_gp
 from onefold.run.devices import cores
 from onefold.run.membership import hush_and_report
 from onefold.shard.compiling import check_compiler
+from onefold.system import accelerator
 from onefold.system.words import counted
 
 __all__ = ["check_devices", "choose_devices", "plan_of", "settle_process"]
@@ -109,8 +110,8 @@ def choose_devices(
     if context.launcher == "torch":
         _settle_output(context)
     # Or libraries that allocate on "the current GPU" would all open a context on GPU 0.
-    if devices[own[0]].type == "cuda":
-        torch.cuda.set_device(devices[own[0]])
+    if devices[own[0]].type != "cpu":
+        accelerator.make_current(devices[own[0]])
     trainer = next(context.network.trainers if context.network else _trainers)
     return Devices(all=devices, own=tuple(own), context=context, trainer=trainer)
 
@@ -158,7 +159,7 @@ def _launched(context: LaunchContext, shards: int) -> tuple[torch.device, ...]:
             print(f"device {context.rank} is not needed: the batch has {shards} shards")
             sys.exit(0)
         return tuple(map(_checked, names))
-    seen = _gpus_seen()
+    seen, kind = accelerator.count(), accelerator.kind()
     if seen == 0:
         return (torch.device("cpu"),) * context.size
     if seen >= context.local_size:
@@ -166,12 +167,12 @@ def _launched(context: LaunchContext, shards: int) -> tuple[torch.device, ...]:
         # so each rank's GPU follows from the rank.
         first = context.rank - context.local_rank
         indices = ((rank - first) % context.local_size for rank in range(context.size))
-        return tuple(torch.device("cuda", index) for index in indices)
+        return tuple(torch.device(kind, index) for index in indices)
     # The launcher, or the script, may let each process see its own GPU and no other. One process
     # cannot see whether two share a GPU; that is left to NCCL, which refuses it.
     named = [name for name in (visible_gpus() or "").split(",") if name.strip()]
     if seen == 1 and len(named) == 1:
-        return (torch.device("cuda", 0),) * context.size
+        return (torch.device(kind, 0),) * context.size
     raise LaunchError(
         f"expected a GPU for each of the {context.local_size} processes that the launcher started "
         f"on this host; process {context.rank} sees {seen}. Start as many processes as there are "
@@ -179,10 +180,6 @@ def _launched(context: LaunchContext, shards: int) -> tuple[torch.device, ...]:
         f"own (CUDA_VISIBLE_DEVICES), or hide them from all to compute on the processor "
         f"(CUDA_VISIBLE_DEVICES=)"
     )
-
-
-def _gpus_seen() -> int:
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def _listed(chosen: object) -> list[object]:
@@ -196,28 +193,33 @@ def _listed(chosen: object) -> list[object]:
 def _default(module: torch.nn.Module) -> torch.device:
     """Take the model's device if the user moved it; else the emptiest GPU; else the processor."""
     placed = next((p.device for p in module.parameters()), torch.device("cpu"))
-    if placed.type != "cpu" or not (seen := _gpus_seen()):
+    if placed.type != "cpu" or not (seen := accelerator.count()):
         return placed
-    free = [torch.cuda.mem_get_info(index)[0] for index in range(seen)]
-    return torch.device("cuda", free.index(max(free)))
+    devices = [torch.device(accelerator.kind(), index) for index in range(seen)]
+    return devices[0] if seen == 1 else max(devices, key=accelerator.free_bytes)
 
 
 def _checked(named: object) -> torch.device:
     try:
         device = torch.device(named)  # type: ignore[call-overload]
     except (RuntimeError, TypeError):
-        raise ValueError(f"expected cpu or cuda devices, got {named!r}") from None
+        raise ValueError(f"expected cpu or {_usual()} devices, got {named!r}") from None
     if device.type == "cpu":
         return torch.device("cpu")
-    if device.type != "cuda":
-        raise ValueError(f"expected cpu or cuda devices, got {device}")
+    if device.type != _usual():
+        raise ValueError(f"expected cpu or {_usual()} devices, got {device}")
     index = device.index if device.index is not None else 0
-    if index >= (seen := _gpus_seen()):
+    if index >= (seen := accelerator.count()):
         raise LaunchError(
-            f"cuda:{index} is not there: PyTorch sees {seen} GPUs on this machine "
+            f"{device.type}:{index} is not there: PyTorch sees {seen} GPUs on this machine "
             f"(see: onefold devices)"
         )
-    return torch.device("cuda", index)
+    return torch.device(device.type, index)
+
+
+def _usual() -> str:
+    """The kind of this machine's accelerators; CUDA, the usual one, where there are none."""
+    return "cuda" if accelerator.kind() == "cpu" else accelerator.kind()
 
 
 def _check_together(devices: Sequence[torch.device], shards: int, pipeline: int) -> None:

@@ -35,6 +35,7 @@ from onefold.core.values import ShardResult
 from onefold.errors import LossError
 from onefold.shard.gradients import gradients_of, put_gradients
 from onefold.shard.replica import Replica
+from onefold.system.accelerator import same_stream
 from onefold.system.hooks import buffers_of
 
 __all__ = ["GatherCall", "JointShard", "Known", "Stop"]
@@ -332,7 +333,7 @@ def thread_settings(device: torch.device) -> Callable[[], AbstractContextManager
         if torch.is_autocast_enabled(kind)
     ]
     made_on = torch.get_default_device()
-    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+    stream = same_stream(device)
 
     @contextmanager
     def here() -> Iterator[None]:
@@ -341,9 +342,7 @@ def thread_settings(device: torch.device) -> Callable[[], AbstractContextManager
                 stack.enter_context(torch.autocast(kind, dtype, cache_enabled=cache))
             if made_on.type != "cpu":
                 stack.enter_context(made_on)
-            if stream is not None:
-                stack.enter_context(torch.cuda.device(device))
-                stack.enter_context(torch.cuda.stream(stream))
+            stack.enter_context(stream)
             stack.enter_context(torch.set_grad_enabled(grad))
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             yield

@@ -27,6 +27,7 @@ import torch
 
 from onefold.errors import PrecisionError
 from onefold.shard.modelparts import closed_over
+from onefold.system.accelerator import name_of
 from onefold.system.compilers import (
     KernelSettings,
     compiled_call_of,
@@ -35,7 +36,7 @@ from onefold.system.compilers import (
     load_compiler,
 )
 
-__all__ = ["Compilers", "calls_compiled", "computing_in", "current_gpu", "repeatable_kernels"]
+__all__ = ["Compilers", "calls_compiled", "computing_in", "repeatable_kernels"]
 
 _NOTHING = nullcontext()
 
@@ -157,11 +158,6 @@ def _has_mark(value: object) -> bool:
     return not isinstance(value, torch.nn.Module) and is_compiled(value)
 
 
-def current_gpu(device: torch.device) -> AbstractContextManager[object]:
-    """Make a GPU the one that ``device="cuda"`` refers to, where one process drives several."""
-    return torch.cuda.device(device) if device.type == "cuda" else _NOTHING
-
-
 _NO_KERNEL = (
     "could not create a primitive",
     "not implemented for 'BFloat16'",
@@ -218,8 +214,8 @@ def _layer_of(traceback: TracebackType | None, module: torch.nn.Module) -> str:
 
 
 def _processor(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
+    if device.type != "cpu":
+        return name_of(device)
     lines = Path("/proc/cpuinfo").read_text().splitlines() if platform.system() == "Linux" else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     model = next(iter(models), platform.machine())

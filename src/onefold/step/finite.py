@@ -32,7 +32,7 @@ from onefold.placement.context import StepContext
 from onefold.shard.advice import ONE_SAMPLE
 from onefold.shard.replica import Replica, ShardTask
 from onefold.step.rules import GradientRules
-from onefold.system.hostcopy import HostCopy
+from onefold.system.accelerator import HostCopy
 
 __all__ = ["FiniteCheck", "bad_gradient"]
 

@@ -15,8 +15,6 @@ import gc
 import logging
 from dataclasses import replace
 
-import torch
-
 from onefold.core.batch import ShardedBatch
 from onefold.core.gathering import SyncBatchNorm
 from onefold.core.shard import Search
@@ -25,6 +23,7 @@ from onefold.placement.context import StepContext
 from onefold.placement.replicated import partial_sums
 from onefold.shard.advice import is_shortage
 from onefold.shard.replica import Replica, ShardTask
+from onefold.system.accelerator import release_cached_memory
 from onefold.system.compat import BatchNorm
 
 __all__ = ["MicrobatchSearch"]
@@ -152,8 +151,7 @@ def _fits_here(replica: Replica, task: ShardTask, batch: ShardedBatch) -> bool:
     if not fits:
         # What broke off may be held by cycles, and blocks of the wrong size by the allocator.
         gc.collect()
-        if replica.device.type == "cuda":
-            torch.cuda.empty_cache()
+        release_cached_memory(replica.device)
     return fits
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+from onefold.system.accelerator import total_bytes
+
 __all__ = ["capacity_bytes"]
 
 
@@ -17,8 +19,8 @@ _ROOT = Path("/sys/fs/cgroup")
 
 def capacity_bytes(device: torch.device) -> int:
     """All memory of a device: of the host, what this process may take of it."""
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
+    if device.type != "cpu":
+        return total_bytes(device)
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([whole, *_limits()])
 

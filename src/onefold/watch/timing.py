@@ -14,6 +14,8 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from onefold.system.accelerator import record_event
+
 __all__ = [
     "Moment",
     "Phase",
@@ -26,8 +28,8 @@ __all__ = [
 ]
 
 Phase = Literal["data", "forward", "backward", "exchange", "update"]
-# Seconds on the host's clock, or an event in a GPU's stream.
-Moment = float | torch.cuda.Event
+# Seconds on the host's clock, or an event in an accelerator's stream.
+Moment = float | torch.Event
 
 host_now_s = time.perf_counter
 """Seconds on the host's clock; on Linux all processes of a host read the same one."""
@@ -77,17 +79,12 @@ class Stopwatch:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._on_gpu = device.type == "cuda"
+        self._on_host = device.type == "cpu"
         self._spans: list[Span] = []
 
     def now(self) -> Moment:
         """Mark this moment in the order of the device's work."""
-        if not self._on_gpu:
-            return host_now_s()
-        # On the current stream, so that the event is reached after the work that was queued before.
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self.device))
-        return event
+        return host_now_s() if self._on_host else record_event(self.device, timing=True)
 
     def note(self, phase: Phase, label: str, start: Moment, stop: Moment | None = None) -> None:
         """Record work that began at ``start`` and ends now, or at ``stop``."""
@@ -131,4 +128,4 @@ def elapsed_s(start: Moment, stop: Moment) -> float:
 
 def is_past(moment: Moment) -> bool:
     """Whether a moment has been reached; does not wait."""
-    return isinstance(moment, float) or bool(moment.query())  # type: ignore[no-untyped-call]
+    return isinstance(moment, float) or moment.query()
