@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from tests.pretended import build
+from tests.pretended import build, group
 
 __all__ = [
     "Place",
@@ -77,6 +77,8 @@ def start(devices: int | None = None, limit_bytes: int | None = None) -> Any:
         module = _module()
         torch._register_device_module(KIND, module)
         sys.modules[f"torch.{KIND}"] = module
+        _mend_dlpack()
+        group.register(_extension[0], KIND)
     _c().set_up(devices, limit_bytes)
     return torch.get_device_module(KIND)
 
@@ -114,6 +116,13 @@ def nobody_waits() -> Iterator[None]:
         yield
     finally:
         _c().set_waits_raise(False)
+
+
+def _mend_dlpack() -> None:
+    """Tensors that come by DLPack are dispatched as others are, see KEYS in ``runtime.h``."""
+    C: Any = torch._C
+    original = C._from_dlpack
+    C._from_dlpack = lambda *given: _c().with_keys(original(*given))
 
 
 def _c() -> Any:

@@ -162,9 +162,9 @@ class Draws {
   std::lock_guard<std::mutex> locked_;
 };
 
-Tensor seen_as(const Tensor& tensor, c10::Storage storage, c10::DispatchKey key) {
+Tensor seen_as(const Tensor& tensor, c10::Storage storage, c10::DispatchKeySet keys) {
   auto seen = at::detail::make_tensor<c10::TensorImpl>(
-      std::move(storage), c10::DispatchKeySet(key), tensor.dtype());
+      std::move(storage), keys, tensor.dtype());
   auto* impl = seen.unsafeGetTensorImpl();
   impl->set_storage_offset(tensor.storage_offset());
   impl->set_sizes_and_strides(tensor.sizes(), tensor.strides());
@@ -190,7 +190,7 @@ class Call {
                           c10::GetCPUAllocator(), true);
       owners_.emplace(lent.unsafeGetStorageImpl(), storage);
     }
-    auto host = seen_as(tensor, lent, c10::DispatchKey::CPU);
+    auto host = seen_as(tensor, lent, c10::DispatchKeySet(c10::DispatchKey::CPU));
     tensors_.emplace_back(tensor, host);
     return host;
   }
@@ -217,7 +217,7 @@ class Call {
     auto owner = owners_.find(made.storage().unsafeGetStorageImpl());
     auto storage = owner == owners_.end() ? adopt(made.storage(), device_.index()) : owner->second;
     owners_.emplace(made.storage().unsafeGetStorageImpl(), storage);
-    return seen_as(made, storage, c10::DispatchKey::PrivateUse1);
+    return seen_as(made, storage, KEYS);
   }
 
  private:
@@ -361,8 +361,7 @@ Tensor empty(c10::SymIntArrayRef size, std::optional<at::ScalarType> dtype,
              std::optional<bool> pinned, std::optional<at::MemoryFormat> format) {
   TORCH_CHECK(!pinned.value_or(false), "Only dense CPU tensors can be pinned");
   c10::OptionalDeviceGuard on(device);
-  return at::detail::empty_generic(C10_AS_INTARRAYREF_SLOW(size), &allocator(),
-                                   c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
+  return at::detail::empty_generic(C10_AS_INTARRAYREF_SLOW(size), &allocator(), KEYS,
                                    c10::dtype_or_default(dtype), format);
 }
 
@@ -372,7 +371,7 @@ Tensor empty_strided(c10::SymIntArrayRef size, c10::SymIntArrayRef stride,
   c10::OptionalDeviceGuard on(device);
   return at::detail::empty_strided_generic(
       C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride), &allocator(),
-      c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), c10::dtype_or_default(dtype));
+      KEYS, c10::dtype_or_default(dtype));
 }
 
 Tensor as_strided(const Tensor& self, c10::SymIntArrayRef size, c10::SymIntArrayRef stride,
@@ -493,6 +492,10 @@ int64_t fused_sdp_choice(const Tensor&, const Tensor&, const Tensor&, const std:
 }  // namespace
 
 Tensor as_host(const Tensor& tensor) { return Call(tensor.device()).lend(tensor); }
+
+Tensor with_keys(const Tensor& tensor) {
+  return is_ours(tensor) ? seen_as(tensor, tensor.storage(), KEYS) : tensor;
+}
 
 TORCH_LIBRARY_IMPL(aten, CPU, library) {
   library.impl("convolution_overrideable", convolution);

@@ -20,6 +20,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   });
   module.def("device_count", [] { return runtime().devices; });
   module.def("generator", [](int device) { return pretend::default_generator(device); });
+  module.def("with_keys", pretend::with_keys);
   module.def("allocations", [] {
     int64_t all = 0;
     for (const auto& usage : runtime().usage) all += usage.allocations;

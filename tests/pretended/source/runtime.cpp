@@ -269,9 +269,11 @@ const Block* block_at(const void* address) {
 }
 
 Block* block_of(const c10::Storage& storage) {
-  return storage.data_ptr().get_deleter() == &release
-             ? static_cast<Block*>(storage.data_ptr().get_context())
-             : nullptr;
+  if (storage.data_ptr().get_deleter() == &release) {
+    return static_cast<Block*>(storage.data_ptr().get_context());
+  }
+  // A part of one that has come by DLPack.
+  return const_cast<Block*>(block_at(storage.data()));
 }
 
 c10::Storage adopt(const c10::Storage& made, int device) {
@@ -296,7 +298,7 @@ void touch(const at::Tensor& tensor, Lane lane, int64_t clock, bool writes, cons
   for (int64_t dim = 0; dim < tensor.dim(); dim++) {
     elements += (tensor.size(dim) - 1) * tensor.stride(dim);
   }
-  auto first = tensor.storage_offset() * tensor.itemsize();
+  size_t first = static_cast<const char*>(tensor.const_data_ptr()) - static_cast<char*>(block->address);
   Use use{lane, clock, first, first + elements * tensor.itemsize(), writes, by};
   std::vector<std::string> wrong;
   {
@@ -562,8 +564,10 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   }
   c10::Allocator* getPinnedMemoryAllocator() const override { return &pinned_memory; }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
-    c10::DeviceGuard on(storage.device());
+    auto device = storage.device();
+    c10::DeviceGuard on(device);
     at::native::resize_bytes_cpu(storage.unsafeGetStorageImpl(), bytes);
+    if (bytes == 0) storage.unsafeGetStorageImpl()->set_data_ptr(allocate_on(0, device.index(), false));
   }
 };
 

@@ -26,6 +26,9 @@ namespace pretend {
 
 constexpr auto KIND = c10::DeviceType::PrivateUse1;
 constexpr int MOST_DEVICES = 16;
+// What tensors of a device are dispatched by: the first comes first. By the second PyTorch knows
+// them for one of the kinds between which `parameter.data = ...` may change.
+constexpr c10::DispatchKeySet KEYS({c10::DispatchKey::PrivateUse1, c10::DispatchKey::CPU});
 
 // A stream of a device as one number.
 using Lane = int64_t;
@@ -124,5 +127,7 @@ at::Generator generator_behind(const at::Generator& generator);
 at::Tensor as_host(const at::Tensor& tensor);
 // Let the processor's kernels compute for devices; to be called once, after all else is registered.
 void register_kernels();
+// The same tensor with the keys that those of devices have.
+at::Tensor with_keys(const at::Tensor& tensor);
 
 }  // namespace pretend
