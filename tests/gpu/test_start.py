@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.gpu.device import DEVICE, ON_GPU, cards, needs
+from tests.gpu.device import DEVICE, KIND, ON_GPU, cards, needs
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 100
@@ -21,7 +21,8 @@ def loss(model, batch):
 
 def main():
     if sys.argv[1:2] == ["early"]:
-        torch.ones(8, 8, device="cuda").mm(torch.ones(8, 8, device="cuda"))
+        early = torch.ones(8, 8, device=torch.accelerator.current_accelerator())
+        early.mm(early)
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(20, 300), torch.nn.ReLU(), torch.nn.Linear(300, 5))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
@@ -69,7 +70,7 @@ def trained(folder: Path, *command: str) -> tuple[str, str]:
 def test_a_script_needs_no_launcher_and_no_settings(tmp_path: Path) -> None:
     """Not even the one that cuBLAS needs to repeat its bits."""
     kind, bits = trained(tmp_path, "SCRIPT")
-    assert kind == ("cuda" if ON_GPU else "cpu")
+    assert kind == KIND
     one = DEVICE if ON_GPU else "cpu:1"
     run = ("-m", "onefold", "run", "--devices")
     assert trained(tmp_path, *run, one, "SCRIPT") == (kind, bits)
@@ -87,7 +88,7 @@ def test_a_card_takes_one_process(tmp_path: Path) -> None:
     needs(ON_GPU, "a GPU")
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
     for command, words in (
-        (("-m", "onefold", "run", "--devices", "cuda:0,cuda:0"), "cuda:0 is named twice"),
+        (("-m", "onefold", "run", "--devices", f"{KIND}:0,{KIND}:0"), f"{KIND}:0 is named twice"),
         ((*torchrun, str(cards() + 1)), "expected a GPU for each of the"),
     ):
         code, text = program(tmp_path, *command, "SCRIPT")
@@ -99,6 +100,6 @@ def test_two_cards_in_two_processes_have_the_bits_of_one(tmp_path: Path) -> None
     """Over NCCL, which refuses two processes on one card."""
     needs(cards() > 1, "two GPUs")
     run = ("-m", "onefold", "run", "--devices")
-    found = {trained(tmp_path, *run, choice, "SCRIPT") for choice in ("cuda:0", "cuda:0,cuda:1")}
+    found = {trained(tmp_path, *run, choice, "SCRIPT") for choice in (f"{KIND}:0", f"{KIND}:0,{KIND}:1")}
     found.add(trained(tmp_path, "-m", "torch.distributed.run", "--nproc-per-node", "2", "SCRIPT"))
     assert len(found) == 1

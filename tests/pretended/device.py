@@ -221,6 +221,7 @@ def _module() -> ModuleType:
     module.get_device_capability = lambda device=None: (9, 0)
     module.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16, torch.float32]
     module.is_bf16_supported = lambda including_emulation=True: True
+    module.set_sync_debug_mode = lambda mode: _c().set_waits_raise(mode in ("error", 2))
     module.default_generators = tuple(_c().generator(index) for index in range(16))
     module.manual_seed = lambda seed: _c().generator(_index()).manual_seed(seed)
     module.manual_seed_all = seed_all
