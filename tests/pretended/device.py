@@ -31,6 +31,7 @@ from tests.pretended import build, group
 __all__ = [
     "Place",
     "counts",
+    "group_sizes",
     "load",
     "nobody_waits",
     "reports",
@@ -40,6 +41,8 @@ __all__ = [
 
 KIND = "pretend"
 LIMIT = "ONEFOLD_PRETENDED_BYTES"
+LOG = "ONEFOLD_PRETENDED_LOG"
+"""The environment variable with a file to which all processes add what they report."""
 SOURCE = f"{os.sep}src{os.sep}onefold{os.sep}"
 OWN = os.path.dirname(__file__)
 NOT_SCRIPTS = (os.path.dirname(torch.__file__), OWN + os.sep + "device.py", "<")
@@ -49,7 +52,6 @@ Place = tuple[str, str]
 
 _launches: Counter[Place] = Counter()
 _waits: Counter[Place] = Counter()
-_reports: list[str] = []
 _before: list[int] = [0]
 _extension: list[Any] = []
 
@@ -79,7 +81,8 @@ def start(devices: int | None = None, limit_bytes: int | None = None) -> Any:
         sys.modules[f"torch.{KIND}"] = module
         _mend_dlpack()
         group.register(_extension[0], KIND)
-    _c().set_up(devices, limit_bytes)
+        _c().set_watch(_watch)
+    _c().set_up(devices, limit_bytes, os.environ.get(LOG, ""))
     return torch.get_device_module(KIND)
 
 
@@ -98,14 +101,17 @@ def reset_counts(counting: bool = True) -> None:
     _launches.clear()
     _waits.clear()
     _before[0] = _c().allocations()
-    _c().set_watch(_watch if counting else None)
+    _c().set_counts(counting)
 
 
 def reports() -> list[str]:
     """What was done that a GPU might have punished; forgotten with this call."""
-    found = [*_reports, *_c().reports()]
-    _reports.clear()
-    return found
+    return list(_c().reports())
+
+
+def group_sizes() -> list[int]:
+    """How many operations each group of messages had; forgotten with this call."""
+    return list(_c().group_sizes())
 
 
 @contextmanager
@@ -138,7 +144,7 @@ def _watch(kind: str, what: str) -> None:
     elif kind == "wait":
         _waits[line, what] += 1
     else:
-        _reports.append(f"{what}, at {line}")
+        _c().note(f"{what}, at {line}")
 
 
 def _line() -> str:

@@ -107,8 +107,10 @@ struct Issued final : Work {
                       " (kind ", header[KIND_OF], ")");
     };
     *aborted = true;
-    new auto(gloo);  // which still waits for what never comes
-    for (auto& [rank, left] : peers) new auto(left);
+    // For good: gloo still waits for what never comes.
+    new auto(gloo);
+    new auto(peers);
+    new auto(kept);
     auto text = c10::str("operations are issued in different orders: number ", own[NUMBER],
                          " with rank ", peer.rank, " here ", said(own), ", there ", said(other));
     report({text});
@@ -182,7 +184,8 @@ class Group final : public c10d::Backend {
                    in.view({size_, -1}).unbind(), options.reduceOp);
   }
   c10::intrusive_ptr<Work> barrier(const c10d::BarrierOptions&) override {
-    auto out = at::zeros({1}, at::TensorOptions(c10::Device(KIND, current_device())));
+    c10::Device device(KIND, device_ < 0 ? current_device() : c10::DeviceIndex(device_));
+    auto out = at::zeros({1}, at::TensorOptions(device));
     return reduced(made(c10d::OpType::BARRIER, "barrier"), out, std::vector<Tensor>(size_, out),
                    c10d::ReduceOp::SUM);
   }
@@ -261,7 +264,7 @@ class Group final : public c10d::Backend {
       place_ = c10::str(host, " pretend:", device_);
       store_->set(c10::str("place/", rank_), place_);
     }
-    TORCH_CHECK(tensor.get_device() == device_, "a tensor of pretend:", tensor.get_device(),
+    TORCH_CHECK(tensor.get_device() == device_, "a tensor of ", tensor.device(),
                 " in a communicator of pretend:", device_);
   }
 

@@ -403,6 +403,10 @@ Tensor& set_storage(Tensor& self, c10::Storage storage) {
   return at::native::set_storage_cpu_(self, std::move(storage), 0, {numel}, {});
 }
 
+Tensor& set_tensor(Tensor& self, const Tensor& source) {
+  return at::native::set_tensor_(self, source);
+}
+
 Tensor& set_nothing(Tensor& self) {
   c10::DeviceGuard on(self.device());
   c10::Storage storage(c10::Storage::use_byte_size_t(), 0, &allocator(), true);
@@ -520,6 +524,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("view", view);
   library.impl("resize_", resize_);
   library.impl("set_", set_nothing);
+  library.impl("set_.source_Tensor", set_tensor);
   library.impl("set_.source_Storage", set_storage);
   library.impl("set_.source_Storage_storage_offset", set_storage_at);
   library.impl("record_stream", record_stream);

@@ -12,11 +12,12 @@ void bind_group(py::module_& module);
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   pretend::register_kernels();
-  module.def("set_up", [](int devices, int64_t limit_bytes) {
+  module.def("set_up", [](int devices, int64_t limit_bytes, const std::string& log) {
     TORCH_CHECK(devices >= 0 && devices <= pretend::MOST_DEVICES, "there may be ",
                 pretend::MOST_DEVICES, " devices, not ", devices);
     runtime().devices = devices;
     runtime().limit_bytes = limit_bytes;
+    runtime().log = log;
   });
   module.def("device_count", [] { return runtime().devices; });
   module.def("generator", [](int device) { return pretend::default_generator(device); });
@@ -27,6 +28,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     return all;
   });
   module.def("set_waits_raise", [](bool raise) { runtime().waits_raise = raise; });
+  module.def("set_counts", [](bool counts) { runtime().counts = counts; });
+  module.def("note", pretend::note);
   module.def("pending", [] {
     pretend::Locked held(runtime().lock);
     return runtime().late.size();
@@ -36,10 +39,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     return std::exchange(runtime().reports, {});
   });
   module.def("set_watch", [](py::object call) {
-    if (call.is_none()) {
-      runtime().watch = nullptr;
-      return;
-    }
     auto* kept = new py::object(std::move(call));  // for good: other threads may be calling it
     runtime().watch = [kept](const char* kind, const std::string& what) {
       py::gil_scoped_acquire python;

@@ -11,6 +11,7 @@
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
+#include <fstream>
 
 namespace pretend {
 
@@ -64,7 +65,7 @@ Lane new_lane(int device) { return (Lane(device) << STREAM_BITS) | next_stream++
 
 int64_t launch(Lane lane, const std::string& what) {
   auto& all = runtime();
-  if (all.watch) all.watch("launch", what);
+  if (all.counts) all.watch("launch", what);
   Locked held(all.lock);
   auto& seen = all.seen[lane];
   // What the host has waited for was over before this was launched.
@@ -85,7 +86,7 @@ Clocks moment_of(Lane lane) {
 void count_wait(const std::string& what, bool asked_for) {
   auto& all = runtime();
   TORCH_CHECK(asked_for || !all.waits_raise, "called a synchronizing operation: ", what);
-  if (all.watch) all.watch("wait", what);
+  if (all.counts) all.watch("wait", what);
 }
 
 void host_waits(const Clocks& clocks) {
@@ -113,14 +114,13 @@ void host_waits(const Clocks& clocks) {
 }
 
 void report(const std::vector<std::string>& what) {
-  for (const auto& text : what) {
-    if (runtime().watch) {
-      runtime().watch("report", text);
-    } else {
-      Locked held(runtime().lock);
-      runtime().reports.push_back(text);
-    }
-  }
+  for (const auto& text : what) runtime().watch("report", text);
+}
+
+void note(const std::string& what) {
+  Locked held(runtime().lock);
+  runtime().reports.push_back(what);
+  if (!runtime().log.empty()) std::ofstream(runtime().log, std::ios::app) << what << std::endl;
 }
 
 // ---------------------------------------------------------------- memory
@@ -144,7 +144,7 @@ void release(void* context) {
         if (use.lane == block->home || block->recorded.count(use.lane)) continue;
         if (knows(all.host, use.lane, use.clock)) continue;
         if (knows(all.seen[block->home], use.lane, use.clock)) continue;
-        all.reports.push_back("memory of " + name_of(block->home) + " was freed while " +
+        note("memory of " + name_of(block->home) + " was freed while " +
                               name_of(use.lane) + " may use it (" + use.by +
                               "): record_stream, or wait");
       }

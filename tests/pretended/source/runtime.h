@@ -81,7 +81,9 @@ struct Runtime {
   std::vector<std::string> reports;
   std::map<uintptr_t, Block*> blocks;
   Usage usage[MOST_DEVICES];
+  std::string log;  // a file to which reports are written as well, for others to read
   bool waits_raise = false;
+  bool counts = false;
   // Called with "launch", "wait" or "report", and what it is.
   std::function<void(const char*, const std::string&)> watch;
 };
@@ -103,6 +105,8 @@ void count_wait(const std::string& what, bool asked_for = false);
 // The host has waited: late copies are done.
 void host_waits(const Clocks& clocks);
 void report(const std::vector<std::string>& what);
+// The same without the line that has caused it, where Python cannot be asked.
+void note(const std::string& what);
 
 // Memory.
 c10::DeviceAllocator& allocator();
