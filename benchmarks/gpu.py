@@ -1,11 +1,12 @@
-"""What onefold costs on one GPU, beside plain PyTorch: by shards, precision, kernels and devices.
+"""What onefold costs on one GPU, beside a plain loop, DDP and compiled code of PyTorch.
 
-    python benchmarks/gpu.py --workload resnet18 [--device cuda:0] [--seconds 60] [--lines FILE]
+    python benchmarks/gpu.py --workload resnet50 [--device cuda:0] [--seconds 60] [--lines FILE]
 
-Every side trains the same model on the same batches, which lie on the device. The sides of a group
-are measured in turn, a block of steps at a time, each with plain PyTorch among them; what counts is
-the time until the device has done the block. A group's medians are written as soon as it is done,
-one line of JSON for each side: another group may take too long, or fail.
+Matrix products and convolutions in float32 have no TF32. Every side trains the same model on the
+same batches, which lie on the device. The sides of a group are measured in turn, a block of steps
+at a time, each with plain PyTorch among them; what counts is the time until the device has done the
+block. A group's medians are written as soon as it is done, one line of JSON for each side: another
+group may take too long, or fail.
 """
 
 import argparse
@@ -15,16 +16,19 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
 
 import onefold
 from loops import losses
-from workloads import WORKLOADS, Batch, Workload
+from workloads import LARGE, WORKLOADS, Batch, Workload
 
 __all__ = ["GROUPS", "Side", "main"]
 
@@ -44,29 +48,33 @@ class Side:
     shards: int = 0
     """0 for a plain loop of PyTorch."""
     precision: str | None = None
-    deterministic: bool = True
     devices: int = 1
+    compiled: bool = False
+    ddp: bool = False
+    """Whether the plain loop has its model in DistributedDataParallel, with one process."""
 
     @property
     def name(self) -> str:
         """What the table calls it."""
-        if not self.shards:
-            return PLAIN + (f", {self.precision}" if self.precision else "")
-        words = [f"V = {self.shards}"]
+        words = [f"V = {self.shards}" if self.shards else "DDP" if self.ddp else PLAIN]
         words += [f"{self.devices} devices of the card"] if self.devices > 1 else []
+        words += ["compiled"] if self.compiled else []
         words += [self.precision] if self.precision else []
-        words += [] if self.deterministic else ["deterministic=False"]
         return ", ".join(words)
 
 
-_LOW_NAMES = ("bf16", "fp16", "bf16-params", "fp16-params")
+def _group(precision: str | None) -> list[Side]:
+    of_onefold = ((1, 1), (4, 1), (4, 2))
+    sides = [Side(shards=v, devices=d, precision=precision) for v, d in of_onefold]
+    return [Side(precision=precision), Side(precision=precision, ddp=True), *sides]
+
+
 GROUPS: dict[str, list[Side]] = {
-    "shards": [Side(), *(Side(shards=shards) for shards in (1, 2, 4, 8, 16))],
-    "kernels": [Side(), *(Side(shards=s, deterministic=d) for s in (1, 8) for d in (True, False))],
-    "devices": [Side(), *(Side(shards=8, devices=devices) for devices in (1, 2, 4, 8))],
-    "precision": [
-        *(Side(precision=name) for name in (None, *LOW)),
-        *(Side(shards=s, precision=name) for s in (1, 8) for name in ("fp32", *_LOW_NAMES)),
+    "float32": _group(None),
+    "bf16": _group("bf16"),
+    "compiled, bf16": [
+        Side(precision="bf16"),
+        *(Side(precision="bf16", shards=shards, compiled=True) for shards in (0, 1)),
     ],
 }
 """What is compared with what; the first of each is what the others are held against."""
@@ -77,7 +85,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--workload", choices=WORKLOADS, required=True)
+    every = WORKLOADS | LARGE
+    parser.add_argument("--workload", choices=every, required=True)
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--seconds", type=float, default=60.0, help="for all groups together")
     parser.add_argument("--batch-size", type=int, help="instead of the workload's own")
@@ -86,12 +95,13 @@ def main() -> None:
     torch.set_num_threads(1)
     # PyTorch looks for it once, when cuBLAS is first used, and here a plain loop is the first.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    workload = WORKLOADS[args.workload]
+    workload = every[args.workload]
     if args.batch_size:
         workload = workload.scaled(args.batch_size / workload.batch_size)
     device = torch.device(args.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        torch.backends.cudnn.allow_tf32 = False
     end = time.monotonic() + args.seconds
     for number, (group, sides) in enumerate(GROUPS.items()):
         seconds = (end - time.monotonic()) / (len(GROUPS) - number)
@@ -148,7 +158,7 @@ def record(
         "side": side.name,
         "shards": side.shards,
         "precision": side.precision,
-        "deterministic": side.deterministic if side.shards else None,
+        "compiled": side.compiled,
         "devices": side.devices,
         "samples_s": workload.batch_size / median(whole),
         "step_ms": median(whole) * 1e3,
@@ -164,7 +174,7 @@ def record(
 def new_step(workload: Workload, side: Side, device: torch.device) -> Callable[[Batch], object]:
     """A step of a side, on a model of its own."""
     if not side.shards:
-        return plain_step(workload, side.precision, device)
+        return plain_step(workload, side, device)
     model, optimizer = workload.build(device)
     trainer = onefold.Trainer(
         model,
@@ -174,17 +184,20 @@ def new_step(workload: Workload, side: Side, device: torch.device) -> Callable[[
         devices=[device] * side.devices,
         threads=1,
         precision=side.precision,  # type: ignore[arg-type]
-        deterministic=side.deterministic,
+        compile=side.compiled,
     )
     return trainer.step
 
 
-def plain_step(
-    workload: Workload, precision: str | None, device: torch.device
-) -> Callable[[Batch], object]:
+def plain_step(workload: Workload, side: Side, device: torch.device) -> Callable[[Batch], object]:
     """The loop that every PyTorch user knows, with autocast and a scaler where it has them."""
     model, optimizer = workload.build(device)
     model.train()
+    if side.ddp:
+        model = DistributedDataParallel(model, process_group=group_of_one(device))
+    if side.compiled:
+        model = torch.compile(model)  # type: ignore[assignment]
+    precision = side.precision
     low = LOW.get(precision or "")
     scaler = torch.amp.GradScaler(device.type, enabled=low is torch.float16)
 
@@ -199,6 +212,14 @@ def plain_step(
         return loss
 
     return step
+
+
+@cache
+def group_of_one(device: torch.device) -> dist.ProcessGroup:
+    """A process group of this process alone."""
+    backend = "gloo" if device.type == "cpu" else "nccl"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    return dist.group.WORLD
 
 
 def train(

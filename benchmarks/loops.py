@@ -205,6 +205,7 @@ def onefold_step(trainer: onefold.Trainer) -> Step:
 
 
 def losses(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """The loss of every sample of a shard."""
+    """The loss of every sample of a shard; of its pixels or tokens the mean."""
     inputs, labels = batch
-    return F.cross_entropy(model(inputs), labels, reduction="none")
+    found = F.cross_entropy(model(inputs), labels, reduction="none")
+    return found if found.dim() == 1 else found.flatten(1).mean(1)

@@ -1,15 +1,16 @@
-"""Two small models that classify sequences of tokens: a transformer and a recurrent one.
+"""Models of tokens: two small ones that classify sequences, and a language model.
 
-The transformer is one of the workloads; tests of equal bits take both. They are no models of the
-jobs, whose texts have lengths of their own.
+The small transformer is one of the workloads; tests of equal bits take it and the recurrent one.
+They are no models of the jobs, whose texts have lengths of their own.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-__all__ = ["LSTMClassifier", "TransformerClassifier"]
+__all__ = ["GPT", "LSTMClassifier", "TransformerClassifier"]
 
 
 class TransformerClassifier(nn.Module):
@@ -94,3 +95,55 @@ class LSTMClassifier(nn.Module):
         _, (final_states, _) = self.lstm(self.tokens(tokens))
         logits: torch.Tensor = self.head(self.dropout(final_states[-1]))
         return logits
+
+
+class GPT(nn.Module):
+    """A language model of GPT-2's sizes: 124 million parameters, with the embedding as its head.
+
+    Args:
+        vocabulary: number of different tokens.
+        width: size of the embeddings; a multiple of ``heads``.
+        layers: number of blocks.
+        heads: attention heads of each block.
+        length: longest sequence that the model takes.
+    """
+
+    def __init__(
+        self,
+        vocabulary: int = 50_304,
+        width: int = 768,
+        layers: int = 12,
+        heads: int = 12,
+        length: int = 1024,
+    ) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.positions = nn.Embedding(length, width)
+        self.blocks = nn.Sequential(*(GPTBlock(width, heads) for _ in range(layers)))
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Logits (n, vocabulary, t) for tokens (n, t) int64, as cross-entropy takes them."""
+        found = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+        found = self.norm(self.blocks(found))
+        return F.linear(found, self.tokens.weight).transpose(1, 2)
+
+
+class GPTBlock(nn.Module):
+    """Causal attention and a layer of four times the width, each behind a norm and beside a sum."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attend, self.project = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.widen, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        count, length, width = x.shape
+        split = self.attend(self.norm1(x)).view(count, length, 3, self.heads, width // self.heads)
+        query, key, value = split.permute(2, 0, 3, 1, 4)
+        found = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.project(found.transpose(1, 2).reshape(count, length, width))
+        narrowed: torch.Tensor = self.narrow(F.gelu(self.widen(self.norm2(x))))
+        return x + narrowed

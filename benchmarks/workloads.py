@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from catalog import Precision
-from onefold.jobs.models import DenseCNN, LeNet, resnet18
+from onefold.jobs.models import DenseCNN, LeNet, UNet, resnet18, resnet50
 from small_models import Ladder, new_mlp
-from token_models import TransformerClassifier
+from token_models import GPT, TransformerClassifier
 
-__all__ = ["WORKLOADS", "Batch", "Workload"]
+__all__ = ["LARGE", "WORKLOADS", "Batch", "Workload"]
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -57,6 +57,8 @@ class Workload:
     """Samples in a global batch."""
     new_inputs: Callable[[int], torch.Tensor]
     """Draws the inputs of so many samples."""
+    new_labels: Callable[[int], torch.Tensor] = lambda count: torch.randint(CLASSES, (count,))
+    """Draws the labels of so many samples."""
     precision: Precision = "fp32"
     """What all sides compute in."""
 
@@ -76,7 +78,7 @@ class Workload:
         return replace(self, batch_size=max(1, round(self.batch_size * factor / 2)) * 2)
 
     def _draw(self, device: torch.device) -> Batch:
-        labels = torch.randint(CLASSES, (self.batch_size,))
+        labels = self.new_labels(self.batch_size)
         return self.new_inputs(self.batch_size).to(device), labels.to(device)
 
 
@@ -93,6 +95,11 @@ def features(width: int, count: int) -> torch.Tensor:
 def tokens(count: int) -> torch.Tensor:
     """Sequences of tokens (count, 64) int64."""
     return torch.randint(1000, (count, 64))
+
+
+def pictures(pixels: int, count: int) -> torch.Tensor:
+    """Coloured pictures (count, 3, pixels, pixels) float32."""
+    return torch.randn(count, 3, pixels, pixels)
 
 
 WORKLOADS = {
@@ -147,3 +154,29 @@ WORKLOADS = {
     ),
 }
 """The workloads by name, in the order of the table."""
+LARGE = {
+    "resnet50": Workload(
+        title="ResNet-50 on 224x224, SGD with momentum, batch 64",
+        new_model=resnet50,
+        new_optimizer=sgd_with_momentum,
+        batch_size=64,
+        new_inputs=partial(pictures, 224),
+    ),
+    "gpt2": Workload(
+        title="GPT-2 124M, Adam, batch 8 x 1,024 tokens",
+        new_model=GPT,
+        new_optimizer=adam,
+        batch_size=8,
+        new_inputs=lambda count: torch.randint(50_304, (count, 1024)),
+        new_labels=lambda count: torch.randint(50_304, (count, 1024)),
+    ),
+    "unet": Workload(
+        title="U-Net with ResNet-34 on 256x256, Adam, batch 16",
+        new_model=partial(UNet, out_channels=CLASSES),
+        new_optimizer=adam,
+        batch_size=16,
+        new_inputs=partial(pictures, 256),
+        new_labels=lambda count: torch.randint(CLASSES, (count, 256, 256)),
+    ),
+}
+"""Workloads that fill a GPU."""

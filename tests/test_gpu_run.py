@@ -31,6 +31,9 @@ def test_the_whole_way_on_the_processor(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "results" / "gpu.json").read_text())
     assert (tmp_path / "results" / "gpu.txt").read_text() in done.stdout
+    page = (tmp_path / "results" / "gpu.html").read_text()
+    assert "tests: timing" in page
+    assert "failed" not in page.partition("</style>")[2].replace("passed  failed", "")
     (only,) = found["parts"]
     assert (only["name"], only["ended"]) == ("tests: timing", "well")
     assert {line["outcome"] for line in only["lines"]} == {"passed"}

@@ -82,7 +82,7 @@ WRITES_OR_REMOVES = """
     system/ownfiles.py shutil.rmtree: the private folder, while it is still the one that was made;
         or one of this user's, by its mark that of a process of this host whose lock is gone
     system/ownfiles.py tempfile.mkdtemp: for this user alone
-    system/record.py os.fdopen: appends to metrics and comparisons, through no link
+    system/record.py os.fdopen: appends to comparisons, through no link
     system/tensorfile.py open: a new file in the folder that is being written
 """
 

@@ -15,7 +15,7 @@ import onefold
 from onefold.core.context import LaunchContext
 from onefold.errors import DisagreementError, PeerLost, PeerTimeout
 from onefold.exchange import progress
-from onefold.exchange.group import Rendezvous, agree_on_kind, agree_on_name, tell_end
+from onefold.exchange.group import Rendezvous, agree_on_devices, agree_on_name, tell_end
 from tests.exchange.together import LIMIT_S, endings, together, worlds
 from tests.small import make_trainer, points
 
@@ -40,13 +40,20 @@ def three() -> Iterator[list[LaunchContext]]:
 def test_devices_of_one_kind_agree_and_those_of_two_are_named_to_all(
     three: list[LaunchContext],
 ) -> None:
-    together(3, lambda rank: agree_on_kind(meeting(three[rank]), "cpu"))
+    together(3, lambda rank: agree_on_devices(meeting(three[rank]), "cpu"))
     with worlds(3) as others:
         kinds = ["cuda", "cuda", "cpu"]
-        errors = endings(3, lambda rank: agree_on_kind(meeting(others[rank]), kinds[rank]))
+        errors = endings(3, lambda rank: agree_on_devices(meeting(others[rank]), kinds[rank]))
     assert [type(error) for error in errors] == [DisagreementError] * 3
     assert all(str(e).startswith("device 2 computes on cpu and device 0 on cuda:") for e in errors)
     assert "CUDA_VISIBLE_DEVICES" in str(errors[0])
+
+
+def test_two_processes_on_one_card_are_named_to_all(three: list[LaunchContext]) -> None:
+    cards = ["0000:3b of host a", "0000:3b of host b", "0000:3b of host a"]
+    errors = endings(3, lambda rank: agree_on_devices(meeting(three[rank]), "cuda", cards[rank]))
+    assert [type(error) for error in errors] == [DisagreementError] * 3
+    assert all(str(e).startswith("devices 0 and 2 are one card, or parts of one") for e in errors)
 
 
 def test_a_name_is_drawn_by_the_lead_for_each_trainer(three: list[LaunchContext]) -> None:
@@ -67,7 +74,9 @@ def test_who_does_not_join_is_named_while_it_is_waited_for_and_at_the_limit(
 ) -> None:
     monkeypatch.setattr(progress, "FIRST_S", 0.1)
     with worlds(4) as made:
-        errors = endings(3, lambda rank: agree_on_kind(meeting(made[(0, 2, 3)[rank]], 0.3), "cpu"))
+        errors = endings(
+            3, lambda rank: agree_on_devices(meeting(made[(0, 2, 3)[rank]], 0.3), "cpu")
+        )
     for error in errors:
         assert type(error) is PeerTimeout
         assert str(error).startswith("device 1 did not join within 0.3 s: every device must run")
@@ -83,12 +92,12 @@ def test_who_has_ended_is_not_waited_for_and_what_it_had_said_is_heard(
     ends = meeting(three[0]).has_ended
     assert not any(ends(rank) for rank in range(3))
     with pytest.raises(PeerTimeout):
-        agree_on_kind(meeting(three[1], 0.05), "cpu")
+        agree_on_devices(meeting(three[1], 0.05), "cpu")
     tell_end(three[1])
     tell_end(three[2])
     assert [ends(rank) for rank in range(3)] == [False, True, True]
     with pytest.raises(PeerLost, match=r"^device 2 came to the end of its script") as caught:
-        agree_on_kind(meeting(three[0]), "cpu")
+        agree_on_devices(meeting(three[0]), "cpu")
     assert caught.value.device == 2
 
 

@@ -16,6 +16,7 @@ from onefold.exchange import joining
 from onefold.exchange.exchange import Exchange
 from onefold.exchange.joining import join
 from onefold.exchange.shared import HostMemory, HostTransport
+from onefold.system import accelerator
 from tests.exchange.contract import assignment, start, storage
 from tests.exchange.together import CPU, LIMIT_S, endings, together, worlds
 from tests.tables import for_each
@@ -103,7 +104,8 @@ def test_what_the_lead_finds_or_lacks_ends_all(
 def test_memory_that_cannot_be_shared_is_refused(
     device: torch.device, one_host: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(joining, "agree_on_kind", lambda *_: None)
+    monkeypatch.setattr(joining, "agree_on_devices", lambda *_: None)
+    monkeypatch.setattr(accelerator, "card_of", lambda device: "")
     context = LaunchContext(
         size=2, local_size=2, one_host=one_host, options=RunOptions(exchange="shared")
     )

@@ -2,9 +2,9 @@
 
 Runs the tests of this folder, the demo, and a short benchmark beside plain PyTorch, in less than
 nine minutes on one card, with PyTorch, safetensors and msgspec: nothing is installed or fetched,
-and what cannot run for want of a package is named. ``DIR/gpu.json`` and ``DIR/gpu.txt`` are written
-anew after each part. With ``--device cpu`` the same is done on the processor with tiny sizes, to
-try the command itself.
+and what cannot run for want of a package is named. ``DIR/gpu.json``, ``DIR/gpu.txt`` and
+``DIR/gpu.html`` are written anew after each part. With ``--device cpu`` the same is done on the
+processor with tiny sizes, to try the command itself.
 
 Exit code: 0 if all is well, 1 if something failed, 2 if there is no GPU or no PyTorch.
 """
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.gpu.parts import ROOT, Part, Result, missing, parts_of, run_part
-from tests.gpu.report import as_text
+from tests.gpu.report import as_page, as_text
 
 __all__ = ["main"]
 
@@ -168,8 +168,9 @@ def went_wrong(part: Mapping[str, Any]) -> bool:
 
 
 def write(found: Mapping[str, Any], results: Path) -> None:
-    """Write both files, each whole or not at all."""
+    """Write the data, the text and the page, each whole or not at all."""
     texts = {"gpu.json": json.dumps(found, indent=1) + "\n", "gpu.txt": as_text(found)}
+    texts["gpu.html"] = as_page(found)
     for name, text in texts.items():
         aside = results / f"{name}.new"
         aside.write_text(text, encoding="utf-8")

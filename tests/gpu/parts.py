@@ -23,7 +23,7 @@ TEST_LIMIT_S = 200.0
 DEMO_LIMIT_S = 90.0
 BENCHMARK_S = 55.0
 """What a benchmark is given for its measurements; building models comes on top."""
-WORKLOADS = ("cnn-adam", "resnet18", "transformer")
+WORKLOADS = ("gpt2", "resnet50", "unet")
 TAIL_LINES = 25
 COMMANDS = ("typer", "rich", "cloudpickle", "pynvml")
 """What the command line and the launcher need beside what a Trainer does."""

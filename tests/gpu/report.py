@@ -1,10 +1,12 @@
-"""What `make gpu` has found, as text that a person reads."""
+"""What `make gpu` has found, as text and as a page that a person reads."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+from itertools import groupby
 from typing import Any
 
-__all__ = ["as_text"]
+__all__ = ["as_page", "as_text"]
 
 MIB = 1 << 20
 LAST_LINES = 12
@@ -93,3 +95,45 @@ def _figures(parts: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 def _figure(side: str, *cells: str) -> str:
     return f"{side:<36}" + "".join(f"{cell:>12}" for cell in cells)
+
+
+PAGE = """<!doctype html>
+<html lang="en"><meta charset="utf-8"><title>onefold on a GPU</title>
+<style>
+body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em }}
+table {{ border-collapse: collapse; width: 100%; margin-bottom: 2em }}
+td, th {{ text-align: left; padding: .15em .6em; white-space: nowrap }}
+td.number, th.number {{ text-align: right; font-variant-numeric: tabular-nums }}
+td.bar {{ width: 40% }} td.bar div {{ background: #3b6ea5; height: .9em }}
+.failed {{ color: #b00020 }} pre {{ overflow: auto }}
+</style>
+<h1>onefold on a GPU</h1><p>{head}</p>{body}</html>
+"""
+
+
+def as_page(found: Mapping[str, Any]) -> str:
+    """The same as a page of HTML: what failed, the tests, and speed as bars."""
+    failures = "\n".join(_failures(found["parts"])).strip()
+    body = [f'<pre class="failed">{escape(failures)}</pre>'] if failures else []
+    body.append(f"<pre>{escape(chr(10).join(_parts(found['parts'])))}</pre>")
+    lines = [line for part in found["parts"] for line in part["lines"] if "side" in line]
+    for (workload, group), sides in groupby(lines, key=lambda e: (e["workload"], e["group"])):
+        body.append(f"<h2>{escape(workload)}, {escape(group)}</h2>{_bars(list(sides))}")
+    return PAGE.format(head=escape(" · ".join(_head(found))), body="\n".join(body))
+
+
+def _bars(sides: Sequence[Mapping[str, Any]]) -> str:
+    most = max((line["samples_s"] for line in sides if "failed" not in line), default=1.0)
+    heads = "".join(f'<th class="number">{h}</th>' for h in ("samples/s", "step ms", "peak MiB"))
+    rows = [f"<tr><th></th>{heads}<th></th></tr>"]
+    for line in sides:
+        name = escape(line["side"])
+        if "failed" in line:
+            why = escape(line["failed"].splitlines()[0])
+            rows.append(f'<tr><td>{name}</td><td class="failed" colspan="4">{why}</td></tr>')
+            continue
+        numbers = f"{line['samples_s']:,.0f}", f"{line['step_ms']:.1f}", line["peak_bytes"] // MIB
+        cells = "".join(f'<td class="number">{number}</td>' for number in numbers)
+        bar = f'<div style="width: {100 * line["samples_s"] / most:.1f}%"></div>'
+        rows.append(f'<tr><td>{name}</td>{cells}<td class="bar">{bar}</td></tr>')
+    return f"<table>{''.join(rows)}</table>"

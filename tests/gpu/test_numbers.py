@@ -4,9 +4,10 @@ where it decides."""
 import torch
 import torch.nn.functional as F
 
+import onefold
 from onefold.errors import GradientError, LossError
 from tests.gpu.device import DEVICE, ON_GPU, each, raises
-from tests.gpu.net import Net, Spoilt, adamw, batches, keeping, trainer_of
+from tests.gpu.net import SPOILT, Batch, Net, Spoilt, adamw, batches, keeping, trainer_of
 
 
 @each("precision", [None, "bf16", "fp16"])
@@ -67,6 +68,23 @@ def test_a_gradient_that_is_not_finite_is_noticed_as_well() -> None:
     with raises(GradientError, "gradient of step 1 is not finite" if ON_GPU else "not finite"):
         trainer.step(batches(1)[0])
         trainer.step(batches(1)[0])
+
+
+@each("devices", [1, 2])
+@each("weight", [-1.0, float("nan")])
+def test_a_weight_that_is_none_is_named_with_step_and_shard(devices: int, weight: float) -> None:
+    """Though it is read after the passes, where only the card knows it."""
+
+    def loss(model: torch.nn.Module, batch: Batch) -> onefold.Mean:
+        images, labels = batch
+        spoilt = (labels == SPOILT).any()
+        losses = F.cross_entropy(model(images), labels, reduction="none")
+        return onefold.Mean(losses.sum(), torch.where(spoilt, weight, 4.0))
+
+    trainer = trainer_of(devices, loss=loss)
+    with raises(LossError, "step 1, shard 1.* weight of onefold.Mean must be finite"):
+        trainer.step(batches(1, device=DEVICE)[0])
+    trainer.close()
 
 
 SKIPPED = [

@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.utils.data import TensorDataset
 
 import onefold
@@ -13,6 +14,23 @@ from tests.gpu.net import Batch, adamw, batches, score, sgd, trainer_of
 
 WARM_UP = 5
 """In the first steps checks are made that wait, see `onefold.checks.values.CheckInterval`."""
+
+
+def masked(model: torch.nn.Module, batch: Batch) -> onefold.Mean:
+    """A loss whose weight only the card knows."""
+    images, labels = batch
+    counts = (labels != 3).float()
+    losses = F.cross_entropy(model(images), labels, reduction="none")
+    return onefold.Mean((losses * counts).sum(), counts.sum())
+
+
+def terms(model: torch.nn.Module, batch: Batch) -> onefold.LossTerms:
+    """A loss of two terms, of which each has a weight that only the card knows."""
+    images, labels = batch
+    losses = F.cross_entropy(model(images), labels, reduction="none")
+    counts = (labels != 3).float(), (labels != 5).float()
+    first, second = (onefold.Mean((losses * count).sum(), count.sum()) for count in counts)
+    return first + 0.5 * second
 
 
 CHOICES: list[tuple[str, dict[str, Any]]] = [
@@ -26,6 +44,7 @@ CHOICES: list[tuple[str, dict[str, Any]]] = [
     ("card", {"devices": 2}),
     ("pinned", {"devices": 3, "plan": (0, 3, 1), "clip_norm": 0.5}),
     ("host", {"devices": 2, "deterministic": False}),
+    *(("card", {"loss": loss, "devices": n}) for loss in (masked, terms) for n in (1, 2)),
 ]
 
 

@@ -18,6 +18,7 @@ import onefold
 from onefold.errors import CheckpointError, DataError, LaunchError
 from onefold.jobs.finetune import best_checkpoint
 from onefold.jobs.predict import Prediction, PredictOptions, predict_run, write_prediction
+from onefold.jobs.report.folder import read_run
 from tests import simulated
 from tests.capabilities import needs_text
 from tests.checkpoint.folders import reseal
@@ -137,9 +138,8 @@ def drawn(folder: Path) -> dict[Path, bytes]:
 def test_every_kind_gets_the_scores_of_the_run(kinds: Kinds, tmp_path: Path) -> None:
     def scores(kind: str) -> dict[str, float]:
         best = facts_of(kinds.run[kind])["best"]["epoch"]
-        lines = map(json.loads, (kinds.run[kind] / "metrics.jsonl").read_text().splitlines())
-        (found,) = (line for line in lines if line["kind"] == "epoch" and line["epoch"] == best)
-        return dict(found["scores"])
+        (found,) = (each for each in read_run(kinds.run[kind]).epochs if each.epoch == best)
+        return dict(found.scores)
 
     rows = predicted(kinds.run["classify"], kinds.tested["classify"]).rows
     right = [row["classes"][0]["class"] == Path(row["file"]).parent.name for row in rows]

@@ -17,9 +17,9 @@ import onefold
 from onefold.errors import CheckpointError, DataError, LaunchError, RunFailed
 from onefold.jobs.catalog import JOBS
 from onefold.jobs.data import scan
+from onefold.jobs.report.folder import read_run
 from onefold.jobs.run import Job, read_options, run_job
 from onefold.system.process import stopped_by_signals
-from onefold.system.record import read_record
 from tests.capabilities import needs_text
 from tests.checkpoint.folders import full_disk, steps_in
 from tests.jobs.tiny import SMALL, WRITERS, job_of, run_here, write_pictures, write_texts
@@ -188,8 +188,8 @@ def test_a_signal_saves_and_says_how_to_go_on(number: signal.Signals, tmp_path: 
         text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as process:
-        metrics = tmp_path / "runs" / "it" / "metrics.jsonl"
-        while not metrics.exists() or not metrics.read_text():
+        record = tmp_path / "runs" / "it" / "run.record"
+        while not record.exists() or not len(onefold.Record(record).steps["step"]):
             assert process.poll() is None
             time.sleep(0.005)
         process.send_signal(number)
@@ -224,13 +224,10 @@ def test_a_stop_changes_no_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert fails or steps_in(runs / f"stopped {step}" / "checkpoints") == [step]
         folder, resumed = run_here("text", data, runs, name=options["name"], resume=True)
         assert resumed["fingerprint"] == said["fingerprint"]
-        for kind, names in (("steps", "step lr"), ("epoch", "epoch step lr loss scores")):
-            lines = [
-                [line for line in read_record(each, "metrics") if line["kind"] == kind]
-                for each in (whole, folder)
-            ]
-            for a, b in zip(*lines, strict=True):
-                assert [a[name] for name in names.split()] == [b[name] for name in names.split()]
+        for kind, names in (("steps", "step lr loss"), ("epochs", "epoch step lr loss scores")):
+            lines = [getattr(read_run(each), kind) for each in (whole, folder)]
+            for one, two in zip(*lines, strict=True):
+                assert all(getattr(one, name) == getattr(two, name) for name in names.split())
 
 
 def test_notes_and_the_want_of_a_report_are_mentioned_before_training(

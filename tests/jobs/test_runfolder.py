@@ -5,7 +5,6 @@ import math
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -27,26 +26,6 @@ def begun(path: Path, *, is_lead: bool = True, options: TrainOptions = OPTIONS) 
     return folder
 
 
-def gone_on(
-    path: Path, *, steps: int = 0, epochs: int = 0, options: TrainOptions = OPTIONS
-) -> RunFolder:
-    folder = RunFolder(path, is_lead=True)
-    folder.go_on(options, "classify", steps=steps, epochs=epochs)
-    return folder
-
-
-def steps_line(step: int, epoch: int = 0) -> dict[str, Any]:
-    return {"kind": "steps", "epoch": epoch, "step": step, "loss": 1 / step, "lr": 0.1}
-
-
-def epoch_line(epoch: int, step: int) -> dict[str, Any]:
-    return {"kind": "epoch", "epoch": epoch, "step": step, "loss": 0.5, "scores": {"loss": 0.25}}
-
-
-def metrics(path: Path) -> list[Any]:
-    return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-
-
 def files(path: Path) -> dict[str, bytes]:
     return {
         str(each.relative_to(path)): each.read_bytes() for each in path.rglob("*") if each.is_file()
@@ -63,18 +42,17 @@ def test_a_run_without_a_name_gets_the_first_free_number(tmp_path: Path) -> None
 
 
 def test_only_the_lead_writes(tmp_path: Path) -> None:
-    begun(tmp_path / "run").add(steps_line(1))
+    begun(tmp_path / "run")
     before = files(tmp_path)
     for name in ("run", "other"):
         folder = begun(tmp_path / name, is_lead=False, options=OTHER)
         folder.open_events(1)
-        folder.add(steps_line(1))
-        folder.go_on(OTHER, "text", steps=0, epochs=0)
+        folder.add_events("train", 1, {"loss": 0.5})
+        folder.go_on(OTHER, "text")
         folder.say(best=3)
         folder.write_examples({})
         folder.close()
     assert files(tmp_path) == before
-    assert folder.lines() == []
 
 
 @for_each("number", [math.nan, math.inf, -math.inf])
@@ -85,43 +63,11 @@ def test_numbers_that_are_not_finite_are_written_as_none(tmp_path: Path, number:
     folder = begun(tmp_path)
     value = {"a": number, "b": [number, 1.0, {"c": number}], "d": (number, 2)}
     told = {"a": None, "b": [None, 1.0, {"c": None}], "d": [None, 2]}
-    folder.add({**steps_line(1), "value": value})
     folder.say(value=value)
     folder.write_examples({"value": value})
-    for name in ("metrics.jsonl", "run.json", "examples.json"):
+    for name in ("run.json", "examples.json"):
         found = json.loads((tmp_path / name).read_text(), parse_constant=refuse)
         assert found["value"] == told
-
-
-@for_each("cut", ['{"kind": "ste', "{", '{"kind": "steps", "epoch": 0}'])
-@for_each("before", [[], [steps_line(1)]])
-def test_a_line_cut_off_is_left_out(tmp_path: Path, cut: str, before: list[dict[str, Any]]) -> None:
-    folder = begun(tmp_path)
-    for line in before:
-        folder.add(line)
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write(cut)
-    assert folder.lines() == before
-    folder.go_on(OPTIONS, "classify", steps=1, epochs=0)
-    folder.add(steps_line(2))
-    assert metrics(tmp_path) == [*before, steps_line(2)]
-
-
-@for_each(
-    ("steps", "epochs", "kept"),
-    [(6, 2, 8), (6, 1, 7), (4, 1, 5), (3, 1, 4), (3, 0, 3), (1, 0, 1), (0, 0, 0)],
-)
-def test_later_lines_are_taken_back(tmp_path: Path, steps: int, epochs: int, kept: int) -> None:
-    """Two epochs of three steps; a step of number 3 may have been saved before its evaluation."""
-    lines = [
-        *(*(steps_line(step) for step in (1, 2, 3)), epoch_line(0, 3)),
-        *(*(steps_line(step, 1) for step in (4, 5, 6)), epoch_line(1, 6)),
-    ]
-    folder = begun(tmp_path)
-    for line in lines:
-        folder.add(line)
-    gone_on(tmp_path, steps=steps, epochs=epochs)
-    assert metrics(tmp_path) == lines[:kept]
 
 
 def test_ones_own_process_is_named(tmp_path: Path) -> None:
@@ -130,7 +76,7 @@ def test_ones_own_process_is_named(tmp_path: Path) -> None:
     if not child:
         os.setuid(os.geteuid())
         folder = RunFolder(tmp_path, is_lead=True)
-        folder.go_on(OPTIONS, "classify", steps=0, epochs=0)
+        folder.go_on(OPTIONS, "classify")
         os.kill(os.getpid(), 19)
         os._exit(0)
     os.waitpid(child, os.WUNTRACED)

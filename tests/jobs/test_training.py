@@ -18,9 +18,9 @@ from onefold.core.options import RunOptions
 from onefold.errors import CheckpointError, DataError, LaunchError
 from onefold.jobs.catalog import JOBS
 from onefold.jobs.finetune import best_checkpoint
+from onefold.jobs.report.folder import read_run
 from onefold.jobs.run import read_options, run_job
 from onefold.jobs.training import read_saved
-from onefold.system.record import read_record
 from tests.capabilities import needs_text
 from tests.jobs.tiny import SMALL, WRITERS, job_of, run_here, write_pictures, write_texts
 from tests.tables import for_each
@@ -35,10 +35,6 @@ BAD: dict[str, Callable[[Path], object]] = {
 """Ways to make one sample of a data set useless."""
 
 all_jobs = pytest.mark.parametrize("job", [job.name for job in JOBS])
-
-
-def lines(folder: Path, kind: str) -> list[dict[str, Any]]:
-    return [line for line in read_record(folder, "metrics") if line["kind"] == kind]
 
 
 def examples_of(folder: Path) -> Any:
@@ -58,14 +54,16 @@ def test_a_run_leaves_everything_in_its_folder_without_bad_data(job: str, tmp_pa
     kept = json.loads((folder / "run.json").read_text())
     assert said["fingerprint"] == kept["fingerprint"]
     assert len(said["fingerprint"]) == 16
-    epochs = lines(folder, "epoch")
-    assert [line["epoch"] for line in epochs] == [0, 1]
-    assert all(line["devices"][0]["forward"] > 0 for line in epochs)
-    assert {"loss"} < set(epochs[0]["scores"])
-    assert lines(folder, "steps")
+    run = read_run(folder)
+    assert [line.epoch for line in run.epochs] == [0, 1]
+    assert all(line.devices[0]["forward"] > 0 for line in run.epochs)
+    assert all(line.train_s > 0 and line.evaluate_s > 0 for line in run.epochs)
+    assert {"loss"} < set(run.epochs[0].scores)
+    assert [line.step for line in run.steps] == list(range(1, run.epochs[-1].step + 1))
+    assert run.steps[1].samples_per_s > 0
     checkpoints = sorted(path.name for path in (folder / "checkpoints").iterdir())
     assert best_checkpoint(folder).name in checkpoints
-    assert checkpoints[-1] == f"step-{epochs[-1]['step']:08d}"
+    assert checkpoints[-1] == f"step-{run.epochs[-1].step:08d}"
     examples = examples_of(folder)
     assert examples["kind"] == job
     named = [value for each in examples["samples"] for value in each.values()]
@@ -87,7 +85,9 @@ def test_a_finished_run_is_left_alone_or_given_more_epochs(tmp_path: Path) -> No
         run_job(job_of("classify"), again)
     assert {path: path.read_bytes() for path in folder.glob("*.*")} == before
     run_here("classify", data, runs, name="it", resume=True, epochs=2)
-    assert [line["epoch"] for line in lines(folder, "epoch")] == [0, 1]
+    run = read_run(folder)
+    assert [line.epoch for line in run.epochs] == [0, 1]
+    assert [line.step for line in run.steps] == list(range(1, run.epochs[-1].step + 1))
 
 
 @pytest.mark.full
@@ -165,6 +165,8 @@ def test_examples_are_of_the_best_model_and_the_last_one_stays(
     assert json.loads((last / "run.json").read_text())["fingerprint"] == said["fingerprint"]
     assert (shown[0] == said["fingerprint"]) == (best == 2)
     assert examples_of(folder)["epoch"] == best
+    assert [line.epoch for line in read_run(folder).epochs] == [0, 1, 2]
+    assert onefold.Record(folder).checkpoints["folder"][-1] == last.name
 
 
 @for_each("damaged", ["best", "last"])

@@ -1,16 +1,21 @@
 """What is written down of a run: the same for any number of devices, through kills."""
 
 import itertools
+import json
 import math
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 from torch.utils.data import TensorDataset
 
 import onefold
+from onefold.cli.comparing import first_difference
+from onefold.cli.record import show_record
 from onefold.core.options import RunOptions
 from onefold.errors import RecordError
 from onefold.record import FILE, Record
@@ -93,6 +98,21 @@ def test_it_has_every_step_shard_and_result(tmp_path: Path) -> None:
         record.step(7)
 
 
+def test_json_has_what_calls_have_returned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = recorded(tmp_path / "one")
+    show_record(record.path, as_json=True, step=None)
+    lines = list(map(json.loads, capsys.readouterr().out.splitlines()))
+    evaluated, predicted, *_, fingerprint = [e for e in lines if e["kind"] == "result"]
+    assert evaluated["value"] == record.results[0]["value"]
+    assert predicted["value"] == {"out": {"dtype": "torch.float32", "shape": [18, 1]}}
+    assert fingerprint["value"] == record.results[-1]["value"]
+    show_record(record.path, as_json=True, step=2)
+    (line,) = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (line["loss"], line["time"]) == tuple(record.steps[n][1] for n in ("loss", "time"))
+
+
 @pytest.mark.parametrize("placement", ["replicate", "shard", "pipeline"])
 def test_the_same_is_written_for_any_number_of_devices(tmp_path: Path, placement: str) -> None:
     one = numbers(recorded(tmp_path / "one"))
@@ -141,6 +161,61 @@ def test_what_comes_after_a_place_that_a_script_goes_back_to_does_not_count(
     assert record.steps["loss"][1] == losses[0]
     assert [begun["step"] for begun in record.begins] == [0, 1]
     assert record.checkpoints["folder"].tolist() == ["step-00000001"]
+
+
+def test_a_script_may_go_back_to_its_best_and_forward_again_to_its_end(tmp_path: Path) -> None:
+    """As to evaluate the best model, before it goes on from the last."""
+
+    def main() -> list[float]:
+        net = model()
+        trainer = onefold.Trainer(net, sgd(net), loss, shards=SHARDS)
+        folders, losses = [], []
+        for _ in range(3):
+            losses.append(float(trainer.step(points(8)).loss))
+            folders.append(trainer.save(tmp_path / "saved", keep=3))
+        trainer.load(folders[0])
+        for _ in range(5):
+            trainer.gather(0)
+        trainer.load(folders[2])
+        return [*losses, float(trainer.step(points(8)).loss)]
+
+    for _ in range(2):  # as a run anew in the same folder, which begins with nothing
+        losses = simulate(main, 2, options=RunOptions(record=str(tmp_path)))[0]
+        record = Record(tmp_path)
+        assert record.steps["loss"].tolist() == losses
+        assert record.results == []
+        assert [begun["step"] for begun in record.begins] == [0, 3]
+        assert len(record.checkpoints["step"]) == 3
+
+
+def test_what_devices_tell_of_themselves_is_no_difference(tmp_path: Path) -> None:
+    for number in (1, 2):
+
+        def main() -> None:
+            net = model()
+            trainer = onefold.Trainer(net, sgd(net), loss, shards=SHARDS)
+            trainer.step(points(8))
+            trainer.gather({"seconds": time.time()})
+            trainer.broadcast("the same")
+
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        simulate(main, number, options=RunOptions(record=str(folder)))
+    one, two = (Record(tmp_path / name) for name in ("1", "2"))
+    assert one.results[0] != two.results[0]
+    assert first_difference(one, two) is None
+
+
+def test_steps_have_their_times_by_which_they_do_not_differ(tmp_path: Path) -> None:
+    before = time.time()
+    one, two = (recorded(tmp_path / name) for name in ("one", "two"))
+    times = [before, *one.steps["time"], *two.steps["time"], time.time()]
+    assert times == sorted(times)
+    first, second = one.step(2), two.step(2)
+    assert first == second
+    assert first.time != second.time
+    assert first != structs.replace(first, loss=0.0)
+    assert first != 3
 
 
 def test_a_step_that_is_skipped_and_one_without_weight(tmp_path: Path) -> None:

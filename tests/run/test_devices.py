@@ -12,7 +12,7 @@ import pytest
 
 from onefold.errors import LaunchError
 from onefold.run import devices as run_devices
-from onefold.run.devices import Selection, cores, list_devices, select_devices
+from onefold.run.devices import Selection, cores, emptiest_gpu, list_devices, select_devices
 from tests.tables import for_each
 
 # bus, UUID, name, memory and free memory in MiB; not in the order of the bus
@@ -305,6 +305,44 @@ def test_pytorch_is_asked_for_accelerators_of_other_kinds(
         assert chosen("xpu:0") == devices
         with pytest.raises(LaunchError, match=r"^cuda:0 is not there: this machine has xpu:0"):
             chosen("cuda:0")
+
+
+@for_each(
+    ("rows", "first", "number"),
+    [(ROWS[1:3], "", 1), (ROWS[1:], "", 1), (ROWS, "", 0), ((), "", 0), (ROWS, BROKEN, 0)],
+)
+def test_the_emptiest_gpu_is_found_without_pytorch(
+    machine: Machine, rows: Sequence[Row], first: str, number: int
+) -> None:
+    """Of several types the first is taken."""
+    machine(*rows, signs=DRIVER, first=first or "pass", first_of_torch="1 / 0")
+    assert emptiest_gpu() == number
+
+
+@for_each(
+    ("visible", "order", "rows", "warns"),
+    [
+        ("1,0", "", ROWS, True),
+        ("1", "PCI_BUS_ID", ROWS, False),
+        ("GPU-aa11", "", ROWS, False),
+        ("1", "", ROWS[1:], False),
+        (None, "", ROWS, False),
+    ],
+)
+def test_numbers_that_mean_other_gpus_elsewhere_are_told(
+    machine: Machine,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    visible: str | None,
+    order: str,
+    rows: Sequence[Row],
+    warns: bool,
+) -> None:
+    machine(*rows, visible=visible)
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", order)
+    caplog.clear()
+    list_devices()
+    assert ("numbers the GPUs by the PCI bus" in caplog.text) == warns
 
 
 LOADED = r"^NVIDIA's driver is loaded and "

@@ -114,7 +114,7 @@ def main(rank: int, secret: str, kind: str) -> None:
     )
     try:
         meeting = group.Rendezvous(context, 2, 20)
-        group.agree_on_kind(meeting, "cpu")
+        group.agree_on_devices(meeting, "cpu")
         joined = group.join_group(meeting, "cpu", trainer=0)
         print("joined", group.all_gather_objects(joined.group, str(rank).encode()), flush=True)
     except (RuntimeError, DisagreementError) as error:

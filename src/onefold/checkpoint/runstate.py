@@ -65,6 +65,7 @@ class RunState:
         self._optimizer, self._rules = engine.context.update.optimizer, engine.rules
         self._microbatches = engine.microbatches
         self._parts = engine.context.replicas[0].parts
+        self._own_names = list(map(own_name, self._parts.named))
         self._trained: dict[str, list[str]] = {}
         """For each loss, which parameters required a gradient as its last step began."""
         self._trained_then: dict[str, list[str]] = {}
@@ -220,8 +221,8 @@ class RunState:
 
     def note_step(self, loss: str) -> None:
         """Note which parameters the step of a loss trains; warn once if others were trained."""
-        flags = zip(self._parts.named, self._parts.trainable(), strict=True)
-        now = self._trained[loss] = [own_name(name) for name, required in flags if required]
+        flags = zip(self._own_names, self._parts.trainable(), strict=True)
+        now = self._trained[loss] = [name for name, required in flags if required]
         then = self._trained_then.pop(loss, now)
         if then == now:
             return

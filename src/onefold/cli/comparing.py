@@ -23,7 +23,7 @@ from rich.console import Console
 
 from onefold.cli.replay import Rerun
 from onefold.errors import LaunchError
-from onefold.record import Record, shards_of
+from onefold.record import Record, alike, shards_of
 from onefold.record.entries import Begun, BlockEntry, Result, StepEntry
 from onefold.record.findings import Findings, ShardFinding
 from onefold.system.ownfiles import PrivateFolder
@@ -55,9 +55,7 @@ def first_difference(one: Record, two: Record) -> FirstDifference | None:
     if ones.keys() != twos.keys():
         return FirstDifference(0, [], f"the runs have {_range(ones)}, and {_range(twos)}")
     for kind, name in ((Result, "results"), (BlockEntry, "blocks of trainer.modifying")):
-        pair = [
-            [each for each in record.entries if isinstance(each, kind)] for record in (one, two)
-        ]
+        pair = [alike(record, kind) for record in (one, two)]
         for first, second in zip(*pair, strict=False):
             if (first.step, first.digest) != (second.step, second.digest):
                 what = getattr(first, "call", "a block of trainer.modifying")

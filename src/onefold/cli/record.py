@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from onefold.record import Record, shards_of
-from onefold.record.entries import Begun, StepEntry
+from onefold.record.entries import Begun, Result, StepEntry
 
 __all__ = ["show_record"]
 
@@ -29,22 +29,28 @@ def show_record(run: Path, *, as_json: bool, step: int | None) -> None:
     record = Record(run)
     entries = record.entries if step is None else [record.step(step)]
     if as_json:
+        results = iter(record.results)
         for entry in entries:
-            print(json.dumps(_plain(entry), allow_nan=False))
+            # What a call returned, in place of the bytes that it is kept as.
+            value = {"value": next(results)["value"]} if isinstance(entry, Result) else {}
+            print(json.dumps(_plain(entry, value), allow_nan=False))
     elif step is None:
         _show(record)
     else:
         _show_step(record.step(step))
 
 
-def _plain(entry: Any) -> dict[str, Any]:
-    """An entry as JSON has it: numbers that are not finite are null, bytes are their number."""
+def _plain(entry: Any, value: dict[str, Any]) -> dict[str, Any]:
+    """An entry as JSON has it: numbers that are not finite are null, bytes are their number.
+
+    Tensors and arrays are their dtype and shape.
+    """
     found = {"kind": entry.__struct_config__.tag}
     found |= {name: getattr(entry, name) for name in entry.__struct_fields__}
     if isinstance(entry, StepEntry):
         names = ("totals", "weights", "digests")
         found |= dict(zip(names, (each.tolist() for each in shards_of(entry)), strict=True))
-    return {name: _finite(value) for name, value in found.items()}
+    return {name: _finite(each) for name, each in {**found, **value}.items()}
 
 
 def _finite(value: Any) -> Any:
@@ -56,6 +62,8 @@ def _finite(value: Any) -> Any:
         return [_finite(each) for each in value]
     if isinstance(value, dict):
         return {name: _finite(each) for name, each in value.items()}
+    if hasattr(value, "dtype"):
+        return {"dtype": str(value.dtype), "shape": list(value.shape)}
     return value
 
 

@@ -23,7 +23,7 @@ from rich.table import Table
 
 from onefold import Outcome, RunOptions, select_devices, supervise
 from onefold.cli.verify import Way
-from onefold.record import Record
+from onefold.record import Record, alike
 from onefold.record.entries import BlockEntry, Result, StepEntry
 from onefold.system.ownfiles import PrivateFolder
 from onefold.system.process import STOPPED_CODE
@@ -108,11 +108,7 @@ class _Runs:
         folder = self._folder / name
         record = Record(folder)
         last = folder / str(record.checkpoints["folder"][-1]) / "run.json"
-        kept = [
-            entry
-            for entry in record.entries
-            if isinstance(entry, _ENTRIES) and getattr(entry, "call", "") != "trainer.gather"
-        ]
+        kept = alike(record, StepEntry, Result, BlockEntry)
         return str(json.loads(last.read_text())["fingerprint"]), kept
 
     def _run(self, name: str, way: Way, *, stops_after: int) -> Outcome:

@@ -44,6 +44,8 @@ _NAMED = 8
 """The most samples, or tensors, that an error lists."""
 _FRESH_BYTES = 512
 """On a GPU PyTorch begins every tensor of its own at a multiple of it."""
+_LEAST_PINNED_BYTES = 1 << 16
+"""What is smaller than this goes to a GPU with the command that copies it."""
 _WIDTHS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 """For each width in bytes a dtype that NumPy can read in place of one that it lacks."""
 
@@ -293,6 +295,10 @@ def as_if_copied(leaf: torch.Tensor) -> torch.Tensor:
 
 
 def _moved(leaf: torch.Tensor, device: torch.device) -> torch.Tensor:
+    leaves_host = leaf.device.type == "cpu" != device.type
+    if leaves_host and leaf.layout is torch.strided and leaf.nbytes >= _LEAST_PINNED_BYTES:
+        # From other memory the host would wait for the copy, and for what was queued before it.
+        leaf = leaf.pin_memory()
     moved = leaf.to(device, non_blocking=True)
     return as_if_copied(leaf) if moved is leaf and device.type != "cpu" else moved
 

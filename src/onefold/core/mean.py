@@ -32,9 +32,20 @@ from typing import Any, ClassVar, Literal, NoReturn, Self, TypeVar
 import torch
 
 from onefold.errors import LossError
+from onefold.system.accelerator import HostCopy
 from onefold.system.compat import version_of
 
-__all__ = ["PASS", "Contribution", "LossTerms", "Mean", "Sum", "seeing_whole_batch", "weigh"]
+__all__ = [
+    "PASS",
+    "Contribution",
+    "LateWeight",
+    "LossTerms",
+    "Mean",
+    "Sum",
+    "known",
+    "seeing_whole_batch",
+    "weigh",
+]
 
 Kind = Literal["mean", "sum", "means"]
 
@@ -239,6 +250,31 @@ def _with_whole(term: _Term, value: torch.Tensor) -> _Term:
     return term
 
 
+class LateWeight:
+    """A weight on an accelerator, on its way to the host while backward is queued.
+
+    Args:
+        weight: of one element.
+        what: what the value is called in errors.
+    """
+
+    def __init__(self, weight: torch.Tensor, what: str) -> None:
+        self._copy, self._what = HostCopy(weight.detach()), what
+
+    def read(self) -> float:
+        """Wait for it.
+
+        Raises:
+            LossError: it is negative or not finite.
+        """
+        return _checked(float(self._copy.read()), self._what)
+
+
+def known(weight: float | LateWeight) -> float:
+    """A weight as a number; on an accelerator this may wait for it."""
+    return weight.read() if isinstance(weight, LateWeight) else weight
+
+
 @dataclass(frozen=True, slots=True)
 class Contribution:
     """One shard's part of a value over the whole batch.
@@ -252,7 +288,7 @@ class Contribution:
     """(n,) or (): what backward starts from; for ``means`` the undivided sum of the terms."""
     share: float
     """Weight of one element of ``root`` in the total: 1, or n if ``root`` is a mean over n."""
-    weight: float
+    weight: float | LateWeight
     """The shard's part of the divisor; 1 for ``sum``, never added up; NaN for ``means``."""
     kind: Kind = "mean"
     """Whether it is divided by the batch's weight, by nothing, or each term by its own weight."""
@@ -264,9 +300,14 @@ class Contribution:
         """Everything that has a divisor of its own: the terms, or else this contribution itself."""
         return self.terms or (self,)
 
-    def kinds_and_weights(self) -> list[tuple[str, float]]:
+    def kinds_and_weights(self) -> list[tuple[str, float | LateWeight]]:
         """The kind and the weight of each of ``parts``."""
         return [(part.kind, part.weight) for part in self.parts]
+
+    @property
+    def known_weight(self) -> float:
+        """The weight; on an accelerator this may wait for it."""
+        return known(self.weight)
 
     def without_graph(self) -> Contribution:
         """Drop the graph of a loss, and its terms, and keep its values."""
@@ -354,7 +395,7 @@ def _seed(share: float, divisor: float, dtype: torch.dtype, device: torch.device
     return torch.full((), share, dtype=dtype, device=device) / divisor
 
 
-def weigh(result: object, samples: int, what: str) -> Contribution:
+def weigh(result: object, samples: int, what: str, *, late: bool = False) -> Contribution:
     """Read what a user's function returned for a shard of ``samples`` samples.
 
     Args:
@@ -362,15 +403,16 @@ def weigh(result: object, samples: int, what: str) -> Contribution:
             or several of the latter two added up.
         samples: n, at least 1.
         what: what the value is called in errors, such as ``the loss of shard 3 in step 7``.
+        late: whether a weight on an accelerator may be read later, as `LateWeight`.
 
     Raises:
         LossError: the result is anything else, or a weight is negative, infinite or has a gradient.
     """
     if not isinstance(result, torch.Tensor):
         if isinstance(result, Mean | Sum):
-            return _weigh_term(result, what)
+            return _weigh_term(result, what, late=late)
         if isinstance(result, LossTerms):
-            return _weigh_terms(result, what)
+            return _weigh_terms(result, what, late=late)
         raise LossError(
             f"{what}: expected a tensor of shape ({samples},), a scalar tensor, onefold.Mean or "
             f"onefold.Sum, got {type(result).__name__}. Return the tensor itself, not .item()"
@@ -396,7 +438,7 @@ def weigh(result: object, samples: int, what: str) -> Contribution:
     )
 
 
-def _weigh_terms(means: LossTerms, what: str) -> Contribution:
+def _weigh_terms(means: LossTerms, what: str, *, late: bool) -> Contribution:
     terms = means.terms if isinstance(means.terms, tuple) else ()
     if not terms or not all(isinstance(term, Mean | Sum) for term in terms):
         raise LossError(
@@ -405,10 +447,11 @@ def _weigh_terms(means: LossTerms, what: str) -> Contribution:
         )
     # Errors count terms from 1, in the order in which the user added them.
     parts = [
-        _weigh_term(term, f"{what}, term {number}") for number, term in enumerate(means.terms, 1)
+        _weigh_term(term, f"{what}, term {number}", late=late)
+        for number, term in enumerate(means.terms, 1)
     ]
     whole = _untouched(means)
-    if whole is not None and all(part.weight for part in parts):
+    if whole is not None and all(part.known_weight for part in parts):
         return Contribution(whole, share=1.0, weight=1.0, kind="sum")
     root = functools.reduce(torch.add, (part.root for part in parts))
     return Contribution(root, share=1.0, weight=math.nan, kind="means", terms=tuple(parts))
@@ -423,24 +466,31 @@ def _untouched(term: Mean | LossTerms) -> torch.Tensor | None:
     return term._whole
 
 
-def _weigh_term(term: Mean | Sum, what: str) -> Contribution:
+def _weigh_term(term: Mean | Sum, what: str, *, late: bool = False) -> Contribution:
     name = type(term).__name__
     if not isinstance(term.total, torch.Tensor) or term.total.dim() != 0:
         came = tuple(term.total.shape) if isinstance(term.total, torch.Tensor) else term.total
         raise LossError(f"{what}: the total of onefold.{name} must be a scalar tensor, got {came}")
     if isinstance(term, Sum):
         return Contribution(root=term.total, share=1.0, weight=1.0, kind="sum")
-    # A weight on a GPU is waited for here: it must be known to be valid before backward begins.
-    weight = _number(term.weight, what)
-    if not 0 <= weight < float("inf"):
-        raise LossError(f"{what}: the weight of onefold.Mean must be finite and >= 0, got {weight}")
+    number = _number(term.weight, what)
+    if late and isinstance(number, torch.Tensor) and number.device.type != "cpu":
+        return Contribution(root=term.total, share=1.0, weight=LateWeight(number, what))
+    # A weight on a GPU is waited for here.
+    weight = _checked(float(number), what)
     whole = _untouched(term) if weight else None
     if whole is not None:
         return Contribution(root=whole, share=1.0, weight=1.0)
     return Contribution(root=term.total, share=1.0, weight=weight)
 
 
-def _number(weight: object, what: str) -> float:
+def _checked(weight: float, what: str) -> float:
+    if not 0 <= weight < float("inf"):
+        raise LossError(f"{what}: the weight of onefold.Mean must be finite and >= 0, got {weight}")
+    return weight
+
+
+def _number(weight: object, what: str) -> float | torch.Tensor:
     # A bool is refused, of Python as of tensors: a mask was passed where its sum was intended.
     if isinstance(weight, torch.Tensor):
         if weight.requires_grad:
@@ -450,7 +500,7 @@ def _number(weight: object, what: str) -> float:
                 f"shards are done. If the weight is to count as a constant: weight.detach()"
             )
         if weight.numel() == 1 and weight.dtype != torch.bool and not weight.is_complex():
-            return float(weight)
+            return weight
         came = f"{tuple(weight.shape)} {weight.dtype}"
     elif isinstance(weight, Real) and not isinstance(weight, bool):
         return float(weight)

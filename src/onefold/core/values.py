@@ -53,7 +53,7 @@ import torch
 
 from onefold.core.calldigest import checksum
 from onefold.core.fold import fold_shards
-from onefold.core.mean import Contribution, LossTerms, Mean, detached, weigh
+from onefold.core.mean import Contribution, LateWeight, LossTerms, Mean, detached, known, weigh
 from onefold.errors import DisagreementError, LossError
 
 __all__ = [
@@ -364,7 +364,7 @@ def _term_of(
             waiting, weight = weight.reshape(()).double(), torch.ones(())
         term = Mean(term.total, weight)
     part = weigh(term, samples, what)
-    return part.kind != "sum", part.total(), part.weight if waiting is None else waiting
+    return part.kind != "sum", part.total(), part.known_weight if waiting is None else waiting
 
 
 def _numbers(pairs: Sequence[tuple[torch.Tensor, torch.Tensor | float]]) -> torch.Tensor:
@@ -411,7 +411,7 @@ class ShardResult:
     if they have been handed over stage by stage."""
     total: torch.Tensor | None
     """() float64: the shard's part of the loss; None until a loss of several terms has divisors."""
-    weight: float
+    weight: float | LateWeight
     """The shard's part of the divisor, or a code below 0: see `onefold.core.values`."""
     buffers: ChangedBuffers | None = None
     """The buffers that the shard changed; None if it changed none."""
@@ -426,6 +426,11 @@ class ShardResult:
 
     digest: int | torch.Tensor | None = None
     """() int64: of a sample of the gradient; None where none was asked for, or there is none."""
+
+    @property
+    def known_weight(self) -> float:
+        """The weight; on an accelerator this may wait for it."""
+        return known(self.weight)
 
     @property
     def gave(self) -> Sequence[bool]:
@@ -464,7 +469,7 @@ class StepWeight:
     """Whether a shard has handed over a stage too early; then sums are not complete."""
 
 
-def code_of(part: Contribution) -> float:
+def code_of(part: Contribution) -> float | LateWeight:
     """A shard's entry among the table's weights: its weight, or a code below 0."""
     if part.kind == "means":
         # One below SUM for a single term, so that no code is SUM itself.

@@ -152,7 +152,7 @@ def _value(tree: Any, rest: BytesIO) -> Any:
         case ["tensor", name, shape] if isinstance(getattr(torch, name), torch.dtype):
             tensor = torch.empty(shape, dtype=getattr(torch, name))
             memory = bits_of(tensor).numpy()
-            memory[:] = np.frombuffer(rest.read(memory.size), np.uint8)
+            memory[:] = np.frombuffer(rest.read(memory.size), np.uint8).reshape(memory.shape)
             return tensor
         case ["array" | "scalar" as kind, name, shape] if np.dtype(name).kind in _KINDS:
             dtype = np.dtype(name)

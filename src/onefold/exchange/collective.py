@@ -237,10 +237,14 @@ class GroupTransport(Transport):
 
     def close(self, failure: BaseException | None = None) -> None:
         # The group's threads end with its last reference; let that be while Python still runs.
-        self._joined = None
+        group, self._joined = self._joined, None
         self._watch.close()
         if failure is None:
             return
+        if group is not None and self.device.type != "cpu":
+            # What is queued behind a message that never comes would keep the device for ever, and
+            # with it a script that saves its model after the error.
+            group.abort()
         told = Failure.of(failure, device=self.rank, step=self.step)
         self._failure = self._failure or told.words
         break_off()

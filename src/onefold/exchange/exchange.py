@@ -72,7 +72,12 @@ class Exchange:
         self.memory.publish(device, slot, gradients)
 
     def collect(self, plan: Plan) -> None:
-        """Wait until every device has published, and add up this process's partitions."""
+        """Wait until every device has published, and add up this process's partitions.
+
+        Raises:
+            LossError: a weight that an accelerator has computed is negative or not finite.
+        """
+        self.table.await_weights()
         self.reduction.collect(plan)
 
     def totals(self, device: int) -> Sequence[torch.Tensor | None]:

@@ -56,7 +56,7 @@ from onefold.system.compat import Groups
 __all__ = [
     "Joined",
     "Rendezvous",
-    "agree_on_kind",
+    "agree_on_devices",
     "agree_on_name",
     "all_gather_objects",
     "break_off",
@@ -162,26 +162,35 @@ class Rendezvous:
         return [refuse_sealed(key, store.get(key)).decode() for key in keys.values()]
 
 
-def agree_on_kind(meeting: Rendezvous, kind: str) -> None:
-    """Compare the kinds of device of all processes, before anything else joins them.
+def agree_on_devices(meeting: Rendezvous, kind: str, card: str = "") -> None:
+    """Compare the devices of all processes, before anything else joins them.
 
-    Otherwise processes of two kinds would wait for each other in different exchanges or backends.
+    Processes of two kinds would wait for each other in different exchanges or backends, and NCCL
+    refuses two processes on one card, in words that name neither.
 
     Args:
         meeting: of all processes.
         kind: of this process's device: ``cpu``, ``cuda``, or that of another accelerator.
+        card: which one it is, alike in all processes that see it; empty where nobody knows.
 
     Raises:
-        DisagreementError: a process computes on another kind of device.
+        DisagreementError: a process computes on another kind of device, or two on one card.
         PeerTimeout: a process did not join in time.
     """
-    kinds = meeting.all_gather("kind", kind)
+    texts = meeting.all_gather("kind", f"{kind} {card}")
+    kinds, cards = zip(*(text.split(" ", 1) for text in texts), strict=True)
     for rank, other in enumerate(kinds):
         if other != kinds[0]:
             raise DisagreementError(
                 f"device {rank} computes on {other} and device 0 on {kinds[0]}: the devices of a "
                 f"run must be of one kind. Check that every process sees its GPUs "
                 f"(CUDA_VISIBLE_DEVICES), or hide them from all"
+            )
+        if cards[rank] and (first := cards.index(cards[rank])) < rank:
+            raise DisagreementError(
+                f"devices {first} and {rank} are one card, or parts of one ({cards[rank]}): "
+                f"expected a card for each process. Start fewer processes; one process can drive "
+                f"several devices of a card, by Trainer(devices=[...])"
             )
 
 

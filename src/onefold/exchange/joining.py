@@ -29,8 +29,9 @@ from onefold.core.fold import Published
 from onefold.core.shard import Plan
 from onefold.core.storage import Storage
 from onefold.exchange.collective import GroupTransport
+from onefold.exchange.connections import host_identity
 from onefold.exchange.exchange import Exchange
-from onefold.exchange.group import Rendezvous, agree_on_kind, agree_on_name, join_group
+from onefold.exchange.group import Rendezvous, agree_on_devices, agree_on_name, join_group
 from onefold.exchange.mailbox import Mailbox, connected
 from onefold.exchange.memory import AsGiven, Memory, Partial, Start
 from onefold.exchange.private import GroupStageExchange, PrivateMemory
@@ -39,6 +40,7 @@ from onefold.exchange.reduction import BlockReduction, StageReduction
 from onefold.exchange.shared import HostMemory, HostStageExchange, HostTransport
 from onefold.exchange.stageexchange import LocalStageExchange, StageExchange
 from onefold.exchange.transport import Alone, Transport
+from onefold.system import accelerator
 from onefold.system.allocator import DEFAULT_ALLOCATOR, TensorAllocator
 
 __all__ = ["exchange_over", "has_memory_in_common", "join"]
@@ -82,7 +84,7 @@ def join(
     if (context.launcher == "torch" or not shares) and not context.network:
         # Under PyTorch's launcher each process has chosen its device by itself. Compared before the
         # branch below, or processes of two kinds would wait in two different exchanges.
-        agree_on_kind(meeting, kind)
+        agree_on_devices(meeting, kind, _card_of(devices))
     if context.options.exchange == "shared" and not shares:
         raise ValueError(
             "the shared exchange is for CPU processes of one host; use --exchange collective"
@@ -101,6 +103,12 @@ def join(
     except BaseException as error:
         transport.close(error)
         raise
+
+
+def _card_of(devices: Devices) -> str:
+    """The card that this process drives, on whichever machine it is; empty for a processor."""
+    card = accelerator.card_of(devices.all[devices.own[0]])
+    return card and f"{card} of {host_identity()}"
 
 
 def has_memory_in_common(devices: Devices) -> bool:

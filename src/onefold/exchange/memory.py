@@ -189,10 +189,12 @@ class AsGiven:
     def __init__(self, layout: Layout) -> None:
         self._entries = layout.entries
         self._gradients: Sequence[torch.Tensor | None] = ()
+        self._cut: dict[int, tuple[torch.Tensor, ...]] = {}
+        """The pieces of an entry that is cut, by its number: made at once, which takes a call."""
 
     def write(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Take over one gradient for each entry, shaped like it; None where no shard gave one."""
-        self._gradients = gradients
+        self._gradients, self._cut = gradients, {}
 
     def chunk(self, chunk: Chunk) -> torch.Tensor:
         """Refuse: a single partial sum is added to nothing, so nobody asks for its chunks."""
@@ -203,11 +205,16 @@ class AsGiven:
         gradient = self._gradients[piece.entry]
         if gradient is None or piece.whole:
             return gradient
-        return cut_piece(gradient, piece, self._entries[piece.entry])
+        if piece.start == 0:  # all but the last are as long as the first
+            laid = laid_out(gradient, self._entries[piece.entry].stride)
+            self._cut[piece.entry] = torch.split(storage_order(laid), piece.numel)
+        if (cut := self._cut.get(piece.entry)) is None:
+            return cut_piece(gradient, piece, self._entries[piece.entry])
+        return cut[piece.start // cut[0].numel()]
 
     def release(self) -> None:
         """Drop the gradients taken over by `write`."""
-        self._gradients = ()
+        self._gradients, self._cut = (), {}
 
 
 def cut_piece(gradient: torch.Tensor, piece: Piece, entry: Entry) -> torch.Tensor:

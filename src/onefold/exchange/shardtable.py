@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from onefold.core.flat import FlatTensors
+from onefold.core.mean import LateWeight
 from onefold.core.shard import runs_of
 from onefold.core.storage import Storage
 from onefold.core.values import ChangedBuffers, ShardResult, ShardValues
@@ -67,6 +68,7 @@ class ShardTable:
         """(V,) float64: each shard's part of the loss."""
         self.digests = self.numbers.view(torch.int64)[:, 1]
         """(V,) int64: of a sample of each shard's gradient, where the run is recorded; else 0."""
+        self._late: dict[int, LateWeight] = {}
         self.on_host = computed.device.type == "cpu"
         """Whether what the devices compute lies on the host, too."""
         self._host_numbers = self.numbers.numpy() if self.on_host else None
@@ -116,13 +118,17 @@ class ShardTable:
                 self._host_numbers[rows] = 0.0
             else:
                 self.numbers[rows].zero_()
-        if self.given:
-            for shard in shards:
-                self.given.pop(shard, None)
+        for kept in (self.given, self._late):
+            for shard in shards if kept else ():
+                kept.pop(shard, None)
 
     def record(self, device: int, shard: int, result: ShardResult) -> None:
         """Record what a shard gave, besides its gradients."""
-        self.weights[shard], self.left_out[shard] = result.weight, result.left_out
+        if isinstance(result.weight, LateWeight):
+            self._late[shard] = result.weight
+        else:
+            self.weights[shard] = result.weight
+        self.left_out[shard] = result.left_out
         if result.total is not None:
             self.set_total(shard, result.total)
         if result.digest is not None:
@@ -138,6 +144,16 @@ class ShardTable:
             self._record_buffers(shard, result.buffers)
         if result.values is not None:
             self._record_values(shard, result.values)
+
+    def await_weights(self) -> None:
+        """Read the weights that accelerators have computed, now that all passes are queued.
+
+        Raises:
+            LossError: one is negative or not finite.
+        """
+        for shard, weight in self._late.items():
+            self.weights[shard] = weight.read()
+        self._late.clear()
 
     def _record_values(self, shard: int, values: ShardValues) -> None:
         self.kinds[shard], self.given[shard] = values.kind, values

@@ -2,9 +2,9 @@
 
 ``config.toml`` holds all options, ``run.json`` what the run is and its best epoch, ``scan.json``
 what the look through the data's files found, so that a run that resumes need not read them all
-again, ``metrics.jsonl`` a line every few steps and every epoch, ``tensorboard/`` the same as
-events, ``checkpoints/`` the last and the best state, ``examples.json`` and ``pictures/`` what the
-report shows, ``report.html`` the report. Only the lead writes.
+again, ``run.record`` every step and evaluation (see `onefold.Record`), ``tensorboard/`` their
+numbers as events, ``checkpoints/`` the last and the best state, ``examples.json`` and ``pictures/``
+what the report shows, ``report.html`` the report. Only the lead writes.
 
 Note: whom the folder is protected from
 ---------------------------------------
@@ -20,22 +20,20 @@ from __future__ import annotations
 import errno
 import importlib.util
 import json
-import logging
 import math
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
 from onefold.errors import DataError, LaunchError, OnefoldError
 from onefold.jobs.options import TrainOptions, write_config
 from onefold.system.folderlock import FolderLock
-from onefold.system.ownfiles import aside_of, open_plain, parse_json, read_plain, write_whole
-from onefold.system.record import append_line
+from onefold.system.ownfiles import aside_of, parse_json, read_plain, write_whole
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -43,6 +41,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CHECKPOINTS",
     "CONFIG",
+    "FAULTS",
     "RUN",
     "SCAN",
     "RunFolder",
@@ -50,7 +49,6 @@ __all__ = [
     "check_folder",
     "kept_facts",
     "next_name",
-    "read_lines",
     "read_object",
     "read_run",
     "require_room",
@@ -65,13 +63,10 @@ RUN = "run.json"
 SCAN = "scan.json"
 _INSTEAD = "give this run another --name"
 
-_log = logging.getLogger("onefold")
 _TRIED_BYTES = 4096
-_LINE_BYTES = 1 << 20
 _LARGEST = 224
 """The longer side of a report's pictures, in pixels at most."""
-_AnyLine = TypeVar("_AnyLine")
-_ERRORS = (AttributeError, LookupError, OSError, OverflowError, TypeError, ValueError)
+FAULTS = ArithmeticError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError
 """What facts of another kind than expected may raise."""
 
 
@@ -198,46 +193,10 @@ def kept_facts(folder: Path) -> Iterator[None]:
     except OnefoldError:
         # Before the others: some of ours are a ValueError as well, and have better words.
         raise
-    except _ERRORS as error:
+    except FAULTS as error:
         raise DataError(
             f"{folder / RUN}: expected what the run has kept of its model, got {error!r}"
         ) from error
-
-
-class _Line(msgspec.Struct):
-    """What every line of the metrics has."""
-
-    kind: Literal["epoch", "steps"]
-    epoch: int
-    step: int
-
-
-def read_lines(path: Path, read: Callable[[Any], _AnyLine]) -> tuple[list[_AnyLine], int]:
-    """Read the lines of a run's metrics; none if there are none yet.
-
-    Args:
-        path: path of the file.
-        read: what makes a line of JSON of it; it raises ValueError if it cannot.
-
-    Returns:
-        The lines, and how many were left out because they are cut off or damaged.
-    """
-    found: list[_AnyLine] = []
-    left_out = 0
-    with suppress(FileNotFoundError), open_plain(path) as file:
-        # A bounded piece at a time: a file without any line end would fill the memory.
-        while line := file.readline(_LINE_BYTES):
-            try:
-                found.append(read(parse_json(line)))
-            except ValueError:
-                left_out += 1
-    return found, left_out
-
-
-def _checked(line: Any) -> dict[str, Any]:
-    msgspec.convert(line, _Line)
-    checked: dict[str, Any] = line
-    return checked
 
 
 class RunFolder:
@@ -268,27 +227,11 @@ class RunFolder:
             write_whole(self.path / name, content.encode())
         write_config(options, job, self.path / CONFIG)
 
-    def go_on(self, options: TrainOptions, job: str, *, steps: int, epochs: int) -> None:
-        """Resume the run: remove the metrics of what came after the checkpoint.
-
-        Args:
-            options: the options of the resumed run.
-            job: the job of the run.
-            steps: how many steps were done at the checkpoint.
-            epochs: how many epochs were done there, with their evaluations.
-        """
+    def go_on(self, options: TrainOptions, job: str) -> None:
+        """Resume the run, with other options perhaps."""
         if not self._is_lead:
             return
         self._lock.take()
-        # Those steps are made again, and would stand there twice. Epochs are counted by themselves,
-        # as a checkpoint at an epoch's last step may come before the evaluation.
-        lines = [
-            line
-            for line in self.lines()
-            if (line["epoch"] < epochs if line["kind"] == "epoch" else line["step"] <= steps)
-        ]
-        text = "".join(json.dumps(line) + "\n" for line in lines)
-        write_whole(self._metrics, text.encode())
         # There is none if the run was stopped right after its folder had been made.
         if (self.path / RUN).is_file():
             self._said = read_run(self.path)
@@ -317,22 +260,11 @@ class RunFolder:
             self._said.update(facts)
             write_whole(self.path / RUN, json.dumps(_finite(self._said), indent=1).encode())
 
-    def add(self, line: dict[str, Any]) -> None:
-        """Append a line to the metrics, and the same to the events."""
-        if not self._is_lead:
-            return
-        # The file is opened for each line: nothing is left in a buffer when the run is killed.
-        append_line(self._metrics, _finite(line))
+    def add_events(self, where: str, step: int, numbers: Mapping[str, float]) -> None:
+        """Add numbers to the events, each by the name ``WHERE/NAME``."""
         if self._events is not None:
-            for name, value in _scalars(line):
-                self._events.add_scalar(name, value, line["step"])
-
-    def lines(self) -> list[dict[str, Any]]:
-        """The metrics so far, without lines that are cut off or damaged; a warning counts these."""
-        found, left_out = read_lines(self._metrics, _checked)
-        if left_out:
-            _log.warning("%s: left out %d lines, cut off or damaged", self._metrics, left_out)
-        return found
+            for name, value in numbers.items():
+                self._events.add_scalar(f"{where}/{name}", value, step)
 
     def keep_scan(self, scan: str) -> None:
         """Record what the look through the data's files found."""
@@ -370,10 +302,6 @@ class RunFolder:
         """Folder of the last and the best checkpoint."""
         return self.path / CHECKPOINTS
 
-    @property
-    def _metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
 
 def _finite(value: Any) -> Any:
     """Replace NaN and infinities by None, at any depth."""
@@ -383,12 +311,3 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(part) for part in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _scalars(line: dict[str, Any]) -> Iterable[tuple[str, float]]:
-    where = "train" if line["kind"] == "steps" else "epoch"
-    for name in ("loss", "lr", "samples_per_s", "train_s", "evaluate_s"):
-        if name in line:
-            yield f"{where}/{name}", line[name]
-    for name, value in line.get("scores", {}).items():
-        yield f"test/{name}", value

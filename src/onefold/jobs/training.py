@@ -9,17 +9,18 @@ each.
 
 Note: what an end at any point leaves
 -------------------------------------
-Only the checkpoints decide where a run resumes; ``metrics.jsonl`` and ``run.json`` follow them.
-A line of metrics is written before the checkpoint that counts it, so no line can be missing, and
-`RunFolder.go_on` removes those that came after the checkpoint. ``run.json`` names the best
-checkpoint only once that is on the disk; what it named before may be gone by then, and
+Only the checkpoints decide where a run resumes; ``run.record`` and ``run.json`` follow them. A
+checkpoint counts the entries of the record that it has seen, and those that came after it count no
+more once the run has resumed. The scores and times of an epoch are in the record before the
+checkpoint that ends the epoch, so none can be missing. ``run.json`` names the best checkpoint only
+once that is on the disk; what it named before may be gone by then, and
 `onefold.jobs.finetune.best_checkpoint` then looks for the best that is there.
 
 Note: when a loss is read
 -------------------------
 To read the loss of a step, Python must wait until the GPU has computed it, and meanwhile queues
 no further work. So steps are only collected, and read together every half a second, for a line of
-metrics, or for a checkpoint. The order in which they are added up stays that of the steps.
+events, or for a checkpoint. The order in which they are added up stays that of the steps.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ __all__ = ["Task", "begin_training"]
 
 _log = logging.getLogger("onefold")
 _LINES = 20
-"""Lines of metrics in an epoch, besides that of the epoch itself."""
+"""How often an epoch's numbers become events, besides those of the epoch as a whole."""
 _FEW_STEPS = 100
 """With fewer steps in all, hardly anything is learnt."""
 
@@ -208,8 +209,8 @@ class Training:
 
     def _begin(self) -> None:
         """Create the folder, or load its last checkpoint."""
-        # Loaded before the folder is touched: how much of the metrics stays depends on the step of
-        # the checkpoint. A run that was killed before its first one begins again, in its folder.
+        # Loaded before the folder is touched: what cannot be loaded changes nothing. A run that was
+        # killed before its first checkpoint begins again, in its folder.
         if self.options.resume:
             loaded = self.trainer.load(self.folder.checkpoints, if_any=True)
             if loaded is not None:
@@ -219,8 +220,7 @@ class Training:
 
     def _open_folder(self) -> None:
         if self.options.resume:
-            steps, epochs = self.trainer.steps, self.saved["epochs_done"]
-            self.folder.go_on(self.options, self.job, steps=steps, epochs=epochs)
+            self.folder.go_on(self.options, self.job)
         else:
             self.folder.create(self.options, self.job, self.task.files)
             self.folder.say(started=_now())
@@ -339,8 +339,7 @@ class Training:
             meter.add(step, rate)
             bar.advance(step, mean_loss=meter.mean_loss)
             if step.number % every == 0:
-                where = {"kind": "steps", "epoch": epoch, "step": step.number}
-                self.folder.add({**where, **meter.take_line()})
+                self.folder.add_events("train", step.number, meter.take_line())
             # The devices agreed on this in the step, so that all of them save now, or none does.
             stop = self.trainer.asked_to_stop
             if stop or step.number % self.options.save_every == 0:
@@ -354,22 +353,14 @@ class Training:
         # Taken before the evaluation, during which the clock runs on.
         training, task, start_s = meter.whole(), self.task, time.perf_counter()
         scores = self.trainer.evaluate(task.score, task.test_set, **self._reading)
-        names = [str(device) for device in self.trainer.devices]
-        phases = self.trainer.gather(meter.phases)
-        line = {
-            "kind": "epoch",
-            "epoch": epoch,
-            "step": self.trainer.steps,
-            **training,
-            "scores": scores,
-            "evaluate_s": time.perf_counter() - start_s,
-            "devices": [
-                {"device": name, **seconds} for name, seconds in zip(names, phases, strict=True)
-            ],
-        }
+        training["evaluate_s"] = time.perf_counter() - start_s
+        # The record keeps what both calls return: the report has the numbers of the epoch from it.
+        devices = self.trainer.gather({"epoch": epoch, **training, **meter.phases})
         # The checkpoint below holds the best so far; for the order of the rest, see the note.
         self._note_best(epoch, scores)
-        self.folder.add(line)
+        self.folder.add_events("epoch", self.trainer.steps, training)
+        self.folder.add_events("test", self.trainer.steps, scores)
+        line = {**devices[0], "epoch": epoch, "scores": scores, "devices": devices}
         bar.say(epoch_line(line, self.epochs))
         # The pass is over, so a run that resumes from here starts with the next epoch: it must find
         # this one counted, and nothing of it in its meter.
@@ -516,7 +507,7 @@ class Meter:
         return {"loss": self.mean_loss, "lr": rate, "train_s": train_s, "samples_per_s": speed}
 
     def take_line(self) -> dict[str, float]:
-        """Begin a new line of metrics; return the loss, speed and rate of the one that ends."""
+        """Begin a new line of events; return the loss, speed and rate of the one that ends."""
         self.look()
         total, samples = self._sums.pop("line_total", 0.0), self._sums.pop("line_samples", 0.0)
         now_s = time.perf_counter()

@@ -29,7 +29,7 @@ from onefold.record.entries import (
 )
 from onefold.record.frames import read_frames
 
-__all__ = ["FILE", "Record", "shards_of", "standing", "whole_run"]
+__all__ = ["FILE", "Record", "alike", "shards_of", "standing", "whole_run"]
 
 
 Table = dict[str, np.ndarray[Any, Any]]
@@ -85,8 +85,8 @@ class Record:
         """One row for each step.
 
         ``step``, ``epoch``, ``samples``, ``loss``, ``weight``, ``norm``, ``skipped``, ``name``,
-        ``rate.0`` for each group of the optimizer, ``value.NAME`` for what the loss returned beside
-        itself. What a step lacks is NaN.
+        ``time`` (in seconds since 1970), ``rate.0`` for each group of the optimizer, ``value.NAME``
+        for what the loss returned beside itself. What a step lacks is NaN.
         """
         rows = []
         for each in self._all(StepEntry):
@@ -162,7 +162,7 @@ class Record:
         return _table(map(structs.asdict, self._all(kind)), kind.__struct_fields__)
 
 
-_PLAIN = ("step", "epoch", "samples", "loss", "weight", "norm", "skipped", "name")
+_PLAIN = ("step", "epoch", "samples", "loss", "weight", "norm", "skipped", "name", "time")
 _OF_SHARDS = {
     "step": np.int64, "shard": np.int64, "total": np.float64, "weight": np.float64,
     "digest": np.uint64,
@@ -170,15 +170,14 @@ _OF_SHARDS = {
 
 
 def standing(entries: Iterable[Entry]) -> list[Entry]:
-    """Those entries that were not made again after a run was resumed from an earlier step."""
-    kept: list[Entry] = []
-    for entry in entries:
-        if isinstance(entry, Hang):
-            continue
-        if isinstance(entry, Begun):
-            del kept[entry.kept :]
-        kept.append(entry)
-    return kept
+    """Those entries that led to where the run is: it may have gone back, and forward again."""
+    counted = [each for each in entries if not isinstance(each, Hang)]
+    found: list[Entry] = []
+    end = len(counted)
+    while end:
+        found.append(entry := counted[end - 1])
+        end = min(entry.kept, end - 1) if isinstance(entry, Begun) else end - 1
+    return found[::-1]
 
 
 def whole_run(bodies: Sequence[bytes], kept: int) -> list[bytes]:
@@ -187,13 +186,24 @@ def whole_run(bodies: Sequence[bytes], kept: int) -> list[bytes]:
     Nothing where the record does not have all of it: it was begun later than the run, or the script
     has gone back by `Trainer.load`, or has used gradients that no record keeps.
     """
-    counted = standing(decode(body, "the record") for body in bodies)[:kept]
+    entries = [decode(body, "the record") for body in bodies]
+    seen = [entry for entry in entries if not isinstance(entry, Hang)][:kept]
+    counted = standing(seen)
     begins = [entry for entry in counted if isinstance(entry, Begun)]
-    if len(counted) < kept or begins[0].step > 0 or any(each.anew for each in begins):
+    if len(seen) < kept or begins[0].step > 0 or any(each.anew for each in begins):
         return []
     if any(isinstance(entry, StepEntry) and entry.gradient for entry in counted):
         return []
     return [encode(entry) for entry in counted]
+
+
+def alike(record: Record, *kinds: type[Any]) -> list[Any]:
+    """Entries of these kinds that do not depend on the devices, as what `gather` returns does."""
+    return [
+        each
+        for each in record.entries
+        if isinstance(each, kinds) and getattr(each, "call", "") != "trainer.gather"
+    ]
 
 
 def shards_of(entry: StepEntry) -> tuple[np.ndarray[Any, Any], ...]:

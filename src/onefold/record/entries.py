@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from onefold.errors import RecordError
 
@@ -64,7 +65,8 @@ class Begun(Struct, tag="begun", tag_field="kind", frozen=True, kw_only=True):
     """Whether no script could be answered from what was written before: it has gone back by
     `Trainer.load`, or something was changed on purpose."""
     kept: int = 0
-    """How many of the entries that counted still do: those that the checkpoint has seen."""
+    """How many of the entries before this one the checkpoint has seen; those that counted for it
+    count."""
 
 
 class StepEntry(Struct, tag="step", tag_field="kind", frozen=True, kw_only=True):
@@ -99,6 +101,14 @@ class StepEntry(Struct, tag="step", tag_field="kind", frozen=True, kw_only=True)
     """V float64: each shard's part of the divisor; below 0 where there is none."""
     digests: bytes = b""
     """V uint64: of the same sample of each shard's gradient."""
+    time: float = 0.0
+    """Seconds since 1970, when it was noted; 0 in records that have no times. Steps that differ in
+    nothing else are equal."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, StepEntry) and encode(replace(self, time=0.0)) == encode(
+            replace(other, time=0.0)
+        )
 
 
 class Failed(Struct, tag="failed", tag_field="kind", frozen=True, kw_only=True):

@@ -14,6 +14,7 @@ import logging
 import math
 import operator
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -26,13 +27,13 @@ from onefold.core import wire
 from onefold.core.assignment import Devices
 from onefold.core.batch import ShardedBatch
 from onefold.core.fold import fold_shards
-from onefold.record import standing
 from onefold.record.entries import (
     Audited,
     Begun,
     BlockEntry,
     Entry,
     Failed,
+    Hang,
     Result,
     SavedEntry,
     StepEntry,
@@ -61,6 +62,7 @@ class _Unwritten:
     """A step of which a device's numbers may be on their way."""
 
     step: Step
+    time: float
     gradient: bool
     place: list[tuple[int, int, int, int]]
     rates: list[float]
@@ -84,21 +86,19 @@ class Recorder:
     def __init__(self, path: Path, optimizer: torch.optim.Optimizer) -> None:
         self._writer, self._groups = FrameWriter(path), optimizer.param_groups
         before = [decode(body, f"{path}, frame {n}") for n, body in enumerate(self._writer.before)]
-        self._standing, self._is_lost = len(standing(before)), False
+        self._entries, self._is_lost = sum(not isinstance(each, Hang) for each in before), False
         self._held: _Unwritten | None = None
         self._rates: list[float] = []
 
     def note(self, entry: Audited | Begun | BlockEntry | Failed | SavedEntry) -> None:
         """Note an entry that is known as it is."""
         self._write_held()
-        if isinstance(entry, Begun):
-            self._standing = min(entry.kept, self._standing)
         self._append(entry)
 
     def note_checkpoint(self, step: int, folder: Path, line: str) -> int:
-        """Note that a checkpoint is begun; return how many entries count by now."""
+        """Note that a checkpoint is begun; return how many entries there are by now."""
         self.note(SavedEntry(step=step, folder=folder.name, line=line))
-        return 0 if self._is_lost else self._standing
+        return 0 if self._is_lost else self._entries
 
     def begin_step(self) -> None:
         """Note the learning rates of the step that begins: its schedule may move on with it."""
@@ -110,6 +110,7 @@ class Recorder:
         numbers, norm = step.outcome.numbers, step.outcome.norm
         self._held = _Unwritten(
             step=step,
+            time=time.time(),
             gradient=gradient,
             place=places_of(batch),
             rates=self._rates,
@@ -138,7 +139,7 @@ class Recorder:
             return
         try:
             self._writer.append(encode(entry))
-            self._standing += 1
+            self._entries += 1
         except OSError as error:
             # A full disk ends no run: it is recorded no further, and resumed without its record.
             self._is_lost = True
@@ -171,6 +172,7 @@ class Recorder:
             totals=totals.tobytes(),
             weights=np.array(step.outcome.weights).tobytes(),
             digests=numbers[:, 1].tobytes(),
+            time=held.time,
         )
         self._append(entry)
 

@@ -46,6 +46,7 @@ __all__ = [
     "current_context",
     "have_cublas_repeat",
     "have_private_caches",
+    "is_by_bus",
     "is_launched",
     "kernel_flags",
     "options_of",
@@ -272,6 +273,11 @@ def is_launched() -> bool:
 def visible_gpus() -> str | None:
     """The value of CUDA_VISIBLE_DEVICES, which limits the GPUs that programs see; None if unset."""
     return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
+def is_by_bus() -> bool:
+    """Whether CUDA numbers GPUs by the PCI bus, as the user has said, and not by their speed."""
+    return os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
 
 
 def allocator_chosen() -> bool:

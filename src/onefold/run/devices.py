@@ -14,6 +14,7 @@ launcher.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import subprocess
@@ -26,11 +27,20 @@ from pathlib import Path
 from typing import Any
 
 from onefold.errors import LaunchError
-from onefold.run.context import visible_gpus
+from onefold.run.context import is_by_bus, visible_gpus
 from onefold.system import cuda
 
-__all__ = ["DeviceInfo", "Selection", "cores", "list_devices", "select_devices"]
+__all__ = [
+    "DeviceInfo",
+    "Selection",
+    "cores",
+    "emptiest_gpu",
+    "list_devices",
+    "select_devices",
+]
 
+_log = logging.getLogger("onefold")
+_NUMBERS = re.compile(r"(^|,)\s*[0-9]")
 _DRIVER_LIMIT_S = 20
 _TORCH_LIMIT_S = 120
 _OTHERS = re.compile("[+]xpu|[+]rocm")
@@ -135,6 +145,20 @@ def select_devices(choice: int | str | Sequence[str]) -> Selection:
     return Selection(names)
 
 
+def emptiest_gpu() -> int:
+    """The number of the GPU with the most free memory, without a context on any other.
+
+    Where GPUs are of several types, it is the first, which is the fastest.
+    """
+    try:
+        gpus = _gpus()
+    except LaunchError:  # whoever uses the GPU is told why
+        return 0
+    if len({gpu.name for gpu in gpus}) != 1:
+        return 0
+    return max(gpus, key=lambda gpu: gpu.free_bytes).index
+
+
 def _emptiest(number: int) -> tuple[str, ...]:
     gpus = _gpus()
     if not gpus:
@@ -189,6 +213,14 @@ def _gpus() -> list[DeviceInfo]:
         return _gpus_of_torch(f"NVIDIA's driver is loaded and {failure}", some=some)
     if any(split for _, split, *_ in rows):
         return _gpus_of_torch("a GPU is split into parts (MIG)", some=True)
+    several = len({name for _, _, name, *_ in rows}) > 1
+    if allowed is not None and several and _NUMBERS.search(allowed) and not is_by_bus():
+        _log.warning(
+            "CUDA_VISIBLE_DEVICES=%s: here this numbers the GPUs by the PCI bus, and in a script "
+            "that is started by itself by their speed. Name them by UUID (nvidia-smi -L), or set "
+            "CUDA_DEVICE_ORDER=PCI_BUS_ID",
+            allowed,
+        )
     return _described([about for _, _, *about in cuda.visible(rows, allowed)])
 
 

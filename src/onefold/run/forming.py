@@ -36,7 +36,7 @@ from onefold.core.settings import Settings
 from onefold.core.shard import Plan
 from onefold.errors import LaunchError
 from onefold.run.context import allocator_chosen, have_cublas_repeat, visible_gpus
-from onefold.run.devices import cores
+from onefold.run.devices import cores, emptiest_gpu
 from onefold.run.membership import hush_and_report
 from onefold.shard.compiling import check_compiler
 from onefold.system import accelerator
@@ -126,25 +126,23 @@ def _settle_output(context: LaunchContext) -> None:
 
 
 def settle_process(devices: Devices, settings: Settings) -> None:
-    """Fix the number of threads of a CPU device: bits depend on it, so it is part of the run.
+    """Fix the number of threads of a device: bits depend on it, so it is part of the run.
 
     A CPU device also keeps its memory from here on, unless it is to have little of it; see
     `settle_memory`. For GPUs that are to repeat their bits, cuBLAS is told so.
     """
     shards, threads = settings.shards, settings.threads
-    if devices.all[devices.own[0]].type != "cpu":
-        if settings.deterministic:
-            have_cublas_repeat()
-        if threads is not None:
-            torch.set_num_threads(threads)
-        return
-    settle_memory(keeps=devices.context.options.placement_name != "offload")
-    available = cores()
+    available, on_host = cores(), devices.all[devices.own[0]].type == "cpu"
     # By shards, not by devices: so a device has the same threads however many others there are.
     settled = max(1, available // shards) if threads is None else threads
     torch.set_num_threads(settled)
+    if on_host:
+        settle_memory(keeps=devices.context.options.placement_name != "offload")
+    elif settings.deterministic:
+        have_cublas_repeat()
     script = sys.argv[0]
-    if available > settled and script and not devices.context.launched and devices.trainer == 0:
+    first = not devices.context.launched and devices.trainer == 0
+    if on_host and available > settled and script and first:
         _log.warning(
             "%d of %d cores at work: a CPU device has %s with %d shards. To use all cores: "
             "onefold run --devices auto %s",
@@ -195,8 +193,7 @@ def _default(module: torch.nn.Module) -> torch.device:
     placed = next((p.device for p in module.parameters()), torch.device("cpu"))
     if placed.type != "cpu" or not (seen := accelerator.count()):
         return placed
-    devices = [torch.device(accelerator.kind(), index) for index in range(seen)]
-    return devices[0] if seen == 1 else max(devices, key=accelerator.free_bytes)
+    return torch.device(accelerator.kind(), emptiest_gpu() if seen > 1 else 0)
 
 
 def _checked(named: object) -> torch.device:

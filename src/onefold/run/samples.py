@@ -107,7 +107,8 @@ class ShardSamples:
         for place in range(self._count if self._count <= _MOST_ALONE else 0):
             try:
                 part = self._piece(place, place + 1, self._replica.piece_alone)
-                found.append(float(part.total()) / (part.weight if part.weight > 0 else 1.0))
+                weight = part.known_weight
+                found.append(float(part.total()) / (weight if weight > 0 else 1.0))
             except (OnefoldError, ValueError, RuntimeError, TypeError, IndexError):
                 # Batch norm has no statistics of one sample; not all payloads can be cut.
                 return [None] * self._count

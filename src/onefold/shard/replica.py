@@ -31,7 +31,7 @@ import torch
 from onefold.core.batch import ShardedBatch, move
 from onefold.core.flat import FlatTensors
 from onefold.core.gathering import Gatherer, Gathers, gathering
-from onefold.core.mean import Contribution, seeing_whole_batch, weigh
+from onefold.core.mean import Contribution, LateWeight, known, seeing_whole_batch, weigh
 from onefold.core.randomness import derive_seed, seed_generators
 from onefold.core.settings import AS_GIVEN, Precision, added_up_in
 from onefold.core.shard import pieces_of, rows_of
@@ -353,7 +353,9 @@ class Replica:
             self._refuse_leftovers(where)
             loss, values, outputs = split(result, f"the loss of {where}")
             refuse_uneven(batch, (loss, *values.values()), where)
-            part = weigh(loss, piece.samples, f"the loss of {where}")
+            # Of pieces the weights are added up at once, and one weight of a plain loop divides.
+            late = gatherer is None and piece.samples == piece.of and not task.is_plain(batch)
+            part = weigh(loss, piece.samples, f"the loss of {where}", late=late)
         if not task.is_plain(batch) and not (gatherer and gatherer.sees_batch):
             self.loss_watch.look(
                 loss, samples=piece.samples, run_checks=task.run_checks, where=where
@@ -361,7 +363,8 @@ class Replica:
             if task.run_checks:
                 self.loss_watch.look_at_count(loss, batch.count_of(piece.shard), where)
         if gatherer is not None:
-            divisors = gatherer.end_forward(part.kinds_and_weights())
+            pairs = [(kind, known(weight)) for kind, weight in part.kinds_and_weights()]
+            divisors = gatherer.end_forward(pairs)
             task = task if divisors is None else replace(task, divisors=divisors)
         if part.kind == "means":
             part = task.of_one_divisor(part, batch)
@@ -374,16 +377,23 @@ class Replica:
         Forward alone: what it returns decides the divisors with which backward can begin. The same
         shards run again afterwards, from the same buffers and seeds.
         """
-        found: dict[int, list[tuple[str, float]]] = {}
+        rows: dict[int, list[list[tuple[str, float | LateWeight]]]] = {}
         for shard in batch.plan.shards_of(self.number):
             if shard in batch.shards:
+                read = Contribution.kinds_and_weights
                 try:
-                    rows = self._forward_alone(shard, batch, task, Contribution.kinds_and_weights)
+                    rows[shard] = self._forward_alone(shard, batch, task, read)
                 except Gathers:
                     # The shards run next and find the same; of one term, no divisors are sought.
-                    rows = [[("sum", 1.0)]]
-                found[shard] = _added_weights(rows, f"step {task.step}, shard {shard}")
-        return found
+                    rows[shard] = [[("sum", 1.0)]]
+        # An accelerator is waited for once, when all passes are queued.
+        return {
+            shard: _added_weights(
+                [[(kind, known(weight)) for kind, weight in row] for row in each],
+                f"step {task.step}, shard {shard}",
+            )
+            for shard, each in rows.items()
+        }
 
     def rehearse(self, shard: int, batch: ShardedBatch, task: ShardTask) -> Contribution | None:
         """Run a shard, or its first piece, without compiled code; inspect what the loss returns.
@@ -440,7 +450,7 @@ class Replica:
         loss = split(result, f"the loss of {where}")[0]
         if inspected:
             self.loss_watch.look(loss, samples=piece.samples, run_checks=True, where=where)
-        return weigh(loss, piece.samples, f"the loss of {where}")
+        return weigh(loss, piece.samples, f"the loss of {where}", late=not inspected)
 
     def begin_shard(self, shard: int, task: ShardTask) -> str:
         """Reset a shard's surroundings, whatever ran before it; return its name for errors."""

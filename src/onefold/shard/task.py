@@ -6,6 +6,7 @@ what it may gather. `ShardPiece` has samples of a shard that run at once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -91,7 +92,7 @@ class ShardTask:
     def of_one_divisor(self, part: Contribution, batch: ShardedBatch) -> Contribution:
         """Combine the terms of a loss into one, where the whole batch's weights are known."""
         # Of the whole batch the own weights are already the divisors.
-        own = [each.weight for each in part.parts]
+        own = [each.known_weight for each in part.parts]
         divisors = own if self.is_plain(batch) else self.divisors
         if divisors is None:
             return part
@@ -116,7 +117,9 @@ class ShardTask:
             return
         # Divided before backward and not after the fold: with one shard these are the bits of a
         # plain loop, and gradients of low precision do not overflow on the way.
-        divisor = 1.0 if part.kind == "sum" else self.divisor(batch, part.weight)
+        # Not read unless it divides: on an accelerator this would wait for it.
+        own = part.known_weight if self.is_plain(batch) else math.nan
+        divisor = 1.0 if part.kind == "sum" else self.divisor(batch, own)
         if divisor:
             part.backward(divisor / self.scale, beside)
 
@@ -145,9 +148,10 @@ class ShardPiece(NamedTuple):
 
 def with_next_piece(result: ShardResult, piece: ShardResult, step: int) -> ShardResult:
     """Add the result of a shard's next piece; the memory of the first one takes the sum."""
-    found = total_weight([result.weight, piece.weight], [1, 1], step)
+    known = result.known_weight
+    found = total_weight([known, piece.known_weight], [1, 1], step)
     # Kinds are alike, or they would have been refused: a code stands for itself.
-    weight = LATE if found.late else result.weight if result.weight < 0 else found.value
+    weight = LATE if found.late else known if known < 0 else found.value
     totals = [each.total for each in (result, piece) if each.total is not None]
     # None of one piece is refused by the values of the other.
     values, others = result.values or piece.values, piece.values if result.values else None

@@ -158,6 +158,8 @@ def _fits_here(replica: Replica, task: ShardTask, batch: ShardedBatch) -> bool:
 def _share(replica: Replica, task: ShardTask, batch: ShardedBatch) -> tuple[list[Gradients], int]:
     """Compute a device's partial sums, and find how many terms the loss has."""
     weights: list[float] = []
-    sums = list(partial_sums(replica, batch, task, lambda _, result: weights.append(result.weight)))
+    sums = list(
+        partial_sums(replica, batch, task, lambda _, result: weights.append(result.known_weight))
+    )
     terms = total_weight(weights, [1] * len(weights), task.step).terms if weights else 1
     return sums, terms

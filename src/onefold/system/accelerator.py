@@ -16,9 +16,9 @@ import torch.distributed as dist
 __all__ = [
     "HostCopy",
     "as_current",
+    "card_of",
     "collective_backend",
     "count",
-    "free_bytes",
     "generator_of",
     "kind",
     "make_current",
@@ -60,9 +60,15 @@ def total_bytes(device: torch.device) -> int:
     return int(_module_of(device).get_device_properties(device).total_memory)
 
 
-def free_bytes(device: torch.device) -> int:
-    """Memory of an accelerator that nobody uses; opens a context on the device."""
-    return int(_module_of(device).mem_get_info(device)[0])
+def card_of(device: torch.device) -> str:
+    """Which card of this machine an accelerator is, or is a part of; empty where nobody knows."""
+    if device.type == "cpu":
+        return ""
+    about = _module_of(device).get_device_properties(device)
+    fields = ("pci_domain_id", "pci_bus_id", "pci_device_id")
+    if all(hasattr(about, name) for name in fields):
+        return ":".join(f"{getattr(about, name):x}" for name in fields)
+    return str(getattr(about, "uuid", ""))
 
 
 def traits_of(device: torch.device) -> dict[str, str]:

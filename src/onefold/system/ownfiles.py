@@ -245,7 +245,7 @@ def replace_file(path: Path, text: str) -> None:
 
 
 RECORD_BYTES = 64 << 20
-"""The largest text file that is read whole: records, options, a line of metrics."""
+"""The largest text file that is read whole: records and options."""
 
 _DEEPEST = 200
 """How many lists and dicts may be nested in JSON; what onefold writes has far fewer."""

@@ -224,7 +224,7 @@ class _Evaluation:
     def loss(self) -> float:
         """The finished number."""
         parts = self.part.parts
-        return sum(float(each.total()) / each.weight for each in parts if each.weight)
+        return sum(float(each.total()) / each.known_weight for each in parts if each.weight)
 
     @property
     def values(self) -> torch.Tensor | None:
@@ -500,9 +500,9 @@ def _read(result: object, samples: int, what: str) -> _Evaluation:
 def _backward(part: Contribution) -> None:
     """Run backward as a plain loop does, with the whole batch's own divisors."""
     if part.kind == "means":
-        part = part.combine([each.weight for each in part.parts])
-    if part.weight and part.root.requires_grad:
-        part.backward(part.weight)
+        part = part.combine([each.known_weight for each in part.parts])
+    if part.known_weight and part.root.requires_grad:
+        part.backward(part.known_weight)
 
 
 def _flat(gradient: torch.Tensor) -> torch.Tensor:

@@ -2,11 +2,17 @@
 
 import io
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from onefold.core import wire
+from onefold.record import FILE
+from onefold.record.entries import Begun, Result, StepEntry, encode
+from onefold.record.frames import FrameWriter
 
 EVIL_CLASS = '<b>&"'
 EVIL_SENTENCE = "good <script>alert('x')</script> & more"
@@ -22,7 +28,7 @@ def coloured(seed: int) -> bytes:
 
 
 def steps_line(step: int, *, loss: float | None, **others: Any) -> dict[str, Any]:
-    line = {"kind": "steps", "epoch": step // 100, "step": step, "loss": loss}
+    line = {"kind": "steps", "epoch": (step - 1) // 100, "step": step, "loss": loss}
     return {**line, "lr": 0.1 * (1 - step / 2000), "samples_per_s": 60.0 + step % 7, **others}
 
 
@@ -70,11 +76,48 @@ def write_run(
     (folder / "config.toml").write_text(options)
     (folder / "run.json").write_text(json.dumps(facts_of("text") if facts is None else facts))
     if metrics is not None:
-        lines = (json.dumps(line) + "\n" for line in metrics)
-        (folder / "metrics.jsonl").write_text("".join(lines))
+        write_record(folder, metrics)
     if examples is not None:
         (folder / "examples.json").write_text(json.dumps(examples))
     return folder
+
+
+def _told(numbers: Any) -> Any:
+    """With NaN for None, where there are names."""
+    filled = lambda value: math.nan if value is None else value  # noqa: E731
+    return {n: filled(v) for n, v in numbers.items()} if isinstance(numbers, dict) else numbers
+
+
+def write_record(
+    folder: Path, lines: Iterable[dict[str, Any]], resumed: tuple[int, int] = (0, 0)
+) -> None:
+    """The record of a run with these numbers: as if it had only made the steps that have a line.
+
+    It is gone on with, an hour later, if it was resumed: after which step, and which entry.
+    """
+    step, kept = resumed
+    writer, clock = FrameWriter(folder / FILE), 1e9 + 3600 * bool(step)
+    names = [each["device"] for line in lines for each in line.get("devices", ())][-2:]
+    empty: Any = {"command": ["onefold"], "script": "", "script_digest": "", "description": {}}
+    writer.append(encode(Begun(run="it", step=step, kept=kept, time="", devices=names, **empty)))
+    for line in lines:
+        step = line["step"]
+        if line["kind"] == "steps":
+            clock += 64 / line["samples_per_s"]
+            loss = math.nan if line["loss"] is None else line["loss"]
+            entry = StepEntry(
+                step=step, epoch=line["epoch"], samples=64, loss=loss, weight=64, norm=1.0,
+                rates=[line["lr"]], totals=b"", weights=b"", time=clock,
+            )  # fmt: skip
+            writer.append(encode(entry))
+            continue
+        whole = {name: line[name] for name in line.keys() - {"devices", "scores", "kind", "step"}}
+        devices = [_told({**whole, **device}) for device in line["devices"]]
+        for call, value in (("evaluate", _told(line["scores"])), ("gather", devices)):
+            kept = wire.encode(value, "")
+            name = f"trainer.{call}"
+            writer.append(encode(Result(step=step, call=name, line="", value=kept, digest="")))
+    writer.close()
 
 
 def examples_of(

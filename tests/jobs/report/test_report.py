@@ -1,4 +1,5 @@
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 
 from onefold.errors import DataError
 from onefold.jobs.report import build_report, compare_runs
+from onefold.jobs.report.folder import read_run
 from onefold.jobs.report.page import page, write_page
 from onefold.jobs.report.words import NOTHING
 from tests.jobs.report import runs
@@ -107,7 +109,7 @@ def test_the_curves_tell_their_course(pages: dict[str, Page]) -> None:
     assert page.course("Test accuracy") == "accuracy: from 0.4 to 0.7875"
     assert page.course("Learning rate") == "learning rate: from 0.0995 to 0.06"
     assert page.course("Training speed in samples/s") == (
-        "steps: from 63 to 62; mean of the epoch: from 62.5 to 62.5"
+        "steps: from 66 to 62; mean of the epoch: from 62.5 to 62.5"
     )
     assert page.attributes("class").count("chart") == 4
 
@@ -176,15 +178,17 @@ HUGE = 10**400
 
 
 def test_numbers_that_are_none_leave_gaps_and_are_counted(tmp_path: Path) -> None:
-    lines = [runs.steps_line(step, loss=None if step == 20 else 1.5) for step in (10, 20, 30)]
+    lines = [
+        runs.steps_line(step, loss=loss) for step, loss in ((10, 1.5), (20, None), (30, math.inf))
+    ]
     nulls = dict.fromkeys(("loss", "lr", "train_s", "evaluate_s", "samples_per_s"))
-    scores = {"loss": None, "accuracy": HUGE}
+    scores = {"loss": None, "accuracy": math.inf}
     best = {"epoch": 0, "score": "accuracy", "value": HUGE}
     facts = runs.facts_of("text", best=best, started="0001-01-01T00:00:00+23:59")
     facts["left_out"] = ["caf\udce9.jpg: cannot be read"]
     lines.append(runs.epoch_line(0, scores=scores, **nulls))
     page = page_of(tmp_path / "run", facts=facts, metrics=lines)
-    assert "training (1 number not finite, left out)" in page.text
+    assert "training (2 numbers not finite, left out)" in page.text
     assert page.course("Test accuracy") == ""
     assert ["1", "100", *[NOTHING] * 7] in page.rows
     assert "nan" not in page.text.lower()
@@ -193,18 +197,46 @@ def test_numbers_that_are_none_leave_gaps_and_are_counted(tmp_path: Path) -> Non
     assert "caf?.jpg: cannot be read" in page.text
 
 
-def test_lines_that_were_cut_short_or_have_another_shape_are_left_out(tmp_path: Path) -> None:
-    damages: list[dict[str, Any]] = [{"epoch": "x"}, {"epoch": HUGE}, {"step": HUGE}]
-    damages += [{"step": True}, {"scores": [1]}, {"scores": "\ud800"}, {"devices": 3}]
-    damages += [{"devices": [3]}]
+def test_steps_are_thinned_out_to_means_and_pauses_have_no_speed(tmp_path: Path) -> None:
+    """Two epochs of 40 steps; the run was resumed after step 50, an hour later."""
+    folder = runs.write_run(tmp_path / "run")
+    lines = [
+        {**runs.steps_line(step, loss=float(step), samples_per_s=64.0), "epoch": (step - 1) // 40}
+        for step in range(1, 81)
+    ]
+    runs.write_record(folder, lines[:60])
+    runs.write_record(folder, lines[50:], resumed=(50, 51))
+    found = read_run(folder).steps
+    assert [line.step for line in found] == list(range(2, 81, 2))
+    assert [line.loss for line in found] == [step - 0.5 for step in range(2, 81, 2)]
+    assert [line.lr for line in found] == [0.1 * (1 - step / 2000) for step in range(2, 81, 2)]
+    assert {line.samples_per_s for line in found} == {64.0}
+
+
+DAMAGES: list[dict[str, Any]] = [{"epoch": "x"}, {"epoch": HUGE}, {"step": 1 << 60}, {"step": -1}]
+DAMAGES += [{"scores": [1]}, {"scores": "\ud800"}, {"scores": None}]
+DAMAGES += [{"devices": [{"device": "cpu", "epoch": value}]} for value in (None, [3])]
+
+
+@for_each("damage", DAMAGES)
+def test_a_record_with_results_of_another_shape_is_named(tmp_path: Path, damage: Any) -> None:
     line = runs.epoch_line(1, scores={"accuracy": 0.75})
-    shapes = ['{"kind": "epoch"}', "17", *(json.dumps({**line, **each}) for each in damages)]
-    folder = runs.write_run(tmp_path / "run", metrics=[runs.metrics_of(1)[-1], line])
-    with (folder / "metrics.jsonl").open("ab") as file:
-        file.write("\n".join([*shapes, '{"kind": "é']).encode()[:-1])
-    page = Page(build_report(folder))
-    assert f"{len(shapes) + 1} lines of metrics.jsonl left out: cut short" in page.text
-    assert page.figures["Last test accuracy"] == "75.0% after 2 epochs"
+    folder = runs.write_run(tmp_path / "run", metrics=[{**line, **damage}])
+    with pytest.raises(DataError, match=r"run\.record: expected the record of a run of onefold tr"):
+        build_report(folder)
+
+
+def test_a_record_that_is_cut_short_is_read_up_to_there(tmp_path: Path) -> None:
+    folder = runs.write_run(tmp_path / "run", metrics=runs.metrics_of(2))
+    file = folder / "run.record"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1])
+    assert Page(build_report(folder)).figures["Last test accuracy"] == "40.0% after 1 epoch"
+    file.write_bytes(b"")
+    assert "No epoch has ended yet" in Page(build_report(folder)).text
+    file.write_bytes(whole[:100] + bytes([whole[100] ^ 1]) + whole[101:])
+    with pytest.raises(DataError, match=r"run\.record is damaged: the frame at byte 8 "):
+        build_report(folder)
 
 
 SHAPES: list[dict[str, Any]] = [{"best": 3}, {"best": {"epoch": "x"}}, {"best": {}}]
@@ -226,7 +258,7 @@ def test_a_file_of_another_shape_is_named(tmp_path: Path, name: str, content: st
         build_report(folder)
 
 
-@for_each("name", ["metrics.jsonl", "examples.json", "run.json", "config.toml"])
+@for_each("name", ["run.record", "examples.json", "run.json", "config.toml"])
 def test_a_link_to_a_file_elsewhere_is_not_read(tmp_path: Path, name: str) -> None:
     folder = runs.write_run(tmp_path / "run", metrics=runs.metrics_of(1))
     (tmp_path / "theirs").write_text('{"kind": "theirs"}')

@@ -52,8 +52,9 @@ def curves_of_one(run: ReportedRun) -> list[Chart]:
         _by_step(run.epochs, "loss", "training, mean of the epoch"),
         Curve(label="test", points=test, colour=1, dashes=(5.0, 2.0)),
     ]
+    timed = [line for line in run.steps if not math.isnan(line.samples_per_s)]
     speeds = [
-        _by_step(run.steps, "samples_per_s", "steps", colour=4, width=1.0, faint=True),
+        _by_step(timed, "samples_per_s", "steps", colour=4, width=1.0, faint=True),
         _by_step(run.epochs, "samples_per_s", "mean of the epoch", colour=4),
     ]
     # Steps show a warm-up within an epoch; a short run may have lines of epochs alone.

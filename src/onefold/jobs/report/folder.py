@@ -1,14 +1,15 @@
 """Reads and checks a run's folder: options, facts, numbers and examples, as they are at the moment.
 
-A run writes while this reads, and may be killed at any time. A line that is cut short is left out
-and counted; what is not there yet is empty. Numbers that were not finite are NaN.
+A run writes while this reads, and may be killed at any time; what is not there yet is empty. The
+numbers are a view of the run's record: of steps and epochs that were made again after a kill, it
+has the last ones.
 
 No file is opened through a link: a folder may come from anywhere, and a page, which is made to be
 shared, must not show what lies elsewhere on this machine.
 
-JSON that has not the shape that a page needs is refused, or left out. A page takes apart what is in
-the folder: of anything but a list or a number it would raise an error of Python's that names no
-file. What is only shown may be anything.
+What has not the shape that a page needs is refused. A page takes apart what is in the folder: of
+anything but a list or a number it would raise an error of Python's that names no file. What is only
+shown may be anything.
 """
 
 from __future__ import annotations
@@ -20,17 +21,27 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
+import numpy as np
 
-from onefold.errors import DataError
+import onefold
+from onefold.errors import DataError, RecordError
 from onefold.jobs.options import parse_toml
-from onefold.jobs.runfolder import CONFIG, read_lines, read_object
+from onefold.jobs.runfolder import CONFIG, FAULTS, read_object
 from onefold.jobs.runfolder import read_run as read_facts
+from onefold.record import FILE
 from onefold.system.ownfiles import read_plain
 
 __all__ = ["EpochLine", "ReportedRun", "StepsLine", "finite_or_zero", "number", "read_run"]
 
 
+_Column = np.ndarray[Any, Any]
+_Columns = dict[str, _Column]
+
 _MOST_OPTIONS_BYTES = 1 << 20
+_OF_EPOCHS = "trainer.evaluate", "trainer.gather"
+"""The calls by which a job ends an epoch, in their order."""
+_POINTS = 20
+"""How many points a curve over steps has in an epoch, at most."""
 
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 """A whole number that is also a float without loss, as a chart needs it."""
@@ -39,39 +50,29 @@ _Object = dict[Any, Any]
 """Not of texts: msgspec takes none with lone surrogates, which the name of a score may have."""
 
 
-class _Number(float):
-    """A number of a file; NaN where there is none, or one that is not finite."""
-
-
-_NONE = _Number("nan")
-
-
-class StepsLine(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="steps"):
-    """Numbers of some steps of training, up to and including ``step``.
-
-    What an older version did not write is NaN, and leaves a gap in its curve.
-    """
+class StepsLine(msgspec.Struct, frozen=True, kw_only=True):
+    """Numbers of some steps of training, up to and including ``step``."""
 
     step: _Count
     """The last of the steps, counted from 1 over the whole run."""
-    loss: _Number = _NONE
-    """Mean over the samples since the line before."""
-    lr: _Number = _NONE
+    loss: float = math.nan
+    """Mean over the samples of these steps."""
+    lr: float = math.nan
     """Learning rate of the last step."""
-    samples_per_s: _Number = _NONE
-    """Training speed."""
+    samples_per_s: float = math.nan
+    """Training speed; NaN of the first step of an epoch, before which the clock ran for others."""
 
 
-class EpochLine(StepsLine, frozen=True, kw_only=True, tag_field="kind", tag="epoch"):
+class EpochLine(StepsLine, frozen=True, kw_only=True):
     """Numbers of one pass over the training set, and of the evaluation after it."""
 
     epoch: _Count = 0
     """Counted from 0."""
-    scores: dict[Any, _Number] = {}
+    scores: dict[Any, float] = {}
     """Scores of the test set by name, its loss among them."""
-    train_s: _Number = _NONE
+    train_s: float = math.nan
     """Duration of the training."""
-    evaluate_s: _Number = _NONE
+    evaluate_s: float = math.nan
     """Duration of the evaluation."""
     devices: list[_Object] = []
     """The name of each ``device``, and the seconds it spent in each phase."""
@@ -102,8 +103,6 @@ class ReportedRun:
     """In order; none until the first has ended."""
     examples: dict[str, Any] | None
     """Predictions of the trained model; None until there are some."""
-    unreadable_lines: int
-    """How many lines of numbers were cut short or damaged, and are left out."""
 
     @property
     def name(self) -> str:
@@ -172,18 +171,14 @@ def read_run(folder: Path) -> ReportedRun:
         DataError: the folder is not that of a run, or a file in it cannot be read.
     """
     path = folder / "examples.json"
-    try:
-        lines, unreadable_lines = read_lines(folder / "metrics.jsonl", _line)
-    except OSError as error:
-        raise DataError(f"{error.filename}: {error.strerror}; run the training again") from error
+    steps, epochs = _read_record(folder)
     return ReportedRun(
         folder=folder,
         facts=read_facts(folder, shape=_Facts),
         options=_read_options(folder / CONFIG),
-        steps=tuple(line for line in lines if not isinstance(line, EpochLine)),
-        epochs=tuple(line for line in lines if isinstance(line, EpochLine)),
+        steps=tuple(steps),
+        epochs=tuple(epochs),
         examples=read_object(path, _Examples) if path.is_file() else None,
-        unreadable_lines=unreadable_lines,
     )
 
 
@@ -244,7 +239,51 @@ def _read_options(path: Path) -> dict[str, Any]:
         raise DataError(f"{path}: expected TOML, got: {error}; mend the file") from None
 
 
-def _line(line: Any) -> StepsLine | EpochLine:
-    return msgspec.convert(
-        line, StepsLine | EpochLine, dec_hook=lambda kind, value: kind(number(value))
+def _read_record(folder: Path) -> tuple[list[StepsLine], list[EpochLine]]:
+    try:
+        record = onefold.Record(folder)
+        return _steps_of(record), _epochs_of(record)
+    except FileNotFoundError:
+        return [], []
+    except (RecordError, *FAULTS) as error:
+        raise DataError(
+            f"{folder / FILE}: expected the record of a run of onefold train, got: {error}"
+        ) from error
+
+
+def _steps_of(record: onefold.Record) -> list[StepsLine]:
+    """Each epoch's steps in up to 20 parts."""
+    told = record.steps
+    starts = np.flatnonzero(np.diff(told["epoch"], prepend=math.nan))
+    # Before the first of an epoch lies an evaluation, before the first of a resumed run a pause.
+    took_s = np.diff(told["time"], prepend=math.nan)
+    took_s[starts] = math.nan
+    took_s[np.isin(told["step"], [each["step"] + 1 for each in record.begins])] = math.nan
+    epochs = np.split(np.arange(len(took_s)), starts[1:])
+    parts = [part for rows in epochs for part in np.array_split(rows, min(_POINTS, len(rows)) or 1)]
+    return [_line_of(told, took_s, rows) for rows in parts if len(rows)]
+
+
+def _line_of(told: _Columns, took_s: _Column, rows: _Column) -> StepsLine:
+    samples, timed = told["samples"], rows[took_s[rows] > 0]
+    return StepsLine(
+        step=int(told["step"][rows[-1]]),
+        loss=float(np.average(told["loss"][rows], weights=samples[rows])),
+        lr=float(told["rate.0"][rows[-1]]),
+        samples_per_s=float(samples[timed].sum() / took_s[timed].sum()) if len(timed) else math.nan,
     )
+
+
+def _epochs_of(record: onefold.Record) -> list[EpochLine]:
+    """What the devices have told of each epoch, with the scores of the evaluation before it."""
+    # A resumed run may have other devices: a number has the name that it had last.
+    names = {n: name for begun in record.begins for n, name in enumerate(begun["devices"])}
+    results = [each for each in record.results if each["call"] in _OF_EPOCHS]
+    lines = []
+    for evaluated, gathered in zip(results[::2], results[1::2], strict=False):
+        told = gathered["value"]
+        line = {**told[0], "epoch": int(told[0]["epoch"]), "step": gathered["step"]}
+        line["scores"] = evaluated["value"]
+        line["devices"] = [{**each, "device": names[n]} for n, each in enumerate(told)]
+        lines.append(msgspec.convert(line, EpochLine))
+    return lines

@@ -185,7 +185,6 @@ def device_times(run: ReportedRun) -> list[DeviceTime]:
     times: dict[int, dict[str, float]] = defaultdict(lambda: dict.fromkeys(ALL_PHASES, 0.0))
     for epoch in run.epochs:
         for index, device in enumerate(epoch.devices):
-            # A resumed run may have other devices: a number has the name that it had last.
             names[index] = f"{index}: {device.get('device', '')}"
             for phase, time_s in _spent(epoch, device).items():
                 times[index][phase] += time_s
