@@ -100,6 +100,8 @@ def test_two_cards_in_two_processes_have_the_bits_of_one(tmp_path: Path) -> None
     """Over NCCL, which refuses two processes on one card."""
     needs(cards() > 1, "two GPUs")
     run = ("-m", "onefold", "run", "--devices")
-    found = {trained(tmp_path, *run, choice, "SCRIPT") for choice in (f"{KIND}:0", f"{KIND}:0,{KIND}:1")}
+    found = {
+        trained(tmp_path, *run, choice, "SCRIPT") for choice in (f"{KIND}:0", f"{KIND}:0,{KIND}:1")
+    }
     found.add(trained(tmp_path, "-m", "torch.distributed.run", "--nproc-per-node", "2", "SCRIPT"))
     assert len(found) == 1

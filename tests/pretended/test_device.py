@@ -98,7 +98,8 @@ def test_optimizers_have_the_bits_of_the_processor(kind: str, way: str) -> None:
         optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1, **{way: True})
         for _ in range(3):
             optimizer.zero_grad()
-            F.cross_entropy(model(torch.ones(3, 5, device=place)), torch.tensor([0, 1, 1]).to(place)
+            F.cross_entropy(
+                model(torch.ones(3, 5, device=place)), torch.tensor([0, 1, 1]).to(place)
             ).backward()
             optimizer.step()
         return [parameter.detach().cpu() for parameter in model.parameters()]
@@ -120,9 +121,10 @@ def test_random_numbers_are_the_processors_of_a_devices_own_generator() -> None:
     module.set_rng_state(state, HERE)
     assert F.dropout(torch.ones(9, device=HERE)).tolist() == again
     own = torch.Generator(HERE).manual_seed(1)
-    assert torch.rand(2, device=HERE, generator=own).tolist() == torch.rand(
-        2, generator=torch.Generator().manual_seed(1)
-    ).tolist()
+    assert (
+        torch.rand(2, device=HERE, generator=own).tolist()
+        == torch.rand(2, generator=torch.Generator().manual_seed(1)).tolist()
+    )
 
 
 def test_tensors_of_all_sorts() -> None:
@@ -374,9 +376,7 @@ def test_processes_exchange(peers: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("name", ERRORS)
-def test_what_an_exchange_does_not_allow_is_refused(
-    peers: list[dict[str, Any]], name: str
-) -> None:
+def test_what_an_exchange_does_not_allow_is_refused(peers: list[dict[str, Any]], name: str) -> None:
     errors = [found[name][1] for found in peers]
     assert any(ERRORS[name] in (error or "") for error in errors), errors
     assert all(errors)
