@@ -10,7 +10,7 @@ from torch.utils.data import TensorDataset
 
 import onefold
 from tests.gpu.device import DEVICE, ON_GPU, each, needs, nobody_waits
-from tests.gpu.net import Batch, adamw, batches, score, sgd, trainer_of
+from tests.gpu.net import Batch, Net, adamw, batches, score, sgd, trainer_of
 
 WARM_UP = 5
 """In the first steps checks are made that wait, see `onefold.checks.values.CheckInterval`."""
@@ -45,6 +45,7 @@ CHOICES: list[tuple[str, dict[str, Any]]] = [
     ("pinned", {"devices": 3, "plan": (0, 3, 1), "clip_norm": 0.5}),
     ("host", {"devices": 2, "deterministic": False}),
     *(("card", {"loss": loss, "devices": n}) for loss in (masked, terms) for n in (1, 2)),
+    ("card", {"model": onefold.SyncBatchNorm.convert(Net()), "devices": 2}),
 ]
 
 
