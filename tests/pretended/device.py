@@ -63,7 +63,7 @@ def load() -> None:
 
 
 def start(devices: int | None = None, limit_bytes: int | None = None) -> Any:
-    """Have devices in this process, as many as the environment says or one; returns ``torch.pretend``.
+    """Have as many devices in this process as the environment says; returns ``torch.pretend``.
 
     Called again, it changes their number and their memory.
     """
@@ -126,9 +126,9 @@ def nobody_waits() -> Iterator[None]:
 
 def _mend_dlpack() -> None:
     """Tensors that come by DLPack are dispatched as others are, see KEYS in ``runtime.h``."""
-    C: Any = torch._C
-    original = C._from_dlpack
-    C._from_dlpack = lambda *given: _c().with_keys(original(*given))
+    core: Any = torch._C
+    original = core._from_dlpack
+    core._from_dlpack = lambda *given: _c().with_keys(original(*given))
 
 
 def _c() -> Any:

@@ -5,7 +5,6 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -385,7 +384,7 @@ def test_what_an_exchange_does_not_allow_is_refused(peers: list[dict[str, Any]],
 @pytest.mark.parametrize("name", REPORTS)
 def test_memory_on_its_way_is_left_alone(peers: list[dict[str, Any]], name: str) -> None:
     rank, words = REPORTS[name]
-    result, error, reports = peers[rank][name]
+    _, error, reports = peers[rank][name]
     assert error is None
     assert len(reports) == len(words)
     assert all(word in report for word, report in zip(words, reports, strict=True)), reports
