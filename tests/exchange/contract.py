@@ -123,6 +123,7 @@ def check_step(
     staged = isinstance(exchange.reduction, StageReduction)
     if isinstance(exchange.reduction, StageReduction):
         give_stages(exchange.reduction, own, step, plan)
+    exchange.begin(plan)
     for device in own:
         run = plan.shards_of(device)
         exchange.table.clear_rows(device, run)
@@ -334,9 +335,10 @@ FAULTS: dict[str, Callable[[], None]] = {
     "nothing": lambda: None,
 }
 """What one device does in place of a call."""
+PLAN = Plan((4, 3))
 CALLS: dict[str, Callable[[Exchange, Start], object]] = {
     "agree": lambda exchange, begun: exchange.agree(2, b"x"),
-    "collect": lambda exchange, begun: exchange.collect(Plan((4, 3))),
+    "collect": lambda exchange, begun: (exchange.begin(PLAN), exchange.collect(PLAN)),
     "share": lambda exchange, begun: exchange.transport.all_gather_rows(
         {current_context().rank: torch.zeros(2, dtype=torch.float64)}
     ),

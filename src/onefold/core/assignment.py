@@ -41,6 +41,7 @@ class Assignment:
         plan: Plan,
         pieces: Sequence[Piece],
         stages: Stages | None = None,
+        early: Stages | None = None,
     ) -> Assignment:
         """Make the assignment that a run begins with, with partitions of even size.
 
@@ -50,11 +51,12 @@ class Assignment:
             pieces: the pieces of the trained parameters.
             stages: of the model, if each device is to have a part of every stage, or the stages
                 that it computes in a pipeline; the devices then take their shards in rounds.
+            early: the same, where devices take their shards as they like.
         """
         return cls(
             devices=tuple(devices),
             plan=replace(plan, in_rounds=stages is not None),
-            partitions=cut_partitions(pieces, len(devices), stages),
+            partitions=cut_partitions(pieces, len(devices), stages or early),
         )
 
     def with_plan(self, plan: Plan) -> Assignment:

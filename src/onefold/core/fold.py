@@ -19,7 +19,16 @@ from typing import NamedTuple, TypeVar
 
 from onefold.core.shard import Plan
 
-__all__ = ["Block", "Published", "blocks_of", "fold", "fold_shards", "max_blocks", "published_by"]
+__all__ = [
+    "Block",
+    "Published",
+    "before_last",
+    "blocks_of",
+    "fold",
+    "fold_shards",
+    "max_blocks",
+    "published_by",
+]
 
 T = TypeVar("T")
 
@@ -115,6 +124,21 @@ def fold(part: Callable[[Block], T | None], node: Block, add: Callable[[T, T], T
     # the memory of the leftmost part.
     first = fold(part, left, add)
     return add(first, fold(part, right, add)) if right else first
+
+
+def before_last(node: Block) -> list[Block]:
+    """The nodes to whose sums that of the last shard is added, one after the other.
+
+    >>> before_last(Block(0, 7))
+    [Block(start=4, stop=6), Block(start=0, stop=4)]
+    """
+    found = []
+    while node.stop - node.start > 1:
+        left, right = _halves(node, _width(node.stop - node.start))
+        assert right is not None  # see `fold`
+        found.append(left)
+        node = right
+    return found[::-1]
 
 
 def fold_shards(values: Sequence[T], add: Callable[[T, T], T]) -> T:

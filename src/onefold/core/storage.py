@@ -30,7 +30,7 @@ from onefold.core.settings import added_up_in
 from onefold.core.stages import StageLayout, Stages
 from onefold.core.values import MOST
 
-__all__ = ["Frozen", "Storage", "cut_chunks", "cut_partitions", "cut_pieces"]
+__all__ = ["Frozen", "Storage", "cut_chunks", "cut_partitions", "cut_pieces", "divides_evenly"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +59,9 @@ class Storage:
     """Frozen parameters of which each device keeps a part; they are not among the other ones."""
     updated_in: torch.dtype | None = None
     """The dtype of the values that the optimizer updates, where models compute with another one."""
+    early: Stages | None = None
+    """The stages after each of which a device sends its partial sum of it, while backward goes on;
+    None if it sends whole partial sums."""
     gradients: Layout = field(init=False)
     """Gradients of the trained parameters, in the dtypes in which they are added up."""
     masters: Layout = field(init=False)
@@ -240,6 +243,16 @@ def cut_partitions(
         for partition, cut in zip(computing, cuts, strict=True):
             partition += [numbers[place] for place in cut]
     return tuple(tuple(sorted(partition)) for partition in partitions)
+
+
+_MOST_UNEVEN = 1.25
+
+
+def divides_evenly(pieces: Sequence[Piece], devices: int, stages: Stages) -> bool:
+    """Whether partitions that have a part of every stage are of about one size."""
+    partitions = cut_partitions(pieces, devices, stages)
+    largest = max(sum(pieces[number].numel for number in each) for each in partitions)
+    return largest <= _MOST_UNEVEN * sum(piece.numel for piece in pieces) / devices
 
 
 def _cut_row(pieces: Sequence[Piece], devices: int) -> tuple[range, ...]:

@@ -7,7 +7,7 @@ named.
 Note: how sends and receipts are matched
 ----------------------------------------
 Nothing names a message: between two devices the n-th send meets the n-th receipt. So both ends list
-what they trade in the same order (see `PrivateMemory._partials_to_move`), and the sort in `move` is
+what they trade in the same order (see `PrivateMemory.publish`), and the sort in `move` is
 stable and goes by chunk, which both ends number alike.
 
 Note: groups of messages on accelerators

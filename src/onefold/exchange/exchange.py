@@ -60,6 +60,10 @@ class Exchange:
         self.transport.begin_step(step)
         return self.transport.all_gather_bytes(message)
 
+    def begin(self, plan: Plan) -> None:
+        """Note the plan of a step, before the first `publish`."""
+        self.memory.begin(plan)
+
     def publish(self, device: int, slot: int, gradients: Sequence[torch.Tensor | None]) -> None:
         """Hand over the partial sum of one of ``device``'s blocks; never blocks.
 
@@ -70,6 +74,15 @@ class Exchange:
                 to the exchange until ``publish_parameters`` returns: it may add to them in place.
         """
         self.memory.publish(device, slot, gradients)
+
+    def publish_stage(
+        self, slot: int, stage: int, gradients: Sequence[torch.Tensor | None]
+    ) -> None:
+        """Hand over a stage of a partial sum of this process's device; see `Memory.publish_stage`.
+
+        It may raise what `collect` raises.
+        """
+        self.memory.publish_stage(slot, stage, gradients)
 
     def collect(self, plan: Plan) -> None:
         """Wait until every device has published, and add up this process's partitions.

@@ -18,9 +18,11 @@ from __future__ import annotations
 
 import mmap
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -79,26 +81,36 @@ class PartitionTensors:
 
     Args:
         layout: the layout that the pieces belong to.
-        partition: a contiguous run of pieces.
+        partition: its pieces, in ascending order.
         device: where to allocate.
     """
 
     def __init__(self, layout: Layout, partition: Sequence[Piece], device: torch.device) -> None:
         self._layout = layout
-        bounds: dict[int, tuple[int, int]] = {}  # section: first element, and the one after last
-        for piece in partition:
-            entry = layout.entries[piece.entry]
-            first, _ = bounds.get(entry.section, (entry.offset + piece.start, 0))
-            bounds[entry.section] = (first, entry.offset + piece.stop)
+        stretches: dict[int, list[Chunk]] = {}
+        for chunk in sorted(cut_chunks(layout, partition, at_once=True)):
+            stretches.setdefault(chunk.section, []).append(chunk)
         self._sections = {
-            section: (start, torch.zeros(stop - start, dtype=layout.dtypes[section], device=device))
-            for section, (start, stop) in bounds.items()
+            section: torch.zeros(
+                sum(each.stop - each.start for each in own),
+                dtype=layout.dtypes[section],
+                device=device,
+            )
+            for section, own in stretches.items()
+        }
+        self._starts = {section: [each.start for each in own] for section, own in stretches.items()}
+        """Where each stretch begins in its section, and in the memory here."""
+        self._places = {
+            section: [0, *accumulate(each.stop - each.start for each in own)]
+            for section, own in stretches.items()
         }
 
     def chunk(self, chunk: Chunk) -> torch.Tensor:
         """A view of one chunk, (stop - start,)."""
-        first, section = self._sections[chunk.section]
-        return section[chunk.start - first : chunk.stop - first]
+        starts = self._starts[chunk.section]
+        number = bisect_right(starts, chunk.start) - 1
+        first = self._places[chunk.section][number] + chunk.start - starts[number]
+        return self._sections[chunk.section][first : first + chunk.stop - chunk.start]
 
     def piece(self, piece: Piece) -> torch.Tensor:
         """A view of one piece: in the entry's shape if it is whole, else (numel,)."""
@@ -120,7 +132,7 @@ class Partial:
         self.flat = flat
         self._visible: list[Chunk] = []
         numbers = () if copies_all else range(len(flat.views))
-        self._large = [n for n in numbers if flat.layout.is_large(n)]
+        self._large = {n for n in numbers if flat.layout.is_large(n)}
         self._direct: dict[int, torch.Tensor] = {}
 
     @classmethod
@@ -142,22 +154,35 @@ class Partial:
 
     def write(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Take over one gradient for each entry; None stands for zeros."""
-        # Only a gradient laid out as its entry is can be cut into pieces by offset, as flat memory
-        # is. Autograd may return other strides, for instance those of a transposed tensor.
-        self._direct = {
-            number: gradient
-            for number in self._large
-            if (gradient := gradients[number]) is not None
-            and gradient.stride() == self.flat.layout.entries[number].stride
-            and gradient.dtype == self.flat.views[number].dtype
-        }
-        # Skipped stretches keep old values: nobody reads them there unless they are shown below.
-        self.flat.write(gradients, skip=self._direct.keys())
+        self.release()
+        self.write_some(range(len(gradients)), gradients)
         # In shared memory the others see the file alone, so what they will read is copied there.
         shown = [chunk for chunk in self._visible if chunk.entry in self._direct]
         if shown:
             targets = [self.flat.chunk(chunk) for chunk in shown]
             copy_each(targets, [self.chunk(chunk) for chunk in shown])
+
+    def write_some(self, numbers: Iterable[int], gradients: Iterable[torch.Tensor | None]) -> None:
+        """Take over the gradients of some entries, by number, beside those of others."""
+        views, sources = [], []
+        for number, gradient in zip(numbers, gradients, strict=True):
+            view = self.flat.views[number]
+            # Zeroed, not skipped: the memory still holds the values of the step before.
+            if gradient is None:
+                view.zero_()
+            # Only a gradient laid out as its entry is can be cut into pieces by offset, as flat
+            # memory is. Autograd may return other strides, such as those of a transposed tensor.
+            elif (
+                number in self._large
+                and gradient.stride() == self.flat.layout.entries[number].stride
+                and gradient.dtype == view.dtype
+            ):
+                self._direct[number] = gradient
+            else:
+                views.append(view)
+                sources.append(gradient)
+        if views:
+            copy_each(views, sources)
 
     def chunk(self, chunk: Chunk) -> torch.Tensor:
         """A view of one chunk, (stop - start,), wherever it lies."""
@@ -392,7 +417,8 @@ class Memory(ABC):
         assignment: who takes part, and who owns which partition.
         allocator: where what is large of this process lies on the host.
 
-    The methods are called in the order of a step: `publish` for each block, `collect`, then
+    The methods are called in the order of a step: `begin`, `publish` for each block, or
+    `publish_stage` for each stage of the last one, `collect`, then
     `partial` for each block and owned partition, `publish_parameters`, `release`. `collect`,
     `publish_parameters` and `broadcast_from_lead` are called on all devices, and may block where
     other processes take part.
@@ -447,9 +473,21 @@ class Memory(ABC):
         always = [] if self.is_partitioned else [self.trained[device]]
         return [*always, self.other[device]]
 
+    def begin(self, plan: Plan) -> None:  # noqa: B027 (most send nothing early)
+        """Note the plan of a step, before the first `publish`."""
+
     @abstractmethod
     def publish(self, device: int, slot: int, gradients: Sequence[torch.Tensor | None]) -> None:
         """Take over the partial sum of one of ``device``'s blocks; see `Exchange.publish`."""
+
+    def publish_stage(
+        self, slot: int, stage: int, gradients: Sequence[torch.Tensor | None]
+    ) -> None:
+        """Take over a stage of a partial sum of this process's device, and send it early.
+
+        Called where `Storage.early` says so, in place of `publish`, for each stage once.
+        """
+        raise TypeError("expected whole partial sums: no stage is sent early")
 
     @abstractmethod
     def collect(self, plan: Plan, *, partials: bool = True) -> Arrivals | None:

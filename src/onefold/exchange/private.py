@@ -1,33 +1,37 @@
 """Memory of one process of several that cannot see each other's: tensors are moved.
 
-In `PrivateMemory` partial sums go from every device straight to the owner of each partition, and
-the updated partitions straight back to everybody. `GroupStageExchange` brings gradients to their
+In `PrivateMemory` partial sums go from every device straight to the owner of each partition, stage
+by stage while backward runs if the model has stages, and the updated partitions straight back to
+everybody. `GroupStageExchange` brings gradients to their
 owners through torch.distributed as well.
 
 Note: what is in flight, and who may touch it
 ---------------------------------------------
-``collect`` starts sending the other owners' partitions of this device's partial sums, and receiving
-its own partition of theirs. Until ``finish`` the transport still reads what it sends. The device
-may add to a chunk of its partition all the same, once that has arrived: a partition is sent to its
-owner alone, so this device's part of its own partition is in no message. ``publish_parameters``
+``publish`` starts sending the other owners' partitions of this device's partial sums, and receiving
+its own partition of theirs; ``collect`` starts what is left. Until ``finish`` the transport still
+reads what it sends. The device may add to a chunk of its partition all the same, once that has
+arrived: a partition is sent to its owner alone, so this device's part of its own partition is in no
+message. ``publish_parameters``
 receives into the parameters themselves; nobody computes with them between ``collect`` and
 ``publish_parameters``.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate, chain
 
 import torch
 
 from onefold.core.assignment import Assignment
-from onefold.core.flat import Chunk, FlatTensors, storage_order
+from onefold.core.flat import Chunk, FlatTensors, Piece, storage_order
 from onefold.core.fold import Published, blocks_of
 from onefold.core.shard import Plan, runs_of
 from onefold.core.stages import ROOT
-from onefold.core.storage import Storage
+from onefold.core.storage import Storage, cut_chunks
 from onefold.exchange.collective import GroupTransport, Moving, Operation
 from onefold.exchange.memory import (
     Arrivals,
@@ -49,6 +53,10 @@ from onefold.exchange.stageexchange import (
 
 __all__ = ["GroupStageExchange", "PrivateMemory"]
 
+_LEARNING = 3
+"""After so many first collections devices agree on the order in which stages are sent: in a first
+step a loss may turn out to need another form, and no stage may come early."""
+
 
 class PrivateMemory(Memory):
     """One device's memory, which receives the others' partial sums over the partition that it owns.
@@ -60,6 +68,8 @@ class PrivateMemory(Memory):
             the processor, or keeps nothing.
         assignment: who takes part.
     """
+
+    _own: defaultdict[int, Partial]
 
     def __init__(
         self, storage: Storage, start: Start, transport: GroupTransport, assignment: Assignment
@@ -75,6 +85,15 @@ class PrivateMemory(Memory):
         self._received = defaultdict[Published, PartitionTensors](
             lambda: PartitionTensors(storage.gradients, partition, transport.device)
         )
+        self._early = storage.early
+        self._take_turns([ROOT] if self._early is None else range(len(self._early))[::-1])
+        self._came: list[int] = []
+        """The stages of this step, as they came."""
+        self._learns = 0 if self._early is None else _LEARNING
+        self._plan = assignment.plan
+        self._written = 0
+        self._waiting: set[int] = set()
+        self._moving: list[Moving] = []
         # A file takes no memory where there is none to spare; all else is with its owners.
         self.is_partitioned = storage.stages is not None and (
             allocator.apart or not allocator.on_disk
@@ -92,33 +111,109 @@ class PrivateMemory(Memory):
     def broadcast_tensor_from_lead(self, values: torch.Tensor) -> None:
         self.transport.broadcast_from_lead([values])
 
+    def _take_turns(self, stages: Sequence[int]) -> None:
+        """Have the stages of partial sums be sent in this order; alike on all devices."""
+        self._turns = {stage: turn for turn, stage in enumerate(stages)}
+        """The turn of each stage; of one, where sums are sent as a whole."""
+        cuts = [[self._cut_stage(each, stage) for stage in stages] for each in self.partitions]
+        self.summed = [list(chain.from_iterable(each)) for each in cuts]
+        self._bounds = [[0, *accumulate(map(len, each))] for each in cuts]
+        """For each device, where the chunks of each turn begin among all of them."""
+
+    def _learn_turns(self) -> None:
+        """Take the order in which the stages came on the first device to which all have come."""
+        if self._learns:
+            self._learns -= 1
+            orders = self.transport.all_gather_values({self._rank: self._came})
+            order = next((each for each in orders if len(each) == len(self._turns)), None)
+            if order is not None:
+                self._take_turns(order)
+
+    def begin(self, plan: Plan) -> None:
+        # Of a step that failed something may be left.
+        self._plan, self._written, self._waiting, self._moving = plan, 0, set(), []
+        self._came = []
+
     def publish(self, device: int, slot: int, gradients: Sequence[torch.Tensor | None]) -> None:
         self._own[slot].write(gradients)
+        self._send(range(slot * len(self._turns), (slot + 1) * len(self._turns)))
+
+    def publish_stage(
+        self, slot: int, stage: int, gradients: Sequence[torch.Tensor | None]
+    ) -> None:
+        assert self._early is not None
+        self._came.append(stage)
+        self._own[slot].write_some(self._early.entries[stage], gradients)
+        self._send([slot * len(self._turns) + self._turns[stage]])
+
+    def _send(self, written: Iterable[int]) -> None:
+        """Start what has its turn, now that some parts of partial sums are written."""
+        self._waiting.update(written)
+        while self._written in self._waiting:
+            self._waiting.remove(self._written)
+            self._start_next()
+
+    def _start_next(self) -> None:
+        """Start to send the next part of this device's sums, and to receive the others' next one.
+
+        Every process starts the same parts in the same order, as messages are matched by it.
+        """
+        number, self._written = self._written, self._written + 1
+        slot, turn = divmod(number, len(self._turns))
+        plan, operations = self._plan, []
+        for peer in self.transport.peers():
+            if slot < len(blocks_of(plan.shards_of(self._rank), plan.shards)):
+                operations += self._moves(True, peer, self._own[slot], peer, turn)
+            if slot < len(blocks_of(plan.shards_of(peer), plan.shards)):
+                received = self.partial(Published(peer, slot))
+                operations += self._moves(False, peer, received, self._rank, turn)
+        self._moving.append(self.transport.move(operations))
+
+    def _moves(
+        self, sends: bool, peer: int, sums: PartitionSums, owner: int, turn: int
+    ) -> list[Operation]:
+        start, stop = self._bounds[owner][turn : turn + 2]
+        chunks = self.summed[owner][start:stop]
+        return _moves(sends, peer, sums, chunks, first=start)
+
+    def _cut_stage(self, partition: Sequence[Piece], stage: int) -> list[Chunk]:
+        own = partition
+        if self._early is not None:
+            own = [each for each in partition if self._early.stage_of[each.entry] == stage]
+        on_host = self.transport.device.type == "cpu"
+        return cut_chunks(self.storage.gradients, own, at_once=not on_host)
 
     def collect(self, plan: Plan, *, partials: bool = True) -> Arrivals:
         transport, table = self.transport, self.table
+        blocks = (blocks_of(plan.shards_of(n), plan.shards) for n in range(transport.size))
+        parts = max(map(len, blocks)) * len(self._turns) if partials else 0
+        while self._written < parts:
+            self._start_next()
         shards = {peer: plan.shards_of(peer) for peer in transport.peers()}
         own = table.row(self._rank, plan.shards_of(self._rank))
         rows = {peer: table.empty_row(peer, theirs) for peer, theirs in shards.items()}
-        # Every process starts the rows first and the partial sums second, as messages are matched
-        # by their order alone. The sums then travel while the rows are read.
         swapped = transport.move([op for peer in rows for op in _swap(peer, [own], [rows[peer]])])
-        sums = self._partials_to_move(plan) if partials else []
-        moving = transport.move(self._tables_to_move(plan) + sums)
-        swapped.finish()
-        for peer, row in rows.items():
-            table.take_row(peer, shards[peer], row)
+        tables = transport.move(self._tables_to_move(plan))
 
         def finish() -> None:
             # In this order everywhere, as messages are matched by their order alone.
-            moving.finish()
+            for moving in (*self._moving, swapped, tables):
+                moving.finish()
+            for peer, row in rows.items():
+                table.take_row(peer, shards[peer], row)
             # The table is complete and the same everywhere, so that all bring everybody's buffers
             # or none does: if a shard changed any.
             if table.changed.any():
                 transport.move(self._rows_to_move(plan, [table.rows_memory])).finish()
+            self._learn_turns()
+
+        def wait_for(number: int) -> None:
+            turn = bisect_right(self._bounds[self._rank], number) - 1
+            for moving in self._moving[turn :: len(self._turns)]:
+                moving.wait_for(number)
 
         # The sums may still be on their way: the owner adds each chunk as it comes.
-        return Arrivals(moving.wait_for, finish)
+        return Arrivals(wait_for, finish)
 
     def partial(self, place: Published) -> PartitionSums:
         return self._own[place.slot] if place.device == self._rank else self._received[place]
@@ -159,23 +254,6 @@ class PrivateMemory(Memory):
                 operations += _swap(peer, [table[run] for run in own], coming)
         return operations
 
-    def _partials_to_move(self, plan: Plan) -> list[Operation]:
-        """List what leaves (others' partitions of our sums) and comes (our partition of theirs).
-
-        For each pair of devices, what one end sends is listed as the other end lists its receipts:
-        slot by slot. See the note on matching in `onefold.exchange.collective`.
-        """
-        own = blocks_of(plan.shards_of(self._rank), plan.shards)
-        operations = []
-        for peer in self.transport.peers():
-            theirs = blocks_of(plan.shards_of(peer), plan.shards)
-            for slot in range(len(own)):
-                operations += _moves(True, peer, self._own[slot], self.summed[peer])
-            for slot in range(len(theirs)):
-                received = self.partial(Published(peer, slot))
-                operations += _moves(False, peer, received, self.summed[self._rank])
-        return operations
-
 
 def _swap(
     peer: int, leaving: Iterable[torch.Tensor], coming: Iterable[torch.Tensor]
@@ -185,9 +263,10 @@ def _swap(
 
 
 def _moves(
-    sends: bool, peer: int, memory: PartitionSums, chunks: Sequence[Chunk]
+    sends: bool, peer: int, memory: PartitionSums, chunks: Sequence[Chunk], first: int = 0
 ) -> list[Operation]:
-    return [Operation(sends, peer, memory.chunk(c), number) for number, c in enumerate(chunks)]
+    numbered = enumerate(chunks, start=first)
+    return [Operation(sends, peer, memory.chunk(chunk), number) for number, chunk in numbered]
 
 
 class GroupStageExchange(StageExchange):

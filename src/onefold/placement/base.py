@@ -68,6 +68,9 @@ class PlacementPlan:
     """After which stages gradients are handed over; None if partial sums of all of them are."""
     allocator: TensorAllocator = DEFAULT_ALLOCATOR
     """Where the model lies on the host."""
+    early: StageModules | None = None
+    """After which stages of whole partial sums are sent while backward goes on, if the model is
+    large enough for that."""
 
 
 @dataclass(frozen=True, slots=True)

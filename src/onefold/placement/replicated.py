@@ -11,16 +11,23 @@ halves of one node, or they would be one block. The owners of the partitions add
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
+import torch
+
 from onefold.core.batch import ShardedBatch
-from onefold.core.fold import Block, blocks_of, fold
+from onefold.core.fold import Block, before_last, blocks_of, fold
 from onefold.core.values import Gradients, ShardResult
 from onefold.exchange.exchange import Exchange
-from onefold.placement.base import Before, Done, Placement
+from onefold.exchange.joining import has_memory_in_common
+from onefold.exchange.stageexchange import GradientSend
+from onefold.placement.base import Before, Done, Placement, PlacementPlan
 from onefold.shard.gradients import add_gradients
+from onefold.shard.modelparts import ModelParts
 from onefold.shard.replica import Replica
+from onefold.shard.stages import StageModules
 from onefold.shard.task import ShardTask
 
 __all__ = ["Replicated", "partial_sums", "run_share"]
@@ -55,16 +62,65 @@ def run_share(
     # records nothing, so that without this its row would still hold the step before.
     table.clear_rows(device, batch.plan.shards_of(device))
     replica.begin(task)
+    exchange.begin(batch.plan)
     record, gradients = partial(table.record, device), Gradients()
-    for slot, gradients in enumerate(partial_sums(replica, batch, task, record, done)):
+    blocks = blocks_of(batch.plan.shards_of(device), batch.plan.shards)
+    early = blocks[-1:] if may_send_early(replica, batch, task, done) else ()
+    whole = blocks[: len(blocks) - len(early)]
+    for slot, gradients in enumerate(partial_sums(replica, batch, task, record, done, whole)):
         start = watch.now()
         # From here until `publish_parameters` these tensors belong to the exchange, which adds to
         # them in place. A single shard's are added to nothing, so that `GradientRules.norm`
         # may still read them.
         exchange.publish(device, slot, gradients)
         watch.note("exchange", "publish", start)
+    for block in early:
+        _send_early(replica, batch, task, exchange, block, slot=len(whole))
     replica.end()
     return gradients
+
+
+def may_send_early(
+    replica: Replica, batch: ShardedBatch, task: ShardTask, done: Done | None
+) -> bool:
+    """Whether a device may send its last block stage by stage, while its last shard runs backward.
+
+    Not where the shard runs in pieces, or beside others.
+    """
+    shards = batch.plan.shards_of(replica.number)
+    if replica.stages is None or task.gatherers is not None or not shards:
+        return False
+    last = shards[-1]
+    if last not in batch.shards or last in (done or ()):
+        return False
+    return task.microbatch is None or batch.count_of(last).samples <= task.microbatch
+
+
+def _send_early(
+    replica: Replica,
+    batch: ShardedBatch,
+    task: ShardTask,
+    exchange: Exchange,
+    block: Block,
+    *,
+    slot: int,
+) -> None:
+    """Compute a block, and send each stage of its sum as soon as it is complete."""
+    assert replica.stages is not None
+    entries, record = replica.stages.stages.entries, partial(exchange.table.record, replica.number)
+    before = before_last(block)
+    # The leftmost first, as in `fold`.
+    sums = list(partial_sums(replica, batch, task, record, None, before[::-1]))[::-1]
+
+    def send(given: GradientSend) -> None:
+        gradients = list(given.gradients)
+        for each in sums:
+            left = [each[number] for number in entries[given.stage]]
+            gradients = add_gradients(left, gradients)
+        exchange.publish_stage(slot, given.stage, gradients)
+
+    last = block.stop - 1
+    record(last, replica.compute(last, batch, replace(task, send=send)))
 
 
 def partial_sums(
@@ -73,6 +129,7 @@ def partial_sums(
     task: ShardTask,
     record: Callable[[int, ShardResult], None],
     done: Done | None = None,
+    blocks: Sequence[Block] | None = None,
 ) -> Iterator[Gradients]:
     """Compute a device's shards, and add up the gradients of each block.
 
@@ -82,6 +139,7 @@ def partial_sums(
         task: what all shards of the step have in common.
         record: called with the number and the result of each shard that has samples.
         done: the results of shards that have run already.
+        blocks: only these of them; all if None.
     """
 
     def leaf(node: Block) -> Gradients | None:
@@ -96,12 +154,19 @@ def partial_sums(
         record(node.start, result)
         return result.gradients
 
-    for block in blocks_of(batch.plan.shards_of(replica.number), batch.plan.shards):
+    if blocks is None:
+        blocks = blocks_of(batch.plan.shards_of(replica.number), batch.plan.shards)
+    for block in blocks:
         yield fold(leaf, block, add_gradients)
 
 
 class Replicated(Placement):
     """Each device has all parameters, and adds up the gradients of all of its shards."""
+
+    def plan(self, parts: ModelParts, stages: Sequence[torch.nn.Module] | None) -> PlacementPlan:
+        if has_memory_in_common(self.devices) or self.settings.shards == 1:
+            return PlacementPlan()
+        return PlacementPlan(early=StageModules(parts.module, stages, parts.trained))
 
     def run_shards(
         self, batch: ShardedBatch, task: ShardTask, done: Done, before: Before

@@ -388,10 +388,7 @@ class Replica:
                     rows[shard] = [[("sum", 1.0)]]
         # An accelerator is waited for once, when all passes are queued.
         return {
-            shard: _added_weights(
-                [[(kind, known(weight)) for kind, weight in row] for row in each],
-                f"step {task.step}, shard {shard}",
-            )
+            shard: _added_weights(each, f"step {task.step}, shard {shard}")
             for shard, each in rows.items()
         }
 
@@ -500,7 +497,7 @@ class Replica:
 
 
 def _added_weights(
-    rows: Sequence[Sequence[tuple[str, float]]], where: str
+    rows: Sequence[Sequence[tuple[str, float | LateWeight]]], where: str
 ) -> list[tuple[str, float]]:
     """Add up the weight of each term of a shard's loss over the shard's pieces."""
     if any([kind for kind, _ in row] != [kind for kind, _ in rows[0]] for row in rows):
@@ -508,7 +505,7 @@ def _added_weights(
             f"the loss of {where} has other terms in some pieces of the shard than in others: "
             f"expected the same for every piece; one with nothing to count has the weight 0"
         )
-    return [(of[0][0], sum(weight for _, weight in of)) for of in zip(*rows, strict=True)]
+    return [(of[0][0], sum(known(weight) for _, weight in of)) for of in zip(*rows, strict=True)]
 
 
 class GradientHooks:

@@ -30,23 +30,27 @@ from onefold.core.assignment import Assignment, Devices
 from onefold.core.flat import lay_out, named_tensors, own_name, tensor_digests
 from onefold.core.settings import Settings
 from onefold.core.shard import Plan
-from onefold.core.storage import Storage, cut_pieces
+from onefold.core.storage import Storage, cut_pieces, divides_evenly
 from onefold.deferred.values import deferred_of, revealed
 from onefold.exchange.exchange import Exchange
 from onefold.exchange.joining import join
 from onefold.exchange.memory import Start
+from onefold.placement.base import PlacementPlan
 from onefold.placement.choice import placement_of
 from onefold.placement.context import StepContext
 from onefold.shard.buffers import BufferPlaces, BufferSet
 from onefold.shard.kernels import Compilers
 from onefold.shard.modelparts import ModelParts
 from onefold.shard.replica import LossFunction, Replica
-from onefold.shard.stages import StageModules, frozen_of
+from onefold.shard.stages import frozen_of
 from onefold.step.engine import Engine
 from onefold.update.clipping import refuse_clipping
 from onefold.update.optimizer import PartitionedOptimizer
 
 __all__ = ["assemble", "hold", "take_from_holders"]
+
+LEAST_SENT_EARLY_BYTES = 4 << 20
+"""Parameters of a model whose partial sums are sent stage by stage."""
 
 
 # By identity, as tensors compare by element, and weakly on both sides: nothing here keeps a model
@@ -105,11 +109,15 @@ def assemble(
     first.attach()
     placement = placement_of(devices, settings)
     layout = placement.plan(parts, stages)
-    storage = _storage(parts, first, optimizer, settings, devices, layout.modules)
+    storage = _storage(parts, first, optimizer, settings, devices, layout)
     placement.check(storage)
     start = _start(parts, first)
     assignment = Assignment.first(
-        devices.all, plan=plan, pieces=storage.pieces, stages=storage.stages
+        devices.all,
+        plan=plan,
+        pieces=storage.pieces,
+        stages=storage.stages,
+        early=storage.early,
     )
     described = describe(
         parts, optimizer, settings, devices, plan, schedule, storage.stages, values
@@ -128,8 +136,9 @@ def assemble(
     memory = exchange.memory
     with revealed(parts.named.values()):
         trained, other, precision = memory.trained, memory.other, settings.precision
+        cut = layout.modules if storage.early is None else layout.early
         replicas = [
-            Replica(n, device, parts, trained[n], other[n], buffers[n], precision, layout.modules)
+            Replica(n, device, parts, trained[n], other[n], buffers[n], precision, cut)
             for n, device in devices.own_devices.items()
         ]
         # From here on the model's values lie in the run's memory: the lead's, everywhere.
@@ -170,18 +179,25 @@ def _storage(
     optimizer: torch.optim.Optimizer,
     settings: Settings,
     devices: Devices,
-    modules: StageModules | None,
+    placed: PlacementPlan,
 ) -> Storage:
+    modules, devices_in_all = placed.modules, len(devices.all)
     # By the names that the model has when it is not compiled, so that a checkpoint fits both.
     layout = lay_out({own_name(name): p for name, p in held_in(settings.precision, parts).items()})
+    pieces, early = cut_pieces(layout, by_element=updates_by_element(optimizer)), placed.early
+    # Small models are sent as a whole: each message costs more than it saves.
+    may = early is not None and layout.nbytes >= LEAST_SENT_EARLY_BYTES
+    if early is None or not may or not divides_evenly(pieces, devices_in_all, early.stages):
+        early = None
     return Storage(
         parameters=layout,
         other=lay_out(parts.other),
         buffers=buffers.layout,
-        pieces=cut_pieces(layout, by_element=updates_by_element(optimizer)),
+        pieces=pieces,
         shards=settings.shards,
-        devices=len(devices.all),
+        devices=devices_in_all,
         stages=None if modules is None else modules.stages,
-        frozen=None if modules is None else frozen_of(parts.frozen, modules, len(devices.all)),
+        early=None if early is None else early.stages,
+        frozen=None if modules is None else frozen_of(parts.frozen, modules, devices_in_all),
         updated_in=torch.float32 if settings.precision.parameters else None,
     )
