@@ -7,7 +7,7 @@ but nothing may be taken for granted that is not true of a GPU:
 - a copy to pinned memory is NaN until its stream or an event after it was waited for, and pinned
   memory that is copied from must stay as it is until then;
 - memory that is used on two streams at a time, or is freed while another stream uses it, is
-  reported, as well as an exchange that meets memory in use, see `tests.pretended.group`;
+  reported, as well as an exchange that meets memory in use;
 - kernels that are not deterministic on a GPU are refused where only such may run that are;
 - every launch, and every wait of the host, is counted by the line that caused it.
 
@@ -21,14 +21,17 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from tests.pretended import build, group
+from tests.pretended import build
 
 __all__ = [
+    "BACKEND",
     "Place",
     "counts",
     "group_sizes",
@@ -40,6 +43,8 @@ __all__ = [
 ]
 
 KIND = "pretend"
+BACKEND = "pretended-nccl"
+"""Of `torch.distributed`: it allows what NCCL allows, see ``source/group.cpp``."""
 LIMIT = "ONEFOLD_PRETENDED_BYTES"
 LOG = "ONEFOLD_PRETENDED_LOG"
 """The environment variable with a file to which all processes add what they report."""
@@ -80,7 +85,7 @@ def start(devices: int | None = None, limit_bytes: int | None = None) -> Any:
         torch._register_device_module(KIND, module)
         sys.modules[f"torch.{KIND}"] = module
         _mend_dlpack()
-        group.register(_extension[0], KIND)
+        dist.Backend.register_backend(BACKEND, _make_group, devices=[KIND])
         _c().set_watch(_watch)
     _c().set_up(devices, limit_bytes, os.environ.get(LOG, ""))
     return torch.get_device_module(KIND)
@@ -122,6 +127,13 @@ def nobody_waits() -> Iterator[None]:
         yield
     finally:
         _c().set_waits_raise(False)
+
+
+def _make_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.Backend:
+    own = dist.PrefixStore("pretended", store)
+    gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", own), rank, size, timeout)
+    group: dist.Backend = _c().Group(gloo, own, rank, size)
+    return group
 
 
 def _mend_dlpack() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.pretended import device, group
+from tests.pretended import device
 
 Case = Callable[[int, torch.Tensor, dist.ProcessGroup], object]
 LIMIT = timedelta(seconds=20)
@@ -113,7 +113,7 @@ def main(rank: int, folder: Path) -> None:
     torch.accelerator.set_device_index(rank)
     found: dict[str, Any] = {}
     for case in CASES:
-        peers = dist.new_group(backend=group.BACKEND, timeout=LIMIT)
+        peers = dist.new_group(backend=device.BACKEND, timeout=LIMIT)
         own = torch.tensor([1.0, 2.0], device=f"pretend:{rank}") + rank
         result = error = None
         try:

@@ -30,10 +30,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("set_waits_raise", [](bool raise) { runtime().waits_raise = raise; });
   module.def("set_counts", [](bool counts) { runtime().counts = counts; });
   module.def("note", pretend::note);
-  module.def("pending", [] {
-    pretend::Locked held(runtime().lock);
-    return runtime().late.size();
-  });
   module.def("reports", [] {
     pretend::Locked held(runtime().lock);
     return std::exchange(runtime().reports, {});
