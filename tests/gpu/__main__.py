@@ -40,9 +40,12 @@ TESTS_AT_ONCE = 6
 MACHINE = """
 import json, platform, sys, torch
 found = {"card": "", "versions": {"Python": platform.python_version(), "torch": torch.__version__}}
-if torch.cuda.is_available():
-    about = torch.cuda.get_device_properties(0)
-    found["card"] = f"{torch.cuda.device_count()} x {about.name}, {about.total_memory >> 30} GiB"
+kind = torch.accelerator.current_accelerator(check_available=True)
+if kind is not None:
+    about = torch.get_device_module(kind).get_device_properties(0)
+    many = torch.accelerator.device_count()
+    found["card"] = f"{many} x {about.name}, {about.total_memory >> 30} GiB"
+if torch.version.cuda:
     found["versions"] |= {"CUDA": torch.version.cuda, "cuDNN": torch.backends.cudnn.version()}
 print(json.dumps(found))
 """
@@ -54,7 +57,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--results", type=Path, required=True, help="where the two files go")
-    parser.add_argument("--device", choices=["cuda:0", "cpu"], default="cuda:0")
+    parser.add_argument("--device", default="cuda:0", help="a card, or cpu")
     parser.add_argument("--parts", nargs="+", default=[], help="only those with one of these words")
     options = parser.parse_args()
     if lacking := missing(("torch", "numpy", "safetensors", "msgspec")):

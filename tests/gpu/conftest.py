@@ -2,12 +2,13 @@
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.gpu.device import ON_GPU, cases_of
+from tests.gpu.device import DEVICE, KIND, ON_GPU, cases_of
 
 HERE = Path(__file__).resolve().parent
 
@@ -48,7 +49,17 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 def _begun() -> None:
     """What the first use of a GPU leaves in a process is no leak of the first test."""
     if ON_GPU:
-        if not torch.cuda.is_available():
+        if not torch.accelerator.is_available():
             pytest.skip("needs a GPU")
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.zeros(8, 8, device="cuda").mm(torch.zeros(8, 8, device="cuda"))
+        torch.zeros(8, 8, device=DEVICE).mm(torch.zeros(8, 8, device=DEVICE))
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_reported() -> Iterator[None]:
+    """What a pretended card has noticed, which need not show in bits."""
+    yield
+    if KIND == "pretend":
+        from tests.pretended import device
+
+        assert device.reports() == []

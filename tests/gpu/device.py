@@ -14,11 +14,25 @@ from unittest import SkipTest
 
 import torch
 
-__all__ = ["DEVICE", "ON_GPU", "cards", "cases_of", "each", "needs", "raises"]
+__all__ = [
+    "DEVICE",
+    "KIND",
+    "ON_GPU",
+    "cards",
+    "cases_of",
+    "each",
+    "needs",
+    "nobody_waits",
+    "raises",
+]
 
 DEVICE = os.environ.get("ONEFOLD_GPU_TESTS_ON", "cuda:0")
-"""One card, or ``cpu`` to try the tests themselves where there is none."""
-ON_GPU = DEVICE.startswith("cuda")
+"""One card, or ``cpu`` to try the tests themselves where there is none.
+
+A pretended one is ``pretend:0``, in an environment of `tests.pretended.build`.
+"""
+KIND = torch.device(DEVICE).type
+ON_GPU = KIND != "cpu"
 
 F = TypeVar("F", bound=Callable[..., None])
 
@@ -60,4 +74,17 @@ def raises(kind: type[BaseException], words: str) -> Iterator[list[BaseException
 
 def cards() -> int:
     """How many GPUs PyTorch sees."""
-    return torch.cuda.device_count() if ON_GPU else 0
+    return torch.accelerator.device_count() if ON_GPU else 0
+
+
+@contextmanager
+def nobody_waits() -> Iterator[None]:
+    """Raise where the host would wait for the card, unless a script asks for it by name."""
+    module: Any = torch.get_device_module(DEVICE)
+    needs(hasattr(module, "set_sync_debug_mode"), "a way to notice that the host waits")
+    torch.accelerator.synchronize()
+    module.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        module.set_sync_debug_mode("default")

@@ -66,7 +66,7 @@ class Result:
 
 def parts_of(device: str) -> list[Part]:
     """All parts, in the order in which they are begun."""
-    on_gpu = device.startswith("cuda")
+    on_gpu = device != "cpu"
     modules = sorted(path.stem for path in Path(__file__).parent.glob("test_*.py"))
     # The longest first, so that the others run beside it.
     modules.sort(key=lambda name: name != "test_bits")

@@ -9,7 +9,7 @@ from torch.utils.data import TensorDataset
 
 from onefold.core.settings import PRECISIONS
 from tests.bits.cases import Case, covering, run
-from tests.gpu.device import DEVICE, ON_GPU, cards, each, needs
+from tests.gpu.device import DEVICE, KIND, ON_GPU, cards, each, needs
 from tests.gpu.net import (
     adafactor,
     adamw,
@@ -136,7 +136,7 @@ def test_an_optimizer_that_has_worked_brings_its_state(fused: bool) -> None:
 def test_two_cards_have_the_bits_of_one() -> None:
     needs(cards() > 1, "two GPUs")
     found = {result(trainer_of(1), batches(6))}
-    for place in ("cpu", "cuda:0"):
-        trainer = trainer_of(on=["cuda:0", "cuda:1"])
+    for place in ("cpu", f"{KIND}:0"):
+        trainer = trainer_of(on=[f"{KIND}:0", f"{KIND}:1"])
         found.add(result(trainer, batches(6, device=place)))
     assert len(found) == 1

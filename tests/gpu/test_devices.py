@@ -7,7 +7,7 @@ from torch.utils.data import TensorDataset
 
 import onefold
 from onefold.core.flat import fingerprint_of, named_tensors, tensor_digests
-from tests.gpu.device import DEVICE, ON_GPU, needs
+from tests.gpu.device import DEVICE, KIND, ON_GPU, needs
 from tests.gpu.net import Net, adamw, batches, loss, trainer_of
 
 HERE = torch.device(DEVICE)
@@ -17,8 +17,8 @@ def test_a_script_that_names_no_device_gets_the_card() -> None:
     needs(ON_GPU, "a GPU")
     model = Net()
     trainer = onefold.Trainer(model, adamw(model), loss, shards=4)
-    assert [device.type for device in trainer.devices] == ["cuda"]
-    assert all(p.is_cuda for p in model.parameters())
+    assert [device.type for device in trainer.devices] == [KIND]
+    assert all(p.device.type == KIND for p in model.parameters())
     moved = Net().to(DEVICE)
     assert onefold.Trainer(moved, adamw(moved), loss, shards=4).devices == (HERE,)
 

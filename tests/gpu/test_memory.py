@@ -21,8 +21,8 @@ def test_memory_does_not_grow_from_step_to_step(devices: int, precision: str | N
     def train(times: int) -> tuple[int, int]:
         for number in range(times):
             trainer.step(steps[number % len(steps)])
-        torch.cuda.synchronize()
-        return torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+        torch.accelerator.synchronize()
+        return torch.accelerator.memory_allocated(), torch.accelerator.memory_reserved()
 
     # Past step 50, in which checks are made that take memory of their own; and past step 100.
     before = train(60)
@@ -38,7 +38,7 @@ def test_a_trainer_that_is_dropped_gives_its_memory_back() -> None:
         trainer.close()
         del trainer
         gc.collect()
-        return torch.cuda.memory_allocated()
+        return torch.accelerator.memory_allocated()
 
     before = use()
     # The gradient that backward begins with is kept for the steps that follow, in a few bytes.
@@ -96,12 +96,12 @@ def test_a_card_has_some_stages_and_no_more_in_a_deeper_model() -> None:
         trainer = trainer_of(model=Deep(layers), loss=squared, clip_norm=0.1)
         batch = torch.randn(8, 1024, generator=torch.Generator().manual_seed(1))
         trainer.step(batch)
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
+        torch.accelerator.synchronize()
+        before = torch.accelerator.memory_allocated()
+        torch.accelerator.reset_peak_memory_stats()
         trainer.step(batch)
-        torch.cuda.synchronize()
-        found = (torch.cuda.max_memory_allocated() - before) / MIB
+        torch.accelerator.synchronize()
+        found = (torch.accelerator.max_memory_allocated() - before) / MIB
         trainer.close()
         return found
 

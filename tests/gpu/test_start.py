@@ -4,8 +4,10 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
-from tests.gpu.device import DEVICE, ON_GPU, cards, needs
+from onefold.core.options import PlacementName
+from tests.gpu.device import DEVICE, KIND, ON_GPU, cards, each, needs
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 100
@@ -21,9 +23,11 @@ def loss(model, batch):
 
 def main():
     if sys.argv[1:2] == ["early"]:
-        torch.ones(8, 8, device="cuda").mm(torch.ones(8, 8, device="cuda"))
+        early = torch.ones(8, 8, device=torch.accelerator.current_accelerator())
+        early.mm(early)
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(20, 300), torch.nn.ReLU(), torch.nn.Linear(300, 5))
+    layers = [torch.nn.Linear(20, 300), torch.nn.Linear(300, 300), torch.nn.Linear(300, 5)]
+    model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Tanh(), layer) for layer in layers))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     trainer = onefold.Trainer(model, optimizer, loss, shards=4, threads=1)
     generator = torch.Generator().manual_seed(1)
@@ -69,7 +73,7 @@ def trained(folder: Path, *command: str) -> tuple[str, str]:
 def test_a_script_needs_no_launcher_and_no_settings(tmp_path: Path) -> None:
     """Not even the one that cuBLAS needs to repeat its bits."""
     kind, bits = trained(tmp_path, "SCRIPT")
-    assert kind == ("cuda" if ON_GPU else "cpu")
+    assert kind == KIND
     one = DEVICE if ON_GPU else "cpu:1"
     run = ("-m", "onefold", "run", "--devices")
     assert trained(tmp_path, *run, one, "SCRIPT") == (kind, bits)
@@ -87,7 +91,7 @@ def test_a_card_takes_one_process(tmp_path: Path) -> None:
     needs(ON_GPU, "a GPU")
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
     for command, words in (
-        (("-m", "onefold", "run", "--devices", "cuda:0,cuda:0"), "cuda:0 is named twice"),
+        (("-m", "onefold", "run", "--devices", f"{KIND}:0,{KIND}:0"), f"{KIND}:0 is named twice"),
         ((*torchrun, str(cards() + 1)), "expected a GPU for each of the"),
     ):
         code, text = program(tmp_path, *command, "SCRIPT")
@@ -95,10 +99,15 @@ def test_a_card_takes_one_process(tmp_path: Path) -> None:
         assert words in text, text[-3000:]
 
 
-def test_two_cards_in_two_processes_have_the_bits_of_one(tmp_path: Path) -> None:
+@each("placement", get_args(PlacementName))
+def test_two_cards_in_two_processes_have_the_bits_of_one(tmp_path: Path, placement: str) -> None:
     """Over NCCL, which refuses two processes on one card."""
     needs(cards() > 1, "two GPUs")
     run = ("-m", "onefold", "run", "--devices")
-    found = {trained(tmp_path, *run, choice, "SCRIPT") for choice in ("cuda:0", "cuda:0,cuda:1")}
-    found.add(trained(tmp_path, "-m", "torch.distributed.run", "--nproc-per-node", "2", "SCRIPT"))
+    found = {trained(tmp_path, *run, f"{KIND}:0", "SCRIPT")}
+    both = f"{KIND}:0,{KIND}:1"
+    found.add(trained(tmp_path, *run, both, "--placement", placement, "SCRIPT"))
+    if placement == "replicate":
+        torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
+        found.add(trained(tmp_path, *torchrun, "SCRIPT"))
     assert len(found) == 1

@@ -1,7 +1,6 @@
 """Nothing in a step waits for a card: PyTorch is asked to raise where the host would."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -10,8 +9,8 @@ import torch.nn.functional as F
 from torch.utils.data import TensorDataset
 
 import onefold
-from tests.gpu.device import DEVICE, ON_GPU, each, needs
-from tests.gpu.net import Batch, adamw, batches, score, sgd, trainer_of
+from tests.gpu.device import DEVICE, ON_GPU, each, needs, nobody_waits
+from tests.gpu.net import Batch, Net, adamw, batches, score, sgd, trainer_of
 
 WARM_UP = 5
 """In the first steps checks are made that wait, see `onefold.checks.values.CheckInterval`."""
@@ -46,18 +45,8 @@ CHOICES: list[tuple[str, dict[str, Any]]] = [
     ("pinned", {"devices": 3, "plan": (0, 3, 1), "clip_norm": 0.5}),
     ("host", {"devices": 2, "deterministic": False}),
     *(("card", {"loss": loss, "devices": n}) for loss in (masked, terms) for n in (1, 2)),
+    ("card", {"model": onefold.SyncBatchNorm.convert(Net()), "devices": 2}),
 ]
-
-
-@contextmanager
-def nobody_waits() -> Iterator[None]:
-    """Raise where the host would wait for the card."""
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def placed(steps: list[Batch], where: str) -> list[Batch]:
@@ -107,17 +96,19 @@ def test_no_shard_of_an_evaluation_waits() -> None:
     trainer = trainer_of(2)
     seen = [0]
 
+    watching = ExitStack()
+
     def counted(model: torch.nn.Module, batch: Batch) -> dict[str, Any]:
         seen[0] += 1
         # The first batch is looked at more closely, and the last shard is followed by the sums.
-        if seen[0] in (5, 16):
-            torch.cuda.set_sync_debug_mode("error" if seen[0] == 5 else "default")
+        if seen[0] == 5:
+            watching.enter_context(nobody_waits())
+        if seen[0] == 16:
+            watching.close()
         return score(model, batch)
 
-    try:
+    with watching:
         trainer.evaluate(counted, TensorDataset(*batches(1, 61)[0]), batch_size=16)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert seen[0] == 16
 
 

@@ -279,7 +279,8 @@ class SyncBatchNorm(BatchNorm):
         self._check_input_dim(input)
         wide = input if input.dtype == torch.float64 else input.float()
         mean, square, count = _of_all(wide)
-        if count <= 1:
+        # Of all shards there are as many as of this one, or more: mostly nobody waits to know it.
+        if wide.numel() <= wide.shape[1] and int(count) <= 1:
             raise ValueError(
                 f"expected more than one value per channel in the whole batch to normalise by, got "
                 f"input of shape {tuple(input.shape)}"
@@ -315,11 +316,11 @@ class SyncBatchNorm(BatchNorm):
             running.lerp_(new.to(running.dtype), share or 0.0)
 
 
-def _of_all(input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
+def _of_all(input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute mean and sum of squared distances per channel over all shards, (C,) float64.
 
     Returns:
-        Both, and the number of values per channel.
+        Both, and the number of values per channel, () float64.
     """
     channels, own = input.shape[1], input.numel() // input.shape[1]
     variance, mean = torch.var_mean(input, [0, *range(2, input.dim())], correction=0)
@@ -332,4 +333,4 @@ def _of_all(input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
     middle = (means * counts).sum(0) / total
     # Not by the mean of squares, of which nothing is left where the mean is large. As in Chan et
     # al., Updating Formulae and a Pairwise Algorithm for Computing Sample Variances, 1979.
-    return middle, (squares + counts * (means - middle).square()).sum(0), int(total)
+    return middle, (squares + counts * (means - middle).square()).sum(0), total

@@ -30,7 +30,7 @@ import torch
 
 from onefold.core.batch import ShardedBatch, move
 from onefold.core.flat import FlatTensors
-from onefold.core.gathering import Gatherer, Gathers, gathering
+from onefold.core.gathering import Gatherer, Gathers, Refusing, gathering
 from onefold.core.mean import Contribution, LateWeight, known, seeing_whole_batch, weigh
 from onefold.core.randomness import derive_seed, seed_generators
 from onefold.core.settings import AS_GIVEN, Precision, added_up_in
@@ -354,7 +354,7 @@ class Replica:
             loss, values, outputs = split(result, f"the loss of {where}")
             refuse_uneven(batch, (loss, *values.values()), where)
             # Of pieces the weights are added up at once, and one weight of a plain loop divides.
-            late = gatherer is None and piece.samples == piece.of and not task.is_plain(batch)
+            late = isinstance(gatherer, Refusing) and piece.samples == piece.of
             part = weigh(loss, piece.samples, f"the loss of {where}", late=late)
         if not task.is_plain(batch) and not (gatherer and gatherer.sees_batch):
             self.loss_watch.look(

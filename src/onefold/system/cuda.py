@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["ASK_NVML", "DEVICE_NODE", "DRIVER", "SIGNS", "described", "has_bfloat16", "visible"]
 
@@ -68,11 +69,15 @@ def visible(rows: Sequence[Sequence[Any]], allowed: str | None) -> list[Sequence
 
 def has_bfloat16(device: torch.device) -> bool:
     """Whether a device of CUDA's has kernels in bfloat16, by its compute capability."""
+    import torch  # not at the top: the launcher does without it
+
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def described() -> dict[str, str]:
     """What the bits depend on of CUDA and its libraries, in words."""
+    import torch
+
     # One by one: asked for both at once, PyTorch raises where a script has set one of them.
     cudnn: Any = torch.backends.cudnn
     return {

@@ -1,0 +1,553 @@
+// Operators: the processor's kernels compute on the memory of a device.
+#include "runtime.h"
+
+#include <ATen/ATen.h>
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/EmptyTensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/native/Resize.h>
+#include <ATen/native/TensorFactories.h>
+#include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/set_native.h>
+#include <ATen/ops/view_native.h>
+#include <torch/library.h>
+
+#include <unordered_map>
+
+namespace pretend {
+
+using at::Tensor;
+using c10::IValue;
+
+namespace {
+
+// Those that `torch.use_deterministic_algorithms` refuses on a GPU, by its documentation; where it
+// depends on their arguments, see `is_refused`.
+const std::set<std::string> REFUSED = {
+    "avg_pool3d_backward", "_adaptive_avg_pool2d_backward", "_adaptive_avg_pool3d_backward",
+    "adaptive_max_pool2d_backward", "fractional_max_pool2d_backward",
+    "fractional_max_pool3d_backward", "max_unpool2d", "max_unpool3d", "upsample_linear1d_backward",
+    "upsample_bilinear2d_backward", "upsample_bicubic2d_backward", "upsample_trilinear3d_backward",
+    "reflection_pad1d_backward", "reflection_pad2d_backward", "reflection_pad3d_backward",
+    "nll_loss2d_forward", "nll_loss2d_backward", "_ctc_loss_backward", "put_", "histc",
+    "grid_sampler_2d_backward", "grid_sampler_3d_backward"};
+
+// Those that have the size of their result from the device.
+const std::set<std::string> WAITING = {"nonzero", "masked_select", "_unique", "_unique2",
+    "unique_dim", "unique_consecutive", "unique_dim_consecutive", "repeat_interleave", "bincount"};
+
+const std::set<std::string> INDEXING = {"index", "index_put_", "_index_put_impl_", "index_put"};
+
+// Those that read nothing of a tensor's values.
+const std::set<std::string> OF_NO_VALUES = {"is_set_to", "_fused_sdp_choice"};
+
+using Arguments = c10::ArrayRef<IValue>;
+
+bool is_refused(const std::string& name, const c10::FunctionSchema& schema, Arguments given) {
+  auto of = [&](const char* argument) -> const IValue& {
+    return given[*schema.argumentIndexWithName(argument)];
+  };
+  if (REFUSED.count(name)) return true;
+  if (name == "bincount") return of("weights").isTensor() && of("weights").toTensor().defined();
+  if (name == "median") return schema.argumentIndexWithName("dim").has_value();
+  if (name == "cumsum" || name == "cumsum_") {
+    return !at::isIntegralType(of("self").toTensor().scalar_type(), true);
+  }
+  if (name == "scatter_reduce" || name == "scatter_reduce_") return of("reduce") == IValue("prod");
+  return name == "_embedding_bag_dense_backward" && of("mode").toInt() == 2;
+}
+
+// Call a function with each tensor of an argument.
+template <typename F>
+void each_tensor(const IValue& value, F&& call) {
+  if (value.isTensor()) {
+    if (value.toTensor().defined()) call(value.toTensor());
+  } else if (value.isTensorList()) {
+    for (const Tensor& tensor : value.toTensorList()) call(tensor);
+  } else if (value.isOptionalTensorList()) {
+    for (std::optional<Tensor> tensor : value.toOptionalTensorList()) {
+      if (tensor && tensor->defined()) call(*tensor);
+    }
+  }
+}
+
+// The same argument with each tensor replaced.
+template <typename F>
+IValue replaced(const IValue& value, F&& by) {
+  if (value.isTensor()) return value.toTensor().defined() ? IValue(by(value.toTensor())) : value;
+  if (value.isTensorList()) {
+    c10::List<Tensor> list;
+    for (const Tensor& tensor : value.toTensorList()) list.push_back(by(tensor));
+    return list;
+  }
+  if (value.isOptionalTensorList()) {
+    c10::List<std::optional<Tensor>> list;
+    for (std::optional<Tensor> tensor : value.toOptionalTensorList()) {
+      list.push_back(tensor && tensor->defined() ? std::optional<Tensor>(by(*tensor)) : tensor);
+    }
+    return list;
+  }
+  return value;
+}
+
+bool is_ours(const Tensor& tensor) { return tensor.device().type() == KIND; }
+
+// The device of an operator's tensors, which is one.
+c10::Device device_of(const std::string& name, Arguments given) {
+  std::optional<c10::Device> device;
+  for (const auto& value : given) {
+    each_tensor(value, [&](const Tensor& tensor) {
+      if (!device && is_ours(tensor)) device = tensor.device();
+    });
+  }
+  for (const auto& value : given) {
+    if (!device && value.isDevice() && value.toDevice().type() == KIND) device = value.toDevice();
+  }
+  if (!device || !device->has_index()) device = c10::Device(KIND, current_device());
+  for (size_t number = 0; number < given.size(); number++) {
+    bool of_host = number > 0 && INDEXING.count(name);  // indices may come from there
+    each_tensor(given[number], [&](const Tensor& tensor) {
+      if (tensor.device() == *device) return;
+      if (tensor.device().is_cpu() && (tensor.dim() == 0 || of_host)) return;
+      TORCH_CHECK(false, "Expected all tensors to be on the same device, but found at least two "
+                  "devices, ", *device, " and ", tensor.device(), "! (", name, ")");
+    });
+  }
+  return *device;
+}
+
+// A look at whether the host waits before it goes on.
+void look_for_waits(const std::string& name, const c10::FunctionSchema& schema, Arguments given) {
+  bool waits = WAITING.count(name);
+  for (const auto& result : schema.returns()) {
+    auto kind = result.type()->kind();
+    waits |= kind != c10::TypeKind::TensorType && kind != c10::TypeKind::ListType;
+  }
+  if (name == "repeat_interleave") waits = given[1].isNone();  // without the size of its result
+  if (INDEXING.count(name)) {
+    each_tensor(given[1], [&](const Tensor& index) {
+      waits |= index.scalar_type() == at::kBool || index.scalar_type() == at::kByte ||
+               (index.device().is_cpu() && index.dim() > 0);
+    });
+  }
+  if (!waits || OF_NO_VALUES.count(name)) return;
+  count_wait(name);
+}
+
+// Gives the processor's own generator the state of a device's for a while.
+class Draws {
+ public:
+  explicit Draws(const at::Generator& from) : from_(from), locked_(both()) { exchange(); }
+  ~Draws() { exchange(); }
+
+ private:
+  static std::mutex& both() {
+    static std::mutex lock;
+    return lock;
+  }
+  void exchange() {
+    auto* one = from_.get<at::CPUGeneratorImpl>();
+    auto* other = at::detail::getDefaultCPUGenerator().get<at::CPUGeneratorImpl>();
+    auto engine = one->engine();
+    auto normal = one->next_float_normal_sample();
+    auto normal_double = one->next_double_normal_sample();
+    one->set_engine(other->engine());
+    one->set_next_float_normal_sample(other->next_float_normal_sample());
+    one->set_next_double_normal_sample(other->next_double_normal_sample());
+    other->set_engine(engine);
+    other->set_next_float_normal_sample(normal);
+    other->set_next_double_normal_sample(normal_double);
+  }
+  at::Generator from_;
+  std::lock_guard<std::mutex> locked_;
+};
+
+Tensor seen_as(const Tensor& tensor, c10::Storage storage, c10::DispatchKeySet keys) {
+  auto seen = at::detail::make_tensor<c10::TensorImpl>(
+      std::move(storage), keys, tensor.dtype());
+  auto* impl = seen.unsafeGetTensorImpl();
+  impl->set_storage_offset(tensor.storage_offset());
+  impl->set_sizes_and_strides(tensor.sizes(), tensor.strides());
+  seen._set_conj(tensor.is_conj());
+  seen._set_neg(tensor.is_neg());
+  return seen;
+}
+
+// Runs one operator: its tensors are lent to the processor, and taken back with what it makes.
+class Call {
+ public:
+  explicit Call(c10::Device device) : device_(device) {}
+
+  Tensor lend(const Tensor& tensor) {
+    if (!is_ours(tensor)) return tensor;
+    const auto& storage = tensor.storage();
+    auto& lent = storages_[storage.unsafeGetStorageImpl()];
+    if (!lent) {
+      auto* kept = new c10::Storage(storage);
+      c10::DataPtr pointer(const_cast<void*>(storage.data()), kept,
+                           [](void* held) { delete static_cast<c10::Storage*>(held); }, c10::kCPU);
+      lent = c10::Storage(c10::Storage::use_byte_size_t(), storage.nbytes(), std::move(pointer),
+                          c10::GetCPUAllocator(), true);
+      owners_.emplace(lent.unsafeGetStorageImpl(), storage);
+    }
+    auto host = seen_as(tensor, lent, c10::DispatchKeySet(c10::DispatchKey::CPU));
+    tensors_.emplace_back(tensor, host);
+    return host;
+  }
+
+  // A kernel may have resized what it was given to write to.
+  void take_back() {
+    for (auto& [ours, host] : tensors_) {
+      auto* impl = ours.unsafeGetTensorImpl();
+      if (host.storage().data() != ours.storage().data()) {
+        impl->set_storage_keep_dtype(adopt(host.storage(), ours.get_device()));
+        owners_[host.storage().unsafeGetStorageImpl()] = ours.storage();
+      }
+      if (ours.sizes() != host.sizes() || ours.strides() != host.strides()) {
+        impl->set_sizes_and_strides(host.sizes(), host.strides());
+      }
+    }
+  }
+
+  Tensor result(const Tensor& made) {
+    for (const auto& [ours, host] : tensors_) {
+      if (host.is_same(made)) return ours;
+    }
+    if (is_ours(made)) return made;
+    auto owner = owners_.find(made.storage().unsafeGetStorageImpl());
+    auto storage = owner == owners_.end() ? adopt(made.storage(), device_.index()) : owner->second;
+    owners_.emplace(made.storage().unsafeGetStorageImpl(), storage);
+    return seen_as(made, storage, KEYS);
+  }
+
+ private:
+  c10::Device device_;
+  std::unordered_map<c10::StorageImpl*, c10::Storage> storages_;
+  std::unordered_map<c10::StorageImpl*, c10::Storage> owners_;
+  std::vector<std::pair<Tensor, Tensor>> tensors_;
+};
+
+bool is_view(const c10::FunctionSchema& schema) {
+  const auto* alias = schema.returns().empty() ? nullptr : schema.returns()[0].alias_info();
+  return alias && !alias->isWrite();
+}
+
+void compute(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const auto& schema = op.schema();
+  const auto name = schema.name().substr(schema.name().find("::") + 2);
+  const auto first = stack->size() - schema.arguments().size();
+  const std::vector<IValue> given(stack->begin() + first, stack->end());
+  const auto device = device_of(name, given);
+  if (at::globalContext().deterministicAlgorithms() && is_refused(name, schema, given)) {
+    at::globalContext().alertNotDeterministic(name);
+  }
+  look_for_waits(name, schema, given);
+  if (!is_view(schema) && !OF_NO_VALUES.count(name)) {
+    auto lane = current_lane(device.index());
+    auto clock = launch(lane, name);
+    for (size_t number = 0; number < given.size(); number++) {
+      const auto* alias = schema.arguments()[number].alias_info();
+      each_tensor(given[number], [&](const Tensor& tensor) {
+        touch(tensor, lane, clock, alias && alias->isWrite(), name);
+      });
+    }
+  }
+
+  Call call(device);
+  std::optional<at::Generator> draws;
+  if (op.hasTag(at::Tag::nondeterministic_seeded)) draws = default_generator(device.index());
+  for (size_t number = 0; number < given.size(); number++) {
+    auto& value = (*stack)[first + number];
+    if (value.isDevice()) value = c10::Device(c10::kCPU);
+    if (value.isGenerator()) {
+      draws = value.toGenerator();
+      value = IValue();
+    }
+    value = replaced(value, [&](const Tensor& tensor) { return call.lend(tensor); });
+  }
+  {
+    std::optional<Draws> drawing;
+    if (draws) drawing.emplace(generator_behind(*draws));
+    at::AutoDispatchBelowADInplaceOrView below;
+    c10::impl::ExcludeDispatchKeyGuard plain(c10::autocast_dispatch_keyset);
+    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+  }
+  call.take_back();
+  for (size_t number = stack->size() - schema.returns().size(); number < stack->size(); number++) {
+    auto& value = (*stack)[number];
+    value = replaced(value, [&](const Tensor& tensor) { return call.result(tensor); });
+  }
+  // What the host has read of it, it has waited for.
+  if (WAITING.count(name) || name == "_local_scalar_dense" || name == "equal") {
+    host_waits(moment_of(current_lane(device.index())));
+  }
+}
+
+// ---------------------------------------------------------------- copies
+
+Tensor& copy_(Tensor& to, const Tensor& from, bool non_blocking) {
+  if (to.is_same(from) || to.numel() == 0) return to;
+  at::AutoDispatchBelowADInplaceOrView below;
+  c10::impl::ExcludeDispatchKeyGuard plain(c10::autocast_dispatch_keyset);
+  const bool in = is_ours(to), out = is_ours(from);
+  auto host = [](const Tensor& tensor) { return is_ours(tensor) ? as_host(tensor) : tensor; };
+  if (in && out) {
+    // Both devices' streams wait for one another, before and after.
+    auto there = current_lane(to.get_device()), here = current_lane(from.get_device());
+    auto clock = launch(here, "copy_");
+    if (there != here) wait_for(here, moment_of(there));
+    touch(from, here, clock, false, "copy_");
+    touch(to, here, clock, true, "copy_");
+    if (there != here) wait_for(there, moment_of(here));
+    host(to).copy_(host(from));
+    return to;
+  }
+  auto lane = current_lane((in ? to : from).get_device());
+  const auto& of_host = in ? from : to;
+  const std::string what = in ? "copy_ to a device" : "copy_ to the host";
+  const bool pinned = of_host.is_contiguous() && of_host.is_pinned();
+  const bool late = non_blocking && pinned;
+  // PyTorch does not count a copy as synchronizing that the script has asked not to be.
+  if (!late) count_wait(what + (pinned ? "" : ", which is not pinned"), non_blocking);
+  auto clock = launch(lane, what);
+  touch(in ? to : from, lane, clock, in, what);
+  if (late) {
+    auto pause = at::empty(of_host.sizes(), of_host.options().pinned_memory(false));
+    if (in) {
+      auto bytes = bytes_for(of_host, lane, what);
+      std::memcpy(pause.data_ptr(), bytes.data(), bytes.size());
+      host(to).copy_(pause);
+      add_late(false, of_host, std::move(bytes), lane, clock, what);
+    } else {
+      pause.copy_(host(from));
+      auto* first = static_cast<char*>(pause.data_ptr());
+      add_late(true, of_host, {first, first + pause.nbytes()}, lane, clock, what);
+    }
+    return to;
+  }
+  host_waits(moment_of(lane));
+  host(to).copy_(host(from));
+  return to;
+}
+
+Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
+  Tensor into = to;
+  return copy_(into, from, non_blocking);
+}
+
+void foreach_copy_(at::TensorList to, at::TensorList from, bool non_blocking) {
+  bool here = true;
+  for (size_t i = 0; i < to.size(); i++) {
+    here &= to[i].device() == to[0].device() && from[i].device() == to[0].device();
+  }
+  if (!here) {
+    for (size_t i = 0; i < to.size(); i++) to[i].copy_(from[i], non_blocking);
+    return;
+  }
+  at::AutoDispatchBelowADInplaceOrView below;
+  auto lane = current_lane(to[0].get_device());
+  auto clock = launch(lane, "_foreach_copy_");
+  for (size_t i = 0; i < to.size(); i++) {
+    touch(from[i], lane, clock, false, "_foreach_copy_");
+    touch(to[i], lane, clock, true, "_foreach_copy_");
+    as_host(to[i]).copy_(as_host(from[i]));
+  }
+}
+
+// ---------------------------------------------------------------- memory, and views of it
+
+Tensor empty(c10::SymIntArrayRef size, std::optional<at::ScalarType> dtype,
+             std::optional<at::Layout>, std::optional<at::Device> device,
+             std::optional<bool> pinned, std::optional<at::MemoryFormat> format) {
+  TORCH_CHECK(!pinned.value_or(false), "Only dense CPU tensors can be pinned");
+  c10::OptionalDeviceGuard on(device);
+  return at::detail::empty_generic(C10_AS_INTARRAYREF_SLOW(size), &allocator(), KEYS,
+                                   c10::dtype_or_default(dtype), format);
+}
+
+Tensor empty_strided(c10::SymIntArrayRef size, c10::SymIntArrayRef stride,
+                     std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
+                     std::optional<at::Device> device, std::optional<bool>) {
+  c10::OptionalDeviceGuard on(device);
+  return at::detail::empty_strided_generic(
+      C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride), &allocator(),
+      KEYS, c10::dtype_or_default(dtype));
+}
+
+Tensor as_strided(const Tensor& self, c10::SymIntArrayRef size, c10::SymIntArrayRef stride,
+                  std::optional<c10::SymInt> offset) {
+  return at::native::as_strided_tensorimpl(
+      self, C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride),
+      offset ? std::optional<int64_t>(offset->expect_int()) : std::nullopt);
+}
+
+Tensor view(const Tensor& self, c10::SymIntArrayRef size) {
+  return at::native::view(self, C10_AS_INTARRAYREF_SLOW(size));
+}
+
+const Tensor& resize_(const Tensor& self, c10::SymIntArrayRef size,
+                      std::optional<at::MemoryFormat> format) {
+  c10::DeviceGuard on(self.device());
+  return at::native::resize_(self, C10_AS_INTARRAYREF_SLOW(size), format);
+}
+
+Tensor& set_storage_at(Tensor& self, c10::Storage storage, c10::SymInt offset,
+                       c10::SymIntArrayRef size, c10::SymIntArrayRef stride) {
+  return at::native::set_storage_cpu_(self, std::move(storage), offset.expect_int(),
+                                      C10_AS_INTARRAYREF_SLOW(size),
+                                      C10_AS_INTARRAYREF_SLOW(stride));
+}
+
+Tensor& set_storage(Tensor& self, c10::Storage storage) {
+  auto numel = int64_t(storage.nbytes() / self.itemsize());
+  return at::native::set_storage_cpu_(self, std::move(storage), 0, {numel}, {});
+}
+
+Tensor& set_tensor(Tensor& self, const Tensor& source) {
+  return at::native::set_tensor_(self, source);
+}
+
+Tensor& set_nothing(Tensor& self) {
+  c10::DeviceGuard on(self.device());
+  c10::Storage storage(c10::Storage::use_byte_size_t(), 0, &allocator(), true);
+  return at::native::set_storage_cpu_(self, std::move(storage), 0, {0}, {});
+}
+
+void record_stream(Tensor& self, c10::Stream stream) {
+  allocator().recordStream(self.storage().data_ptr(), stream);
+}
+
+// ---------------------------------------------------------------- kernels that no processor has
+
+Tensor convolution(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
+                   c10::SymIntArrayRef stride, c10::SymIntArrayRef padding,
+                   c10::SymIntArrayRef dilation, bool transposed, c10::SymIntArrayRef output_padding,
+                   c10::SymInt groups) {
+  return at::convolution_symint(input, weight, bias, stride, padding, dilation, transposed,
+                                output_padding, std::move(groups));
+}
+
+std::tuple<Tensor, Tensor, Tensor> convolution_backward(
+    const Tensor& grad, const Tensor& input, const Tensor& weight, c10::SymIntArrayRef stride,
+    c10::SymIntArrayRef padding, c10::SymIntArrayRef dilation, bool transposed,
+    c10::SymIntArrayRef output_padding, c10::SymInt groups, std::array<bool, 3> wanted) {
+  return at::convolution_backward_symint(grad, input, weight, c10::SymIntArrayRef({grad.size(1)}),
+                                         stride, padding, dilation, transposed, output_padding,
+                                         std::move(groups), wanted);
+}
+
+std::tuple<Tensor, Tensor, Tensor> lstm_cell(
+    const Tensor& input_gates, const Tensor& hidden_gates, const Tensor& cell,
+    const std::optional<Tensor>& input_bias, const std::optional<Tensor>& hidden_bias) {
+  auto gates = input_gates + hidden_gates;
+  if (input_bias && input_bias->defined()) gates = gates + *input_bias + *hidden_bias;
+  auto parts = gates.chunk(4, 1);
+  auto in = parts[0].sigmoid(), forget = parts[1].sigmoid(), out = parts[3].sigmoid();
+  auto next = parts[2].tanh();
+  auto after = forget * cell + in * next;
+  return {out * after.tanh(), after, at::cat({in, forget, next, out}, 1)};
+}
+
+std::tuple<Tensor, Tensor, Tensor> lstm_cell_backward(
+    const std::optional<Tensor>& grad_hidden, const std::optional<Tensor>& grad_cell,
+    const Tensor& before, const Tensor& after, const Tensor& gates, bool has_bias) {
+  auto or_zeros = [&](const std::optional<Tensor>& grad) {
+    return grad && grad->defined() ? *grad : at::zeros_like(after);
+  };
+  auto parts = gates.chunk(4, 1);
+  auto in = parts[0], forget = parts[1], next = parts[2], out = parts[3];
+  auto bent = after.tanh(), grad = or_zeros(grad_hidden);
+  auto grad_after = grad * out * (1 - bent * bent) + or_zeros(grad_cell);
+  auto grad_gates = at::cat({grad_after * next * in * (1 - in),
+                             grad_after * before * forget * (1 - forget),
+                             grad_after * in * (1 - next * next), grad * bent * out * (1 - out)}, 1);
+  return {grad_gates, grad_after * forget, has_bias ? grad_gates.sum(0) : Tensor()};
+}
+
+std::tuple<Tensor, Tensor> gru_cell(
+    const Tensor& input_gates, const Tensor& hidden_gates, const Tensor& hidden,
+    const std::optional<Tensor>& input_bias, const std::optional<Tensor>& hidden_bias) {
+  bool bias = input_bias && input_bias->defined();
+  auto in = (bias ? input_gates + *input_bias : input_gates).chunk(3, 1);
+  auto old = (bias ? hidden_gates + *hidden_bias : hidden_gates).chunk(3, 1);
+  auto reset = (in[0] + old[0]).sigmoid(), keep = (in[1] + old[1]).sigmoid();
+  auto next = (in[2] + reset * old[2]).tanh();
+  return {next + keep * (hidden - next), at::cat({reset, keep, next, hidden, old[2]}, 1)};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gru_cell_backward(
+    const Tensor& grad, const Tensor& workspace, bool has_bias) {
+  auto parts = workspace.chunk(5, 1);
+  auto reset = parts[0], keep = parts[1], next = parts[2], hidden = parts[3], old = parts[4];
+  auto grad_next = grad * (1 - keep) * (1 - next * next);
+  auto grad_reset = grad_next * old * reset * (1 - reset);
+  auto grad_keep = grad * (hidden - next) * keep * (1 - keep);
+  auto of_input = at::cat({grad_reset, grad_keep, grad_next}, 1);
+  auto of_hidden = at::cat({grad_reset, grad_keep, grad_next * reset}, 1);
+  return {of_input, of_hidden, grad * keep, has_bias ? of_input.sum(0) : Tensor(),
+          has_bias ? of_hidden.sum(0) : Tensor()};
+}
+
+int64_t fused_sdp_choice(const Tensor&, const Tensor&, const Tensor&, const std::optional<Tensor>&,
+                         double, bool, std::optional<double>, bool) {
+  return 0;  // written out: products, and a softmax
+}
+
+}  // namespace
+
+Tensor as_host(const Tensor& tensor) { return Call(tensor.device()).lend(tensor); }
+
+Tensor with_keys(const Tensor& tensor) {
+  return is_ours(tensor) ? seen_as(tensor, tensor.storage(), KEYS) : tensor;
+}
+
+TORCH_LIBRARY_IMPL(aten, CPU, library) {
+  library.impl("convolution_overrideable", convolution);
+  library.impl("convolution_backward_overrideable", convolution_backward);
+  library.impl("_thnn_fused_lstm_cell", lstm_cell);
+  library.impl("_thnn_fused_lstm_cell_backward_impl", lstm_cell_backward);
+  library.impl("_thnn_fused_gru_cell", gru_cell);
+  library.impl("_thnn_fused_gru_cell_backward", gru_cell_backward);
+}
+
+TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
+  library.fallback(torch::CppFunction::makeFromBoxedFunction<&compute>());
+}
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
+  library.impl("empty.memory_format", empty);
+  library.impl("empty_strided", empty_strided);
+  library.impl("copy_", copy_);
+  library.impl("_copy_from", copy_from);
+  library.impl("_foreach_copy_", foreach_copy_);
+  library.impl("as_strided", as_strided);
+  library.impl("view", view);
+  library.impl("resize_", resize_);
+  library.impl("set_", set_nothing);
+  library.impl("set_.source_Tensor", set_tensor);
+  library.impl("set_.source_Storage", set_storage);
+  library.impl("set_.source_Storage_storage_offset", set_storage_at);
+  library.impl("record_stream", record_stream);
+  library.impl("_fused_sdp_choice", fused_sdp_choice);
+}
+
+// A GPU has kernels of its own for what the processor has them for, and for lists of tensors. Only
+// without would PyTorch compose them of others.
+void register_kernels() {
+  static torch::Library library(torch::Library::IMPL, "aten", c10::DispatchKey::PrivateUse1,
+                                __FILE__, __LINE__);
+  auto& dispatcher = c10::Dispatcher::singleton();
+  for (const auto& name : dispatcher.getAllOpNames()) {
+    auto op = dispatcher.findOp(name);
+    if (!op || !op->hasSchema() || name.getNamespace().value_or("") != "aten") continue;
+    if (op->hasKernelForDispatchKey(c10::DispatchKey::PrivateUse1)) continue;
+    bool list = name.name.find("::_foreach_") != std::string::npos &&
+                op->hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd);
+    if (list || op->hasKernelForDispatchKey(c10::DispatchKey::CPU)) {
+      auto full = name.name + (name.overload_name.empty() ? "" : "." + name.overload_name);
+      library.impl(full.c_str(), torch::CppFunction::makeFromBoxedFunction<&compute>());
+    }
+  }
+}
+
+}  // namespace pretend
