@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import onefold
@@ -202,10 +201,9 @@ def plain_step(workload: Workload, side: Side, device: torch.device) -> Callable
     scaler = torch.amp.GradScaler(device.type, enabled=low is torch.float16)
 
     def step(batch: Batch) -> object:
-        inputs, labels = batch
         optimizer.zero_grad()
         with torch.autocast(device.type, dtype=low, enabled=low is not None):
-            loss = F.cross_entropy(model(inputs), labels)
+            loss = losses(model, batch).mean()
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()

@@ -207,5 +207,11 @@ def onefold_step(trainer: onefold.Trainer) -> Step:
 def losses(model: nn.Module, batch: Batch) -> torch.Tensor:
     """The loss of every sample of a shard; of its pixels or tokens the mean."""
     inputs, labels = batch
-    found = F.cross_entropy(model(inputs), labels, reduction="none")
+    outputs = model(inputs)
+    if outputs.dim() != 3:  # of a sample, or of pixels
+        found = F.cross_entropy(outputs, labels, reduction="none")
+    else:
+        # Of tokens, whose logits lie side by side.
+        found = F.cross_entropy(outputs.flatten(0, 1), labels.flatten(), reduction="none")
+        found = found.view(labels.shape)
     return found if found.dim() == 1 else found.flatten(1).mean(1)

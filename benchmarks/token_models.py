@@ -123,10 +123,10 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(width)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits (n, vocabulary, t) for tokens (n, t) int64, as cross-entropy takes them."""
+        """Logits (n, t, vocabulary) for tokens (n, t) int64."""
         found = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
         found = self.norm(self.blocks(found))
-        return F.linear(found, self.tokens.weight).transpose(1, 2)
+        return F.linear(found, self.tokens.weight)
 
 
 class GPTBlock(nn.Module):

@@ -156,10 +156,10 @@ WORKLOADS = {
 """The workloads by name, in the order of the table."""
 LARGE = {
     "resnet50": Workload(
-        title="ResNet-50 on 224x224, SGD with momentum, batch 64",
+        title="ResNet-50 on 224x224, SGD with momentum, batch 32",
         new_model=resnet50,
         new_optimizer=sgd_with_momentum,
-        batch_size=64,
+        batch_size=32,
         new_inputs=partial(pictures, 224),
     ),
     "gpt2": Workload(
@@ -171,10 +171,10 @@ LARGE = {
         new_labels=lambda count: torch.randint(50_304, (count, 1024)),
     ),
     "unet": Workload(
-        title="U-Net with ResNet-34 on 256x256, Adam, batch 16",
+        title="U-Net with ResNet-34 on 256x256, Adam, batch 8",
         new_model=partial(UNet, out_channels=CLASSES),
         new_optimizer=adam,
-        batch_size=16,
+        batch_size=8,
         new_inputs=partial(pictures, 256),
         new_labels=lambda count: torch.randint(CLASSES, (count, 256, 256)),
     ),

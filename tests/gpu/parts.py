@@ -86,7 +86,7 @@ def parts_of(device: str) -> list[Part]:
             Part(
                 name=f"benchmark: {workload}",
                 command=benchmark_command(workload, device, tiny=not on_gpu),
-                limit_s=BENCHMARK_S * 1.8,
+                limit_s=BENCHMARK_S * 2.5,
                 alone=True,
             )
             for workload in (WORKLOADS if on_gpu else ("mlp",))
