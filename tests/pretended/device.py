@@ -8,6 +8,7 @@ but nothing may be taken for granted that is not true of a GPU:
   memory that is copied from must stay as it is until then;
 - memory that is used on two streams at a time, or is freed while another stream uses it, is
   reported, as well as an exchange that meets memory in use;
+- a process that is forked from one with devices must leave them, and their memory, alone;
 - kernels that are not deterministic on a GPU are refused where only such may run that are;
 - every launch, and every wait of the host, is counted by the line that caused it.
 
@@ -224,7 +225,8 @@ def _module() -> ModuleType:
 
     module.is_available = lambda: module.device_count() > 0
     module.is_initialized = lambda: True
-    module._is_in_bad_fork = lambda: False
+    process = os.getpid()
+    module._is_in_bad_fork = lambda: os.getpid() != process
     module._lazy_init = module.init = lambda: None
     module.device_count = lambda: _c().device_count()
     module.current_device = on.current_device_index

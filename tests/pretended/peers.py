@@ -123,6 +123,9 @@ def main(rank: int, folder: Path) -> None:
         found[case.__name__] = [result, error, device.reports()]
     found["sizes"] = device.group_sizes()
     (folder / f"{rank}.json").write_text(json.dumps(found))
+    # The other one may still be connecting to this one.
+    meeting.set(f"done/{rank}", "")
+    meeting.wait(["done/0", "done/1"], LIMIT)
     # Without an end of the groups: some of them have messages that never come.
     os._exit(0)
 

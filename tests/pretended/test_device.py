@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -243,6 +244,25 @@ def test_one_stream_waits_for_another() -> None:
         assert recorded or "was freed while stream" in found[0]
     usual.wait_stream(other)
     ON.set_device_index(0)
+
+
+def test_a_forked_process_leaves_devices_alone() -> None:
+    x = torch.ones(3, device=HERE)
+    reading, writing = os.pipe()
+    if os.fork() == 0:
+        try:
+            x + 1
+        except RuntimeError as error:
+            os.write(writing, str(error).encode())
+        del x
+        os.write(writing, repr(device.reports()).encode())
+        os._exit(0)
+    os.wait()
+    found = os.read(reading, 9999).decode()
+    os.close(reading)
+    os.close(writing)
+    assert "cannot be used in a forked process" in found
+    assert "memory of a device was freed in a forked process" in found
 
 
 REFUSED: dict[str, Callable[[], object]] = {

@@ -3,6 +3,8 @@
 
 #include <torch/csrc/utils/pybind.h>
 
+#include <unistd.h>
+
 namespace py = pybind11;
 using pretend::runtime;
 
@@ -16,6 +18,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     TORCH_CHECK(devices >= 0 && devices <= pretend::MOST_DEVICES, "there may be ",
                 pretend::MOST_DEVICES, " devices, not ", devices);
     runtime().devices = devices;
+    runtime().process = getpid();
     runtime().limit_bytes = limit_bytes;
     runtime().log = log;
   });

@@ -13,6 +13,8 @@
 #include <cstring>
 #include <fstream>
 
+#include <unistd.h>
+
 namespace pretend {
 
 Runtime& runtime() {
@@ -46,6 +48,10 @@ std::string name_of(Lane lane) {
   return "stream " + std::to_string(stream) + " of pretend:" + std::to_string(lane >> STREAM_BITS);
 }
 
+void check_process() {
+  TORCH_CHECK(runtime().process == getpid(), "pretended devices cannot be used in a forked process");
+}
+
 void check_device(int device) {
   TORCH_CHECK(device >= 0 && device < runtime().devices, "there is no device pretend:", device,
               ": there are ", runtime().devices);
@@ -65,6 +71,7 @@ Lane new_lane(int device) { return (Lane(device) << STREAM_BITS) | next_stream++
 
 int64_t launch(Lane lane, const std::string& what) {
   auto& all = runtime();
+  check_process();
   if (all.counts) all.watch("launch", what);
   Locked held(all.lock);
   auto& seen = all.seen[lane];
@@ -135,6 +142,10 @@ void release(void* context) {
   auto* block = static_cast<Block*>(context);
   if (!block) return;
   auto& all = runtime();
+  if (all.process != getpid()) {
+    note("memory of a device was freed in a forked process");
+    return;
+  }
   {
     Locked held(all.lock);
     all.blocks.erase(reinterpret_cast<uintptr_t>(block->address));
@@ -178,6 +189,7 @@ c10::DataPtr keep(std::unique_ptr<Block> block) {
 
 c10::DataPtr allocate_on(size_t bytes, int device, bool pinned) {
   auto where = pinned ? c10::Device(c10::kCPU) : c10::Device(KIND, device);
+  check_process();
   if (bytes == 0) return {nullptr, nullptr, &release, where};
   if (!pinned) reserve(device, bytes);
   auto block = std::make_unique<Block>();

@@ -81,6 +81,7 @@ struct Runtime {
   std::vector<std::string> reports;
   std::map<uintptr_t, Block*> blocks;
   Usage usage[MOST_DEVICES];
+  int process = 0;  // the only one that may use the devices: no fork of it
   std::string log;  // a file to which reports are written as well, for others to read
   bool waits_raise = false;
   bool counts = false;
