@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from onefold.run.planning import Footprint
 from tests.conftest import ROOT
 from tests.gpu.parts import missing
 from tests.pretended import build, device
+from tests.scripts import peak_bytes
 
 pytestmark = [
     pytest.mark.processes,
@@ -71,3 +73,26 @@ def test_what_is_tested_on_a_gpu(tmp_path: Path, module: str) -> None:
     if module == "test_start.py" and missing(["typer"]):
         pytest.skip("needs the command line")
     passes(tmp_path, f"tests/gpu/{module}")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("devices", [1, 2, 3])
+def test_the_plan_tells_what_a_device_takes(devices: int) -> None:
+    """Which holds parameters, gradients and the optimizer's state; a processor has other rules."""
+    shards, layer = 2 * devices, (peak_bytes.WIDTH + 1) * peak_bytes.WIDTH * 4
+    whole = peak_bytes.LAYERS * layer
+    sizes = Footprint(
+        parameters=whole, other=0, gradients=whole, state=2 * whole, stage=layer, shards=shards
+    )
+    named = ",".join(f"pretend:{number}" for number in range(devices))
+    command = [sys.executable, "-m", "onefold", "run", "--devices", named]
+    done = subprocess.run(
+        [*command, str(ROOT / "tests" / "scripts" / "peak_bytes.py"), str(shards)],
+        env=build.environment(devices),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=True,
+    )
+    planned = sizes.replicating(devices, together=False)
+    assert int(float(done.stdout)) == pytest.approx(planned, rel=0.05)

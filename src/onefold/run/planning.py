@@ -176,7 +176,8 @@ _OF_A_STAGE = 4
 """Gradients of the largest stage that a device may hold while they are handed over: what backward
 made, what comes in two boxes, what is sent."""
 _STAGES_AT_HAND = 2
-"""Stages of which a device has the parameters at one time, where others keep them."""
+"""Stages of which a device has the parameters at one time, where others keep them; or gradients,
+where it sends these early."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,11 +213,15 @@ class Footprint:
 
     def replicating(self, devices: int, *, together: bool) -> int:
         """Of each of so many devices; ``together`` if all of them use the same parameters."""
-        # What backward makes, a sum for each level of the tree of a device's shards, what is handed
-        # to others, and what comes from others where they have memory of their own.
-        held = 1 + self._levels(devices) + (devices > 1)
-        came = 0 if together else self.gradients * (devices - 1) // devices
-        own = self.gradients * held + came + self.state // devices
+        # What backward makes, a sum for each level of the tree of a device's shards, and what is
+        # handed to others. Where these have memory of their own, a stage is sent as soon as
+        # backward has made it, and as much comes from them.
+        sums = self.gradients * (1 + self._levels(devices))
+        if devices > 1 and together:
+            sums += self.gradients
+        elif devices > 1:
+            sums += self.gradients * (devices - 1) // devices + _STAGES_AT_HAND * self.stage
+        own = sums + self.state // devices
         return own + self._values(devices, together=together)
 
     def sharding(self, devices: int, *, together: bool) -> int:
