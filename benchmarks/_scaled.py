@@ -85,7 +85,8 @@ class Traffic:
 
     def watch(self) -> None:
         """Count from here on, for good."""
-        _before(PrivateMemory, "collect", functools.partial(self._enter, "collect"))
+        for name in ("begin", "collect"):
+            _before(PrivateMemory, name, functools.partial(self._enter, "collect"))
         # What lies on the host travels with the rows: of shards' tables the buffers alone remain.
         _before(PrivateMemory, "_rows_to_move", functools.partial(self._enter, "buffers"))
         _before(PrivateMemory, "publish_parameters", functools.partial(self._enter, "publish"))

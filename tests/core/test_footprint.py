@@ -35,6 +35,6 @@ def test_devices_apart_have_their_own_parameters_and_two_stages() -> None:
     two_stages = 2 * MEASURED.stage + MEASURED.other
     assert more(MEASURED.sharding, 4) == two_stages - MEASURED.other // 4
     assert more(MEASURED.offloading) == two_stages
-    # The others' sums come there, and in place of a copy of the own ones two stages are on the way.
+    # The others' sums come there, and two stages are on the way in place of a whole gradient.
     sums = MEASURED.gradients * 3 // 4 - MEASURED.gradients + 2 * MEASURED.stage
     assert more(MEASURED.replicating, 4) == MEASURED.parameters * 3 // 4 + sums

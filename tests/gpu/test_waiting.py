@@ -1,5 +1,6 @@
 """Nothing in a step waits for a card: PyTorch is asked to raise where the host would."""
 
+import re
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from torch.utils.data import TensorDataset
 
 import onefold
+from onefold.core.mean import Contribution, LateWeight
 from tests.gpu.device import DEVICE, ON_GPU, each, needs, nobody_waits
 from tests.gpu.net import Batch, Net, adamw, batches, score, sgd, trainer_of
 
@@ -74,6 +76,38 @@ def test_no_step_waits(choice: tuple[str, dict[str, Any]]) -> None:
     assert len(set(losses)) == len(losses)
     assert all(0 < loss < 10 for loss in losses)
     assert all(0 < step.grad_norm < 1000 for step in done)
+
+
+@each("loss", [masked, terms])
+@each("devices", [1, 2])
+def test_weights_are_read_when_all_passes_are_queued(devices: int, loss: Any) -> None:
+    """To read one between forward and backward would let the card run out of work."""
+    needs(ON_GPU, "a GPU")
+    trainer = trainer_of(devices, loss=loss)
+    for batch in batches(WARM_UP):
+        trainer.step(batch)
+    calls: list[str] = []
+    read, backward = LateWeight.read, Contribution.backward
+
+    def reading(weight: LateWeight) -> float:
+        calls.append("read")
+        return read(weight)
+
+    def going_back(part: Contribution, *given: Any) -> None:
+        calls.append("backward")
+        backward(part, *given)
+
+    here: Any = LateWeight
+    there: Any = Contribution
+    here.read, there.backward = reading, going_back
+    try:
+        trainer.step(batches(1)[0])
+    finally:
+        here.read, there.backward = read, backward
+    assert calls.count("backward") == 4
+    # Of several terms once for all, before their shards run, and once more at the end.
+    order = "".join(name[0] for name in calls)
+    assert re.fullmatch("r*b{4}r*", order), order
 
 
 def test_the_steps_before_would_have_been_noticed() -> None:

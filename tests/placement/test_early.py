@@ -1,6 +1,7 @@
 """Devices without common memory send the stages of their last partial sum while backward runs: the
 bits are those of one device, and most of the bytes leave early."""
 
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -47,6 +48,29 @@ class Skipping(nn.Module):
         return found @ self.first.weight if self.tied else found
 
 
+class Sharing(nn.Module):
+    """Two stages whose gradients are views of one tensor, large enough to stay where they are."""
+
+    def __init__(self, wide: int = 260) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, wide)
+        self.parts = nn.ModuleList([nn.Linear(wide, wide, bias=False) for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = self.first(x)
+        weight = self.parts[0].weight.t() + self.parts[1].weight.t()
+        return (found @ weight).relu() + self.parts[2](found)
+
+
+def scripted() -> nn.Module:
+    """One of its stages takes no hooks."""
+    model = Skipping()
+    block = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+        model.blocks[1] = torch.jit.script(block)  # type: ignore[no-untyped-call]
+    return model
+
+
 def plain(model: nn.Module, x: torch.Tensor) -> Any:
     return model(x).square().mean(1)
 
@@ -83,13 +107,13 @@ def script(
     shards: int,
     loss: Callable[..., Any] = plain,
     *,
-    tied: bool = False,
+    make: Callable[[], nn.Module] = Skipping,
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.Adam,
     **options: Any,
 ) -> Callable[[], str]:
     def run() -> str:
         torch.manual_seed(0)
-        model = Skipping(tied=tied)
+        model = make()
         made = optimizer(model.parameters(), lr=0.01)
         trainer = onefold.Trainer(model, made, loss, shards=shards, **options)
         data = torch.randn(60, WIDTH, generator=torch.Generator().manual_seed(1))
@@ -110,7 +134,10 @@ def bits(run: Callable[[], str], devices: int) -> set[str]:
 WAYS: list[dict[str, Any]] = [
     *({"shards": shards} for shards in (2, 3, 4, 7)),
     *({"shards": 4, "loss": loss} for loss in (now_and_then, two_terms, earlier_use)),
-    {"shards": 4, "tied": True},
+    {"shards": 4, "make": partial(Skipping, tied=True)},
+    *({"shards": shards, "make": Sharing} for shards in (2, 3)),
+    {"shards": 7, "make": Sharing, "plan": (1, 6)},
+    {"shards": 4, "make": scripted},
     {"shards": 7, "plan": (1, 0, 6)},
     {"shards": 7, "plan": (3, 3, 1)},
     {"shards": 4, "clip_norm": 0.1, "clip_value": 0.01},

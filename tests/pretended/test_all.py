@@ -76,10 +76,13 @@ def test_what_is_tested_on_a_gpu(tmp_path: Path, module: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("devices", [1, 2, 3])
-def test_the_plan_tells_what_a_device_takes(devices: int) -> None:
-    """Which holds parameters, gradients and the optimizer's state; a processor has other rules."""
-    shards, layer = 2 * devices, (peak_bytes.WIDTH + 1) * peak_bytes.WIDTH * 4
+@pytest.mark.parametrize(("devices", "shards"), [(1, 2), (2, 4), (3, 6), (3, 8)])
+def test_the_plan_tells_what_a_device_takes(devices: int, shards: int) -> None:
+    """Which holds parameters, gradients and the optimizer's state; a processor has other rules.
+
+    With one shard a device, what the optimizer computes with comes on top.
+    """
+    layer = (peak_bytes.WIDTH + 1) * peak_bytes.WIDTH * 4
     whole = peak_bytes.LAYERS * layer
     sizes = Footprint(
         parameters=whole, other=0, gradients=whole, state=2 * whole, stage=layer, shards=shards

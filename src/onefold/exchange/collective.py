@@ -241,10 +241,6 @@ class GroupTransport(Transport):
         self._watch.close()
         if failure is None:
             return
-        if group is not None and self.device.type != "cpu":
-            # What is queued behind a message that never comes would keep the device for ever, and
-            # with it a script that saves its model after the error.
-            group.abort()
         told = Failure.of(failure, device=self.rank, step=self.step)
         self._failure = self._failure or told.words
         break_off()
@@ -252,6 +248,13 @@ class GroupTransport(Transport):
         if not isinstance(failure, PeerError):
             self._tell(told)
         self._connections.cut()  # or whoever waits for us would wait up to the limit
+        if group is not None and self.device.type != "cpu":
+            # What is queued behind a message that never comes would keep the device for ever, and
+            # with it a script that saves its model after the error.
+            try:
+                group.abort()
+            except RuntimeError as error:  # the failure that led here is the one to report
+                _log.warning("messages under way could not be given up: %s", error)
 
     def _tell(self, told: Failure) -> None:
         text = msgspec.json.encode(told).decode()

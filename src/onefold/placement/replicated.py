@@ -39,6 +39,8 @@ def run_share(
     task: ShardTask,
     exchange: Exchange,
     done: Done | None = None,
+    *,
+    early: bool = True,
 ) -> Gradients:
     """Compute a device's shards, fill its rows of the table and publish one partial sum per block.
 
@@ -48,6 +50,7 @@ def run_share(
         task: what all shards of the step have in common.
         exchange: with all devices.
         done: the results of shards that have run already; their gradients are added to in place.
+        early: whether stages may be sent while backward runs.
 
     Returns:
         The gradients of the last block. With one shard in all, these are the whole batch's.
@@ -65,8 +68,8 @@ def run_share(
     exchange.begin(batch.plan)
     record, gradients = partial(table.record, device), Gradients()
     blocks = blocks_of(batch.plan.shards_of(device), batch.plan.shards)
-    early = blocks[-1:] if may_send_early(replica, batch, task, done) else ()
-    whole = blocks[: len(blocks) - len(early)]
+    sent = blocks[-1:] if early and may_send_early(replica, batch, task, done) else ()
+    whole = blocks[: len(blocks) - len(sent)]
     for slot, gradients in enumerate(partial_sums(replica, batch, task, record, done, whole)):
         start = watch.now()
         # From here until `publish_parameters` these tensors belong to the exchange, which adds to
@@ -74,7 +77,7 @@ def run_share(
         # may still read them.
         exchange.publish(device, slot, gradients)
         watch.note("exchange", "publish", start)
-    for block in early:
+    for block in sent:
         _send_early(replica, batch, task, exchange, block, slot=len(whole))
     replica.end()
     return gradients
@@ -174,5 +177,7 @@ class Replicated(Placement):
         context, gradients = self.context, Gradients()
         for replica in context.replicas:
             with context.attached(replica), before(replica):
-                gradients = run_share(replica, batch, task, context.exchange, done)
+                # Compiled code knows no stages, and would be compiled once more with their hooks.
+                early = not context.compilers.compiled
+                gradients = run_share(replica, batch, task, context.exchange, done, early=early)
         return gradients if task.shards == 1 else None

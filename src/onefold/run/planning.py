@@ -16,11 +16,14 @@ import torch
 
 from onefold.checks.model import held_in
 from onefold.core.context import LaunchContext
+from onefold.core.fold import blocks_of
 from onefold.core.settings import Settings, added_up_in
+from onefold.core.shard import Plan
 from onefold.core.stages import cut_pipeline
 from onefold.run.userparts import UserParts
 from onefold.shard.modelparts import ModelParts
 from onefold.shard.stages import StageModules
+from onefold.step.assembly import LEAST_SENT_EARLY_BYTES
 from onefold.system.ownfiles import replace_file
 from onefold.update.optimizers import name_of, optimizers_in
 
@@ -213,16 +216,27 @@ class Footprint:
 
     def replicating(self, devices: int, *, together: bool) -> int:
         """Of each of so many devices; ``together`` if all of them use the same parameters."""
-        # What backward makes, a sum for each level of the tree of a device's shards, and what is
-        # handed to others. Where these have memory of their own, a stage is sent as soon as
-        # backward has made it, and as much comes from them.
-        sums = self.gradients * (1 + self._levels(devices))
-        if devices > 1 and together:
-            sums += self.gradients
-        elif devices > 1:
-            sums += self.gradients * (devices - 1) // devices + _STAGES_AT_HAND * self.stage
+        if devices > 1 and not together:
+            sums = self._sums_apart(devices)
+        else:
+            # What backward makes, a sum for each level of the tree of a device's shards, and what
+            # is handed to others.
+            sums = self.gradients * (1 + self._levels(devices) + (devices > 1))
         own = sums + self.state // devices
         return own + self._values(devices, together=together)
+
+    def _sums_apart(self, devices: int) -> int:
+        """Of gradients, where several devices have memory of their own."""
+        plan = Plan.even(shards=self.shards, devices=devices)
+        blocks = [blocks_of(plan.shards_of(number), self.shards) for number in range(devices)]
+        counts = [len(each) for each in blocks]
+        largest = max(stop - start for each in blocks for start, stop in each)
+        # A partial sum for each block, the sums below the largest, and a partition of each of the
+        # others' partial sums.
+        held = self.gradients * (max(counts) + (largest - 1).bit_length())
+        came = self.gradients * (sum(counts) - max(counts)) // devices
+        early = max(counts) == 1 and self.parameters >= LEAST_SENT_EARLY_BYTES
+        return held + came + (_STAGES_AT_HAND * self.stage if early else self.gradients)
 
     def sharding(self, devices: int, *, together: bool) -> int:
         """The same for devices that keep partitions, of parameters as well if not ``together``."""

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from onefold.core.flat import extent, laid_out
 from onefold.core.settings import added_up_in
@@ -28,6 +29,7 @@ from onefold.errors import GradientError
 from onefold.system.compat import add_each
 
 __all__ = [
+    "HandedOver",
     "ParameterSet",
     "add_gradients",
     "drop_gradients",
@@ -137,6 +139,31 @@ def take_gradients(taken: ParameterSet, where: str, left_out: Sequence[int] = ()
         return gradients
     pairs = zip(gradients, taken.strides, strict=True)
     return [None if g is None else laid_out(g, stride) for g, stride in pairs]
+
+
+class HandedOver:
+    """The memory of gradients that a shard has handed over, stage by stage.
+
+    Autograd may give parameters of several stages views of one tensor. Whoever adds to one of them
+    in place must not change the other.
+    """
+
+    def __init__(self) -> None:
+        self._storages: dict[int, StorageWeakRef] = {}
+
+    def apart(self, gradients: Gradients) -> Gradients:
+        """Copy those that share memory with gradients that were handed over before."""
+        result, before = list(gradients), dict(self._storages)
+        for place, gradient in enumerate(gradients):
+            if gradient is not None:
+                storage = gradient.untyped_storage()
+                earlier = before.get(storage.data_ptr())
+                # What is no longer there may lie at the same address.
+                if earlier is not None and not earlier.expired():  # type: ignore[no-untyped-call]
+                    result[place] = gradient.clone()
+                else:
+                    self._storages[storage.data_ptr()] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        return result
 
 
 def add_gradients(left: Gradients, right: Gradients) -> Gradients:

@@ -51,6 +51,7 @@ from onefold.shard.advice import advice_on
 from onefold.shard.buffers import BufferSet
 from onefold.shard.digest import Digest, GradientSample, WholeDigests, digest_of
 from onefold.shard.gradients import (
+    HandedOver,
     ParameterSet,
     drop_gradients,
     gradients_of,
@@ -362,9 +363,8 @@ class Replica:
             )
             if task.run_checks:
                 self.loss_watch.look_at_count(loss, batch.count_of(piece.shard), where)
-        if gatherer is not None:
-            pairs = [(kind, known(weight)) for kind, weight in part.kinds_and_weights()]
-            divisors = gatherer.end_forward(pairs)
+        if gatherer is not None and not isinstance(gatherer, Refusing):
+            divisors = gatherer.end_forward([(k, known(w)) for k, w in part.kinds_and_weights()])
             task = task if divisors is None else replace(task, divisors=divisors)
         if part.kind == "means":
             part = task.of_one_divisor(part, batch)
@@ -530,7 +530,7 @@ class GradientHooks:
         self._piece = piece
         self._take = take
         self._give = send
-        self._left = list(reversed(range(len(self._entries))))
+        self._left, self._handed = list(reversed(range(len(self._entries)))), HandedOver()
         self.given = [False] * len(modules.stages.stage_of)
         """For each trained parameter, whether there was a gradient."""
         self.begin_backward: Callable[[], None]
@@ -563,7 +563,7 @@ class GradientHooks:
         for stage in stages:
             self._left.remove(stage)
             numbers = self._entries[stage]
-            gradients = self._take(stage)
+            gradients = self._handed.apart(self._take(stage))
             for number, gradient in zip(numbers, gradients, strict=True):
                 self.given[number] = gradient is not None
             last = self._piece.stop == self._piece.of

@@ -116,6 +116,8 @@ class StageModules:
         handles = [
             part.register_forward_hook(lambda *call, stage=stage: after(stage, call[-1]))
             for stage, part in enumerate(self.modules, start=ROOT + 1)
+            # These take no hooks: their stages are handed over when backward is over.
+            if not isinstance(part, torch.jit.ScriptModule)
         ]
         try:
             yield begin

@@ -92,8 +92,9 @@ class ShardTask:
     def of_one_divisor(self, part: Contribution, batch: ShardedBatch) -> Contribution:
         """Combine the terms of a loss into one, where the whole batch's weights are known."""
         # Of the whole batch the own weights are already the divisors.
-        own = [each.known_weight for each in part.parts]
-        divisors = own if self.is_plain(batch) else self.divisors
+        divisors = self.divisors
+        if self.is_plain(batch):
+            divisors = [each.known_weight for each in part.parts]
         if divisors is None:
             return part
         whole = part.combine(divisors)

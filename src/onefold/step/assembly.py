@@ -47,7 +47,7 @@ from onefold.step.engine import Engine
 from onefold.update.clipping import refuse_clipping
 from onefold.update.optimizer import PartitionedOptimizer
 
-__all__ = ["assemble", "hold", "take_from_holders"]
+__all__ = ["LEAST_SENT_EARLY_BYTES", "assemble", "hold", "take_from_holders"]
 
 LEAST_SENT_EARLY_BYTES = 4 << 20
 """Parameters of a model whose partial sums are sent stage by stage."""
