@@ -118,8 +118,8 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "two partial sums of a device are taken for each other",
         "exchange/private.py",
-        "for slot in range(len(theirs)):",
-        "for slot in reversed(range(len(theirs))):",
+        "received = self.partial(Published(peer, slot))",
+        "received = self.partial(Published(peer, 1 - slot if slot < 2 else slot))",
     ),
     Mutant(
         "buffers of a later shard are those of an earlier one",
