@@ -118,7 +118,7 @@ def test_unlike_gpus_of_one_process_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(accelerator, "traits_of", lambda gpu: cards[gpu.index])
-    monkeypatch.setattr(cuda, "described", dict)
+    monkeypatch.setattr(cuda, "described", lambda: {"the precision of convolutions": "tf32"})
     gpus = [torch.device("cuda", index) for index in range(len(cards))]
     if words:
         with pytest.raises(DisagreementError, match=words):
@@ -126,6 +126,7 @@ def test_unlike_gpus_of_one_process_are_refused(
     else:
         found = said(gpus=gpus, deterministic=deterministic)
         assert (found.get("the type of the GPU") == "RTX 4090") == deterministic
+        assert found["the precision of convolutions"] == "tf32"
 
 
 def test_unlike_gpus_of_two_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,8 +100,8 @@ def _surroundings(own: Sequence[torch.device], *, alike: bool) -> dict[str, str]
             f"{platform.machine()} with {torch.backends.cpu.get_cpu_capability()}"
         )
         described["oneDNN"] = str(torch.backends.mkldnn.enabled)
-    elif alike:
-        described |= _traits_of(own)
+    else:
+        described |= _traits_of(own) if alike else {}
         described |= cuda.described() if device.type == "cuda" else {}
     return described
 

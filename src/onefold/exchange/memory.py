@@ -449,10 +449,10 @@ class Memory(ABC):
         self.partitions = [storage.pieces_of(each) for each in assignment.partitions]
         """The pieces that each device owns."""
         at_once = any(device.type != "cpu" for device in assignment.devices)
-        cut = partial(cut_chunks, at_once=at_once)
-        self.summed = [cut(storage.gradients, each) for each in self.partitions]
+        self._cut = partial(cut_chunks, at_once=at_once)
+        self.summed = [self._cut(storage.gradients, each) for each in self.partitions]
         """For each device, the stretches of gradients that it adds up one after the other."""
-        self._updated = [cut(storage.parameters, each) for each in self.partitions]
+        self._updated = [self._cut(storage.parameters, each) for each in self.partitions]
 
     def _make_private(self, start: Start, devices: Mapping[int, torch.device]) -> None:
         """Allocate parameters and table where nobody shares them, on devices by their numbers."""

@@ -31,7 +31,7 @@ from onefold.core.flat import Chunk, FlatTensors, Piece, storage_order
 from onefold.core.fold import Published, blocks_of
 from onefold.core.shard import Plan, runs_of
 from onefold.core.stages import ROOT
-from onefold.core.storage import Storage, cut_chunks
+from onefold.core.storage import Storage
 from onefold.exchange.collective import GroupTransport, Moving, Operation
 from onefold.exchange.memory import (
     Arrivals,
@@ -163,13 +163,13 @@ class PrivateMemory(Memory):
         plan, operations = self._plan, []
         for peer in self.transport.peers():
             if slot < len(blocks_of(plan.shards_of(self._rank), plan.shards)):
-                operations += self._moves(True, peer, self._own[slot], peer, turn)
+                operations += self._part(True, peer, self._own[slot], peer, turn)
             if slot < len(blocks_of(plan.shards_of(peer), plan.shards)):
                 received = self.partial(Published(peer, slot))
-                operations += self._moves(False, peer, received, self._rank, turn)
+                operations += self._part(False, peer, received, self._rank, turn)
         self._moving.append(self.transport.move(operations))
 
-    def _moves(
+    def _part(
         self, sends: bool, peer: int, sums: PartitionSums, owner: int, turn: int
     ) -> list[Operation]:
         start, stop = self._bounds[owner][turn : turn + 2]
@@ -180,8 +180,7 @@ class PrivateMemory(Memory):
         own = partition
         if self._early is not None:
             own = [each for each in partition if self._early.stage_of[each.entry] == stage]
-        on_host = self.transport.device.type == "cpu"
-        return cut_chunks(self.storage.gradients, own, at_once=not on_host)
+        return self._cut(self.storage.gradients, own)
 
     def collect(self, plan: Plan, *, partials: bool = True) -> Arrivals:
         transport, table = self.transport, self.table

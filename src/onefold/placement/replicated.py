@@ -68,7 +68,7 @@ def run_share(
     exchange.begin(batch.plan)
     record, gradients = partial(table.record, device), Gradients()
     blocks = blocks_of(batch.plan.shards_of(device), batch.plan.shards)
-    sent = blocks[-1:] if early and may_send_early(replica, batch, task, done) else ()
+    sent = blocks[-1:] if early and _may_send_early(replica, batch, task, done) else ()
     whole = blocks[: len(blocks) - len(sent)]
     for slot, gradients in enumerate(partial_sums(replica, batch, task, record, done, whole)):
         start = watch.now()
@@ -83,7 +83,7 @@ def run_share(
     return gradients
 
 
-def may_send_early(
+def _may_send_early(
     replica: Replica, batch: ShardedBatch, task: ShardTask, done: Done | None
 ) -> bool:
     """Whether a device may send its last block stage by stage, while its last shard runs backward.
