@@ -1,8 +1,8 @@
-"""Draws how fast training goes, and writes the tables of docs/speed.md, both from the record that
+"""Draws how fast training goes, and writes the tables of docs/studies/speed.md, both from the record that
 `training.py` has written, so that the picture and the page never differ.
 
-    python benchmarks/picture.py [--results benchmarks/results] [--output docs/speed.png]
-                                 [--page docs/speed.md]
+    python benchmarks/picture.py [--results benchmarks/results] [--output docs/studies/speed.png]
+                                 [--page docs/studies/speed.md]
 
 One panel a workload, one bar a side: speed as a multiple of that of the plain loop with one thread.
 The whiskers reach from the least to the greatest of the rounds.

@@ -1,6 +1,6 @@
 """Draws the rooms of `src/onefold` and who imports what from whom.
 
-    python -m docs.draw_architecture [--output docs/architecture.svg]
+    python -m docs.draw_architecture [--output docs/contribute/architecture.svg]
 
 Run from the root of a checkout. Every arrow and number is read from the sources, by the same
 function that `tests/test_rooms.py` checks the rooms with; only the places of the boxes are set by

@@ -58,7 +58,7 @@ def output_of(folder: Path, *arguments: str) -> str:
 def test_a_checkpoint_of_two_devices_is_read_by_plain_pytorch(tmp_path: Path) -> None:
     """The README's script, saved without a line changed, and ten lines of the documents."""
     (script,) = blocks(ROOT / "README.md")
-    (reading,) = (b for b in blocks(ROOT / "docs/checkpoints.md") if "load_state_dict" in b)
+    (reading,) = (b for b in blocks(ROOT / "docs/do/checkpoints.md") if "load_state_dict" in b)
     (tmp_path / "train.py").write_text(script)
     options = ["--devices", "cpu:2", "--checkpoint", "run", "--every", "20", "--keep-last", "9"]
     output_of(tmp_path, "-m", "onefold", "run", *options, "train.py")
@@ -73,7 +73,7 @@ def test_a_checkpoint_of_two_devices_is_read_by_plain_pytorch(tmp_path: Path) ->
 @pytest.mark.processes
 @pytest.mark.fresh
 def test_a_program_that_launches_runs_as_it_stands_there(tmp_path: Path) -> None:
-    script = next(b for b in blocks(ROOT / "docs/running.md") if "__main__" in b)
+    script = next(b for b in blocks(ROOT / "docs/do/running.md") if "__main__" in b)
     (tmp_path / "program.py").write_text(script)
     assert 0 <= float(output_of(tmp_path, "program.py")) < 10
 

@@ -31,7 +31,7 @@ RUNS_CODE = """
     run/worker.py runpy.run_module: the user's own, as asked
     run/worker.py runpy.run_path: the user's own script
     run/inspection.py runpy.run_path: the user's own function, as asked by --call
-    cli/replay.py torch.load: a bundle that the user names; docs/record.md warns of it
+    cli/replay.py torch.load: a bundle that the user names; docs/do/record.md warns of it
 """
 
 WRITES_OR_REMOVES = """

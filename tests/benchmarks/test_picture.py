@@ -1,4 +1,4 @@
-"""The picture and the tables of docs/speed.md, from the record of training."""
+"""The picture and the tables of docs/studies/speed.md, from the record of training."""
 
 import json
 import sys

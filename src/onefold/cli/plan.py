@@ -86,7 +86,7 @@ def _print(console: Console, found: dict[str, Any]) -> None:
             f"[bold red]Too large[/] for a device, which has {_mebibytes(least)} MiB: "
             f"{escape(largest['name'])} takes {_mebibytes(needed)} MiB at a time. Cut it with "
             f"Trainer(stages=[...]), or cut its largest layer into modules of their own: "
-            f"docs/large-models.md."
+            f"docs/do/large-models.md."
         )
 
 
