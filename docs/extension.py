@@ -1,0 +1,97 @@
+"""What the site has beside Sphinx's own parts: docstrings, links to names, the page of commands."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from functools import cache
+from typing import Any
+
+from docutils import nodes
+from sphinx.addnodes import pending_xref
+from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
+from sphinx.ext import intersphinx, napoleon
+from sphinx.util.docutils import SphinxRole
+
+MODULES = (
+    "onefold",
+    "onefold.errors",
+    "onefold.losses",
+    "onefold.testing",
+    "onefold.integrations.loggers",
+    "onefold.integrations.transformers",
+)
+"""With what they make public, each name of which is on one page."""
+
+
+class CodeOrLink(SphinxRole):
+    """`name` in a docstring: a link where the reference has this name, code where it has not."""
+
+    def run(self) -> tuple[list[nodes.Node], list[nodes.system_message]]:
+        shown = nodes.literal(self.rawtext, self.text)
+        if not re.fullmatch(r"[\w.]+", self.text):
+            return [shown], []
+        link = pending_xref(self.rawtext, shown, refdomain="py", reftype="obj", refexplicit=True)
+        link["reftarget"], link["refwarn"] = self.text, False
+        link["py:module"] = self.env.ref_context.get("py:module")
+        link["py:class"] = self.env.ref_context.get("py:class")
+        return [link], []
+
+
+def as_rst(
+    app: Sphinx, what: str, name: str, found: object, options: Any, lines: list[str]
+) -> None:
+    """Turn a docstring in Google's style into Sphinx's own.
+
+    Those of fields are text throughout: napoleon would take what stands before a colon for a type.
+    """
+    if what not in ("attribute", "property"):
+        config = napoleon.Config(napoleon_use_rtype=False)
+        lines[:] = napoleon.GoogleDocstring(lines, config, app, what, name, found, options).lines()
+    lines[:] = [re.sub(r"``(torch\.[\w.]+)``", r"`\1`", line) for line in lines]
+
+
+@cache
+def public_names(inventories: frozenset[str]) -> dict[str, str]:
+    """Under which name an object is documented, by the name of the module that defines it."""
+    public = {f"{module}.{name}" for module in MODULES for name in _import(module).__all__}
+    found = {}
+    for name in sorted(public | inventories):
+        module, _, last = name.rpartition(".")
+        each = getattr(_import(module), last, None) if module else None
+        if home := getattr(each, "__module__", None):
+            found[f"{home}.{getattr(each, '__qualname__', last)}"] = name
+    return found
+
+
+def _import(name: str) -> Any:
+    return importlib.import_module(name)
+
+
+def resolve(
+    app: Sphinx, env: BuildEnvironment, node: pending_xref, shown: nodes.Node
+) -> nodes.Node | None:
+    """Find what is public under another name than where it is defined."""
+    if node.get("refdomain") != "py":
+        return None
+    target = node["reftarget"]
+    inventory = intersphinx.InventoryAdapter(env).main_inventory
+    elsewhere = frozenset(name for kind in inventory.values() for name in kind if "." in name)
+    parts = target.split(".")
+    for count in range(len(parts), 1, -1):
+        if name := public_names(elsewhere).get(".".join(parts[:count])):
+            node["reftarget"] = name = ".".join([name, *parts[count:]])
+            domain = env.domains.python_domain
+            found = domain.resolve_xref(
+                env, node["refdoc"], app.builder, "obj", name, node, shown
+            ) or intersphinx.missing_reference(app, env, node, shown)
+            return found or shown
+    return None if node.get("refwarn", True) else shown
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    app.add_role("code-or-link", CodeOrLink())
+    app.connect("autodoc-process-docstring", as_rst)
+    app.connect("missing-reference", resolve, priority=600)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
