@@ -27,7 +27,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BLOCK = re.compile(r"^```(python|console|diff)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-NAME = re.compile(r"# ([\w./-]+\.\w+)\n")
+NAME = re.compile(r"# ([\w./-]+\.py)\b[^\n]*\n")
 PAIR = re.compile(r"# (\S+) -> (\S+)\n")
 FINGERPRINT = re.compile(r"\b[0-9a-f]{16}\b")
 NUMBER = re.compile(r"-?\d*\.\d+(?:e[+-]?\d+)?")

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import importlib
 import re
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
+import click
+import typer
 from docutils import nodes
 from sphinx.addnodes import pending_xref
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
 from sphinx.ext import intersphinx, napoleon
-from sphinx.util.docutils import SphinxRole
+from sphinx.util.docutils import SphinxDirective, SphinxRole
 
 MODULES = (
     "onefold",
@@ -72,7 +75,7 @@ def _import(name: str) -> Any:
 def resolve(
     app: Sphinx, env: BuildEnvironment, node: pending_xref, shown: nodes.Node
 ) -> nodes.Node | None:
-    """Find what is public under another name than where it is defined."""
+    """Find what is public under another name; what is not public is shown without a link."""
     if node.get("refdomain") != "py":
         return None
     target = node["reftarget"]
@@ -87,10 +90,56 @@ def resolve(
                 env, node["refdoc"], app.builder, "obj", name, node, shown
             ) or intersphinx.missing_reference(app, env, node, shown)
             return found or shown
-    return None if node.get("refwarn", True) else shown
+    return shown if target.startswith("onefold.") or not node.get("refwarn", True) else None
+
+
+class Commands(SphinxDirective):
+    """All commands of ``onefold`` with their options, as their ``--help`` has them."""
+
+    def run(self) -> list[nodes.Node]:
+        group = typer.main.get_command(_import("onefold.cli.main").app)
+        text = "\n".join(_described(group, "onefold"))
+        return self.parse_text_to_nodes(text, allow_section_headings=True)
+
+
+def _described(command: Any, name: str) -> Iterator[str]:
+    """A command and those below it, as Markdown."""
+    context = click.Context(command, info_name=name)
+    below = getattr(command, "commands", {})
+    if command.hidden:
+        return
+    if not below:
+        usage = " ".join([name, *command.collect_usage_pieces(context)])
+        yield from (f"## {name}", "", f"    {usage}", "", _plain(command.help), "")
+        rows = [_row(each, context) for each in command.params if not getattr(each, "hidden", False)]
+        for panel in dict.fromkeys(panel for panel, _ in rows):
+            yield from ("", f"| {panel} | | |", "|---|---|---|")
+            yield from (row for at, row in rows if at == panel)
+    for each in below:
+        yield from ("", *_described(below[each], f"{name} {each}"))
+
+
+def _row(parameter: Any, context: click.Context) -> tuple[str, str]:
+    """The table that a parameter is in, and its row."""
+    option = isinstance(parameter, click.Option)
+    names = ", ".join([*parameter.opts, *parameter.secondary_opts] if option else [parameter.name])
+    default = parameter.get_default(context)
+    shown = getattr(parameter, "show_default", None)
+    text = shown if isinstance(shown, str) else default
+    given = "" if text in (None, False, "", ()) else f"`{text}`"
+    panel = getattr(parameter, "rich_help_panel", None) or ("Options" if option else "Arguments")
+    return panel, f"| `{names}` | {_plain(parameter.help)} | {given} |"
+
+
+def _plain(text: str | None) -> str:
+    """Help without what is meant for a terminal, on one line a paragraph."""
+    text = re.sub(r"\[/?(?:bold|dim|red|green|yellow|cyan)[^]]*\]", "", (text or "").replace("\b", ""))
+    parts = [" ".join(part.split()) for part in text.split("\n\n")]
+    return "\n\n".join(re.sub(r"([<>*_|`\[\]])", r"\\\1", part) for part in parts)
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
+    app.add_directive("commands", Commands)
     app.add_role("code-or-link", CodeOrLink())
     app.connect("autodoc-process-docstring", as_rst)
     app.connect("missing-reference", resolve, priority=600)
