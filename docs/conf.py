@@ -17,10 +17,13 @@ extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
     "sphinx.ext.intersphinx",
+    "sphinx_markdown_builder",
     "docs.extension",
 ]
 exclude_patterns = ["inventories"]
 nitpicky = True
+nitpick_ignore_regex = [("py:class", r"tuple\[~onefold.*")]  # a field's type, which Sphinx cuts
+smartquotes = False  # -- is an option, not a dash
 default_role = "code-or-link"  # of single backticks in docstrings
 
 myst_heading_anchors = 4  # as GitHub makes them
@@ -39,9 +42,13 @@ intersphinx_mapping = {
     "python": ("https://docs.python.org/3", "inventories/python.txt"),
     "numpy": ("https://numpy.org/doc/stable", "inventories/numpy.txt"),
 }
+if tags.has("markdown"):  # noqa: F821  # a name that Sphinx gives this file
+    intersphinx_mapping, nitpicky = {}, False  # signatures without a link in each word
 
 html_theme = "furo"
 html_title = "onefold"
+html_static_path = ["static"]
+html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sourcelink = False
 pygments_style = "a11y-high-contrast-light"

@@ -101,7 +101,9 @@ def run(page: Path, *, write: bool = False) -> list[str]:
 
 def _executed(text: str, at: Path, wrong: list[str]) -> Iterator[str]:
     """A block of commands with what they print now, where nothing is left out."""
-    for command, shown in re.findall(r"^\$ (.*(?:\\\n.*)*)\n((?:(?!\$ ).*\n)*)", text, re.MULTILINE):
+    for command, shown in re.findall(
+        r"^\$ (.*(?:\\\n.*)*)\n((?:(?!\$ ).*\n)*)", text, re.MULTILINE
+    ):
         done = subprocess.run(
             ["bash", "-c", command],
             cwd=at,
@@ -185,7 +187,9 @@ def main() -> int:
     with ThreadPoolExecutor(2) as pool:
         ran = pool.map(lambda page: run(page.resolve(), write=given.write), chosen)
         for page, wrong in zip(chosen, ran, strict=True):
-            print(f"{page.resolve().relative_to(ROOT)}: {len(wrong) or 'nothing'} differs", flush=True)
+            print(
+                f"{page.resolve().relative_to(ROOT)}: {len(wrong) or 'nothing'} differs", flush=True
+            )
             failed += len(wrong)
             print(*wrong, sep="\n")
     return 1 if failed and not given.write else 0

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-import click
 import typer
 from docutils import nodes
 from sphinx.addnodes import pending_xref
@@ -52,7 +51,7 @@ def as_rst(
     if what not in ("attribute", "property"):
         config = napoleon.Config(napoleon_use_rtype=False)
         lines[:] = napoleon.GoogleDocstring(lines, config, app, what, name, found, options).lines()
-    lines[:] = [re.sub(r"``(torch\.[\w.]+)``", r"`\1`", line) for line in lines]
+    lines[:] = [re.sub(r"``((?:onefold|torch)\.[\w.]+)``", r"`\1`", line) for line in lines]
 
 
 @cache
@@ -104,24 +103,26 @@ class Commands(SphinxDirective):
 
 def _described(command: Any, name: str) -> Iterator[str]:
     """A command and those below it, as Markdown."""
-    context = click.Context(command, info_name=name)
+    context = typer.Context(command, info_name=name)
     below = getattr(command, "commands", {})
     if command.hidden:
         return
     if not below:
         usage = " ".join([name, *command.collect_usage_pieces(context)])
         yield from (f"## {name}", "", f"    {usage}", "", _plain(command.help), "")
-        rows = [_row(each, context) for each in command.params if not getattr(each, "hidden", False)]
+        rows = [
+            _row(each, context) for each in command.params if not getattr(each, "hidden", False)
+        ]
         for panel in dict.fromkeys(panel for panel, _ in rows):
-            yield from ("", f"| {panel} | | |", "|---|---|---|")
+            yield from ("", f"| {panel} | what it does | default |", "|---|---|---|")
             yield from (row for at, row in rows if at == panel)
     for each in below:
         yield from ("", *_described(below[each], f"{name} {each}"))
 
 
-def _row(parameter: Any, context: click.Context) -> tuple[str, str]:
+def _row(parameter: Any, context: typer.Context) -> tuple[str, str]:
     """The table that a parameter is in, and its row."""
-    option = isinstance(parameter, click.Option)
+    option = parameter.param_type_name == "option"
     names = ", ".join([*parameter.opts, *parameter.secondary_opts] if option else [parameter.name])
     default = parameter.get_default(context)
     shown = getattr(parameter, "show_default", None)
@@ -133,14 +134,74 @@ def _row(parameter: Any, context: click.Context) -> tuple[str, str]:
 
 def _plain(text: str | None) -> str:
     """Help without what is meant for a terminal, on one line a paragraph."""
-    text = re.sub(r"\[/?(?:bold|dim|red|green|yellow|cyan)[^]]*\]", "", (text or "").replace("\b", ""))
+    text = re.sub(
+        r"\[/?(?:bold|dim|red|green|yellow|cyan)[^]]*\]", "", (text or "").replace("\b", "")
+    )
     parts = [" ".join(part.split()) for part in text.split("\n\n")]
     return "\n\n".join(re.sub(r"([<>*_|`\[\]])", r"\\\1", part) for part in parts)
+
+
+def offer_markdown(
+    app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: nodes.Node | None
+) -> None:
+    """Tell programs that a page is there as Markdown, too."""
+    if doctree is not None:
+        name = f"{page.rpartition('/')[2]}.md"
+        context["metatags"] += f'<link rel="alternate" type="text/markdown" href="{name}">'
+
+
+def show_stars(app: Sphinx, doctree: nodes.document, page: str) -> None:
+    """In Markdown, keep the star of a signature, whose node has an explanation."""
+    if app.builder.name == "markdown":
+        for each in list(doctree.findall(nodes.abbreviation)):
+            each.replace_self(each.children)
+
+
+def write_lists(app: Sphinx, error: Exception | None) -> None:
+    """After the Markdown, write ``llms.txt``: all pages by part, with the first sentence of each.
+
+    ``external-links.txt`` has the addresses outside of the site, by page.
+    """
+    if error is not None or app.builder.name != "markdown":
+        return
+    env = app.env
+    lines = [f"# {env.titles['index'].astext()}", "", f"> {_first_sentence(env, 'index')}"]
+    for part in env.toctree_includes["index"]:
+        lines += ["", f"## {env.titles[part].astext()}", ""]
+        for page in [part, *env.toctree_includes.get(part, [])]:
+            lines.append(
+                f"- [{env.titles[page].astext()}]({page}.md): {_first_sentence(env, page)}"
+            )
+    (app.outdir / "llms.txt").write_text("\n".join(lines) + "\n")
+    links = [
+        f"{link} {page}"
+        for page in sorted(env.found_docs)
+        for link in sorted({each["refuri"] for each in _references(env.get_doctree(page))})
+    ]
+    (app.outdir / "external-links.txt").write_text("\n".join(links) + "\n")
+
+
+def _first_sentence(env: BuildEnvironment, page: str) -> str:
+    for paragraph in env.get_doctree(page).findall(nodes.paragraph):
+        if isinstance(paragraph.parent, nodes.section):
+            return re.split(r"(?<=\.)\s", " ".join(paragraph.astext().split()))[0]
+    return ""
+
+
+def _references(page: nodes.document) -> Iterator[nodes.reference]:
+    return (
+        each
+        for each in page.findall(nodes.reference)
+        if each.get("refuri", "").startswith(("http://", "https://"))
+    )
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
     app.add_directive("commands", Commands)
     app.add_role("code-or-link", CodeOrLink())
+    app.connect("html-page-context", offer_markdown)
+    app.connect("doctree-resolved", show_stars)
+    app.connect("build-finished", write_lists)
     app.connect("autodoc-process-docstring", as_rst)
     app.connect("missing-reference", resolve, priority=600)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
