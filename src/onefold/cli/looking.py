@@ -157,7 +157,7 @@ def replay(
     context_settings=SCRIPT,
     examples=[
         ("onefold compare runs/a runs/b", "the first difference"),
-        ("onefold compare --git v1..HEAD -- onefold run train.py", "by which commit"),
+        ("onefold compare --git v1..HEAD -- onefold run a.py", "by which commit"),
     ],
 )
 def compare(
