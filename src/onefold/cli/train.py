@@ -154,6 +154,11 @@ def _tell(result: dict[str, Any], folder: Path) -> None:
             f"Best: {best['score']} {best['value']:.4f} after epoch {best['epoch'] + 1}, kept in "
             f"{folder / best['checkpoint']}"
         )
+    if result["warning"]:
+        console.print(
+            f"Warning: {result['warning']}. More --epochs, another --lr, --class-weights auto or "
+            f"--balanced may help"
+        )
     console.print(f"Fingerprint: {result['fingerprint']}")
     none = f"No report, without matplotlib; later: onefold report {folder}"
     console.print(f"Report: {result['report']}" if result["report"] else none)

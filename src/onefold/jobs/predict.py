@@ -22,7 +22,7 @@ from torch import nn
 import onefold
 from onefold.errors import CheckpointError, DataError, OnefoldError
 from onefold.jobs import classify, require, segment, text
-from onefold.jobs.classifier import Answer, Measured, confidences
+from onefold.jobs.classifier import Answer, confidences
 from onefold.jobs.data.augment import LabelledPictures
 from onefold.jobs.data.files import BadFile, refuse, require_ours
 from onefold.jobs.data.pictures import (
@@ -35,6 +35,7 @@ from onefold.jobs.finetune import KeptModel, best_checkpoint, load_finite
 from onefold.jobs.options import COUNT, MOST_SHARDS, again, check_limits, option
 from onefold.jobs.progress import reading_bar
 from onefold.jobs.runfolder import CHECKPOINTS, kept_facts, read_run, require_writable
+from onefold.jobs.scores import Measured
 from onefold.jobs.segment_pictures import Padded, whole_logits
 from onefold.jobs.text_models import EncodedTexts
 from onefold.system.ownfiles import aside_of, write_whole
