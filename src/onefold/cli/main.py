@@ -295,6 +295,11 @@ def predict() -> None:
 
 
 @app.command()
+def evaluate() -> None:
+    """Score a trained run on labelled data: overall, by class, and sample by sample."""
+
+
+@app.command()
 def report(
     runs: Annotated[list[Path], Argument(metavar="RUN...", help="Folders of runs.")],
     output: Annotated[
@@ -471,11 +476,12 @@ def main() -> None:
 def _run_command() -> None:
     """Run the command that ``sys.argv`` names."""
     # Commands that are made from the options of the jobs, whose modules take long to import.
-    if sys.argv[1:2] in (["train"], ["predict"]):
-        from onefold.cli.train import add_jobs, add_predict
+    if sys.argv[1:2] in (["train"], ["predict"], ["evaluate"]):
+        from onefold.cli.train import add_evaluate, add_jobs, add_predict
 
         add_jobs(train_app)
         add_predict(app)
+        add_evaluate(app)
     app()
 
 

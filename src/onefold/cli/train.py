@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 import sys
 import typing
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import typer
 from rich.console import Console
 from rich.markup import escape
@@ -26,12 +28,15 @@ from rich.markup import escape
 from onefold import is_launched, select_devices
 from onefold.errors import LaunchError
 from onefold.jobs.catalog import JOBS
+from onefold.jobs.data.files import readable
+from onefold.jobs.evaluate import EvaluateOptions, Evaluation, evaluate_run
 from onefold.jobs.options import TrainOptions
 from onefold.jobs.predict import PredictOptions, predict_run, write_prediction
 from onefold.jobs.run import Job, read_options, run_job
-from onefold.system.words import tell
+from onefold.jobs.scores import ClassScores, spell, warning_of
+from onefold.system.words import counted, tell
 
-__all__ = ["add_jobs", "add_predict"]
+__all__ = ["add_evaluate", "add_jobs", "add_predict"]
 
 _WORDS = {"True": "yes", "False": "no"}
 _COMMON = frozenset(field.name for field in dataclasses.fields(TrainOptions))
@@ -42,6 +47,12 @@ Config = Annotated[
     typer.Option(exists=True, dir_okay=False, help="TOML file of the same names as these options."),
 ]
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a trained run.")]
+LabelledData = Annotated[
+    Path,
+    typer.Argument(
+        metavar="DATA", help="Data as in training, whose test set is used; or a test set alone."
+    ),
+]
 Paths = Annotated[
     list[Path],
     typer.Argument(help="Pictures or folders of them; for texts, files of one text a line."),
@@ -68,6 +79,42 @@ def add_predict(app: typer.Typer) -> None:
             tell(f"{len(prediction.rows)} predictions: {written}")
 
     app.command()(_with_options(predict, PredictOptions))
+
+
+def add_evaluate(app: typer.Typer) -> None:
+    """Add ``onefold evaluate`` to ``app``, in place of what stands for it there."""
+
+    def evaluate(run_folder: RunFolder, data: LabelledData, **chosen: Any) -> None:
+        """Score a trained run on labelled data: overall, by class, and sample by sample."""
+        options = EvaluateOptions(**_given(chosen))
+        found = evaluate_run(run_folder, data, options)
+        for each in found.prediction.left_out:
+            tell(f"left out: {each}")
+        if options.output is not None:
+            write_prediction(found.prediction, options, sys.stdout)
+        if options.json:
+            print(json.dumps(found.as_dict(), indent=1))
+        else:
+            _tell_scores(found)
+
+    app.command()(_with_options(evaluate, EvaluateOptions))
+
+
+def _tell_scores(found: Evaluation) -> None:
+    console = Console(soft_wrap=True, highlight=False, markup=False)
+    samples = counted(len(found.prediction.rows), "sample")
+    console.print(f"{found.weights} on {samples} of {readable(found.data)}")
+    baseline = found.baseline.scores if found.baseline else {}
+    for name, value in found.scores.items():
+        least = f" (baseline {spell(name, baseline[name])})" if name in baseline else ""
+        console.print(f"{name}: {spell(name, value)}{least}")
+    if found.baseline:
+        console.print(f"The baseline answers {found.baseline.answer!r} for every sample.")
+    if found.by_class is not None:
+        for part in found.by_class.tables(found.classes):
+            console.print(part)
+    if found.warning:
+        console.print(f"Warning: {found.warning}")
 
 
 def _command(job: Job) -> Callable[..., None]:
@@ -154,9 +201,12 @@ def _tell(result: dict[str, Any], folder: Path) -> None:
             f"Best: {best['score']} {best['value']:.4f} after epoch {best['epoch'] + 1}, kept in "
             f"{folder / best['checkpoint']}"
         )
-    if result["warning"]:
+    if result["confusion"]:
+        for part in ClassScores(np.array(result["confusion"])).tables(result["classes"]):
+            console.print(part)
+    if warning := warning_of(result):
         console.print(
-            f"Warning: {result['warning']}. More --epochs, another --lr, --class-weights auto or "
+            f"Warning: {warning}. More --epochs, another --lr, --class-weights auto or "
             f"--balanced may help"
         )
     console.print(f"Fingerprint: {result['fingerprint']}")

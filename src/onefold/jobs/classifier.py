@@ -109,10 +109,16 @@ def usual_best_by(options: Any) -> BestBy:
 
 
 def confidences(answer: Answer) -> Measure:
-    """Make the measure of a classifier: the probability of every class, (n, classes) float32."""
+    """Make the measure of all that a classifier says of a sample.
+
+    It has the probability of every class, ``confidence`` (n, classes) float32, and the ``loss``
+    (n,) float32 of the label.
+    """
 
     def measure(model: nn.Module, batch: Any) -> Measured:
-        return {"confidence": answer(model, batch)[0].softmax(dim=1)}
+        logits, labels = answer(model, batch)
+        losses = F.cross_entropy(logits, labels, reduction="none")
+        return {"confidence": logits.softmax(dim=1), "loss": losses}
 
     return measure
 

@@ -17,6 +17,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
 from torch import nn
 
 __all__ = [
@@ -31,6 +34,7 @@ __all__ = [
     "no_better",
     "rule_of",
     "spell",
+    "warning_of",
 ]
 
 Measured = dict[str, torch.Tensor]
@@ -42,6 +46,8 @@ Predict = Callable[[Measure, Any], Measured]
 
 _SHOWN = 6
 """With more than twice as many classes, only so many of the largest and the smallest are listed."""
+_IN_TABLES, _IN_MATRIX = 20, 10
+"""The most classes that a terminal shows in a list, and in a matrix."""
 _Numbers = np.ndarray[Any, Any]
 
 
@@ -146,14 +152,45 @@ class ClassScores:
                 "support": support,
             }
 
-    @property
-    def never_predicted(self) -> list[int]:
-        """Classes that have samples and were predicted for none at all."""
-        return np.flatnonzero((self.support > 0) & (self.predicted == 0)).tolist()
+    def tables(self, classes: Sequence[str]) -> Iterator[Text | Table]:
+        """Yield what a terminal shows: the scores of each class, and the confusion matrix.
+
+        Of many classes there are those of the lowest F1, and no matrix.
+
+        Args:
+            classes: their names.
+        """
+        rows = [*self.rows(classes)]
+        title = "Scores by class, on the test set"
+        if len(rows) > _IN_TABLES:
+            tested = [row for row in rows if row["f1"] is not None]
+            rows = sorted(tested, key=lambda row: row["f1"])[:_IN_TABLES]
+            title = f"The {len(rows)} classes with the lowest F1, of {len(classes)}"
+        yield Text(title)
+        table = _table("class", ["precision", "recall", "F1", "support"])
+        for row in rows:
+            shares = [row[name] for name in ("precision", "recall", "f1")]
+            told = ["-" if share is None else f"{share:.1%}" for share in shares]
+            table.add_row(escape(row["class"]), *told, f"{row['support']:,}")
+        yield table
+        if len(classes) <= _IN_MATRIX:
+            yield Text("Test samples by true class (rows) and predicted class (columns)")
+            matrix = _table("true", classes)
+            for name, counts in zip(classes, self.counts.tolist(), strict=True):
+                matrix.add_row(escape(name), *(f"{count:,}" for count in counts))
+            yield matrix
 
     @property
     def _right(self) -> _Numbers:
         return np.diagonal(self.counts)
+
+
+def _table(first: str, numbers: Sequence[str]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column(escape(first), overflow="fold")
+    for name in numbers:
+        table.add_column(escape(name), justify="right", overflow="fold")
+    return table
 
 
 def _ratio(part: _Numbers, whole: _Numbers) -> _Numbers:
@@ -245,3 +282,18 @@ accuracy is 80.0%, that of the baseline 80.0%
         f"sample: its best test {name} is {spell(name, value)}, that of the baseline "
         f"{spell(name, least)}"
     )
+
+
+def warning_of(facts: Mapping[str, Any]) -> str | None:
+    """Warn of a run that is no better than its baseline; see `no_better`.
+
+    Args:
+        facts: those of its ``run.json``, of any version.
+    """
+    best, baseline = facts.get("best"), facts.get("baseline")
+    if not best or not baseline:
+        return None
+    numbers = [best.get("value"), baseline["scores"].get(best.get("score"))]
+    value, least = (math.nan if each is None else float(each) for each in numbers)
+    found = Baseline(str(baseline["answer"]), {str(best.get("score")): least})
+    return no_better(str(facts.get("score")), value, found)

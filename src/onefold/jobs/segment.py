@@ -48,7 +48,18 @@ from onefold.jobs.segment_pictures import (
 )
 from onefold.jobs.training import Task
 
-__all__ = ["JOB", "MaskModel", "SegmentOptions", "check_early", "make_task", "prepare", "settle"]
+__all__ = [
+    "JOB",
+    "MaskModel",
+    "SegmentOptions",
+    "check_early",
+    "loss_and_measure",
+    "make_task",
+    "mask_scores",
+    "mask_scores_of_each",
+    "prepare",
+    "settle",
+]
 
 Encoder = Literal["vgg16", "resnet18", "resnet34", "resnet101"]
 Switch = Literal["yes", "no"]
@@ -244,7 +255,7 @@ def make_task(options: SegmentOptions, data: MaskedPictures) -> Task:
             file, key = Path(options.pretrained), options.pretrained_key
             finetune.load_body(model.encoder, file, "", key=key)
     weight = torch.tensor(_pos_weight(options.pos_weight, data))
-    loss, measure = _loss_and_measure(weight, options.threshold, model.stride)
+    loss, measure = loss_and_measure(weight, options.threshold, model.stride)
     padded = Padded(model.stride)
     augment = Augment(
         side=options.crop or LARGEST_CROP,
@@ -274,7 +285,7 @@ def make_task(options: SegmentOptions, data: MaskedPictures) -> Task:
     )
 
 
-def _loss_and_measure(
+def loss_and_measure(
     weight: torch.Tensor, threshold: float, stride: int
 ) -> tuple[Callable[[nn.Module, Any], onefold.Mean], Measure]:
     """Make the loss of a run, and what its scores are made of, over the pixels that count.
@@ -317,6 +328,15 @@ def mask_scores(found: Measured) -> dict[str, float]:
         "dice": 2 * overlap / both,
     }
     return {name: float(score) for name, score in scores.items()}
+
+
+def mask_scores_of_each(found: Measured) -> tuple[torch.Tensor, torch.Tensor]:
+    """The IoU and the Dice score of each picture, (n,) float64 both."""
+    overlap, both = found["overlap"], found["predicted"] + found["given"]
+    # Where neither mask has a pixel, they agree; without the least of 1 it would be 0 / 0.
+    nothing = both == 0
+    iou = torch.where(nothing, 1.0, overlap / (both - overlap).clamp(min=1))
+    return iou, torch.where(nothing, 1.0, 2 * overlap / both.clamp(min=1))
 
 
 def overlaps(logits: torch.Tensor, batch: Any, threshold: float) -> dict[str, torch.Tensor]:
@@ -378,11 +398,7 @@ def _examples(
     from PIL import Image
 
     found = predict(measure, test_set)
-    overlap, both = found["overlap"], found["predicted"] + found["given"]
-    # Where neither mask has a pixel, they agree; without the least of 1 it would be 0 / 0.
-    nothing = both == 0
-    iou = torch.where(nothing, 1.0, overlap / (both - overlap).clamp(min=1))
-    dice = torch.where(nothing, 1.0, 2 * overlap / both.clamp(min=1))
+    iou, dice = mask_scores_of_each(found)
     samples = spread(len(test_set))
     # Stable: the pictures below are predicted by all devices together, which must choose alike.
     worst = iou.argsort(stable=True)[: len(samples)].tolist()

@@ -54,7 +54,6 @@ from onefold.jobs.scores import (
     Measured,
     Predict,
     count_line,
-    no_better,
     rule_of,
     spell,
 )
@@ -329,12 +328,12 @@ class Training:
         """Record examples of the best model and the end of the run."""
         # Of the last model, so before the examples put the best one in its place for a while.
         fingerprint = self.trainer.fingerprint()
-        self.folder.write_examples(self._examples())
-        best, baseline = self.saved["best"], self.task.baseline
-        warning = no_better(self._rule, best["value"], baseline) if best and baseline else None
-        end = {"finished": _now(), "fingerprint": fingerprint, "best": best, "warning": warning}
+        examples = self._examples()
+        self.folder.write_examples(examples)
+        end = {"finished": _now(), "fingerprint": fingerprint, "best": self.saved["best"]}
         self.folder.say(**end)
-        return {**self._facts(), **end, "is_lead": self.trainer.is_lead}
+        shown = {"confusion": examples.get("confusion"), "is_lead": self.trainer.is_lead}
+        return {**self._facts(), **end, **shown}
 
     def _examples(self) -> dict[str, Any]:
         """Predictions of the best model for the test set; the trainer is left as it was.
