@@ -216,6 +216,7 @@ class TrainOptions:
     base_batch_size: int = option(
         256, "With --scale-lr: the batch size that --lr is meant for.", COUNT
     )
+    best_by: str | None = option(None, "Score of the test set by which the best epoch is chosen.")
     seed: int = option(0, "Seed of initial weights, order, augmentation and dropout.")
     workers: int = option(0, "Processes that read ahead, for each device.", within(0, MOST_WORKERS))
     save_every: int = option(200, "Steps from one checkpoint to the next within an epoch.", COUNT)
