@@ -93,7 +93,7 @@ def resolve(
 
 
 class Commands(SphinxDirective):
-    """All commands of ``onefold`` with their options, as their ``--help`` has them."""
+    """All commands of ``onefold``, with what their ``--help`` prints."""
 
     def run(self) -> list[nodes.Node]:
         group = typer.main.get_command(_import("onefold.cli.main").app)
@@ -103,42 +103,12 @@ class Commands(SphinxDirective):
 
 def _described(command: Any, name: str) -> Iterator[str]:
     """A command and those below it, as Markdown."""
-    context = typer.Context(command, info_name=name)
     below = getattr(command, "commands", {})
-    if command.hidden:
-        return
-    if not below:
-        usage = " ".join([name, *command.collect_usage_pieces(context)])
-        yield from (f"## {name}", "", f"    {usage}", "", _plain(command.help), "")
-        rows = [
-            _row(each, context) for each in command.params if not getattr(each, "hidden", False)
-        ]
-        for panel in dict.fromkeys(panel for panel, _ in rows):
-            yield from ("", f"| {panel} | what it does | default |", "|---|---|---|")
-            yield from (row for at, row in rows if at == panel)
+    if not below and not command.hidden:
+        context = typer.Context(command, info_name=name, terminal_width=80)
+        yield from (f"### {name}", "", "```text", command.get_help(context).strip(), "```", "")
     for each in below:
-        yield from ("", *_described(below[each], f"{name} {each}"))
-
-
-def _row(parameter: Any, context: typer.Context) -> tuple[str, str]:
-    """The table that a parameter is in, and its row."""
-    option = parameter.param_type_name == "option"
-    names = ", ".join([*parameter.opts, *parameter.secondary_opts] if option else [parameter.name])
-    default = parameter.get_default(context)
-    shown = getattr(parameter, "show_default", None)
-    text = shown if isinstance(shown, str) else default
-    given = "" if text in (None, False, "", ()) else f"`{text}`"
-    panel = getattr(parameter, "rich_help_panel", None) or ("Options" if option else "Arguments")
-    return panel, f"| `{names}` | {_plain(parameter.help)} | {given} |"
-
-
-def _plain(text: str | None) -> str:
-    """Help without what is meant for a terminal, on one line a paragraph."""
-    text = re.sub(
-        r"\[/?(?:bold|dim|red|green|yellow|cyan)[^]]*\]", "", (text or "").replace("\b", "")
-    )
-    parts = [" ".join(part.split()) for part in text.split("\n\n")]
-    return "\n\n".join(re.sub(r"([<>*_|`\[\]])", r"\\\1", part) for part in parts)
+        yield from _described(below[each], f"{name} {each}")
 
 
 def offer_markdown(
