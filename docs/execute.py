@@ -25,6 +25,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from examples.ports.count_lines import compared
+
 ROOT = Path(__file__).resolve().parent.parent
 BLOCK = re.compile(r"^```(python|console|diff)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NAME = re.compile(r"# ([\w./-]+\.py)\b[^\n]*\n")
@@ -157,21 +159,8 @@ def difference(before: Path, after: Path) -> str:
     A hunk is headed by the function or class it is in, without line numbers, as docstrings of the
     two files are left out.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        for name, script in (("before", before), ("after", after)):
-            text = re.sub(r'\A""".*?"""\n+', "", script.read_text(), flags=re.DOTALL)
-            (Path(folder) / name).write_text(text)
-        alike = ("--no-ext-diff", "--no-color", "--diff-algorithm=myers", "--unified=1")
-        done = subprocess.run(
-            ["git", "diff", "--no-index", *alike, "before", "after"],
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            check=False,  # 1 says that the files differ
-        )
-    if done.returncode not in (0, 1):
-        raise RuntimeError(f"git diff was to compare {before} and {after}; it said: {done.stderr}")
-    hunks = done.stdout[done.stdout.index("\n@@ ") + 1 :]
+    printed = compared(before, after, "--unified=1")
+    hunks = printed[printed.index("\n@@ ") + 1 :]
     within = r"^@@ -\S+ \+\S+ @@(?: ((?:def|class) .*)|.*)$"
     hunks = re.sub(within, lambda hunk: f"@@ {hunk[1] or ''}", hunks, flags=re.MULTILINE)
     return "".join(f"{line.rstrip()}\n" for line in hunks.rstrip().splitlines())

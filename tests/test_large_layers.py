@@ -1,4 +1,4 @@
-"""The recipe of `docs/do/large-models.md`: one layer in several modules, each a stage of its own."""
+"""The recipe of `docs/do/large-models.md`: one layer in several modules, each of them a stage."""
 
 import re
 import runpy

@@ -322,7 +322,8 @@ class Trainer:
         there, and is not added to it. Update in `modifying`, inside of which this may be called.
 
         Calls with the very same batch object are one step, with the same number and random numbers,
-        until a block of `modifying` ends in which it was given. See docs/do/gradient-without-update.md.
+        until a block of `modifying` ends in which it was given. See
+        docs/do/gradient-without-update.md.
 
         Args:
             batch, loss, dim: as for `step`.
