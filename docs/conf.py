@@ -49,6 +49,7 @@ html_theme = "furo"
 html_title = "onefold"
 html_static_path = ["static"]
 html_css_files = ["site.css"]
+html_js_files = ["site.js"]
 html_copy_source = False
 html_show_sourcelink = False
 pygments_style = "a11y-high-contrast-light"
