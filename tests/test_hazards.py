@@ -64,6 +64,8 @@ WRITES_OR_REMOVES = """
     system/allocator.py tempfile.TemporaryFile: without a name, in the home that was named
     run/membership.py os.fdopen: a copy of stderr
     run/rundir.py os.ftruncate: memory without a name
+    exchange/progress.py os.ftruncate: memory without a name
+    run/hostwatch.py os.open: for reading, memory without a name of a process of this user
     verifying/__init__.py self._mark('done').touch: in the comparison's own folder
     verifying/__init__.py self._mark('done').unlink: as above
     verifying/__init__.py self._mark('cut').write_text: as above
@@ -88,7 +90,7 @@ WRITES_OR_REMOVES = """
 
 ENDS = """
     exchange/mailbox.py os.pidfd_open: of a peer that the kernel has named; only looked at
-    run/hang.py os.kill: by a signal that only writes stacks, and only where a handler is in place
+    run/stacks.py os.kill: by a signal that only writes stacks, and only where a handler is in place
     run/workers.py os.killpg: of a worker whose end was not collected, so nobody can have its number
     run/workers.py os.pidfd_open: of a child that was just started
     run/workers.py os.kill: a worker whose end was not collected, where there are no pidfds
@@ -109,7 +111,9 @@ LOCKS = """
 """
 
 WAITS = """
-    run/hang.py time.sleep: for a process that is to write its stacks, a second at most
+    run/stacks.py time.sleep: for a process that is to write its stacks, seconds at most
+    run/hostwatch.py self._end.wait: the pause of a thread; those with a limit, in a loop
+    run/hostwatch.py thread.join: for two seconds
     verifying/__init__.py signature.bind: of arguments, not of a socket
     checkpoint/background.py background.wait: for a file that is being written by this process
     checkpoint/background.py self._thread.join: the same; done_within has a limit

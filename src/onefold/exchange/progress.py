@@ -33,8 +33,8 @@ from onefold.system.process import LOOK_S
 __all__ = [
     "TABLE_LABEL",
     "WAITING",
+    "DevicePlace",
     "NoteWait",
-    "Place",
     "Progress",
     "Waiting",
     "own_table",
@@ -56,7 +56,7 @@ _BEGUN, _ENDED = 1, 2
 _COLUMNS = 8
 
 
-class Place(msgspec.Struct, frozen=True, array_like=True):
+class DevicePlace(msgspec.Struct, frozen=True, array_like=True):
     """Where a device is; one that has not moved has the same place."""
 
     step: int
@@ -92,9 +92,9 @@ class Progress:
     def __init__(self, descriptor: int, devices: int, access: int = mmap.ACCESS_WRITE) -> None:
         memory = mmap.mmap(descriptor, self.nbytes(devices), access=access)
         # A row for each device, then the launcher's. A device's: how far it is, and then what
-        # `Place` has, with shard and peer one more than they are.
-        self._rows = memoryview(memory).cast("q", (devices + 1, _COLUMNS))
-        self._launcher = devices
+        # `DevicePlace` has, with shard and peer one more than they are.
+        self._rows = memoryview(memory).cast("q")
+        self._launcher = devices * _COLUMNS
 
     @staticmethod
     def nbytes(devices: int) -> int:
@@ -103,26 +103,26 @@ class Progress:
 
     def set_step(self, rank: int, step: int) -> None:
         """Note that ``rank`` has begun ``step``."""
-        self._rows[rank, 1] = step
-        self._rows[rank, 0] = _BEGUN
+        self._rows[rank * _COLUMNS + 1] = step
+        self._rows[rank * _COLUMNS] = _BEGUN
 
     def step_of(self, rank: int) -> int:
         """The step that ``rank`` is at; -1 before the first."""
-        return self._rows[rank, 1] if self._rows[rank, 0] else -1
+        return self._rows[rank * _COLUMNS + 1] if self._rows[rank * _COLUMNS] else -1
 
     def set_shard(self, rank: int, shard: int) -> None:
         """Note that ``rank`` computes a shard; -1 for none."""
-        self._rows[rank, 2] = shard + 1
-        self._rows[rank, 5] += 1
+        self._rows[rank * _COLUMNS + 2] = shard + 1
+        self._rows[rank * _COLUMNS + 5] += 1
 
     def set_call(self, rank: int, call: int) -> None:
         """Note which call of the trainer ``rank`` makes; 0 for none."""
-        self._rows[rank, 6] = call
+        self._rows[rank * _COLUMNS + 6] = call
 
     def set_reading(self, rank: int, reads: bool) -> None:
         """Note that ``rank`` begins to wait for its loader, or has its batch."""
-        self._rows[rank, 7] = reads
-        self._rows[rank, 5] += reads
+        self._rows[rank * _COLUMNS + 7] = reads
+        self._rows[rank * _COLUMNS + 5] += reads
 
     def set_waiting(self, rank: int, peer: int | None) -> None:
         """Note that ``rank`` begins to wait.
@@ -131,46 +131,46 @@ class Progress:
             rank: number of the device.
             peer: for which one it waits; -1 for any of them, None for the end of its wait.
         """
-        waits = bool(self._rows[rank, 3] % 2)
+        row = rank * _COLUMNS
+        waits = self._rows[row + 3] % 2 == 1
         if peer is not None:
-            self._rows[rank, 4] = peer + 1
+            self._rows[row + 4] = peer + 1
         if waits != (peer is not None):
-            self._rows[rank, 3] += 1
+            self._rows[row + 3] += 1
 
-    def place_of(self, rank: int) -> Place:
+    def place_of(self, rank: int) -> DevicePlace:
         """Where ``rank`` is."""
-        _, _, shard, wait, peer, begun, call, reads = (
-            self._rows[rank, column] for column in range(_COLUMNS)
-        )
-        return Place(self.step_of(rank), shard - 1, wait, peer - 1, begun, call, reads)
+        row = self._rows[rank * _COLUMNS : (rank + 1) * _COLUMNS]
+        _, _, shard, wait, peer, begun, call, reads = row
+        return DevicePlace(self.step_of(rank), shard - 1, wait, peer - 1, begun, call, reads)
 
     def set_ended(self, rank: int) -> None:
         """Note that the script of ``rank`` has ended."""
-        self._rows[rank, 1] = self.step_of(rank)
-        self._rows[rank, 0] = _ENDED
+        self._rows[rank * _COLUMNS + 1] = self.step_of(rank)
+        self._rows[rank * _COLUMNS] = _ENDED
 
     def has_ended(self, rank: int) -> bool:
         """Whether `set_ended` was called for ``rank``."""
-        return self._rows[rank, 0] == _ENDED
+        return self._rows[rank * _COLUMNS] == _ENDED
 
     def request_stop(self) -> None:
         """Ask the run to save itself and stop at the end of its step."""
-        self._rows[self._launcher, 0] = 1
+        self._rows[self._launcher] = 1
 
     def stop_requested(self) -> bool:
         """Whether `request_stop` was called."""
-        return bool(self._rows[self._launcher, 0])
+        return bool(self._rows[self._launcher])
 
     def save_after(self, step: int) -> None:
         """Ask all devices to save once ``step`` is done; for the lead, before it begins the step.
 
         All devices see it then: none ends a step before the lead has begun it.
         """
-        self._rows[self._launcher, 1] = step
+        self._rows[self._launcher + 1] = step
 
     def saves_after(self, step: int) -> bool:
         """Whether `save_after` was called last for ``step``."""
-        return self._rows[self._launcher, 1] == step
+        return self._rows[self._launcher + 1] == step
 
 
 def progress_of(context: LaunchContext) -> Progress | None:

@@ -9,7 +9,8 @@ Note: what is too long
 A device waits in vain once no device that it may wait for has moved for so long: begun a step, a
 shard, a batch or another call. Inside of a step that is 10 seconds, or 3 steps as the median one.
 Before such steps are known, in an evaluation or in the script, nobody can tell how long a device
-may take, as it compiles, say. There one that uses the processor has a minute.
+may take, as it compiles, say. There one that uses the processor has a minute; before the first
+steps also one that does not answer.
 """
 
 from __future__ import annotations
@@ -27,24 +28,25 @@ from typing import NamedTuple
 import msgspec
 
 from onefold.core.calldigest import Call
-from onefold.exchange.progress import Place, Progress
+from onefold.exchange.progress import DevicePlace, Progress
 from onefold.run.stacks import processor_s, stacks_of
 from onefold.system.words import listed, tell
 
 __all__ = [
     "AGAIN_S",
+    "DeviceStanding",
     "HangWatch",
     "HostDevice",
-    "Standing",
     "Waits",
     "late_of",
     "report_of",
 ]
 
 _log = logging.getLogger("onefold")
-_LEAST_S, AGAIN_S = 10.0, 2.0
+_ASK_S, AGAIN_S = 8.0, 2.0
 """How long a device has waited before anybody asks why, and after which time again."""
-_BUSY_S, _STEPS = 60.0, 3
+_LEAST_S, _BUSY_S, _STEPS = 10.0, 60.0, 3
+"""When it waits in vain: see the note at the head."""
 _BETWEEN_S = 60.0
 """The least time between two reports."""
 _SAMPLE_S, _BUSY = 5.0, 0.1
@@ -63,14 +65,14 @@ class HostDevice(NamedTuple):
     """Descriptor of the memory to which its process writes stacks."""
 
 
-class Standing(msgspec.Struct, frozen=True, array_like=True):
+class DeviceStanding(msgspec.Struct, frozen=True, array_like=True):
     """How a device stands, as it is sent between hosts."""
 
     rank: int
     pid: int
     host: str
     """The name of its host; empty where there is one alone."""
-    place: Place
+    place: DevicePlace
     still_s: float
     """For how long it has not moved."""
     busy: bool
@@ -82,7 +84,7 @@ class Standing(msgspec.Struct, frozen=True, array_like=True):
 class _Seen(NamedTuple):
     """A place of a device: when it was first seen there, and the processor time used by later."""
 
-    place: Place
+    place: DevicePlace
     since_s: float
     sampled_s: float = 0.0
     processor_s: float = -1.0
@@ -129,7 +131,7 @@ class Waits:
     def has_question(self, now_s: float, own: int | None = None) -> bool:
         """Whether a device, or the one of that rank, has waited so long that it should ask why."""
         return now_s - self._told_s > _BETWEEN_S and any(
-            now_s - seen.since_s > _LEAST_S and (rank, seen.place.wait) not in self._told
+            now_s - seen.since_s > _ASK_S and (rank, seen.place.wait) not in self._told
             for rank, seen in list(self._seen.items())
             if seen.place.waits and own in (None, rank)
         )
@@ -140,10 +142,10 @@ class Waits:
 
     def standings(
         self, devices: Sequence[HostDevice], now_s: float, *, host: str = "", stacks: bool = False
-    ) -> list[Standing]:
+    ) -> list[DeviceStanding]:
         """How the devices stand since the last look."""
         return [
-            Standing(
+            DeviceStanding(
                 device.rank,
                 device.pid,
                 host,
@@ -156,7 +158,7 @@ class Waits:
             if (seen := self._seen.get(device.rank)) is not None
         ]
 
-    def untold(self, late: Iterable[Standing], now_s: float) -> bool:
+    def untold(self, late: Iterable[DeviceStanding], now_s: float) -> bool:
         """Whether one of these waits is still to be told; all are then noted as told."""
         if {(each.rank, each.place.wait) for each in late} <= self._told:
             return False
@@ -178,60 +180,58 @@ def _is_busy(device: HostDevice, seen: _Seen, now_s: float) -> bool:
 
 
 def _cut(lines: Iterable[str]) -> list[str]:
-    """Lines of no great number and length, as another host may have written them."""
-    cut = [line[:_LONGEST_LINE] for line in lines][:_MOST_LINES]
-    return ["".join(c if c.isprintable() else "?" for c in line) for line in cut]
+    """Lines of no great number and length: a process may have started hundreds."""
+    return [line[:_LONGEST_LINE] for line in lines][:_MOST_LINES]
 
 
-def late_of(standings: Sequence[Standing], usual_s: float) -> list[Standing]:
+def late_of(standings: Sequence[DeviceStanding], usual_s: float, size: int) -> list[DeviceStanding]:
     """Those that wait in vain, by the note at the head.
 
     Args:
         standings: of all devices that answer.
-        usual_s: the median step.
+        usual_s: the median step; 0 as long as nobody knows.
+        size: number of devices.
     """
     movers = [each for each in standings if not each.place.waits]
     limit_s = max((_limit_s(each, usual_s) for each in movers), default=0.0)
     limit_s = max(limit_s, _LEAST_S, _STEPS * usual_s)
+    if len(standings) < size and not usual_s:
+        limit_s = max(limit_s, _BUSY_S)
     still_s = min((each.still_s for each in movers), default=math.inf)
     waiting = (each for each in standings if each.place.waits)
     return [each for each in waiting if min(each.still_s, still_s) > limit_s]
 
 
-def _limit_s(mover: Standing, usual_s: float) -> float:
+def _limit_s(mover: DeviceStanding, usual_s: float) -> float:
     in_step = usual_s > 0 and mover.place.call in (Call.STEP, Call.GRADIENT)
     return 0.0 if in_step or not mover.busy else _BUSY_S
 
 
-def report_of(standings: Sequence[Standing], late: Sequence[Standing], size: int) -> str:
+def report_of(standings: Sequence[DeviceStanding], size: int) -> str:
     """The report.
 
     Args:
-        standings: of all devices that answer, with stacks.
-        late: those that wait in vain.
+        standings: of all devices that answer, with stacks; some of them wait in vain.
         size: number of devices.
     """
-    return "\n".join(_words(standings, late, size))
+    return "\n".join(_words(standings, size))
 
 
-def _words(standings: Sequence[Standing], late: Sequence[Standing], size: int) -> Iterator[str]:
+def _words(standings: Sequence[DeviceStanding], size: int) -> Iterator[str]:
     silent = sorted(set(range(size)) - {each.rank for each in standings})
     movers = sorted([each.rank for each in standings if not each.place.waits] + silent)
     # Those that wait for the same ones in one line.
-    groups: dict[tuple[str, int], list[Standing]] = {}
-    for each in late:
+    groups: dict[tuple[str, int], list[DeviceStanding]] = {}
+    for each in (each for each in standings if each.place.waits):
         peers = [each.place.peer] if each.place.peer >= 0 else movers
-        whom = ", ".join(f"device {peer}" for peer in peers[:5]) or "the others"
+        whom = _named(peers) if peers else "the others"
         groups.setdefault((whom, each.place.step), []).append(each)
     for (whom, step), waiting in groups.items():
-        who = listed((str(each.rank) for each in waiting), most=8)
-        verb = "have" if len(waiting) > 1 else "has"
+        who, verb = _named([each.rank for each in waiting]), "have" if len(waiting) > 1 else "has"
         waited_s = max(each.still_s for each in waiting)
-        yield (
-            f"device {who} {verb} waited for {waited_s:.0f} s for {whom}, in step {max(0, step)}"
-        )
+        yield f"{who} {verb} waited for {waited_s:.0f} s for {whom}, in step {max(0, step)}"
     if silent:
-        yield f"device {listed(map(str, silent), most=8)} does not answer"
+        yield f"no answer from {_named(silent)}: stopped, or on a host that cannot be reached"
     # Those that nobody else keeps waiting come first.
     for each in sorted(standings, key=lambda each: (each.place.waits, each.rank)):
         on = f" on {each.host}" if each.host else ""
@@ -239,7 +239,11 @@ def _words(standings: Sequence[Standing], late: Sequence[Standing], size: int) -
         yield from each.stacks
 
 
-def _place_words(place: Place) -> str:
+def _named(ranks: Sequence[int]) -> str:
+    return f"device{'s' * (len(ranks) > 1)} {listed(map(str, ranks), most=8)}"
+
+
+def _place_words(place: DevicePlace) -> str:
     where = f"in step {place.step}" if place.step >= 0 else "before the first step"
     calls = set(Call) if place.call else ()
     at = Call(place.call).words if place.call in calls else ""
@@ -277,10 +281,10 @@ class HangWatch:
             return
         self._next_s = now_s + AGAIN_S
         standings = self._waits.standings(devices, now_s)
-        late = late_of(standings, self._waits.usual_s)
+        late = late_of(standings, self._waits.usual_s, len(devices))
         if self._waits.untold(late, now_s):
             standings = self._waits.standings(devices, now_s, stacks=True)
-            text = report_of(standings, late, len(devices))
+            text = report_of(standings, len(devices))
             tell(text)
             self._write(late[0].place.step, text)
 

@@ -39,6 +39,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -47,20 +48,24 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # it is expor
 from onefold.core.context import LaunchContext
 from onefold.exchange.connections import host_identity
 from onefold.exchange.group import Rendezvous
-from onefold.exchange.progress import TABLE_LABEL, WAITING, Progress, own_table
-from onefold.run.hang import AGAIN_S, HostDevice, Standing, Waits, late_of, report_of
+from onefold.exchange.progress import TABLE_LABEL, WAITING, Progress, own_table, places_of
+from onefold.run.batches import Batches
+from onefold.run.hang import AGAIN_S, DeviceStanding, HostDevice, Waits, late_of, report_of
 from onefold.run.stacks import STACKS_LABEL, answer_with_stacks
+from onefold.step.engine import Engine
 from onefold.system.ownfiles import memory_file
 from onefold.system.process import LOOK_S
 
-__all__ = ["tell_of_hangs"]
+__all__ = ["HostWatch", "note_places"]
 
 _log = logging.getLogger("onefold")
 _screen = logging.getLogger(WAITING)
 _SELDOM_S, _STILL_S, _LONG_STILL_S = 2.0, 5.0, 10.0
+"""How often to look for a question, and after which time without a move more often."""
 _MEETING_S, _SILENT_S, _CLOSE_S = 10.0, 4.0, 2.0
-_ANSWERS_S, _OUTCOME_S, _PAUSE_S = 5.0, 20.0, 0.2
-"""How long is waited for answers, which may need stacks, and for what becomes of a question."""
+_ANSWERS_S, _AGAIN_S, _STACKS_S, _OUTCOME_S, _PAUSE_S = 3.0, 1.5, 8.0, 20.0, 0.2
+"""How long is waited for answers, for those of hosts that gave none before, for answers with
+stacks, and for what becomes of a question."""
 
 
 class _Outcome(msgspec.Struct, frozen=True, array_like=True):
@@ -82,36 +87,66 @@ class _Question(msgspec.Struct, frozen=True, array_like=True):
 
 
 @functools.cache
-def tell_of_hangs(context: LaunchContext, size: int, timeout_s: float) -> None:
+def _watch_for_hangs(context: LaunchContext) -> None:
     """Have this process report devices that wait in vain, from now on, and answer those that ask.
 
-    Args:
-        context: how this process was started, by another launcher.
-        size: number of devices.
-        timeout_s: the longest wait for the store.
+    Called once the process has joined the others.
     """
-    atexit.register(_HostWatch(context, Rendezvous(context, size, timeout_s)).close)
+    size = context.size
+    (table, progress), stacks = own_table(size), memory_file(STACKS_LABEL)
+    answer_with_stacks(stacks)
+    own = HostDevice(context.rank, os.getpid(), progress, stacks)
+    store = Rendezvous(context, size, context.options.timeout_s).apart("waits")
+    atexit.register(HostWatch(own, table, store=store, size=size).close)
 
 
-class _HostWatch:
-    """The threads, and what they know."""
+def note_places(context: LaunchContext, engine: Engine, batches: Batches) -> None:
+    """Have whoever looks for devices that wait know where this process is.
 
-    def __init__(self, context: LaunchContext, meeting: Rendezvous) -> None:
-        self._rank, self._size, self._rows = context.rank, meeting.size, context.size
+    Args:
+        context: how this process was started.
+        engine: its devices.
+        batches: the batches of the run.
+    """
+    places, rank = places_of(context), context.rank
+    if places is None:
+        return
+    for replica in engine.context.replicas:
+        replica.note_shard = partial(places.set_shard, rank)
+    engine.agreement.note_call = partial(places.set_call, rank)
+    batches.note_reading = partial(places.set_reading, rank)
+    if context.launcher == "torch" and engine.context.with_others:
+        _watch_for_hangs(context)
+
+
+class HostWatch:
+    """The threads of one process, and what they know.
+
+    Args:
+        own: the device of this process.
+        table: descriptor of the table in which its place is.
+        store: where the threads of all processes meet.
+        size: number of devices.
+    """
+
+    def __init__(self, own: HostDevice, table: int, *, store: Store, size: int) -> None:
+        self._rank, self._size = own.rank, size
         self._host, self._name = host_identity(), socket.gethostname()
-        self._waits, stacks = Waits(), memory_file(STACKS_LABEL)
-        answer_with_stacks(stacks)
-        self._descriptors = own_table(self._rows)[0], stacks
-        own = HostDevice(self._rank, os.getpid(), own_table(self._rows)[1], stacks)
-        self._devices = {self._rank: own}
+        self._waits, self._descriptors = Waits(), (table, own.stacks)
+        self._devices = {own.rank: own}
         """Those of this host that are known so far, by rank."""
+        self._store: Store | None = store
         self._met, self._is_first = 0, False
-        self._store: Store | None = meeting.apart("waits")
         self._number, self._asks = 1, False
         """Of the next question, and whether this process is to ask it."""
+        self._silent: set[int] = set()
+        """Devices that have not answered the last question."""
         self._next_s = self._polled_s = 0.0
+        self._pause_s = LOOK_S
         self._called_s: float | None = None
         self._began_s, self._end = time.monotonic(), threading.Event()
+        # Before the first step, which is like no other.
+        self._waits.look([own], self._began_s)
         self._threads = [
             threading.Thread(target=self._forever, args=(each,), name=name, daemon=True)
             for each, name in ((self._look, "onefold waits"), (self._talk, "onefold answers"))
@@ -126,7 +161,7 @@ class _HostWatch:
             thread.join(_CLOSE_S)
 
     def _forever(self, act: Callable[[float], None]) -> None:
-        while not self._end.wait(LOOK_S):
+        while not self._end.wait(self._pause_s):
             try:
                 act(time.monotonic())
             except Exception:
@@ -139,6 +174,7 @@ class _HostWatch:
         """Look at the devices of this host; have the other thread ask, or report without it."""
         waits = self._waits
         waits.look([*self._devices.values()], now_s)
+        self._pause_s = LOOK_S if waits.still_s(self._rank, now_s) < _STILL_S else _PAUSE_S
         self._asks = now_s >= self._next_s and waits.has_question(now_s, self._rank)
         called_s = self._called_s
         if not self._asks or (
@@ -146,12 +182,12 @@ class _HostWatch:
         ):
             return
         self._next_s = now_s + AGAIN_S
-        late = late_of(self._standings(), waits.usual_s)
+        late = late_of(self._standings(), waits.usual_s, self._size)
         # Of the devices here that wait, the first one reports.
         if waits.untold(late, now_s) and late[0].rank == self._rank:
-            _print(report_of(self._standings(stacks=True), late, self._size))
+            _print(report_of(self._standings(stacks=True), self._size))
 
-    def _standings(self, *, stacks: bool = False) -> list[Standing]:
+    def _standings(self, *, stacks: bool = False) -> list[DeviceStanding]:
         host = "" if len(self._devices) == self._size else self._name
         devices = [self._devices[rank] for rank in sorted(self._devices)]
         return self._waits.standings(devices, time.monotonic(), host=host, stacks=stacks)
@@ -164,8 +200,8 @@ class _HostWatch:
         if not self._met or now_s - self._began_s < _MEETING_S:
             self._meet(store)
         if self._asks:
+            self._next_s, self._asks = now_s + AGAIN_S, False
             self._ask(store)
-            self._next_s, self._asks = time.monotonic() + AGAIN_S, False
         elif self._is_due(now_s) and self._called(store.check, [self._key("question")]):
             self._answer(store)
 
@@ -197,7 +233,7 @@ class _HostWatch:
         count, key = f"{self._host}/count", f"{self._host}/{{}}".format
         if not self._met:
             number = self._called(store.add, count, 1)
-            words = json.dumps([self._rank, os.getpid(), *self._descriptors])
+            words = json.dumps([self._rank, self._devices[self._rank].pid, *self._descriptors])
             self._called(store.set, key(number), words)
             self._is_first, self._met = number == 1, 1
         # One that has counted itself may not have written yet.
@@ -207,37 +243,33 @@ class _HostWatch:
             given = msgspec.json.decode(self._called(store.get, key(self._met)), type=list[int])
             self._met += 1
             with contextlib.suppress(OSError):
-                device = _opened(*given, rows=self._rows)
+                device = _opened(*given, size=self._size)
                 # A new dict: the other thread goes through it.
                 self._devices = {device.rank: device} | self._devices
 
     def _ask(self, store: Store) -> None:
         """Ask how all devices stand; if some wait in vain, once more with stacks, and report."""
-        waits = self._waits
-        known = self._asked(store, answers=self._size)
+        waits, silent = self._waits, self._silent
+        known = self._asked(store)
         if known:
             self._publish(store, _Outcome(told=False))
-        if not late_of(known, waits.usual_s):
+        # One that was busy may answer the next time.
+        if self._silent - silent or not late_of(known, waits.usual_s, self._size):
             return
-        standings = self._asked(store, answers=len(known), stacks=True)
+        standings = self._asked(store, stacks=True)
         if not standings:
             return
-        late, text = late_of(standings, waits.usual_s), ""
+        late, text = late_of(standings, waits.usual_s, self._size), ""
         if late:
-            text = report_of(standings, late, self._size)
+            text = report_of(standings, self._size)
             waits.note_told(time.monotonic())
         here = 0 in self._devices or all(each.rank for each in standings)
         self._publish(store, _Outcome(told=bool(late), text="" if here else text))
         if late and here:
             _print(text)
 
-    def _asked(self, store: Store, *, answers: int, stacks: bool = False) -> list[Standing]:
+    def _asked(self, store: Store, *, stacks: bool = False) -> list[DeviceStanding]:
         """Ask, and return how the devices stand that answer in time.
-
-        Args:
-            store: where.
-            answers: from how many devices answers are expected.
-            stacks: whether to ask for stacks.
 
         Returns:
             Nothing if another device has asked first: it is answered.
@@ -250,16 +282,21 @@ class _HostWatch:
         # Before the stacks are waited for: nobody else here need answer.
         self._called(store.add, self._key(self._host), 1)
         found = {each.rank: each for each in self._standings(stacks=stacks)}
-        limit, number = time.monotonic() + _ANSWERS_S, 1
-        while len(found) < answers and time.monotonic() < limit and not self._end.is_set():
+        began_s, number, every = time.monotonic(), 1, set(range(self._size))
+        limit_s = _STACKS_S if stacks else _ANSWERS_S
+        while (missing := every - found.keys()) and not self._end.is_set():
+            waited_s = time.monotonic() - began_s
+            if waited_s > limit_s or (missing <= self._silent and waited_s > _AGAIN_S):
+                break
             key = self._key(f"answer/{number}")
             if not self._called(store.check, [key]):
                 self._end.wait(_PAUSE_S)
                 continue
             number += 1
             text = self._called(store.get, key)
-            for each in msgspec.json.decode(text, type=list[Standing]):
+            for each in msgspec.json.decode(text, type=list[DeviceStanding]):
                 found.setdefault(each.rank, each)
+        self._silent = every - found.keys()
         return [found[rank] for rank in sorted(found)]
 
     def _publish(self, store: Store, outcome: _Outcome) -> None:
@@ -286,10 +323,11 @@ class _HostWatch:
                     _print(outcome.text)
                 break
             self._end.wait(_PAUSE_S)
-        self._number += 1
+        # The next one may be there: for stacks, or as this answer came late.
+        self._number, self._polled_s = self._number + 1, 0.0
 
 
-def _opened(rank: int, pid: int, table: int, stacks: int, *, rows: int) -> HostDevice:
+def _opened(rank: int, pid: int, table: int, stacks: int, *, size: int) -> HostDevice:
     """A device of another process of this host.
 
     Raises:
@@ -301,12 +339,14 @@ def _opened(rank: int, pid: int, table: int, stacks: int, *, rows: int) -> HostD
         if not os.readlink(path).startswith(f"/memfd:{label} "):
             raise FileNotFoundError(path)
         found.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
-    if os.fstat(found[0]).st_size != Progress.nbytes(rows):
+    if os.fstat(found[0]).st_size != Progress.nbytes(size):
         raise FileNotFoundError(path)
-    progress = Progress(found[0], rows, mmap.ACCESS_READ)
+    progress = Progress(found[0], size, mmap.ACCESS_READ)
     os.close(found[0])  # it is mapped
     return HostDevice(rank, pid, progress, found[1])
 
 
 def _print(text: str) -> None:
-    _screen.warning("onefold: %s", text)
+    # Another host may have written it: nothing that a terminal obeys.
+    plain = "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
+    _screen.warning("onefold: %s", plain)

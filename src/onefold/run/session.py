@@ -47,7 +47,7 @@ from onefold.record.replay import Replay
 from onefold.run.batches import Batches, Wait, read_now
 from onefold.run.forming import check_devices, choose_devices, plan_of, settle_process
 from onefold.run.gradientsteps import GradientSteps, Place
-from onefold.run.hostwatch import tell_of_hangs
+from onefold.run.hostwatch import note_places
 from onefold.run.membership import RunStopped, at_good_end, is_failing, only_noting, register
 from onefold.run.observers import Observers
 from onefold.run.planning import plan_instead
@@ -159,23 +159,12 @@ class Session:
         """Makes loaders, and cuts what steps are given."""
         self.recording = RecordedCalls(*run, self.checkpoints, self.resumption)
         """Writes down what is computed, and answers a script that is resumed."""
-        self._note_places()
         self._watch_steps()
+        self.note_progress()
+        note_places(context, self.engine, self.batches)
         with self._seen_whole():
             watches = {each.number: each.watch for each in self.engine.context.replicas}
             self.observers = Observers(self.devices, user.module, watches)
-
-    def _note_places(self) -> None:
-        """Have whoever looks for devices that wait know where this process is."""
-        if (places := self._places) is not None:
-            rank = self._context.rank
-            for replica in self.engine.context.replicas:
-                replica.note_shard = partial(places.set_shard, rank)
-            self.engine.agreement.note_call = partial(places.set_call, rank)
-            self.batches.note_reading = partial(places.set_reading, rank)
-            if self._context.launcher == "torch" and self.engine.context.with_others:
-                tell_of_hangs(self._context, len(self.devices.all), self.settings.timeout_s)
-        self.note_progress()
 
     def _watch_steps(self) -> None:
         """Have steps audited, looked into and written down, as the launcher asks for it."""
