@@ -113,7 +113,6 @@ LOCKS = """
 WAITS = """
     run/stacks.py time.sleep: for a process that is to write its stacks, seconds at most
     run/hostwatch.py self._end.wait: the pause of a thread; those with a limit, in a loop
-    run/hostwatch.py thread.join: for two seconds
     verifying/__init__.py signature.bind: of arguments, not of a socket
     checkpoint/background.py background.wait: for a file that is being written by this process
     checkpoint/background.py self._thread.join: the same; done_within has a limit

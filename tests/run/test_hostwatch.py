@@ -23,7 +23,7 @@ from onefold.run.hostwatch import HostWatch
 from onefold.run.stacks import STACKS_LABEL
 from onefold.system.ownfiles import memory_file
 
-LIMIT_S = 60.0
+LIMIT_S, END_S = 60.0, 10.0
 
 
 class Hosts:
@@ -217,8 +217,12 @@ def told_by(processes: Sequence[subprocess.Popen[str]], sign: str) -> str:
         time.sleep(0.1)
     for process in processes:
         if process.poll() is None:
+            os.killpg(process.pid, signal.SIGTERM)  # torchrun ends its own
+        try:
+            process.wait(END_S)
+        except subprocess.TimeoutExpired:  # one that is stopped
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+            process.wait()
     for process, reader in zip(processes, readers, strict=True):
         reader.join()
         assert process.stdout is not None

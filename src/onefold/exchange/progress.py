@@ -184,7 +184,8 @@ def places_of(context: LaunchContext) -> Progress | None:
     """The table in which this process notes where it is; None if nobody would look at it."""
     if context.progress_descriptor >= 0:
         return progress_of(context)
-    return None if context.size == 1 or context.network else own_table(context.size)[1]
+    others = context.launcher == "torch" and context.size > 1 and not context.network
+    return own_table(context.size)[1] if others else None
 
 
 @functools.cache

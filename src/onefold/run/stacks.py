@@ -37,7 +37,7 @@ _STATES = {
     "Z": "it has ended",
 }
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
-_LIBRARIES = ("<", os.path.dirname(os.__file__), str(Path(__file__).parents[1]))
+_LIBRARIES = ("<frozen ", os.path.dirname(os.__file__), str(Path(__file__).parents[1]))
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
