@@ -1,10 +1,13 @@
 """Wrong results are found, whoever has computed them and whatever they are, and nothing else is."""
 
+import mmap
+import os
 from collections import UserDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -62,6 +65,7 @@ class Planted:
         shard: of which shard.
         times: how often.
         number: draws the place.
+        child: whether in child processes, else in this one.
     """
 
     def __init__(
@@ -73,19 +77,30 @@ class Planted:
         shard: int,
         times: int,
         number: int = 0,
+        child: bool = False,
     ) -> None:
         self.fault, self.device, self.step, self.shard = fault, device, step, shard
-        self.left, self.number, self.changed = times, number, False
+        self.number, self.process, self.child = number, os.getpid(), child
+        # In memory that child processes share with this one.
+        self._counts = np.frombuffer(mmap.mmap(-1, 8), np.int32)
+        self._counts[0] = times
+
+    @property
+    def changed(self) -> bool:
+        """Whether any bit was."""
+        return bool(self._counts[1])
 
     def spoil(self, replica: Replica, gradients: Gradients, where: str) -> None:
         asked = f"step {self.step}, shard {self.shard}"
-        if replica.number != self.device or where != asked or not self.left:
+        if replica.number != self.device or where != asked or not self._counts[0]:
             return
-        self.left -= 1
+        if (os.getpid() != self.process) != self.child:
+            return
+        self._counts[0] -= 1
         words = next(g for g in gradients if g is not None and g.numel() > 12).view(-1)
         before = words.clone()
         self.fault(words.view(torch.int32), self.number, self.number % 32)
-        self.changed |= not torch.equal(before.view(torch.int32), words.view(torch.int32))
+        self._counts[1] |= not torch.equal(before.view(torch.int32), words.view(torch.int32))
 
 
 @pytest.fixture

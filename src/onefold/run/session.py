@@ -171,7 +171,7 @@ class Session:
             for replica in engine.context.replicas:
                 replica.note_shard = partial(progress.set_shard, self._context.rank)
         if options.audit:
-            run, note = (engine.context, engine.placement, options), self.recording.note_fault
+            run, note = (engine.context, engine.placement, options), self.recording.note_audit
             engine.auditor = Auditor(*run, note)
         if options.inspection:
             self.recording.inspect(Path(options.inspection), self.batches.datasets)

@@ -288,7 +288,7 @@ class Engine:
                         self._comparison.before, batch=batch, task=task, table=context.table
                     )
                     if self.auditor is not None:
-                        self.auditor.keep(batch, task.audited)
+                        self.auditor.keep(batch, task)
                     totals = self.placement.compute(batch, task, done, before)
                 weight = total_weight(context.table.weights.tolist(), batch.sizes, number)
                 if weight.terms == 1 and not weight.gathers and not weight.late:
