@@ -27,6 +27,7 @@ from onefold.record.entries import (
     Audited,
     BlockEntry,
     Failed,
+    Found,
     Result,
     SameProcessEntry,
     SavedEntry,
@@ -187,8 +188,8 @@ class RecordedCalls:
 
     def note_audit(self, found: WrongResult | SameProcess) -> None:
         """Note what an audit has found."""
-        kind = Audited if isinstance(found, WrongResult) else SameProcessEntry
         if self._recorder is not None:
+            kind: type[Found] = Audited if isinstance(found, WrongResult) else SameProcessEntry
             self._recorder.note(msgspec.convert(found._asdict(), kind))
 
     def close(self) -> None:

@@ -38,7 +38,8 @@ import copy
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -160,6 +161,7 @@ class Auditor:
         # Of a shard whose payload cannot be sent, or was changed, there is nothing here.
         found = [shard for shard in sorted(task.audited) if shard in payloads]
         if not found:
+            self._end_early()
             return True
         batch = replace(batch, shards={**payloads, **batch.shards})
         owners = {shard: _owner_of(batch, shard) for shard in found}
@@ -177,21 +179,31 @@ class Auditor:
         self._healed = self._healed if sound else task.step
         return sound
 
-    def keep(self, batch: ShardedBatch, task: ShardTask) -> None:
-        """Keep the payloads of this process's audited shards as they are before the step.
+    @contextmanager
+    def keeping(self, batch: ShardedBatch, task: ShardTask) -> Iterator[None]:
+        """Surround the shards of a step; the payloads of audited ones are kept as they are before.
 
-        If there is one device, and other cores are idle, they compute these shards from now on.
+        If there is one device, and other cores are idle, they compute these shards meanwhile.
         """
         self._step, self._began = task.step, time.monotonic()
         own = [shard for shard in task.audited if shard in batch.shards]
         self._kept = {shard: self._written(batch.shards[shard]) for shard in own}
-        if self._early is not None:
-            self._early.end()  # the step has failed, or is begun again
-            self._early = None
+        who = {shard: 0 for shard, kept in self._kept.items() if kept is not None}
+        self._end_early()  # if the step is begun again
         # Compiled code is there once this process has made it.
         ready = task.gatherers is None and not self._context.compilers.compiled
-        if own and ready and self._forks and has_idle_cores():
-            self._early = self._child(lambda: self._here(dict.fromkeys(own, 0), batch, task)[0])
+        if who and ready and self._forks and has_idle_cores():
+            self._early = self._child(lambda: self._here(who, batch, task)[0])
+        try:
+            yield
+        except BaseException:
+            self._end_early()
+            raise
+
+    def _end_early(self) -> None:
+        if self._early is not None:
+            self._early.end()
+            self._early = None
 
     def _shared(self, batch: ShardedBatch, task: ShardTask) -> list[dict[str, Any]]:
         """What each device has computed of the chosen shards, and their payloads."""
