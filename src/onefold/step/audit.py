@@ -14,7 +14,7 @@ A processor that is the only device has a child of this process be the other one
 the shard on another core and in other memory. Where there are idle cores it begins with the step
 and computes beside it; else it computes when the step's shards are done. If the two differ, this
 process and a second child compute it again. Three of four equal results are right, and the fourth
-is a transient fault; with fewer nobody is believed. The second update of a piece is a child's too.
+is a transient fault; with fewer nobody is believed.
 
 An accelerator cannot be used in a forked process. There, and after a child that gave no result,
 this process computes the shard again itself.
@@ -39,9 +39,8 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -54,10 +53,9 @@ from onefold.core.wire import decode, encode
 from onefold.errors import AuditError
 from onefold.placement.base import Placement
 from onefold.placement.context import StepContext
-from onefold.shard.digest import digest_of_whole
 from onefold.shard.replica import Replica
 from onefold.shard.task import ShardTask
-from onefold.system.child import Child, ChildError, has_idle_cores
+from onefold.system.child import Child, ChildError, has_idle_cores, on_other_cores
 from onefold.update.optimizers import has_own_step
 
 __all__ = ["Auditor", "SameProcess", "WrongResult", "packed", "unpacked"]
@@ -342,7 +340,7 @@ class Auditor:
         Raises:
             AuditError: two updates of the piece differ, and the run is not to go on.
         """
-        gradients = [each for each in pieces if each.grad is not None]
+        gradients = [(each, each.grad) for each in pieces if each.grad is not None]
         # Another optimizer's step may do more than update each piece by itself.
         known = type(optimizer).__module__.startswith("torch.optim.")
         known = known and not has_own_step(optimizer)
@@ -350,17 +348,25 @@ class Auditor:
             optimizer.step()
             return
         drawn = derive_seed("audit piece", self._context.settings.seed, self._step)
-        piece = gradients[(drawn + self._context.first.number) % len(gradients)]
-        others = [each for each in gradients if each is not piece]
-        child = (
-            self._child(partial(_updated_apart, optimizer, piece, others)) if self._forks else None
-        )
-        if (found := self._result_of(child)) is not None:
+        piece, own = gradients[(drawn + self._context.first.number) % len(gradients)]
+        gradient = own.clone()
+        values, state = piece.detach().clone(), copy.deepcopy(optimizer.state.get(piece))
+        optimizer.step()
+        updated = piece.detach().clone()
+        # Once more, of this piece alone.
+        for each, _ in gradients:
+            each.grad = None
+        piece.grad = gradient
+        with torch.no_grad():
+            piece.copy_(values)
+        optimizer.state.pop(piece, None)
+        if state is not None:
+            optimizer.state[piece] = state
+        with on_other_cores() if self._context.first.device.type == "cpu" else nullcontext():
             optimizer.step()
-            repeated = found == int(digest_of_whole(piece))
-        else:
-            repeated = _repeats_update(optimizer, piece, others)
-        if not repeated:
+        for each, kept in gradients:
+            each.grad = kept
+        if not same_bits(updated, piece.detach()):
             # What it has made of the other pieces nobody knows, so this is not healed.
             who = (self._context.first.number,)
             self._report(WrongResult(self._step, -1, who, persistent=False, healed=False))
@@ -373,48 +379,6 @@ class Auditor:
             _log.warning("%s", fault)
         if not fault.healed:
             raise AuditError(f"{fault}. {_ADVICE}")
-
-
-def _repeats_update(
-    optimizer: torch.optim.Optimizer, piece: torch.Tensor, others: Sequence[torch.Tensor]
-) -> bool:
-    """Make an optimizer's step, and that of one piece once more; whether it has the same bits."""
-    gradients, own = [each.grad for each in others], piece.grad
-    assert own is not None
-    gradient, values = own.clone(), piece.detach().clone()
-    state = copy.deepcopy(optimizer.state.get(piece))
-    optimizer.step()
-    updated = piece.detach().clone()
-    piece.grad = gradient
-    with torch.no_grad():
-        piece.copy_(values)
-    optimizer.state.pop(piece, None)
-    if state is not None:
-        optimizer.state[piece] = state
-    _update_alone(optimizer, others)
-    piece.grad = own
-    for each, kept in zip(others, gradients, strict=True):
-        each.grad = kept
-    return same_bits(updated, piece.detach())
-
-
-def _updated_apart(
-    optimizer: torch.optim.Optimizer, piece: torch.Tensor, others: Sequence[torch.Tensor]
-) -> int:
-    """Update a piece in a child; return a digest of its new values."""
-    # Both may lie in memory that the child shares with this process.
-    piece.data = piece.detach().clone()
-    if piece in optimizer.state:
-        optimizer.state[piece] = copy.deepcopy(optimizer.state[piece])
-    _update_alone(optimizer, others)
-    return int(digest_of_whole(piece))
-
-
-def _update_alone(optimizer: torch.optim.Optimizer, others: Sequence[torch.Tensor]) -> None:
-    """Make an optimizer's step without the gradients of other pieces."""
-    for each in others:
-        each.grad = None
-    optimizer.step()
 
 
 _ADVICE = (

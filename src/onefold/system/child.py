@@ -23,7 +23,8 @@ import logging
 import os
 import signal
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import NoReturn
@@ -32,7 +33,7 @@ import torch
 
 from onefold.system.process import NOTICES, STOP_SIGNALS, ctrl_c_later, die_with_parent
 
-__all__ = ["Child", "ChildError", "has_idle_cores"]
+__all__ = ["Child", "ChildError", "has_idle_cores", "on_other_cores"]
 
 _PAUSE_SOFT = 1
 """OpenMP's ``omp_pause_soft``: settings are kept."""
@@ -114,6 +115,21 @@ def has_idle_cores() -> bool:
     return len(os.sched_getaffinity(0)) >= 2 * torch.get_num_threads()
 
 
+@contextmanager
+def on_other_cores() -> Iterator[None]:
+    """Have this thread compute on other cores than its present one, as far as there are enough."""
+    allowed = os.sched_getaffinity(0)
+    with suppress(ChildError):
+        _dissolve_pools()
+        _leave(ctypes.CDLL(None).sched_getcpu())
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, allowed)
+        with suppress(ChildError):
+            _dissolve_pools()  # the threads that were made meanwhile lack that core
+
+
 def _dissolve_pools() -> None:
     """End this thread's pools of threads for kernels, in each OpenMP library that is loaded."""
     lines = Path("/proc/self/maps").read_text().splitlines()
@@ -147,7 +163,7 @@ def _become(function: Callable[[], bytes], writer: Connection, parent: int, core
 
 
 def _leave(core: int) -> None:
-    """Compute on other cores than the one of the parent, as far as there are enough."""
+    """Have this thread, and those that it makes, compute on other cores than this one."""
     others = os.sched_getaffinity(0) - {core}
     if 0 < len(others) < torch.get_num_threads():
         # All cores are needed. Threads that are made before this one moves have all of them; it
