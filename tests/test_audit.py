@@ -2,6 +2,8 @@
 
 import mmap
 import os
+import signal
+import time
 from collections import UserDict
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +17,7 @@ import onefold
 from onefold import RunOptions
 from onefold.core.values import Gradients
 from onefold.errors import AuditError
-from onefold.record.entries import Audited
+from onefold.record.entries import Audited, SameProcessEntry
 from onefold.shard import replica
 from onefold.shard.replica import Replica
 from onefold.step.audit import Auditor, packed, unpacked
@@ -24,6 +26,7 @@ from tests.inside import engine_in
 from tests.small import make_trainer
 
 SHARDS, STEPS = 4, 6
+CORES = os.sched_getaffinity(0)
 
 
 def flip(words: torch.Tensor, place: int, bit: int) -> None:
@@ -189,6 +192,83 @@ def test_a_fault_of_the_auditor_is_its_own(
     assert (told.step, told.shard, told.devices) == (2, 3, [0])
 
 
+@pytest.fixture(params=["beside the step", "after it"])
+def idle(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one device, its child begins with the step where cores are idle, and else after it."""
+    found = request.param == "beside the step"
+    monkeypatch.setattr("onefold.step.audit.has_idle_cores", lambda: found)
+
+
+@pytest.mark.usefixtures("idle")
+@pytest.mark.parametrize("child", [False, True])
+def test_one_device_asks_another_process(
+    tmp_path: Path, plant: Callable[[Planted | None], None], child: bool
+) -> None:
+    sound = set(simulate(script, 1))
+    planted = Planted(single, device=0, step=3, shard=2, times=1, child=child)
+    plant(planted)
+    assert run(tmp_path, 1, audit=1.0) == sound
+    assert planted.changed
+    (told,) = [e for e in onefold.Record(tmp_path).entries if isinstance(e, Audited)]
+    assert (told.step, told.shard, told.devices) == (3, 2, [0])
+    assert (told.persistent, told.healed) == (False, True)
+    # A process that stays wrong, be it this one or its children, cannot be told from the other.
+    plant(Planted(single, device=0, step=3, shard=2, times=1000, child=child))
+    with pytest.raises(AuditError, match="step 3, shard 2: device 0 computed wrong bits again"):
+        run(tmp_path / "b", 1, audit=1.0)
+
+
+@pytest.mark.usefixtures("idle")
+@pytest.mark.parametrize(
+    ("fate", "why"),
+    [
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "it ended without an answer"),
+        (lambda: time.sleep(60), "it did not answer within"),
+        (lambda: torch.ones(2) @ torch.ones(3), "RuntimeError: inconsistent tensor size"),
+    ],
+)
+def test_without_a_child_the_same_process_audits(
+    tmp_path: Path,
+    plant: Callable[[Planted | None], None],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    fate: Callable[[], object],
+    why: str,
+) -> None:
+    sound, process = set(simulate(script, 1)), os.getpid()
+    monkeypatch.setattr(Auditor, "least_limit_s", 0.1)
+    real = torch.nn.Dropout.forward
+
+    def forward(self: torch.nn.Dropout, x: torch.Tensor) -> torch.Tensor:
+        if os.getpid() != process:
+            fate()
+        return real(self, x)
+
+    monkeypatch.setattr(torch.nn.Dropout, "forward", forward)
+    planted = Planted(single, device=0, step=4, shard=2, times=1)
+    plant(planted)
+    assert run(tmp_path, 1, audit=1.0) == sound
+    entries = onefold.Record(tmp_path).entries
+    (changed,) = [e for e in entries if isinstance(e, SameProcessEntry)]
+    assert changed.step == 1
+    assert why in changed.why
+    assert caplog.text.count("a child process could not compute an audit") == 1
+    assert [(e.step, e.healed) for e in entries if isinstance(e, Audited)] == [(4, True)]
+
+
+def test_a_step_that_fails_leaves_no_child(tmp_path: Path) -> None:
+    process = os.getpid()
+
+    def loss(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        if os.getpid() != process:
+            time.sleep(60)
+        raise ValueError("not this batch")
+
+    options = RunOptions(record=str(tmp_path), audit=1.0)
+    with pytest.raises(ValueError, match="not this batch"):
+        simulate(other_script, 1, args=(loss, 4, ""), options=options)
+
+
 @pytest.mark.parametrize(("devices", "named"), [(2, "device 1 or device 0"), (3, "device 1")])
 def test_a_device_that_stays_wrong_ends_the_run(
     tmp_path: Path, plant: Callable[[Planted | None], None], devices: int, named: str
@@ -200,17 +280,17 @@ def test_a_device_that_stays_wrong_ends_the_run(
     assert [e.persistent for e in told if isinstance(e, Audited)] == [True]
 
 
-@pytest.mark.parametrize("child", [False, True])
+@pytest.mark.parametrize("elsewhere", [False, True] if len(CORES) > 1 else [False])
 def test_a_wrong_update_ends_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, child: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, elsewhere: bool
 ) -> None:
-    real, left, process = torch.optim.Adam.step, [1], os.getpid()
+    real, left = torch.optim.Adam.step, [1]
 
     def step(self: torch.optim.Adam, *given: Any) -> None:
         real(self, *given)
         states = [each["step"] for each in self.state.values()]
-        here = (os.getpid() != process) == child
-        if here and left[0] and states and max(map(float, states)) == 4:
+        there = os.sched_getaffinity(0) != CORES
+        if there == elsewhere and left[0] and states and max(map(float, states)) == 4:
             left[0] -= 1
             for group in self.param_groups:
                 for piece in group["params"]:

@@ -63,9 +63,8 @@ __all__ = ["Auditor", "SameProcess", "WrongResult", "packed", "unpacked"]
 _log = logging.getLogger("onefold")
 _WHOLE = 1 << 64
 _ALIGNED = 64
-_LEAST_LIMIT_S = 10.0
 _LIMIT_STEPS = 5
-"""For so many times what all shards of the step took, a child's result is waited for."""
+"""A child may take so many times as long as all shards of the step took."""
 Results = Mapping[int, Mapping[int, str]]
 """For each device, the result of each shard that it computed."""
 
@@ -112,6 +111,9 @@ class Auditor:
         note: called with each fault, and once if the run's own process takes over.
     """
 
+    least_limit_s = 10.0
+    """The shortest time that a child is waited for."""
+
     def __init__(
         self,
         context: StepContext,
@@ -130,7 +132,7 @@ class Auditor:
         """Whether a child of this process is the other device."""
         self._early: Child | None = None
         """Computes the audited shards of the step while this process does."""
-        self._began, self._limit_s = 0.0, _LEAST_LIMIT_S
+        self._began, self._limit_s = 0.0, self.least_limit_s
 
     def chosen(self, step: int, shards: int) -> frozenset[int]:
         """The shards of a step that are audited: the same on all devices."""
@@ -164,7 +166,7 @@ class Auditor:
         batch = replace(batch, shards={**payloads, **batch.shards})
         owners = {shard: _owner_of(batch, shard) for shard in found}
         others = {shard: self._auditor_of(shard, owners[shard], task) for shard in found}
-        self._limit_s = _LEAST_LIMIT_S + _LIMIT_STEPS * (time.monotonic() - self._began)
+        self._limit_s = self.least_limit_s + _LIMIT_STEPS * (time.monotonic() - self._began)
         second = self._again(others, batch, task, apart=True)
         sound = True
         for shard in found:

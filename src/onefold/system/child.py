@@ -22,6 +22,7 @@ import gc
 import logging
 import os
 import signal
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -98,11 +99,11 @@ class Child:
     def end(self) -> None:
         """End the child, whatever it does; without effect once it is gone."""
         if self._pid:
-            try:
-                os.kill(self._pid, signal.SIGKILL)
-                os.waitpid(self._pid, 0)
-            except (ProcessLookupError, ChildProcessError):
-                pass  # the script collects all of its children itself
+            # A script may collect all of its children itself: then this one is gone.
+            with suppress(ChildProcessError, ProcessLookupError):
+                if os.waitpid(self._pid, os.WNOHANG) == (0, 0):
+                    os.kill(self._pid, signal.SIGKILL)
+                    os.waitpid(self._pid, 0)
             self._pid = 0
             self._reader.close()
 
@@ -151,11 +152,12 @@ def _become(function: Callable[[], bytes], writer: Connection, parent: int, core
         gc.disable()
         # What a function prints and logs was printed and logged by this process's parent.
         logging.disable()
-        null = os.open(os.devnull, os.O_WRONLY)
-        for descriptor in (1, 2):
-            os.dup2(null, descriptor)
-        _leave(core)
-        writer.send_bytes(b"value:" + function())
+        with open(os.devnull, "w") as null:
+            sys.stdout = sys.stderr = null
+            os.dup2(null.fileno(), 1)
+            os.dup2(null.fileno(), 2)
+            _leave(core)
+            writer.send_bytes(b"value:" + function())
     except BaseException as error:
         writer.send_bytes(f"error:{type(error).__name__}: {error}".encode())
     finally:
