@@ -374,6 +374,78 @@ def test_a_loss_that_does_not_repeat_ends_the_run(tmp_path: Path, devices: int) 
         simulate(other_script, devices, args=(loss, 4, ""), options=options)
 
 
+class Recurrent(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = torch.nn.Embedding(50, 16)
+        self.cells = torch.nn.LSTM(16, 24, 2, batch_first=True, dropout=0.2)
+        self.out = torch.nn.Linear(24, 50)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.out(self.cells(self.words(x))[0])
+        return logits
+
+
+def transformer() -> torch.nn.Module:
+    layer = torch.nn.TransformerEncoderLayer(32, 4, 64, dropout=0.1, batch_first=True)
+    encoder = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    return torch.nn.Sequential(torch.nn.Embedding(50, 32), encoder, torch.nn.Linear(32, 50))
+
+
+def convolutions() -> torch.nn.Module:
+    layers = [
+        torch.nn.Embedding(50, 16), torch.nn.Conv1d(12, 32, 3, padding=1),
+        torch.nn.BatchNorm1d(32), torch.nn.ReLU(), torch.nn.Conv1d(32, 12, 3, padding=1),
+        torch.nn.Dropout(0.1), torch.nn.Linear(16, 50),
+    ]  # fmt: skip
+    return torch.nn.Sequential(*layers)
+
+
+def next_words(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    found = torch.nn.functional.cross_entropy(
+        model(x).float().flatten(0, 1), x.flatten(), reduction="none"
+    )
+    return found.view(len(x), -1).mean(1)
+
+
+def long_script(
+    make: Callable[[], torch.nn.Module], precision: Any, threads: int, folder: Path | None
+) -> str:
+    """With workers that read ahead, and threads that write checkpoints."""
+    torch.manual_seed(0)
+    model = make()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    trainer = onefold.Trainer(
+        model, optimizer, next_words, shards=8, precision=precision, threads=threads
+    )
+    words = torch.randint(0, 50, (128, 12), generator=torch.Generator().manual_seed(0))
+    loader = trainer.loader(words, batch_size=16, shuffle=True, workers=1)
+    for _ in range(2):
+        for batch in loader:
+            trainer.step(batch)
+            if folder is not None and trainer.steps % 4 == 0:
+                trainer.save(folder / str(trainer.steps), wait=False)
+    return trainer.fingerprint()
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("idle")
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("precision", [None, "bf16"])
+@pytest.mark.parametrize("make", [Recurrent, transformer, convolutions])
+def test_another_process_computes_the_same_bits(
+    tmp_path: Path, make: Callable[[], torch.nn.Module], precision: str | None, threads: int
+) -> None:
+    plain = simulate(long_script, 1, args=(make, precision, threads, None))
+    options = RunOptions(record=str(tmp_path), audit=1.0)
+    saved = tmp_path / "saved"
+    assert (
+        simulate(long_script, 1, args=(make, precision, threads, saved), options=options) == plain
+    )
+    found = (Audited, SameProcessEntry)
+    assert not [e for e in onefold.Record(tmp_path).entries if isinstance(e, found)]
+
+
 @pytest.mark.parametrize("width", [1, 3, 64])
 def test_a_payload_lies_elsewhere_as_it_lies_here(width: int) -> None:
     whole = torch.arange(40.0 * width).view(40, width)
