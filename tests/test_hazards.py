@@ -76,6 +76,7 @@ WRITES_OR_REMOVES = """
     run/worker.py os.fdopen: what the function returned, into the launcher's file without a name
     system/ownfiles.py aside.unlink: the file that was just made
     data_order/workers.py os.open: the null device, to learn its number
+    system/child.py open: the null device, in the place of a child's output
     system/ownfiles.py os.fdopen: the same; or reads
     system/ownfiles.py (self.path / _MARK).write_bytes: in the private folder that was just made
     system/ownfiles.py os.open: new files, through no link; a folder just made; or for looking
@@ -99,6 +100,8 @@ ENDS = """
     run/workers.py self.signal: by pidfd, or as above
     run/workers.py signal.pidfd_send_signal: to a child
     run/workers.py worker.signal: by pidfd, or as above
+    system/child.py os._exit: itself, forked to compute one value
+    system/child.py os.kill: a child whose end was not collected
     system/process.py os._exit: itself, where its parent is gone
     system/process.py os.kill: itself, by a second signal, as without the run
     run/worker.py os._exit: itself
@@ -134,6 +137,8 @@ WAITS = """
     exchange/group.py time.sleep: in a loop with a limit
     exchange/group.py time.sleep: in a loop with a limit
     exchange/connections.py time.sleep: in a loop with a limit
+    system/child.py self._reader.poll: for the limit that the caller names
+    system/child.py os.waitpid: for a child that was killed
     system/folderlock.py time.sleep: in a loop with a limit
     exchange/sealing.py self._store.wait: as the caller says, and else for the limit of the store
     exchange/mailbox.py poller.poll: for part of the limit

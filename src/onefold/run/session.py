@@ -170,7 +170,7 @@ class Session:
         """Have steps audited, looked into and written down, as the launcher asks for it."""
         options, engine = self._context.options, self.engine
         if options.audit:
-            run, note = (engine.context, engine.placement, options), self.recording.note_fault
+            run, note = (engine.context, engine.placement, options), self.recording.note_audit
             engine.auditor = Auditor(*run, note)
         if options.inspection:
             self.recording.inspect(Path(options.inspection), self.batches.datasets)
