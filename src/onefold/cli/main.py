@@ -75,8 +75,8 @@ PlacementOption = Annotated[
     str,
     Option(
         envvar=_PLACEMENT_VARIABLE,
-        help="Where parameters lie: replicate, shard, offload or pipeline "
-        "(pipeline:2: pipelines of two devices side by side).",
+        help="Where parameters lie: replicate (replicate:state: the optimizer's state as well), "
+        "shard, offload or pipeline (pipeline:2: pipelines of two devices side by side).",
     ),
 ]
 Home = Annotated[
