@@ -130,12 +130,14 @@ class RunOptions:
             raise ValueError("restarts go on from the last checkpoint: name a directory for them")
         check_choice("restarts_with", self.restarts_with, Restarts)
         placement = str(self.placement)
-        names = (*get_args(PlacementName), WITH_STATE)
-        if placement not in names and not _PIPELINES.fullmatch(placement):
+        if placement not in (*get_args(PlacementName), WITH_STATE) and not _PIPELINES.fullmatch(
+            placement
+        ):
             raise ValueError(
-                f"expected placement to be one of {', '.join(names)}, got "
-                f"{self.placement!r}; how many checkpoints are kept is --keep-last, and pipelines "
-                f"of 2 devices or more side by side are pipeline:2 and so on"
+                f"expected placement to be one of {', '.join(get_args(PlacementName))}, got "
+                f"{self.placement!r}; how many checkpoints are kept is --keep-last, pipelines of 2 "
+                f"devices or more side by side are pipeline:2 and so on, and replicate:state keeps "
+                f"the optimizer's state on each device as well"
             )
         check_choice("the exchange", self.exchange, ExchangeName)
 

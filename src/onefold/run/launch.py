@@ -103,9 +103,10 @@ def launch(
     """
     context = current_context()
     if context.launched:
-        # Devices of another launcher would keep something else of a model than was asked for.
+        # Devices of another launcher would keep more of a run, or less, than was asked for.
         decided = context.launcher != "onefold" and context.options.keeps_whole
-        if placement and decided and RunOptions(placement=placement) != RunOptions():
+        asked = RunOptions(placement=placement or "replicate").placement
+        if decided and asked not in ("replicate", context.options.placement):
             raise LaunchError(
                 f"placement={placement!r} was asked for in a process that another launcher has "
                 f"started: there the environment decides. Set {PLACEMENT_VARIABLE}={placement} for "

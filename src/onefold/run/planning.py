@@ -192,6 +192,8 @@ class Footprint:
     >>> sizes = Footprint(parameters=100, other=0, gradients=100, state=200, stage=5, shards=8)
     >>> sizes.replicating(1, together=True), sizes.replicating(4, together=True)
     (700, 375)
+    >>> sizes.replicating(2, together=False), sizes.replicating(2, together=False, state=True)
+    (650, 800)
     >>> sizes.sharding(4, together=True), sizes.sharding(4, together=False)
     (145, 155)
     >>> sizes.pipelining(4, 30, together=True), sizes.on_disk
