@@ -170,7 +170,7 @@ def check_bits(way: dict[str, Any], devices: int, placement: str) -> None:
     assert bits(script(**way), devices, placement) == bits(script(**alone), 1)
 
 
-@for_each(("way", "devices", "placement"), EVERY[::4])
+@for_each(("way", "devices", "placement"), EVERY[::5])
 def test_the_bits_are_those_of_one_device(
     way: dict[str, Any], devices: int, placement: str
 ) -> None:
