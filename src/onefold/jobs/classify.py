@@ -1,4 +1,4 @@
-"""Pictures with one label each: the options, the data, the model, and what is shown of it."""
+"""Pictures with labels: the options, the data, the model, and what is shown of it."""
 
 from __future__ import annotations
 
@@ -23,10 +23,12 @@ from onefold.jobs.data.augment import (
     RandomResizedCrop,
     RandomShift,
 )
-from onefold.jobs.data.classes import PictureClasses, read_folders
+from onefold.jobs.data.classes import PictureClasses, read_classes
 from onefold.jobs.data.fetch import fetch_dataset
 from onefold.jobs.data.pictures import Mode, require_folder
+from onefold.jobs.data.samples import read_listed
 from onefold.jobs.data.scan import Scanning
+from onefold.jobs.data.tables import Columns, is_table
 from onefold.jobs.models.catalog import (
     FIXED,
     MODELS,
@@ -139,12 +141,15 @@ def prepare(options: ClassifyOptions, scanning: Scanning | None = None) -> Pictu
     # A folder of the user's that happens to be called mnist is taken for what it is.
     if options.data in FETCHED and not directory.is_dir():
         directory = fetch_dataset(options.data, Path(options.cache).expanduser())
-    require_folder(directory, f"a folder, or digits, {', '.join(FETCHED)}")
+    columns = Columns("image", options.image_column, options.label_column)
+    tabled = is_table(directory) or (directory.is_file() and options.label_column)
+    if not tabled:
+        require_folder(directory, f"a folder, a table, or digits, {', '.join(FETCHED)}")
     if any(directory.glob("*-images-idx3-ubyte*")):
         names = FASHION_CLASSES if options.data == "fashion-mnist" else None
         return read_idx_folder(directory, names, labels_as_is=options.labels_as_is)
-    return read_folders(
-        directory,
+    return read_classes(
+        read_listed(directory, options.dev, columns) if tabled else directory,
         holdout=options.holdout,
         seed=options.seed,
         skip_bad=options.skip_bad,
@@ -343,6 +348,15 @@ class ClassifyOptions(PictureOptions):
         None,
         f"{', '.join(MODELS)}, or timm:NAME where timm is installed.",
         shown="resnet18, or that of the pretrained run",
+    )
+    dev: str | None = option(
+        None, "Table to test with, if --data is one.", shown="a share of the pictures"
+    )
+    image_column: str | None = option(
+        None, "Column with the paths of the pictures in a table.", shown="the one of a usual name"
+    )
+    label_column: tuple[str, ...] = option(
+        (), "Column of the labels in a table.", shown="the one of a usual name"
     )
     cache: str = option("~/.cache/onefold", "Where mnist and fashion-mnist are fetched to.")
     image_size: int | None = option(

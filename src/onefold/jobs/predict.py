@@ -30,6 +30,7 @@ from onefold.jobs.data.pictures import (
     picture_paths,
 )
 from onefold.jobs.data.scan import Scanning, Seen, scan_pictures
+from onefold.jobs.data.tables import Columns, is_table, read_table
 from onefold.jobs.data.tsv import decoded, read_lines
 from onefold.jobs.finetune import KeptModel, best_checkpoint, load_finite
 from onefold.jobs.options import COUNT, MOST_SHARDS, again, check_limits, option
@@ -64,6 +65,9 @@ class PredictOptions:
         None, "Samples of a batch, over all devices.", COUNT, shown="that of the job's evaluation"
     )
     workers: int = again("workers", 0)
+    text_column: str | None = option(
+        None, "Column of the texts in a table.", shown="that of the run, or the one of a usual name"
+    )
     skip_bad: bool = option(False, "Leave out what cannot be read, rather than refuse it.")
 
     def __post_init__(self) -> None:
@@ -119,7 +123,11 @@ def predict_run(run: Path, paths: Sequence[Path], options: PredictOptions) -> Pr
     check_weights(weights)
     _check_output(options.output, masks=masks)
     # The inputs are read whole only after everything that is quickly refused.
-    inputs, left_out = _read_texts(paths) if job == text.JOB else _read_pictures(paths, masks=masks)
+    if job == text.JOB:
+        column = options.text_column or read_run(run, shape=_Kept).get("text_column")
+        inputs, left_out = _read_texts(paths, column)
+    else:
+        inputs, left_out = _read_pictures(paths, masks=masks)
     if not options.skip_bad:
         refuse(left_out)
     if not inputs:
@@ -190,10 +198,21 @@ def _read_pictures(paths: Sequence[Path], *, masks: bool) -> tuple[list[_Input],
     return [_Input(path, name) for path, name in valid], bad
 
 
-def _read_texts(paths: Sequence[Path]) -> tuple[list[_Input], list[BadFile]]:
-    """Read one text from each line: what comes before the first tab, if there is one."""
-    inputs, bad = [], []
+def _read_texts(paths: Sequence[Path], column: str | None) -> tuple[list[_Input], list[BadFile]]:
+    """Read one text from each line: what comes before the first tab, if there is one.
+
+    Args:
+        paths: of the files; a table has a text in each row.
+        column: where they are in a table.
+    """
+    inputs: list[_Input] = []
+    bad: list[BadFile] = []
     for path in paths:
+        if is_table(path):
+            lines, wrong_rows, _ = read_table(path, Columns("text", column), None)
+            inputs += [_Input(path, str(path), x.text, x.line_number) for x in lines]
+            bad += wrong_rows
+            continue
         if not path.is_file():
             came = "a folder" if path.is_dir() else "nothing there"
             raise DataError(f"{path}: expected a file with one text a line, got {came}")
@@ -261,6 +280,7 @@ class _Kept(msgspec.Struct):
     """What is needed of any run's ``run.json``."""
 
     shards: Annotated[int, msgspec.Meta(ge=1, le=MOST_SHARDS)]
+    text_column: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

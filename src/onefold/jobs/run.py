@@ -22,7 +22,8 @@ from typing import Any, TypedDict
 
 import onefold
 from onefold.errors import CheckpointError, DataError, LaunchError, PeerFailed, PeerLost, RunFailed
-from onefold.jobs.data.files import visible
+from onefold.jobs.data.files import left_out_notes, visible
+from onefold.jobs.data.layouts import refuse_other_layouts
 from onefold.jobs.data.scan import Scanning, read_scan
 from onefold.jobs.options import RUN_OPTIONS, TrainOptions, from_mapping, read_config
 from onefold.jobs.progress import reading_bar
@@ -129,10 +130,11 @@ def run_job(job: Job, options: TrainOptions) -> dict[str, Any]:
     begun = options.resume and (options.folder / RUN).is_file()
     before = read_run(options.folder, job.name, shape=_Before) if begun else {}
     _check_unfinished(options, before)
+    refuse_other_layouts(Path(options.data), job.name)
     require_room(options.folder)
     job.check_early(options)
     data = _read_data(job, options)
-    notes = [*(f"left out: {bad}" for bad in data.left_out), *data.notes]
+    notes = [*left_out_notes(data.left_out), *data.notes]
     drawn = importlib.util.find_spec("matplotlib") is not None
     if not drawn:
         notes.append(

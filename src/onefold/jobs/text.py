@@ -1,4 +1,4 @@
-"""Texts with one label each: the options, the data, the model, and what is shown of it.
+"""Texts with labels: the options, the data, the model, and what is shown of it.
 
 A run keeps its tokenizer and the description of its model as files, so that it can be used without
 the folder of the pretrained model that it may have started from.
@@ -6,7 +6,6 @@ the folder of the pretrained model that it may have started from.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,9 +20,18 @@ from onefold.errors import CheckpointError, DataError
 from onefold.jobs import require, text_models
 from onefold.jobs.classifier import classifier_examples, loss_and_score
 from onefold.jobs.data.files import read_whole, readable, refuse
-from onefold.jobs.data.labels import Sample, check_labels, check_same, untested
+from onefold.jobs.data.labels import (
+    Sample,
+    check_same,
+    check_task,
+    numbered,
+    parts_of,
+    untested,
+)
+from onefold.jobs.data.samples import TextSplits, read_listed, read_splits
 from onefold.jobs.data.scan import Scanning
-from onefold.jobs.data.tsv import Line, TextSplits, read_splits
+from onefold.jobs.data.tables import Columns
+from onefold.jobs.data.tsv import Line
 from onefold.jobs.options import SHARE, Optimizer, TrainOptions, again, expect, option, within
 from onefold.jobs.runfolder import kept_facts, read_run
 from onefold.jobs.training import Task
@@ -49,7 +57,16 @@ class TextOptions(TrainOptions):
     weight_decay: float = again("weight_decay", 0.01)
     clip_norm: float | None = again("clip_norm", 1.0, shown=None)
     dev: str | None = option(
-        None, "TSV file to score on, if --data is a file.", shown="dev.tsv in the folder"
+        None, "File to score on.", shown="dev in the folder, or a share of the texts"
+    )
+    holdout: float = again(
+        "holdout", 0.1, help="Share of each class to score on, where there is no file for it."
+    )
+    text_column: str | None = option(
+        None, "Column of the texts in a table.", shown="the one of a usual name"
+    )
+    label_column: tuple[str, ...] = option(
+        (), "Column of the labels in a table.", shown="the one of a usual name"
     )
     model: str = option(
         TINY, "tiny, made from the options below, or a folder with a pretrained model."
@@ -106,31 +123,24 @@ def prepare(options: TextOptions, scanning: Scanning | None = None) -> TextSplit
         DataError: the data are missing, damaged or unsuitable.
     """
     path = Path(options.data)
-    if not path.exists():
-        raise DataError(
-            f"--data {path}: expected a folder with train.tsv and dev.tsv, or a TSV file; there is "
-            f"none from {Path.cwd()}"
-        )
-    train, dev = (path / "train.tsv", path / "dev.tsv") if path.is_dir() else (path, None)
-    dev = Path(options.dev) if options.dev else dev
-    if dev is None:
-        raise DataError(f"--data {path}: expected --dev with it, the TSV file to score on")
-    for each in (train, dev):
-        if not each.is_file():
-            raise DataError(f"{each}: expected a TSV file of text and label, there is none")
-    splits = read_splits(train, dev)
+    columns = Columns("text", options.text_column, options.label_column)
+    samples = read_listed(path, options.dev, columns)
+    # Before bad lines are reported: labels of another kind may be the reason for most of them.
+    labels = [line.label for line in samples.train]
+    where, as_is = readable(samples.paths[0]), options.labels_as_is
+    notes = check_task(labels, "single-label", where, labels_as_is=as_is)
+    splits = read_splits(samples, holdout=options.holdout, seed=options.seed)
     if not options.skip_bad:
         refuse(splits.left_out)
-    counts = Counter(line.label for line in splits.train)
-    notes = [] if options.labels_as_is else check_labels(counts, readable(train))
-    notes += untested(splits.classes, {line.label for line in splits.dev}, readable(dev))
+    tested = {name for line in splits.dev for name in parts_of(line.label)}
+    notes += untested(splits.classes, tested, readable(splits.paths[1]))
     # A text that is trained on and scored on would make the score too good.
-    samples = [
+    both = [
         [Sample(f"line {x.line_number} of {file}", x.label, x.text) for x in lines]
-        for file, lines in ((train, splits.train), (dev, splits.dev))
+        for file, lines in zip(splits.paths, (splits.train, splits.dev), strict=True)
     ]
-    notes += check_same(samples, readable(path))
-    return replace(splits, notes=notes)
+    notes += check_same(both, readable(path))
+    return replace(splits, notes=[*splits.notes, *notes])
 
 
 def settle(options: TextOptions, data: TextSplits) -> TextOptions:
@@ -217,13 +227,13 @@ def make_task(options: TextOptions, data: TextSplits) -> Task:
     mask_id, special_ids = text_models.token_roles(kind.tokenizer)
     train_set = text_models.EncodedTexts(
         kind.encode([line.text for line in data.train]),
-        _labels(data.train, kind.classes),
+        numbered([line.label for line in data.train], kind.classes),
         token_dropout=options.token_dropout,
         mask_id=mask_id,
         special_ids=special_ids,
     )
     dev_ids = kind.encode([line.text for line in data.dev])
-    dev_set = text_models.EncodedTexts(dev_ids, _labels(data.dev, kind.classes))
+    dev_set = text_models.EncodedTexts(dev_ids, numbered([x.label for x in data.dev], kind.classes))
     loss, score = loss_and_score(answer, options.label_smoothing)
     config: Any = model.config
     return Task(
@@ -244,6 +254,7 @@ def make_task(options: TextOptions, data: TextSplits) -> Task:
             "model": options.model,
             "text_model": {"max_length": kind.max_length, "pad_id": kind.pad_id},
             "classes": list(kind.classes),
+            "text_column": data.text_column,
         },
         # use_diff=False writes defaults as well: those of a later transformers may be others.
         files={TOKENIZER_FILE: kind.tokenizer, CONFIG_FILE: config.to_json_string(use_diff=False)},
@@ -284,11 +295,6 @@ def _build(options: TextOptions, data: TextSplits) -> tuple[nn.Module, TextModel
         pad_id=text_models.PAD_ID if config.pad_token_id is None else config.pad_token_id,
         classes=tuple(data.classes),
     )
-
-
-def _labels(lines: Sequence[Line], classes: Sequence[str]) -> list[int]:
-    numbers = {name: number for number, name in enumerate(classes)}
-    return [numbers[line.label] for line in lines]
 
 
 def _shown(dev: Sequence[Line], number: int) -> dict[str, Any]:

@@ -43,7 +43,7 @@ from torch import nn
 import onefold
 from onefold.errors import CheckpointError, LaunchError
 from onefold.jobs.classifier import Predict
-from onefold.jobs.data.files import ReadData
+from onefold.jobs.data.files import ReadData, counted_bad
 from onefold.jobs.finetune import freeze, parameter_groups
 from onefold.jobs.options import TrainOptions, make_optimizer, rate_factor
 from onefold.jobs.progress import PHASES, TrainingBar, epoch_line
@@ -107,6 +107,7 @@ def begin_training(options: TrainOptions, job: str, task: Task, data: ReadData) 
     facts = {
         "data": data.digest,
         "left_out": [str(each) for each in data.left_out],
+        "left_out_count": counted_bad(data.left_out),
         "notes": data.notes,
         "frozen": freeze(task.model, options, task.head),
         **task.facts,

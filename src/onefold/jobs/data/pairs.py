@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from onefold.errors import DataError
-from onefold.jobs.data.classes import hold_out, test_folder
+from onefold.jobs.data.classes import test_folder
 from onefold.jobs.data.files import BadFile, digest_of, readable, refuse
 from onefold.jobs.data.labels import Sample, check_same
 from onefold.jobs.data.masks import MaskLook, MaskRule, look_at_mask
@@ -22,6 +22,7 @@ from onefold.jobs.data.pictures import (
     sum_looks,
     white_of,
 )
+from onefold.jobs.data.samples import hold_out
 from onefold.jobs.data.scan import Scanning, Seen, by_one_white, deep_note, pack_scan, scan_files
 
 __all__ = ["MaskedPictures", "Pair", "read_pairs"]
