@@ -14,7 +14,7 @@ from torch import nn
 
 from onefold.errors import CheckpointError, LaunchError
 from onefold.jobs import finetune, require
-from onefold.jobs.classifier import classifier_examples, loss_and_score
+from onefold.jobs.classifier import BestBy, ClassWeights, check_balance
 from onefold.jobs.data.arrays import read_digits, read_idx_folder
 from onefold.jobs.data.augment import (
     CentreCrop,
@@ -25,6 +25,7 @@ from onefold.jobs.data.augment import (
 )
 from onefold.jobs.data.classes import PictureClasses, read_classes
 from onefold.jobs.data.fetch import fetch_dataset
+from onefold.jobs.data.labels import TaskName
 from onefold.jobs.data.pictures import Mode, require_folder
 from onefold.jobs.data.samples import read_listed
 from onefold.jobs.data.scan import Scanning
@@ -51,6 +52,15 @@ from onefold.jobs.options import (
     within,
 )
 from onefold.jobs.runfolder import RunFolder
+from onefold.jobs.targets import (
+    Target,
+    best_by_of,
+    check_task_options,
+    target_examples,
+    target_of,
+    target_task,
+    targets,
+)
 from onefold.jobs.training import Task
 from onefold.system.compat import BatchNorm
 
@@ -84,12 +94,13 @@ class PictureModel(finetune.KeptModel, frozen=True, kw_only=True):
     mode: Mode
     small_stem: bool | None
     """Whether its first layers are those for small pictures; None if the model has no choice."""
+    target: Target = Target()
 
     def build(self) -> nn.Module:
         """Build the model with fresh weights."""
         return build_model(
             self.name,
-            num_classes=len(self.classes),
+            num_classes=len(self.classes) or 1,
             in_channels=CHANNELS[self.mode],
             image_size=self.image_size,
             small_images=self.small_stem,
@@ -135,6 +146,8 @@ def prepare(options: ClassifyOptions, scanning: Scanning | None = None) -> Pictu
     Raises:
         DataError, FileNotFoundError, ValueError: the data are missing, damaged or unsuitable.
     """
+    if options.task != "single-label" and options.data in ("digits", *FETCHED):
+        raise ValueError(f"--task {options.task}: expected other data than {options.data}")
     if options.data == "digits":
         return read_digits(holdout=options.holdout, seed=options.seed)
     directory = Path(options.data)
@@ -149,10 +162,11 @@ def prepare(options: ClassifyOptions, scanning: Scanning | None = None) -> Pictu
         names = FASHION_CLASSES if options.data == "fashion-mnist" else None
         return read_idx_folder(directory, names, labels_as_is=options.labels_as_is)
     return read_classes(
-        read_listed(directory, options.dev, columns) if tabled else directory,
+        read_listed(directory, options.dev, columns, options.task) if tabled else directory,
         holdout=options.holdout,
         seed=options.seed,
         skip_bad=options.skip_bad,
+        task=options.task,
         labels_as_is=options.labels_as_is,
         scanning=scanning,
     )
@@ -190,6 +204,7 @@ def settle(options: ClassifyOptions, data: PictureClasses) -> ClassifyOptions:
         image_size=size,
         epochs=options.epochs or (5 if fine else 10),
         lr=full_rate(options, fine=fine),
+        best_by=best_by_of(options),
         **{name: each for name, each in usual.items() if getattr(options, name) == "auto"},
     )
 
@@ -222,26 +237,36 @@ def make_task(options: ClassifyOptions, data: PictureClasses) -> Task:
     model, kind = _with_weights(options, kind) if options.pretrained else (kind.build(), kind)
     pictures = partial(LabelledPictures, mode=kind.mode, normalise=kind.normalise)
     changes = _train_changes(options, kind.image_size)
-    loss, score = loss_and_score(answer, options.label_smoothing)
-    test_set = pictures(data.test.pictures, data.test.labels, changes=kind.test_changes)
+    test_set = pictures(data.test.pictures, targets(data.test.labels), changes=kind.test_changes)
     return Task(
         model=model,
         head=head_name(model),
-        loss=loss,
-        score=score,
-        best="highest accuracy",
+        **target_task(
+            answer,
+            options,
+            kind.target,
+            train_labels=data.train.labels,
+            test_labels=data.test.labels,
+            classes=kind.classes,
+        ),
         # In training, batch norm raises an error if a channel has a single value, as it may after
         # the last pooling of a single picture.
         least_shard=2 if any(isinstance(part, BatchNorm) for part in model.modules()) else 1,
-        train_set=pictures(data.train.pictures, data.train.labels, changes=changes),
+        train_set=pictures(data.train.pictures, targets(data.train.labels), changes=changes),
         test_set=test_set,
-        examples=lambda predict, folder: classifier_examples(
-            JOB, predict, answer, test_set, kind.classes, partial(_shown, folder, test_set)
+        examples=lambda predict, folder: target_examples(
+            JOB,
+            predict,
+            answer,
+            kind.target,
+            test_set,
+            kind.classes,
+            partial(_shown, folder, test_set),
         ),
         facts={
             "classes": list(kind.classes),
             "model": kind.name,
-            "picture_model": msgspec.structs.asdict(kind),
+            "picture_model": msgspec.to_builtins(kind),
         },
     )
 
@@ -269,6 +294,7 @@ def _picture_model(options: ClassifyOptions, data: PictureClasses) -> PictureMod
         mean=mean,
         std=std,
         small_stem=stem if model in RESNETS else None,
+        target=target_of(options.task, data.train.labels),
         white=data.white,
     )
 
@@ -344,10 +370,17 @@ class ClassifyOptions(PictureOptions):
 
     epochs: int | None = again("epochs", shown="10, or 5 with --pretrained")
     lr: float | None = again("lr", shown="0.05 with sgd, else 0.001; a fifth with --pretrained")
+    best_by: BestBy | None = again(
+        "best_by",
+        shown="the task's first; balanced-accuracy with --class-weights auto or --balanced",
+    )
     model: str | None = option(
         None,
         f"{', '.join(MODELS)}, or timm:NAME where timm is installed.",
         shown="resnet18, or that of the pretrained run",
+    )
+    task: TaskName = option(
+        "single-label", "What to predict: one class of each sample, several of them, or a number."
     )
     dev: str | None = option(
         None, "Table to test with, if --data is one.", shown="a share of the pictures"
@@ -376,6 +409,12 @@ class ClassifyOptions(PictureOptions):
     )
     flip: Flip = option("auto", "Mirror every second picture; auto: if they have colours.")
     label_smoothing: float = option(0.0, "Share of a label that is spread over all classes.", SHARE)
+    class_weights: ClassWeights = option(
+        "none", "Weigh classes in the loss; auto: the more, the fewer samples they have."
+    )
+    balanced: bool = option(
+        False, "Draw samples of all classes equally often, with replacement, for training."
+    )
     labels_as_is: bool = option(
         False, "Accept every label as a class, even if they look like numbers, lists or typos."
     )
@@ -389,5 +428,7 @@ class ClassifyOptions(PictureOptions):
     def __post_init__(self) -> None:
         # Not super(), which fails here: see PictureOptions.
         PictureOptions.__post_init__(self)
+        check_balance(self)
+        check_task_options(self)
         known = self.model is None or self.model in MODELS or self.model.startswith("timm:")
         expect(known, "model", self.model, f"{', '.join(MODELS)} or timm:NAME")

@@ -18,10 +18,11 @@ from torch import nn
 
 from onefold.errors import CheckpointError, DataError
 from onefold.jobs import require, text_models
-from onefold.jobs.classifier import classifier_examples, loss_and_score
+from onefold.jobs.classifier import BestBy, ClassWeights, check_balance
 from onefold.jobs.data.files import read_whole, readable, refuse
 from onefold.jobs.data.labels import (
     Sample,
+    TaskName,
     check_same,
     check_task,
     numbered,
@@ -34,6 +35,15 @@ from onefold.jobs.data.tables import Columns
 from onefold.jobs.data.tsv import Line
 from onefold.jobs.options import SHARE, Optimizer, TrainOptions, again, expect, option, within
 from onefold.jobs.runfolder import kept_facts, read_run
+from onefold.jobs.targets import (
+    Target,
+    best_by_of,
+    check_task_options,
+    target_examples,
+    target_of,
+    target_task,
+    targets,
+)
 from onefold.jobs.training import Task
 
 __all__ = ["JOB", "TextModel", "TextOptions", "check_early", "make_task", "prepare", "settle"]
@@ -56,6 +66,13 @@ class TextOptions(TrainOptions):
     optimizer: Optimizer = again("optimizer", "adamw")
     weight_decay: float = again("weight_decay", 0.01)
     clip_norm: float | None = again("clip_norm", 1.0, shown=None)
+    best_by: BestBy | None = again(
+        "best_by",
+        shown="the task's first; balanced-accuracy with --class-weights auto or --balanced",
+    )
+    task: TaskName = option(
+        "single-label", "What to predict: one class of each sample, several of them, or a number."
+    )
     dev: str | None = option(
         None, "File to score on.", shown="dev in the folder, or a share of the texts"
     )
@@ -76,9 +93,9 @@ class TextOptions(TrainOptions):
         4000, "Tokens that the tokenizer learns from the training texts.", within(261, 10**7)
     )
     width: int = option(128, "Size of the tiny model's embeddings.", within(1, 1 << 16))
-    layers: int = option(2, "Of the tiny model.", within(1, 1000))
+    layers: int = option(2, "Layers of the tiny model.", within(1, 1000))
     heads: int = option(4, "Attention heads in each layer of the tiny model.", within(1, 1 << 16))
-    dropout: float = option(0.2, "Of the tiny model.", SHARE)
+    dropout: float = option(0.2, "Dropout of the tiny model.", SHARE)
     # Two special tokens stand around a text.
     max_length: int = option(
         128, "Tokens of a text at most; what is beyond is cut off.", within(3, 1 << 20)
@@ -87,6 +104,12 @@ class TextOptions(TrainOptions):
         0.15, "Share of tokens hidden in training, anew at every reading.", SHARE
     )
     label_smoothing: float = option(0.0, "Share of a label that is spread over all classes.", SHARE)
+    class_weights: ClassWeights = option(
+        "none", "Weigh classes in the loss; auto: the more, the fewer samples they have."
+    )
+    balanced: bool = option(
+        False, "Draw samples of all classes equally often, with replacement, for training."
+    )
     labels_as_is: bool = option(
         False, "Accept every label as a class, even if they look like numbers, lists or typos."
     )
@@ -94,6 +117,8 @@ class TextOptions(TrainOptions):
     def __post_init__(self) -> None:
         # Not super(), which fails here: see ClassifyOptions.
         TrainOptions.__post_init__(self)
+        check_balance(self)
+        check_task_options(self)
         expect(self.width % self.heads == 0, "width", self.width, f"a multiple of {self.heads}")
 
 
@@ -124,11 +149,11 @@ def prepare(options: TextOptions, scanning: Scanning | None = None) -> TextSplit
     """
     path = Path(options.data)
     columns = Columns("text", options.text_column, options.label_column)
-    samples = read_listed(path, options.dev, columns)
+    samples = read_listed(path, options.dev, columns, options.task)
     # Before bad lines are reported: labels of another kind may be the reason for most of them.
     labels = [line.label for line in samples.train]
     where, as_is = readable(samples.paths[0]), options.labels_as_is
-    notes = check_task(labels, "single-label", where, labels_as_is=as_is)
+    notes = check_task(labels, options.task, where, labels_as_is=as_is)
     splits = read_splits(samples, holdout=options.holdout, seed=options.seed)
     if not options.skip_bad:
         refuse(splits.left_out)
@@ -150,6 +175,7 @@ def settle(options: TextOptions, data: TextSplits) -> TextOptions:
         options,
         epochs=options.epochs or (3 if fine else 10),
         lr=options.lr if options.lr is not None else (3e-5 if fine else 5e-4),
+        best_by=best_by_of(options),
     )
 
 
@@ -161,6 +187,7 @@ class TextModel(msgspec.Struct, frozen=True, kw_only=True):
     max_length: int
     pad_id: int
     classes: tuple[str, ...]
+    target: Target = Target()
 
     @classmethod
     def of_run(cls, run: Path) -> TextModel:
@@ -192,7 +219,10 @@ class TextModel(msgspec.Struct, frozen=True, kw_only=True):
         except (CheckpointError, ValueError) as error:
             raise CheckpointError(f"{run / CONFIG_FILE}: {error}") from error
         config: Any = model.config
-        if config.num_labels != len(self.classes) or not 0 <= self.pad_id < config.vocab_size:
+        if (
+            config.num_labels != (len(self.classes) or 1)
+            or not 0 <= self.pad_id < config.vocab_size
+        ):
             raise DataError(
                 f"{run}: expected {CONFIG_FILE} and run.json to be of one model, got "
                 f"{config.num_labels} classes of {config.vocab_size} tokens, and "
@@ -224,37 +254,47 @@ def make_task(options: TextOptions, data: TextSplits) -> Task:
     # Every device draws the first weights by itself, and all must draw the same.
     torch.manual_seed(options.seed)
     model, kind = _build(options, data)
+    train_labels, dev_labels = (
+        numbered([line.label for line in lines], kind.classes) for lines in (data.train, data.dev)
+    )
     mask_id, special_ids = text_models.token_roles(kind.tokenizer)
     train_set = text_models.EncodedTexts(
         kind.encode([line.text for line in data.train]),
-        numbered([line.label for line in data.train], kind.classes),
+        targets(train_labels),
         token_dropout=options.token_dropout,
         mask_id=mask_id,
         special_ids=special_ids,
     )
     dev_ids = kind.encode([line.text for line in data.dev])
-    dev_set = text_models.EncodedTexts(dev_ids, numbered([x.label for x in data.dev], kind.classes))
-    loss, score = loss_and_score(answer, options.label_smoothing)
+    dev_set = text_models.EncodedTexts(dev_ids, targets(dev_labels))
     config: Any = model.config
     return Task(
         model=model,
         head=text_models.head_parts(model),
-        loss=loss,
-        score=score,
-        best="highest accuracy",
+        **target_task(
+            answer,
+            options,
+            kind.target,
+            train_labels=train_labels,
+            test_labels=dev_labels,
+            classes=kind.classes,
+        ),
         train_set=train_set,
         test_set=dev_set,
         collate=kind.collate,
         # Texts of near length share a batch, so that little of a shard is padding.
         lengths=train_set.lengths.tolist(),
-        examples=lambda predict, _: classifier_examples(
-            JOB, predict, answer, dev_set, kind.classes, partial(_shown, data.dev)
+        examples=lambda predict, _: target_examples(
+            JOB, predict, answer, kind.target, dev_set, kind.classes, partial(_shown, data.dev)
         ),
         facts={
             "model": options.model,
-            "text_model": {"max_length": kind.max_length, "pad_id": kind.pad_id},
+            "text_model": {
+                "max_length": kind.max_length,
+                "pad_id": kind.pad_id,
+                "target": msgspec.to_builtins(kind.target),
+            },
             "classes": list(kind.classes),
-            "text_column": data.text_column,
         },
         # use_diff=False writes defaults as well: those of a later transformers may be others.
         files={TOKENIZER_FILE: kind.tokenizer, CONFIG_FILE: config.to_json_string(use_diff=False)},
@@ -279,7 +319,7 @@ def _build(options: TextOptions, data: TextSplits) -> tuple[nn.Module, TextModel
         tokenizer = text_models.train_tokenizer(texts, options.vocabulary)
         model = text_models.build_classifier(
             options.vocabulary,
-            len(data.classes),
+            len(data.classes) or 1,
             width=options.width,
             layers=options.layers,
             heads=options.heads,
@@ -287,13 +327,14 @@ def _build(options: TextOptions, data: TextSplits) -> tuple[nn.Module, TextModel
             dropout=options.dropout,
         )
     else:
-        model, tokenizer = text_models.load_pretrained(options.model, len(data.classes))
+        model, tokenizer = text_models.load_pretrained(options.model, len(data.classes) or 1)
     config: Any = model.config
     return model, TextModel(
         tokenizer=tokenizer,
         max_length=min(options.max_length, text_models.most_tokens(model) or options.max_length),
         pad_id=text_models.PAD_ID if config.pad_token_id is None else config.pad_token_id,
         classes=tuple(data.classes),
+        target=target_of(options.task, [line.label for line in data.train]),
     )
 
 

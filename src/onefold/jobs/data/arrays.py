@@ -39,7 +39,7 @@ from onefold.jobs.data.pictures import ArrayPictures, Sums
 from onefold.jobs.data.samples import hold_out
 from onefold.system.ownfiles import open_plain
 
-__all__ = ["mnist", "read_digits", "read_idx", "read_idx_folder"]
+__all__ = ["mnist", "read_digits", "read_idx", "read_idx_folder", "read_labelled"]
 
 _File: TypeAlias = BufferedReader | gzip.GzipFile
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,7 +42,15 @@ from onefold.jobs.data.samples import ListedSamples, hold_out, strata
 from onefold.jobs.data.scan import Scanning, Seen, deep_note, pack_scan, scan_pictures
 from onefold.jobs.data.tsv import Line
 
-__all__ = ["PictureClasses", "Split", "digest", "read_classes", "test_folder"]
+__all__ = [
+    "PictureClasses",
+    "Split",
+    "class_files",
+    "digest",
+    "listed_files",
+    "read_classes",
+    "test_folder",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,12 +132,12 @@ def read_classes(
         bad += source.bad
         directory, trained = source.paths[0].parent, source.paths[0]
         sets = zip([source.train, source.test], source.paths, strict=True)
-        found = [_listed_files(lines, path, bad) for lines, path in sets if lines is not None]
+        found = [listed_files(lines, path, bad) for lines, path in sets if lines is not None]
     else:
         directory, trained = source, source / "train"
         folders = [trained, test_folder(source)] if trained.is_dir() else [source]
         names: dict[str, str] = {}
-        found = [_class_files(folder, names, bad, task) for folder in folders]
+        found = [class_files(folder, names, bad, task) for folder in folders]
     # Labels are checked before the pictures are read, which may take minutes.
     where = readable(trained if isinstance(source, ListedSamples) else directory)
     notes = list(source.notes) if isinstance(source, ListedSamples) else []
@@ -142,7 +150,8 @@ def read_classes(
     # Sorted: the number of a class must not depend on the order in which a file system lists.
     classes = tuple(sorted({name for picture in train for name in parts_of(picture.label)}))
     _check_enough(directory, train, test)
-    return _of_pictures(directory, classes, train, test, bad, notes, where)
+    data = _of_pictures(directory, classes, train, test, bad, notes, where)
+    return replace(data, columns=source.columns) if isinstance(source, ListedSamples) else data
 
 
 def _of_pictures(
@@ -204,9 +213,17 @@ def test_folder(directory: Path) -> Path:
     )
 
 
-def _listed_files(
+def listed_files(
     lines: Sequence[Line], table: Path, bad: list[BadFile]
 ) -> list[tuple[Path, Label]]:
+    """Find the pictures that the rows of a table name.
+
+    Args:
+        lines: the rows; a path is counted from the table's folder, and a name alone, with or
+            without its ending, may be that of one picture anywhere below.
+        table: path of the table.
+        bad: list to which rows without a picture are added.
+    """
     by_name: dict[str, list[Path]] = {}
     files = []
     for line in lines:
@@ -276,8 +293,11 @@ def _divided(
     return parts[0], known
 
 
-def _class_files(
-    directory: Path, names: dict[str, str], bad: list[BadFile], task: TaskName
+def class_files(
+    directory: Path,
+    names: dict[str, str],
+    bad: list[BadFile],
+    task: TaskName = "single-label",
 ) -> list[tuple[Path, Label]]:
     """Find all pictures below the class folders, and their classes, in the order of their paths.
 

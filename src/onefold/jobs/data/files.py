@@ -66,6 +66,8 @@ class ReadData:
     """Files and lines that cannot be used."""
     notes: list[str] = field(default_factory=list)
     """What to mention before training."""
+    columns: tuple[str, str | None, tuple[str, ...]] | None = None
+    """The `onefold.jobs.data.tables.Columns` of its tables, if it has been read from some."""
     scan: str = ""
     """What was seen of the files, as `onefold.jobs.data.scan.read_scan` reads it."""
     digest: str

@@ -35,6 +35,7 @@ __all__ = [
     "parts_of",
     "read_label",
     "shortened",
+    "spelt",
     "untested",
 ]
 
@@ -134,6 +135,15 @@ def parts_of(label: Label) -> tuple[str, ...]:
     if isinstance(label, str):
         return (label,)
     return label if isinstance(label, tuple) else ()
+
+
+def spelt(label: Label) -> str:
+    """Spell a label so that `read_label` reads it.
+
+    >>> spelt(("rude", "toxic")), spelt(0.5)
+    ('rude, toxic', '0.5')
+    """
+    return ", ".join(label) if isinstance(label, tuple) else str(label)
 
 
 def classes_of(labels: Iterable[Label]) -> list[str]:

@@ -23,6 +23,7 @@ from onefold.system.words import listed
 __all__ = [
     "ListedSamples",
     "TextSplits",
+    "file_to_test",
     "find_splits",
     "hold_out",
     "known_samples",
@@ -64,8 +65,6 @@ class TextSplits(ReadData):
     """Of the training set, in order; none if labels are numbers."""
     paths: tuple[Path, Path]
     """The files of both."""
-    text_column: str | None
-    """Where the texts are, if the files are tables."""
 
 
 def find_splits(path: Path, dev: str | None) -> tuple[Path, list[Path]]:
@@ -96,6 +95,23 @@ def find_splits(path: Path, dev: str | None) -> tuple[Path, list[Path]]:
     if dev is not None and not Path(dev).exists():
         raise DataError(f"--dev {dev}: expected {kinds}, there is none")
     return train, found if dev is None else [Path(dev)]
+
+
+def file_to_test(data: Path) -> Path:
+    """Find the file to test with in a folder that may have one to train with, too.
+
+    Raises:
+        DataError: there is none.
+    """
+    if data.is_file() or is_table(data):
+        return data
+    found = [each for name in _TEST_NAMES for each in _named(data, name)] if data.is_dir() else []
+    if not found:
+        raise DataError(
+            f"{readable(data)}: expected a TSV file or a table, or a folder with dev.tsv in it; "
+            f"there is none"
+        )
+    return found[0]
 
 
 def _is_read(path: Path) -> bool:
@@ -231,7 +247,7 @@ def read_splits(listed_samples: ListedSamples, *, holdout: float, seed: int) -> 
         dev=dev,
         classes=classes,
         paths=(train_path, dev_path),
-        text_column=columns.sample,
+        columns=columns if columns.sample else None,
         left_out=sorted(
             [*bad, *strange], key=lambda each: (each.path != train_path, each.line or 0)
         ),

@@ -102,7 +102,7 @@ def read_table(
     Args:
         path: a file, or a folder of ``datasets``.
         columns: which columns hold what.
-        task: what the labels are; None reads none.
+        task: what the labels are; None takes any text, or nothing.
 
     Returns:
         The valid samples, what is wrong with the others, and the columns, all of them settled.
@@ -132,7 +132,7 @@ def read_table(
                 if isinstance(cells, str):
                     raise ValueError(cells)
                 text = _sample_of(cells[columns.sample or ""], columns.kind)
-                label = _label_of(cells, columns.label, task) if task else ""
+                label = _label_of(cells, columns.label, task)
                 lines.append(Line(text, label, number))
             except ValueError as wrong:
                 bad.append(BadFile(path, str(wrong), number))
@@ -156,7 +156,10 @@ def _sample_of(value: object, kind: str) -> str:
     return str(value)
 
 
-def _label_of(cells: dict[str, Any], names: Sequence[str], task: TaskName) -> Label:
+def _label_of(cells: dict[str, Any], names: Sequence[str], task: TaskName | None) -> Label:
+    if task is None:
+        value = cells.get(names[0]) if len(names) == 1 else None
+        return "" if value is None else str(value).strip()
     if len(names) == 1:
         return read_label(cells[names[0]], task)
     for name in names:
@@ -167,12 +170,13 @@ def _label_of(cells: dict[str, Any], names: Sequence[str], task: TaskName) -> La
 
 def _settled(table: _Table, columns: Columns, task: TaskName | None) -> Columns:
     """Find the columns that nobody has named."""
-    if len(columns.label) > 1 and task != "multi-label":
+    if len(columns.label) > 1 and task not in ("multi-label", None):
         raise DataError(
             f"--label-column {','.join(columns.label)}: expected one column, got "
             f"{len(columns.label)}: --task multi-label predicts a class by each of them"
         )
-    _require(table, [*columns.label, *([columns.sample] if columns.sample else [])])
+    needed = columns.label if task else ()
+    _require(table, [*needed, *([columns.sample] if columns.sample else [])])
     sample = columns.sample or _usual(table, columns.kind, columns.label)
     if task is None:
         return columns._replace(sample=sample)
