@@ -1,12 +1,7 @@
-"""Uses a trained run on new files, and writes the predictions: the same on any number of devices.
-
-`as_csv` and `as_json` format predictions. `require_predictions` and `require_mask` protect files
-that are not predictions.
-"""
+"""Uses a trained run on new files, and writes the predictions: the same on any number of devices."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +19,7 @@ from onefold.errors import CheckpointError, DataError, OnefoldError
 from onefold.jobs import classify, require, segment, text
 from onefold.jobs.classifier import Answer, confidences
 from onefold.jobs.data.augment import LabelledPictures
-from onefold.jobs.data.files import BadFile, refuse, require_ours
+from onefold.jobs.data.files import BadFile, refuse
 from onefold.jobs.data.labels import numbered, read_label
 from onefold.jobs.data.maskclasses import coloured_mask
 from onefold.jobs.data.pictures import ArrayPictures, PictureFiles, picture_paths
@@ -33,6 +28,13 @@ from onefold.jobs.data.tables import Columns, is_table, read_table
 from onefold.jobs.data.tsv import decoded, read_lines
 from onefold.jobs.finetune import KeptModel, best_checkpoint, load_finite
 from onefold.jobs.options import COUNT, MOST_SHARDS, again, check_limits, option
+from onefold.jobs.predictions import (
+    MASK_NOTE,
+    as_csv,
+    as_json,
+    require_mask,
+    require_predictions,
+)
 from onefold.jobs.progress import reading_bar
 from onefold.jobs.runfolder import CHECKPOINTS, kept_facts, read_run, require_writable
 from onefold.jobs.scores import Measured
@@ -562,88 +564,3 @@ def _no_loss(model: nn.Module, batch: Any) -> torch.Tensor:
 def _numbered(samples: list[tuple[torch.Tensor, int]], padded: Padded) -> dict[str, torch.Tensor]:
     """Make a shard of pictures, each with its number in the place of a mask."""
     return padded([(image, torch.full((1, 1), float(number))) for image, number in samples])
-
-
-_FORMULAS = ("=", "+", "-", "@", "\t", "\r", "\n", "\uff1d", "\uff0b", "\uff0d", "\uff20")
-"""What a spreadsheet takes for the start of a formula; the last four are East Asian wide forms."""
-_NUMBER = re.compile(r"[-+]?[0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
-_QUOTED = ',;"\t\r\n'
-_BEGINNINGS = (
-    b"file,class,confidence", b"file,line,text,class,confidence", b"file,mask,share",
-    b"file,labels,", b"file,line,text,labels,", b"file,value", b"file,line,text,value",
-    b"file,label,labels,", b"file,line,text,label,labels,", b"file,label,value",
-    b"file,line,text,label,value", b"file,label,class,confidence",
-    b"file,line,text,label,class,confidence", b"file,iou,dice",
-    b'[\n {\n  "file": ', b"[]",
-)  # fmt: skip
-"""How files of predictions begin."""
-MASK_NOTE = "onefold predict"
-"""Stands in the PNG of each mask as the software that made it, and so marks our own."""
-
-
-def as_json(rows: list[dict[str, Any]]) -> str:
-    """Format predictions as a JSON list of objects."""
-    return json.dumps(rows, indent=1, ensure_ascii=False) + "\n"
-
-
-def as_csv(rows: list[dict[str, Any]]) -> str:
-    """Format predictions as CSV, one line a sample; each further class has columns of its own."""
-    # All rows have the names of the first: a run has one number of classes, and --top is one.
-    flat = [_flat(row) for row in rows]
-    lines = [list(flat[0]) if flat else [], *(list(row.values()) for row in flat)]
-    return "".join(",".join(_cell(value) for value in line) + "\n" for line in lines)
-
-
-def _cell(value: object) -> str:
-    """Format a value as a cell that no spreadsheet takes for a formula.
-
-    Texts that look like one get an apostrophe in front, unless they are plain numbers. Characters
-    that could end the cell are quoted.
-
-    Source: OWASP, CSV Injection.
-    """
-    text = str(value)
-    formula = isinstance(value, str) and text.startswith(_FORMULAS) and not _NUMBER.fullmatch(text)
-    if formula:
-        text = f"'{text}"
-    if formula or any(letter in text for letter in _QUOTED):
-        return '"' + text.replace('"', '""') + '"'
-    return text
-
-
-def _flat(row: dict[str, Any]) -> dict[str, Any]:
-    # The surest class has the plain names, so that a file of one class has no numbered columns.
-    values = {name: value for name, value in row.items() if name != "classes"}
-    for place, each in enumerate(row.get("classes", ()), start=1):
-        suffix = "" if place == 1 else f"_{place}"
-        values[f"class{suffix}"] = each["class"]
-        values[f"confidence{suffix}"] = f"{each['confidence']:.6f}"
-    return values
-
-
-def require_predictions(path: Path) -> None:
-    """Refuse to write over a file that holds something other than predictions."""
-    require_ours(
-        path,
-        lambda head: head.startswith(_BEGINNINGS),
-        f"--output {path}: expected a new file, or predictions of before",
-    )
-
-
-def require_mask(path: Path, folder: Path) -> None:
-    """Refuse to write over a file that is not one of our masks, or through a link."""
-    # Each folder on the way, as a linked one would take the masks out of the output folder. What is
-    # above that is the user's choice.
-    for above in path.parents:
-        if above == folder:
-            break
-        if above.is_symlink():
-            raise ValueError(
-                f"--output {folder}: expected folders of its own, {above} is a link: remove it, or "
-                f"name another folder"
-            )
-    require_ours(
-        path,
-        lambda head: MASK_NOTE.encode() in head,
-        f"--output {folder}: expected new masks, or masks of before",
-    )

@@ -32,7 +32,7 @@ VOID_NUMBER = 255
 """In a picture of class numbers: a pixel that belongs to no class."""
 _VOID_COLOUR = "#808080"
 _MOST_BYTES = 1 << 20
-_COLOUR_LINE = re.compile(r"(.*\S)[,;\s]+([0-9]{1,3})[,;\s]+([0-9]{1,3})[,;\s]+([0-9]{1,3})")
+_COLOUR_LINE = re.compile(r"(.*?)[,;\s]+([0-9]{1,3})[,;\s]+([0-9]{1,3})[,;\s]+([0-9]{1,3})")
 
 
 class MaskClass(msgspec.Struct, frozen=True):
