@@ -42,7 +42,8 @@ __all__ = ["GROUPS", "job_commands"]
 _WORDS = {"True": "yes", "False": "no"}
 GROUPS = {
     "Data": (
-        *("config", "data", "dev", "holdout", "cache", "foreground", "void", "image_size", "crop"),
+        *("config", "data", "dev", "holdout", "task", "text_column", "image_column"),
+        *("label_column", "cache", "classes", "foreground", "void", "image_size", "crop"),
         *("normalise", "max_length", "skip_bad", "labels_as_is"),
     ),
     "Model": (

@@ -25,9 +25,9 @@ from onefold.jobs.data.maskclasses import MaskClass
 from onefold.jobs.data.masks import MaskRule
 from onefold.jobs.data.pairs import Pair, read_pairs_to_test
 from onefold.jobs.data.pictures import ArrayPictures, require_folder
-from onefold.jobs.data.samples import file_to_test, read_file
+from onefold.jobs.data.samples import file_to_test, files_to_test, read_file
 from onefold.jobs.data.scan import Scanning
-from onefold.jobs.data.tables import Columns, is_table
+from onefold.jobs.data.tables import Columns
 from onefold.jobs.options import option, read_config
 from onefold.jobs.predict import (
     Input,
@@ -226,9 +226,9 @@ def _strange(path: Path, label: str, facts: _Facts, line: int | None = None) -> 
 def _pictures(run: Path, data: Path, facts: _Facts) -> _Labelled:
     """Read pictures in class folders or a table, or the IDX files of a test set."""
     require("reading pictures", "images", "PIL")
-    columns = columns_of(run, "image")
-    if is_table(data) or columns.sample:
-        return _listed(file_to_test(data), columns, facts)
+    tables = files_to_test(data)
+    if tables:
+        return _listed(tables[0], columns_of(run, "image"), facts)
     require_folder(data, "a folder of class folders, or a table")
     if any(data.glob("*-images-idx3-ubyte*")):
         return _arrays(data, facts)

@@ -1,4 +1,4 @@
-"""Uses a trained run on new files, and writes the predictions: the same on any number of devices."""
+"""Uses a trained run on new files, and writes what it predicts: the same on any devices."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from onefold.jobs.progress import reading_bar
 from onefold.jobs.runfolder import CHECKPOINTS, kept_facts, read_run, require_writable
 from onefold.jobs.scores import Measured
 from onefold.jobs.segment_pictures import Padded, whole_logits
-from onefold.jobs.targets import THRESHOLD, Target, target_measure, targets
+from onefold.jobs.targets import Target, target_measure, target_rows, targets
 from onefold.jobs.text_models import EncodedTexts
 from onefold.system.ownfiles import aside_of, write_whole
 from onefold.weights.file import check_weights
@@ -403,27 +403,19 @@ class Use:
         if kind.target.task == "single-label":
             return self._classes(model, answer, data, classes, collate)
         found = self.measured(model, target_measure(answer, kind.target), data, collate)
-        losses = found["loss"].tolist()
         labelled = any(each.label for each in self.inputs)
-        rows: list[dict[str, Any]] = [
+        losses = found["loss"].tolist()
+        return [
             {
                 **each.row,
                 **({"label": each.label} if labelled else {}),
                 **({"loss": loss} if self.scored else {}),
+                **own,
             }
-            for each, loss in zip(self.inputs, losses, strict=True)
+            for each, loss, own in zip(
+                self.inputs, losses, target_rows(found, classes), strict=True
+            )
         ]
-        if kind.target.task == "regression":
-            for row, value in zip(rows, found["value"].tolist(), strict=True):
-                row["value"] = value
-            return rows
-        for row, sure in zip(rows, found["confidence"].tolist(), strict=True):
-            has = [name for name, each in zip(classes, sure, strict=True) if each >= THRESHOLD]
-            row["labels"] = ", ".join(has)
-            # Of all classes, so that everybody may choose a threshold of his own.
-            own = zip(classes, sure, strict=True)
-            row |= {f"confidence {name}": round(each, 6) for name, each in own}
-        return rows
 
     def _classes(
         self,

@@ -29,7 +29,6 @@ from onefold.jobs.options import expect
 from onefold.jobs.scores import Baseline, Measure, Measured, Predict
 
 __all__ = [
-    "THRESHOLD",
     "Target",
     "best_by_of",
     "check_task_options",
@@ -39,11 +38,12 @@ __all__ = [
     "target_examples",
     "target_measure",
     "target_of",
+    "target_rows",
     "target_task",
     "targets",
 ]
 
-THRESHOLD = 0.5
+_THRESHOLD = 0.5
 """Probability from which a sample has a class, where it may have several."""
 _SCORES: dict[TaskName, tuple[BestBy, ...]] = {
     "single-label": ("accuracy", "balanced-accuracy", "macro-f1", "loss"),
@@ -183,6 +183,20 @@ def target_measure(answer: Answer, target: Target) -> Measure:
     return measure
 
 
+def target_rows(found: Measured, classes: Sequence[str]) -> list[dict[str, Any]]:
+    """What was measured of each sample, as the columns of a prediction."""
+    if "value" in found:
+        return [{"value": value} for value in found["value"].tolist()]
+    return [
+        {
+            "labels": ", ".join(n for n, p in zip(classes, sure, strict=True) if p >= _THRESHOLD),
+            # Of all classes, so that everybody may choose a threshold of his own.
+            **{f"confidence {n}": round(p, 6) for n, p in zip(classes, sure, strict=True)},
+        }
+        for sure in found["confidence"].tolist()
+    ]
+
+
 def scores_of(found: Measured, truth: _Array, target: Target) -> dict[str, float]:
     """The scores of a test set, from what was measured of its samples and their true labels."""
     if target.task == "regression":
@@ -245,7 +259,7 @@ def label_table(truth: _Array, confidence: _Array, classes: Sequence[str]) -> li
 
 
 def _by_class(truth: _Array, confidence: _Array) -> dict[str, _Array]:
-    given, said = truth > 0.5, confidence >= THRESHOLD
+    given, said = truth > 0.5, confidence >= _THRESHOLD
     right, support, predicted = ((x).sum(axis=0) for x in (given & said, given, said))
     with np.errstate(invalid="ignore", divide="ignore"):
         return {
@@ -307,7 +321,7 @@ def target_examples(
             value, true = float(found["value"][number]), float(truth[number])
             shown = {"label": f"{true:.4g}", "predicted": f"{value:.4g}", "error": value - true}
         else:
-            said = found["confidence"][number].numpy() >= THRESHOLD
+            said = found["confidence"][number].numpy() >= _THRESHOLD
             shown = {
                 name: ", ".join(c for c, has in zip(classes, row, strict=True) if has) or "no class"
                 for name, row in (("label", truth[number]), ("predicted", said))

@@ -24,6 +24,7 @@ __all__ = [
     "ListedSamples",
     "TextSplits",
     "file_to_test",
+    "files_to_test",
     "find_splits",
     "hold_out",
     "known_samples",
@@ -87,7 +88,7 @@ def find_splits(path: Path, dev: str | None) -> tuple[Path, list[Path]]:
     found: list[Path] = []
     if path.is_dir() and not is_table(path):
         train = next(iter(_named(path, "train")), None)
-        found = [each for name in _TEST_NAMES for each in _named(path, name)]
+        found = files_to_test(path)
     if train is None:
         others = sorted(each.name for each in path.iterdir() if _is_read(each))
         came = f"; --data may name {listed(others)} in it" if others else ""
@@ -97,15 +98,20 @@ def find_splits(path: Path, dev: str | None) -> tuple[Path, list[Path]]:
     return train, found if dev is None else [Path(dev)]
 
 
+def files_to_test(data: Path) -> list[Path]:
+    """List the files with samples to test with: the path itself, or those in a folder."""
+    if data.is_file() or is_table(data):
+        return [data]
+    return [each for name in _TEST_NAMES for each in _named(data, name)] if data.is_dir() else []
+
+
 def file_to_test(data: Path) -> Path:
     """Find the file to test with in a folder that may have one to train with, too.
 
     Raises:
         DataError: there is none.
     """
-    if data.is_file() or is_table(data):
-        return data
-    found = [each for name in _TEST_NAMES for each in _named(data, name)] if data.is_dir() else []
+    found = files_to_test(data)
     if not found:
         raise DataError(
             f"{readable(data)}: expected a TSV file or a table, or a folder with dev.tsv in it; "
