@@ -25,6 +25,9 @@ RESULT: dict[str, Any] = {
     "best": {"score": "accuracy", "value": 0.9876, "epoch": 4, "checkpoint": "checkpoints/step-9"},
     "fingerprint": "0123456789abcdef",
     "report": None,
+    "score": "highest accuracy",
+    "confusion": None,
+    "baseline": None,
     "is_lead": True,
 }
 
@@ -102,7 +105,7 @@ def test_the_help_shows_every_option_with_its_help_and_default(job: Job) -> None
 
 def test_the_end_of_a_run_is_told(asked: Train) -> None:
     assert invoke("text", "--data", "x").output.splitlines() == [
-        "Best: accuracy 0.9876 after epoch 5, kept in runs/one/checkpoints/step-9",
+        "Best: accuracy 98.8% after epoch 5, kept in runs/one/checkpoints/step-9",
         "Fingerprint: 0123456789abcdef",
         "No report, without matplotlib; later: onefold report runs/one",
     ]
