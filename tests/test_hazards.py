@@ -14,8 +14,6 @@ import onefold
 SOURCE = Path(onefold.__file__).parent
 
 RUNS_CODE = """
-    jobs/evaluate.py check_output: our own, which looks whether a file may be written
-    jobs/predict.py check_output: our own, as above
     jobs/models/catalog.py importlib.import_module: timm, by that name, where it is installed
     __init__.py import_module: our own modules, when their names are first used
     jobs/report/page.py _environment().get_template: our own templates, which lie in the package
