@@ -46,6 +46,8 @@ WRITES_OR_REMOVES = """
     checkpoint/folder.py tempfile.TemporaryDirectory: in the directory, to try it
     exchange/shared.py os.ftruncate: memory without a name
     jobs/data/fetch.py open: a temporary file of pooch in the cache
+    jobs/data/files.py tempfile.mkstemp: a new file, which the message names
+    jobs/data/files.py os.fdopen: that file
     jobs/digits.py figure.savefig: into a file that is put aside first
     jobs/report/curves.py figure.savefig: into memory
     jobs/runfolder.py tempfile.TemporaryFile: without a name, to try the folder

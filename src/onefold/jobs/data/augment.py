@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -145,8 +145,8 @@ class LabelledPictures(Dataset[tuple[torch.Tensor, int]]):
     """A data set of pictures and their labels, augmented anew at every reading."""
 
     pictures: Pictures
-    labels: Sequence[int]
-    """The number of each picture's class."""
+    labels: Any
+    """Of each picture: the number of its class, or a tensor."""
     mode: Mode
     """The mode that every picture is converted to."""
     changes: Sequence[Change]
