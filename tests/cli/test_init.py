@@ -42,8 +42,19 @@ def arrays(folder: Path, **values: object) -> Path:
     return path
 
 
+def sites(folder: Path) -> Path:
+    """Class folders within folders that are no classes."""
+    for part in ("north/a", "north/b", "south/a", "south/b"):
+        (folder / part).mkdir(parents=True)
+        Image.new("RGB", (4, 4)).save(folder / part / "1.png")
+    return folder
+
+
 CLASSES = "a,b,what\n" + "".join(f"{n},{n % 3},{'xyz'[n % 3]}\n" for n in range(20))
 NUMBERS = "a\tprice <SCORE>\n" + "".join(f"{n}\t{n / 3}\n" for n in range(20))
+GAPS = "id;body mass;blood group;what it is\n" + "".join(
+    f"P-{n};{'NA' if n == 3 else f'{n},5'};A;{'' if n == 4 else 'xyz'[n % 3]}\n" for n in range(20)
+)
 WHOLE = '"a""b",what\n' + "".join(f"{n},{n % 4}\n" for n in range(20))
 
 
@@ -68,7 +79,12 @@ def check(make: Callable[[Path], Path | None], score: str, folder: Path) -> None
 
 @pytest.mark.processes
 @for_each(
-    ("make", "score"), [(photos, "accuracy"), (table(NUMBERS, "<PATH>.tsv"), "squared error")]
+    ("make", "score"),
+    [
+        (photos, "accuracy"),
+        (table(NUMBERS, "<PATH>.tsv"), "squared error"),
+        (table(GAPS), 'LEFT_OUT = ["id", "blood group"]'),
+    ],
 )
 def test_the_script_trains(make: Callable[[Path], Path | None], score: str, tmp_path: Path) -> None:
     check(make, score, tmp_path)
@@ -84,6 +100,11 @@ def test_the_script_trains(make: Callable[[Path], Path | None], score: str, tmp_
         (table(WHOLE), "accuracy"),
         (arrays, "accuracy"),
         (lambda folder: arrays(folder, y=np.ones(20)), "squared error"),
+        (lambda folder: arrays(folder, labels=np.arange(20) % 2), 'arrays["labels"]).long()'),
+        (
+            table(GAPS.replace("xyz"[0], "1,5").replace("y\n", "2\n").replace("z\n", "3\n")),
+            "number(row[-1])",
+        ),
     ],
 )
 def test_scripts_for_other_data_train(
@@ -102,6 +123,9 @@ def test_scripts_for_other_data_train(
         (table("1,2\n3,4\n"), "expected a first row with two or more column names"),
         (table("a,b\n1,2\n3\n"), "row 3: expected 2 columns, as in the first row, got 1"),
         (table("a,b\nhello,2\n"), "onefold train text"),
+        (sites, "all of north, south have the folders a, b, so the classes may be either"),
+        (table("", "a.parquet"), "Write the table as CSV: pandas.read_parquet"),
+        (lambda folder: arrays(folder, z=np.ones(20)), "Name the inputs x and the targets y"),
         (table("not a zip", "a.npz"), "expected a NumPy file of arrays x and y"),
     ],
 )

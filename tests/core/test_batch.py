@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, UserDict, defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -212,3 +213,13 @@ def test_on_a_gpu_shards_begin_where_copies_do() -> None:
         assert copied.data_ptr() != other.data_ptr()
         assert copied.stride() == torch.empty_like(other).stride()
     assert as_if_copied(whole) is whole
+
+
+@for_each("use", [len, lambda batch: batch[0], lambda batch: [*batch]])
+def test_a_batch_that_is_used_as_that_of_a_plain_loop_is_explained(
+    use: Callable[[Any], object],
+) -> None:
+    batch = cut_batch((NUMBERS, NUMBERS), HALVES, [0])
+    assert batch
+    with pytest.raises(TypeError, match=r"give it to trainer\.step\(batch\) as it is"):
+        use(batch)

@@ -271,7 +271,11 @@ def test_a_backward_operation_has_the_line_of_its_forward_one(tmp_path: Path) ->
     ("one", "two", "said"),
     [
         ({}, {}, None),
-        ({}, {"steps": 5}, "steps 1 to 6, and steps 1 to 5"),
+        (
+            {},
+            {"steps": 5},
+            "the 5 steps of both runs are equal; the runs have steps 1 to 6, and steps 1 to 5",
+        ),
         ({}, {"value": 2.0}, "values that the loss returned"),
         ({"results": 0}, {"scale": 1.001, "results": 0}, "a block of trainer.modifying"),
         ({}, {"results": 2}, "1 and 2 results"),

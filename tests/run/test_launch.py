@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -120,3 +121,9 @@ def test_the_command_decides_what_is_kept(
             onefold.launch(lambda: 42, placement=asked)
     else:
         assert onefold.launch(lambda: 42, placement=asked) == 42
+
+
+def test_what_is_no_function_is_refused_before_a_device_starts() -> None:
+    made: Any = float
+    with pytest.raises(TypeError, match=r"expected a function, got float: write onefold\.launch"):
+        onefold.launch(made("1"), devices="cpu:2")

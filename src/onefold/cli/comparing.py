@@ -44,6 +44,8 @@ class FirstDifference(NamedTuple):
     shards: list[int]
     """Which shards; empty where it is something else."""
     text: str
+    is_length: bool = False
+    """Whether all is equal up to where one of the runs ends."""
 
 
 def first_difference(one: Record, two: Record) -> FirstDifference | None:
@@ -53,7 +55,9 @@ def first_difference(one: Record, two: Record) -> FirstDifference | None:
         if found := _differs(ones[step], twos[step]):
             return found
     if ones.keys() != twos.keys():
-        return FirstDifference(0, [], f"the runs have {_range(ones)}, and {_range(twos)}")
+        both = len(ones.keys() & twos.keys())
+        text = f"the {both} steps of both runs are equal; the runs have {_range(ones)}, and "
+        return FirstDifference(0, [], text + _range(twos), is_length=both > 0)
     for kind, name in ((Result, "results"), (BlockEntry, "blocks of trainer.modifying")):
         pair = [alike(record, kind) for record in (one, two)]
         for first, second in zip(*pair, strict=False):
@@ -122,7 +126,7 @@ def compare_runs(one: Path, two: Path, *, devices: str) -> int:
     at = f"Step {found.step}: " if found.step else ""
     console.print(f"[bold red]{at}{found.text}.[/]")
     repeats = _look_closer(console, runs, found) if found.step else True
-    _print_causes(console, runs, found.step or 1, differ=True)
+    _print_causes(console, runs, found.step or 1, differ=not found.is_length)
     if not repeats:
         console.print(
             "A run that has other bits than its record when it is computed again depends on "

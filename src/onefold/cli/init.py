@@ -19,6 +19,12 @@ __all__ = ["write_script"]
 _PICTURES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
 _MOST_ROWS = 1000
 """Rows of a table that are looked at."""
+_TABLES = {".parquet": "read_parquet", ".xlsx": "read_excel", ".feather": "read_feather"}
+"""What pandas reads tables of other kinds with."""
+_MISSING = ("", "NA", "N/A", "NaN", "nan", "null", "None", "?")
+"""What stands for no value in a table."""
+_INPUTS = ("x", "X", "images", "inputs", "data", "features")
+_TARGET_ARRAYS = ("y", "Y", "labels", "targets", "target", "label")
 _FEW = 20
 """Up to so many different whole numbers are taken for classes."""
 
@@ -35,6 +41,10 @@ class Data:
     target: str = ""
     """Of a table, the name of the column that is predicted."""
     delimiter: str = ","
+    left_out: tuple[str, ...] = ()
+    """Of a table, the names of columns that nothing is predicted from, as they have texts."""
+    arrays: tuple[str, str] = ("x", "y")
+    """Names of the arrays of inputs and targets."""
 
 
 def write_script(data: Path | None, output: Path) -> None:
@@ -71,8 +81,15 @@ def look(path: Path | None) -> Data:
     if path.suffix.lower() in (".csv", ".tsv"):
         return _table(path)
     came = "" if path.exists() else " is missing"
+    advice = ""
+    if path.suffix.lower() in _TABLES:
+        advice = (
+            f". Write the table as CSV: pandas.{_TABLES[path.suffix.lower()]}({str(path)!r})"
+            f".to_csv({path.stem + '.csv'!r}, index=False)"
+        )
     raise DataError(
-        f"{path}{came}: expected a folder of class folders with pictures, or a CSV, TSV or NPZ file"
+        f"{path}{came}: expected a folder of class folders with pictures, or a CSV, TSV or NPZ "
+        f"file{advice}"
     )
 
 
@@ -91,6 +108,18 @@ def _folder(path: Path) -> Data:
             f"{inside}: expected two or more class folders with pictures, found "
             f"{listed(sorted(each.name for each in with_pictures)) or 'none'}"
         )
+    within = {
+        each.name: {deeper.name for deeper in each.iterdir() if deeper.is_dir()}
+        for each in with_pictures
+    }
+    shared = set.intersection(*within.values())
+    if len(shared) > 1:
+        first = sorted(within)[0]
+        raise DataError(
+            f"{inside}: all of {listed(sorted(within))} have the folders {listed(sorted(shared))}, "
+            f"so the classes may be either: expected one folder for each class. For one part, "
+            f"onefold init {inside / first}; for all, move the pictures of each class together"
+        )
     return Data("pictures", str(inside))
 
 
@@ -103,18 +132,25 @@ def _arrays(path: Path) -> Data:
 
     try:
         with np.load(path) as arrays:
-            if not {"x", "y"} <= set(arrays):
-                raise DataError(f"{path}: expected arrays x and y, it has {listed(sorted(arrays))}")
-            classes = arrays["y"].dtype.kind in "iub"
+            names = list(arrays)
+            inputs = next((name for name in _INPUTS if name in names), None)
+            targets = next((name for name in _TARGET_ARRAYS if name in names), None)
+            kind = arrays[targets].dtype.kind if targets else ""
     except (ValueError, OSError) as error:
         raise DataError(f"{path}: expected a NumPy file of arrays x and y: {error}") from error
-    return Data("arrays", str(path), classes=classes)
+    if inputs is None or targets is None:
+        raise DataError(
+            f"{path}: expected arrays x and y, it has {listed(sorted(names))}. Name the inputs x "
+            f"and the targets y: numpy.savez({str(path)!r}, x=..., y=...)"
+        )
+    return Data("arrays", str(path), classes=kind in "iub", arrays=(inputs, targets))
 
 
 def _table(path: Path) -> Data:
-    delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
+            delimiter = max(",;\t|", key=file.readline().count)
+            file.seek(0)
             reader = csv.reader(file, delimiter=delimiter)
             names = next(reader, [])
             rows = [row for row, _ in zip(reader, range(_MOST_ROWS), strict=False) if row]
@@ -131,28 +167,42 @@ def _table(path: Path) -> Data:
                 f"{path}, row {number}: expected {len(names)} columns, as in the first row, got "
                 f"{len(row)}"
             )
-    texts = [
+    texts = tuple(
         name
         for place, name in enumerate(names[:-1])
-        if not all(_is_number(row[place]) for row in rows)
-    ]
-    if texts:
+        if not all(_is_number(row[place], delimiter) for row in rows)
+    )
+    if len(texts) == len(names) - 1:
         raise DataError(
-            f"{path}: expected numbers in all columns but the last, which is predicted; not so "
-            f"{listed(texts)}. Texts with a label are a job: onefold train text --help"
+            f"{path}: expected numbers in one or more columns before the last, which is predicted; "
+            f"not so {listed(texts)}. Texts with a label are a job: onefold train text --help"
         )
-    targets = [row[-1] for row in rows]
+    targets = [row[-1] for row in rows if row[-1].strip()]
     whole = all(target.strip().lstrip("-").isdecimal() for target in targets)
-    classes = (whole and len(set(targets)) <= _FEW) or not all(map(_is_number, targets))
-    return Data("table", str(path), classes=classes, target=names[-1], delimiter=delimiter)
+    classes = (whole and len(set(targets)) <= _FEW) or not all(
+        _is_number(target, delimiter) for target in targets
+    )
+    return Data(
+        "table",
+        str(path),
+        classes=classes,
+        target=names[-1],
+        delimiter=delimiter,
+        left_out=texts,
+    )
 
 
-def _is_number(text: str) -> bool:
+def _is_number(text: str, delimiter: str = ",") -> bool:
+    """Whether a value of a table is a number or missing; the comma may stand for a point."""
     try:
-        float(text)
+        float("nan" if text.strip() in _MISSING else _with_point(text, delimiter))
     except ValueError:
         return False
     return True
+
+
+def _with_point(text: str, delimiter: str) -> str:
+    return text if delimiter == "," else text.replace(",", ".")
 
 
 def _script(data: Data) -> str:
@@ -163,7 +213,15 @@ def _script(data: Data) -> str:
         "PATH": _quoted(data.path),
         "ON": f" on {data.path}" if data.path.isidentifier() else "",
         "TARGET": _quoted(data.target),
-        "CSV": "csv.reader(file)" if data.delimiter == "," else 'csv.reader(file, delimiter="\\t")',
+        "CSV": "csv.reader(file)"
+        if data.delimiter == ","
+        else f"csv.reader(file, delimiter={_quoted(data.delimiter)})",
+        "OUT": ", ".join(map(_quoted, data.left_out)),
+        "NUMBER": "text" if data.delimiter == "," else 'text.replace(",", ".")',
+        "GIVEN": "row[-1].strip()" if data.classes else "row[-1].strip() not in MISSING",
+        "MISSING": ", ".join(map(_quoted, _MISSING)),
+        "INPUTS": _quoted(data.arrays[0]),
+        "LABELS": _quoted(data.arrays[1]),
         "SUFFIXES": ", ".join(map(_quoted, sorted(_PICTURES))),
         "LOSS": "mse_loss(model(inputs).squeeze(1), targets)"
         if regression
@@ -249,7 +307,18 @@ outputs = len(data.classes)\
 _TABLE_DATA = """\
 with open(<PATH>, newline="", encoding="utf-8-sig") as file:
     names, *rows = [row for row in <CSV> if row]
-x = torch.tensor([[float(value) for value in row[:-1]] for row in rows])
+LEFT_OUT = [<OUT>]  # columns that are no numbers
+MISSING = [<MISSING>]
+
+
+def number(text):
+    return float("nan" if text.strip() in MISSING else <NUMBER>)
+
+
+rows = [row for row in rows if <GIVEN>]  # those with a target
+places = [place for place, name in enumerate(names[:-1]) if name not in LEFT_OUT]
+x = torch.tensor([[number(row[place]) for place in places] for row in rows])
+x = torch.where(x.isnan(), x.nanmean(dim=0), x).nan_to_num()  # a missing value: the mean
 x = (x - x.mean(dim=0)) / x.std(dim=0).clamp(min=1e-6)
 <TARGETS>
 data = torch.utils.data.TensorDataset(x, y)\
@@ -257,7 +326,7 @@ data = torch.utils.data.TensorDataset(x, y)\
 
 _ARRAY_DATA = """\
 arrays = np.load(<PATH>)
-x = torch.from_numpy(arrays["x"]).float().flatten(1)
+x = torch.from_numpy(arrays[<INPUTS>]).float().flatten(1)
 <TARGETS>
 data = torch.utils.data.TensorDataset(x, y)\
 """
@@ -277,16 +346,16 @@ y = torch.tensor([classes.index(row[-1]) for row in rows])
 outputs = len(classes)\
 """,
     ("table", False): """\
-y = torch.tensor([float(row[-1]) for row in rows])  # the last column, <TARGET>
+y = torch.tensor([number(row[-1]) for row in rows])  # the last column, <TARGET>
 y = (y - y.mean()) / y.std()
 outputs = 1\
 """,
     ("arrays", True): """\
-y = torch.from_numpy(arrays["y"]).long()
+y = torch.from_numpy(arrays[<LABELS>]).long()
 outputs = int(y.max()) + 1\
 """,
     ("arrays", False): """\
-y = torch.from_numpy(arrays["y"]).float()
+y = torch.from_numpy(arrays[<LABELS>]).float()
 outputs = 1\
 """,
 }

@@ -132,7 +132,8 @@ def init(
     """Write the shortest training script for your data.
 
     It looks at the data: a folder of class folders with pictures; a CSV or TSV file, whose last
-    column is what is to be predicted; arrays x and y of an NPZ file. Nothing is overwritten.
+    column is what is to be predicted, by its columns of numbers; arrays x and y of an NPZ file.
+    Nothing is overwritten.
     """
     from onefold.cli.init import write_script
 

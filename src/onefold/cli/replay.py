@@ -96,7 +96,8 @@ class Rerun:
         if not 1 <= step <= self.steps:
             has = f"steps 1 to {self.steps}" if self.steps else "no steps"
             raise RecordError(
-                f"{self.record.path} has {has}: expected one of these, got step {step}"
+                f"{self.record.path} has {has}: expected one of these, got "
+                f"{f'step {step}' if step else 'no --step N'}"
             )
         begun = self.begun(step)
         with PrivateFolder("onefold-replay-") as private:
@@ -387,6 +388,13 @@ def explain(run: Path, step: int | None, *, devices: str, placement: str) -> int
             return 1
         console.print(_words_of(found), markup=False)
         step = found.step
+        sizes = {number: each.samples for number, each in again.record.by_step.items()}
+        usual = median(sizes.values()) if sizes else 0
+        if 2 * sizes.get(step, usual) < usual:
+            console.print(
+                f"It has {sizes[step]} samples, where {usual:g} are usual: fewer samples give "
+                f"larger gradients by chance."
+            )
     looked = again.look(step)
     _print_step(console, looked)
     if not looked.shards:

@@ -19,7 +19,7 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import gcd
-from typing import Any
+from typing import Any, NoReturn
 from zlib import adler32, crc32
 
 import numpy as np
@@ -79,6 +79,13 @@ class DataPass:
     """Where a stream stood at places of the pass, from the last used one on, if it says so."""
 
 
+_NO_PARTS = (
+    "a batch of a loader is divided among the devices, and has no parts to index, unpack or count: "
+    "give it to trainer.step(batch) as it is, and let the loss unpack its shard. batch.samples is "
+    "the number of samples, batch.whole() the whole payload"
+)
+
+
 @dataclass(frozen=True, slots=True)
 class ShardedBatch:
     """The shards of one batch that this process runs; what a loader yields and ``step`` takes."""
@@ -115,6 +122,16 @@ class ShardedBatch:
     """Reads the batch, whose samples are not there; None where they are."""
     gather: Callable[[ShardedBatch], Any] | None = field(default=None, repr=False, compare=False)
     """Brings the payloads of all shards to every device; None of a batch of no loader."""
+
+    def __getitem__(self, place: object) -> NoReturn:
+        """Refused, as are unpacking, which comes here too, and ``len``."""
+        raise TypeError(_NO_PARTS)
+
+    def __len__(self) -> int:
+        raise TypeError(_NO_PARTS)
+
+    def __bool__(self) -> bool:
+        return True
 
     def whole(self) -> Any:
         """The payload of all samples of a batch that a loader yields; called on every device.

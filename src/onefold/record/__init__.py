@@ -69,7 +69,13 @@ class Record:
     def __init__(self, path: str | Path) -> None:
         given = Path(path)
         self.path = given / FILE if given.is_dir() else given
-        bodies, _, torn = read_frames(self.path)
+        try:
+            bodies, _, torn = read_frames(self.path)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(
+                f"{self.path} is missing: expected the folder of a run that was begun with onefold "
+                f"run --record or --checkpoint, or with trainer.record"
+            ) from error
         if torn:
             _log.warning(
                 "%s: the last %d bytes are no whole frame, and are left out: what wrote it was "

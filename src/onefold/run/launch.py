@@ -115,6 +115,11 @@ def launch(
         return main(*args)
     import cloudpickle
 
+    if not callable(main):
+        raise TypeError(
+            f"expected a function, got {type(main).__name__}: write onefold.launch(main, "
+            f"args=(...)), without calling main"
+        )
     call = _packed(main, args)
     selection = select_devices(devices)
     options = RunOptions(
