@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import errno
 import importlib.util
+import math
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -79,6 +80,8 @@ class _Before(TypedDict, total=False):
 
     epochs: int
     data: str
+    ended: str | None
+    stale: int
 
 
 def read_options(job: Job, given: dict[str, Any], config: Path | None) -> TrainOptions:
@@ -205,8 +208,13 @@ def _home(options: TrainOptions) -> str:
 
 
 def _check_unfinished(options: TrainOptions, before: dict[str, Any]) -> None:
-    done = before.get("epochs", 0)
-    if before.get("finished") and (options.epochs or 0) <= done:
+    done, ended, stale = before.get("epochs", 0), before.get("ended"), before.get("stale", 0)
+    if ended == "patience" and stale >= (options.patience or math.inf):
+        raise LaunchError(
+            f"{options.folder}: the run has ended by --patience {options.patience}; --resume with "
+            f"a larger --patience goes on with it"
+        )
+    if before.get("finished") and not ended and (options.epochs or 0) <= done:
         raise LaunchError(
             f"{options.folder}: the run has finished its {done} epochs; --resume with more "
             f"--epochs goes on with it"

@@ -279,11 +279,12 @@ def _epochs_of(record: onefold.Record) -> list[EpochLine]:
     # A resumed run may have other devices: a number has the name that it had last.
     names = {n: name for begun in record.begins for n, name in enumerate(begun["devices"])}
     results = [each for each in record.results if each["call"] in _OF_EPOCHS]
-    lines = []
+    # By epoch: one that ended early by --max-time was evaluated once more when it had resumed.
+    lines: dict[int, EpochLine] = {}
     for evaluated, gathered in zip(results[::2], results[1::2], strict=False):
         told = gathered["value"]
         line = {**told[0], "epoch": int(told[0]["epoch"]), "step": gathered["step"]}
         line["scores"] = evaluated["value"]
         line["devices"] = [{**each, "device": names[n]} for n, each in enumerate(told)]
-        lines.append(msgspec.convert(line, EpochLine))
-    return lines
+        lines[line["epoch"]] = msgspec.convert(line, EpochLine)
+    return [*lines.values()]
