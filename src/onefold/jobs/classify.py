@@ -19,6 +19,7 @@ from onefold.jobs.data.arrays import read_digits, read_idx_folder
 from onefold.jobs.data.augment import (
     CentreCrop,
     LabelledPictures,
+    Mix,
     RandomFlip,
     RandomResizedCrop,
     RandomShift,
@@ -230,6 +231,7 @@ def make_task(options: ClassifyOptions, data: PictureClasses) -> Task:
         least_shard=2 if any(isinstance(part, BatchNorm) for part in model.modules()) else 1,
         train_set=pictures(data.train.pictures, data.train.labels, changes=changes),
         test_set=test_set,
+        train_collate=_mix(options, len(kind.classes)),
         examples=lambda predict, folder: classifier_examples(
             JOB, predict, answer, test_set, kind.classes, partial(_shown, folder, test_set)
         ),
@@ -323,12 +325,18 @@ def _train_changes(options: ClassifyOptions, size: int) -> list[Any]:
     return [*changes[options.augment], *([RandomFlip()] if options.flip == "yes" else [])]
 
 
+def _mix(options: ClassifyOptions, classes: int) -> Mix | None:
+    return Mix(classes, options.mixup, options.cutmix) if options.mixup or options.cutmix else None
+
+
 def _shown(folder: RunFolder, test_set: LabelledPictures, number: int) -> dict[str, Any]:
     """What a report shows of a picture, which is written for it."""
     picture = folder.save_picture(test_set.pictures[number], number)
     return {"name": test_set.pictures.name(number), "picture": picture}
 
 
+MIX = within(0, 1000)
+"""Of the strength of mixup and CutMix: both parameters of a beta distribution."""
 Flip = Literal["auto", "yes", "no"]
 Stem = Literal["auto", "small", "large"]
 
@@ -362,6 +370,12 @@ class ClassifyOptions(PictureOptions):
     )
     flip: Flip = option("auto", "Mirror every second picture; auto: if they have colours.")
     label_smoothing: float = option(0.0, "Share of a label that is spread over all classes.", SHARE)
+    mixup: float = option(
+        0.0, "Mix each picture and label with another of its shard; usual are 0.2 to 1.", MIX
+    )
+    cutmix: float = option(
+        0.0, "Put a box of another picture of its shard into each; usual is 1.", MIX
+    )
     labels_as_is: bool = option(
         False, "Accept every label as a class, even if they look like numbers, lists or typos."
     )

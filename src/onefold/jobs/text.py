@@ -35,6 +35,8 @@ TINY = "tiny"
 CONFIG_FILE = "model_config.json"
 TOKENIZER_FILE = "tokenizer.json"
 SHOWN_CHARACTERS = 400
+PADDED = 32
+"""Compiled models have texts of a multiple of so many tokens."""
 _MOST_FILE_BYTES = 1 << 28
 """The largest file of a run's model that is read."""
 
@@ -235,6 +237,10 @@ def make_task(options: TextOptions, data: TextSplits) -> Task:
         train_set=train_set,
         test_set=dev_set,
         collate=kind.collate,
+        # Each length is compiled by itself, so there must be few of them.
+        train_collate=partial(kind.collate, multiple=PADDED, longest=kind.max_length)
+        if options.compile
+        else None,
         # Texts of near length share a batch, so that little of a shard is padding.
         lengths=train_set.lengths.tolist(),
         examples=lambda predict, _: classifier_examples(

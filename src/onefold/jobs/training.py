@@ -71,6 +71,8 @@ class Task:
     train_set: Any
     test_set: Any
     collate: Callable[[list[Any]], Any] | None = None
+    train_collate: Callable[[list[Any]], Any] | None = None
+    """What makes a shard to train with, if that is not ``collate``."""
     lengths: Sequence[int] | None = None
     """The training samples' lengths, if those of similar length are to share a batch."""
     least_shard: int = 1
@@ -292,7 +294,7 @@ class Training:
             drop_last=self.steps * options.batch_size <= len(task.train_set),
             lengths=task.lengths,
             workers=options.workers,
-            collate=task.collate,
+            collate=task.train_collate or task.collate,
         )
         samples = len(task.train_set)
         done = self.saved["epochs_done"] * samples + int(self.saved["part"].get("samples", 0))

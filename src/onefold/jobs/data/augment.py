@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 
 from onefold.jobs.data.pictures import Mode, Pictures
 
@@ -25,6 +25,7 @@ __all__ = [
     "IMAGENET",
     "CentreCrop",
     "LabelledPictures",
+    "Mix",
     "Normalise",
     "RandomFlip",
     "RandomResizedCrop",
@@ -162,6 +163,58 @@ class LabelledPictures(Dataset[tuple[torch.Tensor, int]]):
         for change in self.changes:
             picture = change(picture)
         return self.normalise(picture), self.labels[index]
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """Make a shard in which each picture is mixed with another one, and its label as well.
+
+    mixup (Zhang et al., 2017) adds up both pictures; CutMix (Yun et al., 2019) puts a box of one
+    into the other. With both, each shard has one of them, with a probability of one half.
+    """
+
+    classes: int
+    mixup: float
+    """Both parameters of the beta distribution that the shares are drawn from; 0 for no mixup."""
+    cutmix: float
+    """The same for CutMix."""
+
+    def __call__(
+        self, samples: Sequence[tuple[torch.Tensor, int]]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the pictures (n, c, h, w) float32, and shares of classes (n, classes) float32."""
+        images, numbers = default_collate(list(samples))
+        labels = torch.nn.functional.one_hot(numbers, self.classes).to(torch.float32)
+        partners = torch.randperm(len(images))
+        cuts = self.cutmix > 0 and (self.mixup == 0 or below(2) == 1)
+        strength = self.cutmix if cuts else self.mixup
+        kept = float(torch.distributions.Beta(strength, strength).sample())
+        if cuts:
+            mixed, kept = _with_box(images, images[partners], kept)
+        else:
+            mixed = kept * images + (1 - kept) * images[partners]
+        return mixed, kept * labels + (1 - kept) * labels[partners]
+
+
+def _with_box(
+    images: torch.Tensor, others: torch.Tensor, kept: float
+) -> tuple[torch.Tensor, float]:
+    """Put a box of other pictures into pictures; return them, and the share that is left of each.
+
+    Args:
+        images: (n, c, h, w).
+        others: (n, c, h, w).
+        kept: share that would be left if the box reached nowhere beyond the edge.
+    """
+    height, width = images.shape[2:]
+    half = math.sqrt(1 - kept) / 2
+    (top, bottom), (left, right) = (
+        (max(0, middle - round(half * side)), min(side, middle + round(half * side)))
+        for side, middle in ((height, below(height)), (width, below(width)))
+    )
+    mixed = images.clone()
+    mixed[:, :, top:bottom, left:right] = others[:, :, top:bottom, left:right]
+    return mixed, 1 - (bottom - top) * (right - left) / (height * width)
 
 
 def between(low: float, high: float) -> float:
