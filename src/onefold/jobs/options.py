@@ -34,6 +34,7 @@ import tomli_w
 import torch
 
 from onefold.jobs.data.files import read_whole
+from onefold.jobs.loggers import LoggerName
 from onefold.system.ownfiles import nested_too_deeply, write_whole
 
 __all__ = [
@@ -232,6 +233,11 @@ class TrainOptions:
         "Run each shard in pieces of so many samples; auto: as many as fit into memory.",
         shown="whole shards",
     )
+    log: LoggerName | None = option(
+        None,
+        "Logger of the run's numbers: tensorboard, wandb, mlflow or trackio.",
+        shown="tensorboard if it is installed",
+    )
     seed: int = option(0, "Of first weights, order, augmentation and dropout.")
     workers: int = option(0, "Processes that read ahead, for each device.", within(0, MOST_WORKERS))
     save_every: int = option(200, "Steps from one checkpoint to the next within an epoch.", COUNT)
@@ -315,7 +321,7 @@ class PictureOptions(TrainOptions):
 
 
 RUN_OPTIONS = frozenset(
-    {"data", "devices", "epochs", "max_time", "patience", "placement"}
+    {"data", "devices", "epochs", "log", "max_time", "patience", "placement"}
     | {"resume", "runs", "save_every", "workers"}
 )
 """Options that may change when a run resumes. The data may have moved: their digest is compared."""

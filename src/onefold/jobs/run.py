@@ -25,6 +25,7 @@ import onefold
 from onefold.errors import CheckpointError, DataError, LaunchError, PeerFailed, PeerLost, RunFailed
 from onefold.jobs.data.files import visible
 from onefold.jobs.data.scan import Scanning, read_scan
+from onefold.jobs.loggers import require_logger
 from onefold.jobs.options import RUN_OPTIONS, TrainOptions, from_mapping, read_config
 from onefold.jobs.progress import reading_bar
 from onefold.jobs.runfolder import (
@@ -133,6 +134,7 @@ def run_job(job: Job, options: TrainOptions) -> dict[str, Any]:
     before = read_run(options.folder, job.name, shape=_Before) if begun else {}
     _check_unfinished(options, before)
     require_room(options.folder)
+    require_logger(options.log)
     job.check_early(options)
     data = _read_data(job, options)
     notes = [*(f"left out: {bad}" for bad in data.left_out), *data.notes]

@@ -237,8 +237,7 @@ class Training:
             self.folder.create(self.options, self.job, self.task.files)
             self.folder.say(started=_now())
         self.folder.keep_scan(self.scan)
-        # TensorBoard drops events from this step on: those of steps that are now done again.
-        self.folder.open_events(self.trainer.steps + 1)
+        self.folder.open_events(self.options, self.trainer.steps + 1)
         self.folder.say(**self._facts())
 
     def _agree(self, write: Callable[[], None]) -> None:
