@@ -31,6 +31,7 @@ RUNS_CODE = """
     run/worker.py runpy.run_module: the user's own, as asked
     run/worker.py runpy.run_path: the user's own script
     run/inspection.py runpy.run_path: the user's own function, as asked by --call
+    cli/init.py np.load: without pickles, which NumPy refuses by itself
     cli/replay.py torch.load: a bundle that the user names; docs/record.md warns of it
 """
 
@@ -48,6 +49,7 @@ WRITES_OR_REMOVES = """
     jobs/digits.py figure.savefig: into a file that is put aside first
     jobs/report/curves.py figure.savefig: into memory
     jobs/runfolder.py tempfile.TemporaryFile: without a name, to try the folder
+    cli/init.py output.open: a new file alone, the script
     cli/replay.py (copy / RUN).write_text: in the private folder that was just made
     cli/replay.py (copy / CHECKPOINTS / nearest.name).symlink_to: as above
     cli/replay.py (copy / nearest.name).symlink_to: as above

@@ -56,9 +56,9 @@ class PredictOptions:
         None, "File for the predictions, or folder for masks.", shown="the screen"
     )
     format: Format | None = option(
-        None, "Of the predictions.", shown="by the ending of --output, or csv"
+        None, "Format of the predictions.", shown="by the ending of --output, or csv"
     )
-    weights: Literal["best", "last"] = option("best", "Which checkpoint of the run.")
+    weights: Literal["best", "last"] = option("best", "Checkpoint of the run to use.")
     top: int = option(1, "How many classes to report for each, the surest first.", COUNT)
     batch_size: int | None = option(
         None, "Samples of a batch, over all devices.", COUNT, shown="that of the job's evaluation"

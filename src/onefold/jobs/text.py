@@ -61,9 +61,9 @@ class TextOptions(TrainOptions):
         4000, "Tokens that the tokenizer learns from the training texts.", within(261, 10**7)
     )
     width: int = option(128, "Size of the tiny model's embeddings.", within(1, 1 << 16))
-    layers: int = option(2, "Of the tiny model.", within(1, 1000))
+    layers: int = option(2, "Layers of the tiny model.", within(1, 1000))
     heads: int = option(4, "Attention heads in each layer of the tiny model.", within(1, 1 << 16))
-    dropout: float = option(0.2, "Of the tiny model.", SHARE)
+    dropout: float = option(0.2, "Dropout of the tiny model.", SHARE)
     # Two special tokens stand around a text.
     max_length: int = option(
         128, "Tokens of a text at most; what is beyond is cut off.", within(3, 1 << 20)
