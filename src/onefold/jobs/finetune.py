@@ -10,11 +10,12 @@ back into training mode, so its class is exchanged for one that ignores this.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 import msgspec
 import torch
@@ -34,6 +35,7 @@ from onefold.weights.load import Loaded, bare_name, refuse_spoilt
 __all__ = [
     "KeptModel",
     "best_checkpoint",
+    "chosen_checkpoint",
     "freeze",
     "is_run",
     "load_body",
@@ -50,6 +52,7 @@ Head = str | tuple[str, ...]
 """Names of the parts that make up the last layer, usually a single one."""
 
 _SHOWN = 80
+_STEP = re.compile(r"step-([0-9]{8,})")
 
 
 def is_run(path: Path) -> bool:
@@ -101,6 +104,22 @@ def best_checkpoint(run: Path) -> Path:
     if found is None:
         raise CheckpointError(f"{folder}: expected the run's best weights there, found nothing")
     return found
+
+
+def chosen_checkpoint(run: Path, which: Literal["best", "last"]) -> Path:
+    """Find the folder of a run's best weights, or of its newest.
+
+    Raises:
+        DataError, CheckpointError: as `best_checkpoint`, or the run has no checkpoint.
+    """
+    if which == "best":
+        return best_checkpoint(run)
+    # By number and not by name: beyond 99,999,999 steps names grow longer.
+    steps = (_STEP.fullmatch(path.name) for path in (run / CHECKPOINTS).glob("step-*"))
+    names = {int(step[1]): step[0] for step in steps if step is not None}
+    if not names:
+        raise CheckpointError(f"{run / CHECKPOINTS}: expected the run's checkpoints, found none")
+    return run / CHECKPOINTS / names[max(names)]
 
 
 def require_pretrained(

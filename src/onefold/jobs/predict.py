@@ -31,10 +31,10 @@ from onefold.jobs.data.pictures import (
 )
 from onefold.jobs.data.scan import Scanning, Seen, scan_pictures
 from onefold.jobs.data.tsv import decoded, read_lines
-from onefold.jobs.finetune import KeptModel, best_checkpoint, load_finite
+from onefold.jobs.finetune import KeptModel, chosen_checkpoint, load_finite
 from onefold.jobs.options import COUNT, MOST_SHARDS, again, check_limits, option
 from onefold.jobs.progress import reading_bar
-from onefold.jobs.runfolder import CHECKPOINTS, kept_facts, read_run, require_writable
+from onefold.jobs.runfolder import kept_facts, read_run, require_writable
 from onefold.jobs.segment_pictures import Padded, whole_logits
 from onefold.jobs.text_models import EncodedTexts
 from onefold.system.ownfiles import aside_of, write_whole
@@ -44,7 +44,6 @@ __all__ = ["PredictOptions", "predict_run", "write_prediction"]
 
 
 Format = Literal["csv", "json"]
-_STEP = re.compile(r"step-([0-9]{8,})")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +113,7 @@ def predict_run(run: Path, paths: Sequence[Path], options: PredictOptions) -> Pr
     if job not in _PREDICTORS:
         raise DataError(f"{run}: expected a run of {', '.join(_PREDICTORS)}, got {job}")
     masks = job == segment.JOB
-    weights = best_checkpoint(run) if options.weights == "best" else _last_checkpoint(run)
+    weights = chosen_checkpoint(run, options.weights)
     # Every byte is compared with the digests now, rather than by each device after all the rest.
     check_weights(weights)
     _check_output(options.output, masks=masks)
@@ -132,16 +131,6 @@ def predict_run(run: Path, paths: Sequence[Path], options: PredictOptions) -> Pr
     if isinstance(rows, OnefoldError):
         raise rows
     return Prediction(rows, left_out)
-
-
-def _last_checkpoint(run: Path) -> Path:
-    """Find the folder of a run's newest weights."""
-    # By number and not by name: beyond 99,999,999 steps names grow longer.
-    steps = (_STEP.fullmatch(path.name) for path in (run / CHECKPOINTS).glob("step-*"))
-    names = {int(step[1]): step[0] for step in steps if step is not None}
-    if not names:
-        raise CheckpointError(f"{run / CHECKPOINTS}: expected the run's checkpoints, found none")
-    return run / CHECKPOINTS / names[max(names)]
 
 
 def write_prediction(
