@@ -48,7 +48,7 @@ __all__ = ["main"]
 
 _TRAIN, _CHECK, _USE = "Train", "Check before a run", "Use a run"
 _DEFAULTS = RunOptions()
-_OF_JOBS = ("train", "predict")
+_OF_JOBS = ("train", "predict", "evaluate")
 """Commands that are made of the options of the jobs, whose modules take long to import."""
 
 
@@ -296,6 +296,11 @@ def show_devices(as_json: AsJson = False) -> None:
 @declare(app, "predict", group=_USE)
 def _predict() -> None:
     """Predict the classes, labels or masks of new files."""
+
+
+@declare(app, "evaluate", group=_USE)
+def _evaluate() -> None:
+    """Score a run on labelled data, by class and by sample."""
 
 
 @declare(

@@ -19,19 +19,23 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import typer
 from rich.console import Console
 from typer.main import get_command
 
 from onefold import is_launched, select_devices
 from onefold.cli.help import Commands, declare
-from onefold.cli.running import tell_next
+from onefold.cli.running import print_json, tell_next
 from onefold.errors import LaunchError
 from onefold.jobs.catalog import JOBS
+from onefold.jobs.data.files import readable
+from onefold.jobs.evaluate import EvaluateOptions, Evaluation, evaluate_run
 from onefold.jobs.options import TrainOptions
 from onefold.jobs.predict import PredictOptions, predict_run, write_prediction
 from onefold.jobs.run import Job, read_options, run_job
-from onefold.system.words import tell
+from onefold.jobs.scores import ClassScores, spell, warning_of
+from onefold.system.words import counted, tell
 
 __all__ = ["GROUPS", "job_commands"]
 
@@ -49,19 +53,17 @@ GROUPS = {
     "Training": (
         *("epochs", "batch_size", "lr", "optimizer", "momentum", "weight_decay", "schedule"),
         *("warmup_epochs", "decay_epochs", "decay", "scale_lr", "base_batch_size", "clip_norm"),
-        *("patience", "max_time", "ema", "label_smoothing", "pos_weight", "precision", "compile"),
-        *("microbatch", "seed"),
+        *("patience", "max_time", "best_by", "ema", "label_smoothing", "class_weights", "balanced"),
+        *("pos_weight", "precision", "compile", "microbatch", "seed"),
         *("evaluation_batch_size", "threshold"),
     ),
     "Augmentation": ("augment", "least_area", "flip", "turns", "jitter", "mixup", "cutmix"),
     "Devices": ("devices", "shards", "placement", "workers"),
     "Run": ("name", "resume", "runs", "save_every", "log"),
-    "Predictions": ("output", "format", "top", "weights"),
+    "Results": ("output", "format", "json", "top", "weights"),
 }
 """The options of the jobs under the headings of their help, most used first."""
-_PLACES = {
-    name: (group, place) for group, names in GROUPS.items() for place, name in enumerate(names)
-}
+_HEADINGS = {name: heading for heading, names in GROUPS.items() for name in names}
 _EXAMPLES = {"classify": "photos", "segment": "cracks", "text": "reviews"}
 """A folder with the data of each job."""
 _METAVARS: dict[Any, str] = {
@@ -84,6 +86,12 @@ Config = Annotated[
     ),
 ]
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a trained run.")]
+LabelledData = Annotated[
+    Path,
+    typer.Argument(
+        metavar="DATA", help="Data as in training, whose test set is used; or a test set alone."
+    ),
+]
 Paths = Annotated[
     list[Path],
     typer.Argument(
@@ -109,6 +117,7 @@ def job_commands() -> dict[str, Any]:
     app = typer.Typer(rich_markup_mode=None)
     app.add_typer(jobs, name="train")
     _declare_predict(app)
+    _declare_evaluate(app)
     return dict(getattr(get_command(app), "commands"))  # noqa: B009  # typer does not type it
 
 
@@ -129,6 +138,46 @@ def _declare_predict(app: typer.Typer) -> None:
             tell(f"{len(prediction.rows)} predictions: {written}")
 
     declare(app, "predict", group="", examples=examples)(_with_options(predict, PredictOptions))
+
+
+def _declare_evaluate(app: typer.Typer) -> None:
+    examples = [
+        ("onefold evaluate runs/a photos", "its test set"),
+        ("onefold evaluate runs/a photos --json", "for a program"),
+        ("onefold evaluate runs/a photos --output all.csv", "every sample"),
+    ]
+
+    def evaluate(run_folder: RunFolder, data: LabelledData, **chosen: Any) -> None:
+        """Score a trained run on labelled data: overall, by class, and sample by sample."""
+        options = EvaluateOptions(**_given(chosen))
+        found = evaluate_run(run_folder, data, options)
+        for each in found.prediction.left_out:
+            tell(f"left out: {each}")
+        if options.output is not None:
+            write_prediction(found.prediction, options, sys.stdout)
+        if options.json:
+            print_json(found.as_dict())
+        else:
+            _tell_scores(found)
+
+    declare(app, "evaluate", group="", examples=examples)(_with_options(evaluate, EvaluateOptions))
+
+
+def _tell_scores(found: Evaluation) -> None:
+    console = Console(soft_wrap=True, highlight=False, markup=False)
+    samples = counted(len(found.prediction.rows), "sample")
+    console.print(f"{found.weights} on {samples} of {readable(found.data)}")
+    baseline = found.baseline.scores if found.baseline else {}
+    for name, value in found.scores.items():
+        least = f" (baseline {spell(name, baseline[name])})" if name in baseline else ""
+        console.print(f"{name}: {spell(name, value)}{least}")
+    if found.baseline:
+        console.print(f"The baseline answers {found.baseline.answer!r} for every sample.")
+    if found.by_class is not None:
+        for part in found.by_class.tables(found.classes):
+            console.print(part)
+    if found.warning:
+        console.print(f"Warning: {found.warning}")
 
 
 def _command(job: Job) -> Callable[..., None]:
@@ -160,8 +209,10 @@ def _with_options(command: Callable[..., None], options: type[Any]) -> Callable[
     # The fields hold their types as text, since their module postpones annotations.
     hints = typing.get_type_hints(options)
     # In the help they come in the order of their groups.
-    order = [*_PLACES]
-    fields = sorted(dataclasses.fields(options), key=lambda field: order.index(field.name))
+    order = {name: place for place, name in enumerate(_HEADINGS)}
+    fields = sorted(
+        dataclasses.fields(options), key=lambda field: order.get(field.name, len(order))
+    )
     parameters = [*own, *(_parameter(field, hints[field.name]) for field in fields)]
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {each.name: each.annotation for each in parameters}
@@ -196,7 +247,7 @@ def _parameter(field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
         help=f"{field.metadata['help']}{note}",
         envvar=field.metadata["variable"],
         metavar=_METAVARS.get(hint),
-        rich_help_panel=_PLACES[field.name][0],
+        rich_help_panel=_HEADINGS.get(field.name),
     )
     # typer has no tuples of any length; a list may be given by naming the option several times.
     asked = list[str] if typing.get_origin(hint) is tuple else hint
@@ -214,6 +265,14 @@ def _tell(result: dict[str, Any], folder: Path) -> None:
         console.print(
             f"Best: {best['score']} {best['value']:.4f} after epoch {best['epoch'] + 1}, kept in "
             f"{folder / best['checkpoint']}"
+        )
+    if result["confusion"]:
+        for part in ClassScores(np.array(result["confusion"])).tables(result["classes"]):
+            console.print(part)
+    if warning := warning_of(result):
+        console.print(
+            f"Warning: {warning}. More --epochs, another --lr, --class-weights auto or "
+            f"--balanced may help"
         )
     console.print(f"Fingerprint: {result['fingerprint']}")
     none = f"No report, without matplotlib; later: onefold report {folder}"

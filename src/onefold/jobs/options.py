@@ -240,6 +240,7 @@ class TrainOptions:
         "Logger of the run's numbers: tensorboard, wandb, mlflow or trackio.",
         shown="tensorboard if it is installed",
     )
+    best_by: str | None = option(None, "Score of the test set by which the best epoch is chosen.")
     seed: int = option(0, "Seed of initial weights, order, augmentation and dropout.")
     workers: int = option(0, "Processes that read ahead, for each device.", within(0, MOST_WORKERS))
     save_every: int = option(200, "Steps from one checkpoint to the next within an epoch.", COUNT)
