@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from onefold.jobs import classify, segment, text
+from onefold.jobs import classify_job, segment_job, text_job
 from onefold.jobs.run import Job
 
 __all__ = ["JOBS"]
@@ -19,11 +19,11 @@ JOBS = tuple(
     )
     for module, options, help in (
         (
-            classify,
-            classify.ClassifyOptions,
+            classify_job,
+            classify_job.ClassifyOptions,
             "Pictures with one label each: from class folders, IDX files or digits.",
         ),
-        (segment, segment.SegmentOptions, "Pictures with a mask each, by a U-Net."),
-        (text, text.TextOptions, "Texts with one label each, from TSV files."),
+        (segment_job, segment_job.SegmentOptions, "Pictures with a mask each, by a U-Net."),
+        (text_job, text_job.TextOptions, "Texts with one label each, from TSV files."),
     )
 )

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from onefold.errors import DataError
-from onefold.jobs import classify, require, segment, text
+from onefold.jobs import classify_job, require, segment_job, text_job
 from onefold.jobs.data.arrays import read_labelled
 from onefold.jobs.data.classes import class_files, test_folder
 from onefold.jobs.data.files import BadFile, readable, refuse
@@ -174,7 +174,7 @@ def _sum_up_classes(rows: list[_Row], facts: _Facts) -> dict[str, Any]:
 
 def _sum_up_masks(rows: list[_Row], facts: _Facts) -> dict[str, Any]:
     found = {name: torch.tensor([row.pop(name) for row in rows]) for name in _PIXELS}
-    return {"scores": segment.mask_scores(found)}
+    return {"scores": segment_job.mask_scores(found)}
 
 
 def _strange(path: Path, label: str, facts: _Facts, line: int | None = None) -> BadFile:
@@ -252,7 +252,7 @@ def _masks(run: Path, data: Path, facts: _Facts) -> _Labelled:
 
 
 def _mask_rule(run: Path) -> MaskRule:
-    options = read_config(run / CONFIG, segment.JOB)
+    options = read_config(run / CONFIG, segment_job.JOB)
     with kept_facts(run):
         values = (msgspec.convert(options.get(name, ()), tuple[str, ...]) for name in _RULE)
         return MaskRule(*values)
@@ -265,17 +265,17 @@ _PIXELS = "loss", "overlap", "predicted", "given", "counted"
 
 def _score_masks(use: Use) -> list[_Row]:
     """Compare the masks of all pictures with those that they should have; on every device."""
-    kind = segment.MaskModel.of_run(use.run)
+    kind = segment_job.MaskModel.of_run(use.run)
     facts = msgspec.convert(read_run(use.run, shape=_Facts), _Facts)
     with kept_facts(use.run):
         model = kind.build()
     weight = torch.tensor(facts.pos_weight)
-    _, measure = segment.loss_and_measure(weight, kind.threshold, model.stride)
+    _, measure = segment_job.loss_and_measure(weight, kind.threshold, model.stride)
     pairs = [Pair(each.path, each.mask) for each in use.inputs if each.mask is not None]
     data = PicturePairs(pairs, kind.normalise, _mask_rule(use.run), kind.white)
-    size = segment.EVALUATION_BATCH_SIZE
+    size = segment_job.EVALUATION_BATCH_SIZE
     found = use.measured(model, measure, data, Padded(model.stride), batch_size=size)
-    iou, dice = segment.mask_scores_of_each(found)
+    iou, dice = segment_job.mask_scores_of_each(found)
     columns = {"iou": iou, "dice": dice, **{name: found[name] for name in _PIXELS}}
     return [
         {**each.row, **{name: float(values[number]) for name, values in columns.items()}}
@@ -295,7 +295,7 @@ class _Job(NamedTuple):
 
 
 _JOBS = {
-    classify.JOB: _Job(_pictures, Use.pictures, _sum_up_classes),
-    text.JOB: _Job(_texts, Use.texts, _sum_up_classes),
-    segment.JOB: _Job(_masks, _score_masks, _sum_up_masks),
+    classify_job.JOB: _Job(_pictures, Use.pictures, _sum_up_classes),
+    text_job.JOB: _Job(_texts, Use.texts, _sum_up_classes),
+    segment_job.JOB: _Job(_masks, _score_masks, _sum_up_masks),
 }

@@ -24,7 +24,7 @@ from torch.export import Dim
 
 from onefold import load_weights
 from onefold.errors import LaunchError, OnefoldError
-from onefold.jobs import require, text
+from onefold.jobs import require, text_job
 from onefold.jobs.loaded import Batch, LoadedRun, load_run
 from onefold.jobs.runfolder import read_object, require_writable
 
@@ -90,11 +90,11 @@ def export_run(
     batches, samples = _batches(run, folder)
     path.parent.mkdir(parents=True, exist_ok=True)
     files = {beside: json.dumps(run.description, indent=1)}
-    if run.job == text.JOB:
-        tokenizer = path.with_name(f"{path.name}.{text.TOKENIZER_FILE}")
+    if run.job == text_job.JOB:
+        tokenizer = path.with_name(f"{path.name}.{text_job.TOKENIZER_FILE}")
         run.description["preprocessing"]["tokenizer"] = tokenizer.name
         files = {beside: json.dumps(run.description, indent=1)}
-        files[tokenizer] = (folder / text.TOKENIZER_FILE).read_text()
+        files[tokenizer] = (folder / text_job.TOKENIZER_FILE).read_text()
     # On the same disk, so that it can be renamed; what fails leaves nothing behind.
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".onefold-export-") as aside:
         made = Path(aside) / path.name
@@ -118,14 +118,14 @@ def _batches(run: LoadedRun, folder: Path) -> tuple[list[Batch], int]:
     try:
         shown = read_object(folder / "examples.json").get("samples") or []
         names = [each.get("text") or each.get("picture") or each.get("image") for each in shown]
-        found = [each if run.job == text.JOB else folder / each for each in names][:_SAMPLES]
+        found = [each if run.job == text_job.JOB else folder / each for each in names][:_SAMPLES]
         samples = [*dict.fromkeys(found)]
         if samples:
             return [run.preprocess(samples), run.preprocess(samples[:1])], len(samples)
     # A run that was stopped before it wrote any, or whose pictures are gone.
     except (OnefoldError, OSError, TypeError):
         pass
-    if run.job == text.JOB:
+    if run.job == text_job.JOB:
         return [run.preprocess(["one text and", "another"]), run.preprocess(["a third"])], 0
     from PIL import Image
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import onefold
 from onefold.errors import DataError
-from onefold.jobs import classify, require, segment, text
+from onefold.jobs import classify_job, require, segment_job, text_job
 from onefold.jobs.data.augment import LabelledPictures
 from onefold.jobs.data.pictures import open_picture
 from onefold.jobs.finetune import KeptModel, chosen_checkpoint, load_finite
@@ -96,7 +96,7 @@ _Loaded = tuple[nn.Module, nn.Module, Callable[[Sequence[Any]], Batch], dict[str
 
 
 def _load_pictures(run: Path) -> _Loaded:
-    kind = classify.PictureModel.of_run(run)
+    kind = classify_job.PictureModel.of_run(run)
     with kept_facts(run):
         model = kind.build()
 
@@ -110,7 +110,7 @@ def _load_pictures(run: Path) -> _Loaded:
 
 
 def _load_masks(run: Path) -> _Loaded:
-    kind = segment.MaskModel.of_run(run)
+    kind = segment_job.MaskModel.of_run(run)
     with kept_facts(run):
         model = kind.build()
 
@@ -124,14 +124,18 @@ def _load_masks(run: Path) -> _Loaded:
 
 
 def _load_texts(run: Path) -> _Loaded:
-    kind = text.TextModel.of_run(run)
+    kind = text_job.TextModel.of_run(run)
     model = kind.build(run)
 
     def preprocess(texts: Sequence[str]) -> Batch:
         batch = kind.collate([(ids, 0) for ids in kind.encode(texts)])
         return {name: batch[name] for name in ("input_ids", "attention_mask")}
 
-    before = {"tokenizer": text.TOKENIZER_FILE, "max_length": kind.max_length, "pad": kind.pad_id}
+    before = {
+        "tokenizer": text_job.TOKENIZER_FILE,
+        "max_length": kind.max_length,
+        "pad": kind.pad_id,
+    }
     facts = {"classes": list(kind.classes), "preprocessing": before}
     return model, TextLogits(model), preprocess, facts
 
@@ -150,9 +154,9 @@ class TextLogits(nn.Module):
 
 
 _LOADERS: dict[str, Callable[[Path], _Loaded]] = {
-    classify.JOB: _load_pictures,
-    segment.JOB: _load_masks,
-    text.JOB: _load_texts,
+    classify_job.JOB: _load_pictures,
+    segment_job.JOB: _load_masks,
+    text_job.JOB: _load_texts,
 }
 
 

@@ -21,7 +21,7 @@ from torch import nn
 
 import onefold
 from onefold.errors import CheckpointError, DataError, OnefoldError
-from onefold.jobs import classify, require, segment, text
+from onefold.jobs import classify_job, require, segment_job, text_job
 from onefold.jobs.classifier import Answer, confidences
 from onefold.jobs.data.augment import LabelledPictures
 from onefold.jobs.data.files import BadFile, refuse, require_ours
@@ -126,12 +126,12 @@ def predict_run(run: Path, paths: Sequence[Path], options: PredictOptions) -> Pr
     job = str(read_run(run).get("job"))
     if job not in _PREDICTORS:
         raise DataError(f"{run}: expected a run of {', '.join(_PREDICTORS)}, got {job}")
-    masks = job == segment.JOB
+    masks = job == segment_job.JOB
     weights = chosen_weights(run, options)
     check_output(options.output, masks=masks)
     classes = read_run(run).get("classes") or ()
     # The inputs are read whole only after everything that is quickly refused.
-    if job == text.JOB:
+    if job == text_job.JOB:
         inputs, left_out = _read_texts(paths)
     else:
         inputs, left_out = _read_pictures(paths, {*map(str, classes)}, masks=masks)
@@ -322,7 +322,7 @@ class Use:
 
     def pictures(self) -> list[dict[str, Any]]:
         """The classes of pictures."""
-        kind = classify.PictureModel.of_run(self.run)
+        kind = classify_job.PictureModel.of_run(self.run)
         with kept_facts(self.run):
             model = kind.build()
         data = LabelledPictures(
@@ -332,14 +332,16 @@ class Use:
             kind.test_changes,
             kind.normalise,
         )
-        return self._classes(model, classify.answer, data, kind.classes)
+        return self._classes(model, classify_job.answer, data, kind.classes)
 
     def texts(self) -> list[dict[str, Any]]:
         """The classes of texts."""
-        kind = text.TextModel.of_run(self.run)
+        kind = text_job.TextModel.of_run(self.run)
         ids = kind.encode([each.text for each in self.inputs])
         data = EncodedTexts(ids, self._labels(kind.classes))
-        return self._classes(kind.build(self.run), text.answer, data, kind.classes, kind.collate)
+        return self._classes(
+            kind.build(self.run), text_job.answer, data, kind.classes, kind.collate
+        )
 
     def _classes(
         self,
@@ -377,7 +379,7 @@ class Use:
 
         note = PngInfo()
         note.add_text("Software", MASK_NOTE)
-        kind = segment.MaskModel.of_run(self.run)
+        kind = segment_job.MaskModel.of_run(self.run)
         with kept_facts(self.run):
             model = kind.build()
         padded, folder = Padded(model.stride), self.options.output or Path()
@@ -401,7 +403,7 @@ class Use:
 
         data = LabelledPictures(self._files(kind), self._numbers, "RGB", (), kind.normalise)
         collate = partial(_numbered, padded=padded)
-        size = segment.EVALUATION_BATCH_SIZE
+        size = segment_job.EVALUATION_BATCH_SIZE
         shares = self.measured(model, draw, data, collate, batch_size=size)["share"]
         return [
             {**each.row, "mask": _mask_name(each.name), "share": share}
@@ -446,7 +448,7 @@ class Use:
         )
 
 
-_PREDICTORS = {classify.JOB: Use.pictures, segment.JOB: Use.masks, text.JOB: Use.texts}
+_PREDICTORS = {classify_job.JOB: Use.pictures, segment_job.JOB: Use.masks, text_job.JOB: Use.texts}
 
 
 def _predict(use: Use) -> list[dict[str, Any]] | OnefoldError:

@@ -130,6 +130,7 @@ def run_job(job: Job, options: TrainOptions) -> dict[str, Any]:
         RunFailed: a device failed, or the run was stopped.
     """
     # In the order of what they cost: whatever can be refused at once is, before the data are read.
+    _require_devices(options)
     begun = options.resume and (options.folder / RUN).is_file()
     before = read_run(options.folder, job.name, shape=_Before) if begun else {}
     _check_unfinished(options, before)
@@ -199,6 +200,25 @@ def _read_data(job: Job, options: TrainOptions) -> Any:
         number = stop.number if isinstance(stop, Stopped) else signal.SIGINT
         stopped = "stopped while the data were read, before anything was trained or written"
         raise RunFailed(stopped, 128 + number) from None
+
+
+def _require_devices(options: TrainOptions) -> None:
+    """Refuse devices that do not exist, and more of them than there are shards.
+
+    Raises:
+        LaunchError, ValueError: a device does not exist, or there are more devices than shards.
+    """
+    # In a process of another launcher, that launcher has chosen them.
+    if onefold.is_launched():
+        return
+    chosen = onefold.select_devices(options.devices)
+    count = len(chosen.devices)
+    # With --devices auto, those that find no shard may leave.
+    if count > options.shards and not chosen.may_leave:
+        raise LaunchError(
+            f"--devices {options.devices}: {count} devices cannot share {options.shards} shards: a "
+            f"shard is never divided. Use --devices {options.shards} or fewer, or --shards {count}"
+        )
 
 
 def _home(options: TrainOptions) -> str:
