@@ -48,8 +48,7 @@ def classify(*, data: str | Path, devices: int | str = "auto", **options: Any) -
     Example:
         >>> import tempfile
         >>> small = {"model": "lenet", "epochs": 1, "runs": tempfile.mkdtemp(), "name": "a"}
-        >>> result = onefold.jobs.classify(data="digits", devices=1, **small)  # doctest: +ELLIPSIS
-        ...
+        >>> result = onefold.jobs.classify(data="digits", devices=1, **small)
         >>> result.folder.name, sorted(result.scores)[:2]
         ('a', ['accuracy', 'balanced-accuracy'])
     """

@@ -27,13 +27,7 @@ Batch = dict[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedRun:
-    """A trained run in a program; made by `load_run`.
-
-    Example:
-        >>> run = onefold.load_run("runs/photos")  # doctest: +SKIP
-        >>> batch = run.preprocess(["a.jpg", "b.jpg"])  # doctest: +SKIP
-        >>> run.module(**batch).softmax(dim=1)  # (2, classes) float32  # doctest: +SKIP
-    """
+    """A trained run in a program; `load_run` makes it, and has an example."""
 
     job: str
     """``classify``, ``segment`` or ``text``."""
@@ -65,11 +59,13 @@ def load_run(folder: str | Path, *, weights: Literal["best", "last"] = "best") -
 
     Example:
         >>> import tempfile
-        >>> from onefold.jobs.digits import train_digits  # doctest: +SKIP
-        >>> onefold.load_run(tempfile.mkdtemp())
-        Traceback (most recent call last):
-            ...
-        onefold.errors.DataError: ...: expected the folder of a run, with run.json in it
+        >>> from PIL import Image
+        >>> small = {"model": "lenet", "epochs": 1, "runs": tempfile.mkdtemp()}
+        >>> result = onefold.jobs.classify(data="digits", devices=1, **small)
+        >>> run = onefold.load_run(result.folder)
+        >>> batch = run.preprocess([Image.new("L", (8, 8)), Image.new("L", (9, 7))])
+        >>> run.module(**batch).softmax(dim=1).shape
+        torch.Size([2, 10])
     """
     path = Path(folder)
     job = str(read_run(path).get("job"))
