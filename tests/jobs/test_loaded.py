@@ -156,9 +156,10 @@ EXPORTS: list[tuple[str, Target]] = [
 @pytest.mark.full
 @for_each(("job", "to"), EXPORTS)
 def test_other_formats_take_any_number_and_size(
-    job: str, to: Target, runs: Any, tmp_path: Path
+    job: str, to: Target, runs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More samples than were traced, and pictures of another size."""
+    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # which would leave a thread
     _, folder = runs[job]
     run = onefold.load_run(folder)
     if to == "onnx":

@@ -44,6 +44,7 @@ from onefold.jobs.models.catalog import (
     head_of,
     import_timm,
 )
+from onefold.jobs.named_weights import find_weights, model_named
 from onefold.jobs.options import (
     FRACTION,
     MOST_SIDE,
@@ -120,7 +121,7 @@ def check_early(options: ClassifyOptions) -> None:
     require("reading pictures", "images", "PIL")
     finetune.require_pretrained(options.pretrained, JOB, options.pretrained_classes)
     before = PictureModel.before(options)
-    model = options.model or (before.name if before else USUAL_MODEL)
+    model = _model_name(options, before)
     if model not in MODELS:
         import_timm(model)
     elif options.freeze or options.freeze_until:
@@ -129,6 +130,11 @@ def check_early(options: ClassifyOptions) -> None:
             model, num_classes=2, in_channels=3, image_size=options.image_size or FIXED_SIDE
         )
         finetune.freeze(fresh, options, head_name(fresh))
+
+
+def _model_name(options: ClassifyOptions, before: PictureModel | None) -> str:
+    usual = before.name if before else model_named(options.pretrained) or USUAL_MODEL
+    return options.model or usual
 
 
 def prepare(options: ClassifyOptions, scanning: Scanning | None = None) -> PictureClasses:
@@ -173,7 +179,7 @@ def settle(options: ClassifyOptions, data: PictureClasses) -> ClassifyOptions:
             f"--model {options.model}: the run {run} is of {before.name}; leave --model out to "
             f"begin with its weights"
         )
-    model = options.model or (before.name if before else USUAL_MODEL)
+    model = _model_name(options, before)
     # The weights of such a model, in its last layers, fit one size of picture only.
     if before and model not in RESNETS and options.image_size not in (None, before.image_size):
         raise ValueError(
@@ -284,7 +290,7 @@ def _picture_model(options: ClassifyOptions, data: PictureClasses) -> PictureMod
 def _with_weights(options: ClassifyOptions, kind: PictureModel) -> tuple[nn.Module, PictureModel]:
     """Build a model from pretrained weights and a new last layer, with the stem of the weights."""
     run = finetune.run_of(options.pretrained)
-    weights = finetune.best_checkpoint(run) if run else Path(options.pretrained or "")
+    weights = finetune.best_checkpoint(run) if run else find_weights(options.pretrained or "")
     stems = [kind.small_stem]
     if kind.small_stem is not None and options.stem == "auto":
         stems.append(not kind.small_stem)

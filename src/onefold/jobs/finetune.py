@@ -25,6 +25,8 @@ import onefold
 from onefold.errors import CheckpointError, DataError, LaunchError
 from onefold.jobs.data.augment import IMAGENET, Normalise
 from onefold.jobs.data.pictures import Sums
+from onefold.jobs.models.catalog import TIMM_PREFIX
+from onefold.jobs.named_weights import find_weights, timm_facts
 from onefold.jobs.options import PictureOptions, TrainOptions, scaled_rate
 from onefold.jobs.runfolder import CHECKPOINTS, SavedName, kept_facts, read_run
 from onefold.system.compat import BatchNorm
@@ -140,13 +142,13 @@ def require_pretrained(
     if run is not None:
         read_run(run, job)
         check_weights(best_checkpoint(run))
-    elif pretrained and not Path(pretrained).exists():
+    elif pretrained and not (weights := find_weights(pretrained)).exists():
         raise CheckpointError(
-            f"--pretrained {pretrained}: expected a file of weights, or the folder of a run; there "
-            f"is nothing of that name"
+            f"--pretrained {pretrained}: expected a file of weights, the folder of a run, or a "
+            f"name with torchvision:, timm: or hf: before it; there is nothing of that name"
         )
     elif pretrained:
-        check_weights(Path(pretrained))
+        check_weights(weights)
     if pretrained_classes and not Path(pretrained_classes).is_file():
         raise CheckpointError(
             f"--pretrained-classes {pretrained_classes}: expected a file of class names, one a "
@@ -249,6 +251,9 @@ def statistics_of(
     chosen = options.normalise
     if chosen == "auto" and before:
         statistics = before.mean, before.std
+    elif chosen == "auto" and (options.pretrained or "").startswith(TIMM_PREFIX):
+        facts = timm_facts(options.pretrained or "")
+        statistics = tuple(facts.mean), tuple(facts.std)
     elif chosen == "imagenet" or (chosen == "auto" and options.pretrained):
         statistics = IMAGENET
     else:

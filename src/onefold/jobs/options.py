@@ -311,7 +311,9 @@ class PictureOptions(TrainOptions):
         "weights need it.",
     )
     pretrained: str | None = option(
-        None, "Begin with the weights of a file, or of the folder of a run.", shown="none"
+        None,
+        "Begin with weights: a file, a run, torchvision:NAME, timm:NAME or hf:ORG/NAME.",
+        shown="none",
     )
     pretrained_key: str | None = option(
         None, "Where the file keeps its weights, such as state_dict.", shown="at the top"
