@@ -54,7 +54,10 @@ GROUPS = {
         *("pos_weight", "precision", "compile", "microbatch", "seed"),
         *("evaluation_batch_size", "threshold"),
     ),
-    "Augmentation": ("augment", "least_area", "flip", "turns", "jitter", "mixup", "cutmix"),
+    "Augmentation": (
+        *("augment", "least_area", "flip", "turns", "jitter", "randaugment", "erasing"),
+        *("mixup", "cutmix"),
+    ),
     "Devices": ("devices", "shards", "placement", "workers"),
     "Run": ("name", "resume", "runs", "save_every", "log"),
     "Results": ("output", "format", "json", "top", "weights"),

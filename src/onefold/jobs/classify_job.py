@@ -30,6 +30,7 @@ from onefold.jobs.data.augment import (
     RandomFlip,
     RandomResizedCrop,
     RandomShift,
+    by_kornia,
 )
 from onefold.jobs.data.classes import PictureClasses, read_folders
 from onefold.jobs.data.fetch import fetch_dataset
@@ -119,6 +120,9 @@ def check_early(options: ClassifyOptions) -> None:
         ValueError: an option does not suit the model.
     """
     require("reading pictures", "images", "PIL")
+    for name in ("randaugment", "erasing"):
+        if getattr(options, name):
+            require(f"--{name}", "augment", "kornia")
     finetune.require_pretrained(options.pretrained, JOB, options.pretrained_classes)
     before = PictureModel.before(options)
     model = _model_name(options, before)
@@ -339,7 +343,8 @@ def _train_changes(options: ClassifyOptions, size: int) -> list[Any]:
         "shift": [RandomShift(size)],
         "crop": [RandomResizedCrop(size, options.least_area)],
     }
-    return [*changes[options.augment], *([RandomFlip()] if options.flip == "yes" else [])]
+    flips = [RandomFlip()] if options.flip == "yes" else []
+    return [*changes[options.augment], *flips, *by_kornia(options.randaugment, options.erasing)]
 
 
 def _mix(options: ClassifyOptions, classes: int) -> Mix | None:
@@ -390,6 +395,12 @@ class ClassifyOptions(PictureOptions):
     )
     flip: Flip = option("auto", "Mirror every second picture; auto: if they have colours.")
     label_smoothing: float = option(0.0, "Share of a label that is spread over all classes.", SHARE)
+    randaugment: int = option(
+        0, "Magnitude of two random operations (RandAugment), such as 9; by kornia.", within(0, 30)
+    )
+    erasing: float = option(
+        0.0, "Probability that a random box of a picture becomes black; by kornia.", within(0, 1)
+    )
     mixup: float = option(
         0.0, "Mix each picture and label with another of its shard; usual are 0.2 to 1.", MIX
     )

@@ -3,6 +3,7 @@ import random
 from collections.abc import Callable
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -16,6 +17,7 @@ from onefold.jobs.data.augment import (
     RandomFlip,
     RandomResizedCrop,
     RandomShift,
+    by_kornia,
 )
 from onefold.jobs.data.pictures import ArrayPictures, Mode
 from tests.jobs.data.pictures import noise
@@ -157,3 +159,26 @@ def test_a_single_picture_is_mixed_with_itself() -> None:
         mixed, labels = mix([(picture, 1)])
         torch.testing.assert_close(mixed[0], picture)
         torch.testing.assert_close(labels, torch.tensor([[0.0, 1.0]]))
+
+
+@pytest.mark.full
+@for_each(("randaugment", "erasing"), [(9, 0.0), (0, 1.0), (9, 0.5)])
+def test_kornias_changes_depend_on_the_seed_alone(randaugment: int, erasing: float) -> None:
+    pytest.importorskip("kornia")
+    for mode in ("L", "RGB"):
+        picture = noise((30, 20), mode)
+        seen = []
+        for seed in (1, 1, 2, 3):
+            changes = by_kornia(randaugment, erasing)
+            torch.manual_seed(seed)
+            changed = picture
+            for change in changes:
+                changed = change(changed)
+            assert (changed.mode, changed.size) == (mode, picture.size)
+            seen.append(changed.tobytes())
+        assert seen[0] == seen[1]
+        assert len(set(seen)) > 1
+
+
+def test_no_library_is_asked_for_nothing() -> None:
+    assert by_kornia(0, 0.0) == []

@@ -7,10 +7,11 @@ here may draw from ``random`` or NumPy instead, nor keep a generator of its own.
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -32,6 +33,7 @@ __all__ = [
     "RandomShift",
     "below",
     "between",
+    "by_kornia",
 ]
 
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
@@ -163,6 +165,36 @@ class LabelledPictures(Dataset[tuple[torch.Tensor, int]]):
         for change in self.changes:
             picture = change(picture)
         return self.normalise(picture), self.labels[index]
+
+
+@dataclass(frozen=True, slots=True)
+class ByKornia:
+    """Change a picture by a module of kornia, which takes tensors of three channels."""
+
+    module: torch.nn.Module
+
+    def __call__(self, picture: Image) -> Image:
+        from PIL import Image
+
+        pixels = torch.from_numpy(np.array(picture.convert("RGB"), dtype=np.uint8))
+        changed = self.module(pixels.permute(2, 0, 1).unsqueeze(0).to(torch.float32) / 255)
+        whole = (changed[0].clamp(0, 1) * 255).round().to(torch.uint8).permute(1, 2, 0)
+        return Image.fromarray(whole.numpy()).convert(picture.mode)
+
+
+def by_kornia(randaugment: int, erasing: float) -> list[Change]:
+    """Changes of kornia: RandAugment (Cubuk et al., 2019), and erasing (Zhong et al., 2017).
+
+    Args:
+        randaugment: magnitude of two operations, 1 to 30; 0 for none.
+        erasing: probability that a box becomes black; 0 for none.
+    """
+    if not randaugment and not erasing:
+        return []
+    kornia: Any = importlib.import_module("kornia.augmentation")
+    modules = [kornia.auto.RandAugment(n=2, m=randaugment)] if randaugment else []
+    modules += [kornia.RandomErasing(p=erasing)] if erasing else []
+    return [ByKornia(module) for module in modules]
 
 
 @dataclass(frozen=True, slots=True)
