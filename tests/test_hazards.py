@@ -14,6 +14,8 @@ import onefold
 SOURCE = Path(onefold.__file__).parent
 
 RUNS_CODE = """
+    jobs/__init__.py importlib.import_module: our own functions, when they are first used
+    jobs/data/augment.py importlib.import_module: kornia, by that name, where it is installed
     jobs/export.py importlib.import_module: onnxruntime, by that name, where it is installed
     jobs/loggers.py importlib.import_module: the logger's, of four names
     jobs/models/catalog.py importlib.import_module: timm, by that name, where it is installed
