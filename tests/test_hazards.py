@@ -17,6 +17,8 @@ RUNS_CODE = """
     jobs/__init__.py importlib.import_module: our own functions, when they are first used
     jobs/data/augment.py importlib.import_module: kornia, by that name, where it is installed
     jobs/export.py importlib.import_module: onnxruntime, by that name, where it is installed
+    jobs/evaluate.py check_output: our own function, which starts nothing
+    jobs/predict.py check_output: as above
     jobs/loggers.py importlib.import_module: the logger's, of four names
     jobs/models/catalog.py importlib.import_module: timm, by that name, where it is installed
     __init__.py import_module: our own modules, when their names are first used
