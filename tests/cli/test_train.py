@@ -22,6 +22,7 @@ each_job = for_each("job", JOBS)
 RESULT: dict[str, Any] = {
     "folder": "runs/one",
     "best": {"score": "accuracy", "value": 0.9876, "epoch": 4, "checkpoint": "checkpoints/step-9"},
+    "confusion": None,
     "fingerprint": "0123456789abcdef",
     "report": None,
     "is_lead": True,

@@ -324,7 +324,7 @@ def export(
     ] = "best",
     as_json: AsJson = False,
 ) -> None:
-    """Write the model of a run for programs without onefold, with classes and preprocessing."""
+    """Write the model of a run for programs without onefold."""
     from onefold.jobs.export import export_run
 
     made = export_run(run_folder, to, output, weights=weights)
