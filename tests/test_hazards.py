@@ -17,8 +17,6 @@ RUNS_CODE = """
     jobs/__init__.py importlib.import_module: our own functions, when they are first used
     jobs/data/augment.py importlib.import_module: kornia, by that name, where it is installed
     jobs/export.py importlib.import_module: onnxruntime, by that name, where it is installed
-    jobs/evaluate.py check_output: our own function, which starts nothing
-    jobs/predict.py check_output: as above
     jobs/loggers.py importlib.import_module: the logger's, of four names
     jobs/models/catalog.py importlib.import_module: timm, by that name, where it is installed
     __init__.py import_module: our own modules, when their names are first used
@@ -52,6 +50,8 @@ WRITES_OR_REMOVES = """
     checkpoint/folder.py tempfile.TemporaryDirectory: in the directory, to try it
     exchange/shared.py os.ftruncate: memory without a name
     jobs/data/fetch.py open: a temporary file of pooch in the cache
+    jobs/data/files.py tempfile.mkstemp: a new file, which the message names
+    jobs/data/files.py os.fdopen: that file
     jobs/digits.py figure.savefig: into a file that is put aside first
     jobs/report/curves.py figure.savefig: into memory
     jobs/export.py each.rename: a new file, from the private folder beside it

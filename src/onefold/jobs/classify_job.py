@@ -1,4 +1,4 @@
-"""Pictures with one label each: the options, the data, the model, and what is shown of it."""
+"""Pictures with labels: the options, the data, the model, and what is shown of it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,7 @@ from torch import nn
 
 from onefold.errors import CheckpointError, LaunchError
 from onefold.jobs import finetune, require
-from onefold.jobs.classifier import (
-    BestBy,
-    ClassWeights,
-    check_balance,
-    class_task,
-    classifier_examples,
-    usual_best_by,
-)
+from onefold.jobs.classifier import BestBy, ClassWeights, check_balance
 from onefold.jobs.data.arrays import read_digits, read_idx_folder
 from onefold.jobs.data.augment import (
     CentreCrop,
@@ -32,10 +25,13 @@ from onefold.jobs.data.augment import (
     RandomShift,
     by_kornia,
 )
-from onefold.jobs.data.classes import PictureClasses, read_folders
+from onefold.jobs.data.classes import PictureClasses, read_classes
 from onefold.jobs.data.fetch import fetch_dataset
+from onefold.jobs.data.labels import TaskName
 from onefold.jobs.data.pictures import Mode, require_folder
+from onefold.jobs.data.samples import read_listed
 from onefold.jobs.data.scan import Scanning
+from onefold.jobs.data.tables import Columns, is_table
 from onefold.jobs.models.catalog import (
     FIXED,
     MODELS,
@@ -59,6 +55,15 @@ from onefold.jobs.options import (
     within,
 )
 from onefold.jobs.runfolder import RunFolder
+from onefold.jobs.targets import (
+    Target,
+    best_by_of,
+    check_task_options,
+    target_examples,
+    target_of,
+    target_task,
+    targets,
+)
 from onefold.jobs.training import Task
 from onefold.system.compat import BatchNorm
 
@@ -92,12 +97,13 @@ class PictureModel(finetune.KeptModel, frozen=True, kw_only=True):
     mode: Mode
     small_stem: bool | None
     """Whether its first layers are those for small pictures; None if the model has no choice."""
+    target: Target = Target()
 
     def build(self) -> nn.Module:
         """Build the model with fresh weights."""
         return build_model(
             self.name,
-            num_classes=len(self.classes),
+            num_classes=len(self.classes) or 1,
             in_channels=CHANNELS[self.mode],
             image_size=self.image_size,
             small_images=self.small_stem,
@@ -151,21 +157,27 @@ def prepare(options: ClassifyOptions, scanning: Scanning | None = None) -> Pictu
     Raises:
         DataError, FileNotFoundError, ValueError: the data are missing, damaged or unsuitable.
     """
+    if options.task != "single-label" and options.data in ("digits", *FETCHED):
+        raise ValueError(f"--task {options.task}: expected other data than {options.data}")
     if options.data == "digits":
         return read_digits(holdout=options.holdout, seed=options.seed)
     directory = Path(options.data)
     # A folder of the user's that happens to be called mnist is taken for what it is.
     if options.data in FETCHED and not directory.is_dir():
         directory = fetch_dataset(options.data, Path(options.cache).expanduser())
-    require_folder(directory, f"a folder, or digits, {', '.join(FETCHED)}")
+    columns = Columns("image", options.image_column, options.label_column)
+    tabled = is_table(directory) or (directory.is_file() and options.label_column)
+    if not tabled:
+        require_folder(directory, f"a folder, a table, or digits, {', '.join(FETCHED)}")
     if any(directory.glob("*-images-idx3-ubyte*")):
         names = FASHION_CLASSES if options.data == "fashion-mnist" else None
         return read_idx_folder(directory, names, labels_as_is=options.labels_as_is)
-    return read_folders(
-        directory,
+    return read_classes(
+        read_listed(directory, options.dev, columns, options.task) if tabled else directory,
         holdout=options.holdout,
         seed=options.seed,
         skip_bad=options.skip_bad,
+        task=options.task,
         labels_as_is=options.labels_as_is,
         scanning=scanning,
     )
@@ -203,7 +215,7 @@ def settle(options: ClassifyOptions, data: PictureClasses) -> ClassifyOptions:
         image_size=size,
         epochs=options.epochs or (5 if fine else 10),
         lr=full_rate(options, fine=fine),
-        best_by=options.best_by or usual_best_by(options),
+        best_by=best_by_of(options),
         **{name: each for name, each in usual.items() if getattr(options, name) == "auto"},
     )
 
@@ -236,13 +248,14 @@ def make_task(options: ClassifyOptions, data: PictureClasses) -> Task:
     model, kind = _with_weights(options, kind) if options.pretrained else (kind.build(), kind)
     pictures = partial(LabelledPictures, mode=kind.mode, normalise=kind.normalise)
     changes = _train_changes(options, kind.image_size)
-    test_set = pictures(data.test.pictures, data.test.labels, changes=kind.test_changes)
+    test_set = pictures(data.test.pictures, targets(data.test.labels), changes=kind.test_changes)
     return Task(
         model=model,
         head=head_name(model),
-        **class_task(
+        **target_task(
             answer,
             options,
+            kind.target,
             train_labels=data.train.labels,
             test_labels=data.test.labels,
             classes=kind.classes,
@@ -250,16 +263,22 @@ def make_task(options: ClassifyOptions, data: PictureClasses) -> Task:
         # In training, batch norm raises an error if a channel has a single value, as it may after
         # the last pooling of a single picture.
         least_shard=2 if any(isinstance(part, BatchNorm) for part in model.modules()) else 1,
-        train_set=pictures(data.train.pictures, data.train.labels, changes=changes),
+        train_set=pictures(data.train.pictures, targets(data.train.labels), changes=changes),
         test_set=test_set,
         train_collate=_mix(options, len(kind.classes)),
-        examples=lambda predict, folder: classifier_examples(
-            JOB, predict, answer, test_set, kind.classes, partial(_shown, folder, test_set)
+        examples=lambda predict, folder: target_examples(
+            JOB,
+            predict,
+            answer,
+            kind.target,
+            test_set,
+            kind.classes,
+            partial(_shown, folder, test_set),
         ),
         facts={
             "classes": list(kind.classes),
             "model": kind.name,
-            "picture_model": msgspec.structs.asdict(kind),
+            "picture_model": msgspec.to_builtins(kind),
         },
     )
 
@@ -287,6 +306,7 @@ def _picture_model(options: ClassifyOptions, data: PictureClasses) -> PictureMod
         mean=mean,
         std=std,
         small_stem=stem if model in RESNETS else None,
+        target=target_of(options.task, data.train.labels),
         white=data.white,
     )
 
@@ -370,12 +390,25 @@ class ClassifyOptions(PictureOptions):
     epochs: int | None = again("epochs", shown="10, or 5 with --pretrained")
     lr: float | None = again("lr", shown="0.05 with sgd, else 0.001; a fifth with --pretrained")
     best_by: BestBy | None = again(
-        "best_by", shown="accuracy, or balanced-accuracy with --class-weights auto or --balanced"
+        "best_by",
+        shown="the task's first; balanced-accuracy with --class-weights auto or --balanced",
     )
     model: str | None = option(
         None,
         f"{', '.join(MODELS)}, or timm:NAME where timm is installed.",
         shown="resnet18, or that of the pretrained run",
+    )
+    task: TaskName = option(
+        "single-label", "What to predict: one class of each sample, several of them, or a number."
+    )
+    dev: str | None = option(
+        None, "Table to test with, if --data is one.", shown="a share of the pictures"
+    )
+    image_column: str | None = option(
+        None, "Column with the paths of the pictures in a table.", shown="the one of a usual name"
+    )
+    label_column: tuple[str, ...] = option(
+        (), "Column of the labels in a table.", shown="the one of a usual name"
     )
     cache: str = option("~/.cache/onefold", "Where mnist and fashion-mnist are fetched to.")
     image_size: int | None = option(
@@ -427,5 +460,6 @@ class ClassifyOptions(PictureOptions):
         # Not super(), which fails here: see PictureOptions.
         PictureOptions.__post_init__(self)
         check_balance(self)
+        check_task_options(self)
         known = self.model is None or self.model in MODELS or self.model.startswith("timm:")
         expect(known, "model", self.model, f"{', '.join(MODELS)} or timm:NAME")

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 import torch
 from torch import nn
 
@@ -33,12 +34,13 @@ class LoadedRun:
     """``classify``, ``segment`` or ``text``."""
     module: nn.Module
     """The model in evaluation mode, on the CPU. It takes what ``preprocess`` returns, and gives
-    logits: (n, classes) float32, or (n, 1, h, w) of masks."""
+    logits: (n, classes) float32, or (n, 1 or classes, h, w) of masks. Of a number it gives (n, 1)
+    float32, in standard deviations from the mean, as ``description["target"]`` has them."""
     preprocess: Callable[[Sequence[Any]], Batch]
     """Makes a batch of paths, of Pillow's pictures, or of texts; each by itself, as in training
     without augmentation. Pictures for masks are padded on the right and below to a common size."""
     classes: tuple[str, ...]
-    """Names of the classes, in the order of the logits; none for masks."""
+    """Names of the classes, in the order of the logits; none for numbers and plain masks."""
     weights: Path
     """The folder of the checkpoint."""
     description: dict[str, Any] = field(repr=False)
@@ -102,7 +104,7 @@ def _load_pictures(run: Path) -> _Loaded:
     (cut,) = kind.test_changes
     shorter = round(cut.size * cut.margin)
     before = {"mode": kind.mode, "shorter_side": shorter, "centre_crop": cut.size, **_numbers(kind)}
-    return model, model, preprocess, {"classes": list(kind.classes), "preprocessing": before}
+    return model, model, preprocess, _facts(kind, before)
 
 
 def _load_masks(run: Path) -> _Loaded:
@@ -116,7 +118,15 @@ def _load_masks(run: Path) -> _Loaded:
         return {"images": Padded(model.stride)([(image, mask) for image in images])["images"]}
 
     before = {"mode": "RGB", "side_multiple": model.stride, **_numbers(kind)}
-    return model, model, preprocess, {"threshold": kind.threshold, "preprocessing": before}
+    facts = {"threshold": kind.threshold, "classes": [each.name for each in kind.classes]}
+    return model, model, preprocess, {**facts, "preprocessing": before}
+
+
+def _facts(
+    kind: classify_job.PictureModel | text_job.TextModel, before: dict[str, Any]
+) -> dict[str, Any]:
+    target = msgspec.to_builtins(kind.target)
+    return {"target": target, "classes": list(kind.classes), "preprocessing": before}
 
 
 def _load_texts(run: Path) -> _Loaded:
@@ -132,8 +142,7 @@ def _load_texts(run: Path) -> _Loaded:
         "max_length": kind.max_length,
         "pad": kind.pad_id,
     }
-    facts = {"classes": list(kind.classes), "preprocessing": before}
-    return model, TextLogits(model), preprocess, facts
+    return model, TextLogits(model), preprocess, _facts(kind, before)
 
 
 class TextLogits(nn.Module):

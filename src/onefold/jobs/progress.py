@@ -25,8 +25,10 @@ from rich.text import Text
 import onefold
 from onefold.system.words import counted, tell
 
-__all__ = ["PHASES", "TrainingBar", "epoch_line", "reading_bar"]
+__all__ = ["PHASES", "UNITS", "TrainingBar", "epoch_line", "reading_bar"]
 
+UNITS = ("rmse", "mae", "r2")
+"""Scores that are no shares of 1."""
 PHASES = ("data", "forward", "backward", "exchange", "update")
 """What the time of a step is spent on; see `onefold.Step.seconds`."""
 _QUIET_S = 30.0
@@ -165,4 +167,4 @@ def phase_shares(devices: list[dict[str, Any]]) -> dict[str, float]:
 def _score(name: str, value: float) -> str:
     if name == "loss":
         return f"test loss {value:.4f}"
-    return f"{name} {value:.2%}"
+    return f"{name} {value:.4g}" if name in UNITS else f"{name} {value:.2%}"

@@ -17,13 +17,15 @@ import importlib.util
 import math
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypedDict
 
 import onefold
 from onefold.errors import CheckpointError, DataError, LaunchError, PeerFailed, PeerLost, RunFailed
-from onefold.jobs.data.files import visible
+from onefold.jobs.data.files import left_out_notes, visible
+from onefold.jobs.data.layouts import refuse_other_layouts
 from onefold.jobs.data.scan import Scanning, read_scan
 from onefold.jobs.loggers import require_logger
 from onefold.jobs.options import RUN_OPTIONS, TrainOptions, from_mapping, read_config
@@ -38,7 +40,13 @@ from onefold.jobs.runfolder import (
     require_room,
 )
 from onefold.jobs.training import Task, begin_training
-from onefold.system.process import NOTICES, STOP_SIGNALS, STOPPED_CODE, Stopped
+from onefold.system.process import (
+    NOTICES,
+    STOP_SIGNALS,
+    STOPPED_CODE,
+    Stopped,
+    ctrl_c_later,
+)
 from onefold.system.words import tell
 
 __all__ = ["Job", "read_options", "run_job"]
@@ -134,11 +142,12 @@ def run_job(job: Job, options: TrainOptions) -> dict[str, Any]:
     begun = options.resume and (options.folder / RUN).is_file()
     before = read_run(options.folder, job.name, shape=_Before) if begun else {}
     _check_unfinished(options, before)
+    refuse_other_layouts(Path(options.data), job.name)
     require_room(options.folder)
     require_logger(options.log)
     job.check_early(options)
     data = _read_data(job, options)
-    notes = [*(f"left out: {bad}" for bad in data.left_out), *data.notes]
+    notes = [*left_out_notes(data.left_out), *data.notes]
     drawn = importlib.util.find_spec("matplotlib") is not None
     if not drawn:
         notes.append(
@@ -185,7 +194,9 @@ def run_job(job: Job, options: TrainOptions) -> dict[str, Any]:
     if drawn and result["is_lead"]:
         from onefold.jobs.report import build_report
 
-        report = str(build_report(settled.folder))
+        # The run has ended, so there is nothing left to stop, and the page takes a few seconds.
+        with suppress(KeyboardInterrupt), ctrl_c_later(signal.SIGTERM, signal.SIGHUP):
+            report = str(build_report(settled.folder))
     return {**result, "folder": str(settled.folder), "report": report}
 
 

@@ -34,7 +34,6 @@ __all__ = [
     "no_better",
     "rule_of",
     "spell",
-    "warning_of",
 ]
 
 Measured = dict[str, torch.Tensor]
@@ -44,6 +43,7 @@ Measure = Callable[[nn.Module, Any], Measured]
 Predict = Callable[[Measure, Any], Measured]
 """``Trainer.predict`` of a measure and a data set, read as in the evaluation of the run."""
 
+_LOWEST = frozenset({"loss", "mae", "rmse"})
 _SHOWN = 6
 """With more than twice as many classes, only so many of the largest and the smallest are listed."""
 _IN_TABLES, _IN_MATRIX = 20, 10
@@ -57,7 +57,7 @@ def rule_of(name: str) -> str:
     >>> rule_of("macro-f1"), rule_of("loss")
     ('highest macro-f1', 'lowest loss')
     """
-    return f"{'lowest' if name == 'loss' else 'highest'} {name}"
+    return f"{'lowest' if name in _LOWEST else 'highest'} {name}"
 
 
 def is_share(name: str) -> bool:
@@ -282,18 +282,3 @@ accuracy is 80.0%, that of the baseline 80.0%
         f"sample: its best test {name} is {spell(name, value)}, that of the baseline "
         f"{spell(name, least)}"
     )
-
-
-def warning_of(facts: Mapping[str, Any]) -> str | None:
-    """Warn of a run that is no better than its baseline; see `no_better`.
-
-    Args:
-        facts: those of its ``run.json``, of any version.
-    """
-    best, baseline = facts.get("best"), facts.get("baseline")
-    if not best or not baseline:
-        return None
-    numbers = [best.get("value"), baseline["scores"].get(best.get("score"))]
-    value, least = (math.nan if each is None else float(each) for each in numbers)
-    found = Baseline(str(baseline["answer"]), {str(best.get("score")): least})
-    return no_better(str(facts.get("score")), value, found)

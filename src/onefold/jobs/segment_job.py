@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -19,6 +20,7 @@ import onefold
 from onefold.errors import DataError
 from onefold.jobs import finetune, require
 from onefold.jobs.classifier import spread
+from onefold.jobs.data.maskclasses import AUTO, MaskClass, coloured_mask, list_classes
 from onefold.jobs.data.masks import MaskRule, read_mask
 from onefold.jobs.data.pairs import MaskedPictures, read_pairs
 from onefold.jobs.data.pictures import open_picture, require_folder
@@ -74,6 +76,8 @@ MOST_WIDTH = 4096
 """The most channels of the encoder's first layer."""
 LARGEST_CROP = 256
 EVALUATION_BATCH_SIZE = 8
+SHOWN = 12
+"""How many examples of each kind a report shows; each is three pictures."""
 LARGEST_SHOWN = 512
 """The longer side of a prediction in a report, in pixels at most."""
 
@@ -118,6 +122,11 @@ class SegmentOptions(PictureOptions):
         "Values of the masks' pixels that are foreground, such as 15, 128-255 or '#ff0000'.",
         shown="1, or what is brighter than half",
     )
+    classes: tuple[str, ...] = option(
+        (),
+        "Names of the masks' classes, as NAME or NAME=VALUE, or a file of them; auto: all values.",
+        shown="foreground and background",
+    )
     void: tuple[str, ...] = option(
         (),
         "Values of the masks' pixels that are left out of loss and scores, such as 255.",
@@ -143,12 +152,17 @@ class SegmentOptions(PictureOptions):
         weights = "auto, or a number above 0 and at most a million"
         expect(known, "pos_weight", self.pos_weight, weights)
         # Made only because it refuses what it cannot read: now, and not after the data are read.
-        MaskRule(self.foreground, self.void)
+        if self.classes not in ((), AUTO):
+            # The file of them is read once, and the run keeps what was in it.
+            object.__setattr__(self, "classes", list_classes(self.classes))
+        weighted = not self.classes or self.pos_weight == "1"
+        expect(weighted, "pos_weight", self.pos_weight, "it without --classes")
+        _ = self.mask_rule
 
     @property
     def mask_rule(self) -> MaskRule:
-        """Which values of a mask are foreground, background and void."""
-        return MaskRule(self.foreground, self.void)
+        """Which values of a mask are foreground, background, a class, and void."""
+        return MaskRule(self.foreground, self.void, self.classes)
 
 
 def _is_positive(text: str) -> bool:
@@ -236,10 +250,12 @@ class MaskModel(finetune.KeptModel, frozen=True, kw_only=True):
     # Anybody may have written the file: billions of channels would take all memory.
     width: Annotated[int, msgspec.Meta(ge=2, le=MOST_WIDTH)]
     threshold: float
+    classes: tuple[MaskClass, ...] = ()
+    """Of the pixels; none if they are foreground or background."""
 
     def build(self) -> UNet:
         """Build the model with fresh weights."""
-        return UNet(self.encoder, width=self.width)
+        return UNet(self.encoder, width=self.width, out_channels=len(self.classes) or 1)
 
 
 def make_task(options: SegmentOptions, data: MaskedPictures) -> Task:
@@ -259,7 +275,10 @@ def make_task(options: SegmentOptions, data: MaskedPictures) -> Task:
     model = kind.build()
     if options.pretrained:
         run = finetune.run_of(options.pretrained)
-        if run:
+        before = MaskModel.before(options)
+        if run and before and len(before.classes) != len(kind.classes):
+            finetune.load_body(model, finetune.best_checkpoint(run), HEAD, key=None)
+        elif run:
             finetune.load_finite(model, finetune.best_checkpoint(run))
         else:
             # The file of a classifier has a last layer more.
@@ -280,17 +299,17 @@ def make_task(options: SegmentOptions, data: MaskedPictures) -> Task:
         head=HEAD,
         loss=loss,
         measure=measure,
-        score=mask_scores,
+        score=partial(mask_scores, classes=kind.classes),
         train_set=PicturePairs(data.train, kind.normalise, data.rule, data.white, augment),
         test_set=test_set,
         collate=padded,
         evaluation_batch_size=options.evaluation_batch_size,
         examples=lambda predict, folder: _examples(
-            predict, folder, measure, test_set, padded, options
+            predict, folder, measure, test_set, padded, kind
         ),
         facts={
             "model": f"U-Net, {kind.encoder}",
-            "mask_model": msgspec.structs.asdict(kind),
+            "mask_model": msgspec.to_builtins(kind),
             "pos_weight": float(weight),
         },
     )
@@ -311,13 +330,19 @@ def loss_and_measure(
         """The loss of each pixel, (n, h, w); 0 in the padding and in void parts of masks."""
         # Void is -1, which is no target of this loss: it becomes 0 here, and is not counted.
         masks = batch["masks"].clamp(min=0)
-        losses = F.binary_cross_entropy_with_logits(
-            logits, masks, pos_weight=weight.to(logits.device), reduction="none"
-        )
+        if logits.shape[1] == 1:
+            losses = F.binary_cross_entropy_with_logits(
+                logits.squeeze(1), masks, pos_weight=weight.to(logits.device), reduction="none"
+            )
+        else:
+            # By rows: PyTorch's loss of pictures adds up in any order on a GPU.
+            rows = logits.permute(0, 2, 3, 1).flatten(0, 2)
+            targets = masks.to(torch.int64)
+            losses = F.cross_entropy(rows, targets.flatten(), reduction="none").view_as(masks)
         return losses * counted_pixels(batch)
 
     def loss(model: nn.Module, batch: Any) -> onefold.Mean:
-        losses = losses_of(model(batch["images"]).squeeze(1), batch)
+        losses = losses_of(model(batch["images"]), batch)
         # No mean of the shard: shards differ in pixels, and onefold divides by those of the batch.
         return onefold.Mean(losses.sum(), counted_pixels(batch).sum())
 
@@ -329,47 +354,83 @@ def loss_and_measure(
     return loss, measure
 
 
-def mask_scores(found: Measured) -> dict[str, float]:
-    """The scores of a test set, from what was measured of its pictures."""
-    sums = {name: each.sum() for name, each in found.items()}
+def mask_scores(found: Measured, classes: Sequence[MaskClass] = ()) -> dict[str, float]:
+    """The scores of a test set, from what was measured of its pictures.
+
+    Args:
+        found: values of the pictures.
+        classes: of the masks; then IoU and Dice are the means of the classes that occur.
+    """
+    sums = {name: each.sum(dim=0) for name, each in found.items()}
     overlap, both = sums["overlap"], sums["predicted"] + sums["given"]
     scores = {
         "loss": sums["loss"] / sums["counted"],
-        "iou": overlap / (both - overlap),
-        "dice": 2 * overlap / both,
+        "iou": (overlap / (both - overlap)).nanmean(),
+        "dice": (2 * overlap / both).nanmean(),
     }
+    if classes:
+        scores["pixel-accuracy"] = overlap.sum() / sums["counted"]
     return {name: float(score) for name, score in scores.items()}
 
 
+def class_ious(found: Measured, classes: Sequence[MaskClass]) -> list[dict[str, Any]]:
+    """The IoU of each class over a test set, None if it is nowhere, and its share of the pixels."""
+    sums = {name: each.sum(dim=0) for name, each in found.items()}
+    iou = sums["overlap"] / (sums["predicted"] + sums["given"] - sums["overlap"])
+    shares = sums["given"] / sums["counted"]
+    return [
+        {"class": each.name, "colour": each.colour, "iou": float(iou[n]), "share": float(shares[n])}
+        for n, each in enumerate(classes)
+    ]
+
+
 def mask_scores_of_each(found: Measured) -> tuple[torch.Tensor, torch.Tensor]:
-    """The IoU and the Dice score of each picture, (n,) float64 both."""
+    """The IoU and the Dice score of each picture, (n,) float64 both; means of its classes."""
     overlap, both = found["overlap"], found["predicted"] + found["given"]
-    # Where neither mask has a pixel, they agree; without the least of 1 it would be 0 / 0.
-    nothing = both == 0
-    iou = torch.where(nothing, 1.0, overlap / (both - overlap).clamp(min=1))
-    return iou, torch.where(nothing, 1.0, 2 * overlap / both.clamp(min=1))
+    scores = [overlap / (both - overlap), 2 * overlap / both]
+    scores = [each if each.dim() == 1 else each.nanmean(dim=1) for each in scores]
+    # Where neither mask has a pixel, it is 0 / 0, and they agree.
+    iou, dice = (each.nan_to_num(nan=1.0) for each in scores)
+    return iou, dice
+
+
+def predicted_numbers(logits: torch.Tensor, threshold: float) -> torch.Tensor:
+    """The class of each pixel, (n, h, w) int64; of one logit, 1 for foreground and 0 for the rest.
+
+    Args:
+        logits: (n, c, h, w) float32.
+        threshold: probability from which a pixel is foreground.
+    """
+    if logits.shape[1] == 1:
+        return (logits.squeeze(1).sigmoid() >= threshold).to(torch.int64)
+    return logits.argmax(dim=1)
 
 
 def overlaps(logits: torch.Tensor, batch: Any, threshold: float) -> dict[str, torch.Tensor]:
     """Count each picture's pixels: in both masks, in the predicted and the given one, and in all.
 
     Args:
-        logits: (n, h, w) float32.
+        logits: (n, c, h, w) float32.
         batch: what `Padded` returned.
         threshold: probability from which a pixel is in the predicted mask.
 
     Returns:
         ``overlap``, ``predicted``, ``given`` and ``counted``, (n,) float64 each, without void
-        pixels.
+        pixels; of several classes, (n, c) but for ``counted``.
     """
     counted = counted_pixels(batch)
-    predicted = (logits.sigmoid() >= threshold) & counted
-    # Void is -1 and padding 0, so neither is ever foreground here.
-    given = batch["masks"] > 0.5
-    # float64 holds every count exactly, and so do sums of them, in any order.
-    pixels = {"overlap": predicted & given, "predicted": predicted, "given": given}
-    pixels["counted"] = counted
-    return {name: each.sum(dim=(1, 2), dtype=torch.float64) for name, each in pixels.items()}
+    predicted, classes = predicted_numbers(logits, threshold), logits.shape[1]
+    found: dict[str, list[torch.Tensor]] = {"overlap": [], "predicted": [], "given": []}
+    for number in range(classes) if classes > 1 else [1]:
+        here = (predicted == number) & counted
+        given = (batch["masks"] == number) & counted
+        for name, pixels in (("overlap", here & given), ("predicted", here), ("given", given)):
+            # float64 holds every count exactly, and so do sums of them, in any order.
+            found[name].append(pixels.sum(dim=(1, 2), dtype=torch.float64))
+    sums = {name: torch.stack(each, dim=1) for name, each in found.items()}
+    if classes == 1:
+        sums = {name: each.squeeze(1) for name, each in sums.items()}
+    return {**sums, "counted": counted.sum(dim=(1, 2), dtype=torch.float64)}
 
 
 def _mask_model(options: SegmentOptions, data: MaskedPictures) -> MaskModel:
@@ -382,6 +443,7 @@ def _mask_model(options: SegmentOptions, data: MaskedPictures) -> MaskModel:
         std=std,
         threshold=options.threshold,
         white=data.white,
+        classes=data.classes,
     )
 
 
@@ -403,18 +465,18 @@ def _examples(
     measure: Measure,
     test_set: PicturePairs,
     padded: Padded,
-    options: SegmentOptions,
+    kind: MaskModel,
 ) -> dict[str, Any]:
     """Show masks and predictions from all over the test set, and the worst; on every device."""
     from PIL import Image
 
     found = predict(measure, test_set)
     iou, dice = mask_scores_of_each(found)
-    samples = spread(len(test_set))
+    samples = spread(len(test_set), SHOWN)
     # Stable: the pictures below are predicted by all devices together, which must choose alike.
     worst = iou.argsort(stable=True)[: len(samples)].tolist()
     shown = sorted({*samples, *worst})
-    draw = partial(_draw, threshold=options.threshold, stride=padded.stride)
+    draw = partial(_draw, threshold=kind.threshold, stride=padded.stride)
     # Predicted once more, and only those: the masks of a whole test set would take all memory.
     drawn = predict(draw, Subset(test_set, shown))["mask"]
 
@@ -424,11 +486,12 @@ def _examples(
         image = open_picture(pair.image, white=test_set.white)
         height, width = _shown_size(image.height, image.width)
         mask = drawn[shown.index(number), :height, :width].contiguous().numpy()
-        parts = {
-            "image": image,
-            "mask": read_mask(pair.mask, test_set.rule),
-            "prediction": Image.fromarray(mask),
-        }
+        parts = {"image": image, "mask": read_mask(pair.mask, test_set.rule)}
+        parts["prediction"] = Image.fromarray(mask)
+        if kind.classes:
+            for part in ("mask", "prediction"):
+                numbers = np.asarray(parts[part])
+                parts[part] = coloured_mask(numbers, kind.classes, values=False)
         pictures = {
             name: folder.save_picture(picture, f"{number}-{name}")
             for name, picture in parts.items()
@@ -437,7 +500,8 @@ def _examples(
 
     return {
         "kind": JOB,
-        "threshold": options.threshold,
+        **({"ious": class_ious(found, kind.classes)} if kind.classes else {}),
+        "threshold": None if kind.classes else kind.threshold,
         "samples": [entry_of(number) for number in samples],
         "worst": [entry_of(number) for number in worst],
     }
@@ -455,17 +519,22 @@ def _draw(
         stride: of the model.
 
     Returns:
-        ``mask`` (n, side, side) uint8, of which the `_shown_size` of each picture is used.
+        ``mask`` (n, side, side) uint8, of which the `_shown_size` of each picture is used: 255 for
+        foreground, or numbers of classes.
     """
     # `Trainer.predict` wants values of one shape for all samples.
-    logits = whole_logits(model, batch, stride).unsqueeze(1)
-    masks = (logits.sigmoid() >= threshold).to(torch.float32)
+    logits = whole_logits(model, batch, stride)
+    masks = predicted_numbers(logits, threshold).unsqueeze(1).to(torch.float32)
     canvas = torch.zeros(len(masks), LARGEST_SHOWN, LARGEST_SHOWN, dtype=torch.uint8)
     for row, (height, width) in enumerate(batch["sizes"].tolist()):
         h, w = _shown_size(height, width)
-        # The largest of the pixels and not their mean, or thin lines would vanish.
-        mask = F.adaptive_max_pool2d(masks[row, :, :height, :width], (h, w))
-        canvas[row, :h, :w] = (mask[0] * 255).to(torch.uint8)
+        whole = masks[row, :, :height, :width]
+        if logits.shape[1] == 1:
+            # The largest of the pixels and not their mean, or thin lines would vanish.
+            mask = F.adaptive_max_pool2d(whole, (h, w)) * 255
+        else:
+            mask = F.interpolate(whole.unsqueeze(0), (h, w), mode="nearest-exact")[0]
+        canvas[row, :h, :w] = mask[0].to(torch.uint8)
     return {"mask": canvas}
 
 

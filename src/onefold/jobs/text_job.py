@@ -1,4 +1,4 @@
-"""Texts with one label each: the options, the data, the model, and what is shown of it.
+"""Texts with labels: the options, the data, the model, and what is shown of it.
 
 A run keeps its tokenizer and the description of its model as files, so that it can be used without
 the folder of the pretrained model that it may have started from.
@@ -6,7 +6,6 @@ the folder of the pretrained model that it may have started from.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,21 +18,33 @@ from torch import nn
 
 from onefold.errors import CheckpointError, DataError
 from onefold.jobs import require, text_models
-from onefold.jobs.classifier import (
-    BestBy,
-    ClassWeights,
-    check_balance,
-    class_task,
-    classifier_examples,
-    usual_best_by,
-)
+from onefold.jobs.classifier import BestBy, ClassWeights, check_balance
 from onefold.jobs.data.files import read_whole, readable, refuse
-from onefold.jobs.data.labels import Sample, check_labels, check_same, untested
+from onefold.jobs.data.labels import (
+    Sample,
+    TaskName,
+    check_same,
+    check_task,
+    numbered,
+    parts_of,
+    untested,
+)
+from onefold.jobs.data.samples import TextSplits, read_listed, read_splits
 from onefold.jobs.data.scan import Scanning
-from onefold.jobs.data.tsv import Line, TextSplits, read_splits
+from onefold.jobs.data.tables import Columns
+from onefold.jobs.data.tsv import Line
 from onefold.jobs.named_weights import find_weights
 from onefold.jobs.options import SHARE, Optimizer, TrainOptions, again, expect, option, within
 from onefold.jobs.runfolder import kept_facts, read_run
+from onefold.jobs.targets import (
+    Target,
+    best_by_of,
+    check_task_options,
+    target_examples,
+    target_of,
+    target_task,
+    targets,
+)
 from onefold.jobs.training import Task
 
 __all__ = ["JOB", "TextModel", "TextOptions", "check_early", "make_task", "prepare", "settle"]
@@ -59,10 +70,23 @@ class TextOptions(TrainOptions):
     weight_decay: float = again("weight_decay", 0.01)
     clip_norm: float | None = again("clip_norm", 1.0, shown=None)
     best_by: BestBy | None = again(
-        "best_by", shown="accuracy, or balanced-accuracy with --class-weights auto or --balanced"
+        "best_by",
+        shown="the task's first; balanced-accuracy with --class-weights auto or --balanced",
+    )
+    task: TaskName = option(
+        "single-label", "What to predict: one class of each sample, several of them, or a number."
     )
     dev: str | None = option(
-        None, "TSV file to score on, if --data is a file.", shown="dev.tsv in the folder"
+        None, "File to score on.", shown="dev in the folder, or a share of the texts"
+    )
+    holdout: float = again(
+        "holdout", 0.1, help="Share of each class to score on, where there is no file for it."
+    )
+    text_column: str | None = option(
+        None, "Column of the texts in a table.", shown="the one of a usual name"
+    )
+    label_column: tuple[str, ...] = option(
+        (), "Column of the labels in a table.", shown="the one of a usual name"
     )
     model: str = option(
         TINY, "tiny, made from the options below, or a folder with a pretrained model."
@@ -102,6 +126,7 @@ class TextOptions(TrainOptions):
         check_balance(self)
         once = self.pretrained is None or self.model == TINY
         expect(once, "pretrained", self.pretrained, "it without --model, which says the same")
+        check_task_options(self)
         expect(self.width % self.heads == 0, "width", self.width, f"a multiple of {self.heads}")
 
 
@@ -138,31 +163,24 @@ def prepare(options: TextOptions, scanning: Scanning | None = None) -> TextSplit
         DataError: the data are missing, damaged or unsuitable.
     """
     path = Path(options.data)
-    if not path.exists():
-        raise DataError(
-            f"--data {path}: expected a folder with train.tsv and dev.tsv, or a TSV file; there is "
-            f"none from {Path.cwd()}"
-        )
-    train, dev = (path / "train.tsv", path / "dev.tsv") if path.is_dir() else (path, None)
-    dev = Path(options.dev) if options.dev else dev
-    if dev is None:
-        raise DataError(f"--data {path}: expected --dev with it, the TSV file to score on")
-    for each in (train, dev):
-        if not each.is_file():
-            raise DataError(f"{each}: expected a TSV file of text and label, there is none")
-    splits = read_splits(train, dev)
+    columns = Columns("text", options.text_column, options.label_column)
+    samples = read_listed(path, options.dev, columns, options.task)
+    # Before bad lines are reported: labels of another kind may be the reason for most of them.
+    labels = [line.label for line in samples.train]
+    where, as_is = readable(samples.paths[0]), options.labels_as_is
+    notes = check_task(labels, options.task, where, labels_as_is=as_is)
+    splits = read_splits(samples, holdout=options.holdout, seed=options.seed)
     if not options.skip_bad:
         refuse(splits.left_out)
-    counts = Counter(line.label for line in splits.train)
-    notes = [] if options.labels_as_is else check_labels(counts, readable(train))
-    notes += untested(splits.classes, {line.label for line in splits.dev}, readable(dev))
+    tested = {name for line in splits.dev for name in parts_of(line.label)}
+    notes += untested(splits.classes, tested, readable(splits.paths[1]))
     # A text that is trained on and scored on would make the score too good.
-    samples = [
+    both = [
         [Sample(f"line {x.line_number} of {file}", x.label, x.text) for x in lines]
-        for file, lines in ((train, splits.train), (dev, splits.dev))
+        for file, lines in zip(splits.paths, (splits.train, splits.dev), strict=True)
     ]
-    notes += check_same(samples, readable(path))
-    return replace(splits, notes=notes)
+    notes += check_same(both, readable(path))
+    return replace(splits, notes=[*splits.notes, *notes])
 
 
 def settle(options: TextOptions, data: TextSplits) -> TextOptions:
@@ -172,7 +190,7 @@ def settle(options: TextOptions, data: TextSplits) -> TextOptions:
         options,
         epochs=options.epochs or (3 if fine else 10),
         lr=options.lr if options.lr is not None else (3e-5 if fine else 5e-4),
-        best_by=options.best_by or usual_best_by(options),
+        best_by=best_by_of(options),
     )
 
 
@@ -184,6 +202,7 @@ class TextModel(msgspec.Struct, frozen=True, kw_only=True):
     max_length: int
     pad_id: int
     classes: tuple[str, ...]
+    target: Target = Target()
 
     @classmethod
     def of_run(cls, run: Path) -> TextModel:
@@ -215,7 +234,10 @@ class TextModel(msgspec.Struct, frozen=True, kw_only=True):
         except (CheckpointError, ValueError) as error:
             raise CheckpointError(f"{run / CONFIG_FILE}: {error}") from error
         config: Any = model.config
-        if config.num_labels != len(self.classes) or not 0 <= self.pad_id < config.vocab_size:
+        if (
+            config.num_labels != (len(self.classes) or 1)
+            or not 0 <= self.pad_id < config.vocab_size
+        ):
             raise DataError(
                 f"{run}: expected {CONFIG_FILE} and run.json to be of one model, got "
                 f"{config.num_labels} classes of {config.vocab_size} tokens, and "
@@ -247,25 +269,29 @@ def make_task(options: TextOptions, data: TextSplits) -> Task:
     # Every device draws the first weights by itself, and all must draw the same.
     torch.manual_seed(options.seed)
     model, kind = _build(options, data)
+    train_labels, dev_labels = (
+        numbered([line.label for line in lines], kind.classes) for lines in (data.train, data.dev)
+    )
     mask_id, special_ids = text_models.token_roles(kind.tokenizer)
     train_set = text_models.EncodedTexts(
         kind.encode([line.text for line in data.train]),
-        _labels(data.train, kind.classes),
+        targets(train_labels),
         token_dropout=options.token_dropout,
         mask_id=mask_id,
         special_ids=special_ids,
     )
     dev_ids = kind.encode([line.text for line in data.dev])
-    dev_set = text_models.EncodedTexts(dev_ids, _labels(data.dev, kind.classes))
+    dev_set = text_models.EncodedTexts(dev_ids, targets(dev_labels))
     config: Any = model.config
     return Task(
         model=model,
         head=text_models.head_parts(model),
-        **class_task(
+        **target_task(
             answer,
             options,
-            train_labels=train_set.labels,
-            test_labels=dev_set.labels,
+            kind.target,
+            train_labels=train_labels,
+            test_labels=dev_labels,
             classes=kind.classes,
         ),
         train_set=train_set,
@@ -277,12 +303,16 @@ def make_task(options: TextOptions, data: TextSplits) -> Task:
         else None,
         # Texts of near length share a batch, so that little of a shard is padding.
         lengths=train_set.lengths.tolist(),
-        examples=lambda predict, _: classifier_examples(
-            JOB, predict, answer, dev_set, kind.classes, partial(_shown, data.dev)
+        examples=lambda predict, _: target_examples(
+            JOB, predict, answer, kind.target, dev_set, kind.classes, partial(_shown, data.dev)
         ),
         facts={
             "model": _begins_with(options) or TINY,
-            "text_model": {"max_length": kind.max_length, "pad_id": kind.pad_id},
+            "text_model": {
+                "max_length": kind.max_length,
+                "pad_id": kind.pad_id,
+                "target": msgspec.to_builtins(kind.target),
+            },
             "classes": list(kind.classes),
         },
         # use_diff=False writes defaults as well: those of a later transformers may be others.
@@ -309,7 +339,7 @@ def _build(options: TextOptions, data: TextSplits) -> tuple[nn.Module, TextModel
         tokenizer = text_models.train_tokenizer(texts, options.vocabulary)
         model = text_models.build_classifier(
             options.vocabulary,
-            len(data.classes),
+            len(data.classes) or 1,
             width=options.width,
             layers=options.layers,
             heads=options.heads,
@@ -318,7 +348,7 @@ def _build(options: TextOptions, data: TextSplits) -> tuple[nn.Module, TextModel
         )
     else:
         model, tokenizer = text_models.load_pretrained(
-            find_weights(begins_with, whole=True), len(data.classes)
+            find_weights(begins_with, whole=True), len(data.classes) or 1
         )
     config: Any = model.config
     return model, TextModel(
@@ -326,12 +356,8 @@ def _build(options: TextOptions, data: TextSplits) -> tuple[nn.Module, TextModel
         max_length=min(options.max_length, text_models.most_tokens(model) or options.max_length),
         pad_id=text_models.PAD_ID if config.pad_token_id is None else config.pad_token_id,
         classes=tuple(data.classes),
+        target=target_of(options.task, [line.label for line in data.train]),
     )
-
-
-def _labels(lines: Sequence[Line], classes: Sequence[str]) -> list[int]:
-    numbers = {name: number for number, name in enumerate(classes)}
-    return [numbers[line.label] for line in lines]
 
 
 def _shown(dev: Sequence[Line], number: int) -> dict[str, Any]:

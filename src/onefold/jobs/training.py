@@ -36,7 +36,7 @@ from torch.utils.data import WeightedRandomSampler
 
 import onefold
 from onefold.errors import CheckpointError, LaunchError
-from onefold.jobs.data.files import ReadData, visible
+from onefold.jobs.data.files import ReadData, counted_bad, visible
 from onefold.jobs.finetune import freeze, parameter_groups
 from onefold.jobs.meter import Meter, TimeLimit
 from onefold.jobs.options import TrainOptions, make_optimizer, rate_factor
@@ -81,6 +81,8 @@ class Task:
     """The scores of a model that has learned nothing."""
     class_counts: tuple[Sequence[int], Sequence[int]] | None = None
     """Number of training and of test samples of each class."""
+    class_weights: Sequence[float] | None = None
+    """What the loss of each class is multiplied by; None if all count alike."""
     sample_weights: Sequence[float] | None = None
     """How often each training sample is drawn, relative to the others; None draws each once."""
     train_set: Any
@@ -118,7 +120,10 @@ def begin_training(options: TrainOptions, job: str, task: Task, data: ReadData) 
     facts = {
         "data": data.digest,
         "left_out": [str(each) for each in data.left_out],
+        "left_out_count": counted_bad(data.left_out),
+        "columns": data.columns,
         "class_counts": task.class_counts,
+        "class_weights": task.class_weights,
         "baseline": asdict(task.baseline) if task.baseline else None,
         "notes": data.notes,
         "frozen": freeze(task.model, options, task.head),

@@ -148,8 +148,8 @@ class LabelledPictures(Dataset[tuple[torch.Tensor, int]]):
     """A data set of pictures and their labels, augmented anew at every reading."""
 
     pictures: Pictures
-    labels: Sequence[int]
-    """The number of each picture's class."""
+    labels: Any
+    """Of each picture: the number of its class, or a tensor."""
     mode: Mode
     """The mode that every picture is converted to."""
     changes: Sequence[Change]
