@@ -147,7 +147,7 @@ PUBLIC = (
     *("onefold", "onefold.losses", "onefold.testing"),
     *("onefold.integrations.loggers", "onefold.integrations.transformers"),
 )
-STARTS_PROCESSES = ("onefold.run.launch", "onefold.jobs.calls", "onefold.jobs.loaded")
+STARTS_PROCESSES = ("onefold.run.launch", "onefold.jobs.catalog", "onefold.jobs.loaded")
 WITH_A_TRAINER = ("core.batch", "integrations.loggers", "trainer")
 WITH_PARTS = ("core.structure", "step.result")
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from onefold.errors import LaunchError
 
 if TYPE_CHECKING:
-    from onefold.jobs.calls import JobResult, classify, segment, text
+    from onefold.jobs.catalog import JobResult, classify, segment, text
 
 __all__ = ["JobResult", "classify", "require", "segment", "text"]
 
@@ -18,7 +18,7 @@ __all__ = ["JobResult", "classify", "require", "segment", "text"]
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'onefold.jobs' has no attribute {name!r}")
-    return getattr(importlib.import_module("onefold.jobs.calls"), name)
+    return getattr(importlib.import_module("onefold.jobs.catalog"), name)
 
 
 def require(what: str, extra: str, *packages: str) -> None:
