@@ -109,7 +109,7 @@ def _stages(stages: Sequence[dict[str, Any]]) -> Table:
 
 def _rows(rows: Sequence[dict[str, Any]]) -> Table:
     title = "Memory of a device, MiB, by --placement"
-    sizes = ("replicate", "shard", "pipeline", "offload")
+    sizes = ("replicate", "replicate:state", "shard", "pipeline", "offload")
     table = _table(title, "devices", *sizes, "offload: file")
     for row in rows:
         table.add_row(str(row["devices"]), *(_mebibytes(row[each]) for each in (*sizes, "disk")))
