@@ -75,7 +75,7 @@ def _skipped(parts: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 def _figures(parts: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     group = ("", "")
-    for line in (line for part in parts for line in part["lines"] if "side" in line):
+    for line in _sides(parts):
         if (line["workload"], line["group"]) != group:
             group = line["workload"], line["group"]
             columns = ("samples/s", "of plain", "step ms", "queued ms", "peak MiB")
@@ -91,6 +91,14 @@ def _figures(parts: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             f"{line['queued_ms']:.2f}",
             f"{line['peak_bytes'] / MIB:,.0f}",
         )
+
+
+def _sides(parts: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The last line of each side: a first one says what two steps took."""
+    last: dict[tuple[str, ...], Mapping[str, Any]] = {}
+    for line in (line for part in parts for line in part["lines"] if "side" in line):
+        last[line["workload"], line["group"], line["side"]] = line
+    return list(last.values())
 
 
 def _figure(side: str, *cells: str) -> str:
@@ -116,8 +124,9 @@ def as_page(found: Mapping[str, Any]) -> str:
     failures = "\n".join(_failures(found["parts"])).strip()
     body = [f'<pre class="failed">{escape(failures)}</pre>'] if failures else []
     body.append(f"<pre>{escape(chr(10).join(_parts(found['parts'])))}</pre>")
-    lines = [line for part in found["parts"] for line in part["lines"] if "side" in line]
-    for (workload, group), sides in groupby(lines, key=lambda e: (e["workload"], e["group"])):
+    for (workload, group), sides in groupby(
+        _sides(found["parts"]), key=lambda e: (e["workload"], e["group"])
+    ):
         body.append(f"<h2>{escape(workload)}, {escape(group)}</h2>{_bars(list(sides))}")
     return PAGE.format(head=escape(" · ".join(_head(found))), body="\n".join(body))
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 import onefold
 from onefold.errors import GradientError, LossError
-from tests.gpu.device import DEVICE, ON_GPU, each, raises
+from tests.gpu.device import DEVICE, ON_GPU, each, needs, raises
 from tests.gpu.net import SPOILT, Batch, Net, Spoilt, adamw, batches, keeping, trainer_of
 
 
@@ -110,3 +110,14 @@ def test_a_step_that_is_left_out_is_left_out_on_time(
     loss.on = False
     assert not trainer.step(steps[2]).skipped
     assert trainer.fingerprint() != before
+
+
+def test_a_kernel_that_does_not_repeat_its_bits_is_refused() -> None:
+    needs(ON_GPU, "a GPU")
+
+    def added_up(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1], reduction="none").cumsum(0)
+
+    with raises(RuntimeError, "(?s)does not have a deterministic implementation.*step 1, shard 0"):
+        trainer_of(loss=added_up).step(batches(1)[0])
+    trainer_of(loss=added_up, deterministic=False).step(batches(1)[0])

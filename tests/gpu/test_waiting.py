@@ -47,6 +47,11 @@ CHOICES: list[tuple[str, dict[str, Any]]] = [
     ("pinned", {"devices": 3, "plan": (0, 3, 1), "clip_norm": 0.5}),
     ("host", {"devices": 2, "deterministic": False}),
     *(("card", {"loss": loss, "devices": n}) for loss in (masked, terms) for n in (1, 2)),
+    # Where something is to be read in the step, it is copied to pinned memory, and that awaited.
+    ("card", {"precision": "fp16"}),
+    ("pinned", {"on_nonfinite": "skip", "devices": 2}),
+    *(("card", {"loss": loss, "shards": 1}) for loss in (masked, terms)),
+    *(("host", {"loss": loss, "microbatch": 2}) for loss in (masked, terms)),
     ("card", {"model": onefold.SyncBatchNorm.convert(Net()), "devices": 2}),
 ]
 

@@ -548,17 +548,6 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
   void init() const override {}
   c10::DeviceIndex deviceCount() const override { return runtime().devices; }
-  void setCurrentDevice(c10::DeviceIndex device) const override {
-    check_device(device);
-    device_here = device;
-  }
-  c10::DeviceIndex getCurrentDevice() const override { return device_here; }
-  c10::DeviceIndex exchangeDevice(c10::DeviceIndex device) const override {
-    return Guard().exchangeDevice({KIND, device}).index();
-  }
-  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex device) const override {
-    return exchangeDevice(device);
-  }
   const at::Generator& getDefaultGenerator(c10::DeviceIndex device) const override {
     return default_generator(device);
   }
