@@ -254,4 +254,5 @@ def _module() -> ModuleType:
     module.set_rng_state = lambda state, device=KIND: (
         _c().generator(_index(device)).set_state(state)
     )
+    module.mem_get_info = on.get_memory_info
     return module

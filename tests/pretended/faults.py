@@ -36,7 +36,7 @@ FAULTS: list[Mutant] = [
         "        leaf = leaf.pin_memory()\n",
         "        pinned = _moved.__dict__.setdefault((leaf.shape, leaf.dtype), leaf.pin_memory())\n"
         "        leaf = pinned.copy_(leaf)\n",
-        (f"{BITS}::test_every_precision",),
+        (f"{BITS}::test_batches_may_lie_anywhere",),
     ),
     Mutant(
         "batches come on a stream for which the usual one does not wait",
