@@ -129,7 +129,7 @@ def count(name: str) -> None:
     device.reset_counts()
     sent: dict[str, int] = {"early": 0, "gradients": 0}
     for number in range(STEPS):
-        with watching(optimizer, sent):
+        with watching(model, sent):
             trainer.step(batches[number % len(batches)])
     found, groups = device.counts(), device.group_sizes()
     device.reset_counts(counting=False)
@@ -159,34 +159,32 @@ def count(name: str) -> None:
 
 
 @contextmanager
-def watching(optimizer: torch.optim.Optimizer, sent: dict[str, int]) -> Iterator[None]:
+def watching(model: torch.nn.Module, sent: dict[str, int]) -> Iterator[None]:
     """Add up the bytes of gradients that are sent, and those that are before backward ends."""
     before: dict[str, Any] = {
         "batch_isend_irecv": dist.batch_isend_irecv,
         "backward": torch.autograd.backward,
     }
     left, at_end = [0], [0]
+    # Where updated parameters are sent from.
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
 
     def send(messages: list[dist.P2POp]) -> Any:
-        left[0] += sum(each.tensor.nbytes for each in messages if each.op is dist.isend)
+        parts = [each.tensor for each in messages if each.op is dist.isend]
+        left[0] += sum(p.nbytes for p in parts if p.untyped_storage().data_ptr() not in own)
         return before["batch_isend_irecv"](messages)
 
     def backward(*given: Any, **options: Any) -> None:
         before["backward"](*given, **options)
         at_end[0] = left[0]
 
-    def end(*_: object) -> None:
-        # Of what a device sends, updated parameters alone are sent after this.
-        sent["early"] += at_end[0]
-        sent["gradients"] += left[0]
-
-    hook = optimizer.register_step_pre_hook(end)
     dist.batch_isend_irecv, torch.autograd.backward = send, backward
     try:
         yield
     finally:
         dist.batch_isend_irecv, torch.autograd.backward = before.values()
-        hook.remove()
+    sent["early"] += at_end[0]
+    sent["gradients"] += left[0]
 
 
 def own_counts(workload: Workload, shards: int, index: int) -> tuple[float, float]:

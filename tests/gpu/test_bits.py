@@ -110,7 +110,7 @@ def test_whoever_reads(way: tuple[int, int]) -> None:
 
 @each("samples", [19, 400])
 def test_batches_may_lie_anywhere(samples: int) -> None:
-    """Slices of a batch on the card begin where its copies do not; large ones go by pinned memory."""
+    """Slices of one on the card begin where its copies do not; large ones go by pinned memory."""
     found = {trained(batches(4, samples, device=place), devices=2) for place in ("cpu", DEVICE)}
     assert len(found) == 1
 

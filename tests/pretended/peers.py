@@ -17,7 +17,8 @@ import torch.distributed as dist
 from tests.pretended import device
 
 Case = Callable[[int, torch.Tensor, dist.ProcessGroup], object]
-LIMIT = timedelta(seconds=20)
+LIMIT = timedelta(seconds=300)
+"""No case waits for it: on a loaded machine the other process may come late."""
 
 
 def both_ways(rank: int, own: torch.Tensor, peers: dist.ProcessGroup) -> object:

@@ -102,8 +102,10 @@ add_each: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._fore
 """Add to each tensor of the first argument, in place, in as few kernels as possible."""
 
 
-multiply_each: Callable[[list[torch.Tensor], float | torch.Tensor], None] = torch._foreach_mul_
-"""Multiply all tensors of the first argument by one number, in as few kernels as possible."""
+Factor = float | list[float] | torch.Tensor
+multiply_each: Callable[[list[torch.Tensor], Factor], None] = torch._foreach_mul_
+"""Multiply all tensors of the first argument by one number, or each by its own, in as few kernels
+as possible."""
 
 
 def limit_each(tensors: list[torch.Tensor], magnitude: float) -> None:

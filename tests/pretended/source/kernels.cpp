@@ -38,6 +38,8 @@ const std::set<std::string> WAITING = {"nonzero", "masked_select", "_unique", "_
 
 const std::set<std::string> INDEXING = {"index", "index_put_", "_index_put_impl_", "index_put"};
 
+constexpr size_t SMALL_BYTES = 1 << 16;
+
 // Those that read nothing of a tensor's values.
 const std::set<std::string> OF_NO_VALUES = {"is_set_to", "_fused_sdp_choice"};
 
@@ -302,8 +304,10 @@ Tensor& copy_(Tensor& to, const Tensor& from, bool non_blocking) {
   const std::string what = in ? "copy_ to a device" : "copy_ to the host";
   const bool pinned = of_host.is_contiguous() && of_host.is_pinned();
   const bool late = non_blocking && pinned;
+  // A little goes to a GPU with the command that copies it.
+  const bool small = in && non_blocking && !pinned && of_host.nbytes() <= SMALL_BYTES;
   // PyTorch does not count a copy as synchronizing that the script has asked not to be.
-  if (!late) count_wait(what + (pinned ? "" : ", which is not pinned"), non_blocking);
+  if (!late && !small) count_wait(what + (pinned ? "" : ", which is not pinned"), non_blocking);
   auto clock = launch(lane, what);
   touch(in ? to : from, lane, clock, in, what);
   if (late) {
@@ -320,7 +324,7 @@ Tensor& copy_(Tensor& to, const Tensor& from, bool non_blocking) {
     }
     return to;
   }
-  host_waits(moment_of(lane));
+  if (!small) host_waits(moment_of(lane));
   host(to).copy_(host(from));
   return to;
 }
