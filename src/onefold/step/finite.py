@@ -95,7 +95,7 @@ class FiniteCheck:
             LossError: there is one, and it is not to be skipped.
         """
         totals = self._table.totals
-        if totals.device.type == "cpu":
+        if totals.device.type == "cpu" and not self._is_late:
             return self._checked(_bad_loss(totals, batch, step))
         now = now or not self._is_late
         unread = _Unread(step, batch, HostCopy(totals), now)

@@ -53,6 +53,7 @@ struct Issued final : Work {
   std::vector<std::pair<Tensor, Tensor>> received;  // in the device's memory, and what comes
   std::function<void()> finish;                     // with what came
   std::vector<Tensor> kept;                         // whatever happens to it outside
+  std::vector<Tensor> results;
   std::shared_ptr<std::atomic<bool>> aborted;
   c10::intrusive_ptr<c10d::Backend> gloo;
   Clocks clocks;
@@ -68,6 +69,13 @@ struct Issued final : Work {
   bool isCompleted() override { return done; }
   bool isSuccess() const override { return done; }
   void synchronize() override { wait(kNoTimeout); }
+  // As DistributedDataParallel has it, which waits for it at the end of backward.
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
+    wait(kNoTimeout);
+    auto future = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::ofTensors());
+    future->markCompleted(c10::List<Tensor>(results));
+    return future;
+  }
 
   bool wait(std::chrono::milliseconds timeout) override {
     if (done) return true;
@@ -225,6 +233,7 @@ class Group final : public c10d::Backend {
     });
     std::memset(out.data_ptr(), 0xFF, out.nbytes());
     work->sent.clear();  // it is in place
+    work->results = {out};
     return found;
   }
 
