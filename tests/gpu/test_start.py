@@ -35,7 +35,7 @@ def main():
         early = torch.ones(8, 8, device=torch.accelerator.current_accelerator())
         early.mm(early)
     torch.manual_seed(0)
-    layers = [torch.nn.Linear(20, 300), torch.nn.Linear(300, 300), torch.nn.Linear(300, 5)]
+    layers = [torch.nn.Linear(*sizes) for sizes in ((20, 1100), (1100, 1100), (1100, 5))]
     pairs = [torch.nn.Sequential(torch.nn.Tanh(), layer) for layer in layers]
     model = torch.nn.Sequential(*pairs, Shifts())
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
