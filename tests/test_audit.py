@@ -1,10 +1,15 @@
 """Wrong results are found, whoever has computed them and whatever they are, and nothing else is."""
 
+import mmap
+import os
+import signal
+import time
 from collections import UserDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,7 +17,7 @@ import onefold
 from onefold import RunOptions
 from onefold.core.values import Gradients
 from onefold.errors import AuditError
-from onefold.record.entries import Audited
+from onefold.record.entries import Audited, SameProcessEntry
 from onefold.shard import replica
 from onefold.shard.replica import Replica
 from onefold.step.audit import Auditor, packed, unpacked
@@ -21,6 +26,7 @@ from tests.inside import engine_in
 from tests.small import make_trainer
 
 SHARDS, STEPS = 4, 6
+CORES = os.sched_getaffinity(0)
 
 
 def flip(words: torch.Tensor, place: int, bit: int) -> None:
@@ -62,6 +68,7 @@ class Planted:
         shard: of which shard.
         times: how often.
         number: draws the place.
+        child: whether in child processes, else in this one.
     """
 
     def __init__(
@@ -73,19 +80,30 @@ class Planted:
         shard: int,
         times: int,
         number: int = 0,
+        child: bool = False,
     ) -> None:
         self.fault, self.device, self.step, self.shard = fault, device, step, shard
-        self.left, self.number, self.changed = times, number, False
+        self.number, self.process, self.child = number, os.getpid(), child
+        # In memory that child processes share with this one.
+        self._counts = np.frombuffer(mmap.mmap(-1, 8), np.int32)
+        self._counts[0] = times
+
+    @property
+    def changed(self) -> bool:
+        """Whether any bit was."""
+        return bool(self._counts[1])
 
     def spoil(self, replica: Replica, gradients: Gradients, where: str) -> None:
         asked = f"step {self.step}, shard {self.shard}"
-        if replica.number != self.device or where != asked or not self.left:
+        if replica.number != self.device or where != asked or not self._counts[0]:
             return
-        self.left -= 1
+        if (os.getpid() != self.process) != self.child:
+            return
+        self._counts[0] -= 1
         words = next(g for g in gradients if g is not None and g.numel() > 12).view(-1)
         before = words.clone()
         self.fault(words.view(torch.int32), self.number, self.number % 32)
-        self.changed |= not torch.equal(before.view(torch.int32), words.view(torch.int32))
+        self._counts[1] |= not torch.equal(before.view(torch.int32), words.view(torch.int32))
 
 
 @pytest.fixture
@@ -174,6 +192,83 @@ def test_a_fault_of_the_auditor_is_its_own(
     assert (told.step, told.shard, told.devices) == (2, 3, [0])
 
 
+@pytest.fixture(params=["beside the step", "after it"])
+def idle(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one device, its child begins with the step where cores are idle, and else after it."""
+    found = request.param == "beside the step"
+    monkeypatch.setattr("onefold.step.audit.has_idle_cores", lambda: found)
+
+
+@pytest.mark.usefixtures("idle")
+@pytest.mark.parametrize("child", [False, True])
+def test_one_device_asks_another_process(
+    tmp_path: Path, plant: Callable[[Planted | None], None], child: bool
+) -> None:
+    sound = set(simulate(script, 1))
+    planted = Planted(single, device=0, step=3, shard=2, times=1, child=child)
+    plant(planted)
+    assert run(tmp_path, 1, audit=1.0) == sound
+    assert planted.changed
+    (told,) = [e for e in onefold.Record(tmp_path).entries if isinstance(e, Audited)]
+    assert (told.step, told.shard, told.devices) == (3, 2, [0])
+    assert (told.persistent, told.healed) == (False, True)
+    # A process that stays wrong, be it this one or its children, cannot be told from the other.
+    plant(Planted(single, device=0, step=3, shard=2, times=1000, child=child))
+    with pytest.raises(AuditError, match="step 3, shard 2: device 0 computed wrong bits again"):
+        run(tmp_path / "b", 1, audit=1.0)
+
+
+@pytest.mark.usefixtures("idle")
+@pytest.mark.parametrize(
+    ("fate", "why"),
+    [
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "it ended without an answer"),
+        (lambda: time.sleep(60), "it did not answer within"),
+        (lambda: torch.ones(2) @ torch.ones(3), "RuntimeError: inconsistent tensor size"),
+    ],
+)
+def test_without_a_child_the_same_process_audits(
+    tmp_path: Path,
+    plant: Callable[[Planted | None], None],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    fate: Callable[[], object],
+    why: str,
+) -> None:
+    sound, process = set(simulate(script, 1)), os.getpid()
+    monkeypatch.setattr(Auditor, "least_limit_s", 0.1)
+    real = torch.nn.Dropout.forward
+
+    def forward(self: torch.nn.Dropout, x: torch.Tensor) -> torch.Tensor:
+        if os.getpid() != process:
+            fate()
+        return real(self, x)
+
+    monkeypatch.setattr(torch.nn.Dropout, "forward", forward)
+    planted = Planted(single, device=0, step=4, shard=2, times=1)
+    plant(planted)
+    assert run(tmp_path, 1, audit=1.0) == sound
+    entries = onefold.Record(tmp_path).entries
+    (changed,) = [e for e in entries if isinstance(e, SameProcessEntry)]
+    assert changed.step == 1
+    assert why in changed.why
+    assert caplog.text.count("a child process could not compute an audit") == 1
+    assert [(e.step, e.healed) for e in entries if isinstance(e, Audited)] == [(4, True)]
+
+
+def test_a_step_that_fails_leaves_no_child(tmp_path: Path) -> None:
+    process = os.getpid()
+
+    def loss(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        if os.getpid() != process:
+            time.sleep(60)
+        raise ValueError("not this batch")
+
+    options = RunOptions(record=str(tmp_path), audit=1.0)
+    with pytest.raises(ValueError, match="not this batch"):
+        simulate(other_script, 1, args=(loss, 4, ""), options=options)
+
+
 @pytest.mark.parametrize(("devices", "named"), [(2, "device 1 or device 0"), (3, "device 1")])
 def test_a_device_that_stays_wrong_ends_the_run(
     tmp_path: Path, plant: Callable[[Planted | None], None], devices: int, named: str
@@ -185,13 +280,17 @@ def test_a_device_that_stays_wrong_ends_the_run(
     assert [e.persistent for e in told if isinstance(e, Audited)] == [True]
 
 
-def test_a_wrong_update_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("elsewhere", [False, True] if len(CORES) > 1 else [False])
+def test_a_wrong_update_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, elsewhere: bool
+) -> None:
     real, left = torch.optim.Adam.step, [1]
 
     def step(self: torch.optim.Adam, *given: Any) -> None:
         real(self, *given)
         states = [each["step"] for each in self.state.values()]
-        if left[0] and states and float(states[0]) == 4:
+        there = os.sched_getaffinity(0) != CORES
+        if there == elsewhere and left[0] and states and max(map(float, states)) == 4:
             left[0] -= 1
             for group in self.param_groups:
                 for piece in group["params"]:
@@ -269,9 +368,82 @@ def test_a_loss_that_does_not_repeat_ends_the_run(tmp_path: Path, devices: int) 
     def loss(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
         return model(x + torch.randn(x.shape, generator=own)).square().mean(1)
 
-    options = RunOptions(record=str(tmp_path), audit=1.0)
+    # A child has its own copy of the generator: it would repeat a whole step.
+    options = RunOptions(record=str(tmp_path), audit=0.5)
     with pytest.raises(AuditError, match="the loss does not repeat itself"):
         simulate(other_script, devices, args=(loss, 4, ""), options=options)
+
+
+class Recurrent(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = torch.nn.Embedding(50, 16)
+        self.cells = torch.nn.LSTM(16, 24, 2, batch_first=True, dropout=0.2)
+        self.out = torch.nn.Linear(24, 50)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.out(self.cells(self.words(x))[0])
+        return logits
+
+
+def transformer() -> torch.nn.Module:
+    layer = torch.nn.TransformerEncoderLayer(32, 4, 64, dropout=0.1, batch_first=True)
+    encoder = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    return torch.nn.Sequential(torch.nn.Embedding(50, 32), encoder, torch.nn.Linear(32, 50))
+
+
+def convolutions() -> torch.nn.Module:
+    layers = [
+        torch.nn.Embedding(50, 16), torch.nn.Conv1d(12, 32, 3, padding=1),
+        torch.nn.BatchNorm1d(32), torch.nn.ReLU(), torch.nn.Conv1d(32, 12, 3, padding=1),
+        torch.nn.Dropout(0.1), torch.nn.Linear(16, 50),
+    ]  # fmt: skip
+    return torch.nn.Sequential(*layers)
+
+
+def next_words(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    found = torch.nn.functional.cross_entropy(
+        model(x).float().flatten(0, 1), x.flatten(), reduction="none"
+    )
+    return found.view(len(x), -1).mean(1)
+
+
+def long_script(
+    make: Callable[[], torch.nn.Module], precision: Any, threads: int, folder: Path | None
+) -> str:
+    """With workers that read ahead, and threads that write checkpoints."""
+    torch.manual_seed(0)
+    model = make()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    trainer = onefold.Trainer(
+        model, optimizer, next_words, shards=8, precision=precision, threads=threads
+    )
+    words = torch.randint(0, 50, (128, 12), generator=torch.Generator().manual_seed(0))
+    loader = trainer.loader(words, batch_size=16, shuffle=True, workers=1)
+    for _ in range(2):
+        for batch in loader:
+            trainer.step(batch)
+            if folder is not None and trainer.steps % 4 == 0:
+                trainer.save(folder / str(trainer.steps), wait=False)
+    return trainer.fingerprint()
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("idle")
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("precision", [None, "bf16"])
+@pytest.mark.parametrize("make", [Recurrent, transformer, convolutions])
+def test_another_process_computes_the_same_bits(
+    tmp_path: Path, make: Callable[[], torch.nn.Module], precision: str | None, threads: int
+) -> None:
+    plain = simulate(long_script, 1, args=(make, precision, threads, None))
+    options = RunOptions(record=str(tmp_path), audit=1.0)
+    saved = tmp_path / "saved"
+    assert (
+        simulate(long_script, 1, args=(make, precision, threads, saved), options=options) == plain
+    )
+    found = (Audited, SameProcessEntry)
+    assert not [e for e in onefold.Record(tmp_path).entries if isinstance(e, found)]
 
 
 @pytest.mark.parametrize("width", [1, 3, 64])

@@ -31,6 +31,7 @@ RUNS_CODE = """
     run/worker.py runpy.run_module: the user's own, as asked
     run/worker.py runpy.run_path: the user's own script
     run/inspection.py runpy.run_path: the user's own function, as asked by --call
+    cli/init.py np.load: without pickles, which NumPy refuses by itself
     cli/replay.py torch.load: a bundle that the user names; docs/record.md warns of it
 """
 
@@ -48,6 +49,7 @@ WRITES_OR_REMOVES = """
     jobs/digits.py figure.savefig: into a file that is put aside first
     jobs/report/curves.py figure.savefig: into memory
     jobs/runfolder.py tempfile.TemporaryFile: without a name, to try the folder
+    cli/init.py output.open: a new file alone, the script
     cli/replay.py (copy / RUN).write_text: in the private folder that was just made
     cli/replay.py (copy / CHECKPOINTS / nearest.name).symlink_to: as above
     cli/replay.py (copy / nearest.name).symlink_to: as above
@@ -64,6 +66,8 @@ WRITES_OR_REMOVES = """
     system/allocator.py tempfile.TemporaryFile: without a name, in the home that was named
     run/membership.py os.fdopen: a copy of stderr
     run/rundir.py os.ftruncate: memory without a name
+    exchange/progress.py os.ftruncate: memory without a name
+    run/hostwatch.py os.open: for reading, memory without a name of a process of this user
     verifying/__init__.py self._mark('done').touch: in the comparison's own folder
     verifying/__init__.py self._mark('done').unlink: as above
     verifying/__init__.py self._mark('cut').write_text: as above
@@ -72,6 +76,7 @@ WRITES_OR_REMOVES = """
     run/worker.py os.fdopen: what the function returned, into the launcher's file without a name
     system/ownfiles.py aside.unlink: the file that was just made
     data_order/workers.py os.open: the null device, to learn its number
+    system/child.py open: the null device, in the place of a child's output
     system/ownfiles.py os.fdopen: the same; or reads
     system/ownfiles.py (self.path / _MARK).write_bytes: in the private folder that was just made
     system/ownfiles.py os.open: new files, through no link; a folder just made; or for looking
@@ -88,13 +93,15 @@ WRITES_OR_REMOVES = """
 
 ENDS = """
     exchange/mailbox.py os.pidfd_open: of a peer that the kernel has named; only looked at
-    run/hang.py os.kill: by a signal that only writes stacks, and only where a handler is in place
+    run/stacks.py os.kill: by a signal that only writes stacks, and only where a handler is in place
     run/workers.py os.killpg: of a worker whose end was not collected, so nobody can have its number
     run/workers.py os.pidfd_open: of a child that was just started
     run/workers.py os.kill: a worker whose end was not collected, where there are no pidfds
     run/workers.py self.signal: by pidfd, or as above
     run/workers.py signal.pidfd_send_signal: to a child
     run/workers.py worker.signal: by pidfd, or as above
+    system/child.py os._exit: itself, forked to compute one value
+    system/child.py os.kill: a child whose end was not collected
     system/process.py os._exit: itself, where its parent is gone
     system/process.py os.kill: itself, by a second signal, as without the run
     run/worker.py os._exit: itself
@@ -109,7 +116,8 @@ LOCKS = """
 """
 
 WAITS = """
-    run/hang.py time.sleep: for a process that is to write its stacks, a second at most
+    run/stacks.py time.sleep: for a process that is to write its stacks, seconds at most
+    run/hostwatch.py self._end.wait: the pause of a thread; those with a limit, in a loop
     verifying/__init__.py signature.bind: of arguments, not of a socket
     checkpoint/background.py background.wait: for a file that is being written by this process
     checkpoint/background.py self._thread.join: the same; done_within has a limit
@@ -129,6 +137,8 @@ WAITS = """
     exchange/group.py time.sleep: in a loop with a limit
     exchange/group.py time.sleep: in a loop with a limit
     exchange/connections.py time.sleep: in a loop with a limit
+    system/child.py self._reader.poll: for the limit that the caller names
+    system/child.py os.waitpid: for a child that was killed
     system/folderlock.py time.sleep: in a loop with a limit
     exchange/sealing.py self._store.wait: as the caller says, and else for the limit of the store
     exchange/mailbox.py poller.poll: for part of the limit

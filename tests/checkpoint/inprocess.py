@@ -94,7 +94,8 @@ class Runs:
         with self._patch.context() as patch, new_progress(1) as progress:
             life = Life(devices, dies, progress)
             patch.setattr("onefold.trainer.current_context", lambda: LaunchContext(options=options))
-            patch.setattr("onefold.run.session.progress_of", lambda context: progress)
+            for name in ("progress_of", "places_of"):
+                patch.setattr(f"onefold.run.session.{name}", lambda context: progress)
             patch.setattr(forming, "_trainers", itertools.count())
             patch.setattr(membership, "members", membership.Members())
             try:

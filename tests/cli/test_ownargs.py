@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from typer.main import get_command
 
-from onefold.cli.main import app, come_too_late, command_of
+from onefold.cli.main import app
+from onefold.cli.running import come_too_late, command_of
 from tests.tables import for_each
 
 OWN = {"-m", "--devices", "--timeout", "--placement"}

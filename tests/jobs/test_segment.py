@@ -147,18 +147,18 @@ def test_padding_counts_neither_in_the_loss_nor_in_scores(folder: Path, part: st
     assert bool((garish["images"].grad.abs().sum(dim=1) > 0).eq(counted).all())
     how: dict[str, Any] = {"pos_weight": torch.tensor(3.0), "reduction": "sum"}
     with torch.no_grad():
-        scores = [task.score(model, batch) for batch in (tight, wide, garish)]
+        found = [task.measure(model, batch) for batch in (tight, wide, garish)]
         by_hand = sum(
             float(F.binary_cross_entropy_with_logits(model(image)[0], mask, **how))
             for image, mask in samples
         )
     pixels = float(sum(mask.numel() for _, mask in samples))
-    for loss, score in zip(losses, scores, strict=True):
-        for each in (loss, score["loss"]):
-            assert float(each.weight) == pixels
-            assert each.total.detach().item() == pytest.approx(by_hand, rel=1e-5)
-    for name in ("iou", "dice"):
-        assert len({(float(each[name].total), float(each[name].weight)) for each in scores}) == 1
+    for loss, rows in zip(losses, found, strict=True):
+        assert float(loss.weight) == float(rows["counted"].sum()) == pixels
+        for total in (loss.total.detach(), rows["loss"].sum()):
+            assert total.item() == pytest.approx(by_hand, rel=1e-5)
+    for name in ("overlap", "predicted", "given"):
+        assert all(torch.equal(rows[name], found[0][name]) for rows in found)
 
 
 SAID = ([[1, 1, 0, 0]], [[1], [0], [0]], [[0, 0], [0, 0]])
@@ -176,7 +176,8 @@ def scored(
     task = task_of(folder, threshold=how.pop("threshold", 0.5))
     data = PicturePairs(pairs, PLAIN, rule)
     trainer = make_trainer(pixelwise(), task.loss, shards=how.pop("shards", 2))
-    return trainer.evaluate(task.score, data, collate=Padded(32), **{"batch_size": 3, **how})
+    reading: Any = {"batch_size": 3, **how}
+    return task.score(trainer.predict(task.measure, data, collate=Padded(32), **reading))
 
 
 @for_each(("batch_size", "shards"), [(1, 1), (2, 4), (3, 2)])

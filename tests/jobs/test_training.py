@@ -6,7 +6,8 @@ import math
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,9 @@ from onefold.jobs.catalog import JOBS
 from onefold.jobs.finetune import best_checkpoint
 from onefold.jobs.report.folder import read_run
 from onefold.jobs.run import read_options, run_job
-from onefold.jobs.training import read_saved
+from onefold.jobs.training import Task, begin_training, read_saved
 from tests.capabilities import needs_text
+from tests.jobs import tiny
 from tests.jobs.tiny import SMALL, WRITERS, job_of, run_here, write_pictures, write_texts
 from tests.tables import for_each
 
@@ -125,16 +127,18 @@ def test_the_command_trains_and_predicts(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def chosen_scores(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
+def chosen_scores(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """What evaluations return one after the other, so that a certain epoch is the best."""
     values: list[float] = []
-    evaluate = onefold.Trainer.evaluate
 
-    def chosen(*arguments: Any, **how: Any) -> Any:
-        scores, value = evaluate(*arguments, **how), values.pop(0)
-        return {name: loss if name == "loss" else value for name, loss in scores.items()}
+    def chosen(options: Any, job: str, task: Task, data: Any) -> Any:
+        def score(found: Any) -> dict[str, float]:
+            scores, value = task.score(found), values.pop(0)
+            return {name: loss if name == "loss" else value for name, loss in scores.items()}
 
-    monkeypatch.setattr(onefold.Trainer, "evaluate", chosen)
+        return begin_training(options, job, replace(task, score=score), data)
+
+    monkeypatch.setattr(tiny, "begin_training", chosen)
     return values
 
 
@@ -151,7 +155,9 @@ def test_examples_are_of_the_best_model_and_the_last_one_stays(
     predict = onefold.Trainer.predict
 
     def note(trainer: onefold.Trainer, *arguments: Any, **how: Any) -> Any:
-        shown.append(trainer.fingerprint())
+        # Those before are the evaluations of the epochs.
+        if not chosen_scores:
+            shown.append(trainer.fingerprint())
         return predict(trainer, *arguments, **how)
 
     monkeypatch.setattr(onefold.Trainer, "predict", note)

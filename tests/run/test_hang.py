@@ -5,22 +5,24 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 import onefold
+from onefold.core.calldigest import Call
+from onefold.exchange.progress import DevicePlace
 from onefold.record import FILE
 from onefold.record.entries import Failed, StepEntry, encode
 from onefold.record.frames import FrameWriter
 from onefold.run import hang
-from onefold.run.hang import HangWatch
+from onefold.run.hang import DeviceStanding, HangWatch, HostDevice, late_of, report_of
 from onefold.run.rundir import RunStatus
+from tests.tables import for_each
 
 PROGRAM = """
 import sys, threading, time
-from onefold.run.hang import answer_with_stacks
+from onefold.run.stacks import answer_with_stacks
 
 def waits_for_a_lock():
     lock = threading.Lock()
@@ -32,13 +34,6 @@ def waits_for_a_lock():
 
 waits_for_a_lock()
 """
-
-
-@dataclass
-class Device:
-    rank: int
-    pid: int
-    code: int | None = None
 
 
 @pytest.fixture
@@ -59,7 +54,7 @@ def later(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 @pytest.fixture
 def devices(
     status: RunStatus, tmp_path: Path, request: pytest.FixtureRequest
-) -> Iterator[list[Device]]:
+) -> Iterator[list[HostDevice]]:
     """Two processes that wait for a lock."""
     (tmp_path / "script.py").write_text(PROGRAM)
     processes = [
@@ -75,7 +70,10 @@ def devices(
     for process in processes:
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
-    yield [Device(rank, process.pid) for rank, process in enumerate(processes)]
+    yield [
+        HostDevice(rank, process.pid, status.progress, status.stacks[rank])
+        for rank, process in enumerate(processes)
+    ]
     for process in processes:
         process.kill()
         process.wait()
@@ -84,22 +82,23 @@ def devices(
 
 
 def hung(
-    status: RunStatus, devices: list[Device], later: list[float], record: Path | None = None
+    status: RunStatus, devices: list[HostDevice], later: list[float], record: Path | None = None
 ) -> HangWatch:
     """Device 1 has waited for 11 seconds for device 0, which computes shard 2 of step 7."""
-    progress, watch = status.progress, HangWatch(status, record)
+    progress, watch = status.progress, HangWatch(record)
     for rank in (0, 1):
         progress.set_step(rank, 7)
     progress.set_shard(0, 2)
     progress.set_waiting(1, 0)
-    watch.look(devices)
-    later[0] += 11
+    for seconds in (6, 5):
+        watch.look(devices)
+        later[0] += seconds
     return watch
 
 
 def test_who_waits_for_whom_is_told_once_with_stacks(
     status: RunStatus,
-    devices: list[Device],
+    devices: list[HostDevice],
     later: list[float],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -117,7 +116,7 @@ def test_who_waits_for_whom_is_told_once_with_stacks(
 
 def test_a_wait_that_ends_or_is_usual_is_not_told(
     status: RunStatus,
-    devices: list[Device],
+    devices: list[HostDevice],
     later: list[float],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -144,7 +143,7 @@ def test_a_wait_that_ends_or_is_usual_is_not_told(
 @pytest.mark.parametrize("devices", ["is silent"], indirect=True)
 def test_a_process_without_the_handler_lives_on(
     status: RunStatus,
-    devices: list[Device],
+    devices: list[HostDevice],
     later: list[float],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -154,7 +153,7 @@ def test_a_process_without_the_handler_lives_on(
 
 
 def test_the_record_has_it_and_its_count_is_as_before(
-    status: RunStatus, devices: list[Device], later: list[float], tmp_path: Path
+    status: RunStatus, devices: list[HostDevice], later: list[float], tmp_path: Path
 ) -> None:
     writer = FrameWriter(tmp_path / FILE)
     writer.append(encode(Failed(step=1, line="a.py:1", error="LossError", text="one")))
@@ -166,6 +165,61 @@ def test_the_record_has_it_and_its_count_is_as_before(
     (told,) = record.hangs
     assert told.step == 7
     assert told.text.startswith("device 1 has waited for 11 s for device 0")
+
+
+def standing(
+    rank: int,
+    still_s: float,
+    *,
+    waits: bool = False,
+    call: Call | None = None,
+    shard: int = -1,
+    busy: bool = False,
+) -> DeviceStanding:
+    place = DevicePlace(7, shard, int(waits), -1, 3, call or 0, 0)
+    return DeviceStanding(rank, 100 + rank, "", place, still_s, busy, (f"    stack of {rank}",))
+
+
+WAITING = standing(1, 30, waits=True)
+
+
+@for_each(
+    "others, usual_s, late",
+    [
+        pytest.param([standing(0, 30)], 0, True, id="hangs in the script"),
+        pytest.param([standing(0, 4), standing(2, 40)], 0, False, id="another shard was begun"),
+        pytest.param([standing(0, 30, busy=True)], 1, False, id="computes in the script"),
+        pytest.param([standing(0, 70, busy=True)], 1, False, id="waits for 30 s alone"),
+        pytest.param([standing(0, 30, call=Call.STEP, busy=True)], 1, True, id="endless shard"),
+        pytest.param([standing(0, 30, call=Call.STEP, busy=True)], 0, False, id="compiles"),
+        pytest.param([standing(0, 30, call=Call.EVALUATE, busy=True)], 1, False, id="evaluates"),
+        pytest.param([standing(0, 30, call=Call.EVALUATE)], 1, True, id="hangs in evaluate"),
+        pytest.param([standing(0, 30, call=Call.STEP)], 12, False, id="long steps"),
+        pytest.param([standing(0, 30, waits=True)], 1, True, id="all wait"),
+        pytest.param([], 1, True, id="nobody answers"),
+    ],
+)
+def test_what_moves_is_not_waited_for_in_vain(
+    others: list[DeviceStanding], usual_s: float, late: bool
+) -> None:
+    assert (WAITING in late_of([WAITING, *others], usual_s, 1 + max(1, len(others)))) == late
+
+
+def test_a_report_names_those_that_do_not_answer() -> None:
+    late = [WAITING, standing(3, 31, waits=True)]
+    reader = DeviceStanding(2, 102, "b", DevicePlace(7, -1, 0, -1, 3, 0, 1), 31.0, False)
+    lines = report_of([*late, reader, standing(4, 9, call=Call.SAVE)], 6).splitlines()
+    assert lines == [
+        "devices 1, 3 have waited for 31 s for devices 0, 2, 4, 5, in step 7",
+        "no answer from devices 0, 5: stopped, or on a host that cannot be reached",
+        "device 2 (process 102 on b) waits for its loader in step 7:",
+        "device 4 (process 104) is at trainer.save in step 7:",
+        "    stack of 4",
+        "device 1 (process 101) waits for others in step 7:",
+        "    stack of 1",
+        "device 3 (process 103) waits for others in step 7:",
+        "    stack of 3",
+    ]
 
 
 SCRIPT = """

@@ -1,15 +1,14 @@
 """Shows where a script's model may be cut and what memory it would take, and lists the devices.
 
-`plan_script` prints the plan of a model. `device_table` makes the table that ``onefold devices``
-prints.
+`plan_script` prints the plan of a model, `show_devices` the table of ``onefold devices``.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from itertools import groupby
 from typing import Any
 
@@ -17,20 +16,22 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from onefold import DeviceInfo, RunOptions, list_devices, select_devices, supervise
+from onefold import RunOptions, list_devices, select_devices, supervise
+from onefold.cli.running import print_json
 from onefold.system.ownfiles import PrivateFolder
 from onefold.system.words import tell
 
-__all__ = ["device_table", "plan_script", "read_counts"]
+__all__ = ["plan_script", "read_counts", "show_devices"]
 
 
-def plan_script(command: Sequence[str], devices: str, *, options: RunOptions) -> int:
+def plan_script(command: Sequence[str], devices: str, *, options: RunOptions, as_json: bool) -> int:
     """Run a script up to its first Trainer, and print what that would take.
 
     Args:
         command: the script and its arguments.
         devices: device counts, such as ``1,2,4``.
         options: of the run.
+        as_json: print one JSON object, with sizes in bytes, in place of tables.
 
     Returns:
         0, or 2 if the script failed or made no Trainer.
@@ -47,7 +48,10 @@ def plan_script(command: Sequence[str], devices: str, *, options: RunOptions) ->
             tell(outcome.message or "the script made no Trainer")
             return 2
         found = json.loads(path.read_text())
-    _print(Console(highlight=False), found)
+    if as_json:
+        print_json(found)
+    else:
+        _print(Console(highlight=False), found)
     return 0
 
 
@@ -116,15 +120,23 @@ def _mebibytes(number: int | None) -> str:
     return "-" if number is None else f"{number / 2**20:,.1f}"
 
 
-def device_table(devices: Iterable[DeviceInfo]) -> Table:
-    """Make a table with a row for each device: index, kind, name, total and free memory."""
+def show_devices(*, as_json: bool) -> None:
+    """Print a row for each device: index, kind, name, total and free memory.
+
+    Args:
+        as_json: print one JSON object, with sizes in bytes, in place of the table.
+    """
+    devices = list_devices()
+    if as_json:
+        print_json({"devices": [asdict(device) for device in devices]})
+        return
     headings = ("index", "-kind", "-name", "memory total", "memory free")
     table = _table("Devices of this machine", *headings)
     for device in devices:
         name = f"{device.name} ({device.count} cores)" if device.kind == "cpu" else device.name
         sizes = (f"{each / 2**30:.1f} GiB" for each in (device.total_bytes, device.free_bytes))
         table.add_row(str(device.index), device.kind, escape(name), *sizes)
-    return table
+    Console().print(table)
 
 
 def _table(title: str, *headings: str) -> Table:

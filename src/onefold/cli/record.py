@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import math
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from onefold.cli.running import print_json
 from onefold.record import Record, shards_of
 from onefold.record.entries import Begun, Result, StepEntry
 
@@ -33,7 +32,7 @@ def show_record(run: Path, *, as_json: bool, step: int | None) -> None:
         for entry in entries:
             # What a call returned, in place of the bytes that it is kept as.
             value = {"value": next(results)["value"]} if isinstance(entry, Result) else {}
-            print(json.dumps(_plain(entry, value), allow_nan=False))
+            print_json(_plain(entry, value))
     elif step is None:
         _show(record)
     else:
@@ -41,30 +40,13 @@ def show_record(run: Path, *, as_json: bool, step: int | None) -> None:
 
 
 def _plain(entry: Any, value: dict[str, Any]) -> dict[str, Any]:
-    """An entry as JSON has it: numbers that are not finite are null, bytes are their number.
-
-    Tensors and arrays are their dtype and shape.
-    """
+    """The fields of an entry, by name."""
     found = {"kind": entry.__struct_config__.tag}
     found |= {name: getattr(entry, name) for name in entry.__struct_fields__}
     if isinstance(entry, StepEntry):
         names = ("totals", "weights", "digests")
         found |= dict(zip(names, (each.tolist() for each in shards_of(entry)), strict=True))
-    return {name: _finite(each) for name, each in {**found, **value}.items()}
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, bytes):
-        return len(value)
-    if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
-    if isinstance(value, dict):
-        return {name: _finite(each) for name, each in value.items()}
-    if hasattr(value, "dtype"):
-        return {"dtype": str(value.dtype), "shape": list(value.shape)}
-    return value
+    return {**found, **value}
 
 
 def _show(record: Record) -> None:

@@ -18,10 +18,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from onefold import Outcome, RunOptions, select_devices, supervise
+from onefold.cli.running import print_json, screen
 from onefold.cli.verify import Way
 from onefold.record import Record, alike
 from onefold.record.entries import BlockEntry, Result, StepEntry
@@ -38,7 +38,12 @@ _ENTRIES = StepEntry | Result | BlockEntry
 
 
 def verify_resume(
-    command: Sequence[str], ways: Sequence[Way], *, options: RunOptions, stops: int
+    command: Sequence[str],
+    ways: Sequence[Way],
+    *,
+    options: RunOptions,
+    stops: int,
+    as_json: bool,
 ) -> int:
     """Run a script as a whole, and again with a stop; print whether all ends are equal.
 
@@ -47,6 +52,7 @@ def verify_resume(
         ways: how to run it: as a whole in the first way, and with stops in each in turn.
         options: of every run.
         stops: how many stops are tried, at most.
+        as_json: print one JSON object; the text goes to stderr.
 
     Returns:
         0 if all ends are equal, 1 if not.
@@ -54,7 +60,7 @@ def verify_resume(
     Raises:
         typer.Exit: a run failed, which was reported; carries the exit code.
     """
-    console = Console(highlight=False)
+    console, rows = screen(as_json=as_json), []
     with PrivateFolder("onefold-verify-") as private:
         runs = _Runs(command, private.path, options)
         whole = runs.end("whole", ways[0])
@@ -72,6 +78,15 @@ def verify_resume(
             first = _first_difference(whole[1], entries)
             same = fingerprint == whole[0]
             differ |= not same or bool(first)
+            rows.append(
+                {
+                    "step": step,
+                    "stopped_on": str(before),
+                    "resumed_on": str(after),
+                    "fingerprint": fingerprint,
+                    "difference": first or None,
+                }
+            )
             shown = "equal" if same else "[bold red]differs[/]"
             table.add_row(
                 f"step {step}", str(before), str(after), shown, first or f"{len(entries)} equal"
@@ -79,6 +94,8 @@ def verify_resume(
         console.print(table)
     words = "[bold red]The ends differ.[/]" if differ else "[bold green]All ends are equal.[/]"
     console.print(words)
+    if as_json:
+        print_json({"agree": not differ, "fingerprint": whole[0], "stops": rows})
     return _DIFFER if differ else _AGREE
 
 

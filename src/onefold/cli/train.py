@@ -19,46 +19,115 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import typer
 from rich.console import Console
-from rich.markup import escape
+from typer.main import get_command
 
 from onefold import is_launched, select_devices
+from onefold.cli.help import Commands, declare
+from onefold.cli.running import print_json, tell_next
 from onefold.errors import LaunchError
 from onefold.jobs.catalog import JOBS
+from onefold.jobs.data.files import readable
+from onefold.jobs.evaluate import EvaluateOptions, Evaluation, evaluate_run
 from onefold.jobs.options import TrainOptions
 from onefold.jobs.predict import PredictOptions, predict_run, write_prediction
 from onefold.jobs.run import Job, read_options, run_job
-from onefold.system.words import tell
+from onefold.jobs.scores import ClassScores, spell, warning_of
+from onefold.system.words import counted, tell
 
-__all__ = ["add_jobs", "add_predict"]
+__all__ = ["GROUPS", "job_commands"]
 
 _WORDS = {"True": "yes", "False": "no"}
-_COMMON = frozenset(field.name for field in dataclasses.fields(TrainOptions))
+GROUPS = {
+    "Data": (
+        *("config", "data", "dev", "holdout", "cache", "foreground", "void", "image_size", "crop"),
+        *("normalise", "max_length", "skip_bad", "labels_as_is"),
+    ),
+    "Model": (
+        *("model", "encoder", "stem", "pretrained", "pretrained_key", "pretrained_classes"),
+        *("reuse_classes", "head_lr_scale", "freeze", "freeze_until"),
+        *("layers", "width", "heads", "vocabulary", "dropout", "token_dropout"),
+    ),
+    "Training": (
+        *("epochs", "batch_size", "lr", "optimizer", "momentum", "weight_decay", "schedule"),
+        *("warmup_epochs", "decay_epochs", "decay", "scale_lr", "base_batch_size", "clip_norm"),
+        *("label_smoothing", "class_weights", "balanced", "pos_weight", "precision", "seed"),
+        *("best_by", "evaluation_batch_size", "threshold"),
+    ),
+    "Augmentation": ("augment", "least_area", "flip", "turns", "jitter"),
+    "Devices": ("devices", "shards", "placement", "workers"),
+    "Run": ("name", "resume", "runs", "save_every"),
+    "Results": ("output", "format", "json", "top", "weights"),
+}
+"""The options of the jobs under the headings of their help, most used first."""
+_HEADINGS = {name: heading for heading, names in GROUPS.items() for name in names}
+_EXAMPLES = {"classify": "photos", "segment": "cracks", "text": "reviews"}
+"""A folder with the data of each job."""
+_METAVARS: dict[Any, str] = {
+    **dict.fromkeys((int, int | None), "N"),
+    **dict.fromkeys((float, float | None), "X"),
+    **dict.fromkeys((str, str | None), "TEXT"),
+    tuple[str, ...]: "LIST",
+    Path | None: "PATH",
+}
 
 
 Config = Annotated[
     Path | None,
-    typer.Option(exists=True, dir_okay=False, help="TOML file of the same names as these options."),
+    typer.Option(
+        exists=True,
+        dir_okay=False,
+        metavar="FILE",
+        help="TOML file with any of these options.",
+        rich_help_panel="Data",
+    ),
 ]
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a trained run.")]
+LabelledData = Annotated[
+    Path,
+    typer.Argument(
+        metavar="DATA", help="Data as in training, whose test set is used; or a test set alone."
+    ),
+]
 Paths = Annotated[
     list[Path],
-    typer.Argument(help="Pictures or folders of them; for texts, files of one text a line."),
+    typer.Argument(
+        metavar="PATH...", help="Pictures or folders of them; for texts, files of one text a line."
+    ),
 ]
 
 
-def add_jobs(app: typer.Typer) -> None:
-    """Add a command for each job to ``app``."""
+def job_commands() -> dict[str, Any]:
+    """Make the commands that have the options of the jobs, by name."""
+    jobs = typer.Typer(
+        cls=Commands,
+        help="Train a ready-made job on your data.",
+        no_args_is_help=True,
+        rich_markup_mode=None,
+    )
     for job in JOBS:
-        app.command(job.name, help=job.help)(_command(job))
+        examples = [
+            (f"onefold train {job.name} --data {_EXAMPLES[job.name]} --name a", "writes runs/a"),
+            (f"onefold train {job.name} --name a --resume", "after a stop"),
+        ]
+        declare(jobs, job.name, group="Jobs", text=job.help, examples=examples)(_command(job))
+    app = typer.Typer(rich_markup_mode=None)
+    app.add_typer(jobs, name="train")
+    _declare_predict(app)
+    _declare_evaluate(app)
+    return dict(getattr(get_command(app), "commands"))  # noqa: B009  # typer does not type it
 
 
-def add_predict(app: typer.Typer) -> None:
-    """Add ``onefold predict`` to ``app``, in place of what stands for it there."""
+def _declare_predict(app: typer.Typer) -> None:
+    examples = [
+        ("onefold predict runs/a new_photos", "CSV on the screen"),
+        ("onefold predict runs/a new.png --top 3 --format json", "the best three"),
+    ]
 
     def predict(run_folder: RunFolder, paths: Paths, **chosen: Any) -> None:
-        """Use a trained run on files or folders: classes to CSV or JSON, masks to PNG."""
+        """Predict the classes, labels or masks of new files: as CSV, JSON or PNG."""
         options = PredictOptions(**_given(chosen))
         prediction = predict_run(run_folder, paths, options)
         for each in prediction.left_out:
@@ -67,7 +136,47 @@ def add_predict(app: typer.Typer) -> None:
         if written is not None:
             tell(f"{len(prediction.rows)} predictions: {written}")
 
-    app.command()(_with_options(predict, PredictOptions))
+    declare(app, "predict", group="", examples=examples)(_with_options(predict, PredictOptions))
+
+
+def _declare_evaluate(app: typer.Typer) -> None:
+    examples = [
+        ("onefold evaluate runs/a photos", "its test set"),
+        ("onefold evaluate runs/a photos --json", "for a program"),
+        ("onefold evaluate runs/a photos --output all.csv", "every sample"),
+    ]
+
+    def evaluate(run_folder: RunFolder, data: LabelledData, **chosen: Any) -> None:
+        """Score a trained run on labelled data: overall, by class, and sample by sample."""
+        options = EvaluateOptions(**_given(chosen))
+        found = evaluate_run(run_folder, data, options)
+        for each in found.prediction.left_out:
+            tell(f"left out: {each}")
+        if options.output is not None:
+            write_prediction(found.prediction, options, sys.stdout)
+        if options.json:
+            print_json(found.as_dict())
+        else:
+            _tell_scores(found)
+
+    declare(app, "evaluate", group="", examples=examples)(_with_options(evaluate, EvaluateOptions))
+
+
+def _tell_scores(found: Evaluation) -> None:
+    console = Console(soft_wrap=True, highlight=False, markup=False)
+    samples = counted(len(found.prediction.rows), "sample")
+    console.print(f"{found.weights} on {samples} of {readable(found.data)}")
+    baseline = found.baseline.scores if found.baseline else {}
+    for name, value in found.scores.items():
+        least = f" (baseline {spell(name, baseline[name])})" if name in baseline else ""
+        console.print(f"{name}: {spell(name, value)}{least}")
+    if found.baseline:
+        console.print(f"The baseline answers {found.baseline.answer!r} for every sample.")
+    if found.by_class is not None:
+        for part in found.by_class.tables(found.classes):
+            console.print(part)
+    if found.warning:
+        console.print(f"Warning: {found.warning}")
 
 
 def _command(job: Job) -> Callable[..., None]:
@@ -78,7 +187,7 @@ def _command(job: Job) -> Callable[..., None]:
         if result["is_lead"]:
             _tell(result, Path(result["folder"]))
 
-    return _with_options(command, job.options, panel=job.name)
+    return _with_options(command, job.options)
 
 
 def _given(chosen: Mapping[str, Any]) -> dict[str, Any]:
@@ -93,16 +202,17 @@ def _given(chosen: Mapping[str, Any]) -> dict[str, Any]:
     return given
 
 
-def _with_options(
-    command: Callable[..., None], options: type[Any], panel: str | None = None
-) -> Callable[..., None]:
+def _with_options(command: Callable[..., None], options: type[Any]) -> Callable[..., None]:
     """Give a command a parameter for each option, as typer reads them, in place of ``**chosen``."""
     *own, _ = inspect.signature(command, eval_str=True).parameters.values()
     # The fields hold their types as text, since their module postpones annotations.
     hints = typing.get_type_hints(options)
-    # In the help, the options of the job come first, and then those of all jobs.
-    fields = sorted(dataclasses.fields(options), key=lambda field: field.name in _COMMON)
-    parameters = [*own, *(_parameter(field, hints[field.name], panel) for field in fields)]
+    # In the help they come in the order of their groups.
+    order = {name: place for place, name in enumerate(_HEADINGS)}
+    fields = sorted(
+        dataclasses.fields(options), key=lambda field: order.get(field.name, len(order))
+    )
+    parameters = [*own, *(_parameter(field, hints[field.name]) for field in fields)]
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {each.name: each.annotation for each in parameters}
     return command
@@ -127,15 +237,16 @@ def _require_devices(options: TrainOptions) -> None:
         )
 
 
-def _parameter(field: dataclasses.Field[Any], hint: Any, panel: str | None) -> inspect.Parameter:
+def _parameter(field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
     shown = field.metadata["shown"]
     default = _WORDS.get(str(field.default), str(field.default)) if shown is None else shown
-    # Written by ourselves and escaped, as rich would take the brackets for a style.
+    # Written by ourselves, as what typer knows of as a default is None.
     note = f" [default: {default}]" if default else ""
     described = typer.Option(
-        help=escape(f"{field.metadata['help']}{note}"),
+        help=f"{field.metadata['help']}{note}",
         envvar=field.metadata["variable"],
-        rich_help_panel="Options of all jobs" if panel and field.name in _COMMON else panel,
+        metavar=_METAVARS.get(hint),
+        rich_help_panel=_HEADINGS.get(field.name),
     )
     # typer has no tuples of any length; a list may be given by naming the option several times.
     asked = list[str] if typing.get_origin(hint) is tuple else hint
@@ -154,6 +265,15 @@ def _tell(result: dict[str, Any], folder: Path) -> None:
             f"Best: {best['score']} {best['value']:.4f} after epoch {best['epoch'] + 1}, kept in "
             f"{folder / best['checkpoint']}"
         )
+    if result["confusion"]:
+        for part in ClassScores(np.array(result["confusion"])).tables(result["classes"]):
+            console.print(part)
+    if warning := warning_of(result):
+        console.print(
+            f"Warning: {warning}. More --epochs, another --lr, --class-weights auto or "
+            f"--balanced may help"
+        )
     console.print(f"Fingerprint: {result['fingerprint']}")
     none = f"No report, without matplotlib; later: onefold report {folder}"
     console.print(f"Report: {result['report']}" if result["report"] else none)
+    tell_next(f"onefold predict {folder} PATH")

@@ -25,7 +25,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import compress, pairwise, product
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ from rich.table import Table
 from onefold import Outcome, RunOptions, select_devices, supervise
 from onefold.cli.mathematics import report_mathematics
 from onefold.cli.plan import read_counts
+from onefold.cli.running import print_json, screen
 from onefold.system.ownfiles import PrivateFolder
 from onefold.system.record import read_record
 from onefold.system.words import listed, tell
@@ -127,6 +128,10 @@ def _uneven(run: _States) -> Iterator[tuple[str, int]]:
 
 
 _AGREE, _DIFFER, _FAILED = 0, 1, 2
+_SHOWN = (
+    *("step", "loss", "alone", "loss_difference", "gradient_difference", "tolerance", "causes"),
+)
+"""What ``--json`` prints of each step of the mathematics."""
 _REFUSALS = re.compile(r": (DisagreementError|GradientError|LossError|StateError): (.*)", re.DOTALL)
 
 
@@ -209,6 +214,7 @@ def verify_script(
     *,
     options: RunOptions,
     placement: str = "replicate",
+    as_json: bool = False,
 ) -> int:
     """Run a script on several device counts, compare the runs, and print a verdict.
 
@@ -218,6 +224,7 @@ def verify_script(
             the others are compared with the first.
         options: the options of every run; ``probe_steps`` of each trainer are compared.
         placement: one or several, such as ``replicate,shard``: each with every count.
+        as_json: print one JSON object; the text goes to stderr.
 
     Returns:
         0 if all agree, 1 if bits or mathematics differ.
@@ -229,10 +236,14 @@ def verify_script(
     """
     ways = read_ways(devices, placement)
     with PrivateFolder("onefold-verify-") as private:
-        comparison = _Comparison(command, private.path, options)
+        comparison = _Comparison(command, private.path, options, screen(as_json=as_json))
         bits = comparison.of_bits(ways)
         # Even if bits differ: the mathematics may name the cause.
-        return max(bits, comparison.of_mathematics(ways[0]))
+        mathematics = comparison.of_mathematics(ways[0])
+    if as_json:
+        agree = {"bits_agree": bits == _AGREE, "mathematics_agree": mathematics == _AGREE}
+        print_json({**agree, **comparison.found})
+    return max(bits, mathematics)
 
 
 @dataclass
@@ -245,9 +256,11 @@ class _Comparison:
     """Where the runs are recorded."""
     options: RunOptions
     """Of every run."""
-    console: Console = field(default_factory=lambda: Console(highlight=False))
+    console: Console
     number: int = 0
     """Runs so far."""
+    found: dict[str, Any] = field(default_factory=dict)
+    """What was found, as ``--json`` prints it."""
 
     def of_bits(self, ways: Sequence[Way]) -> int:
         """Compare runs bit for bit, and print a verdict; return the exit code.
@@ -259,6 +272,9 @@ class _Comparison:
         reference = runs[0].trainers
         differences = [[*map(first_difference, reference, run.trainers)] for run in runs]
         self.console.print(_table(runs, differences))
+        self.found["runs"] = [
+            _run_as_json(run, found) for run, found in zip(runs, differences, strict=True)
+        ]
         if (alike := {len(run.trainers) for run in runs}) != {len(reference)}:
             words = f"The runs made different numbers of Trainers: {sorted(alike)}."
             self.console.print(f"[bold red]{words}[/]")
@@ -283,6 +299,13 @@ class _Comparison:
             name, outcome = self._run(f"V shards and one, {precision}", alone, precision)
             if not outcome.exit_code or self._is_compared(outcome, name):
                 trainers = self._lines(name, "-mathematics")
+                self.found["mathematics"] = {
+                    "precision": precision,
+                    "trainers": [
+                        [{name: line.get(name) for name in _SHOWN} for line in lines[1:]]
+                        for lines in trainers
+                    ],
+                }
                 agree = report_mathematics(self.console, precision, trainers)
                 return _AGREE if agree else _DIFFER
         raise self._failed(outcome, "computing every batch as one shard as well")
@@ -439,6 +462,22 @@ _GUESSES = {
     ),
 }
 """The hints that remain, by whether a run repeats its bits."""
+
+
+def _run_as_json(run: _Recorded, differences: Sequence[Difference | None]) -> dict[str, Any]:
+    """What is known of a run: where each of its Trainers ended, and where it differs."""
+    # A run may have made other numbers of Trainers than the first.
+    found = {number: asdict(each) for number, each in enumerate(differences) if each is not None}
+    trainers = [
+        {
+            "steps": lines[-1]["step"],
+            "loss": lines[-1]["loss"],
+            "fingerprint": lines[-1]["fingerprint"],
+            "difference": found.get(number),
+        }
+        for number, lines in enumerate(run.trainers)
+    ]
+    return {"devices": run.way.devices, "placement": run.way.placement, "trainers": trainers}
 
 
 def _table(runs: Sequence[_Recorded], differences: Sequence[Sequence[Difference | None]]) -> Table:

@@ -21,10 +21,12 @@ import zlib
 from collections.abc import Sequence
 from enum import IntEnum
 from functools import lru_cache
-from typing import NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
-from onefold.core.shard import Plan
 from onefold.errors import DisagreementError
+
+if TYPE_CHECKING:
+    from onefold.core.shard import Plan  # it loads PyTorch, and launchers read `Call`
 
 __all__ = ["Agreed", "Call", "CallDigest", "checksum", "digest", "plan_number", "read_agreed"]
 

@@ -105,6 +105,8 @@ class Loader:
         self._plan, self._gather = plan, gather
         self._repeats = repeats
         self._last: ShardedBatch | None = None
+        self.note_reading: Callable[[bool], None] = lambda reads: None
+        """Called as a wait for a batch begins, and as it ends."""
         self._pin_memory = pin_memory
         self._timeout_s = timeout_s
         self._digests = self._source.digests if digest else 0
@@ -245,6 +247,7 @@ class Loader:
 
     def _next(self, answers: Iterator[Answer]) -> Answer:
         began = time.monotonic()
+        self.note_reading(True)
         try:
             answer = next(answers)
         except RuntimeError as error:
@@ -259,6 +262,8 @@ class Loader:
                 f"--timeout), or what a worker had read could not be sent, which it has reported "
                 f"above; with workers=0 this process reads"
             ) from error
+        finally:
+            self.note_reading(False)
         # The very first answer carries the digest, even if its batch is dropped.
         self._data_digest = answer.digest or self._data_digest
         return answer

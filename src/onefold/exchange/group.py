@@ -114,6 +114,17 @@ class Rendezvous:
             _stores[key] = PrefixStore(f"onefold/{context.run_id}", base)
         return _stores[key]
 
+    def apart(self, prefix: str) -> Store:
+        """The store by a connection of its own, for a thread that may be kept waiting there.
+
+        Args:
+            prefix: what the keys are put under.
+        """
+        twin: Store = self.store.underlying_store.clone()  # type: ignore[attr-defined]  # likewise
+        if isinstance(twin, SealedStore):
+            _sealed.append(twin)
+        return PrefixStore(f"onefold/{self.context.run_id}/{prefix}", twin)
+
     def has_ended(self, rank: int) -> bool:
         """Whether the script of a device has ended."""
         progress = progress_of(self.context)

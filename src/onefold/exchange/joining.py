@@ -35,7 +35,7 @@ from onefold.exchange.group import Rendezvous, agree_on_devices, agree_on_name, 
 from onefold.exchange.mailbox import Mailbox, connected
 from onefold.exchange.memory import AsGiven, Memory, Partial, Start
 from onefold.exchange.private import GroupStageExchange, PrivateMemory
-from onefold.exchange.progress import NoteWait, progress_of
+from onefold.exchange.progress import NoteWait, places_of
 from onefold.exchange.reduction import BlockReduction, StageReduction
 from onefold.exchange.shared import HostMemory, HostStageExchange, HostTransport
 from onefold.exchange.stageexchange import LocalStageExchange, StageExchange
@@ -137,8 +137,8 @@ def _mailbox(devices: Devices, meeting: Rendezvous) -> Mailbox:
 
 
 def _noting_waits(context: LaunchContext) -> NoteWait:
-    """Notes waits in the table of the launcher, if there is one."""
-    progress = progress_of(context)
+    """Notes waits in the table of this process, if it has one."""
+    progress = places_of(context)
     if progress is None:
         return lambda peer: None
     return partial(progress.set_waiting, context.rank)

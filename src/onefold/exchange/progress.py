@@ -1,8 +1,10 @@
 """Where the devices of a run are: for the launcher, and for a device that waits for others.
 
-`Progress` is the table that a launcher and its workers share: who is at which step, and what is to
-come after it. `Waiting` is the wait of a device that has yet to join the others; later waits are
-those of a step, see `onefold.exchange.connections`. Does not load PyTorch.
+`Progress` is the table in which each device notes where it is, and which onefold's launcher shares
+with its workers: what is to come after a step stands there as well. Under another launcher each
+process has a table of its own, in memory that other processes of its user can look into; see
+`onefold.run.hostwatch`. `Waiting` is the wait of a device that has yet to join the others; later
+waits are those of a step, see `onefold.exchange.connections`. Does not load PyTorch.
 
 Note: no lock
 -------------
@@ -17,14 +19,28 @@ from __future__ import annotations
 import functools
 import logging
 import mmap
+import os
 import time
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from onefold.core.context import LaunchContext
 from onefold.errors import PeerLost, PeerTimeout
+from onefold.system.ownfiles import memory_file
 from onefold.system.process import LOOK_S
 
-__all__ = ["WAITING", "NoteWait", "Progress", "Waiting", "progress_of"]
+__all__ = [
+    "TABLE_LABEL",
+    "WAITING",
+    "DevicePlace",
+    "NoteWait",
+    "Progress",
+    "Waiting",
+    "own_table",
+    "places_of",
+    "progress_of",
+]
 
 WAITING = "onefold.waiting"
 """The logger of devices that wait: what it is told reaches the screen on any device."""
@@ -34,24 +50,51 @@ _log = logging.getLogger(WAITING)
 
 NoteWait = Callable[[int | None], None]
 """Is called with the device for which a wait begins, -1 for any; and with None where it ends."""
+TABLE_LABEL = "onefold-progress"
+"""What ``/proc`` calls the memory of a table."""
 _BEGUN, _ENDED = 1, 2
-_COLUMNS = 5
+_COLUMNS = 8
+
+
+class DevicePlace(msgspec.Struct, frozen=True, array_like=True):
+    """Where a device is; one that has not moved has the same place."""
+
+    step: int
+    """-1 before the first."""
+    shard: int
+    """Which one it computes; -1 for none."""
+    wait: int
+    """Number of its last wait; odd while it waits."""
+    peer: int
+    """For which device it waits, or has waited last; -1 for any."""
+    begun: int
+    """How many shards it has begun, and batches it has asked its loader for."""
+    call: int
+    """Which call of the trainer it makes together with the others; 0 for none."""
+    reads: int
+    """1 while it waits for its loader."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether it waits for other devices."""
+        return self.wait % 2 == 1
 
 
 class Progress:
-    """Where every worker writes its step, and the launcher whether to stop.
+    """Where every device writes its place, and the launcher whether to stop.
 
     Args:
-        descriptor: the table's memory, made by the launcher.
+        descriptor: the table's memory.
         devices: number of devices; there is one more row, the launcher's.
+        access: one of `mmap`'s; by default for writing as well.
     """
 
-    def __init__(self, descriptor: int, devices: int) -> None:
-        memory = mmap.mmap(descriptor, self.nbytes(devices))
-        # A row for each device, then the launcher's. A device's: how far it is, its step, the shard
-        # that it computes, the number of its last wait (odd while it waits), and for whom.
-        self._rows = memoryview(memory).cast("q", (devices + 1, _COLUMNS))
-        self._launcher = devices
+    def __init__(self, descriptor: int, devices: int, access: int = mmap.ACCESS_WRITE) -> None:
+        memory = mmap.mmap(descriptor, self.nbytes(devices), access=access)
+        # A row for each device, then the launcher's. A device's: how far it is, and then what
+        # `DevicePlace` has, with shard and peer one more than they are.
+        self._rows = memoryview(memory).cast("q")
+        self._launcher = devices * _COLUMNS
 
     @staticmethod
     def nbytes(devices: int) -> int:
@@ -60,20 +103,26 @@ class Progress:
 
     def set_step(self, rank: int, step: int) -> None:
         """Note that ``rank`` has begun ``step``."""
-        self._rows[rank, 1] = step
-        self._rows[rank, 0] = _BEGUN
+        self._rows[rank * _COLUMNS + 1] = step
+        self._rows[rank * _COLUMNS] = _BEGUN
 
     def step_of(self, rank: int) -> int:
         """The step that ``rank`` is at; -1 before the first."""
-        return self._rows[rank, 1] if self._rows[rank, 0] else -1
+        return self._rows[rank * _COLUMNS + 1] if self._rows[rank * _COLUMNS] else -1
 
     def set_shard(self, rank: int, shard: int) -> None:
         """Note that ``rank`` computes a shard; -1 for none."""
-        self._rows[rank, 2] = shard + 1
+        self._rows[rank * _COLUMNS + 2] = shard + 1
+        self._rows[rank * _COLUMNS + 5] += 1
 
-    def shard_of(self, rank: int) -> int:
-        """The shard that ``rank`` computes; -1 for none."""
-        return self._rows[rank, 2] - 1
+    def set_call(self, rank: int, call: int) -> None:
+        """Note which call of the trainer ``rank`` makes; 0 for none."""
+        self._rows[rank * _COLUMNS + 6] = call
+
+    def set_reading(self, rank: int, reads: bool) -> None:
+        """Note that ``rank`` begins to wait for its loader, or has its batch."""
+        self._rows[rank * _COLUMNS + 7] = reads
+        self._rows[rank * _COLUMNS + 5] += reads
 
     def set_waiting(self, rank: int, peer: int | None) -> None:
         """Note that ``rank`` begins to wait.
@@ -82,47 +131,46 @@ class Progress:
             rank: number of the device.
             peer: for which one it waits; -1 for any of them, None for the end of its wait.
         """
-        waits = bool(self._rows[rank, 3] % 2)
+        row = rank * _COLUMNS
+        waits = self._rows[row + 3] % 2 == 1
         if peer is not None:
-            self._rows[rank, 4] = peer + 1
+            self._rows[row + 4] = peer + 1
         if waits != (peer is not None):
-            self._rows[rank, 3] += 1
+            self._rows[row + 3] += 1
 
-    def wait_of(self, rank: int) -> int:
-        """The number of the last wait of ``rank``: odd while it waits."""
-        return self._rows[rank, 3]
-
-    def waits_for(self, rank: int) -> int:
-        """For which device ``rank`` waits, or has waited last; -1 for any of them."""
-        return self._rows[rank, 4] - 1
+    def place_of(self, rank: int) -> DevicePlace:
+        """Where ``rank`` is."""
+        row = self._rows[rank * _COLUMNS : (rank + 1) * _COLUMNS]
+        _, _, shard, wait, peer, begun, call, reads = row
+        return DevicePlace(self.step_of(rank), shard - 1, wait, peer - 1, begun, call, reads)
 
     def set_ended(self, rank: int) -> None:
         """Note that the script of ``rank`` has ended."""
-        self._rows[rank, 1] = self.step_of(rank)
-        self._rows[rank, 0] = _ENDED
+        self._rows[rank * _COLUMNS + 1] = self.step_of(rank)
+        self._rows[rank * _COLUMNS] = _ENDED
 
     def has_ended(self, rank: int) -> bool:
         """Whether `set_ended` was called for ``rank``."""
-        return self._rows[rank, 0] == _ENDED
+        return self._rows[rank * _COLUMNS] == _ENDED
 
     def request_stop(self) -> None:
         """Ask the run to save itself and stop at the end of its step."""
-        self._rows[self._launcher, 0] = 1
+        self._rows[self._launcher] = 1
 
     def stop_requested(self) -> bool:
         """Whether `request_stop` was called."""
-        return bool(self._rows[self._launcher, 0])
+        return bool(self._rows[self._launcher])
 
     def save_after(self, step: int) -> None:
         """Ask all devices to save once ``step`` is done; for the lead, before it begins the step.
 
         All devices see it then: none ends a step before the lead has begun it.
         """
-        self._rows[self._launcher, 1] = step
+        self._rows[self._launcher + 1] = step
 
     def saves_after(self, step: int) -> bool:
         """Whether `save_after` was called last for ``step``."""
-        return self._rows[self._launcher, 1] == step
+        return self._rows[self._launcher + 1] == step
 
 
 def progress_of(context: LaunchContext) -> Progress | None:
@@ -130,6 +178,22 @@ def progress_of(context: LaunchContext) -> Progress | None:
     if context.progress_descriptor < 0:
         return None
     return _table(context.progress_descriptor, context.size)
+
+
+def places_of(context: LaunchContext) -> Progress | None:
+    """The table in which this process notes where it is; None if nobody would look at it."""
+    if context.progress_descriptor >= 0:
+        return progress_of(context)
+    others = context.launcher == "torch" and context.size > 1 and not context.network
+    return own_table(context.size)[1] if others else None
+
+
+@functools.cache
+def own_table(devices: int) -> tuple[int, Progress]:
+    """Make this process's own table, once, and return its descriptor with it."""
+    descriptor = memory_file(TABLE_LABEL)
+    os.ftruncate(descriptor, Progress.nbytes(devices))
+    return descriptor, Progress(descriptor, devices)
 
 
 @functools.cache

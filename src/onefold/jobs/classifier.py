@@ -1,60 +1,124 @@
-"""What jobs that classify share: the loss, the score, and the examples that a report shows."""
+"""What jobs that classify share: the loss, the scores, and the examples that a report shows."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+import onefold
+from onefold.jobs.options import expect
+from onefold.jobs.scores import ClassScores, Measure, Measured, Predict, class_baseline
+
 __all__ = [
     "Answer",
-    "Measured",
-    "Predict",
+    "BestBy",
+    "ClassWeights",
+    "check_balance",
+    "class_task",
     "classifier_examples",
     "confidences",
-    "loss_and_score",
     "spread",
+    "usual_best_by",
 ]
 
 SHOWN = 24
 """How many examples of each kind a report shows."""
 
-
-Measured = dict[str, torch.Tensor]
+BestBy = Literal["accuracy", "balanced-accuracy", "macro-f1", "loss"]
+ClassWeights = Literal["none", "auto"]
 Answer = Callable[[nn.Module, Any], tuple[torch.Tensor, torch.Tensor]]
-Measure = Callable[[nn.Module, Any], Measured]
-Predict = Callable[[Measure, Any], Measured]
-"""``Trainer.predict`` of a measure and a data set, read as in the evaluation of the run."""
+"""Returns the logits for a shard, (n, classes) float32, and its labels, (n,) int64."""
 
 
-def loss_and_score(answer: Answer, smoothing: float) -> tuple[Callable[..., torch.Tensor], Measure]:
-    """Make the loss and the score of a classifier.
+def class_task(
+    answer: Answer,
+    options: Any,
+    *,
+    train_labels: Sequence[int],
+    test_labels: Sequence[int],
+    classes: Sequence[str],
+) -> dict[str, Any]:
+    """Make the parts of a `Task` that every classifier has.
 
     Args:
-        answer: returns the logits for a shard, (n, classes) float32, and its labels, (n,) int64.
-        smoothing: share of a label that is spread over all classes in the loss.
+        answer: of the model.
+        options: of the run.
+        train_labels: number of the class of each training sample.
+        test_labels: number of the class of each test sample.
+        classes: names of the classes.
     """
+    truth = torch.tensor(test_labels)
+    counts = [
+        torch.bincount(labels, minlength=len(classes))
+        for labels in (torch.tensor(train_labels), truth)
+    ]
+    train, test = (each.tolist() for each in counts)
+    # As many times as a class has fewer samples: the mean over all samples is 1.
+    weights = len(train_labels) / (len(classes) * counts[0].clamp(min=1).to(torch.float32))
+    weight = weights if options.class_weights == "auto" else None
 
-    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    def loss(model: nn.Module, batch: Any) -> Any:
         logits, labels = answer(model, batch)
-        return F.cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing)
+        smoothing = options.label_smoothing
+        if weight is None:
+            return F.cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing)
+        # By the weights of the whole batch, as PyTorch divides them.
+        own = weight.to(logits.device)
+        return onefold.losses.cross_entropy(logits, labels, own, label_smoothing=smoothing)
 
-    def score(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
+    def measure(model: nn.Module, batch: Any) -> Measured:
         logits, labels = answer(model, batch)
-        right = logits.argmax(dim=1) == labels
-        return {"loss": F.cross_entropy(logits, labels, reduction="none"), "accuracy": right}
+        losses = F.cross_entropy(logits, labels, reduction="none")
+        return {"loss": losses, "predicted": logits.argmax(dim=1).to(torch.int32)}
 
-    return loss, score
+    def score(found: Measured) -> dict[str, float]:
+        scores = ClassScores.of(truth.numpy(), found["predicted"].numpy(), len(classes))
+        return {"loss": float(found["loss"].to(torch.float64).mean()), **scores.overall}
+
+    return {
+        "loss": loss,
+        "measure": measure,
+        "score": score,
+        "baseline": class_baseline(train, test, classes),
+        "class_counts": (train, test),
+        "sample_weights": weights[torch.tensor(train_labels)].tolist()
+        if options.balanced
+        else None,
+    }
+
+
+def check_balance(options: Any) -> None:
+    """Refuse to make up for frequent classes twice.
+
+    Raises:
+        ValueError: both options that do so were given.
+    """
+    once = not (options.balanced and options.class_weights == "auto")
+    expect(once, "balanced", "", "it without --class-weights auto: either of them is enough")
+
+
+def usual_best_by(options: Any) -> BestBy:
+    """By which score the best epoch is chosen if the user names none."""
+    # Who makes up for frequent classes wants the others recognised as well.
+    balanced = options.balanced or options.class_weights == "auto"
+    return "balanced-accuracy" if balanced else "accuracy"
 
 
 def confidences(answer: Answer) -> Measure:
-    """Make the measure of a classifier: the probability of every class, (n, classes) float32."""
+    """Make the measure of all that a classifier says of a sample.
+
+    It has the probability of every class, ``confidence`` (n, classes) float32, and the ``loss``
+    (n,) float32 of the label.
+    """
 
     def measure(model: nn.Module, batch: Any) -> Measured:
-        return {"confidence": answer(model, batch)[0].softmax(dim=1)}
+        logits, labels = answer(model, batch)
+        losses = F.cross_entropy(logits, labels, reduction="none")
+        return {"confidence": logits.softmax(dim=1), "loss": losses}
 
     return measure
 
@@ -72,13 +136,14 @@ def classifier_examples(
     Args:
         kind: name of the job.
         predict: reads and predicts a data set.
-        answer: as `loss_and_score` takes it.
+        answer: of the model.
         data: the data set to test with; its ``labels`` are the true classes, as numbers.
         classes: the names of the classes.
         show: returns what is shown of a sample besides its classes, by the sample's number.
     """
     sure, predicted = predict(confidences(answer), data)["confidence"].max(dim=1)
     truth = torch.tensor(data.labels)
+    counts = ClassScores.of(truth.numpy(), predicted.numpy(), len(classes)).counts
     samples, worst = choose_examples(truth, predicted, sure)
 
     def entry(number: int) -> dict[str, Any]:
@@ -92,7 +157,7 @@ def classifier_examples(
     return {
         "kind": kind,
         "classes": list(classes),
-        "confusion": confusion_matrix(truth, predicted, len(classes)),
+        "confusion": counts.tolist(),
         "samples": [entry(number) for number in samples],
         "worst": [entry(number) for number in worst],
     }
@@ -123,15 +188,3 @@ def spread(samples: int) -> list[int]:
     # Evenly: a test set is mostly in the order of its classes.
     count = min(SHOWN, samples)
     return [number * samples // count for number in range(count)]
-
-
-def confusion_matrix(truth: torch.Tensor, predicted: torch.Tensor, classes: int) -> list[list[int]]:
-    """Count how often each class (row) was taken for each class (column).
-
-    >>> confusion_matrix(torch.tensor([0, 1, 1]), torch.tensor([0, 0, 1]), 2)
-    [[1, 0], [1, 1]]
-    """
-    # Each pair of classes as one number; the least length, or the last rows could be missing.
-    counts = torch.bincount(truth * classes + predicted, minlength=classes * classes)
-    table: list[list[int]] = counts.view(classes, classes).tolist()
-    return table

@@ -14,7 +14,14 @@ from torch import nn
 
 from onefold.errors import CheckpointError, LaunchError
 from onefold.jobs import finetune, require
-from onefold.jobs.classifier import classifier_examples, loss_and_score
+from onefold.jobs.classifier import (
+    BestBy,
+    ClassWeights,
+    check_balance,
+    class_task,
+    classifier_examples,
+    usual_best_by,
+)
 from onefold.jobs.data.arrays import read_digits, read_idx_folder
 from onefold.jobs.data.augment import (
     CentreCrop,
@@ -185,6 +192,7 @@ def settle(options: ClassifyOptions, data: PictureClasses) -> ClassifyOptions:
         image_size=size,
         epochs=options.epochs or (5 if fine else 10),
         lr=full_rate(options, fine=fine),
+        best_by=options.best_by or usual_best_by(options),
         **{name: each for name, each in usual.items() if getattr(options, name) == "auto"},
     )
 
@@ -217,14 +225,17 @@ def make_task(options: ClassifyOptions, data: PictureClasses) -> Task:
     model, kind = _with_weights(options, kind) if options.pretrained else (kind.build(), kind)
     pictures = partial(LabelledPictures, mode=kind.mode, normalise=kind.normalise)
     changes = _train_changes(options, kind.image_size)
-    loss, score = loss_and_score(answer, options.label_smoothing)
     test_set = pictures(data.test.pictures, data.test.labels, changes=kind.test_changes)
     return Task(
         model=model,
         head=head_name(model),
-        loss=loss,
-        score=score,
-        best="highest accuracy",
+        **class_task(
+            answer,
+            options,
+            train_labels=data.train.labels,
+            test_labels=data.test.labels,
+            classes=kind.classes,
+        ),
         # In training, batch norm raises an error if a channel has a single value, as it may after
         # the last pooling of a single picture.
         least_shard=2 if any(isinstance(part, BatchNorm) for part in model.modules()) else 1,
@@ -339,6 +350,9 @@ class ClassifyOptions(PictureOptions):
 
     epochs: int | None = again("epochs", shown="10, or 5 with --pretrained")
     lr: float | None = again("lr", shown="0.05 with sgd, else 0.001; a fifth with --pretrained")
+    best_by: BestBy | None = again(
+        "best_by", shown="accuracy, or balanced-accuracy with --class-weights auto or --balanced"
+    )
     model: str | None = option(
         None,
         f"{', '.join(MODELS)}, or timm:NAME where timm is installed.",
@@ -362,6 +376,12 @@ class ClassifyOptions(PictureOptions):
     )
     flip: Flip = option("auto", "Mirror every second picture; auto: if they have colours.")
     label_smoothing: float = option(0.0, "Share of a label that is spread over all classes.", SHARE)
+    class_weights: ClassWeights = option(
+        "none", "Weigh classes in the loss; auto: the more, the fewer samples they have."
+    )
+    balanced: bool = option(
+        False, "Draw samples of all classes equally often, with replacement, for training."
+    )
     labels_as_is: bool = option(
         False, "Accept every label as a class, even if they look like numbers, lists or typos."
     )
@@ -375,5 +395,6 @@ class ClassifyOptions(PictureOptions):
     def __post_init__(self) -> None:
         # Not super(), which fails here: see PictureOptions.
         PictureOptions.__post_init__(self)
+        check_balance(self)
         known = self.model is None or self.model in MODELS or self.model.startswith("timm:")
         expect(known, "model", self.model, f"{', '.join(MODELS)} or timm:NAME")

@@ -21,14 +21,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
+from torch import nn
 
 import onefold
 from onefold.jobs import require
-from onefold.jobs.classifier import loss_and_score
 from onefold.jobs.data.arrays import read_digits
 from onefold.jobs.data.augment import LabelledPictures, Normalise, RandomShift
 from onefold.jobs.data.files import require_ours
@@ -196,8 +198,14 @@ def train(epochs: int) -> Run:
     torch.manual_seed(SEED)
     model = ResNet(blocks=(2, 2), in_channels=1, width=64)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-    # An answer is the logits and the labels of a batch.
-    loss, score = loss_and_score(lambda model, batch: (model(batch[0]), batch[1]), smoothing=0.0)
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        logits: torch.Tensor = model(batch[0])
+        return F.cross_entropy(logits, batch[1], reduction="none")
+
+    def score(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
+        return {"accuracy": model(batch[0]).argmax(dim=1) == batch[1]}
+
     trainer = onefold.Trainer(model, optimizer, loss, shards=SHARDS, seed=SEED)
     data = read_digits(holdout=TEST_SHARE, seed=SEED)
     plain = Normalise(mean=(0.0,), std=(1.0,))
@@ -222,8 +230,7 @@ def train(epochs: int) -> Run:
                 bar.advance(step, mean_loss=total / samples)
             duration_s = time.perf_counter() - start_s
             scores = trainer.evaluate(score, test_set, batch_size=EVALUATION_BATCH_SIZE)
-            accuracy = scores["accuracy"]
-            history.append(Epoch(loss=total / samples, duration_s=duration_s, accuracy=accuracy))
+            history.append(Epoch(loss=total / samples, duration_s=duration_s, **scores))
     return Run(
         devices=tuple(str(device) for device in trainer.devices),
         samples=len(train_set),

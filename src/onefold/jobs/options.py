@@ -167,10 +167,10 @@ def check_limits(options: Any) -> None:
 class TrainOptions:
     """The options that all jobs have."""
 
-    data: str = option("", "Where the data are.", shown="none, it must be given")
+    data: str = option("", "Folder or file of the data.", shown="none, it must be given")
     name: str = option("", "Name of the run and its folder.", shown="the job and a number")
     runs: str = option("runs", "Folder of all runs.")
-    resume: bool = option(False, "Go on with the run of this name from its last checkpoint.")
+    resume: bool = option(False, "Resume the run of this name from its last checkpoint.")
     devices: str = option("auto", "N, auto, cpu:N, or a list of GPUs such as cuda:1,cuda:3.")
     placement: str = option(
         "replicate",
@@ -181,12 +181,12 @@ class TrainOptions:
         8, "Parts of every batch: the most devices that may share one.", within(1, MOST_SHARDS)
     )
     batch_size: int = option(64, "Samples of a batch, over all devices.", COUNT)
-    epochs: int | None = option(None, "Times that the training set is read.", COUNT, shown="10")
+    epochs: int | None = option(None, "How many times the training set is read.", COUNT, shown="10")
     lr: float | None = option(None, "Learning rate.", FACTOR, shown="0.05 with sgd, else 0.001")
-    optimizer: Optimizer = option("sgd", "How the parameters are updated.")
-    momentum: float = option(0.9, "Of sgd.", SHARE)
+    optimizer: Optimizer = option("sgd", "Optimizer.")
+    momentum: float = option(0.9, "Momentum (sgd only).", SHARE)
     weight_decay: float = option(
-        5e-4, "Pull of the parameters towards zero.", within(0, MOST_FACTOR)
+        5e-4, "Weight decay: pull of the parameters towards zero.", within(0, MOST_FACTOR)
     )
     clip_norm: float | None = option(
         None,
@@ -194,8 +194,10 @@ class TrainOptions:
         {"above": 0, "most": 10**20},
         shown="no limit",
     )
-    precision: Precision = option("fp32", "What is computed in: low precision is quicker on GPUs.")
-    schedule: Schedule = option("cosine", "How the learning rate goes on after the warm-up.")
+    precision: Precision = option(
+        "fp32", "Precision of the computation; bf16 and fp16 are faster on GPUs."
+    )
+    schedule: Schedule = option("cosine", "Course of the learning rate after the warm-up.")
     warmup_epochs: float = option(
         0.5, "Epochs in which the learning rate rises to its full value.", within(0, 10**9)
     )
@@ -214,11 +216,14 @@ class TrainOptions:
     base_batch_size: int = option(
         256, "With --scale-lr: the batch size that --lr is meant for.", COUNT
     )
-    seed: int = option(0, "Of first weights, order, augmentation and dropout.")
+    best_by: str | None = option(None, "Score of the test set by which the best epoch is chosen.")
+    seed: int = option(0, "Seed of initial weights, order, augmentation and dropout.")
     workers: int = option(0, "Processes that read ahead, for each device.", within(0, MOST_WORKERS))
     save_every: int = option(200, "Steps from one checkpoint to the next within an epoch.", COUNT)
     skip_bad: bool = option(False, "Leave out files and lines that cannot be used, and say so.")
-    head_lr_scale: float = option(1.0, "How much faster the model's last layer learns.", FACTOR)
+    head_lr_scale: float = option(
+        1.0, "Factor of the learning rate of the model's last layer.", FACTOR
+    )
     freeze: tuple[str, ...] = option(
         (), "Parts of the model that keep their values, such as layer1 or layer2.0.", shown="none"
     )
@@ -253,7 +258,9 @@ class PictureOptions(TrainOptions):
         0.1, "Share (of each class) to test with, where there is no test set.", PART
     )
     normalise: Normalisation = option(
-        "auto", "By the numbers of ImageNet or of the data; auto: as pretrained weights want it."
+        "auto",
+        "Normalise pictures by the numbers of ImageNet or of the data; auto: as pretrained "
+        "weights need it.",
     )
     pretrained: str | None = option(
         None, "Begin with the weights of a file, or of the folder of a run.", shown="none"

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, TextIO
@@ -22,25 +22,35 @@ from torch import nn
 import onefold
 from onefold.errors import CheckpointError, DataError, OnefoldError
 from onefold.jobs import classify, require, segment, text
-from onefold.jobs.classifier import Answer, Measured, confidences
+from onefold.jobs.classifier import Answer, confidences
 from onefold.jobs.data.augment import LabelledPictures
 from onefold.jobs.data.files import BadFile, refuse, require_ours
-from onefold.jobs.data.pictures import (
-    PictureFiles,
-    picture_paths,
-)
+from onefold.jobs.data.pictures import ArrayPictures, PictureFiles, picture_paths
 from onefold.jobs.data.scan import Scanning, Seen, scan_pictures
 from onefold.jobs.data.tsv import decoded, read_lines
 from onefold.jobs.finetune import KeptModel, best_checkpoint, load_finite
 from onefold.jobs.options import COUNT, MOST_SHARDS, again, check_limits, option
 from onefold.jobs.progress import reading_bar
 from onefold.jobs.runfolder import CHECKPOINTS, kept_facts, read_run, require_writable
+from onefold.jobs.scores import Measured
 from onefold.jobs.segment_pictures import Padded, whole_logits
 from onefold.jobs.text_models import EncodedTexts
 from onefold.system.ownfiles import aside_of, write_whole
 from onefold.weights.file import check_weights
 
-__all__ = ["PredictOptions", "predict_run", "write_prediction"]
+__all__ = [
+    "Input",
+    "PredictOptions",
+    "Prediction",
+    "Use",
+    "check_files_stay",
+    "check_output",
+    "chosen_weights",
+    "predict_run",
+    "readable_pictures",
+    "start",
+    "write_prediction",
+]
 
 
 Format = Literal["csv", "json"]
@@ -56,9 +66,9 @@ class PredictOptions:
         None, "File for the predictions, or folder for masks.", shown="the screen"
     )
     format: Format | None = option(
-        None, "Of the predictions.", shown="by the ending of --output, or csv"
+        None, "Format of the predictions.", shown="by the ending of --output, or csv"
     )
-    weights: Literal["best", "last"] = option("best", "Which checkpoint of the run.")
+    weights: Literal["best", "last"] = option("best", "Checkpoint of the run to use.")
     top: int = option(1, "How many classes to report for each, the surest first.", COUNT)
     batch_size: int | None = option(
         None, "Samples of a batch, over all devices.", COUNT, shown="that of the job's evaluation"
@@ -81,7 +91,7 @@ class Prediction:
 
 
 @dataclass(frozen=True, slots=True)
-class _Input:
+class Input:
     """What to predict: a picture, or a line of a text file."""
 
     path: Path
@@ -89,6 +99,10 @@ class _Input:
     """The name of the file, counted from the path that was given."""
     text: str = ""
     line: int = 0
+    label: str = ""
+    """The name of its class, where it has one."""
+    mask: Path | None = None
+    """The mask that it should have, where that is known."""
 
     @property
     def row(self) -> dict[str, Any]:
@@ -114,24 +128,52 @@ def predict_run(run: Path, paths: Sequence[Path], options: PredictOptions) -> Pr
     if job not in _PREDICTORS:
         raise DataError(f"{run}: expected a run of {', '.join(_PREDICTORS)}, got {job}")
     masks = job == segment.JOB
-    weights = best_checkpoint(run) if options.weights == "best" else _last_checkpoint(run)
-    # Every byte is compared with the digests now, rather than by each device after all the rest.
-    check_weights(weights)
-    _check_output(options.output, masks=masks)
+    weights = chosen_weights(run, options)
+    check_output(options.output, masks=masks)
+    classes = read_run(run).get("classes") or ()
     # The inputs are read whole only after everything that is quickly refused.
-    inputs, left_out = _read_texts(paths) if job == text.JOB else _read_pictures(paths, masks=masks)
+    if job == text.JOB:
+        inputs, left_out = _read_texts(paths)
+    else:
+        inputs, left_out = _read_pictures(paths, {*map(str, classes)}, masks=masks)
     if not options.skip_bad:
         refuse(left_out)
     if not inputs:
         raise DataError(f"{', '.join(map(str, paths))}: expected something to look at, found none")
     if options.output is not None:
-        _check_files_stay(inputs, options.output, masks=masks)
+        check_files_stay(inputs, options.output, masks=masks)
+    return Prediction(start(Use(job, run, weights, inputs, options)), left_out)
+
+
+def chosen_weights(run: Path, options: PredictOptions) -> Path:
+    """Find the checkpoint of a run that is to be used, and compare it with its digests.
+
+    Raises:
+        CheckpointError: the run has no weights yet, or they are damaged.
+        DataError: the folder is not that of a run, or its ``run.json`` is damaged.
+    """
+    weights = best_checkpoint(run) if options.weights == "best" else _last_checkpoint(run)
+    # Every byte is compared now, rather than by each device after all the rest.
+    check_weights(weights)
+    return weights
+
+
+def start(use: Use) -> list[dict[str, Any]]:
+    """Use a run on the devices that the options name.
+
+    Returns:
+        One row for each input, in their order.
+
+    Raises:
+        CheckpointError: the weights are not finite, or do not fit.
+        DataError: the run's description of its model is damaged.
+    """
     rows: list[dict[str, Any]] | OnefoldError = onefold.launch(
-        _predict, devices=options.devices, args=(job, _Use(run, weights, inputs, options))
+        _predict, devices=use.options.devices, args=(use,)
     )
     if isinstance(rows, OnefoldError):
         raise rows
-    return Prediction(rows, left_out)
+    return rows
 
 
 def _last_checkpoint(run: Path) -> Path:
@@ -166,32 +208,42 @@ def write_prediction(
     return path
 
 
-def _read_pictures(paths: Sequence[Path], *, masks: bool) -> tuple[list[_Input], list[BadFile]]:
+def _read_pictures(
+    paths: Sequence[Path], classes: Collection[str], *, masks: bool
+) -> tuple[list[Input], list[BadFile]]:
     """Find all pictures, and read each once; return those that can be read, and the others."""
     require("reading pictures", "images", "PIL")
-    found: dict[Path, str] = {}
+    found: dict[Path, Input] = {}
     bad: list[BadFile] = []
     # By path, so that a file that was named, and its folder as well, counts once.
     for path in paths:
         if path.is_dir():
             for each in picture_paths(path, bad):
-                found.setdefault(each, str(each.relative_to(path)))
+                name = each.relative_to(path)
+                # The innermost folder that is named as a class.
+                label = next((part for part in name.parts[-2::-1] if part in classes), "")
+                found.setdefault(each, Input(each, str(name), label=label))
         elif path.is_file():
-            found.setdefault(path, path.name)
+            found.setdefault(path, Input(path, path.name))
         else:
             raise DataError(f"{path}: expected a file or folder, there is none")
-    if not masks and len(set(found.values())) < len(found):
+    inputs = [*found.values()]
+    if not masks and len({each.name for each in inputs}) < len(inputs):
         # Of one name in several folders: nobody could tell their rows apart.
-        found = {path: str(path) for path in found}
+        inputs = [replace(each, name=str(each.path)) for each in inputs]
+    return readable_pictures(inputs, bad), bad
+
+
+def readable_pictures(inputs: Sequence[Input], bad: list[BadFile]) -> list[Input]:
+    """Read each picture once; return those that can be read, and add the others to ``bad``."""
     with reading_bar() as watch:
-        seen = scan_pictures([*found], scanning=Scanning(watch=watch))
+        seen = scan_pictures([each.path for each in inputs], scanning=Scanning(watch=watch))
     bad += [each for each in seen if isinstance(each, BadFile)]
-    valid = [item for item, each in zip(found.items(), seen, strict=True) if isinstance(each, Seen)]
-    return [_Input(path, name) for path, name in valid], bad
+    return [one for one, each in zip(inputs, seen, strict=True) if isinstance(each, Seen)]
 
 
-def _read_texts(paths: Sequence[Path]) -> tuple[list[_Input], list[BadFile]]:
-    """Read one text from each line: what comes before the first tab, if there is one."""
+def _read_texts(paths: Sequence[Path]) -> tuple[list[Input], list[BadFile]]:
+    """Read one text from each line, and the label behind its tab, if it has one."""
     inputs, bad = [], []
     for path in paths:
         if not path.is_file():
@@ -199,16 +251,18 @@ def _read_texts(paths: Sequence[Path]) -> tuple[list[_Input], list[BadFile]]:
             raise DataError(f"{path}: expected a file with one text a line, got {came}")
         for number, content in enumerate(read_lines(path), start=1):
             try:
-                line = decoded(content).partition("\t")[0]
+                line, *labels = decoded(content).split("\t")
                 if not line.strip():
                     raise ValueError("expected a text, got none")
-                inputs.append(_Input(path, str(path), line, number))
+                # More columns are something else.
+                label = labels[0].strip() if len(labels) == 1 else ""
+                inputs.append(Input(path, str(path), line, number, label))
             except ValueError as wrong:
                 bad.append(BadFile(path, str(wrong), number))
     return inputs, bad
 
 
-def _check_output(output: Path | None, *, masks: bool) -> None:
+def check_output(output: Path | None, *, masks: bool) -> None:
     """Refuse an output that could not be written after all the work."""
     if output is None:
         if masks:
@@ -222,7 +276,7 @@ def _check_output(output: Path | None, *, masks: bool) -> None:
     require_writable(output if masks else output.parent, "--output names another one")
 
 
-def _check_files_stay(inputs: Sequence[_Input], output: Path, *, masks: bool) -> None:
+def check_files_stay(inputs: Sequence[Input], output: Path, *, masks: bool) -> None:
     """Refuse to write over the inputs, or over files that are not ours."""
     drawn = _mask_paths(inputs, output) if masks else {}
     # Resolved: the same file may have been named by two paths, or by a link.
@@ -238,10 +292,10 @@ def _check_files_stay(inputs: Sequence[_Input], output: Path, *, masks: bool) ->
         require_predictions(table)
 
 
-def _mask_paths(inputs: Sequence[_Input], output: Path) -> dict[Path, _Input]:
+def _mask_paths(inputs: Sequence[Input], output: Path) -> dict[Path, Input]:
     """The input of every mask that is to be written; refuses two of one name."""
     # Masks are PNG files: a.jpg and a.png in one folder would share a single one.
-    masks: dict[Path, _Input] = {}
+    masks: dict[Path, Input] = {}
     for each in inputs:
         name = _mask_name(each.name)
         other = masks.setdefault(output / name, each)
@@ -264,13 +318,18 @@ class _Kept(msgspec.Struct):
 
 
 @dataclass(frozen=True, slots=True)
-class _Use:
+class Use:
     """What every device needs to use a run."""
 
+    job: str
     run: Path
     weights: Path
-    inputs: list[_Input]
+    inputs: list[Input]
     options: PredictOptions
+    scored: Callable[[Use], list[dict[str, Any]]] | None = None
+    """What computes the rows, if they are for scores; None predicts as the job does."""
+    arrays: ArrayPictures | None = None
+    """The pictures, where they lie in no files."""
 
     def pictures(self) -> list[dict[str, Any]]:
         """The classes of pictures."""
@@ -278,14 +337,19 @@ class _Use:
         with kept_facts(self.run):
             model = kind.build()
         data = LabelledPictures(
-            self._files(kind), self._numbers, kind.mode, kind.test_changes, kind.normalise
+            self.arrays or self._files(kind),
+            self._labels(kind.classes),
+            kind.mode,
+            kind.test_changes,
+            kind.normalise,
         )
         return self._classes(model, classify.answer, data, kind.classes)
 
     def texts(self) -> list[dict[str, Any]]:
         """The classes of texts."""
         kind = text.TextModel.of_run(self.run)
-        data = EncodedTexts(kind.encode([each.text for each in self.inputs]), self._numbers)
+        ids = kind.encode([each.text for each in self.inputs])
+        data = EncodedTexts(ids, self._labels(kind.classes))
         return self._classes(kind.build(self.run), text.answer, data, kind.classes, kind.collate)
 
     def _classes(
@@ -297,20 +361,24 @@ class _Use:
         collate: Callable[[list[Any]], Any] | None = None,
     ) -> list[dict[str, Any]]:
         """Choose the most probable classes of each sample, the first of equal ones."""
-        said = self._predict(model, confidences(answer), data, collate)["confidence"]
+        found = self.measured(model, confidences(answer), data, collate)
+        said, losses = found["confidence"], found["loss"].tolist()
         # topk may return equal ones in any order, and in another one on a GPU; a stable sort does
         # not.
         order = said.argsort(dim=1, descending=True, stable=True)[:, : self.options.top]
-        rows = zip(self.inputs, order.tolist(), said.gather(1, order).tolist(), strict=True)
+        rows = zip(self.inputs, order.tolist(), said.gather(1, order).tolist(), losses, strict=True)
+        labelled = any(each.label for each in self.inputs)
         return [
             {
                 **each.row,
+                **({"label": each.label} if labelled else {}),
+                **({"loss": loss} if self.scored else {}),
                 "classes": [
                     {"class": classes[number], "confidence": sure}
                     for number, sure in zip(numbers, confidence, strict=True)
                 ],
             }
-            for each, numbers, confidence in rows
+            for each, numbers, confidence, loss in rows
         ]
 
     def masks(self) -> list[dict[str, Any]]:
@@ -345,7 +413,7 @@ class _Use:
         data = LabelledPictures(self._files(kind), self._numbers, "RGB", (), kind.normalise)
         collate = partial(_numbered, padded=padded)
         size = segment.EVALUATION_BATCH_SIZE
-        shares = self._predict(model, draw, data, collate, batch_size=size)["share"]
+        shares = self.measured(model, draw, data, collate, batch_size=size)["share"]
         return [
             {**each.row, "mask": _mask_name(each.name), "share": share}
             for each, share in zip(self.inputs, shares.tolist(), strict=True)
@@ -355,14 +423,19 @@ class _Use:
     def _numbers(self) -> range:
         return range(len(self.inputs))
 
+    def _labels(self, classes: Sequence[str]) -> list[int]:
+        """The number of each input's class; 0 where it is not known, so that its loss is void."""
+        numbers = {name: number for number, name in enumerate(classes)}
+        return [numbers.get(each.label, 0) for each in self.inputs]
+
     def _files(self, kind: KeptModel) -> PictureFiles:
         return PictureFiles([each.path for each in self.inputs], Path(), kind.white)
 
-    def _predict(
+    def measured(
         self,
         model: nn.Module,
         measure: Callable[[nn.Module, Any], Measured],
-        data: LabelledPictures | EncodedTexts,
+        data: Any,
         collate: Callable[[list[Any]], Any] | None,
         batch_size: int = 256,
     ) -> Measured:
@@ -384,14 +457,14 @@ class _Use:
         )
 
 
-_PREDICTORS = {classify.JOB: _Use.pictures, segment.JOB: _Use.masks, text.JOB: _Use.texts}
+_PREDICTORS = {classify.JOB: Use.pictures, segment.JOB: Use.masks, text.JOB: Use.texts}
 
 
-def _predict(job: str, use: _Use) -> list[dict[str, Any]] | OnefoldError:
+def _predict(use: Use) -> list[dict[str, Any]] | OnefoldError:
     """Predict, on every device; weights that cannot be used come back as a value."""
     # Raised, the error would end this device's process, and the user would see a traceback.
     try:
-        return _PREDICTORS[job](use)
+        return (use.scored or _PREDICTORS[use.job])(use)
     except (CheckpointError, DataError) as error:
         return error
 
@@ -411,6 +484,7 @@ _NUMBER = re.compile(r"[-+]?[0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
 _QUOTED = ',;"\t\r\n'
 _BEGINNINGS = (
     b"file,class,confidence", b"file,line,text,class,confidence", b"file,mask,share",
+    b"file,label,class,confidence", b"file,line,text,label,class,confidence", b"file,iou,dice",
     b'[\n {\n  "file": ', b"[]",
 )  # fmt: skip
 """How files of predictions begin."""

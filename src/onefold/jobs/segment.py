@@ -17,7 +17,7 @@ from torch.utils.data import Subset
 import onefold
 from onefold.errors import DataError
 from onefold.jobs import finetune, require
-from onefold.jobs.classifier import Predict, spread
+from onefold.jobs.classifier import spread
 from onefold.jobs.data.masks import MaskRule, read_mask
 from onefold.jobs.data.pairs import MaskedPictures, read_pairs
 from onefold.jobs.data.pictures import open_picture, require_folder
@@ -38,6 +38,7 @@ from onefold.jobs.options import (
     within,
 )
 from onefold.jobs.runfolder import RunFolder
+from onefold.jobs.scores import Measure, Measured, Predict
 from onefold.jobs.segment_pictures import (
     Augment,
     Padded,
@@ -47,7 +48,18 @@ from onefold.jobs.segment_pictures import (
 )
 from onefold.jobs.training import Task
 
-__all__ = ["JOB", "MaskModel", "SegmentOptions", "check_early", "make_task", "prepare", "settle"]
+__all__ = [
+    "JOB",
+    "MaskModel",
+    "SegmentOptions",
+    "check_early",
+    "loss_and_measure",
+    "make_task",
+    "mask_scores",
+    "mask_scores_of_each",
+    "prepare",
+    "settle",
+]
 
 Encoder = Literal["vgg16", "resnet18", "resnet34", "resnet101"]
 Switch = Literal["yes", "no"]
@@ -75,6 +87,7 @@ class SegmentOptions(PictureOptions):
     optimizer: Optimizer = again("optimizer", "adamw")
     weight_decay: float = again("weight_decay", 0.01)
     warmup_epochs: float = again("warmup_epochs", 1.0)
+    best_by: Literal["iou", "dice", "loss"] | None = again("best_by", shown="iou")
     encoder: Encoder | None = option(
         None,
         "The half of the U-Net that looks at the picture.",
@@ -199,6 +212,7 @@ def settle(options: SegmentOptions, data: MaskedPictures) -> SegmentOptions:
         crop=options.crop or crop,
         epochs=options.epochs or (20 if fine else 40),
         lr=full_rate(options, fine=fine),
+        best_by=options.best_by or "iou",
     )
 
 
@@ -241,7 +255,7 @@ def make_task(options: SegmentOptions, data: MaskedPictures) -> Task:
             file, key = Path(options.pretrained), options.pretrained_key
             finetune.load_body(model.encoder, file, "", key=key)
     weight = torch.tensor(_pos_weight(options.pos_weight, data))
-    loss, score = _loss_and_score(weight, options.threshold, model.stride)
+    loss, measure = loss_and_measure(weight, options.threshold, model.stride)
     padded = Padded(model.stride)
     augment = Augment(
         side=options.crop or LARGEST_CROP,
@@ -254,13 +268,15 @@ def make_task(options: SegmentOptions, data: MaskedPictures) -> Task:
         model=model,
         head=HEAD,
         loss=loss,
-        score=score,
-        best="highest iou",
+        measure=measure,
+        score=mask_scores,
         train_set=PicturePairs(data.train, kind.normalise, data.rule, data.white, augment),
         test_set=test_set,
         collate=padded,
         evaluation_batch_size=options.evaluation_batch_size,
-        examples=lambda predict, folder: _examples(predict, folder, test_set, padded, options),
+        examples=lambda predict, folder: _examples(
+            predict, folder, measure, test_set, padded, options
+        ),
         facts={
             "model": f"U-Net, {kind.encoder}",
             "mask_model": msgspec.structs.asdict(kind),
@@ -269,10 +285,10 @@ def make_task(options: SegmentOptions, data: MaskedPictures) -> Task:
     )
 
 
-def _loss_and_score(
+def loss_and_measure(
     weight: torch.Tensor, threshold: float, stride: int
-) -> tuple[Callable[[nn.Module, Any], onefold.Mean], Callable[[nn.Module, Any], dict[str, Any]]]:
-    """Make the loss and the score of a run, over the pixels that count.
+) -> tuple[Callable[[nn.Module, Any], onefold.Mean], Measure]:
+    """Make the loss of a run, and what its scores are made of, over the pixels that count.
 
     Args:
         weight: () float32, the weight of foreground pixels in the loss.
@@ -280,35 +296,51 @@ def _loss_and_score(
         stride: sides of pictures are padded to a multiple of it.
     """
 
-    def mean_loss(logits: torch.Tensor, batch: Any) -> onefold.Mean:
-        """Average over the pixels of the pictures, without padding and void parts of masks."""
-        # Void is -1, which is no target of this loss: it becomes 0 here, and is not counted below.
+    def losses_of(logits: torch.Tensor, batch: Any) -> torch.Tensor:
+        """The loss of each pixel, (n, h, w); 0 in the padding and in void parts of masks."""
+        # Void is -1, which is no target of this loss: it becomes 0 here, and is not counted.
         masks = batch["masks"].clamp(min=0)
         losses = F.binary_cross_entropy_with_logits(
             logits, masks, pos_weight=weight.to(logits.device), reduction="none"
         )
-        counted = counted_pixels(batch)
-        # No mean of the shard: shards differ in pixels, and onefold divides by those of the batch.
-        return onefold.Mean((losses * counted).sum(), counted.sum())
+        return losses * counted_pixels(batch)
 
     def loss(model: nn.Module, batch: Any) -> onefold.Mean:
-        return mean_loss(model(batch["images"]).squeeze(1), batch)
+        losses = losses_of(model(batch["images"]).squeeze(1), batch)
+        # No mean of the shard: shards differ in pixels, and onefold divides by those of the batch.
+        return onefold.Mean(losses.sum(), counted_pixels(batch).sum())
 
-    def score(model: nn.Module, batch: Any) -> dict[str, onefold.Mean]:
+    def measure(model: nn.Module, batch: Any) -> Measured:
         logits = whole_logits(model, batch, stride)
-        pixels = {name: each.sum() for name, each in overlaps(logits, batch, threshold).items()}
-        overlap, both = pixels["overlap"], pixels["predicted"] + pixels["given"]
-        return {
-            "loss": mean_loss(logits, batch),
-            "iou": onefold.Mean(overlap, both - overlap),
-            "dice": onefold.Mean(2 * overlap, both),
-        }
+        losses = losses_of(logits, batch).sum(dim=(1, 2), dtype=torch.float64)
+        return {"loss": losses, **overlaps(logits, batch, threshold)}
 
-    return loss, score
+    return loss, measure
+
+
+def mask_scores(found: Measured) -> dict[str, float]:
+    """The scores of a test set, from what was measured of its pictures."""
+    sums = {name: each.sum() for name, each in found.items()}
+    overlap, both = sums["overlap"], sums["predicted"] + sums["given"]
+    scores = {
+        "loss": sums["loss"] / sums["counted"],
+        "iou": overlap / (both - overlap),
+        "dice": 2 * overlap / both,
+    }
+    return {name: float(score) for name, score in scores.items()}
+
+
+def mask_scores_of_each(found: Measured) -> tuple[torch.Tensor, torch.Tensor]:
+    """The IoU and the Dice score of each picture, (n,) float64 both."""
+    overlap, both = found["overlap"], found["predicted"] + found["given"]
+    # Where neither mask has a pixel, they agree; without the least of 1 it would be 0 / 0.
+    nothing = both == 0
+    iou = torch.where(nothing, 1.0, overlap / (both - overlap).clamp(min=1))
+    return iou, torch.where(nothing, 1.0, 2 * overlap / both.clamp(min=1))
 
 
 def overlaps(logits: torch.Tensor, batch: Any, threshold: float) -> dict[str, torch.Tensor]:
-    """Count each picture's pixels in both masks, in the predicted one, and in the given one.
+    """Count each picture's pixels: in both masks, in the predicted and the given one, and in all.
 
     Args:
         logits: (n, h, w) float32.
@@ -316,7 +348,8 @@ def overlaps(logits: torch.Tensor, batch: Any, threshold: float) -> dict[str, to
         threshold: probability from which a pixel is in the predicted mask.
 
     Returns:
-        ``overlap``, ``predicted`` and ``given``, (n,) float64 each, without void pixels.
+        ``overlap``, ``predicted``, ``given`` and ``counted``, (n,) float64 each, without void
+        pixels.
     """
     counted = counted_pixels(batch)
     predicted = (logits.sigmoid() >= threshold) & counted
@@ -324,6 +357,7 @@ def overlaps(logits: torch.Tensor, batch: Any, threshold: float) -> dict[str, to
     given = batch["masks"] > 0.5
     # float64 holds every count exactly, and so do sums of them, in any order.
     pixels = {"overlap": predicted & given, "predicted": predicted, "given": given}
+    pixels["counted"] = counted
     return {name: each.sum(dim=(1, 2), dtype=torch.float64) for name, each in pixels.items()}
 
 
@@ -355,6 +389,7 @@ def _pos_weight(chosen: str, data: MaskedPictures) -> float:
 def _examples(
     predict: Predict,
     folder: RunFolder,
+    measure: Measure,
     test_set: PicturePairs,
     padded: Padded,
     options: SegmentOptions,
@@ -362,15 +397,8 @@ def _examples(
     """Show masks and predictions from all over the test set, and the worst; on every device."""
     from PIL import Image
 
-    def measure(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
-        return overlaps(whole_logits(model, batch, padded.stride), batch, options.threshold)
-
     found = predict(measure, test_set)
-    overlap, both = found["overlap"], found["predicted"] + found["given"]
-    # Where neither mask has a pixel, they agree; without the least of 1 it would be 0 / 0.
-    nothing = both == 0
-    iou = torch.where(nothing, 1.0, overlap / (both - overlap).clamp(min=1))
-    dice = torch.where(nothing, 1.0, 2 * overlap / both.clamp(min=1))
+    iou, dice = mask_scores_of_each(found)
     samples = spread(len(test_set))
     # Stable: the pictures below are predicted by all devices together, which must choose alike.
     worst = iou.argsort(stable=True)[: len(samples)].tolist()

@@ -19,7 +19,14 @@ from torch import nn
 
 from onefold.errors import CheckpointError, DataError
 from onefold.jobs import require, text_models
-from onefold.jobs.classifier import classifier_examples, loss_and_score
+from onefold.jobs.classifier import (
+    BestBy,
+    ClassWeights,
+    check_balance,
+    class_task,
+    classifier_examples,
+    usual_best_by,
+)
 from onefold.jobs.data.files import read_whole, readable, refuse
 from onefold.jobs.data.labels import Sample, check_labels, check_same, untested
 from onefold.jobs.data.scan import Scanning
@@ -48,6 +55,9 @@ class TextOptions(TrainOptions):
     optimizer: Optimizer = again("optimizer", "adamw")
     weight_decay: float = again("weight_decay", 0.01)
     clip_norm: float | None = again("clip_norm", 1.0, shown=None)
+    best_by: BestBy | None = again(
+        "best_by", shown="accuracy, or balanced-accuracy with --class-weights auto or --balanced"
+    )
     dev: str | None = option(
         None, "TSV file to score on, if --data is a file.", shown="dev.tsv in the folder"
     )
@@ -59,9 +69,9 @@ class TextOptions(TrainOptions):
         4000, "Tokens that the tokenizer learns from the training texts.", within(261, 10**7)
     )
     width: int = option(128, "Size of the tiny model's embeddings.", within(1, 1 << 16))
-    layers: int = option(2, "Of the tiny model.", within(1, 1000))
+    layers: int = option(2, "Layers of the tiny model.", within(1, 1000))
     heads: int = option(4, "Attention heads in each layer of the tiny model.", within(1, 1 << 16))
-    dropout: float = option(0.2, "Of the tiny model.", SHARE)
+    dropout: float = option(0.2, "Dropout of the tiny model.", SHARE)
     # Two special tokens stand around a text.
     max_length: int = option(
         128, "Tokens of a text at most; what is beyond is cut off.", within(3, 1 << 20)
@@ -70,6 +80,12 @@ class TextOptions(TrainOptions):
         0.15, "Share of tokens hidden in training, anew at every reading.", SHARE
     )
     label_smoothing: float = option(0.0, "Share of a label that is spread over all classes.", SHARE)
+    class_weights: ClassWeights = option(
+        "none", "Weigh classes in the loss; auto: the more, the fewer samples they have."
+    )
+    balanced: bool = option(
+        False, "Draw samples of all classes equally often, with replacement, for training."
+    )
     labels_as_is: bool = option(
         False, "Accept every label as a class, even if they look like numbers, lists or typos."
     )
@@ -77,6 +93,7 @@ class TextOptions(TrainOptions):
     def __post_init__(self) -> None:
         # Not super(), which fails here: see ClassifyOptions.
         TrainOptions.__post_init__(self)
+        check_balance(self)
         expect(self.width % self.heads == 0, "width", self.width, f"a multiple of {self.heads}")
 
 
@@ -140,6 +157,7 @@ def settle(options: TextOptions, data: TextSplits) -> TextOptions:
         options,
         epochs=options.epochs or (3 if fine else 10),
         lr=options.lr if options.lr is not None else (3e-5 if fine else 5e-4),
+        best_by=options.best_by or usual_best_by(options),
     )
 
 
@@ -224,14 +242,17 @@ def make_task(options: TextOptions, data: TextSplits) -> Task:
     )
     dev_ids = kind.encode([line.text for line in data.dev])
     dev_set = text_models.EncodedTexts(dev_ids, _labels(data.dev, kind.classes))
-    loss, score = loss_and_score(answer, options.label_smoothing)
     config: Any = model.config
     return Task(
         model=model,
         head=text_models.head_parts(model),
-        loss=loss,
-        score=score,
-        best="highest accuracy",
+        **class_task(
+            answer,
+            options,
+            train_labels=train_set.labels,
+            test_labels=dev_set.labels,
+            classes=kind.classes,
+        ),
         train_set=train_set,
         test_set=dev_set,
         collate=kind.collate,

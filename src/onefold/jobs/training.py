@@ -39,15 +39,24 @@ from typing import Annotated, Any, TypedDict
 import msgspec
 import torch
 from torch import nn
+from torch.utils.data import WeightedRandomSampler
 
 import onefold
 from onefold.errors import CheckpointError, LaunchError
-from onefold.jobs.classifier import Predict
-from onefold.jobs.data.files import ReadData
+from onefold.jobs.data.files import ReadData, visible
 from onefold.jobs.finetune import freeze, parameter_groups
 from onefold.jobs.options import TrainOptions, make_optimizer, rate_factor
 from onefold.jobs.progress import PHASES, TrainingBar, epoch_line
 from onefold.jobs.runfolder import CHECKPOINTS, RunFolder, SavedName
+from onefold.jobs.scores import (
+    Baseline,
+    Measure,
+    Measured,
+    Predict,
+    count_line,
+    rule_of,
+    spell,
+)
 from onefold.system.process import STOPPED_CODE
 from onefold.system.words import counted
 
@@ -70,10 +79,16 @@ class Task:
     """Names of the parts that make up the model's last layer."""
     loss: Callable[[nn.Module, Any], Any]
     """As `onefold.Trainer` takes it."""
-    score: Callable[[nn.Module, Any], dict[str, Any]]
-    """As ``Trainer.evaluate`` takes it."""
-    best: str
-    """Which checkpoint is the best, as ``Trainer.save`` takes it: ``"highest accuracy"``."""
+    measure: Measure
+    """What is computed of each test sample, as ``Trainer.predict`` takes it."""
+    score: Callable[[Measured], dict[str, float]]
+    """What that amounts to over the test set: the scores by name, ``loss`` among them."""
+    baseline: Baseline | None = None
+    """The scores of a model that has learned nothing."""
+    class_counts: tuple[Sequence[int], Sequence[int]] | None = None
+    """Number of training and of test samples of each class."""
+    sample_weights: Sequence[float] | None = None
+    """How often each training sample is drawn, relative to the others; None draws each once."""
     train_set: Any
     test_set: Any
     collate: Callable[[list[Any]], Any] | None = None
@@ -107,6 +122,8 @@ def begin_training(options: TrainOptions, job: str, task: Task, data: ReadData) 
     facts = {
         "data": data.digest,
         "left_out": [str(each) for each in data.left_out],
+        "class_counts": task.class_counts,
+        "baseline": asdict(task.baseline) if task.baseline else None,
         "notes": data.notes,
         "frozen": freeze(task.model, options, task.head),
         **task.facts,
@@ -263,6 +280,15 @@ class Training:
             f"{facts['parameters']:,} parameters; {counted(len(trainer.devices), 'device')}"
         )
         lines = [opening]
+        if self.task.class_counts:
+            lines.append(visible(count_line(facts["classes"], *self.task.class_counts)))
+        if self.task.baseline:
+            rule, baseline = self._rule, self.task.baseline
+            name = rule.partition(" ")[2]
+            lines.append(
+                f"baseline: {baseline.answer!r} for every sample has test {name} "
+                f"{spell(name, baseline.scores[name])}; the {rule} chooses the best epoch"
+            )
         if trainer.steps:
             epoch = self.saved["epochs_done"] + 1
             lines.append(f"goes on after step {trainer.steps:,}, in epoch {epoch}")
@@ -274,13 +300,17 @@ class Training:
     def _train(self) -> None:
         """Train the epochs that remain."""
         task, options, trainer = self.task, self.options, self.trainer
+        if task.sample_weights is None:
+            order: dict[str, Any] = {"shuffle": True, "lengths": task.lengths}
+        else:
+            drawn = WeightedRandomSampler(task.sample_weights, len(task.train_set))
+            order = {"sampler": drawn}
         batches = trainer.loader(
             task.train_set,
             batch_size=options.batch_size,
-            shuffle=True,
+            **order,
             # Only a last batch that is too short for the shards is dropped; see `_steps_of_epoch`.
             drop_last=self.steps * options.batch_size <= len(task.train_set),
-            lengths=task.lengths,
             workers=options.workers,
             collate=task.collate,
         )
@@ -298,10 +328,12 @@ class Training:
         """Record examples of the best model and the end of the run."""
         # Of the last model, so before the examples put the best one in its place for a while.
         fingerprint = self.trainer.fingerprint()
-        self.folder.write_examples(self._examples())
+        examples = self._examples()
+        self.folder.write_examples(examples)
         end = {"finished": _now(), "fingerprint": fingerprint, "best": self.saved["best"]}
         self.folder.say(**end)
-        return {**self._facts(), **end, "is_lead": self.trainer.is_lead}
+        shown = {"confusion": examples.get("confusion"), "is_lead": self.trainer.is_lead}
+        return {**self._facts(), **end, **shown}
 
     def _examples(self) -> dict[str, Any]:
         """Predictions of the best model for the test set; the trainer is left as it was.
@@ -352,15 +384,17 @@ class Training:
     def _evaluate(self, epoch: int, meter: Meter, bar: TrainingBar) -> None:
         # Taken before the evaluation, during which the clock runs on.
         training, task, start_s = meter.whole(), self.task, time.perf_counter()
-        scores = self.trainer.evaluate(task.score, task.test_set, **self._reading)
+        # The same rows on any number of devices, and so the same scores.
+        scores = task.score(self.trainer.predict(task.measure, task.test_set, **self._reading))
         training["evaluate_s"] = time.perf_counter() - start_s
-        # The record keeps what both calls return: the report has the numbers of the epoch from it.
-        devices = self.trainer.gather({"epoch": epoch, **training, **meter.phases})
+        # The record keeps what this returns: the report has the numbers of the epoch from it.
+        own = {"epoch": epoch, "scores": scores, **training, **meter.phases}
+        devices = self.trainer.gather(own)
         # The checkpoint below holds the best so far; for the order of the rest, see the note.
         self._note_best(epoch, scores)
         self.folder.add_events("epoch", self.trainer.steps, training)
         self.folder.add_events("test", self.trainer.steps, scores)
-        line = {**devices[0], "epoch": epoch, "scores": scores, "devices": devices}
+        line = {**devices[0], "devices": devices}
         bar.say(epoch_line(line, self.epochs))
         # The pass is over, so a run that resumes from here starts with the next epoch: it must find
         # this one counted, and nothing of it in its meter.
@@ -369,13 +403,13 @@ class Training:
             self.folder.checkpoints,
             scores=scores,
             keep=KEPT,
-            best=task.best,
+            best=self._rule,
             extra={**self.saved},
         )
         self.folder.say(best=self.saved["best"])
 
     def _note_best(self, epoch: int, scores: Mapping[str, float]) -> None:
-        direction, _, name = self.task.best.partition(" ")
+        direction, _, name = self._rule.partition(" ")
         value = scores[name]
         sign = 1 if direction == "highest" else -1
         before = self.saved["best"]["value"] if self.saved["best"] else math.nan
@@ -396,6 +430,11 @@ class Training:
         }
 
     @property
+    def _rule(self) -> str:
+        """Which checkpoint is the best, as ``Trainer.save`` takes it."""
+        return rule_of(str(self.options.best_by))
+
+    @property
     def _checkpoint(self) -> str:
         """Path of the checkpoint of the last step, below the run's folder."""
         return f"{CHECKPOINTS}/step-{self.trainer.steps:08d}"
@@ -413,7 +452,7 @@ class Training:
             "train_samples": len(self.task.train_set),
             "test_samples": len(self.task.test_set),
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
-            "score": self.task.best,
+            "score": self._rule,
             "best": self.saved["best"],
             # Of an earlier end, if the run had finished and now resumes with more epochs.
             "finished": None,

@@ -142,7 +142,9 @@ def compute_shards(
                     with engine.context.attached(replica):
                         for shard in batch.plan.shards_of(replica.number):
                             if shard in batch.shards:
+                                replica.note_shard(shard)
                                 compute(replica, function, batch, (number, shard))
+                        replica.note_shard(-1)
     return sizes, batch
 
 

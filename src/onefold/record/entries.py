@@ -21,6 +21,7 @@ __all__ = [
     "Failed",
     "Hang",
     "Result",
+    "SameProcessEntry",
     "SavedEntry",
     "StepEntry",
     "decode",
@@ -167,6 +168,13 @@ class Audited(Struct, tag="audit", tag_field="kind", frozen=True, kw_only=True):
     healed: bool
 
 
+class SameProcessEntry(Struct, tag="same_process", tag_field="kind", frozen=True, kw_only=True):
+    """From here on, the only device audits its shards in the run's own process, without a child."""
+
+    step: int
+    why: str
+
+
 class Hang(Struct, tag="hang", tag_field="kind", frozen=True, kw_only=True):
     """A device has waited for very long; what the launcher has told of it.
 
@@ -178,7 +186,9 @@ class Hang(Struct, tag="hang", tag_field="kind", frozen=True, kw_only=True):
     """Who has waited for whom, with the stacks of all processes."""
 
 
-Entry = Begun | StepEntry | Failed | Result | BlockEntry | SavedEntry | Audited | Hang
+Found = Audited | SameProcessEntry
+"""What an audit writes down."""
+Entry = Begun | StepEntry | Failed | Result | BlockEntry | SavedEntry | Found | Hang
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[Entry] = msgspec.msgpack.Decoder(Entry)
 

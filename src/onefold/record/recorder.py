@@ -28,11 +28,11 @@ from onefold.core.assignment import Devices
 from onefold.core.batch import ShardedBatch
 from onefold.core.fold import fold_shards
 from onefold.record.entries import (
-    Audited,
     Begun,
     BlockEntry,
     Entry,
     Failed,
+    Found,
     Hang,
     Result,
     SavedEntry,
@@ -90,7 +90,7 @@ class Recorder:
         self._held: _Unwritten | None = None
         self._rates: list[float] = []
 
-    def note(self, entry: Audited | Begun | BlockEntry | Failed | SavedEntry) -> None:
+    def note(self, entry: Found | Begun | BlockEntry | Failed | SavedEntry) -> None:
         """Note an entry that is known as it is."""
         self._write_held()
         self._append(entry)

@@ -30,11 +30,11 @@ from onefold.core.values import StepValues
 from onefold.errors import RecordError
 from onefold.record import shards_of
 from onefold.record.entries import (
-    Audited,
     Begun,
     BlockEntry,
     Entry,
     Failed,
+    Found,
     Result,
     SavedEntry,
     StepEntry,
@@ -63,7 +63,7 @@ class Replay:
         self._entries = deque(
             each
             for each in entries
-            if not isinstance(each, Audited | Begun)
+            if not isinstance(each, Found | Begun)
             and (not isinstance(each, SavedEntry) or each.line)
         )
         self._coming: dict[tuple[int, int], deque[tuple[int, int]]] = defaultdict(deque)

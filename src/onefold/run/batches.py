@@ -48,6 +48,8 @@ class Batches:
         self._engine, self._devices, self._position = engine, devices, position
         self._verifying, self._resumption, self._gather = verifying, resumption, gather
         self._settings = engine.context.settings
+        self.note_reading: Callable[[bool], None] = lambda reads: None
+        """Called as a wait for a batch of a loader begins, and as it ends."""
         self.datasets: dict[int, Any] = {}
         """Those of the loaders for steps, by the loaders' numbers."""
 
@@ -73,7 +75,7 @@ class Batches:
         return made
 
     def _loader(self, dataset: Any, collate: Collate | None, **choices: Any) -> Loader:
-        return Loader(
+        made = Loader(
             dataset,
             **choices,
             collate=collate,
@@ -84,6 +86,8 @@ class Batches:
             timeout_s=self._settings.timeout_s,
             digest=self._engine.context.with_others,
         )
+        made.note_reading = self.note_reading
+        return made
 
     def cut(self, batch: object, dim: int) -> tuple[ShardedBatch, Wait]:
         """Cut a step's batch; return it with the time in which it was waited for."""

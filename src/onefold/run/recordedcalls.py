@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
+
 from onefold.checkpoint.autosave import Resumption
 from onefold.checkpoint.folder import folder_of
 from onefold.checkpoint.resume import Checkpoints
@@ -21,13 +23,21 @@ from onefold.core.calldigest import Call, CallDigest
 from onefold.core.flat import named_tensors
 from onefold.data_order.position import Position
 from onefold.record import FILE
-from onefold.record.entries import Audited, BlockEntry, Failed, Result, SavedEntry
+from onefold.record.entries import (
+    Audited,
+    BlockEntry,
+    Failed,
+    Found,
+    Result,
+    SameProcessEntry,
+    SavedEntry,
+)
 from onefold.record.recorder import Recorder, begun
 from onefold.run.context import STARTED_IN, kernel_flags
 from onefold.run.inspection import Inspector
 from onefold.run.membership import at_good_end
 from onefold.shard.digest import GradientDigests, digest_of_all
-from onefold.step.audit import WrongResult
+from onefold.step.audit import SameProcess, WrongResult
 from onefold.step.engine import Engine
 from onefold.step.result import Step
 from onefold.system.words import script_line
@@ -176,18 +186,11 @@ class RecordedCalls:
             what = {"error": type(error).__name__, "text": str(error)}
             self._recorder.note(Failed(step=self._position.step, line=script_line(), **what))
 
-    def note_fault(self, fault: WrongResult) -> None:
+    def note_audit(self, found: WrongResult | SameProcess) -> None:
         """Note what an audit has found."""
         if self._recorder is not None:
-            self._recorder.note(
-                Audited(
-                    step=fault.step,
-                    shard=fault.shard,
-                    devices=list(fault.devices),
-                    persistent=fault.persistent,
-                    healed=fault.healed,
-                )
-            )
+            kind: type[Found] = Audited if isinstance(found, WrongResult) else SameProcessEntry
+            self._recorder.note(msgspec.convert(found._asdict(), kind))
 
     def close(self) -> None:
         """Write what is left."""

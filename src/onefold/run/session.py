@@ -36,7 +36,7 @@ from onefold.data_order.loader import Loader
 from onefold.data_order.position import Position, Reached
 from onefold.data_order.reader import Collate, SizedDataset
 from onefold.errors import DisagreementError
-from onefold.exchange.progress import progress_of
+from onefold.exchange.progress import places_of, progress_of
 from onefold.passes.averaged import Averaging
 from onefold.passes.collectives import gather_batch, written_shards
 from onefold.passes.evaluation import DataCall, ScoreFunction
@@ -47,6 +47,7 @@ from onefold.record.replay import Replay
 from onefold.run.batches import Batches, Wait, read_now
 from onefold.run.forming import check_devices, choose_devices, plan_of, settle_process
 from onefold.run.gradientsteps import GradientSteps, Place
+from onefold.run.hostwatch import note_places
 from onefold.run.membership import RunStopped, at_good_end, is_failing, only_noting, register
 from onefold.run.observers import Observers
 from onefold.run.planning import plan_instead
@@ -150,7 +151,7 @@ class Session:
         hold(user.module, self.close)
         this = weakref.ref(self)
         at_good_end(lambda: None if (it := this()) is None else it.refuse_raced())
-        self._progress = progress_of(context)
+        self._progress, self._places = progress_of(context), places_of(context)
         # May find a checkpoint, so what starts from the step that is done comes after it.
         self._begin_saving()
         run = self.engine, self.devices, self.position
@@ -160,6 +161,7 @@ class Session:
         """Writes down what is computed, and answers a script that is resumed."""
         self._watch_steps()
         self.note_progress()
+        note_places(context, self.engine, self.batches)
         with self._seen_whole():
             watches = {each.number: each.watch for each in self.engine.context.replicas}
             self.observers = Observers(self.devices, user.module, watches)
@@ -167,11 +169,8 @@ class Session:
     def _watch_steps(self) -> None:
         """Have steps audited, looked into and written down, as the launcher asks for it."""
         options, engine = self._context.options, self.engine
-        if (progress := self._progress) is not None:
-            for replica in engine.context.replicas:
-                replica.note_shard = partial(progress.set_shard, self._context.rank)
         if options.audit:
-            run, note = (engine.context, engine.placement, options), self.recording.note_fault
+            run, note = (engine.context, engine.placement, options), self.recording.note_audit
             engine.auditor = Auditor(*run, note)
         if options.inspection:
             self.recording.inspect(Path(options.inspection), self.batches.datasets)
@@ -495,6 +494,7 @@ class Session:
             )
         try:
             yield
+            self.engine.agreement.note_call(0)
         except RunStopped:
             raise  # on all devices alike, and everything is saved
         except BaseException as error:
@@ -517,9 +517,9 @@ class Session:
         return options.may_stop and (by_launcher or bool(self._requests))
 
     def note_progress(self) -> None:
-        """Tell the launcher which step is next: later failures are reported as in that step."""
-        if self._progress is not None:
-            self._progress.set_step(self._context.rank, self.position.step + 1)
+        """Note which step is next: later failures are reported as in that step."""
+        if self._places is not None:
+            self._places.set_step(self._context.rank, self.position.step + 1)
 
 
 def _raise(error: Exception) -> None:

@@ -44,9 +44,9 @@ from onefold.core.options import RECORD_FILE
 from onefold.errors import PeerError
 from onefold.exchange.progress import progress_of
 from onefold.run.context import current_context
-from onefold.run.hang import answer_with_stacks
 from onefold.run.membership import advice_on_one_file, end_well, leave
 from onefold.run.rundir import WorkerReport, write_report
+from onefold.run.stacks import answer_with_stacks
 from onefold.system.output import hold_output
 from onefold.system.ownfiles import gather_sockets_in
 from onefold.system.process import (

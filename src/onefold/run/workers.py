@@ -38,7 +38,7 @@ from pathlib import Path
 
 from onefold.core.options import RECORD_FILE, RunOptions
 from onefold.errors import LaunchError
-from onefold.run.hang import HangWatch
+from onefold.run.hang import HangWatch, HostDevice
 from onefold.run.rundir import RunStatus, WorkerReport
 from onefold.system.process import LOOK_S, STOPPED_CODE, Stillness, StopSignals
 from onefold.system.words import tell
@@ -179,7 +179,7 @@ class WorkerGroup:
         self._mentioned = False
         self._deadline_s = 0.0
         folder = options.recorded_in
-        self._hang = HangWatch(status, Path(folder, RECORD_FILE) if folder else None)
+        self._hang = HangWatch(Path(folder, RECORD_FILE) if folder else None)
 
     def add(self, rank: int, device: str, process: subprocess.Popen[bytes]) -> None:
         """Add a worker that was just started."""
@@ -217,10 +217,15 @@ class WorkerGroup:
                 for worker in waiting:
                     worker.unresponsive = worker.stillness.look()
                 self._mention_threads(waiting)
-                self._hang.look(self._workers)
+                self._hang.look([self._watched(worker) for worker in self._running()])
             if self._note_ended() or any(worker.unresponsive for worker in self._workers):
                 self._wait_for_words()
                 return
+
+    def _watched(self, worker: Worker) -> HostDevice:
+        """A worker as a device that may wait for others."""
+        table, stacks = self._status.progress, self._status.stacks[worker.rank]
+        return HostDevice(worker.rank, worker.pid, table, stacks)
 
     def _mention_threads(self, waiting: Sequence[Worker]) -> None:
         """Say once what devices wait for whose scripts have ended."""

@@ -113,7 +113,7 @@ class Replica:
         self.watch = Stopwatch(device)
         self.loss_watch = LossWatch()
         self.note_shard: Callable[[int], None] = lambda shard: None
-        """Called with each shard that begins, and -1 after the last one of a step."""
+        """Called with each shard that begins, and -1 after the last one of a step or batch."""
         self._names = list(parts.trained)
         self._parameters = list(parts.trained.values())
         layout = trained.layout

@@ -17,7 +17,7 @@ common, a device that was let go first may already be writing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -67,6 +67,8 @@ class Agreement:
         """Whether the script is inside `with trainer.modifying():`."""
         self.averaged = False
         """Whether it is inside `with trainer.averaged():`."""
+        self.note_call: Callable[[int], None] = lambda call: None
+        """Called with each of `Call` that this process begins."""
         self.left = ""
         """Why the trainer makes no calls any more; empty as long as it does."""
 
@@ -109,6 +111,7 @@ class Agreement:
             values=values,
             outside=self._external.checksum(function) if run_checks else 0,
         )
+        self.note_call(call)
         # What was changed is compared by nobody but reported to all: every device raises alike, and
         # each can name the one on which it happened.
         try:

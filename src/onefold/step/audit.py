@@ -8,12 +8,23 @@ is one. If owner and auditor agree now, the first result that differs from their
 fault. If they do not, the third device decides which of them has a *persistent* one; without a
 third, both are named.
 
+Note: one device
+----------------
+A processor that is the only device has a child of this process be the other one: a `Child` computes
+the shard on another core and in other memory. Where there are idle cores it begins with the step
+and computes beside it; else it computes when the step's shards are done. If the two differ, this
+process and a second child compute it again. Three of four equal results are right, and the fourth
+is a transient fault; with fewer nobody is believed.
+
+An accelerator cannot be used in a forked process. There, and after a child that gave no result,
+this process computes the shard again itself.
+
 Note: what an audit does not see
 --------------------------------
-A result that all devices compute alike, such as that of a kernel with a fault. With one device the
-shard is computed again by the same one. Not audited are single shards, which may leave something
-behind as in a plain loop; losses that gather over the batch; and payloads that the loss changes, or
-that hold anything but tensors, numbers and text in lists, tuples and dicts.
+A result that all devices compute alike, such as that of a kernel with a fault. Not audited are
+single shards, which may leave something behind as in a plain loop; losses that gather over the
+batch; and payloads that the loss changes, or that hold anything but tensors, numbers and text in
+lists, tuples and dicts.
 
 Note: memory
 ------------
@@ -25,8 +36,10 @@ from __future__ import annotations
 
 import copy
 import logging
+import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -42,13 +55,16 @@ from onefold.placement.base import Placement
 from onefold.placement.context import StepContext
 from onefold.shard.replica import Replica
 from onefold.shard.task import ShardTask
+from onefold.system.child import Child, ChildError, has_idle_cores, on_other_cores
 from onefold.update.optimizers import has_own_step
 
-__all__ = ["Auditor", "WrongResult", "packed", "unpacked"]
+__all__ = ["Auditor", "SameProcess", "WrongResult", "packed", "unpacked"]
 
 _log = logging.getLogger("onefold")
 _WHOLE = 1 << 64
 _ALIGNED = 64
+_LIMIT_STEPS = 5
+"""A child may take so many times as long as all shards of the step took."""
 Results = Mapping[int, Mapping[int, str]]
 """For each device, the result of each shard that it computed."""
 
@@ -72,6 +88,19 @@ class WrongResult(NamedTuple):
         return f"step {self.step}, {what}: {who} computed wrong bits {kind}"
 
 
+class SameProcess(NamedTuple):
+    """From here on, the only device computes again in the run's own process."""
+
+    step: int
+    why: str
+
+    def __str__(self) -> str:
+        return (
+            f"step {self.step}: a child process could not compute an audit: {self.why}. From here "
+            f"on the run's own process computes audits again"
+        )
+
+
 class Auditor:
     """Audits a share of all shards; all devices make the same calls.
 
@@ -79,15 +108,18 @@ class Auditor:
         context: this process's part of the run.
         placement: where the model lies.
         options: say how large a share, and whether a run goes on after a transient fault.
-        note: called with each fault.
+        note: called with each fault, and once if the run's own process takes over.
     """
+
+    least_limit_s = 10.0
+    """The shortest time that a child is waited for."""
 
     def __init__(
         self,
         context: StepContext,
         placement: Placement,
         options: RunOptions,
-        note: Callable[[WrongResult], None],
+        note: Callable[[WrongResult | SameProcess], None],
     ) -> None:
         self._context, self._placement = context, placement
         self._rate, self._heals, self._note = options.audit, not options.audit_stops, note
@@ -96,6 +128,11 @@ class Auditor:
         self._healed = -1
         """The last step that was computed again."""
         self._warned = False
+        self._forks = context.alone and context.first.device.type == "cpu"
+        """Whether a child of this process is the other device."""
+        self._early: Child | None = None
+        """Computes the audited shards of the step while this process does."""
+        self._began, self._limit_s = 0.0, self.least_limit_s
 
     def chosen(self, step: int, shards: int) -> frozenset[int]:
         """The shards of a step that are audited: the same on all devices."""
@@ -116,7 +153,6 @@ class Auditor:
         Raises:
             AuditError: a device is at fault, and the run is not to go on.
         """
-        self._step = task.step
         if task.gatherers is not None:
             return True
         shared = self._shared(batch, task)
@@ -125,11 +161,13 @@ class Auditor:
         # Of a shard whose payload cannot be sent, or was changed, there is nothing here.
         found = [shard for shard in sorted(task.audited) if shard in payloads]
         if not found:
+            self._end_early()
             return True
         batch = replace(batch, shards={**payloads, **batch.shards})
         owners = {shard: _owner_of(batch, shard) for shard in found}
         others = {shard: self._auditor_of(shard, owners[shard], task) for shard in found}
-        second = self._again(others, batch, task)
+        self._limit_s = self.least_limit_s + _LIMIT_STEPS * (time.monotonic() - self._began)
+        second = self._again(others, batch, task, apart=True)
         sound = True
         for shard in found:
             owner, other = owners[shard], others[shard]
@@ -141,10 +179,31 @@ class Auditor:
         self._healed = self._healed if sound else task.step
         return sound
 
-    def keep(self, batch: ShardedBatch, audited: frozenset[int]) -> None:
-        """Keep the payloads of this process's audited shards as they are before the step."""
-        own = [shard for shard in audited if shard in batch.shards]
+    @contextmanager
+    def keeping(self, batch: ShardedBatch, task: ShardTask) -> Iterator[None]:
+        """Surround the shards of a step; the payloads of audited ones are kept as they are before.
+
+        If there is one device, and other cores are idle, they compute these shards meanwhile.
+        """
+        self._step, self._began = task.step, time.monotonic()
+        own = [shard for shard in task.audited if shard in batch.shards]
         self._kept = {shard: self._written(batch.shards[shard]) for shard in own}
+        who = {shard: 0 for shard, kept in self._kept.items() if kept is not None}
+        self._end_early()  # if the step is begun again
+        # Compiled code is there once this process has made it.
+        ready = task.gatherers is None and not self._context.compilers.compiled
+        if who and ready and self._forks and has_idle_cores():
+            self._early = self._child(lambda: self._here(who, batch, task)[0])
+        try:
+            yield
+        except BaseException:
+            self._end_early()
+            raise
+
+    def _end_early(self) -> None:
+        if self._early is not None:
+            self._early.end()
+            self._early = None
 
     def _shared(self, batch: ShardedBatch, task: ShardTask) -> list[dict[str, Any]]:
         """What each device has computed of the chosen shards, and their payloads."""
@@ -181,15 +240,56 @@ class Auditor:
         distance = 1 + derive_seed("auditor", task.step, shard) % max(1, self._context.devices - 1)
         return (owner + distance) % self._context.devices
 
-    def _again(self, who: Mapping[int, int], batch: ShardedBatch, task: ShardTask) -> Results:
-        """Compute shards once more, each on one device; return what all devices have computed."""
-        own: dict[int, list[tuple[int, str]]] = {}
+    def _again(
+        self, who: Mapping[int, int], batch: ShardedBatch, task: ShardTask, *, apart: bool = False
+    ) -> Results:
+        """Compute shards once more, each on one device; return what all devices have computed.
+
+        Args:
+            who: for each shard, the device.
+            batch: the batch of the step.
+            task: what all shards have in common.
+            apart: whether a child computes them, if there is only one device.
+        """
+        if apart and self._forks:
+            early, self._early = self._early, None
+            child = early or self._child(lambda: self._here(who, batch, task)[0])
+            if (own := self._result_of(child)) is not None:
+                return {0: dict(own)}
+        rows = self._context.exchange.transport.all_gather_values(self._here(who, batch, task))
+        return {number: dict(row) for number, row in enumerate(rows)}
+
+    def _here(
+        self, who: Mapping[int, int], batch: ShardedBatch, task: ShardTask
+    ) -> dict[int, list[tuple[int, str]]]:
+        """What each device of this process computes of its share of some shards."""
+        own = {}
         with self._placement.unsharded():
             for replica in self._context.replicas:
                 shards = [shard for shard, device in who.items() if device == replica.number]
                 own[replica.number] = self._computed(replica, shards, batch, task)
-        rows = self._context.exchange.transport.all_gather_values(own)
-        return {number: dict(row) for number, row in enumerate(rows)}
+        return own
+
+    def _child(self, function: Callable[[], object]) -> Child | None:
+        """Have a child compute a value; None if there is none."""
+        try:
+            return Child(lambda: encode(function(), "an audit"))
+        except ChildError as error:
+            self._stay_here(error)
+            return None
+
+    def _result_of(self, child: Child | None) -> Any:
+        """What a child has computed; None if it has not."""
+        try:
+            return None if child is None else decode(child.result(self._limit_s))
+        except ChildError as error:
+            self._stay_here(error)
+            return None
+
+    def _stay_here(self, error: ChildError) -> None:
+        self._forks, told = False, SameProcess(self._step, str(error))
+        self._note(told)
+        _log.warning("%s", told)
 
     def _computed(
         self, replica: Replica, shards: Sequence[int], batch: ShardedBatch, task: ShardTask
@@ -213,8 +313,8 @@ class Auditor:
     ) -> WrongResult:
         """Find out who is at fault, where two results of a shard differ."""
         once, twice = first[owner][shard], second[other][shard]
-        again = [self._again({shard: device}, batch, task) for device in (owner, other)]
-        of_owner, of_other = again[0][owner][shard], again[1][other][shard]
+        of_owner = self._again({shard: owner}, batch, task)[owner][shard]
+        of_other = self._again({shard: other}, batch, task, apart=True)[other][shard]
         if owner == other:
             truth, times = Counter([once, twice, of_owner, of_other]).most_common(1)[0]
             healed = times > 2 and self._heals
@@ -264,7 +364,8 @@ class Auditor:
         optimizer.state.pop(piece, None)
         if state is not None:
             optimizer.state[piece] = state
-        optimizer.step()
+        with on_other_cores() if self._context.first.device.type == "cpu" else nullcontext():
+            optimizer.step()
         for each, kept in gradients:
             each.grad = kept
         if not same_bits(updated, piece.detach()):

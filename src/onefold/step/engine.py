@@ -287,9 +287,8 @@ class Engine:
                     before = partial(
                         self._comparison.before, batch=batch, task=task, table=context.table
                     )
-                    if self.auditor is not None:
-                        self.auditor.keep(batch, task.audited)
-                    totals = self.placement.compute(batch, task, done, before)
+                    with self.auditor.keeping(batch, task) if self.auditor else nullcontext():
+                        totals = self.placement.compute(batch, task, done, before)
                 weight = total_weight(context.table.weights.tolist(), batch.sizes, number)
                 if weight.terms == 1 and not weight.gathers and not weight.late:
                     if not task.audited or self._is_sound(batch, task):

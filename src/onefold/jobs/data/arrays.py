@@ -38,7 +38,7 @@ from onefold.jobs.data.labels import Sample, check_labels, check_same, untested
 from onefold.jobs.data.pictures import ArrayPictures, Sums
 from onefold.system.ownfiles import open_plain
 
-__all__ = ["mnist", "read_digits", "read_idx", "read_idx_folder"]
+__all__ = ["mnist", "read_digits", "read_idx", "read_idx_folder", "read_labelled"]
 
 _File: TypeAlias = BufferedReader | gzip.GzipFile
 

@@ -32,7 +32,15 @@ from onefold.jobs.data.pictures import (
 )
 from onefold.jobs.data.scan import Scanning, Seen, deep_note, pack_scan, scan_pictures
 
-__all__ = ["PictureClasses", "Split", "digest", "hold_out", "read_folders", "test_folder"]
+__all__ = [
+    "PictureClasses",
+    "Split",
+    "class_files",
+    "digest",
+    "hold_out",
+    "read_folders",
+    "test_folder",
+]
 
 _Item = TypeVar("_Item")
 
@@ -139,7 +147,7 @@ def read_folders(
     folders = [train_folder, test_folder(directory)] if train_folder.is_dir() else [directory]
     bad: list[BadFile] = []
     names: dict[str, str] = {}
-    found = [_class_files(folder, names, bad) for folder in folders]
+    found = [class_files(folder, names, bad) for folder in folders]
     # Names are checked before the pictures are read, which may take minutes.
     where, counts = readable(directory), Counter(label for _, label in found[0])
     notes = [] if labels_as_is else check_labels(counts, where)
@@ -246,7 +254,7 @@ def _divided(
     return hold_out(known, [picture.label for picture in known], share=holdout, seed=seed)
 
 
-def _class_files(
+def class_files(
     directory: Path, names: dict[str, str], bad: list[BadFile]
 ) -> list[tuple[Path, str]]:
     """Find all pictures below the class folders, and their classes, in the order of their paths.

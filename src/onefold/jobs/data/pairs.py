@@ -24,7 +24,7 @@ from onefold.jobs.data.pictures import (
 )
 from onefold.jobs.data.scan import Scanning, Seen, by_one_white, deep_note, pack_scan, scan_files
 
-__all__ = ["MaskedPictures", "Pair", "read_pairs"]
+__all__ = ["MaskedPictures", "Pair", "read_pairs", "read_pairs_to_test"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +104,25 @@ def read_pairs(
             f"has a foreground pixel"
         )
     return _of_looks(directory, parts[0], parts[1], bad, rule)
+
+
+def read_pairs_to_test(
+    directory: Path, rule: MaskRule, bad: list[BadFile], scanning: Scanning
+) -> list[Pair]:
+    """Find pictures and masks to score a trained model with, and read each once.
+
+    Args:
+        directory: holds ``images`` and ``masks``.
+        rule: which values of the masks are foreground, as in training.
+        bad: list to which what cannot be used is added.
+        scanning: how to look through files.
+
+    Raises:
+        DataError: there are no such folders, or the masks are of two kinds.
+    """
+    looks = _look_through(_pairs(directory, bad), directory, rule, scanning, bad)
+    _require_one_scale(looks)
+    return [look.pair for look in looks]
 
 
 def _of_looks(

@@ -38,8 +38,6 @@ _Column = np.ndarray[Any, Any]
 _Columns = dict[str, _Column]
 
 _MOST_OPTIONS_BYTES = 1 << 20
-_OF_EPOCHS = "trainer.evaluate", "trainer.gather"
-"""The calls by which a job ends an epoch, in their order."""
 _POINTS = 20
 """How many points a curve over steps has in an epoch, at most."""
 
@@ -275,15 +273,18 @@ def _line_of(told: _Columns, took_s: _Column, rows: _Column) -> StepsLine:
 
 
 def _epochs_of(record: onefold.Record) -> list[EpochLine]:
-    """What the devices have told of each epoch, with the scores of the evaluation before it."""
+    """What the devices have told of each epoch."""
     # A resumed run may have other devices: a number has the name that it had last.
     names = {n: name for begun in record.begins for n, name in enumerate(begun["devices"])}
-    results = [each for each in record.results if each["call"] in _OF_EPOCHS]
-    lines = []
-    for evaluated, gathered in zip(results[::2], results[1::2], strict=False):
-        told = gathered["value"]
-        line = {**told[0], "epoch": int(told[0]["epoch"]), "step": gathered["step"]}
-        line["scores"] = evaluated["value"]
+    lines, scores = [], {}
+    for each in record.results:
+        # Runs of earlier versions have their scores here.
+        if each["call"] == "trainer.evaluate":
+            scores = each["value"]
+        if each["call"] != "trainer.gather":
+            continue
+        told = each["value"]
+        line = {"scores": scores, **told[0], "epoch": int(told[0]["epoch"]), "step": each["step"]}
         line["devices"] = [{**each, "device": names[n]} for n, each in enumerate(told)]
         lines.append(msgspec.convert(line, EpochLine))
     return lines

@@ -6,6 +6,8 @@ import json
 import math
 from datetime import UTC, datetime
 
+from onefold.jobs.scores import is_share
+
 __all__ = [
     "NOTHING",
     "amount",
@@ -50,11 +52,6 @@ def score(name: str, value: float) -> str:
     ('61.0%', '0.5812')
     """
     return percent(value) if is_share(name) else plain(value)
-
-
-def is_share(name: str) -> bool:
-    """Whether a score is shown in percent."""
-    return "accuracy" in name.lower()
 
 
 def speed(samples_per_s: float) -> str:

@@ -1,0 +1,118 @@
+"""How commands are declared, and the help that is made of it: 80 columns, most used first.
+
+The help of a command has its usage, one sentence, examples, what there is to know besides, and its
+options under the headings that they were declared with. `Commands` lists commands likewise. Plain
+text, so that it looks the same on a terminal, in a file and in the documentation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+__all__ = ["Command", "Commands", "declare", "with_examples"]
+
+_Function = TypeVar("_Function", bound=Callable[..., None])
+_Record = tuple[str, str]
+_OTHER = "Other"
+"""The heading of what was declared without one; it comes last."""
+
+
+def with_examples(text: str, examples: Iterable[_Record]) -> str:
+    """Put examples behind the first paragraph of a help.
+
+    Args:
+        text: the help; its first paragraph is one sentence.
+        examples: commands, each with what it does.
+
+    >>> print(with_examples("Sum up.", [("onefold sum a", "the rows of a")]).replace("\\b", "|"))
+    Sum up.
+    <BLANKLINE>
+    |
+    Examples:
+      onefold sum a  # the rows of a
+    """
+    pairs = list(examples)
+    first, _, rest = text.strip().partition("\n\n")
+    width = max((len(command) for command, _ in pairs), default=0)
+    lines = [f"  {command:<{width}}  # {what}" for command, what in pairs]
+    # By the first character of a paragraph, its lines are kept as they are.
+    shown = ["\n".join(["\b", "Examples:", *lines])] if lines else []
+    return "\n\n".join([first, *shown, *([rest] if rest else [])])
+
+
+def declare(
+    app: typer.Typer,
+    name: str,
+    *,
+    group: str,
+    examples: Sequence[_Record] = (),
+    text: str = "",
+    **settings: Any,
+) -> Callable[[_Function], _Function]:
+    """Declare a function as a command.
+
+    Args:
+        app: what the command becomes part of.
+        name: of the command.
+        group: the heading under which it is listed.
+        examples: commands, each with what it does.
+        text: the help, where it is not the function's docstring.
+        settings: of `typer.Typer.command`.
+    """
+
+    def declared(function: _Function) -> _Function:
+        # Without the indentation of a docstring, which paragraphs would keep.
+        lines = (text or function.__doc__ or "").split("\n")
+        help = with_examples("\n".join(line.strip() for line in lines), examples)
+        app.command(name, cls=Command, help=help, rich_help_panel=group, **settings)(function)
+        return function
+
+    return declared
+
+
+class Command(TyperCommand):
+    """A command whose help has its options under headings."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write arguments and options, each group under its heading."""
+        found = []
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                argument = parameter.param_type_name == "argument"
+                heading = "Arguments" if argument else getattr(parameter, "rich_help_panel", None)
+                found.append((heading or _OTHER, record))
+        _write(formatter, found)
+
+
+class Commands(TyperGroup):
+    """Commands, listed under their headings."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the options of all commands, and behind them the commands."""
+        self.format_commands(ctx, formatter)
+        records = [parameter.get_help_record(ctx) for parameter in self.get_params(ctx)]
+        _write(formatter, [("Options", record) for record in records if record is not None])
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the commands, each group under its heading."""
+        found = []
+        for name in self.list_commands(ctx):
+            command = self.get_command(ctx, name)
+            if command is not None and not command.hidden:
+                heading = getattr(command, "rich_help_panel", None) or "Commands"
+                found.append((str(heading), (name, command.get_short_help_str(formatter.width))))
+        _write(formatter, found)
+
+
+def _write(formatter: Any, found: Iterable[tuple[str, _Record]]) -> None:
+    groups: dict[str, list[_Record]] = {}
+    for heading, record in found:
+        groups.setdefault(heading, []).append(record)
+    for heading, records in sorted(groups.items(), key=lambda group: group[0] == _OTHER):
+        with formatter.section(heading):
+            formatter.write_dl(records)

@@ -1,0 +1,335 @@
+"""``onefold init``: writes the shortest training script for somebody's data.
+
+`look` says what the data are. A script is a beginning that belongs to its user: it uses PyTorch and
+the public names of onefold alone, and whatever is in it can be changed.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from onefold.errors import DataError
+from onefold.system.words import listed
+
+__all__ = ["write_script"]
+
+_PICTURES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
+_MOST_ROWS = 1000
+"""Rows of a table that are looked at."""
+_FEW = 20
+"""Up to so many different whole numbers are taken for classes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """What somebody's data are."""
+
+    kind: str
+    """``none``, ``pictures``, ``table`` or ``arrays``."""
+    path: str = ""
+    classes: bool = True
+    """Whether the targets are classes, or else numbers."""
+    target: str = ""
+    """Of a table, the name of the column that is predicted."""
+    delimiter: str = ","
+
+
+def write_script(data: Path | None, output: Path) -> None:
+    """Write a script for data.
+
+    Args:
+        data: a folder of class folders with pictures, a CSV, TSV or NPZ file, or None.
+        output: the file to write, which must be new.
+
+    Raises:
+        DataError: there are no such data, or none that a script can be written for.
+        FileExistsError: the file exists.
+    """
+    text = _script(look(data))
+    try:
+        with output.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise FileExistsError(f"--output {output}: expected a new file, this one exists") from None
+
+
+def look(path: Path | None) -> Data:
+    """Find out what data are.
+
+    Raises:
+        DataError: there are no such data, or none that a script can be written for.
+    """
+    if path is None:
+        return Data("none")
+    if path.is_dir():
+        return _folder(path)
+    if path.suffix == ".npz":
+        return _arrays(path)
+    if path.suffix.lower() in (".csv", ".tsv"):
+        return _table(path)
+    came = "" if path.exists() else " is missing"
+    raise DataError(
+        f"{path}{came}: expected a folder of class folders with pictures, or a CSV, TSV or NPZ file"
+    )
+
+
+def _folder(path: Path) -> Data:
+    names = {each.name for each in path.iterdir()}
+    if {"images", "masks"} <= names:
+        raise DataError(
+            f"{path} has images and masks: no script is needed, use onefold train segment "
+            f"--data {path}"
+        )
+    inside = path / "train" if "train" in names else path
+    classes = [each for each in inside.iterdir() if each.is_dir() and not each.name.startswith(".")]
+    with_pictures = [each for each in classes if _has_picture(each)]
+    if len(with_pictures) < 2:
+        raise DataError(
+            f"{inside}: expected two or more class folders with pictures, found "
+            f"{listed(sorted(each.name for each in with_pictures)) or 'none'}"
+        )
+    return Data("pictures", str(inside))
+
+
+def _has_picture(folder: Path) -> bool:
+    return any(each.suffix.lower() in _PICTURES for each in folder.rglob("*"))
+
+
+def _arrays(path: Path) -> Data:
+    import numpy as np
+
+    try:
+        with np.load(path) as arrays:
+            if not {"x", "y"} <= set(arrays):
+                raise DataError(f"{path}: expected arrays x and y, it has {listed(sorted(arrays))}")
+            classes = arrays["y"].dtype.kind in "iub"
+    except (ValueError, OSError) as error:
+        raise DataError(f"{path}: expected a NumPy file of arrays x and y: {error}") from error
+    return Data("arrays", str(path), classes=classes)
+
+
+def _table(path: Path) -> Data:
+    delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            reader = csv.reader(file, delimiter=delimiter)
+            names = next(reader, [])
+            rows = [row for row, _ in zip(reader, range(_MOST_ROWS), strict=False) if row]
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"{path}: expected a table in UTF-8: {error}") from error
+    if len(names) < 2 or not rows or all(map(_is_number, names)):
+        raise DataError(
+            f"{path}: expected a first row with two or more column names, and rows of data, got "
+            f"{listed(names) or 'nothing'}"
+        )
+    for number, row in enumerate(rows, 2):
+        if len(row) != len(names):
+            raise DataError(
+                f"{path}, row {number}: expected {len(names)} columns, as in the first row, got "
+                f"{len(row)}"
+            )
+    texts = [
+        name
+        for place, name in enumerate(names[:-1])
+        if not all(_is_number(row[place]) for row in rows)
+    ]
+    if texts:
+        raise DataError(
+            f"{path}: expected numbers in all columns but the last, which is predicted; not so "
+            f"{listed(texts)}. Texts with a label are a job: onefold train text --help"
+        )
+    targets = [row[-1] for row in rows]
+    whole = all(target.strip().lstrip("-").isdecimal() for target in targets)
+    classes = (whole and len(set(targets)) <= _FEW) or not all(map(_is_number, targets))
+    return Data("table", str(path), classes=classes, target=names[-1], delimiter=delimiter)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _script(data: Data) -> str:
+    """The text of a script for data."""
+    imports, dataset, model = _PARTS[data.kind]
+    regression = not data.classes
+    values = {
+        "PATH": _quoted(data.path),
+        "ON": f" on {data.path}" if data.path.isidentifier() else "",
+        "TARGET": _quoted(data.target),
+        "CSV": "csv.reader(file)" if data.delimiter == "," else 'csv.reader(file, delimiter="\\t")',
+        "SUFFIXES": ", ".join(map(_quoted, sorted(_PICTURES))),
+        "LOSS": "mse_loss(model(inputs).squeeze(1), targets)"
+        if regression
+        else "cross_entropy(model(inputs), targets)",
+        "SCORE": '"squared error": (model(inputs).squeeze(1) - targets) ** 2'
+        if regression
+        else '"accuracy": model(inputs).argmax(dim=1) == targets',
+    }
+    text = "\n".join([_HEAD, imports, dataset, _LOSS, model, _LOOP])
+    text = text.replace("<TARGETS>", _TARGETS.get((data.kind, data.classes), ""))
+    # All at once: what comes from outside may look like a mark.
+    return re.sub("<([A-Z]+)>", lambda mark: values[mark[1]], text)
+
+
+def _quoted(text: str) -> str:
+    """A text as Python has it, in double quotes where that is possible."""
+    quoted = repr(text)
+    return f'"{text}"' if quoted == f"'{text}'" and '"' not in text else quoted
+
+
+_HEAD = '''\
+"""Trains a model<ON>, by onefold run on all devices, or by python on one."""
+'''
+
+_LOSS = """
+
+def loss(model, batch):
+    inputs, targets = batch
+    return onefold.losses.<LOSS>
+
+
+def score(model, batch):
+    inputs, targets = batch
+    return {<SCORE>}
+
+
+torch.manual_seed(0)  # the test set and the initial weights; onefold seeds the rest
+train, test = torch.utils.data.random_split(data, [0.9, 0.1])\
+"""
+
+_LOOP = """\
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+trainer = onefold.Trainer(model, optimizer, loss, shards=8, seed=0)
+loader = trainer.loader(train, batch_size=64, shuffle=True)  # 64 over all devices
+for epoch in trainer.epochs(10):
+    for batch in loader:
+        step = trainer.step(batch)
+    scores = trainer.evaluate(score, test, batch_size=64)
+    if trainer.is_lead:
+        print(f"epoch {epoch + 1}: loss {float(step.loss):.4f}", scores)
+if trainer.is_lead:
+    torch.save(trainer.model.state_dict(), "model.pt")
+"""
+
+_PICTURE_DATA = """\
+SIDE = 64  # of the squares that pictures are resized to, in pixels
+SUFFIXES = {<SUFFIXES>}
+
+
+class Pictures(torch.utils.data.Dataset):
+    def __init__(self, folder):
+        self.classes = sorted(each.name for each in folder.iterdir() if each.is_dir())
+        self.files = [
+            (file, label)
+            for label, name in enumerate(self.classes)
+            for file in sorted((folder / name).rglob("*"))
+            if file.suffix.lower() in SUFFIXES
+        ]
+
+    def __len__(self):
+        return len(self.files)
+
+    def __getitem__(self, index):
+        file, label = self.files[index]
+        picture = Image.open(file).convert("RGB").resize((SIDE, SIDE))
+        return torch.from_numpy(np.array(picture)).permute(2, 0, 1) / 255, label
+
+
+data = Pictures(Path(<PATH>))
+outputs = len(data.classes)\
+"""
+
+_TABLE_DATA = """\
+with open(<PATH>, newline="", encoding="utf-8-sig") as file:
+    names, *rows = [row for row in <CSV> if row]
+x = torch.tensor([[float(value) for value in row[:-1]] for row in rows])
+x = (x - x.mean(dim=0)) / x.std(dim=0).clamp(min=1e-6)
+<TARGETS>
+data = torch.utils.data.TensorDataset(x, y)\
+"""
+
+_ARRAY_DATA = """\
+arrays = np.load(<PATH>)
+x = torch.from_numpy(arrays["x"]).float().flatten(1)
+<TARGETS>
+data = torch.utils.data.TensorDataset(x, y)\
+"""
+
+_NO_DATA = """\
+torch.manual_seed(0)
+x = torch.randn(2000, 20)  # in place of your data
+y = (x[:, 0] * x[:, 1] > 0).long()
+outputs = 2
+data = torch.utils.data.TensorDataset(x, y)\
+"""
+
+_TARGETS = {
+    ("table", True): """\
+classes = sorted({row[-1] for row in rows})  # of the last column, <TARGET>
+y = torch.tensor([classes.index(row[-1]) for row in rows])
+outputs = len(classes)\
+""",
+    ("table", False): """\
+y = torch.tensor([float(row[-1]) for row in rows])  # the last column, <TARGET>
+y = (y - y.mean()) / y.std()
+outputs = 1\
+""",
+    ("arrays", True): """\
+y = torch.from_numpy(arrays["y"]).long()
+outputs = int(y.max()) + 1\
+""",
+    ("arrays", False): """\
+y = torch.from_numpy(arrays["y"]).float()
+outputs = 1\
+""",
+}
+
+_CONVOLUTIONS = """\
+model = torch.nn.Sequential(
+    torch.nn.Conv2d(3, 32, 3, stride=2, padding=1),
+    torch.nn.ReLU(),
+    torch.nn.Conv2d(32, 64, 3, stride=2, padding=1),
+    torch.nn.ReLU(),
+    torch.nn.Conv2d(64, 128, 3, stride=2, padding=1),
+    torch.nn.ReLU(),
+    torch.nn.AdaptiveAvgPool2d(1),
+    torch.nn.Flatten(),
+    torch.nn.Linear(128, outputs),
+)\
+"""
+
+_PERCEPTRON = """\
+model = torch.nn.Sequential(
+    torch.nn.Linear(x.shape[1], 128),
+    torch.nn.ReLU(),
+    torch.nn.Linear(128, 128),
+    torch.nn.ReLU(),
+    torch.nn.Linear(128, outputs),
+)\
+"""
+
+_PARTS = {
+    "none": ("import onefold\nimport torch\n", _NO_DATA, _PERCEPTRON),
+    "table": ("import csv\n\nimport onefold\nimport torch\n", _TABLE_DATA, _PERCEPTRON),
+    "arrays": (
+        "import numpy as np\nimport onefold\nimport torch\n",
+        _ARRAY_DATA,
+        _PERCEPTRON,
+    ),
+    "pictures": (
+        (
+            "from pathlib import Path\n\nimport numpy as np\nimport onefold\nimport torch\n"
+            "from PIL import Image\n"
+        ),
+        _PICTURE_DATA,
+        _CONVOLUTIONS,
+    ),
+}
+"""Of each kind of data: what is imported, how they are read, and a model for them."""

@@ -1,0 +1,434 @@
+"""``onefold run``, and what the commands that run a script have in common.
+
+Of the arguments of ``onefold run``, ``onefold verify`` and ``onefold plan``, only those before the
+script, or before the module behind ``-m``, are the command's: everything behind belongs to the
+script, whatever it is called. ``--`` may stand between the two.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+from typer import Argument, Option
+
+from onefold import Outcome, RunOptions, Selection, select_devices, supervise
+from onefold.errors import LaunchError
+from onefold.system.process import STOPPED_CODE
+from onefold.system.words import tell
+
+__all__ = [
+    "SCRIPT",
+    "AsJson",
+    "Devices",
+    "Exchange",
+    "Home",
+    "Module",
+    "PlacementOption",
+    "Script",
+    "Timeout",
+    "come_too_late",
+    "command_of",
+    "folder_of",
+    "print_json",
+    "run",
+    "screen",
+    "tell_next",
+]
+
+SCRIPT = {"allow_extra_args": True, "allow_interspersed_args": False}
+"""Settings of a command that ends at its first argument, and hands on all others."""
+PLACEMENT_VARIABLE = "ONEFOLD_PLACEMENT"
+
+_DEFAULTS = RunOptions()
+_OF_CHECKPOINTS = ("every", "keep_last", "grace", "changed", "restarts", "restarts_with")
+"""Options of ``onefold run`` that make no sense without ``--checkpoint``."""
+_SECONDS = {"s": 1, "m": 60, "h": 3600}
+_USAGE = 2
+"""The exit code of a program that cannot use its arguments."""
+_DEVICES, _STOPPING, _WATCHING = "Devices", "Stop and resume", "Look into the run"
+
+Script = Annotated[
+    str | None,
+    Argument(
+        metavar="SCRIPT [ARGS]...",
+        help="The script, or with -m the module. What follows it are its own arguments.",
+    ),
+]
+Module = Annotated[
+    bool,
+    Option(
+        "-m", help="Run a module instead of a script, as python -m does.", rich_help_panel=_DEVICES
+    ),
+]
+Devices = Annotated[
+    str,
+    Option(
+        metavar="DEVICES",
+        help="N, auto, cpu:N, or a list of GPUs such as cuda:1,cuda:3.",
+        rich_help_panel=_DEVICES,
+    ),
+]
+PlacementOption = Annotated[
+    str,
+    Option(
+        envvar=PLACEMENT_VARIABLE,
+        metavar="PLACEMENT",
+        help="Where parameters lie: replicate, shard, offload or pipeline "
+        "(pipeline:2: pipelines of two devices side by side).",
+        rich_help_panel=_DEVICES,
+    ),
+]
+Home = Annotated[
+    Path | None,
+    Option(
+        metavar="DIR",
+        help="Folder on a disk for the file of --placement offload.",
+        show_default="TMPDIR",
+        rich_help_panel=_DEVICES,
+    ),
+]
+Exchange = Annotated[
+    str,
+    Option(
+        metavar="EXCHANGE",
+        help="How devices exchange gradients: auto, shared or collective.",
+        rich_help_panel=_DEVICES,
+    ),
+]
+Timeout = Annotated[
+    float,
+    Option(
+        metavar="SECONDS",
+        help="How long a device waits for another one.",
+        rich_help_panel=_DEVICES,
+    ),
+]
+AsJson = Annotated[bool, Option("--json", help="Print one JSON object; text goes to stderr.")]
+
+
+def run(
+    context: typer.Context,
+    script: Script = None,
+    devices: Devices = "auto",
+    placement: PlacementOption = "replicate",
+    module: Module = False,
+    checkpoint: Annotated[
+        Path | None,
+        Option(
+            metavar="DIR",
+            help="Resume from the newest checkpoint in this folder, and write new ones.",
+            rich_help_panel=_STOPPING,
+        ),
+    ] = None,
+    every: Annotated[
+        str,
+        Option(
+            metavar="N|TIME",
+            help="From one checkpoint to the next: steps, time, or both (200; 10m; 500,1h).",
+            rich_help_panel=_STOPPING,
+        ),
+    ] = str(_DEFAULTS.every),
+    keep_last: Annotated[
+        int,
+        Option(
+            metavar="N",
+            help="How many of the newest checkpoints stay.",
+            rich_help_panel=_STOPPING,
+        ),
+    ] = _DEFAULTS.keep_last,
+    restarts: Annotated[
+        int,
+        Option(
+            metavar="N",
+            help="Start again after at most so many crashes without progress.",
+            rich_help_panel=_STOPPING,
+        ),
+    ] = _DEFAULTS.restarts,
+    restarts_with: Annotated[
+        Literal["same", "fewer"],
+        Option(
+            help="Devices of a restart: the same, or fewer, without one that was lost.",
+            rich_help_panel=_STOPPING,
+        ),
+    ] = _DEFAULTS.restarts_with,
+    grace: Annotated[
+        float,
+        Option(
+            metavar="SECONDS",
+            help="Time for saving after a signal to stop.",
+            rich_help_panel=_STOPPING,
+        ),
+    ] = _DEFAULTS.grace_s,
+    changed: Annotated[
+        str | None,
+        Option(
+            metavar="NAMES",
+            help="What differs on purpose from the saved run, such as seed.",
+            rich_help_panel=_STOPPING,
+        ),
+    ] = None,
+    record: Annotated[
+        Path | None,
+        Option(
+            metavar="DIR",
+            help="Write the record of the run into this folder.",
+            show_default="that of --checkpoint",
+            rich_help_panel=_WATCHING,
+        ),
+    ] = None,
+    logs: Annotated[
+        Path | None,
+        Option(
+            metavar="DIR",
+            help="Keep the output of the other devices in this folder, as device-1.log.",
+            rich_help_panel=_WATCHING,
+        ),
+    ] = None,
+    profile: Annotated[
+        Path | None,
+        Option(
+            metavar="DIR",
+            help="Write a timeline into this folder, to open in Perfetto.",
+            rich_help_panel=_WATCHING,
+        ),
+    ] = None,
+    audit: Annotated[
+        float,
+        Option(
+            metavar="SHARE",
+            help="Compute this share of all shards on another device as well, and compare.",
+            rich_help_panel=_WATCHING,
+        ),
+    ] = _DEFAULTS.audit,
+    audit_finds: Annotated[
+        Literal["heal", "stop"],
+        Option(
+            help="After a result that was wrong once, go on with the right one, or stop.",
+            rich_help_panel=_WATCHING,
+        ),
+    ] = "heal",
+    as_json: Annotated[
+        bool,
+        Option(
+            "--json",
+            help="Print how the run ended as a JSON object, in the last line of stdout.",
+            rich_help_panel=_WATCHING,
+        ),
+    ] = False,
+    exchange: Exchange = "auto",
+    timeout: Timeout = _DEFAULTS.timeout_s,
+    home: Home = None,
+) -> None:
+    """Run a script on the devices of this machine.
+
+    With --checkpoint, the first SIGTERM, SIGHUP or Ctrl-C has the run save itself at the end of its
+    step and exit with code 75; the same command resumes it. The second one ends it at once. SIGUSR1
+    and SIGUSR2, by which schedulers give notice, have it save itself as well.
+    """
+    # All that is wrong with the command is refused here, before any process is started.
+    command = command_of(script, module, context.args)
+    for folder in (profile, record):
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+    steps, seconds = _every(every)
+    if checkpoint is not None:
+        if checkpoint.exists() and not checkpoint.is_dir():
+            raise LaunchError(f"--checkpoint {checkpoint}: expected a folder, this is a file")
+        checkpoint.mkdir(parents=True, exist_ok=True)
+    elif given := [each for each in _OF_CHECKPOINTS if _is_given(context, each)]:
+        named = ", ".join(f"--{each.replace('_', '-')}" for each in given)
+        raise LaunchError(f"{named}: expected with --checkpoint, which names the directory")
+    # Absolute paths: the script may change its folder before a worker uses them.
+    options = RunOptions(
+        placement=placement,
+        home=folder_of(home, placement),
+        exchange=exchange,  # type: ignore[arg-type]  # RunOptions checks it
+        timeout_s=timeout,
+        checkpoint=_absolute(checkpoint),
+        every=steps,
+        every_s=seconds,
+        keep_last=keep_last,
+        grace_s=grace,
+        changed=tuple(changed.split(",")) if changed else (),
+        restarts=restarts,
+        restarts_with=restarts_with,
+        record=_absolute(record),
+        profile=_absolute(profile),
+        logs=_absolute(logs),
+        audit=audit,
+        audit_stops=audit_finds == "stop",
+    )
+    selection = select_devices(devices)
+    outcome = supervise(command, selection, options)
+    _tell_end(outcome)
+    _tell_of_late_options(context, command, outcome)
+    if as_json:
+        print_json(_as_json(outcome, selection, options))
+    else:
+        _tell_what_is_next(outcome, command, options)
+    raise typer.Exit(outcome.exit_code)
+
+
+def come_too_late(given: Sequence[str], options: Collection[str]) -> list[str]:
+    """List the words among a script's arguments that are options of the command.
+
+    >>> come_too_late(["--lr", "0.1", "--devices=2"], {"--devices", "-m"})
+    ['--devices']
+    """
+    words = [each.partition("=")[0] for each in given if each.startswith("-")]
+    return [word for word in words if word in options]
+
+
+def command_of(script: str | None, module: bool, rest: list[str]) -> list[str]:
+    """Return what a worker has to run; a script must exist.
+
+    Raises:
+        LaunchError: there is no script of this name, or none was given.
+    """
+    if script is None:
+        raise LaunchError("expected a script, or -m and the name of a module")
+    if module:
+        return ["-m", script, *(rest[1:] if rest[:1] == ["--"] else rest)]
+    if not Path(script).is_file():
+        raise LaunchError(
+            f"there is no script {script}: expected the path of a Python file, from this folder "
+            f"({Path.cwd()})"
+        )
+    return [script, *rest]
+
+
+def folder_of(home: Path | None, placement: str) -> str:
+    """The folder of ``--home``; empty if none is named."""
+    if home is None:
+        return ""
+    if all(RunOptions(placement=each.strip()).keeps_whole for each in placement.split(",")):
+        raise LaunchError(
+            f"--home {home}: expected --placement offload, shard or pipeline with it, which may "
+            f"have a file there"
+        )
+    return _absolute(home)
+
+
+def screen(*, as_json: bool, **settings: Any) -> Console:
+    """Where the text of a command goes: stdout, or stderr if stdout has a JSON object."""
+    return Console(stderr=as_json, highlight=False, **settings)
+
+
+def print_json(value: Any) -> None:
+    """Print a value as one line of JSON.
+
+    Numbers that are not finite are null, bytes are their number, tensors and arrays their dtype and
+    shape.
+    """
+    print(json.dumps(_plain(value), allow_nan=False))
+
+
+def tell_next(command: str) -> None:
+    """Name the command that usually comes next, in the last line; on terminals alone."""
+    if sys.stderr.isatty():
+        tell(f"next: {command}")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, bytes):
+        return len(value)
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
+    if hasattr(value, "dtype"):
+        return {"dtype": str(value.dtype), "shape": list(value.shape)}
+    return value
+
+
+def _absolute(path: Path | None) -> str:
+    return str(path.absolute()) if path else ""
+
+
+def _is_given(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def _every(text: str) -> tuple[int, float]:
+    """Read how far apart checkpoints are: 200, 10m, or 200,10m for whichever comes first.
+
+    Returns:
+        Steps and seconds, of which one may be 0.
+
+    Raises:
+        LaunchError: it is neither a number of steps nor a time.
+    """
+    steps, seconds = 0, 0.0
+    for part in text.split(","):
+        number, unit = (part[:-1], part[-1]) if part[-1:] in _SECONDS else (part, "")
+        if not (number.isascii() and number.isdecimal() and int(number)):
+            raise LaunchError(
+                f"--every {text}: expected a number of steps of at least 1, a time such as 30s, "
+                f"10m or 1h, or both as in 500,1h"
+            )
+        if unit:
+            seconds = float(int(number) * _SECONDS[unit])
+        else:
+            steps = int(number)
+    return steps, seconds
+
+
+def _as_json(outcome: Outcome, selection: Selection, options: RunOptions) -> dict[str, Any]:
+    return {
+        "exit_code": outcome.exit_code,
+        "message": outcome.message,
+        "stopped_by": outcome.stopped_by.name if outcome.stopped_by else None,
+        "devices": list(selection.devices),
+        "step": outcome.step if outcome.exit_code and outcome.step >= 0 else None,
+        "checkpoint": options.checkpoint or None,
+        "record": options.record or options.checkpoint or None,
+        "timeline": outcome.timeline or None,
+        "logs": outcome.logs or None,
+    }
+
+
+def _tell_end(outcome: Outcome) -> None:
+    """Report how a run ended; stdout is left to the script."""
+    if outcome.timeline:
+        tell(f"timeline: {outcome.timeline} (opens in ui.perfetto.dev)")
+    if not outcome.exit_code:
+        return
+    print(outcome.traceback, file=sys.stderr, end="")
+    tell(outcome.message)
+    if outcome.logs:
+        tell(f"output of the other devices: {outcome.logs}")
+
+
+def _tell_what_is_next(outcome: Outcome, command: Sequence[str], options: RunOptions) -> None:
+    record = options.record or options.checkpoint
+    if outcome.exit_code == STOPPED_CODE:
+        tell_next("the same command, which resumes the run")
+    elif not outcome.exit_code and record:
+        tell_next(f"onefold record show {record}")
+    elif not outcome.exit_code:
+        tell_next(f"onefold verify --devices 1,2 {' '.join(command)}")
+
+
+def _tell_of_late_options(context: typer.Context, command: list[str], outcome: Outcome) -> None:
+    """Where a script has refused its arguments, say which of them are ours elsewhere."""
+    # As argparse, click and typer end a program; an exception would have come with a traceback.
+    if outcome.exit_code != _USAGE or outcome.traceback:
+        return
+    given = command[2:] if command[0] == "-m" else command[1:]
+    own = {name for option in context.command.params for name in option.opts}
+    late = come_too_late(given, own)
+    if late:
+        tell(
+            f"what stands after the script is the script's: give {', '.join(late)} before it if "
+            f"onefold run was meant"
+        )

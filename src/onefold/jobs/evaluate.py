@@ -1,0 +1,301 @@
+"""Scores a trained run on samples whose labels are known: the same on any number of devices.
+
+The samples are predicted as by `onefold.jobs.predict`; here are their labels, and what the
+predictions amount to. `evaluate_run` does all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+
+from onefold.errors import DataError
+from onefold.jobs import classify, require, segment, text
+from onefold.jobs.data.arrays import read_labelled
+from onefold.jobs.data.classes import class_files, test_folder
+from onefold.jobs.data.files import BadFile, readable, refuse
+from onefold.jobs.data.masks import MaskRule
+from onefold.jobs.data.pairs import Pair, read_pairs_to_test
+from onefold.jobs.data.pictures import ArrayPictures, require_folder
+from onefold.jobs.data.scan import Scanning
+from onefold.jobs.data.tsv import read_tsv
+from onefold.jobs.options import option, read_config
+from onefold.jobs.predict import (
+    Input,
+    Prediction,
+    PredictOptions,
+    Use,
+    check_files_stay,
+    check_output,
+    chosen_weights,
+    readable_pictures,
+    start,
+)
+from onefold.jobs.progress import reading_bar
+from onefold.jobs.runfolder import CONFIG, kept_facts, read_run
+from onefold.jobs.scores import Baseline, ClassScores, class_baseline, no_better
+from onefold.jobs.segment_pictures import Padded, PicturePairs
+from onefold.system.words import listed
+
+__all__ = ["EvaluateOptions", "Evaluation", "evaluate_run"]
+
+
+_Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluateOptions(PredictOptions):
+    """How to score a run."""
+
+    output: Path | None = option(
+        None, "File for the label and the prediction of every sample.", shown="none"
+    )
+    json: bool = option(False, "Print the scores as JSON.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """The result of `evaluate_run`."""
+
+    run: Path
+    """Folder of the run."""
+    data: Path
+    """Where the samples were found: a folder, or a file of texts."""
+    weights: Path
+    """The checkpoint that was scored."""
+    prediction: Prediction
+    """What was predicted of each sample."""
+    scores: dict[str, float]
+    """Of all samples, by the names that the job has for them."""
+    classes: tuple[str, ...] = ()
+    """Names of the run's classes; none for masks."""
+    by_class: ClassScores | None = None
+    """The scores of the classes; None for masks."""
+    baseline: Baseline | None = None
+    """What answering alike for every sample scores here; None if there is no such thing."""
+    warning: str | None = None
+    """That the model is no better than the baseline."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """All but the samples, for JSON."""
+        found: dict[str, Any] = {
+            "run": str(self.run),
+            "data": str(self.data),
+            "weights": str(self.weights),
+            "samples": len(self.prediction.rows),
+            "left_out": [str(each) for each in self.prediction.left_out],
+            "scores": self.scores,
+        }
+        if self.by_class is not None:
+            found["classes"] = [*self.by_class.rows(self.classes)]
+            found["confusion"] = self.by_class.counts.tolist()
+        if self.baseline is not None:
+            found["baseline"] = msgspec.to_builtins(self.baseline)
+        return {**found, "warning": self.warning}
+
+
+class _Facts(msgspec.Struct):
+    """What is needed of a run's ``run.json``."""
+
+    job: str
+    classes: tuple[str, ...] = ()
+    score: str = ""
+    class_counts: tuple[list[int], list[int]] | None = None
+    pos_weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Labelled:
+    """Samples whose labels are known."""
+
+    where: Path
+    inputs: list[Input]
+    left_out: list[BadFile]
+    arrays: ArrayPictures | None = None
+
+
+def evaluate_run(run: Path, data: Path, options: EvaluateOptions) -> Evaluation:
+    """Score a run's model on labelled samples.
+
+    Args:
+        run: folder of a run.
+        data: a data set as the run's job reads it, of which the test set is used; or class folders,
+            or ``images`` and ``masks``, alone; for texts, a TSV file or a folder with dev.tsv.
+        options: devices, checkpoint, output and the like.
+
+    Raises:
+        DataError: the folder is not that of a run, or the data are missing, cannot be read, or have
+            labels that the run does not know.
+        CheckpointError: the run has no weights yet, or they are damaged or not finite.
+        ValueError: an option does not suit the run.
+    """
+    facts = msgspec.convert(read_run(run, shape=_Facts), _Facts)
+    if facts.job not in _JOBS:
+        raise DataError(f"{run}: expected a run of {', '.join(_JOBS)}, got {facts.job}")
+    job = _JOBS[facts.job]
+    weights = chosen_weights(run, options)
+    check_output(options.output, masks=False)
+    found = job.read(run, data, facts)
+    if not options.skip_bad:
+        refuse(found.left_out)
+    if not found.inputs:
+        raise DataError(f"{readable(found.where)}: expected labelled samples, found none")
+    if options.output is not None:
+        check_files_stay(found.inputs, options.output, masks=False)
+    rows = start(Use(facts.job, run, weights, found.inputs, options, job.score, found.arrays))
+    with kept_facts(run):
+        scores = job.sum_up(rows, facts)
+    prediction = Prediction(rows, found.left_out)
+    return Evaluation(run=run, data=found.where, weights=weights, prediction=prediction, **scores)
+
+
+def _sum_up_classes(rows: list[_Row], facts: _Facts) -> dict[str, Any]:
+    numbers = {name: number for number, name in enumerate(facts.classes)}
+    loss = float(np.mean([row.pop("loss") for row in rows]))
+    truth = np.array([numbers[row["label"]] for row in rows])
+    predicted = np.array([numbers[row["classes"][0]["class"]] for row in rows])
+    by_class = ClassScores.of(truth, predicted, len(facts.classes))
+    scores = {"loss": loss, **by_class.overall}
+    found = {"scores": scores, "classes": facts.classes, "by_class": by_class}
+    # Runs of earlier versions do not say how frequent their classes were.
+    if facts.class_counts is None:
+        return found
+    train, test = facts.class_counts[0], by_class.support.tolist()
+    baseline = class_baseline(train, test, facts.classes)
+    value = scores[facts.score.partition(" ")[2]]
+    return {**found, "baseline": baseline, "warning": no_better(facts.score, value, baseline)}
+
+
+def _sum_up_masks(rows: list[_Row], facts: _Facts) -> dict[str, Any]:
+    found = {name: torch.tensor([row.pop(name) for row in rows]) for name in _PIXELS}
+    return {"scores": segment.mask_scores(found)}
+
+
+def _strange(path: Path, label: str, facts: _Facts, line: int | None = None) -> BadFile:
+    expected = f"expected a class of the run ({listed(facts.classes)})"
+    return BadFile(path, f"{expected}, got {label!r}", line)
+
+
+def _pictures(run: Path, data: Path, facts: _Facts) -> _Labelled:
+    """Read pictures in class folders, or the IDX files of a test set."""
+    require("reading pictures", "images", "PIL")
+    require_folder(data, "a folder of class folders")
+    if any(data.glob("*-images-idx3-ubyte*")):
+        return _arrays(data, facts)
+    folder = test_folder(data) if (data / "train").is_dir() else data
+    bad: list[BadFile] = []
+    inputs = []
+    strange: dict[str, BadFile] = {}
+    for path, label in class_files(folder, {}, bad):
+        if label in facts.classes:
+            inputs.append(Input(path, str(path.relative_to(folder)), label=label))
+        else:
+            strange.setdefault(label, _strange(folder / label, label, facts))
+    bad += strange.values()
+    return _Labelled(folder, readable_pictures(inputs, bad), bad)
+
+
+def _arrays(data: Path, facts: _Facts) -> _Labelled:
+    pixels, labels = read_labelled(data, "t10k")
+    if int(labels.max()) >= len(facts.classes):
+        raise DataError(
+            f"{readable(data)}: expected labels of the run, 0 to {len(facts.classes) - 1}, got "
+            f"{int(labels.max())}"
+        )
+    pictures = ArrayPictures(pixels, "test picture")
+    inputs = [
+        Input(data, pictures.name(number), label=facts.classes[label])
+        for number, label in enumerate(labels.tolist())
+    ]
+    return _Labelled(data, inputs, [], pictures)
+
+
+def _texts(run: Path, data: Path, facts: _Facts) -> _Labelled:
+    """Read the texts of a TSV file, or of dev.tsv in a folder."""
+    path = data / "dev.tsv" if data.is_dir() else data
+    if not path.is_file():
+        raise DataError(
+            f"{readable(path)}: expected a TSV file of text and label, or a folder with dev.tsv in "
+            f"it; there is none"
+        )
+    lines, bad = read_tsv(path)
+    known = [line for line in lines if line.label in facts.classes]
+    bad += [
+        _strange(path, line.label, facts, line.line_number)
+        for line in lines
+        if line.label not in facts.classes
+    ]
+    inputs = [Input(path, str(path), line.text, line.line_number, line.label) for line in known]
+    return _Labelled(path, inputs, bad)
+
+
+def _masks(run: Path, data: Path, facts: _Facts) -> _Labelled:
+    """Read pictures and masks."""
+    require("reading pictures", "images", "PIL")
+    require_folder(data, "a folder with images and masks")
+    folder = test_folder(data) if (data / "train").is_dir() else data
+    bad: list[BadFile] = []
+    with reading_bar() as watch:
+        scanning = Scanning(watch=watch)
+        pairs = read_pairs_to_test(folder, _mask_rule(run), bad, scanning)
+    inputs = [
+        Input(pair.image, str(pair.image.relative_to(folder / "images")), mask=pair.mask)
+        for pair in pairs
+    ]
+    return _Labelled(folder, inputs, bad)
+
+
+def _mask_rule(run: Path) -> MaskRule:
+    options = read_config(run / CONFIG, segment.JOB)
+    with kept_facts(run):
+        values = (msgspec.convert(options.get(name, ()), tuple[str, ...]) for name in _RULE)
+        return MaskRule(*values)
+
+
+_RULE = "foreground", "void"
+_PIXELS = "loss", "overlap", "predicted", "given", "counted"
+"""What is measured of each picture, and summed over all."""
+
+
+def _score_masks(use: Use) -> list[_Row]:
+    """Compare the masks of all pictures with those that they should have; on every device."""
+    kind = segment.MaskModel.of_run(use.run)
+    facts = msgspec.convert(read_run(use.run, shape=_Facts), _Facts)
+    with kept_facts(use.run):
+        model = kind.build()
+    weight = torch.tensor(facts.pos_weight)
+    _, measure = segment.loss_and_measure(weight, kind.threshold, model.stride)
+    pairs = [Pair(each.path, each.mask) for each in use.inputs if each.mask is not None]
+    data = PicturePairs(pairs, kind.normalise, _mask_rule(use.run), kind.white)
+    size = segment.EVALUATION_BATCH_SIZE
+    found = use.measured(model, measure, data, Padded(model.stride), batch_size=size)
+    iou, dice = segment.mask_scores_of_each(found)
+    columns = {"iou": iou, "dice": dice, **{name: found[name] for name in _PIXELS}}
+    return [
+        {**each.row, **{name: float(values[number]) for name, values in columns.items()}}
+        for number, each in enumerate(use.inputs)
+    ]
+
+
+class _Job(NamedTuple):
+    """What a job's evaluation is made of."""
+
+    read: Callable[[Path, Path, _Facts], _Labelled]
+    """Finds the samples, of a run and in the data."""
+    score: Callable[[Use], list[_Row]]
+    """Predicts them, on every device."""
+    sum_up: Callable[[list[_Row], _Facts], dict[str, Any]]
+    """Takes out of the rows what they amount to: the scores of an `Evaluation`."""
+
+
+_JOBS = {
+    classify.JOB: _Job(_pictures, Use.pictures, _sum_up_classes),
+    text.JOB: _Job(_texts, Use.texts, _sum_up_classes),
+    segment.JOB: _Job(_masks, _score_masks, _sum_up_masks),
+}

@@ -1,0 +1,119 @@
+"""The command line's help, its version, its completion, and what programs read of it."""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.main import get_command
+from typer.testing import CliRunner
+
+import onefold
+from onefold.cli.main import app
+from tests.tables import for_each
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "command-line.md"
+SCRIPT = Path(__file__).parents[1] / "scripts" / "planned.py"
+
+
+def every_command() -> Iterator[list[str]]:
+    """The words of each command that does something, with those of the jobs."""
+    group: Any = get_command(app)
+    for name in group.commands:
+        group.resolve_command(None, [name])  # has those made that are made when they are called
+        inner = getattr(group.commands[name], "commands", None)
+        yield from ([name, each] for each in inner) if inner else [[name]]
+
+
+def shown(*words: str) -> str:
+    result = CliRunner().invoke(app, [*words, "--help"])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_every_help_fits_80_columns_and_begins_with_examples() -> None:
+    for words in [[], ["train"], ["record"], *every_command()]:
+        text = shown(*words)
+        assert [line for line in text.splitlines() if len(line) > 80] == [], words
+        assert [line for line in text.splitlines()[1:] if line.endswith("...")] == [], words
+        assert "\b" not in text
+        if words in every_command():
+            examples = re.findall(r"^    (onefold .*?)(?:  +#|$)", text, re.MULTILINE)
+            assert examples, words
+            assert all(each.split()[1 : 1 + len(words)] == words for each in examples)
+
+
+def test_examples_name_options_that_exist() -> None:
+    for words in every_command():
+        text = shown(*words)
+        options = set(re.findall(r"^  (-[-\w]+)", text, re.MULTILINE))
+        for example in re.findall(r"^    onefold (.*?)(?:  +#|$)", text, re.MULTILINE):
+            own = re.split(r" \S+\.py| -- ", example)[0].split()
+            assert {each for each in own if each.startswith("-")} <= options, example
+
+
+def test_the_list_of_commands_is_grouped_and_whole() -> None:
+    text = shown()
+    names = re.findall(r"^  (\w+)  +[A-Z].*\.$", text, re.MULTILINE)
+    assert sorted(names) == sorted({words[0] for words in every_command()})
+    assert text.index("  run ") < text.index("  verify ") < text.index("  predict ")
+
+
+def test_the_document_has_every_command_and_its_exit_codes() -> None:
+    text = DOCUMENT.read_text()
+    for words in every_command():
+        assert f"`onefold {' '.join(words)}" in text, words
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    assert CliRunner().invoke(app, ["--version"]).output == f"onefold {onefold.__version__}\n"
+
+
+@for_each(
+    ("words", "expected"),
+    [
+        ("onefold ver", {"verify"}),
+        ("onefold train cl", {"classify"}),
+        ("onefold train classify --label-sm", {"--label-smoothing"}),
+        ("onefold run --check", {"--checkpoint"}),
+    ],
+)
+def test_words_are_completed(words: str, expected: set[str]) -> None:
+    place = str(len(words.split()) - 1)
+    asked = {"_ONEFOLD_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": place}
+    result = CliRunner().invoke(app, prog_name="onefold", env=asked)
+    assert set(result.output.split()) == expected
+
+
+def printed(*arguments: str, code: int = 0) -> Any:
+    """The JSON object that a command prints, which is the last line of stdout."""
+    done = subprocess.run(
+        [sys.executable, "-m", "onefold", *arguments], capture_output=True, text=True, timeout=600,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == code, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.processes
+def test_programs_read_json() -> None:
+    (device,) = printed("devices", "--json")["devices"][-1:]
+    assert device["kind"] == "cpu"
+    assert device["free_bytes"] <= device["total_bytes"]
+
+    planned = printed("plan", "--json", "--devices", "1,4", str(SCRIPT), "adamw")
+    assert [row["devices"] for row in planned["rows"]] == [1, 4]
+    assert planned["rows"][1]["shard"] < planned["rows"][0]["shard"]
+
+
+@pytest.mark.processes
+def test_how_a_run_ended_is_the_last_line(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import sys\nprint('of the script')\nsys.exit(5)\n")
+    found = printed("run", "--devices", "cpu:1", "--json", str(script), code=5)
+    assert (found["exit_code"], found["devices"], found["record"]) == (5, ["cpu"], None)
+    assert found["message"]

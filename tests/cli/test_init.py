@@ -1,0 +1,128 @@
+"""``onefold init`` writes scripts that run, and refuses what it cannot write one for."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from typer.testing import CliRunner
+
+from onefold.cli.init import write_script
+from onefold.cli.main import app
+from onefold.errors import DataError
+from tests.tables import for_each
+
+
+def photos(folder: Path) -> Path:
+    numbers = np.random.default_rng(0)
+    for name in ("a b", "c"):
+        inside = folder / "photos" / "train" / name
+        inside.mkdir(parents=True)
+        for each in range(8):
+            Image.fromarray(numbers.integers(0, 255, (9, 7, 3), np.uint8)).save(
+                inside / f"{each}.PNG"
+            )
+    return folder / "photos"
+
+
+def table(rows: str, name: str = "table.csv") -> Callable[[Path], Path]:
+    def write(folder: Path) -> Path:
+        (folder / name).write_text(rows, encoding="utf-8")
+        return folder / name
+
+    return write
+
+
+def arrays(folder: Path, **values: object) -> Path:
+    path = folder / "a.npz"
+    np.savez(path, x=np.ones((20, 3)), **(values or {"y": np.arange(20) % 2}))  # type: ignore[arg-type]
+    return path
+
+
+CLASSES = "a,b,what\n" + "".join(f"{n},{n % 3},{'xyz'[n % 3]}\n" for n in range(20))
+NUMBERS = "a\tprice <SCORE>\n" + "".join(f"{n}\t{n / 3}\n" for n in range(20))
+WHOLE = '"a""b",what\n' + "".join(f"{n},{n % 4}\n" for n in range(20))
+
+
+def run(folder: Path) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "onefold", "run", "--devices", "cpu:1", "train.py"],
+        cwd=folder, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert (folder / "model.pt").exists()
+    return done.stdout
+
+
+def check(make: Callable[[Path], Path | None], score: str, folder: Path) -> None:
+    write_script(make(folder), folder / "train.py")
+    text = (folder / "train.py").read_text()
+    assert max(map(len, text.splitlines())) <= 100 + len(str(folder))
+    assert len(text.splitlines()) <= 75
+    assert "epoch 10: loss " in run(folder)
+    assert score in text
+
+
+@pytest.mark.processes
+@for_each(
+    ("make", "score"), [(photos, "accuracy"), (table(NUMBERS, "<PATH>.tsv"), "squared error")]
+)
+def test_the_script_trains(make: Callable[[Path], Path | None], score: str, tmp_path: Path) -> None:
+    check(make, score, tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.processes
+@for_each(
+    ("make", "score"),
+    [
+        (lambda _: None, "accuracy"),
+        (table(CLASSES), "accuracy"),
+        (table(WHOLE), "accuracy"),
+        (arrays, "accuracy"),
+        (lambda folder: arrays(folder, y=np.ones(20)), "squared error"),
+    ],
+)
+def test_scripts_for_other_data_train(
+    make: Callable[[Path], Path | None], score: str, tmp_path: Path
+) -> None:
+    check(make, score, tmp_path)
+
+
+@for_each(
+    ("make", "words"),
+    [
+        (lambda folder: folder / "none", "none is missing: expected a folder of class folders"),
+        (table("x", "a.py"), "a.py: expected a folder of class folders"),
+        (lambda folder: folder, "expected two or more class folders with pictures, found none"),
+        (table("a,b\n"), "expected a first row with two or more column names, and rows of data"),
+        (table("1,2\n3,4\n"), "expected a first row with two or more column names"),
+        (table("a,b\n1,2\n3\n"), "row 3: expected 2 columns, as in the first row, got 1"),
+        (table("a,b\nhello,2\n"), "onefold train text"),
+        (table("not a zip", "a.npz"), "expected a NumPy file of arrays x and y"),
+    ],
+)
+def test_what_has_no_script_is_refused(
+    make: Callable[[Path], Path], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(DataError, match=words):
+        write_script(make(tmp_path), tmp_path / "train.py")
+    assert not (tmp_path / "train.py").exists()
+
+
+def test_masks_are_a_job(tmp_path: Path) -> None:
+    for name in ("images", "masks"):
+        (tmp_path / name).mkdir()
+    with pytest.raises(DataError, match="onefold train segment --data"):
+        write_script(tmp_path, tmp_path / "train.py")
+
+
+def test_nothing_is_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("mine")
+    result = CliRunner().invoke(app, ["init"])
+    assert isinstance(result.exception, FileExistsError)
+    assert Path("train.py").read_text() == "mine"

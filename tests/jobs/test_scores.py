@@ -1,0 +1,88 @@
+import math
+import warnings
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from onefold.jobs.scores import Baseline, ClassScores, class_baseline, no_better
+
+metrics = pytest.importorskip("sklearn.metrics", reason='needs pip install "onefold[demo]"')
+dummy = pytest.importorskip("sklearn.dummy", reason='needs pip install "onefold[demo]"')
+
+CLASSES = 5
+answers = st.lists(
+    st.tuples(st.integers(0, CLASSES - 1), st.integers(0, CLASSES - 1)), min_size=1, max_size=60
+)
+
+
+@settings(max_examples=80)
+@given(answers)
+def test_scores_are_those_of_scikit_learn(pairs: list[tuple[int, int]]) -> None:
+    truth, predicted = np.array(pairs).T
+    found = ClassScores.of(truth, predicted, CLASSES)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of classes that are not there
+        every = [*range(CLASSES)]
+        matrix = metrics.confusion_matrix(truth, predicted, labels=every)
+        by_class = metrics.precision_recall_fscore_support(truth, predicted, labels=every)
+        overall = {
+            "accuracy": metrics.accuracy_score(truth, predicted),
+            "balanced-accuracy": metrics.balanced_accuracy_score(truth, predicted),
+            "macro-f1": metrics.f1_score(truth, predicted, average="macro"),
+        }
+    assert np.array_equal(found.counts, matrix)
+    assert found.overall == pytest.approx(overall)
+    tested, met = found.support > 0, found.support + found.predicted > 0
+    own = (found.precision, found.recall, found.f1, found.support)
+    for here, theirs, known in zip(own, by_class, (met, tested, met, met), strict=True):
+        assert here[known] == pytest.approx(theirs[known])
+    assert np.isnan(found.precision[~met]).all()
+    assert np.isnan(found.recall[~tested]).all()
+    assert np.isnan(found.f1[~met]).all()
+    assert set(found.never_predicted) == set(truth) - set(predicted)
+
+
+@settings(max_examples=40)
+@given(
+    st.lists(st.integers(0, 2), min_size=1, max_size=40), st.lists(st.integers(0, 2), min_size=1)
+)
+def test_the_baseline_is_that_of_scikit_learn(train: list[int], test: list[int]) -> None:
+    train += [0, 1, 2]
+    model = dummy.DummyClassifier(strategy="prior").fit(np.zeros((len(train), 1)), train)
+    inputs = np.zeros((len(test), 1))
+    counts = [np.bincount(labels, minlength=3).tolist() for labels in (train, test)]
+    baseline = class_baseline(*counts, ["a", "b", "c"])
+    assert baseline.answer == "abc"[int(model.predict(inputs)[0])]
+    assert baseline.scores["accuracy"] == pytest.approx(model.score(inputs, test))
+    loss = metrics.log_loss(test, model.predict_proba(inputs), labels=[0, 1, 2])
+    assert baseline.scores["loss"] == pytest.approx(loss)
+    assert baseline.scores["balanced-accuracy"] == pytest.approx(
+        1 / len(set(test)) if baseline.scores["accuracy"] else 0.0
+    )
+
+
+def test_a_model_must_be_better_than_the_baseline() -> None:
+    baseline = Baseline("dog", {"accuracy": 0.811, "loss": 0.5})
+    for rule, value, is_better in (
+        ("highest accuracy", 0.811, False),
+        ("highest accuracy", 0.8, False),
+        ("highest accuracy", math.nan, False),
+        ("highest accuracy", 0.812, True),
+        ("lowest loss", 0.5, False),
+        ("lowest loss", 0.49, True),
+        ("highest iou", 0.0, True),  # without a baseline
+    ):
+        assert (no_better(rule, value, baseline) is None) == is_better
+    told = no_better("highest accuracy", 0.811, baseline)
+    assert "its best test accuracy is 81.1%, that of the baseline 81.1%" in str(told)
+
+
+def test_scores_of_a_class_have_names_and_none_for_what_is_unknown() -> None:
+    rows = [*ClassScores(np.array([[3, 1, 0], [0, 2, 0], [0, 0, 0]])).rows(["a", "b", "c"])]
+    assert rows[0] == {
+        "class": "a", "precision": 1.0, "recall": 0.75, "f1": pytest.approx(6 / 7), "support": 4
+    }  # fmt: skip
+    none = {"class": "c", "precision": None, "recall": None, "f1": None, "support": 0}
+    assert rows[2] == none
