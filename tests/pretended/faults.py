@@ -150,6 +150,6 @@ FAULTS: list[Mutant] = [
         "shard/task.py",
         "            part.backward(weight.divisor(self.scale), beside)\n",
         "            part.backward(weight.read() / self.scale, beside)\n",
-        (WAITING,),
+        (f"{WAITING}::test_weights_are_read_when_all_passes_are_queued",),
     ),
 ]
