@@ -131,7 +131,7 @@ def measured(
     taken: dict[Side, list[tuple[float, float]]] = {}
     for side in sides:
         if time.monotonic() > end:
-            yield {"side": side.name, "failed": "no time was left for it"}
+            yield {"side": side.name, "left_out": "no time was left for it"}
             continue
         before = allocated(device)
         try:

@@ -111,7 +111,7 @@ def benchmark_command(workload: str, device: str, *, tiny: bool) -> list[str]:
     """The command that measures a workload."""
     script = ["benchmarks/gpu.py", "--workload", workload, "--device", device, "--lines", "LINES"]
     if tiny:
-        return [*script, "--seconds", "1", "--batch-size", "16"]
+        return [*script, "--seconds", "20", "--batch-size", "16"]
     return [*script, "--seconds", str(BENCHMARK_S)]
 
 

@@ -80,8 +80,8 @@ def _figures(parts: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             group = line["workload"], line["group"]
             columns = ("samples/s", "of plain", "step ms", "queued ms", "peak MiB")
             yield from ("", _figure(f"{group[0]}: {group[1]}", *columns))
-        if "failed" in line:
-            yield f"{line['side']:<36}  {line['failed'].splitlines()[0]}"
+        if why := _without(line):
+            yield f"{line['side']:<36}  {why}"
             continue
         yield _figure(
             line["side"],
@@ -99,6 +99,12 @@ def _sides(parts: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     for line in (line for part in parts for line in part["lines"] if "side" in line):
         last[line["workload"], line["group"], line["side"]] = line
     return list(last.values())
+
+
+def _without(line: Mapping[str, Any]) -> str:
+    """Why there are no figures of a side; empty where there are."""
+    words: str = line.get("failed") or line.get("left_out") or ""
+    return words.partition("\n")[0]
 
 
 def _figure(side: str, *cells: str) -> str:
@@ -132,13 +138,12 @@ def as_page(found: Mapping[str, Any]) -> str:
 
 
 def _bars(sides: Sequence[Mapping[str, Any]]) -> str:
-    most = max((line["samples_s"] for line in sides if "failed" not in line), default=1.0)
+    most = max((line["samples_s"] for line in sides if not _without(line)), default=1.0)
     heads = "".join(f'<th class="number">{h}</th>' for h in ("samples/s", "step ms", "peak MiB"))
     rows = [f"<tr><th></th>{heads}<th></th></tr>"]
     for line in sides:
         name = escape(line["side"])
-        if "failed" in line:
-            why = escape(line["failed"].splitlines()[0])
+        if why := escape(_without(line)):
             rows.append(f'<tr><td>{name}</td><td class="failed" colspan="4">{why}</td></tr>')
             continue
         numbers = f"{line['samples_s']:,.0f}", f"{line['step_ms']:.1f}", line["peak_bytes"] // MIB
