@@ -2,19 +2,24 @@
 
 import dataclasses
 import errno
+import json
 import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
 from onefold.cli import train
 from onefold.cli.main import app, main
 from onefold.jobs.catalog import JOBS
+from onefold.jobs.evaluate import Evaluation
+from onefold.jobs.predict import Prediction
 from onefold.jobs.run import Job
+from onefold.jobs.scores import ClassScores, class_baseline
 from tests.tables import for_each
 
 each_job = for_each("job", JOBS)
@@ -24,6 +29,9 @@ RESULT: dict[str, Any] = {
     "best": {"score": "accuracy", "value": 0.9876, "epoch": 4, "checkpoint": "checkpoints/step-9"},
     "fingerprint": "0123456789abcdef",
     "report": None,
+    "score": "highest accuracy",
+    "confusion": None,
+    "baseline": None,
     "is_lead": True,
 }
 
@@ -96,10 +104,50 @@ def test_the_help_shows_every_option_under_its_heading(job: Job) -> None:
 
 def test_the_end_of_a_run_is_told(asked: Train) -> None:
     assert invoke("text", "--data", "x").output.splitlines() == [
-        "Best: accuracy 0.9876 after epoch 5, kept in runs/one/checkpoints/step-9",
+        "Best: accuracy 98.8% after epoch 5, kept in runs/one/checkpoints/step-9",
         "Fingerprint: 0123456789abcdef",
         "No report, without matplotlib; later: onefold report runs/one",
     ]
+
+
+COUNTS = [[0, 19], [0, 81]]
+
+
+def test_a_model_that_says_one_thing_has_a_warning(asked: Train, monkeypatch: Any) -> None:
+    baseline = {"answer": "dog", "scores": {"accuracy": 0.81}}
+    best = {**RESULT["best"], "value": 0.81}
+    result = {**RESULT, "best": best, "baseline": baseline, "classes": ["cat", "dog"]}
+    monkeypatch.setattr(train, "run_job", lambda *_: {**result, "confusion": COUNTS})
+    output = invoke("text", "--data", "x").output
+    assert "Best: accuracy 81.0% after epoch 5" in output
+    assert "Warning: This model is no better than the baseline, which answers 'dog'" in output
+    assert "cat         0.0%    0.0%   0.0%       19" in output
+
+
+def test_an_evaluation_is_told_or_printed_as_json(tmp_path: Path, monkeypatch: Any) -> None:
+    scores = ClassScores(np.array(COUNTS))
+    found = Evaluation(
+        run=tmp_path / "run",
+        data=tmp_path / "photos",
+        weights=tmp_path / "run/step-9",
+        prediction=Prediction([{"file": "1.png"}] * 100, []),
+        scores={"loss": 0.5, **scores.overall},
+        classes=("cat", "dog"),
+        by_class=scores,
+        baseline=class_baseline([1, 2], [19, 81], ["cat", "dog"]),
+        warning="no better",
+    )
+    monkeypatch.setattr(train, "evaluate_run", lambda run, data, options: found)
+    plain, data = (
+        CliRunner().invoke(app, ["evaluate", "run", "photos", *more]) for more in ([], ["--json"])
+    )
+    lines = [" ".join(line.split()) for line in plain.output.splitlines()]
+    assert lines[0] == f"{tmp_path}/run/step-9 on 100 samples of {tmp_path}/photos"
+    assert "accuracy: 81.0% (baseline 81.0%)" in lines
+    assert "The baseline answers 'dog' for every sample." in lines
+    assert "dog 81.0% 100.0% 89.5% 81" in lines
+    assert lines[-1] == "Warning: no better"
+    assert json.loads(data.output) == json.loads(json.dumps(found.as_dict()))
 
 
 @for_each(

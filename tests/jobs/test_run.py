@@ -15,6 +15,7 @@ import pytest
 
 import onefold
 from onefold.errors import CheckpointError, DataError, LaunchError, RunFailed
+from onefold.jobs import report
 from onefold.jobs.catalog import JOBS
 from onefold.jobs.data import scan
 from onefold.jobs.report.folder import read_run
@@ -107,6 +108,26 @@ def test_a_full_disk_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with full_disk(20_000), pytest.raises(RunFailed, match=words) as failed:
         run_job(job_of("text"), options)
     assert failed.value.exit_code == 2
+
+
+@for_each("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_while_the_report_is_made_leaves_the_report(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib", reason='needs pip install "onefold[report]"')
+    monkeypatch.setattr(onefold, "launch", lambda main, *, args, **_: main(*args))
+    build = report.build_report
+
+    def stopped_meanwhile(folder: Path) -> Path:
+        signal.raise_signal(number)
+        return build(folder)
+
+    monkeypatch.setattr(report, "build_report", stopped_meanwhile)
+    options = options_of("text", write_texts(tmp_path / "data"), tmp_path / "runs", name="it")
+    with stopped_by_signals():
+        result = run_job(job_of("text"), options)
+    assert result["report"] == str(tmp_path / "runs" / "it" / "report.html")
+    assert Path(result["report"]).is_file()
 
 
 @pytest.mark.processes

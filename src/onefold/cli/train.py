@@ -34,7 +34,7 @@ from onefold.jobs.evaluate import EvaluateOptions, Evaluation, evaluate_run
 from onefold.jobs.options import TrainOptions
 from onefold.jobs.predict import PredictOptions, predict_run, write_prediction
 from onefold.jobs.run import Job, read_options, run_job
-from onefold.jobs.scores import ClassScores, spell, warning_of
+from onefold.jobs.scores import Baseline, ClassScores, no_better, spell
 from onefold.system.words import counted, tell
 
 __all__ = ["GROUPS", "job_commands"]
@@ -262,16 +262,17 @@ def _tell(result: dict[str, Any], folder: Path) -> None:
     best = result["best"]
     if best:
         console.print(
-            f"Best: {best['score']} {best['value']:.4f} after epoch {best['epoch'] + 1}, kept in "
-            f"{folder / best['checkpoint']}"
+            f"Best: {best['score']} {spell(best['score'], best['value'])} after epoch "
+            f"{best['epoch'] + 1}, kept in {folder / best['checkpoint']}"
         )
     if result["confusion"]:
         for part in ClassScores(np.array(result["confusion"])).tables(result["classes"]):
             console.print(part)
-    if warning := warning_of(result):
+    baseline = result["baseline"] and Baseline(**result["baseline"])
+    if best and baseline and (no := no_better(result["score"], best["value"], baseline)):
         console.print(
-            f"Warning: {warning}. More --epochs, another --lr, --class-weights auto or "
-            f"--balanced may help"
+            f"Warning: {no}. More --epochs, another --lr, --class-weights auto or --balanced may "
+            f"help"
         )
     console.print(f"Fingerprint: {result['fingerprint']}")
     none = f"No report, without matplotlib; later: onefold report {folder}"

@@ -60,6 +60,7 @@ def class_task(
     # As many times as a class has fewer samples: the mean over all samples is 1.
     weights = len(train_labels) / (len(classes) * counts[0].clamp(min=1).to(torch.float32))
     weight = weights if options.class_weights == "auto" else None
+    by_sample = weights[torch.tensor(train_labels)] if options.balanced else None
 
     def loss(model: nn.Module, batch: Any) -> Any:
         logits, labels = answer(model, batch)
@@ -85,9 +86,8 @@ def class_task(
         "score": score,
         "baseline": class_baseline(train, test, classes),
         "class_counts": (train, test),
-        "sample_weights": weights[torch.tensor(train_labels)].tolist()
-        if options.balanced
-        else None,
+        "class_weights": None if weight is None else weight.tolist(),
+        "sample_weights": None if by_sample is None else by_sample.tolist(),
     }
 
 
@@ -183,8 +183,8 @@ def choose_examples(
     return spread(len(truth)), wrong[order][:SHOWN].tolist()
 
 
-def spread(samples: int) -> list[int]:
+def spread(samples: int, most: int = SHOWN) -> list[int]:
     """Choose the numbers of samples from all over a test set."""
     # Evenly: a test set is mostly in the order of its classes.
-    count = min(SHOWN, samples)
+    count = min(most, samples)
     return [number * samples // count for number in range(count)]

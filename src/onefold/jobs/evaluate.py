@@ -32,9 +32,9 @@ from onefold.jobs.predict import (
     PredictOptions,
     Use,
     check_files_stay,
-    check_output,
     chosen_weights,
     readable_pictures,
+    require_output,
     start,
 )
 from onefold.jobs.progress import reading_bar
@@ -140,7 +140,7 @@ def evaluate_run(run: Path, data: Path, options: EvaluateOptions) -> Evaluation:
         raise DataError(f"{run}: expected a run of {', '.join(_JOBS)}, got {facts.job}")
     job = _JOBS[facts.job]
     weights = chosen_weights(run, options)
-    check_output(options.output, masks=False)
+    require_output(options.output, masks=False)
     found = job.read(run, data, facts)
     if not options.skip_bad:
         refuse(found.left_out)

@@ -44,10 +44,10 @@ __all__ = [
     "Prediction",
     "Use",
     "check_files_stay",
-    "check_output",
     "chosen_weights",
     "predict_run",
     "readable_pictures",
+    "require_output",
     "start",
     "write_prediction",
 ]
@@ -129,7 +129,7 @@ def predict_run(run: Path, paths: Sequence[Path], options: PredictOptions) -> Pr
         raise DataError(f"{run}: expected a run of {', '.join(_PREDICTORS)}, got {job}")
     masks = job == segment.JOB
     weights = chosen_weights(run, options)
-    check_output(options.output, masks=masks)
+    require_output(options.output, masks=masks)
     classes = read_run(run).get("classes") or ()
     # The inputs are read whole only after everything that is quickly refused.
     if job == text.JOB:
@@ -262,7 +262,7 @@ def _read_texts(paths: Sequence[Path]) -> tuple[list[Input], list[BadFile]]:
     return inputs, bad
 
 
-def check_output(output: Path | None, *, masks: bool) -> None:
+def require_output(output: Path | None, *, masks: bool) -> None:
     """Refuse an output that could not be written after all the work."""
     if output is None:
         if masks:

@@ -16,6 +16,7 @@ import errno
 import importlib.util
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypedDict
@@ -36,7 +37,13 @@ from onefold.jobs.runfolder import (
     require_room,
 )
 from onefold.jobs.training import Task, begin_training
-from onefold.system.process import NOTICES, STOP_SIGNALS, STOPPED_CODE, Stopped
+from onefold.system.process import (
+    NOTICES,
+    STOP_SIGNALS,
+    STOPPED_CODE,
+    Stopped,
+    ctrl_c_later,
+)
 from onefold.system.words import tell
 
 __all__ = ["Job", "read_options", "run_job"]
@@ -179,7 +186,9 @@ def run_job(job: Job, options: TrainOptions) -> dict[str, Any]:
     if drawn and result["is_lead"]:
         from onefold.jobs.report import build_report
 
-        report = str(build_report(settled.folder))
+        # The run has ended, so there is nothing left to stop, and the page takes a few seconds.
+        with suppress(KeyboardInterrupt), ctrl_c_later(signal.SIGTERM, signal.SIGHUP):
+            report = str(build_report(settled.folder))
     return {**result, "folder": str(settled.folder), "report": report}
 
 

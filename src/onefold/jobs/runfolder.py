@@ -24,6 +24,7 @@ import math
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from io import BytesIO
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -64,8 +65,12 @@ SCAN = "scan.json"
 _INSTEAD = "give this run another --name"
 
 _TRIED_BYTES = 4096
-_LARGEST = 224
+_LARGEST = 176
 """The longer side of a report's pictures, in pixels at most."""
+_SMALL = 64
+"""A picture without a longer side is kept to the pixel, as a page shows each of its pixels."""
+_QUALITY = 80
+"""Of JPEG files: a report of some fifty pictures has less than a megabyte."""
 FAULTS = ArithmeticError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError
 """What facts of another kind than expected may raise."""
 
@@ -282,7 +287,13 @@ class RunFolder:
         Returns:
             Its path within the folder of the run, on every device.
         """
-        path = self.path / "pictures" / f"{name}.png"
+        small = picture
+        if max(picture.size) > _LARGEST:
+            # thumbnail works in place, and the picture may be the data set's own.
+            small = picture.copy()
+            small.thumbnail((_LARGEST, _LARGEST))
+        content, kind = _packed(small)
+        path = self.path / "pictures" / f"{name}.{kind}"
         if self._is_lead:
             # mkdir would be content with a link to a folder, and the pictures would go wherever it
             # leads.
@@ -290,17 +301,26 @@ class RunFolder:
                 came = "a link, and no folder of the run"
                 raise NotADirectoryError(errno.ENOTDIR, came, str(path.parent))
             path.parent.mkdir(exist_ok=True)
-            # thumbnail works in place, and the picture may be the data set's own.
-            small = picture.copy()
-            small.thumbnail((_LARGEST, _LARGEST))
             with aside_of(path) as file:
-                small.save(file, format="PNG")
+                file.write(content)
         return str(path.relative_to(self.path))
 
     @property
     def checkpoints(self) -> Path:
         """Folder of the last and the best checkpoint."""
         return self.path / CHECKPOINTS
+
+
+def _packed(picture: Image) -> tuple[bytes, str]:
+    """Pack a picture as PNG or as JPEG, whichever is smaller; return the ending of its file too."""
+    lossless, lossy = BytesIO(), BytesIO()
+    picture.save(lossless, format="PNG", optimize=True)
+    if max(picture.size) <= _SMALL or picture.mode not in ("L", "RGB"):
+        return lossless.getvalue(), "png"
+    picture.save(lossy, format="JPEG", quality=_QUALITY)
+    packed = {"png": lossless.getvalue(), "jpg": lossy.getvalue()}
+    kind = min(packed, key=lambda each: len(packed[each]))
+    return packed[kind], kind
 
 
 def _finite(value: Any) -> Any:

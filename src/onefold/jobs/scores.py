@@ -34,7 +34,6 @@ __all__ = [
     "no_better",
     "rule_of",
     "spell",
-    "warning_of",
 ]
 
 Measured = dict[str, torch.Tensor]
@@ -282,18 +281,3 @@ accuracy is 80.0%, that of the baseline 80.0%
         f"sample: its best test {name} is {spell(name, value)}, that of the baseline "
         f"{spell(name, least)}"
     )
-
-
-def warning_of(facts: Mapping[str, Any]) -> str | None:
-    """Warn of a run that is no better than its baseline; see `no_better`.
-
-    Args:
-        facts: those of its ``run.json``, of any version.
-    """
-    best, baseline = facts.get("best"), facts.get("baseline")
-    if not best or not baseline:
-        return None
-    numbers = [best.get("value"), baseline["scores"].get(best.get("score"))]
-    value, least = (math.nan if each is None else float(each) for each in numbers)
-    found = Baseline(str(baseline["answer"]), {str(best.get("score")): least})
-    return no_better(str(facts.get("score")), value, found)

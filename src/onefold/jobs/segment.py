@@ -72,6 +72,8 @@ MOST_WIDTH = 4096
 """The most channels of the encoder's first layer."""
 LARGEST_CROP = 256
 EVALUATION_BATCH_SIZE = 8
+SHOWN = 12
+"""How many examples of each kind a report shows; each is three pictures."""
 LARGEST_SHOWN = 512
 """The longer side of a prediction in a report, in pixels at most."""
 
@@ -399,7 +401,7 @@ def _examples(
 
     found = predict(measure, test_set)
     iou, dice = mask_scores_of_each(found)
-    samples = spread(len(test_set))
+    samples = spread(len(test_set), SHOWN)
     # Stable: the pictures below are predicted by all devices together, which must choose alike.
     worst = iou.argsort(stable=True)[: len(samples)].tolist()
     shown = sorted({*samples, *worst})

@@ -87,6 +87,8 @@ class Task:
     """The scores of a model that has learned nothing."""
     class_counts: tuple[Sequence[int], Sequence[int]] | None = None
     """Number of training and of test samples of each class."""
+    class_weights: Sequence[float] | None = None
+    """What the loss of each class is multiplied by; None if all count alike."""
     sample_weights: Sequence[float] | None = None
     """How often each training sample is drawn, relative to the others; None draws each once."""
     train_set: Any
@@ -123,6 +125,7 @@ def begin_training(options: TrainOptions, job: str, task: Task, data: ReadData) 
         "data": data.digest,
         "left_out": [str(each) for each in data.left_out],
         "class_counts": task.class_counts,
+        "class_weights": task.class_weights,
         "baseline": asdict(task.baseline) if task.baseline else None,
         "notes": data.notes,
         "frozen": freeze(task.model, options, task.head),

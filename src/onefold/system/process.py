@@ -126,7 +126,7 @@ _Handler = Callable[[int, FrameType | None], Any]
 
 @dataclass
 class _Later:
-    """A handler that notes that Ctrl-C was pressed."""
+    """A handler that notes that a signal came, such as that Ctrl-C was pressed."""
 
     before: _Handler
     came: bool = False
@@ -136,23 +136,28 @@ class _Later:
 
 
 @contextmanager
-def ctrl_c_later() -> Iterator[None]:
-    """Delay Ctrl-C until the block is left; it then does what it would have done."""
-    before = signal.getsignal(signal.SIGINT)
+def ctrl_c_later(*others: signal.Signals) -> Iterator[None]:
+    """Delay Ctrl-C until the block is left; it then does what it would have done.
+
+    Args:
+        others: signals that are delayed as well.
+    """
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, *others)}
     # Without a handler in Python nothing is raised, so nothing can be lost; and handlers run, and
     # may be set, in the main thread only.
-    if not callable(before) or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    later = _Later(before)
-    signal.signal(signal.SIGINT, later)
+    in_main = threading.current_thread() is threading.main_thread()
+    later = {n: _Later(handler) for n, handler in handlers.items() if in_main and callable(handler)}
+    for number, handler in later.items():
+        signal.signal(number, handler)
     try:
         yield
     finally:
-        # The old handler first: it will raise, and a second Ctrl-C must find it in place.
-        signal.signal(signal.SIGINT, before)
-        if later.came:
-            before(signal.SIGINT, None)
+        # The old handlers first: one will raise, and a second Ctrl-C must find it in place.
+        for number, handler in later.items():
+            signal.signal(number, handler.before)
+        for number, handler in later.items():
+            if handler.came:
+                handler.before(number, None)
 
 
 def ctrl_c_as_before() -> None:

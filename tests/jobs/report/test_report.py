@@ -82,6 +82,7 @@ def test_the_summary_is_whole(pages: dict[str, Page]) -> None:
         "Devices": "2 x cpu, 8 shards",
         "Samples": "5,000 to train, 1,000 to test",
         "Classes": "3",
+        "Best epoch": "that of the highest accuracy",
         "Fingerprint of the model": "663f3e2011a53901",
         "Versions": "onefold 0.1.0, PyTorch 2.13.0",
     }
@@ -117,18 +118,28 @@ def test_the_curves_tell_their_course(pages: dict[str, Page]) -> None:
 def test_the_tables_are_whole(pages: dict[str, Page]) -> None:
     page = pages["text"]
     usual = ["0.1", "1 min 20 s", "20.0 s", "62.5"]
-    phases = ["0.5% 1.5 s", "25.0% 1 min 15 s", "48.0% 2 min 24 s"]
-    after = ["1.5% 4.5 s", "20.0% 1 min 0 s"]
     told = "epoch,step,training loss,test loss,test accuracy,learning rate,training,evaluation"
-    names = "device,data,forward,backward,exchange,update,evaluation,other,together"
     assert page.rows == [
         [*told.split(","), "samples/s"],
         ["1", "100", "2", "1.467", "40.0%", *usual],
         ["2", "200", "1", "0.96", "65.0%", *usual],
         ["3", "300", "0.6667", "0.7429", "68.3%", *usual],
-        names.split(","),
-        ["0: cpu", *phases, "4.0% 12.0 s", *after, "1.0% 3.0 s", "5 min 0 s"],
-        ["1: cpu", *phases, "4.5% 13.5 s", *after, "0.5% 1.5 s", "5 min 0 s"],
+        ["phase", "0: cpu", "1: cpu"],
+        ["data", "0.5% 1.5 s", "0.5% 1.5 s"],
+        ["forward", "25.0% 1 min 15 s", "25.0% 1 min 15 s"],
+        ["backward", "48.0% 2 min 24 s", "48.0% 2 min 24 s"],
+        ["exchange", "4.0% 12.0 s", "4.5% 13.5 s"],
+        ["update", "1.5% 4.5 s", "1.5% 4.5 s"],
+        ["evaluation", "20.0% 1 min 0 s", "20.0% 1 min 0 s"],
+        ["other", "1.0% 3.0 s", "0.5% 1.5 s"],
+        ["together", "5 min 0 s", "5 min 0 s"],
+        ["class", "to test", "precision", "recall", "F1"],
+        ["negative", "91", "92.8%", "98.9%", "95.7%"],
+        ["positive", "97", "98.9%", "92.8%", "95.7%"],
+        ["score", "model", "baseline"],
+        ["accuracy", "95.7%", NOTHING],
+        ["balanced-accuracy", "95.8%", NOTHING],
+        ["macro-f1", "95.7%", NOTHING],
         ["true → predicted", "negative", "positive"],
         ["negative", "90 98.9%", "1 1.1%"],
         ["positive", "7 7.2%", "90 92.8%"],
@@ -142,6 +153,33 @@ def test_the_tables_are_whole(pages: dict[str, Page]) -> None:
     ]
     widths = [float(width) for width in re.findall(r"width:([\d.]+)%", page.source)]
     assert sum(widths) == pytest.approx(2 * 100, abs=0.01)
+
+
+@for_each(("least", "warns"), [(0.82, False), (0.8286, True), (0.9, True), (None, False)])
+def test_a_model_is_held_against_its_baseline(tmp_path: Path, least: Any, warns: bool) -> None:
+    folder = runs.classified_run(tmp_path / "run")
+    facts = json.loads((folder / "run.json").read_text())
+    facts["baseline"] = {"answer": "<i>cat", "scores": {"accuracy": least, "loss": 1.1}}
+    facts["class_counts"], facts["class_weights"] = [[80, 9, 7], [91, 97, 91]], [0.4, 3.5, 4]
+    (folder / "run.json").write_text(json.dumps(facts))
+    page = Page(build_report(folder))
+    check_sound(page)
+    several = Page(compare_runs([folder], tmp_path / "all.html"))
+    told = "This model is no better than the baseline, which answers '<i>cat' for every sample"
+    assert [told in each.text for each in (page, several)] == [warns, warns]
+    shown = f"; baseline {least:.1%}" if least else ""
+    assert page.figures["Best test accuracy"] == f"82.9% in epoch 7{shown}"
+    assert ("baseline" in page.course("Test accuracy")) == (least is not None)
+    assert page.figures["Baseline"] == "&lt;i&gt;cat for every sample"
+    assert ["cat", "80", "0.4", "91", "91.8%", "98.9%", "95.2%"] in page.rows
+    assert ["accuracy", "96.4%", f"{least:.1%}" if least else NOTHING] in page.rows
+
+
+def test_one_epoch_has_one_mark(tmp_path: Path) -> None:
+    page = page_of(tmp_path / "run", metrics=runs.metrics_of(1))
+    (chart,) = re.findall(r'aria-label="Test accuracy by epoch.*?</svg>', page.source, re.DOTALL)
+    # A line of the grid, the shape of a mark, and the axis on the left.
+    assert len(re.findall(r'd="M (\S+) \S+\s+L \1 \S+\s+"', chart)) == 3
 
 
 def test_samples_are_shown_and_judged_in_words(pages: dict[str, Page]) -> None:
@@ -240,7 +278,14 @@ def test_a_record_that_is_cut_short_is_read_up_to_there(tmp_path: Path) -> None:
 
 
 SHAPES: list[dict[str, Any]] = [{"best": 3}, {"best": {"epoch": "x"}}, {"best": {}}]
-SHAPES += [{"classes": 3}, {"devices": 3}, {"notes": True}, {"left_out": 1.5}]
+SHAPES += [{"baseline": 3}, {"baseline": {"scores": [1]}}, {"class_counts": [3]}]
+SHAPES += [
+    {"class_weights": ["x"]},
+    {"classes": 3},
+    {"devices": 3},
+    {"notes": True},
+    {"left_out": 1.5},
+]
 EXAMPLES: list[dict[str, Any]] = [{"kind": ["text"]}, {"samples": [3]}, {"worst": {"label": "a"}}]
 EXAMPLES += [{"confusion": each} for each in ([1, 2], [[-1]], [[1, 2], [3]])]
 EXAMPLES += [{"confusion": [[1]], "classes": ["a", "b"]}]

@@ -63,7 +63,7 @@ def curves_of_one(run: ReportedRun) -> list[Chart]:
         [
             Chart(title="Loss", lines=losses, across="step"),
             *(
-                _score(name, [Curve(label=name, points=_scores(run, name), colour=2)])
+                _score(name, [*_baseline(run, name), _of_epochs(run, name)])
                 for name in run.score_names
             ),
             Chart(title="Learning rate", lines=rates, across="step"),
@@ -119,6 +119,19 @@ def _scores(run: ReportedRun, name: str) -> Points:
 
 def _score(name: str, lines: list[Curve]) -> Chart:
     return Chart(title=f"Test {name}", lines=lines, across="epoch", share=is_share(name))
+
+
+def _of_epochs(run: ReportedRun, name: str) -> Curve:
+    return Curve(label=name, points=_scores(run, name), colour=2)
+
+
+def _baseline(run: ReportedRun, name: str) -> list[Curve]:
+    """What the score must be above, from half an epoch before the first to one behind the last."""
+    least, epochs = run.baseline(name), [each.epoch + 1 for each in run.epochs]
+    if not epochs or math.isnan(least):
+        return []
+    points = [(epochs[0] - 0.5, least), (epochs[-1] + 0.5, least)]
+    return [Curve(label="baseline", points=points, colour=6, dashes=(5.0, 2.0), faint=True)]
 
 
 def _of_runs(runs: Runs, points: Callable[[ReportedRun], Points]) -> list[Curve]:
@@ -299,8 +312,12 @@ def _scale(axes: Axes, chart: Chart) -> None:
 
     values = [value for line in chart.lines for value in line.finite]
     least, most = min(values), max(values)
+    places = {x for line in chart.lines for x, _ in line.points}
+    if len(places) == 1:
+        # Around a single point, or its number would stand at each mark of the axis.
+        axes.set_xlim(min(places) - 0.5, min(places) + 0.5)
     if chart.across in ("epoch", "step"):
-        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
         axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
     if chart.share:
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))

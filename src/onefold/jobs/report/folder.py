@@ -135,6 +135,11 @@ class ReportedRun:
         best = self.facts.get("best")
         return (best["epoch"], number(best.get("value"))) if best else None
 
+    def baseline(self, name: str) -> float:
+        """A score of answering alike for every sample; NaN if there is no such thing."""
+        baseline = self.facts.get("baseline")
+        return number(baseline["scores"].get(name)) if baseline else math.nan
+
     @property
     def last_score(self) -> float:
         """The chosen score after the last epoch; NaN before the first."""
@@ -200,7 +205,10 @@ def finite_or_zero(value: float) -> float:
 class _Facts(msgspec.Struct):
     """What a page takes apart of ``run.json``."""
 
+    baseline: _Baseline | None = None
     best: _Best | None = None
+    class_counts: list[list[_Count]] | None = None
+    class_weights: list[float] | None = None
     classes: _List = None
     devices: _List = None
     left_out: _List = None
@@ -209,6 +217,10 @@ class _Facts(msgspec.Struct):
 
 class _Best(msgspec.Struct):
     epoch: _Count
+
+
+class _Baseline(msgspec.Struct):
+    scores: _Object
 
 
 class _Examples(msgspec.Struct):

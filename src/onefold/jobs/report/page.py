@@ -7,16 +7,17 @@ where the time of a run went, by device.
 from __future__ import annotations
 
 import os
-import struct
 from base64 import b64encode
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from html import unescape
+from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
+import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from onefold.jobs.data.files import read_whole, require_ours
@@ -24,7 +25,8 @@ from onefold.jobs.progress import PHASES
 from onefold.jobs.report import words
 from onefold.jobs.report.curves import Runs, curves_of_one, curves_of_several
 from onefold.jobs.report.folder import EpochLine, ReportedRun, finite_or_zero, number, read_run
-from onefold.jobs.report.words import NOTHING, option
+from onefold.jobs.report.words import NOTHING, amount, option, plain
+from onefold.jobs.scores import Baseline, ClassScores, no_better
 from onefold.system.ownfiles import write_whole
 from onefold.system.words import counted
 
@@ -61,7 +63,7 @@ def build_report(run: Path, output: Path | None = None) -> Path:
 
 
 def _page(run: ReportedRun) -> str:
-    examples = run.examples or {}
+    counts = (run.examples or {}).get("confusion") or ()
     return page(
         "report.html.j2",
         title=f"{run.name}: training report",
@@ -71,10 +73,29 @@ def _page(run: ReportedRun) -> str:
         tests={f"test {name}": name for name in ("loss", *run.score_names)},
         devices=device_times(run),
         all_phases=ALL_PHASES,
-        confusions=frequent_confusions(examples.get("confusion") or ())[:_SHOWN_CONFUSIONS],
+        warning=_warning(run),
+        class_scores=ClassScores(np.array(counts)) if counts else None,
+        class_samples=_class_samples(run, len(counts)),
+        confusions=frequent_confusions(counts)[:_SHOWN_CONFUSIONS],
         number=number,
         picture_of=partial(read_picture, run.folder),
     )
+
+
+def _warning(run: ReportedRun) -> str | None:
+    """Warn of a run that is no better than its baseline."""
+    if not run.best or not run.facts.get("baseline"):
+        return None
+    answer, scores = run.facts["baseline"].get("answer"), {run.target: run.baseline(run.target)}
+    return no_better(str(run.facts.get("score")), run.best[1], Baseline(str(answer), scores))
+
+
+def _class_samples(run: ReportedRun, classes: int) -> dict[str, list[str]]:
+    """List by heading what the run has of each class besides scores; nothing of other lengths."""
+    counts, weights = run.facts.get("class_counts") or (), run.facts.get("class_weights") or ()
+    columns = {"to train": [amount(each) for each in (counts[0] if counts else ())]}
+    columns["weight"] = [plain(each) for each in weights]
+    return {name: column for name, column in columns.items() if len(column) == classes > 0}
 
 
 def write_page(path: Path, text: str) -> Path:
@@ -109,15 +130,14 @@ def frequent_confusions(counts: Counts) -> list[tuple[int, int, int]]:
     return sorted(mistakes, key=lambda mistake: -mistake[2])
 
 
-_BEGINNING = struct.Struct(">8s8xII")
-"""Of a PNG: signature, length and name of the first chunk (not read), width and height."""
-_PNG = b"\x89PNG\r\n\x1a\n"
+_KINDS = {"PNG": "image/png", "JPEG": "image/jpeg"}
 _MOST_BYTES = 1 << 23
 """Of one picture; those that a run keeps as examples are far smaller."""
+_MOST_SIDE = 1 << 12
 
 
 class Picture(NamedTuple):
-    """A PNG that is part of the page."""
+    """A PNG or JPEG that is part of the page."""
 
     source: str
     """A ``data:`` URL that holds the whole file."""
@@ -128,15 +148,18 @@ class Picture(NamedTuple):
 
 
 def read_picture(folder: Path, name: object) -> Picture | None:
-    """Read a PNG of a run's folder; files elsewhere are not the report's to show.
+    """Read a picture of a run's folder; files elsewhere are not the report's to show.
 
     Args:
         folder: folder of the run.
         name: path of the file below it.
 
     Returns:
-        The picture; None where the folder holds no such PNG.
+        The picture; None where the folder holds no such PNG or JPEG.
     """
+    # matplotlib, which a page needs, needs it as well.
+    from PIL import Image
+
     try:
         # Resolved first: "..", an absolute path or a link could lead to any file of this machine,
         # and a page is made to be shared.
@@ -144,12 +167,15 @@ def read_picture(folder: Path, name: object) -> Picture | None:
         if not path.is_relative_to(folder.resolve()):
             return None
         content = read_whole(path, _MOST_BYTES)
-        signature, width, height = _BEGINNING.unpack_from(content)
+        # Only the header is read.
+        with Image.open(BytesIO(content), formats=[*_KINDS]) as picture:
+            kind, (width, height) = _KINDS[str(picture.format)], picture.size
     # ValueError for a file that is too large, and for a NUL in the name.
-    except (OSError, ValueError, struct.error):
+    except (OSError, ValueError, Image.DecompressionBombError, Image.DecompressionBombWarning):
         return None
-    source = "data:image/png;base64," + b64encode(content).decode("ascii")
-    return Picture(source, width, height) if signature == _PNG else None
+    if max(width, height) > _MOST_SIDE:
+        return None
+    return Picture(f"data:{kind};base64,{b64encode(content).decode('ascii')}", width, height)
 
 
 ALL_PHASES = (*PHASES, "evaluation", "other")
@@ -236,6 +262,7 @@ def compare_runs(runs: Sequence[Path], output: Path) -> Path:
         runs=named,
         links={name: _link(run, output.parent) for name, run in named.items()},
         same=_same_models(named),
+        warnings={name: found for name, run in named.items() if (found := _warning(run))},
         charts=curves_of_several(named),
         differences=_differences(read),
     )

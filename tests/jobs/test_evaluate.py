@@ -1,0 +1,198 @@
+"""A trained run on labelled data: what is read, what is refused, and which scores come of it."""
+
+import gzip
+import io
+import json
+import shutil
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import onefold
+from onefold.errors import DataError
+from onefold.jobs.evaluate import EvaluateOptions, Evaluation, evaluate_run
+from onefold.jobs.predict import PredictOptions, predict_run, write_prediction
+from onefold.jobs.report.folder import read_run
+from tests import simulated
+from tests.capabilities import needs_text
+from tests.jobs.tiny import CLASSES, WRITERS, run_here
+from tests.masked import on_cpu
+from tests.tables import for_each
+
+pytest.importorskip("PIL.Image", reason='needs pip install "onefold[images]"')
+needs_text()
+
+JOBS = ("classify", "segment", "text")
+SMALL: dict[str, dict[str, Any]] = {
+    "classify": {"model": "lenet", "augment": "none", "epochs": 2, "lr": 0.02, "batch_size": 4},
+    "segment": {"pos_weight": "auto"},
+    "text": {"layers": 1},
+}
+TESTED = {"classify": "test", "segment": "test", "text": "dev.tsv"}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("data")
+    return {job: WRITERS[job](root / job) for job in JOBS}
+
+
+@pytest.fixture(scope="module")
+def runs(data: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("runs")
+    return {job: run_here(job, data[job], folder, name=job, **SMALL[job])[0] for job in JOBS}
+
+
+@pytest.fixture
+def _here() -> Iterator[None]:
+    with on_cpu() as patch:
+        patch.setattr(onefold, "launch", lambda main, *, devices, args: main(*args))
+        yield
+
+
+here = pytest.mark.usefixtures("_here")
+
+
+def evaluated(run: Path, data: Path, **chosen: Any) -> Evaluation:
+    return evaluate_run(run, data, EvaluateOptions(**chosen))
+
+
+def of_training(run: Path) -> dict[str, float]:
+    """The scores that the run has kept of its best epoch."""
+    read = read_run(run)
+    assert read.best is not None
+    return dict(read.epochs[read.best[0]].scores)
+
+
+@here
+@for_each("job", JOBS)
+def test_scores_are_those_of_training(job: str, runs: Any, data: Any) -> None:
+    whole, part = (evaluated(runs[job], data[job] / name) for name in ("", TESTED[job]))
+    assert whole.scores == part.scores == pytest.approx(of_training(runs[job]), rel=1e-6)
+    assert whole.data == part.data == data[job] / TESTED[job]
+    told = json.loads(json.dumps(whole.as_dict()))
+    assert told["samples"] == len(whole.prediction.rows) == {"segment": 3}.get(job, 12)
+    assert told["scores"] == whole.scores
+    if job == "segment":
+        return
+    counts = np.array(told["confusion"])
+    assert counts.trace() / counts.sum() == whole.scores["accuracy"]
+    assert [each["support"] for each in told["classes"]] == counts.sum(axis=1).tolist()
+    assert told["baseline"]["scores"]["accuracy"] == pytest.approx(1 / len(counts))
+    is_better = whole.scores["accuracy"] > 1 / len(counts)
+    assert (whole.warning is None) == is_better
+
+
+@here
+@for_each("job", ["classify", "text"])
+def test_every_sample_has_its_label(job: str, runs: Any, data: Any, tmp_path: Path) -> None:
+    options = EvaluateOptions(output=tmp_path / "rows.csv")
+    found = evaluate_run(runs[job], data[job], options)
+    assert write_prediction(found.prediction, options, io.StringIO()) == options.output
+    lines = (tmp_path / "rows.csv").read_text().splitlines()
+    names = "file,label,class,confidence" if job == "classify" else "file,line,text,label,class,con"
+    assert lines[0].startswith(names)
+    rows = [dict(zip(lines[0].split(","), line.split(","), strict=True)) for line in lines[1:]]
+    right = [row["label"] == row["class"] for row in rows]
+    assert sum(right) / len(right) == pytest.approx(found.scores["accuracy"])
+    # Predictions keep the labels that they find, in the same columns.
+    usual = predict_run(runs[job], [data[job] / TESTED[job]], PredictOptions())
+    assert [row["label"] for row in usual.rows] == [row["label"] for row in rows]
+    assert [row["classes"] for row in usual.rows] == [
+        row["classes"] for row in found.prediction.rows
+    ]
+    # Over predictions of before, and over nothing else.
+    assert evaluated(runs[job], data[job], output=options.output).scores == found.scores
+    options.output.write_text("mine")
+    with pytest.raises(ValueError, match="expected a new file, or predictions of before"):
+        evaluated(runs[job], data[job], output=options.output)
+
+
+@here
+def test_masks_have_scores_of_each_picture(runs: Any, data: Any, tmp_path: Path) -> None:
+    options = EvaluateOptions(output=tmp_path / "rows.csv")
+    found = evaluate_run(runs["segment"], data["segment"], options)
+    write_prediction(found.prediction, options, io.StringIO())
+    lines = (tmp_path / "rows.csv").read_text().splitlines()
+    assert lines[0] == "file,iou,dice"
+    assert [line.split(",")[0] for line in lines[1:]] == ["0.png", "1.png", "2.png"]
+    for row in found.prediction.rows:
+        assert row["dice"] == pytest.approx(2 * row["iou"] / (1 + row["iou"]))
+    shown = json.loads((runs["segment"] / "examples.json").read_text())["samples"]
+    assert [(row["iou"], row["dice"]) for row in found.prediction.rows] == [
+        (each["iou"], each["dice"]) for each in shown
+    ]
+
+
+@for_each("job", JOBS)
+def test_several_devices_give_the_scores_of_one(job: str, runs: Any, data: Any) -> None:
+    found = []
+    for devices in (1, 3):
+        with on_cpu() as patch:
+            patch.setattr(onefold, "launch", simulated.launch)
+            found.append(evaluated(runs[job], data[job], devices=f"cpu:{devices}", batch_size=5))
+    one, three = found
+    assert one.scores == three.scores
+    assert one.prediction.rows == three.prediction.rows
+
+
+@here
+def test_labels_that_the_run_does_not_know(runs: Any, data: Any, tmp_path: Path) -> None:
+    shutil.copytree(data["classify"] / "test", tmp_path / "test")
+    (tmp_path / "test" / "plum").rename(tmp_path / "test" / "kiwi")
+    told = r"test/kiwi: expected a class of the run \(apple, pear, plum\), got 'kiwi'"
+    with pytest.raises(DataError, match=told):
+        evaluated(runs["classify"], tmp_path / "test")
+    found = evaluated(runs["classify"], tmp_path / "test", skip_bad=True)
+    assert len(found.prediction.left_out) == 1
+    assert [each["support"] for each in found.as_dict()["classes"]] == [4, 4, 0]
+    assert found.as_dict()["classes"][2]["recall"] is None
+    # A prediction leaves such a label away.
+    rows = predict_run(runs["classify"], [tmp_path / "test"], PredictOptions()).rows
+    assert [row["label"] for row in rows] == ["apple"] * 4 + [""] * 4 + ["pear"] * 4
+
+    file = tmp_path / "some.tsv"
+    file.write_text("a fine film\tgood\na dull film\tugly\nno label\n")
+    with pytest.raises(DataError, match=r"line 2: expected a class of the run .*, got 'ugly'"):
+        evaluated(runs["text"], file)
+    found = evaluated(runs["text"], file, skip_bad=True)
+    assert (len(found.prediction.rows), len(found.prediction.left_out)) == (1, 2)
+
+
+@here
+@for_each(
+    ("job", "name", "words"),
+    [
+        ("classify", "none", "expected a folder of class folders"),
+        ("classify", "segment", "which look like pictures with a mask each"),
+        ("segment", "classify", "expected the folders images and masks"),
+        ("text", "classify", "expected a TSV file of text and label, or a folder with dev.tsv"),
+    ],
+)
+def test_data_of_another_kind_are_refused(
+    job: str, name: str, words: str, runs: Any, data: Any
+) -> None:
+    with pytest.raises(DataError, match=words):
+        evaluated(runs[job], data.get(name, Path("/none")))
+
+
+@here
+def test_idx_files_are_scored(runs: Any, tmp_path: Path) -> None:
+    def write(name: str, values: np.ndarray[Any, Any]) -> None:
+        head = bytes([0, 0, 8, values.ndim]) + struct.pack(f">{values.ndim}I", *values.shape)
+        (tmp_path / f"{name}.gz").write_bytes(gzip.compress(head + values.tobytes()))
+
+    draw = np.random.default_rng(0)
+    write("t10k-images-idx3-ubyte", draw.integers(0, 255, (7, 16, 16), dtype=np.uint8))
+    write("t10k-labels-idx1-ubyte", np.arange(7, dtype=np.uint8) % 3)
+    found = evaluated(runs["classify"], tmp_path)
+    assert found.by_class is not None
+    assert found.by_class.support.tolist() == [3, 2, 2]
+    assert [row["label"] for row in found.prediction.rows] == [CLASSES[n % 3] for n in range(7)]
+    write("t10k-labels-idx1-ubyte", np.arange(7, dtype=np.uint8))
+    with pytest.raises(DataError, match="expected labels of the run, 0 to 2, got 6"):
+        evaluated(runs["classify"], tmp_path)
