@@ -175,7 +175,7 @@ MODULES = sorted(
     if ">>> " in path.read_text()
 )
 PUBLIC = (
-    *("onefold", "onefold.losses", "onefold.testing"),
+    *("onefold", "onefold.jobs", "onefold.losses", "onefold.testing"),
     *("onefold.integrations.loggers", "onefold.integrations.transformers"),
 )
 STARTS_PROCESSES = ("onefold.run.launch", "onefold.jobs.catalog", "onefold.jobs.loaded")

@@ -67,6 +67,8 @@ GROUPS = {
 _HEADINGS = {name: heading for heading, names in GROUPS.items() for name in names}
 _EXAMPLES = {"classify": "photos", "segment": "cracks", "text": "reviews"}
 """A folder with the data of each job."""
+_WIDEST = 50
+"""More characters of choices stand in the text of an option."""
 _METAVARS: dict[Any, str] = {
     **dict.fromkeys((int, int | None), "N"),
     **dict.fromkeys((float, float | None), "X"),
@@ -224,10 +226,14 @@ def _parameter(field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
     default = _WORDS.get(str(field.default), str(field.default)) if shown is None else shown
     # Written by ourselves, as what typer knows of as a default is None.
     note = f" [default: {default}]" if default else ""
+    words, metavar = field.metadata["help"], _METAVARS.get(hint)
+    choices = [each for part in (hint, *typing.get_args(hint)) for each in _choices(part)]
+    if len("|".join(choices)) > _WIDEST:
+        words, metavar = f"{words} One of {', '.join(choices)}.", "NAME"
     described = typer.Option(
-        help=f"{field.metadata['help']}{note}",
+        help=f"{words}{note}",
         envvar=field.metadata["variable"],
-        metavar=_METAVARS.get(hint),
+        metavar=metavar,
         rich_help_panel=_HEADINGS.get(field.name),
     )
     # typer has no tuples of any length; a list may be given by naming the option several times.
@@ -236,6 +242,10 @@ def _parameter(field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
     return inspect.Parameter(
         field.name, kind, default=None, annotation=Annotated[asked | None, described]
     )
+
+
+def _choices(hint: Any) -> tuple[str, ...]:
+    return typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else ()
 
 
 def _tell(result: dict[str, Any], folder: Path) -> None:

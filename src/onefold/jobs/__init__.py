@@ -31,6 +31,8 @@ def require(what: str, extra: str, *packages: str) -> None:
 
     Raises:
         LaunchError: a package is not installed; the message has the command that installs it.
+
+    >>> require("the report", "report", "json")
     """
     # Looked for and not imported: to import transformers takes seconds, and comes where it is used.
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
