@@ -4,7 +4,8 @@
 # make golden  small runs on simulated devices, whose bits are in tests/golden.json
 # make mutants plants faults in the source one at a time, and asks whether make test finds each; takes hours
 # make venv    the environment for a first look, and for development
-# make api     a page of each public module, from its docstrings, in build/api
+# make docs    the site in build/docs: runs what the pages show, and fails where they differ; no network
+# make links   asks for every address outside of the site; needs a network
 # make bench   all benchmarks, in an environment of their own: results as data, and the picture
 # make gpu     tests, demo and a short benchmark on one GPU, with what PYTHON has: nothing is installed;
 #              RESULTS=DIR says where the results go, DEVICE=cpu tries it without a GPU
@@ -24,7 +25,7 @@ SAY = | sed -En 's/^ *(Downloading|Using cached|Processing .*\/([^/]*\.whl)$$) *
 # Of the order of the tests; drawn, and said at the end, unless it is given: make test SEED=7
 SEED ?= $(shell echo $$RANDOM)
 
-.PHONY: demo test test-all golden mutants lint venv api bench bench-venv gpu clean
+.PHONY: demo test test-all golden mutants lint venv docs links bench bench-venv gpu clean
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/onefold demo
@@ -50,8 +51,14 @@ lint: $(VENV)/dev.stamp
 
 venv: $(VENV)/dev.stamp
 
-api: $(VENV)/dev.stamp
-	$(BIN)/python -m docs.make_api build/api
+SPHINX = $(BIN)/sphinx-build --fail-on-warning --keep-going
+docs: $(VENV)/docs.stamp
+	$(BIN)/python -m docs.execute
+	$(SPHINX) --builder html --doctree-dir build/doctrees docs build/docs
+	$(SPHINX) --builder markdown --tag markdown --doctree-dir build/doctrees-markdown docs build/docs
+
+links: $(VENV)/docs.stamp
+	$(SPHINX) --builder linkcheck --doctree-dir build/doctrees docs build/links
 
 bench-venv: $(BENCH_VENV)/bench.stamp
 
@@ -94,6 +101,11 @@ $(VENV)/dev.stamp: $(VENV)/demo.stamp
 $(VENV)/test.stamp: $(VENV)/dev.stamp
 	@echo 'Installing onefold[text,transformers,report,loggers] into $(@D):'
 	@$(INSTALL) --editable '.[text,transformers,report,loggers]' $(SAY)
+	@touch $@
+
+$(VENV)/docs.stamp: $(VENV)/test.stamp
+	@echo 'Installing onefold[docs] into $(@D):'
+	@$(INSTALL) --editable '.[docs]' $(SAY)
 	@touch $@
 
 $(BENCH_VENV)/bench.stamp: $(BENCH_VENV)/torch.stamp pyproject.toml

@@ -1,8 +1,8 @@
 """What an exchange costs, by arithmetic: bytes, messages, memory and time against devices.
 
 Nothing here measures anything; `scaling.py` holds these numbers against measurements, and
-docs/scaling.md says where the formulas come from. Amounts are for one step and one device, on the
-average over the devices, unless a name says otherwise.
+docs/studies/scaling.md says where the formulas come from. Amounts are for one step and one device,
+on the average over the devices, unless a name says otherwise.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Draws how fast training goes, and writes the tables of docs/speed.md, both from the record that
-`training.py` has written, so that the picture and the page never differ.
+"""Draws how fast training goes, and writes the tables of docs/studies/speed.md.
 
-    python benchmarks/picture.py [--results benchmarks/results] [--output docs/speed.png]
-                                 [--page docs/speed.md]
+Both are made from the record that `training.py` has written, so that they never differ.
+
+    python benchmarks/picture.py [--results benchmarks/results] [--output docs/studies/speed.png]
+                                 [--page docs/studies/speed.md]
 
 One panel a workload, one bar a side: speed as a multiple of that of the plain loop with one thread.
 The whiskers reach from the least to the greatest of the rounds.
@@ -77,8 +78,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
-    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "speed.png")
-    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "speed.md")
+    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "studies" / "speed.png")
+    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "studies" / "speed.md")
     args = parser.parse_args()
     training = training_record(args.results)
     args.output.parent.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
 """Draws the rooms of `src/onefold` and who imports what from whom.
 
-    python -m docs.draw_architecture [--output docs/architecture.svg]
+    python -m docs.draw_architecture [--output docs/contribute/architecture.svg]
 
 Run from the root of a checkout. Every arrow and number is read from the sources, by the same
 function that `tests/test_rooms.py` checks the rooms with; only the places of the boxes are set by
@@ -23,7 +23,7 @@ from tests.test_rooms import OUTER, ROOMS, imports
 
 __all__ = ["main"]
 
-OUTPUT = Path(__file__).with_name("architecture.svg")
+OUTPUT = Path(__file__).parent / "contribute" / "architecture.svg"
 WIDTH_IN, HEIGHT_IN, DPI = 9.6, 8.6, 100
 INK, PALE, FAINT = "#3c4043", "#80868b", "#c4c8cc"
 LINE_STEP = 0.245

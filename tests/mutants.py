@@ -416,8 +416,8 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "the numbers of classes follow the hashes of their names",
         "jobs/data/classes.py",
-        "classes = tuple(sorted({picture.label for picture in train}))",
-        "classes = tuple({picture.label for picture in train})",
+        "classes = tuple(sorted({name for picture in train for name in parts_of(picture.label)}))",
+        "classes = tuple({name for picture in train for name in parts_of(picture.label)})",
     ),
     Mutant(
         "a report has the mean of speeds and not samples over seconds",

@@ -16,14 +16,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sklearn  # noqa: F401  # sets variables of the environment when it is loaded
 import torch
+from docs import execute
 
 import onefold
 from tests.checkpoint.folders import steps_in
 from tests.conftest import ROOT
 from tests.tables import for_each
 
-GUIDES = ROOT / "docs" / "guides"
+DOCS = ROOT / "docs"
+GUIDES = DOCS / "do"
 SOURCE = Path(onefold.__file__).parent
 
 NO_ONEFOLD_AND_NO_GPU = """
@@ -58,7 +61,7 @@ def output_of(folder: Path, *arguments: str) -> str:
 def test_a_checkpoint_of_two_devices_is_read_by_plain_pytorch(tmp_path: Path) -> None:
     """The README's script, saved without a line changed, and ten lines of the documents."""
     (script,) = blocks(ROOT / "README.md")
-    (reading,) = (b for b in blocks(ROOT / "docs/checkpoints.md") if "load_state_dict" in b)
+    (reading,) = (b for b in blocks(ROOT / "docs/do/checkpoints.md") if "load_state_dict" in b)
     (tmp_path / "train.py").write_text(script)
     options = ["--devices", "cpu:2", "--checkpoint", "run", "--every", "20", "--keep-last", "9"]
     output_of(tmp_path, "-m", "onefold", "run", *options, "train.py")
@@ -67,15 +70,6 @@ def test_a_checkpoint_of_two_devices_is_read_by_plain_pytorch(tmp_path: Path) ->
     parameters = 20 * 64 + 64 + 64 * 2 + 2
     found = output_of(tmp_path, "-c", NO_ONEFOLD_AND_NO_GPU + reading)
     assert found == f"{run['fingerprint']} {parameters} {4 * 3}\n"
-
-
-@pytest.mark.full
-@pytest.mark.processes
-@pytest.mark.fresh
-def test_a_program_that_launches_runs_as_it_stands_there(tmp_path: Path) -> None:
-    script = next(b for b in blocks(ROOT / "docs/running.md") if "__main__" in b)
-    (tmp_path / "program.py").write_text(script)
-    assert 0 <= float(output_of(tmp_path, "program.py")) < 10
 
 
 # Guides
@@ -87,17 +81,55 @@ def script_of(page: str, folder: Path, part: slice = slice(None)) -> dict[str, A
     return runpy.run_path(str(folder / "script.py"))
 
 
-PAGES = sorted(page.name for page in GUIDES.glob("*.md"))
-NEEDED = {"transformers.md": ("transformers", "accelerate")}
-"""Libraries that the examples of a page need beside onefold's own."""
+PAGES = sorted(page.name for page in GUIDES.glob("*.md") if execute.files(page))
 
 
 @for_each("page", PAGES)
 def test_the_examples_of_a_guide_run(page: str, tmp_path: Path) -> None:
+    """On one device; what a page shows of commands is compared by the tests marked full."""
     assert "several-models.md" in PAGES
-    for name in NEEDED.get(page, ()):
-        pytest.importorskip(name)
-    assert script_of(page, tmp_path)
+    for name, text in execute.files(GUIDES / page).items():
+        (tmp_path / name).write_text(text)
+        assert "sys.argv" in text or runpy.run_path(str(tmp_path / name))
+
+
+@pytest.mark.full
+@pytest.mark.processes
+@pytest.mark.fresh
+@pytest.mark.parametrize(
+    "page", [str(page.relative_to(ROOT)) for page in execute.pages() if execute.is_run(page)]
+)
+def test_every_command_of_a_page_prints_what_stands_there(page: str) -> None:
+    assert execute.run(ROOT / page) == []
+
+
+@for_each(
+    ("shown", "printed", "same"),
+    [
+        ("loss 0.25\n", "loss 0.26\n", True),
+        ("loss 0.25\n", "less 0.25\n", False),
+        ("step 3\n", "step 4\n", False),
+        (f"{'a' * 16} {'a' * 16}\n", f"{'b' * 16} {'b' * 16}\n", True),
+        (f"{'a' * 16} {'a' * 16}\n", f"{'b' * 16} {'c' * 16}\n", False),
+        ("one\n...\nfour\n", "one\ntwo\nthree\nfour\n", True),
+        ("one\n...\nfour\n", "one\ntwo\nthree\n", False),
+        ("│ a   │\n", "│ a │\n", True),
+    ],
+)
+def test_what_a_page_shows_and_what_is_printed(shown: str, printed: str, same: bool) -> None:
+    assert execute.agrees(shown, printed) is same
+
+
+def test_a_page_is_run_and_renewed(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    script = "```python\n# a.py\nx = 1\n```\nand\n```python\nprint(x)\n```\n"
+    page.write_text(f"{script}```console\n$ python a.py\n2\n$ python a.py\n...\n```\n")
+    assert execute.files(page) == {"a.py": "# a.py\nx = 1\n\n\nprint(x)\n"}
+    assert execute.run(page, write=True) == ["$ python a.py\nends with 0, and prints:\n1\n"]
+    assert page.read_text() == f"{script}```console\n$ python a.py\n1\n$ python a.py\n...\n```\n"
+    assert execute.run(page) == []
+    page.write_text("```console\n$ exit 3\n```\n")
+    assert execute.run(page) == ["$ exit 3\nends with 3, and prints:\n"]
 
 
 def test_what_may_be_done_between_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -112,7 +144,7 @@ def test_what_may_be_done_between_steps(tmp_path: Path, capsys: pytest.CaptureFi
 def test_the_gradient_without_the_update(tmp_path: Path) -> None:
     script = script_of("gradient-without-update.md", tmp_path)
     start = copy.deepcopy(script["model"])
-    assert script["main"]()[1] == 3
+    assert script["main"]()[0] == 3
     found = set()
     for devices in (1, 2):
         model = copy.deepcopy(start)
@@ -146,7 +178,7 @@ PUBLIC = (
     *("onefold", "onefold.losses", "onefold.testing"),
     *("onefold.integrations.loggers", "onefold.integrations.transformers"),
 )
-STARTS_PROCESSES = "onefold.run.launch"
+STARTS_PROCESSES = ("onefold.run.launch", "onefold.jobs.catalog", "onefold.jobs.loaded")
 WITH_A_TRAINER = ("core.batch", "integrations.loggers", "trainer")
 WITH_PARTS = ("core.structure", "step.result")
 
@@ -176,7 +208,7 @@ def run_examples(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert runner.tries > 0
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if name != STARTS_PROCESSES])
+@pytest.mark.parametrize("name", [name for name in MODULES if name not in STARTS_PROCESSES])
 def test_the_examples_of(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert {"onefold.trainer", "onefold.core.mean", "onefold.core.shard"} <= set(MODULES)
     run_examples(name, tmp_path, monkeypatch)
@@ -204,38 +236,111 @@ def test_every_public_name_is_shown_at_work() -> None:
     assert len(texts) > 60
     shown = {name for name, text in texts.items() if ">>> " in text}
     for name, text in texts.items():
-        elsewhere = re.search(r"see `([\w.]+)`|docs/guides/(\w+\.md)", text)
-        there = elsewhere and (
-            elsewhere[1] in shown or (GUIDES / (elsewhere[2] or "none")).exists()
-        )
+        elsewhere = re.search(r"see `([\w.]+)`|docs/(\w+/[\w-]+\.md)", text)
+        there = elsewhere and (elsewhere[1] in shown or (DOCS / (elsewhere[2] or "none")).exists())
         assert name in shown or there, name
 
 
 @pytest.mark.processes
-def test_the_examples_of_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_examples(STARTS_PROCESSES, tmp_path, monkeypatch)
+@pytest.mark.parametrize("name", STARTS_PROCESSES)
+def test_the_examples_that_start_processes(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_examples(name, tmp_path, monkeypatch)
 
 
 # Names and lines
 
 NOT_OURS = {"pickle.py"}
 """Files that somebody else may have put somewhere, of which the documents speak."""
-WHOLE_PAGES = {ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")}
-WHOLE_PAGES -= {ROOT / "docs" / "log.md"}  # which speaks of what was
+WHOLE_PAGES = {*execute.pages()} - {DOCS / "studies" / "log.md"}  # which speaks of what was
 COUNTER = runpy.run_path(str(ROOT / "examples" / "ports" / "count_lines.py"))
-BEFORE_AND_AFTER = r"```diff\n(# examples/ports/plain/(\w+)\.py -> [^\n]*\n.*?)\n```"
+TOCTREE = re.compile(r"```\{toctree\}\n(.*?)```", re.DOTALL)
 
 
 @for_each("page", WHOLE_PAGES)
 def test_every_module_and_link_of_a_page_leads_somewhere(page: Path) -> None:
     named = set(re.findall(r"`([\w/.]+\.py)`", page.read_text())) - NOT_OURS
     assert [name for name in named if not any((at / name).exists() for at in (ROOT, SOURCE))] == []
-    links = re.findall(r"\]\((?!https?:)([^)#\s]+)", page.read_text())
-    assert [link for link in links if not (page.parent / link).exists()] == []
+    text = re.sub(r"(?ms)^```.*?^```", "", page.read_text())
+    links = re.findall(r"\]\((?!https?:)([^)\s#]*)(?:#([^)\s]*))?\)", text)
+    wrong = []
+    for link, anchor in links:
+        there = (page.parent / link).resolve() if link else page
+        if not there.exists() or (anchor and anchor not in anchors(there)):
+            wrong.append(f"{link}#{anchor}")
+    assert wrong == []
+
+
+def anchors(page: Path) -> set[str]:
+    """The names of a page's headings, as GitHub and the site make them."""
+    text = re.sub(r"(?ms)^```.*?^```", "", page.read_text())
+    headings = re.findall(r"(?m)^#+ (.*)$", text)
+    plain = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).lower() for heading in headings]
+    return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in plain}
+
+
+def below(page: str) -> list[str]:
+    """The pages that a page's tables of contents name."""
+    entries = "\n".join(TOCTREE.findall((DOCS / f"{page}.md").read_text())).splitlines()
+    names = [re.sub(r".*<(.*)>$", r"\1", each) for each in entries if each and each[0] != ":"]
+    return [str(Path(page).parent / name) for name in names]
+
+
+def test_every_page_of_the_site_is_at_most_two_clicks_away() -> None:
+    parts = below("index")
+    assert parts[:5] == [
+        "try",
+        *(f"{part}/index" for part in ["move", "do", "understand", "reference"]),
+    ]
+    found = ["index", *parts, *(page for part in parts for page in below(part))]
+    assert len(set(found)) == len(found), "a page has one place"
+    assert set(found) == {
+        str(page.relative_to(DOCS).with_suffix("")) for page in DOCS.rglob("*.md")
+    }
+
+
+def test_every_public_name_has_one_place_in_the_reference() -> None:
+    text = "".join(page.read_text() for page in (DOCS / "reference" / "api").glob("*.md"))
+    named = re.findall(r"\.\. auto(?:class|function):: (onefold\.\w+)", text)
+    modules = set(re.findall(r"\.\. automodule:: ([\w.]+)", text))
+    assert modules == {*PUBLIC, "onefold.errors"} - {"onefold"}
+    expected = {f"onefold.{name}" for name in onefold.__all__} - modules - {"onefold.__version__"}
+    assert sorted(named) == sorted(expected)
+
+
+@for_each("inventory", sorted((DOCS / "inventories").glob("*.txt")))
+def test_the_names_that_the_reference_links_to_exist(inventory: Path) -> None:
+    lines = [line.split() for line in inventory.read_text().splitlines() if line[0] != "#"]
+    assert lines == sorted(lines)
+    for name, kind, place in lines:
+        module, _, last = name.rpartition(".")
+        home = importlib.import_module(name if kind == "mod" else module or "builtins")
+        assert kind == "mod" or last == "None" or hasattr(home, last), name
+        assert place.endswith(".html")
+
+
+@pytest.mark.full
+@pytest.mark.processes
+@pytest.mark.fresh
+def test_the_site_is_made_without_a_warning(tmp_path: Path) -> None:
+    pytest.importorskip("furo", reason="the site needs the extra [docs]")
+    pytest.importorskip("sphinx_markdown_builder", reason="the site needs the extra [docs]")
+    strict = ["-m", "sphinx", "--fail-on-warning", "--keep-going", "-d", str(tmp_path / "trees")]
+    for kind in (["--builder", "html"], ["--builder", "markdown", "--tag", "markdown"]):
+        output_of(ROOT, *strict, *kind, "docs", str(tmp_path / "site"))
+    pages = {page.relative_to(DOCS) for page in DOCS.rglob("*.md")}
+    listed = set(re.findall(r"\]\((\S+)\)", (tmp_path / "site/llms.txt").read_text()))
+    assert listed == {str(page) for page in pages} - {"index.md"}
+    for page in pages:
+        assert "</html>" in (tmp_path / "site" / page.with_suffix(".html")).read_text()
+        assert (tmp_path / "site" / page).read_text().startswith("# ")
+    shown = (tmp_path / "site/reference/api/trainer.html").read_text()
+    assert "https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html" in shown
 
 
 def test_what_the_architecture_names_is_in_the_module_that_it_names() -> None:
-    text = (ROOT / "docs" / "architecture.md").read_text()
+    text = (DOCS / "contribute" / "architecture.md").read_text()
     pairs = re.findall(r"`([\w.]+)` (?:in |\()`(\w+/\w+\.py)`", text)
     assert len(pairs) > 20
     for name, path in pairs:
@@ -276,13 +381,19 @@ def test_arguments_that_docstrings_explain_are_those_of_the_function() -> None:
 
 
 def test_the_lines_of_ports_are_those_that_are_counted() -> None:
-    page = (ROOT / "docs" / "ports.md").read_text()
+    page = (DOCS / "studies" / "ports.md").read_text()
     assert COUNTER["table"]() in page
     rows = re.findall(r"(?m)^\| \[(\w+)\.py\]\([^)]*\) \|[^|]*\| (\d+) \| (\d+) \|", page)
     stated = {name: (int(lines_out), int(lines_in)) for name, lines_out, lines_in in rows}
     assert stated == {name: found["onefold"] for name, found in COUNTER["counts"]().items()}
-    texts = [each.read_text() for each in sorted((ROOT / "docs").rglob("*.md"))]
-    blocks = [found for text in texts for found in re.findall(BEFORE_AND_AFTER, text, re.DOTALL)]
-    assert len(blocks) >= 10
-    for block, name in blocks:
-        assert block == COUNTER["difference"](name)
+
+
+def test_the_differences_of_pages_are_those_of_the_scripts() -> None:
+    seen = 0
+    for page in execute.pages():
+        for kind, text in execute.BLOCK.findall(page.read_text()):
+            if kind == "diff" and (pair := execute.PAIR.match(text)):
+                before, after = (ROOT / name for name in pair.groups())
+                assert text == pair[0] + execute.difference(before, after), page
+                seen += 1
+    assert seen >= 18

@@ -61,20 +61,6 @@ def test_the_script_of_the_readme_runs_alike_everywhere(tmp_path: Path) -> None:
     assert len(alone.splitlines()) == 5
 
 
-def without_numbers(text: str) -> list[str]:
-    """The words of a report: bits, and the widths of columns, depend on the processor."""
-    return re.sub(r"\b[0-9a-f]{16}\b|[\d.]+(e-\d+)?|[─━│┃ \n]+", " ", text).split()
-
-
-def test_what_the_readme_shows_of_verify_is_its_report(tmp_path: Path) -> None:
-    page = (ROOT / "README.md").read_text()
-    (script,) = blocks(ROOT / "README.md")
-    (command, shown) = re.findall(r"```\n\$ (onefold verify [^\n]*)\n(.*?)```", page, re.DOTALL)[0]
-    (tmp_path / "train.py").write_text(script)
-    report = run(*command.split(), cwd=tmp_path)
-    assert without_numbers(report) == without_numbers(shown)
-
-
 def test_the_picture_of_the_promise(tmp_path: Path) -> None:
     picture = tmp_path / "promise.svg"
     command = ["-m", "docs.draw_promise", "--output", str(picture)]

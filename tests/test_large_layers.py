@@ -1,4 +1,4 @@
-"""The recipe of `docs/large-models.md`: one layer in several modules, each a stage of its own."""
+"""The recipe of `docs/do/large-models.md`: one layer in several modules, each of them a stage."""
 
 import re
 import runpy
@@ -17,7 +17,7 @@ from tests.conftest import ROOT
 @pytest.fixture
 def recipe(tmp_path: Path) -> dict[str, Any]:
     """The names of the page's script."""
-    blocks = re.findall(r"(?s)```python\n(.*?)```", (ROOT / "docs/large-models.md").read_text())
+    blocks = re.findall(r"(?s)```python\n(.*?)```", (ROOT / "docs/do/large-models.md").read_text())
     (script,) = (block for block in blocks if "ModuleList" in block)
     (tmp_path / "script.py").write_text(script)
     return runpy.run_path(str(tmp_path / "script.py"))

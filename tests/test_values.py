@@ -301,7 +301,7 @@ def test_onefold_verify_finds_each_kind_of_step_right(
 
 
 def test_the_example_of_the_documents_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    text = (ROOT / "docs/concepts.md").read_text()
+    text = (ROOT / "docs/understand/concepts.md").read_text()
     (block,) = (b for b in text.split("```python\n")[1:] if "step.values" in b)
     function, _, use = block.split("```")[0].partition("\nstep = ")
     names: dict[str, Any] = {"F": F, "batch": batches(1)[0]}

@@ -2,17 +2,14 @@
 
 Prints a Markdown table of lines out and in, as ``git diff --no-index --numstat`` counts them from
 ``plain/NAME.py`` to ``NAME.py``, ``ddp/NAME.py`` and ``accelerate/NAME.py``, each without its
-docstring. With ``--diff NAME`` it prints the change to onefold itself, as the guides show it.
+docstring.
 
     python examples/ports/count_lines.py
-    python examples/ports/count_lines.py --diff gpt
 """
 
 from __future__ import annotations
 
-import argparse
 import ast
-import re
 import subprocess
 import tempfile
 from pathlib import Path
@@ -56,20 +53,6 @@ def lines_changed(before: Path, after: Path) -> tuple[int, int]:
     return int(lines_out), int(lines_in)
 
 
-def difference(name: str) -> str:
-    """How ``plain/NAME.py`` becomes ``NAME.py``: every hunk, with one line around it.
-
-    A first line names the two files. A hunk is headed by the function or class it is in,
-    without line numbers, which would be those of files without docstrings.
-    """
-    printed = compared(PORTS / "plain" / f"{name}.py", PORTS / f"{name}.py", "--unified=1")
-    hunks = printed[printed.index("\n@@ ") + 1 :]
-    within = r"^@@ -\S+ \+\S+ @@(?: ((?:def|class) .*)|.*)$"
-    hunks = re.sub(within, lambda hunk: f"@@ {hunk[1] or ''}", hunks, flags=re.MULTILINE)
-    first = f"# examples/ports/plain/{name}.py -> examples/ports/{name}.py"
-    return "\n".join([first, *(line.rstrip() for line in hunks.rstrip().splitlines())])
-
-
 def counts() -> dict[str, dict[str, tuple[int, int]]]:
     """By script and by way, for the scripts that exist: lines out, lines in."""
     return {
@@ -95,17 +78,5 @@ def table() -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    options = argparse.ArgumentParser()
-    options.add_argument(
-        "--diff",
-        metavar="NAME",
-        choices=sorted(script.stem for script in (PORTS / "plain").glob("*.py")),
-        help="print what changes from plain/NAME.py to NAME.py",
-    )
-    name = options.parse_args().diff
-    print(table() if name is None else difference(name))
-
-
 if __name__ == "__main__":
-    main()
+    print(table())

@@ -322,7 +322,8 @@ class Trainer:
         there, and is not added to it. Update in `modifying`, inside of which this may be called.
 
         Calls with the very same batch object are one step, with the same number and random numbers,
-        until a block of `modifying` ends in which it was given. See docs/guides.
+        until a block of `modifying` ends in which it was given. See
+        docs/do/gradient-without-update.md.
 
         Args:
             batch, loss, dim: as for `step`.
@@ -330,7 +331,8 @@ class Trainer:
         Raises:
             RuntimeError: another batch is given in the same block of `modifying`.
             ValueError: the precision or an average needs Trainer's own update.
-            As for `step`.
+
+        It also raises what `step` raises.
 
         >>> step = trainer.gradient(torch.ones(4, 2))
         >>> with trainer.modifying(), torch.no_grad():

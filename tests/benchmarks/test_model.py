@@ -1,4 +1,4 @@
-"""The model of the exchange (docs/scaling.md) beside the exchange's own code."""
+"""The model of the exchange (docs/studies/scaling.md) beside the exchange's own code."""
 
 import pytest
 import torch

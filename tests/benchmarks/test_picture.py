@@ -1,4 +1,4 @@
-"""The picture and the tables of docs/speed.md, from the record of training."""
+"""The picture and the tables of docs/studies/speed.md, from the record of training."""
 
 import json
 import sys
@@ -79,5 +79,5 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
 
 
 def test_the_page_on_speed_has_the_figures_of_the_results() -> None:
-    page = (ROOT / "docs" / "speed.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "studies" / "speed.md").read_text(encoding="utf-8")
     assert with_tables(page, tables(training_record(ROOT / "benchmarks" / "results"))) == page

@@ -73,7 +73,7 @@ def recording(results: Results) -> None:
 
 
 def scaling(results: Results) -> None:
-    """Both exchanges send what the model of `docs/scaling.md` says."""
+    """Both exchanges send what the model of `docs/studies/scaling.md` says."""
     ways = [(found["exchange"], found["devices"]) for found in results]
     assert ways == [(name, n) for name in ("collective", "shared") for n in (2, 3)]
     for found in results:

@@ -6,7 +6,7 @@ from onefold.run.planning import Footprint
 from tests.tables import for_each
 
 MIB = 1 << 20
-# A text model with AdamW; as in docs/large-models.md.
+# A text model with AdamW; as in docs/do/large-models.md.
 MEASURED = Footprint(
     parameters=289 * MIB, other=0, gradients=289 * MIB, state=578 * MIB, stage=12 * MIB, shards=8
 )

@@ -29,6 +29,7 @@ def test_options_that_make_no_sense_are_refused_by_name() -> None:
         ),
         ({"placement": "pipeline:1"}, "^expected placement .* pipelines of 2 devices or more"),
         ({"placement": "pipeline:"}, "^expected placement to be one of"),
+        ({"placement": "replicate:all"}, "^expected placement .* replicate:state keeps"),
         ({"restarts": -1, "checkpoint": "kept"}, "^expected restarts of at least 0, got -1"),
         ({"restarts": 1}, "^restarts go on from the last checkpoint: name a directory"),
         (
@@ -46,7 +47,7 @@ def test_options_that_make_no_sense_are_refused_by_name() -> None:
 def test_how_many_devices_compute_a_shard() -> None:
     for placement, devices, line in (
         *(("replicate", 4, 1), ("shard", 3, 1), ("pipeline", 3, 3), ("pipeline:2", 6, 2)),
-        ("pipeline:3", 3, 3),
+        *(("pipeline:3", 3, 3), ("replicate:state", 4, 1)),
     ):
         options = RunOptions(placement=placement)
         assert (options.pipeline_of(devices), options.placement_name) == (

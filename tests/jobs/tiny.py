@@ -44,6 +44,37 @@ def write_masks(root: Path, *, train: int = 6, test: int = 3) -> Path:
     return root
 
 
+VOC = {0: (0, 0, 0), 3: (128, 128, 0), 15: (192, 128, 128), 255: (224, 224, 192)}
+"""Values of masks as the Pascal VOC challenge has them, and their colours in its palette."""
+
+
+def write_class_masks(root: Path, *, train: int = 6, test: int = 3, kind: str = "palette") -> Path:
+    """Pictures of two kinds of rectangles, and masks with their classes and a border of 255.
+
+    Masks have a ``palette``, or are of plain ``numbers``, or of ``colours``.
+    """
+    draw = np.random.default_rng(4)
+    palette = np.zeros((256, 3), dtype=np.uint8)
+    for value, colour in VOC.items():
+        palette[value] = colour
+    for part, count in (("train", train), ("test", test)):
+        for folder in ("images", "masks"):
+            (root / part / folder).mkdir(parents=True)
+        for number in range(count):
+            mask = np.zeros((48, 64), dtype=np.uint8)
+            for value, left in ((15, 0), (3, 32)):
+                y, x = draw.integers(2, 24, 2) // (1, 2) + (0, left)
+                mask[y - 1 : y + 19, x - 1 : x + 19] = 255
+                mask[y : y + 18, x : x + 18] = value
+            pixels = palette[mask] // 2 + draw.integers(0, 60, (48, 64, 3))
+            Image.fromarray(pixels.astype(np.uint8)).save(root / part / "images" / f"{number}.png")
+            picture = Image.fromarray(palette[mask] if kind == "colours" else mask)
+            if kind == "palette":
+                picture.putpalette(palette.tobytes())
+            picture.save(root / part / "masks" / f"{number}.png")
+    return root
+
+
 def write_texts(root: Path, *, train: int = 40, dev: int = 12) -> Path:
     """Sentences of a good or a bad word among others."""
     draw = np.random.default_rng(2)

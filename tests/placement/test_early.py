@@ -1,10 +1,12 @@
 """Devices without common memory send the stages of their last partial sum while backward runs: the
-bits are those of one device, and most of the bytes leave early."""
+bits are those of one device, and most of the bytes leave early. With ``replicate:state`` they send
+all of it to all, and nothing else."""
 
 import warnings
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +15,12 @@ from torch import nn
 
 import onefold
 from onefold import RunOptions
+from onefold.core.options import WITH_STATE, ExchangeName
+from onefold.errors import PeerError
 from onefold.exchange.private import PrivateMemory
 from onefold.shard.replica import GradientHooks
 from onefold.step import assembly
-from onefold.testing import simulate
+from onefold.testing import Fault, outcomes, simulate
 from tests.tables import for_each
 
 WIDTH = 24
@@ -24,8 +28,9 @@ WIDTH = 24
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The models here are small, and are sent stage by stage all the same."""
+    """The models here are small, and their stages of few pieces; they are sent by stage anyway."""
     monkeypatch.setattr(assembly, "LEAST_SENT_EARLY_BYTES", 0)
+    monkeypatch.setattr(assembly, "divides_evenly", lambda *_: True)
 
 
 class Skipping(nn.Module):
@@ -126,8 +131,9 @@ def script(
     return run
 
 
-def bits(run: Callable[[], str], devices: int) -> set[str]:
-    options = RunOptions(exchange="collective" if devices > 1 else "auto")
+def bits(run: Callable[[], Any], devices: int, placement: str = "replicate") -> set[Any]:
+    exchange: ExchangeName = "collective" if devices > 1 else "auto"
+    options = RunOptions(exchange=exchange, placement=placement)
     return set(simulate(run, devices, options=options))
 
 
@@ -149,19 +155,42 @@ WAYS: list[dict[str, Any]] = [
 ]
 
 
-@for_each("devices", [2, 3])
-@for_each("way", WAYS)
-def test_the_bits_are_those_of_one_device(way: dict[str, Any], devices: int) -> None:
-    plan = way.get("plan")
-    if devices > way["shards"] or len(plan or range(devices)) != devices:
-        return
+EVERY = [
+    (way, devices, placement)
+    for way in WAYS
+    for devices in ([len(way["plan"])] if "plan" in way else [2, 3])
+    for placement in ("replicate", WITH_STATE)
+    if devices <= way["shards"]
+]
+"""In turn a way is tried by default on two devices or on three, with one placement or the other."""
+
+
+def check_bits(way: dict[str, Any], devices: int, placement: str) -> None:
     alone = {name: value for name, value in way.items() if name != "plan"}
-    assert bits(script(**way), devices) == bits(script(**alone), 1)
+    assert bits(script(**way), devices, placement) == bits(script(**alone), 1)
 
 
-@for_each("model", [partial(Skipping, tied=True), Skipping])
+@for_each(("way", "devices", "placement"), EVERY[::5])
+def test_the_bits_are_those_of_one_device(
+    way: dict[str, Any], devices: int, placement: str
+) -> None:
+    check_bits(way, devices, placement)
+
+
+@pytest.mark.full
+@for_each(
+    ("way", "devices", "placement"), [case for number, case in enumerate(EVERY) if number % 4]
+)
+def test_so_they_are_in_all_other_cases(way: dict[str, Any], devices: int, placement: str) -> None:
+    check_bits(way, devices, placement)
+
+
+@for_each(
+    ("model", "placement"),
+    [(partial(Skipping, tied=True), "replicate"), (Skipping, "replicate"), (Skipping, WITH_STATE)],
+)
 def test_most_stages_leave_before_backward_ends(
-    model: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
+    model: Callable[[], nn.Module], placement: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All but what is done last, at the model's beginning, and what is not used at all."""
     left: dict[str, int] = Counter()
@@ -189,5 +218,85 @@ def test_most_stages_leave_before_backward_ends(
                 left.clear()
             trainer.step(torch.randn(8, WIDTH))
 
-    simulate(run, 2, options=RunOptions(exchange="collective"))
+    simulate(run, 2, options=RunOptions(exchange="collective", placement=placement))
     assert left["early"] >= 0.7 * left.total(), left
+
+
+def published(placement: str, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How often devices bring each other parameters in a few steps."""
+    calls: list[int] = []
+    publish = PrivateMemory.publish_parameters
+
+    def publishing(self: PrivateMemory) -> None:
+        calls.append(1)
+        publish(self)
+
+    monkeypatch.setattr(PrivateMemory, "publish_parameters", publishing)
+    bits(script(4), 2, placement)
+    return len(calls)
+
+
+def test_with_all_state_no_parameters_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert published(WITH_STATE, monkeypatch) == 0
+
+
+def test_small_models_have_partitions_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(assembly, "LEAST_SENT_EARLY_BYTES", 1 << 30)
+    assert published(WITH_STATE, monkeypatch) == published("replicate", monkeypatch) > 0
+
+
+def trained(first: int, last: int, folder: Path | None = None) -> str:
+    """Steps of a run, which goes on from a folder unless it begins, and is saved there."""
+    torch.manual_seed(0)
+    model = Skipping()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    trainer = onefold.Trainer(model, optimizer, plain, shards=4, clip_norm=0.5)
+    trainer.average(decay=0.9)
+    if first and folder:
+        trainer.load(folder)
+    for number in range(first, last):
+        if number == 2:
+            with trainer.modifying(optimizer_state=True):
+                for parameter in model.first.parameters():
+                    optimizer.state[parameter]["exp_avg"].mul_(-2)
+        generator = torch.Generator().manual_seed(number)
+        trainer.step(torch.randn(8, WIDTH, generator=generator))
+    if folder:
+        trainer.save(folder)
+    with trainer.averaged():
+        averaged = trainer.fingerprint()
+    return trainer.fingerprint() + averaged
+
+
+@for_each(("first", "then"), [(WITH_STATE, "replicate"), ("replicate", WITH_STATE)])
+def test_state_is_saved_loaded_and_changed(first: str, then: str, tmp_path: Path) -> None:
+    bits(partial(trained, 0, 4, tmp_path), 2, first)
+    assert bits(partial(trained, 4, 7, tmp_path), 3, then) == bits(partial(trained, 0, 7), 1)
+
+
+def test_updates_of_the_script(tmp_path: Path) -> None:
+    def run() -> str:
+        torch.manual_seed(0)
+        model = Skipping()
+        trainer = onefold.Trainer(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), plain, shards=3
+        )
+        for _ in range(3):
+            trainer.gradient(torch.ones(6, WIDTH))
+            with trainer.modifying(), torch.no_grad():
+                for parameter in model.parameters():
+                    if parameter.grad is not None:
+                        parameter -= 0.1 * parameter.grad
+            trainer.step(torch.ones(6, WIDTH))
+        return trainer.fingerprint()
+
+    assert bits(run, 2, WITH_STATE) == bits(run, 1)
+
+
+def test_a_lost_device_ends_the_others() -> None:
+    options = RunOptions(exchange="collective", placement=WITH_STATE)
+    calls = min(each.calls for each in outcomes(script(2), 2, options=options))
+    for call in range(calls - 60, calls, 7):
+        told, lost = outcomes(script(2), 2, options=options, faults=[Fault(device=1, call=call)])
+        assert lost.was_killed
+        assert isinstance(told.error, PeerError)

@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from onefold.core.options import WITH_STATE
 from onefold.run.planning import Footprint
 from tests.conftest import ROOT
 from tests.gpu.parts import missing
@@ -63,8 +64,14 @@ def test_what_is_tested_on_a_gpu(module: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("devices", "shards"), [(1, 2), (2, 4), (3, 6), (3, 8)])
-def test_the_plan_tells_what_a_device_takes(devices: int, shards: int) -> None:
+@pytest.mark.parametrize(
+    ("devices", "shards", "placement"),
+    [
+        *((1, 2, "replicate"), (2, 4, "replicate"), (3, 6, "replicate"), (3, 8, "replicate")),
+        *((2, 4, WITH_STATE), (3, 6, WITH_STATE)),
+    ],
+)
+def test_the_plan_tells_what_a_device_takes(devices: int, shards: int, placement: str) -> None:
     """Which holds parameters, gradients and the optimizer's state; a processor has other rules.
 
     With one shard a device, what the optimizer computes with comes on top.
@@ -75,14 +82,14 @@ def test_the_plan_tells_what_a_device_takes(devices: int, shards: int) -> None:
         parameters=whole, other=0, gradients=whole, state=2 * whole, stage=layer, shards=shards
     )
     named = ",".join(f"pretend:{number}" for number in range(devices))
-    command = [sys.executable, "-m", "onefold", "run", "--devices", named]
+    run = [sys.executable, "-m", "onefold", "run", "--devices", named, "--placement", placement]
     done = subprocess.run(
-        [*command, str(ROOT / "tests" / "scripts" / "peak_bytes.py"), str(shards)],
+        [*run, str(ROOT / "tests" / "scripts" / "peak_bytes.py"), str(shards)],
         env=build.environment(devices),
         capture_output=True,
         text=True,
         timeout=LIMIT_S,
         check=True,
     )
-    planned = sizes.replicating(devices, together=False)
+    planned = sizes.replicating(devices, together=False, state=placement == WITH_STATE)
     assert int(float(done.stdout)) == pytest.approx(planned, rel=0.05)

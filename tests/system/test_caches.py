@@ -162,7 +162,7 @@ LOOKED_AT = """
     _vendor/quack/autotuner.py __init__: the home's; TORCH_VENDOR_QUACK_CACHE_DIR
     _vendor/quack/cache/jit.py get_cache_path: QUACK_CACHE_DIR
     _vendor/quack/_compile_payload.py load_epilogue_from_source: on Hopper, in a script's own
-        flex_gemm; docs/security.md says so
+        flex_gemm; docs/reference/security.md says so
 """
 """Functions of PyTorch's compiler that use a predictable name in the temporary directory."""
 

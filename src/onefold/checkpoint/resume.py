@@ -368,6 +368,8 @@ class Checkpoints:
     ) -> None:
         """Adopt states and settings; those that a schedule sets come and go with the schedule."""
         partitions = self._engine.assignment.partitions
+        if self._update.storage.mirrors:
+            partitions = (range(len(self._update.storage.pieces)),) * len(partitions)
         make = None if files is None else partial(self._for_owner, files.pieces, partitions)
         shown = self._take_values(files) if self._engine.placement.sharded else None
         self._update.take_states(unpack(self._lead.scatter_from_lead(make)), shown)

@@ -90,7 +90,7 @@ def _print(console: Console, found: dict[str, Any]) -> None:
             f"[bold red]Too large[/] for a device, which has {_mebibytes(least)} MiB: "
             f"{escape(largest['name'])} takes {_mebibytes(needed)} MiB at a time. Cut it with "
             f"Trainer(stages=[...]), or cut its largest layer into modules of their own: "
-            f"docs/large-models.md."
+            f"docs/do/large-models.md."
         )
 
 
@@ -109,7 +109,7 @@ def _stages(stages: Sequence[dict[str, Any]]) -> Table:
 
 def _rows(rows: Sequence[dict[str, Any]]) -> Table:
     title = "Memory of a device, MiB, by --placement"
-    sizes = ("replicate", "shard", "pipeline", "offload")
+    sizes = ("replicate", "replicate:state", "shard", "pipeline", "offload")
     table = _table(title, "devices", *sizes, "offload: file")
     for row in rows:
         table.add_row(str(row["devices"]), *(_mebibytes(row[each]) for each in (*sizes, "disk")))

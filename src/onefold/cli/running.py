@@ -80,8 +80,8 @@ PlacementOption = Annotated[
     Option(
         envvar=PLACEMENT_VARIABLE,
         metavar="PLACEMENT",
-        help="Where parameters lie: replicate, shard, offload or pipeline "
-        "(pipeline:2: pipelines of two devices side by side).",
+        help="Where parameters lie: replicate (replicate:state: the optimizer's state as well), "
+        "shard, offload or pipeline (pipeline:2: pipelines of two devices side by side).",
         rich_help_panel=_DEVICES,
     ),
 ]

@@ -24,14 +24,11 @@ import typer
 from rich.console import Console
 from typer.main import get_command
 
-from onefold import is_launched, select_devices
 from onefold.cli.help import Commands, declare
 from onefold.cli.running import print_json, tell_next
-from onefold.errors import LaunchError
 from onefold.jobs.catalog import JOBS
 from onefold.jobs.data.files import readable
 from onefold.jobs.evaluate import EvaluateOptions, Evaluation, evaluate_run
-from onefold.jobs.options import TrainOptions
 from onefold.jobs.predict import PredictOptions, predict_run, write_prediction
 from onefold.jobs.run import Job, read_options, run_job
 from onefold.jobs.scores import Baseline, ClassScores, no_better, spell
@@ -42,7 +39,8 @@ __all__ = ["GROUPS", "job_commands"]
 _WORDS = {"True": "yes", "False": "no"}
 GROUPS = {
     "Data": (
-        *("config", "data", "dev", "holdout", "cache", "foreground", "void", "image_size", "crop"),
+        *("config", "data", "dev", "holdout", "task", "text_column", "image_column"),
+        *("label_column", "cache", "classes", "foreground", "void", "image_size", "crop"),
         *("normalise", "max_length", "skip_bad", "labels_as_is"),
     ),
     "Model": (
@@ -53,12 +51,16 @@ GROUPS = {
     "Training": (
         *("epochs", "batch_size", "lr", "optimizer", "momentum", "weight_decay", "schedule"),
         *("warmup_epochs", "decay_epochs", "decay", "scale_lr", "base_batch_size", "clip_norm"),
-        *("label_smoothing", "class_weights", "balanced", "pos_weight", "precision", "seed"),
-        *("best_by", "evaluation_batch_size", "threshold"),
+        *("patience", "max_time", "best_by", "ema", "label_smoothing", "class_weights", "balanced"),
+        *("pos_weight", "precision", "compile", "microbatch", "seed"),
+        *("evaluation_batch_size", "threshold"),
     ),
-    "Augmentation": ("augment", "least_area", "flip", "turns", "jitter"),
+    "Augmentation": (
+        *("augment", "least_area", "flip", "turns", "jitter", "randaugment", "erasing"),
+        *("mixup", "cutmix"),
+    ),
     "Devices": ("devices", "shards", "placement", "workers"),
-    "Run": ("name", "resume", "runs", "save_every"),
+    "Run": ("name", "resume", "runs", "save_every", "log"),
     "Results": ("output", "format", "json", "top", "weights"),
 }
 """The options of the jobs under the headings of their help, most used first."""
@@ -182,7 +184,6 @@ def _tell_scores(found: Evaluation) -> None:
 def _command(job: Job) -> Callable[..., None]:
     def command(config: Config = None, **chosen: Any) -> None:
         options = read_options(job, _given(chosen), config)
-        _require_devices(options)
         result = run_job(job, options)
         if result["is_lead"]:
             _tell(result, Path(result["folder"]))
@@ -216,25 +217,6 @@ def _with_options(command: Callable[..., None], options: type[Any]) -> Callable[
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {each.name: each.annotation for each in parameters}
     return command
-
-
-def _require_devices(options: TrainOptions) -> None:
-    """Refuse devices that do not exist, and more of them than there are shards.
-
-    Raises:
-        LaunchError, ValueError: a device does not exist, or there are more devices than shards.
-    """
-    # In a process of another launcher, that launcher has chosen them.
-    if is_launched():
-        return
-    chosen = select_devices(options.devices)
-    count = len(chosen.devices)
-    # With --devices auto, those that find no shard may leave.
-    if count > options.shards and not chosen.may_leave:
-        raise LaunchError(
-            f"--devices {options.devices}: {count} devices cannot share {options.shards} shards: a "
-            f"shard is never divided. Use --devices {options.shards} or fewer, or --shards {count}"
-        )
 
 
 def _parameter(field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:

@@ -153,7 +153,7 @@ def gather(
     Args:
         tensor: (n, ...) of any dtype: this shard's rows, mostly one a sample. Number of dimensions,
             further sizes and dtype must be alike in all shards; n may differ.
-        rows: whether to return which rows are this shard's as well; see `docs/whole-batch.md`.
+        rows: whether to return which rows are this shard's as well; see `docs/do/whole-batch.md`.
 
     Returns:
         (N, ...) the rows of all shards in their order; with ``rows``, also the slice of the own.
@@ -218,7 +218,7 @@ class SyncBatchNorm(BatchNorm):
     Arguments, names of parameters and buffers, and results in evaluation mode are those of
     `torch.nn.BatchNorm1d`, ``2d`` and ``3d``, so weights of theirs fit. Where one shard is the
     whole batch, and outside of a step, it is one of them. A model with such layers keeps what
-    backward needs of all shards of a device at a time: see `docs/whole-batch.md`.
+    backward needs of all shards of a device at a time: see `docs/do/whole-batch.md`.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
     >>> [type(layer).__name__ for layer in SyncBatchNorm.convert(model)]

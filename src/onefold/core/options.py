@@ -8,7 +8,14 @@ from typing import Literal, get_args
 
 from onefold.core.numbers import check_choice, check_seconds, check_whole
 
-__all__ = ["DEFAULT_GRACE_S", "DEFAULT_TIMEOUT_S", "RECORD_FILE", "ExchangeName", "RunOptions"]
+__all__ = [
+    "DEFAULT_GRACE_S",
+    "DEFAULT_TIMEOUT_S",
+    "RECORD_FILE",
+    "WITH_STATE",
+    "ExchangeName",
+    "RunOptions",
+]
 
 DEFAULT_TIMEOUT_S = 600.0
 RECORD_FILE = "run.record"
@@ -21,6 +28,8 @@ Restarts = Literal["same", "fewer"]
 
 PlacementName = Literal["replicate", "shard", "offload", "pipeline"]
 """Where the parameters of a model lie: on each device, partitioned, on the host, or by stage."""
+WITH_STATE = "replicate:state"
+"""The placement in which each device has all of the optimizer's state as well."""
 _PIPELINES = re.compile(r"pipeline:0*([2-9]|[1-9][0-9]+)")
 
 
@@ -51,7 +60,8 @@ class RunOptions:
     """Seconds from one checkpoint to the next; 0 if steps alone decide."""
     placement: str = "replicate"
     """What of the model's parameters, gradients and optimizer state each device keeps: a
-    `PlacementName`, or ``pipeline:N`` for pipelines of N devices side by side."""
+    `PlacementName`, ``replicate:state`` where optimizer state is not partitioned either, or
+    ``pipeline:N`` for pipelines of N devices side by side."""
     home: str = ""
     """Folder of the file that has the model if devices do not keep all of it; empty for that of
     temporary files."""
@@ -120,11 +130,14 @@ class RunOptions:
             raise ValueError("restarts go on from the last checkpoint: name a directory for them")
         check_choice("restarts_with", self.restarts_with, Restarts)
         placement = str(self.placement)
-        if placement not in get_args(PlacementName) and not _PIPELINES.fullmatch(placement):
+        if placement not in (*get_args(PlacementName), WITH_STATE) and not _PIPELINES.fullmatch(
+            placement
+        ):
             raise ValueError(
                 f"expected placement to be one of {', '.join(get_args(PlacementName))}, got "
-                f"{self.placement!r}; how many checkpoints are kept is --keep-last, and pipelines "
-                f"of 2 devices or more side by side are pipeline:2 and so on"
+                f"{self.placement!r}; how many checkpoints are kept is --keep-last, pipelines of 2 "
+                f"devices or more side by side are pipeline:2 and so on, and replicate:state keeps "
+                f"the optimizer's state on each device as well"
             )
         check_choice("the exchange", self.exchange, ExchangeName)
 

@@ -62,6 +62,9 @@ class Storage:
     early: Stages | None = None
     """The stages after each of which a device sends its partial sum of it, while backward goes on;
     None if it sends whole partial sums."""
+    mirrors: bool = False
+    """Whether each device also adds up and updates the pieces that others own: all partial sums go
+    to all devices, `early`, and no parameters do."""
     gradients: Layout = field(init=False)
     """Gradients of the trained parameters, in the dtypes in which they are added up."""
     masters: Layout = field(init=False)

@@ -13,6 +13,9 @@ Note: the order of a step, and who may touch what
    and table may be written again. Where the script updates, ``all_gather_gradient`` takes the place
    of 4 and 5.
 
+With `Storage.mirrors` each device has the totals of all pieces and updates all parameters in 4, and
+nothing is traded in 5.
+
 Every device of the run makes the same calls in the same order. ``agree``, ``collect`` and
 ``publish_parameters`` may block, for the transport's limit at the most; they raise `PeerError` when
 another device is lost, has failed, or does not arrive.
@@ -94,7 +97,7 @@ class Exchange:
         self.reduction.collect(plan)
 
     def totals(self, device: int) -> Sequence[torch.Tensor | None]:
-        """The gradient of each piece of an own device's partition, until ``publish_parameters``.
+        """The gradient of each piece that an own device updates, until ``publish_parameters``.
 
         A piece has None where no shard gave a gradient.
         """
@@ -102,17 +105,19 @@ class Exchange:
 
     def publish_parameters(self) -> None:
         """Wait until the updated partitions are in every device's parameters."""
-        self.memory.publish_parameters()
+        if not self.memory.storage.mirrors:
+            self.memory.publish_parameters()
         self._release()
 
     def all_gather_gradient(self, whole: FlatTensors) -> None:
         """Bring all gradients to every process, in place of update and `publish_parameters`.
 
         Args:
-            whole: has the layout of gradients, and holds those of this process's partitions;
+            whole: has the layout of gradients, and holds those that this process has added up;
                 complete afterwards, and nobody's but the caller's.
         """
-        self.memory.all_gather_gradient(whole)
+        if not self.memory.storage.mirrors:
+            self.memory.all_gather_gradient(whole)
         self._release()
 
     def _release(self) -> None:

@@ -446,13 +446,14 @@ class Memory(ABC):
         self.storage, self.allocator = storage, allocator
         self.assignment = assignment
         """Who owns which partition; its plan is the first one of the run."""
-        self.partitions = [storage.pieces_of(each) for each in assignment.partitions]
-        """The pieces that each device owns."""
+        owned = [storage.pieces_of(each) for each in assignment.partitions]
+        self.partitions = [storage.pieces] * len(owned) if storage.mirrors else owned
+        """The pieces of which each device adds up the partial sums: those that it owns, or all."""
         at_once = any(device.type != "cpu" for device in assignment.devices)
         self._cut = partial(cut_chunks, at_once=at_once)
         self.summed = [self._cut(storage.gradients, each) for each in self.partitions]
         """For each device, the stretches of gradients that it adds up one after the other."""
-        self._updated = [self._cut(storage.parameters, each) for each in self.partitions]
+        self._updated = [self._cut(storage.parameters, each) for each in owned]
 
     def _make_private(self, start: Start, devices: Mapping[int, torch.device]) -> None:
         """Allocate parameters and table where nobody shares them, on devices by their numbers."""

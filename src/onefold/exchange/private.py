@@ -14,6 +14,13 @@ arrived: a partition is sent to its owner alone, so this device's part of its ow
 message. ``publish_parameters``
 receives into the parameters themselves; nobody computes with them between ``collect`` and
 ``publish_parameters``.
+
+Note: all sums to all devices
+-----------------------------
+With `Storage.mirrors` the partition of each device is everything, so all that a step sends leaves
+while backward runs, and nothing after it. What a device adds to may then be on its way out as well:
+it waits until the stage has left. Two devices send the same bytes as with partitions, and D of them
+D / 2 times as many.
 """
 
 from __future__ import annotations
@@ -209,7 +216,7 @@ class PrivateMemory(Memory):
         def wait_for(number: int) -> None:
             turn = bisect_right(self._bounds[self._rank], number) - 1
             for moving in self._moving[turn :: len(self._turns)]:
-                moving.wait_for(number)
+                moving.finish() if self.storage.mirrors else moving.wait_for(number)
 
         # The sums may still be on their way: the owner adds each chunk as it comes.
         return Arrivals(wait_for, finish)

@@ -3,7 +3,7 @@
     from onefold.integrations.loggers import log_steps
 
 The logger is the script's: onefold makes none, and needs none of these libraries itself.
-docs/guides/loggers.md has an example of each.
+docs/do/loggers.md has an example of each.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     from onefold.integrations.transformers import Trainer
 
 in the place of transformers' own, before any ``TrainingArguments`` are made. Its loop, callbacks,
-checkpoints and evaluation stay; docs/guides/transformers.md has an example. `check_arguments`
+checkpoints and evaluation stay; docs/move/transformers.md has an example. `check_arguments`
 decides which `transformers.TrainingArguments` a run of several devices can have.
 
 Note: how its loop is driven
@@ -63,7 +63,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         ValueError: an argument cannot be had here; says which, and what to do.
 
     Example: ``Trainer(model, args, train_dataset=data, shards=8).train()``; a whole script is in
-    docs/guides/transformers.md.
+    docs/move/transformers.md.
     """
 
     args: Any

@@ -28,7 +28,11 @@ __all__ = [
 SHOWN = 24
 """How many examples of each kind a report shows."""
 
-BestBy = Literal["accuracy", "balanced-accuracy", "macro-f1", "loss"]
+BestBy = Literal[
+    "accuracy", "balanced-accuracy", "macro-f1", "loss", "micro-f1", "mean-average-precision",
+    "rmse", "mae", "r2",
+]  # fmt: skip
+"""Of all tasks; `onefold.jobs.targets` has those of each."""
 ClassWeights = Literal["none", "auto"]
 Answer = Callable[[nn.Module, Any], tuple[torch.Tensor, torch.Tensor]]
 """Returns the logits for a shard, (n, classes) float32, and its labels, (n,) int64."""

@@ -16,15 +16,18 @@ import numpy as np
 import torch
 
 from onefold.errors import DataError
-from onefold.jobs import classify, require, segment, text
+from onefold.jobs import classify_job, require, segment_job, text_job
 from onefold.jobs.data.arrays import read_labelled
-from onefold.jobs.data.classes import class_files, test_folder
-from onefold.jobs.data.files import BadFile, readable, refuse
+from onefold.jobs.data.classes import class_files, listed_files, test_folder
+from onefold.jobs.data.files import BadFile, name_below, readable, refuse
+from onefold.jobs.data.labels import Label, numbered, parts_of, read_label, spelt
+from onefold.jobs.data.maskclasses import MaskClass
 from onefold.jobs.data.masks import MaskRule
 from onefold.jobs.data.pairs import Pair, read_pairs_to_test
 from onefold.jobs.data.pictures import ArrayPictures, require_folder
+from onefold.jobs.data.samples import file_to_test, files_to_test, read_file
 from onefold.jobs.data.scan import Scanning
-from onefold.jobs.data.tsv import read_tsv
+from onefold.jobs.data.tables import Columns
 from onefold.jobs.options import option, read_config
 from onefold.jobs.predict import (
     Input,
@@ -33,6 +36,7 @@ from onefold.jobs.predict import (
     Use,
     check_files_stay,
     chosen_weights,
+    columns_of,
     readable_pictures,
     require_output,
     start,
@@ -41,6 +45,7 @@ from onefold.jobs.progress import reading_bar
 from onefold.jobs.runfolder import CONFIG, kept_facts, read_run
 from onefold.jobs.scores import Baseline, ClassScores, class_baseline, no_better
 from onefold.jobs.segment_pictures import Padded, PicturePairs
+from onefold.jobs.targets import Target, label_scores, number_scores
 from onefold.system.words import listed
 
 __all__ = ["EvaluateOptions", "Evaluation", "evaluate_run"]
@@ -108,6 +113,19 @@ class _Facts(msgspec.Struct):
     score: str = ""
     class_counts: tuple[list[int], list[int]] | None = None
     pos_weight: float = 1.0
+    mask_model: dict[str, Any] = {}
+    picture_model: dict[str, Any] = {}
+    text_model: dict[str, Any] = {}
+
+    @property
+    def target(self) -> Target:
+        """What is predicted."""
+        kept = (self.picture_model or self.text_model).get("target", {})
+        return msgspec.convert(kept, Target)
+
+    def knows(self, label: Label) -> bool:
+        """Whether all classes of a label are the run's."""
+        return all(name in self.classes for name in parts_of(label))
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,9 +190,32 @@ def _sum_up_classes(rows: list[_Row], facts: _Facts) -> dict[str, Any]:
     return {**found, "baseline": baseline, "warning": no_better(facts.score, value, baseline)}
 
 
+def _sum_up_targets(rows: list[_Row], facts: _Facts) -> dict[str, Any]:
+    """Score several classes for each sample, or a number; or one class, as `_sum_up_classes`."""
+    target = facts.target
+    if target.task == "single-label":
+        return _sum_up_classes(rows, facts)
+    loss = float(np.mean([row.pop("loss") for row in rows]))
+    labels = [read_label(row["label"], target.task) for row in rows]
+    truth = np.array(numbered(labels, facts.classes))
+    if target.task == "multi-label":
+        columns = [f"confidence {name}" for name in facts.classes]
+        said = np.array([[row[name] for name in columns] for row in rows])
+        return {"scores": {"loss": loss, **label_scores(truth, said)}}
+    scores = number_scores(truth, np.array([row["value"] for row in rows]))
+    least = number_scores(truth, np.full(len(truth), target.mean))
+    baseline = Baseline(f"{target.mean:.4g}", least)
+    name = facts.score.partition(" ")[2]
+    warning = no_better(facts.score, scores[name], baseline) if name in scores else None
+    return {"scores": {"loss": loss, **scores}, "baseline": baseline, "warning": warning}
+
+
 def _sum_up_masks(rows: list[_Row], facts: _Facts) -> dict[str, Any]:
     found = {name: torch.tensor([row.pop(name) for row in rows]) for name in _PIXELS}
-    return {"scores": segment.mask_scores(found)}
+    classes = msgspec.convert(facts.mask_model.get("classes", ()), tuple[MaskClass, ...])
+    scores = segment_job.mask_scores(found, classes)
+    by_class = segment_job.class_ious(found, classes) if classes else []
+    return {"scores": {**scores, **{f"iou {each['class']}": each["iou"] for each in by_class}}}
 
 
 def _strange(path: Path, label: str, facts: _Facts, line: int | None = None) -> BadFile:
@@ -183,22 +224,38 @@ def _strange(path: Path, label: str, facts: _Facts, line: int | None = None) -> 
 
 
 def _pictures(run: Path, data: Path, facts: _Facts) -> _Labelled:
-    """Read pictures in class folders, or the IDX files of a test set."""
+    """Read pictures in class folders or a table, or the IDX files of a test set."""
     require("reading pictures", "images", "PIL")
-    require_folder(data, "a folder of class folders")
+    tables = files_to_test(data)
+    if tables:
+        return _listed(tables[0], columns_of(run, "image"), facts)
+    require_folder(data, "a folder of class folders, or a table")
     if any(data.glob("*-images-idx3-ubyte*")):
         return _arrays(data, facts)
     folder = test_folder(data) if (data / "train").is_dir() else data
     bad: list[BadFile] = []
     inputs = []
     strange: dict[str, BadFile] = {}
-    for path, label in class_files(folder, {}, bad):
-        if label in facts.classes:
+    for path, named in class_files(folder, {}, bad, facts.target.task):
+        label = spelt(named)
+        if facts.knows(named):
             inputs.append(Input(path, str(path.relative_to(folder)), label=label))
         else:
             strange.setdefault(label, _strange(folder / label, label, facts))
     bad += strange.values()
     return _Labelled(folder, readable_pictures(inputs, bad), bad)
+
+
+def _listed(table: Path, columns: Columns, facts: _Facts) -> _Labelled:
+    lines, bad, _ = read_file(table, columns, facts.target.task)
+    found = listed_files(lines, table, bad)
+    bad += [_strange(path, spelt(x), facts) for path, x in found if not facts.knows(x)]
+    inputs = [
+        Input(path, name_below(path, table.parent), label=spelt(label))
+        for path, label in found
+        if facts.knows(label)
+    ]
+    return _Labelled(table, readable_pictures(inputs, bad), bad)
 
 
 def _arrays(data: Path, facts: _Facts) -> _Labelled:
@@ -217,21 +274,15 @@ def _arrays(data: Path, facts: _Facts) -> _Labelled:
 
 
 def _texts(run: Path, data: Path, facts: _Facts) -> _Labelled:
-    """Read the texts of a TSV file, or of dev.tsv in a folder."""
-    path = data / "dev.tsv" if data.is_dir() else data
-    if not path.is_file():
-        raise DataError(
-            f"{readable(path)}: expected a TSV file of text and label, or a folder with dev.tsv in "
-            f"it; there is none"
-        )
-    lines, bad = read_tsv(path)
-    known = [line for line in lines if line.label in facts.classes]
-    bad += [
-        _strange(path, line.label, facts, line.line_number)
-        for line in lines
-        if line.label not in facts.classes
+    """Read the texts of a file, or of the one to test with in a folder."""
+    path = file_to_test(data)
+    lines, bad, _ = read_file(path, columns_of(run, "text"), facts.target.task)
+    known = [line for line in lines if facts.knows(line.label)]
+    others = [line for line in lines if not facts.knows(line.label)]
+    bad += [_strange(path, spelt(line.label), facts, line.line_number) for line in others]
+    inputs = [
+        Input(path, str(path), line.text, line.line_number, spelt(line.label)) for line in known
     ]
-    inputs = [Input(path, str(path), line.text, line.line_number, line.label) for line in known]
     return _Labelled(path, inputs, bad)
 
 
@@ -252,10 +303,15 @@ def _masks(run: Path, data: Path, facts: _Facts) -> _Labelled:
 
 
 def _mask_rule(run: Path) -> MaskRule:
-    options = read_config(run / CONFIG, segment.JOB)
+    options = read_config(run / CONFIG, segment_job.JOB)
+    kind = segment_job.MaskModel.of_run(run)
+    # Not those of the options: the masks that classes came from may be elsewhere by now.
+    classes = tuple(f"{each.name}={'|'.join(each.values)}" for each in kind.classes)
     with kept_facts(run):
-        values = (msgspec.convert(options.get(name, ()), tuple[str, ...]) for name in _RULE)
-        return MaskRule(*values)
+        foreground, void = (
+            msgspec.convert(options.get(name, ()), tuple[str, ...]) for name in _RULE
+        )
+        return MaskRule(foreground, void, classes)
 
 
 _RULE = "foreground", "void"
@@ -265,20 +321,20 @@ _PIXELS = "loss", "overlap", "predicted", "given", "counted"
 
 def _score_masks(use: Use) -> list[_Row]:
     """Compare the masks of all pictures with those that they should have; on every device."""
-    kind = segment.MaskModel.of_run(use.run)
+    kind = segment_job.MaskModel.of_run(use.run)
     facts = msgspec.convert(read_run(use.run, shape=_Facts), _Facts)
     with kept_facts(use.run):
         model = kind.build()
     weight = torch.tensor(facts.pos_weight)
-    _, measure = segment.loss_and_measure(weight, kind.threshold, model.stride)
+    _, measure = segment_job.loss_and_measure(weight, kind.threshold, model.stride)
     pairs = [Pair(each.path, each.mask) for each in use.inputs if each.mask is not None]
     data = PicturePairs(pairs, kind.normalise, _mask_rule(use.run), kind.white)
-    size = segment.EVALUATION_BATCH_SIZE
+    size = segment_job.EVALUATION_BATCH_SIZE
     found = use.measured(model, measure, data, Padded(model.stride), batch_size=size)
-    iou, dice = segment.mask_scores_of_each(found)
+    iou, dice = segment_job.mask_scores_of_each(found)
     columns = {"iou": iou, "dice": dice, **{name: found[name] for name in _PIXELS}}
     return [
-        {**each.row, **{name: float(values[number]) for name, values in columns.items()}}
+        {**each.row, **{name: values[number].tolist() for name, values in columns.items()}}
         for number, each in enumerate(use.inputs)
     ]
 
@@ -295,7 +351,7 @@ class _Job(NamedTuple):
 
 
 _JOBS = {
-    classify.JOB: _Job(_pictures, Use.pictures, _sum_up_classes),
-    text.JOB: _Job(_texts, Use.texts, _sum_up_classes),
-    segment.JOB: _Job(_masks, _score_masks, _sum_up_masks),
+    classify_job.JOB: _Job(_pictures, Use.pictures, _sum_up_targets),
+    text_job.JOB: _Job(_texts, Use.texts, _sum_up_targets),
+    segment_job.JOB: _Job(_masks, _score_masks, _sum_up_masks),
 }

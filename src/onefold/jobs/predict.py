@@ -1,13 +1,7 @@
-"""Uses a trained run on new files, and writes the predictions: the same on any number of devices.
-
-`as_csv` and `as_json` format predictions. `require_predictions` and `require_mask` protect files
-that are not predictions.
-"""
+"""Uses a trained run on new files, and writes what it predicts: the same on any devices."""
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,19 +15,30 @@ from torch import nn
 
 import onefold
 from onefold.errors import CheckpointError, DataError, OnefoldError
-from onefold.jobs import classify, require, segment, text
+from onefold.jobs import classify_job, require, segment_job, text_job
 from onefold.jobs.classifier import Answer, confidences
 from onefold.jobs.data.augment import LabelledPictures
-from onefold.jobs.data.files import BadFile, refuse, require_ours
+from onefold.jobs.data.files import BadFile, refuse
+from onefold.jobs.data.labels import numbered, read_label
+from onefold.jobs.data.maskclasses import coloured_mask
 from onefold.jobs.data.pictures import ArrayPictures, PictureFiles, picture_paths
 from onefold.jobs.data.scan import Scanning, Seen, scan_pictures
+from onefold.jobs.data.tables import Columns, is_table, read_table
 from onefold.jobs.data.tsv import decoded, read_lines
-from onefold.jobs.finetune import KeptModel, best_checkpoint, load_finite
+from onefold.jobs.finetune import KeptModel, chosen_checkpoint, load_finite
 from onefold.jobs.options import COUNT, MOST_SHARDS, again, check_limits, option
+from onefold.jobs.predictions import (
+    MASK_NOTE,
+    as_csv,
+    as_json,
+    require_mask,
+    require_predictions,
+)
 from onefold.jobs.progress import reading_bar
-from onefold.jobs.runfolder import CHECKPOINTS, kept_facts, read_run, require_writable
+from onefold.jobs.runfolder import kept_facts, read_run, require_writable
 from onefold.jobs.scores import Measured
 from onefold.jobs.segment_pictures import Padded, whole_logits
+from onefold.jobs.targets import Target, target_measure, target_rows, targets
 from onefold.jobs.text_models import EncodedTexts
 from onefold.system.ownfiles import aside_of, write_whole
 from onefold.weights.file import check_weights
@@ -45,6 +50,7 @@ __all__ = [
     "Use",
     "check_files_stay",
     "chosen_weights",
+    "columns_of",
     "predict_run",
     "readable_pictures",
     "require_output",
@@ -54,7 +60,6 @@ __all__ = [
 
 
 Format = Literal["csv", "json"]
-_STEP = re.compile(r"step-([0-9]{8,})")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +79,9 @@ class PredictOptions:
         None, "Samples of a batch, over all devices.", COUNT, shown="that of the job's evaluation"
     )
     workers: int = again("workers", 0)
+    text_column: str | None = option(
+        None, "Column of the texts in a table.", shown="that of the run, or the one of a usual name"
+    )
     skip_bad: bool = option(False, "Leave out what cannot be read, rather than refuse it.")
 
     def __post_init__(self) -> None:
@@ -127,13 +135,15 @@ def predict_run(run: Path, paths: Sequence[Path], options: PredictOptions) -> Pr
     job = str(read_run(run).get("job"))
     if job not in _PREDICTORS:
         raise DataError(f"{run}: expected a run of {', '.join(_PREDICTORS)}, got {job}")
-    masks = job == segment.JOB
+    masks = job == segment_job.JOB
     weights = chosen_weights(run, options)
     require_output(options.output, masks=masks)
     classes = read_run(run).get("classes") or ()
     # The inputs are read whole only after everything that is quickly refused.
-    if job == text.JOB:
-        inputs, left_out = _read_texts(paths)
+    if job == text_job.JOB:
+        columns = columns_of(run, "text")
+        columns = columns._replace(sample=options.text_column or columns.sample)
+        inputs, left_out = _read_texts(paths, columns)
     else:
         inputs, left_out = _read_pictures(paths, {*map(str, classes)}, masks=masks)
     if not options.skip_bad:
@@ -152,7 +162,7 @@ def chosen_weights(run: Path, options: PredictOptions) -> Path:
         CheckpointError: the run has no weights yet, or they are damaged.
         DataError: the folder is not that of a run, or its ``run.json`` is damaged.
     """
-    weights = best_checkpoint(run) if options.weights == "best" else _last_checkpoint(run)
+    weights = chosen_checkpoint(run, options.weights)
     # Every byte is compared now, rather than by each device after all the rest.
     check_weights(weights)
     return weights
@@ -174,16 +184,6 @@ def start(use: Use) -> list[dict[str, Any]]:
     if isinstance(rows, OnefoldError):
         raise rows
     return rows
-
-
-def _last_checkpoint(run: Path) -> Path:
-    """Find the folder of a run's newest weights."""
-    # By number and not by name: beyond 99,999,999 steps names grow longer.
-    steps = (_STEP.fullmatch(path.name) for path in (run / CHECKPOINTS).glob("step-*"))
-    names = {int(step[1]): step[0] for step in steps if step is not None}
-    if not names:
-        raise CheckpointError(f"{run / CHECKPOINTS}: expected the run's checkpoints, found none")
-    return run / CHECKPOINTS / names[max(names)]
 
 
 def write_prediction(
@@ -242,10 +242,36 @@ def readable_pictures(inputs: Sequence[Input], bad: list[BadFile]) -> list[Input
     return [one for one, each in zip(inputs, seen, strict=True) if isinstance(each, Seen)]
 
 
-def _read_texts(paths: Sequence[Path]) -> tuple[list[Input], list[BadFile]]:
-    """Read one text from each line, and the label behind its tab, if it has one."""
-    inputs, bad = [], []
+def columns_of(run: Path, kind: str) -> Columns:
+    """The columns of the tables that a run was trained on.
+
+    Args:
+        run: folder of the run.
+        kind: what the samples are, if it was trained on something else.
+
+    Raises:
+        DataError: the run's ``run.json`` is damaged.
+    """
+    kept = read_run(run).get("columns")
+    with kept_facts(run):
+        return msgspec.convert(kept, Columns) if kept else Columns(kind)
+
+
+def _read_texts(paths: Sequence[Path], columns: Columns) -> tuple[list[Input], list[BadFile]]:
+    """Read one text from each line, and the label behind its tab, if it has one.
+
+    Args:
+        paths: of the files; a table has a text in each row.
+        columns: where they are in a table.
+    """
+    inputs: list[Input] = []
+    bad: list[BadFile] = []
     for path in paths:
+        if is_table(path):
+            rows, wrong_rows, _ = read_table(path, columns, None)
+            inputs += [Input(path, str(path), x.text, x.line_number, str(x.label)) for x in rows]
+            bad += wrong_rows
+            continue
         if not path.is_file():
             came = "a folder" if path.is_dir() else "nothing there"
             raise DataError(f"{path}: expected a file with one text a line, got {came}")
@@ -333,24 +359,51 @@ class Use:
 
     def pictures(self) -> list[dict[str, Any]]:
         """The classes of pictures."""
-        kind = classify.PictureModel.of_run(self.run)
+        kind = classify_job.PictureModel.of_run(self.run)
         with kept_facts(self.run):
             model = kind.build()
         data = LabelledPictures(
             self.arrays or self._files(kind),
-            self._labels(kind.classes),
+            self._labels(kind.classes, kind.target),
             kind.mode,
             kind.test_changes,
             kind.normalise,
         )
-        return self._classes(model, classify.answer, data, kind.classes)
+        return self._rows(model, classify_job.answer, data, kind)
 
     def texts(self) -> list[dict[str, Any]]:
         """The classes of texts."""
-        kind = text.TextModel.of_run(self.run)
+        kind = text_job.TextModel.of_run(self.run)
         ids = kind.encode([each.text for each in self.inputs])
-        data = EncodedTexts(ids, self._labels(kind.classes))
-        return self._classes(kind.build(self.run), text.answer, data, kind.classes, kind.collate)
+        data = EncodedTexts(ids, self._labels(kind.classes, kind.target))
+        return self._rows(kind.build(self.run), text_job.answer, data, kind, kind.collate)
+
+    def _rows(
+        self,
+        model: nn.Module,
+        answer: Answer,
+        data: LabelledPictures | EncodedTexts,
+        kind: classify_job.PictureModel | text_job.TextModel,
+        collate: Callable[[list[Any]], Any] | None = None,
+    ) -> list[dict[str, Any]]:
+        """Report the number of each sample, or its classes: all that it has, or the surest."""
+        classes = kind.classes
+        if kind.target.task == "single-label":
+            return self._classes(model, answer, data, classes, collate)
+        found = self.measured(model, target_measure(answer, kind.target), data, collate)
+        labelled = any(each.label for each in self.inputs)
+        losses = found["loss"].tolist()
+        return [
+            {
+                **each.row,
+                **({"label": each.label} if labelled else {}),
+                **({"loss": loss} if self.scored else {}),
+                **own,
+            }
+            for each, loss, own in zip(
+                self.inputs, losses, target_rows(found, classes), strict=True
+            )
+        ]
 
     def _classes(
         self,
@@ -388,14 +441,15 @@ class Use:
 
         note = PngInfo()
         note.add_text("Software", MASK_NOTE)
-        kind = segment.MaskModel.of_run(self.run)
+        kind = segment_job.MaskModel.of_run(self.run)
         with kept_facts(self.run):
             model = kind.build()
         padded, folder = Padded(model.stride), self.options.output or Path()
 
         def draw(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
             """Write the masks of a shard where it is computed; return the share of each."""
-            masks = whole_logits(model, batch, padded.stride).sigmoid() >= kind.threshold
+            logits = whole_logits(model, batch, padded.stride)
+            masks = segment_job.predicted_numbers(logits, kind.threshold)
             shares = []
             # The mask's first pixel; float32 holds numbers exactly up to 16,777,216 pictures.
             numbers = batch["masks"][:, 0, 0].to(torch.int64).tolist()
@@ -403,28 +457,42 @@ class Use:
                 pixels = mask[: size[0], : size[1]].cpu()
                 path = folder / _mask_name(self.inputs[number].name)
                 path.parent.mkdir(parents=True, exist_ok=True)
-                drawn = Image.fromarray(np.where(pixels.numpy(), 255, 0).astype(np.uint8))
+                levels = pixels.numpy().astype(np.uint8)
+                if kind.classes:
+                    drawn = coloured_mask(levels, kind.classes, values=True)
+                else:
+                    drawn = Image.fromarray(levels * np.uint8(255))
                 # Whole or not at all, so that nothing half-written lies there after a stop.
                 with aside_of(path) as file:
                     drawn.save(file, format="PNG", pnginfo=note)
-                shares.append(pixels.to(torch.float64).mean())
+                counts = torch.bincount(pixels.flatten(), minlength=max(2, len(kind.classes)))
+                shares.append(counts.to(torch.float64) / pixels.numel())
             return {"share": torch.stack(shares)}
 
         data = LabelledPictures(self._files(kind), self._numbers, "RGB", (), kind.normalise)
         collate = partial(_numbered, padded=padded)
-        size = segment.EVALUATION_BATCH_SIZE
+        size = segment_job.EVALUATION_BATCH_SIZE
         shares = self.measured(model, draw, data, collate, batch_size=size)["share"]
+        # Of two values, the share of the foreground.
+        names = [f"share {each.name}" for each in kind.classes] or ["share"]
+        columns = shares.tolist() if kind.classes else shares[:, 1:].tolist()
         return [
-            {**each.row, "mask": _mask_name(each.name), "share": share}
-            for each, share in zip(self.inputs, shares.tolist(), strict=True)
+            {**each.row, "mask": _mask_name(each.name), **dict(zip(names, own, strict=True))}
+            for each, own in zip(self.inputs, columns, strict=True)
         ]
 
     @property
     def _numbers(self) -> range:
         return range(len(self.inputs))
 
-    def _labels(self, classes: Sequence[str]) -> list[int]:
+    def _labels(self, classes: Sequence[str], target: Target) -> Any:
         """The number of each input's class; 0 where it is not known, so that its loss is void."""
+        if target.task != "single-label":
+            nothing = torch.zeros(len(self.inputs), len(classes))
+            if not self.scored:
+                return nothing if classes else nothing.sum(dim=1)
+            labels = [read_label(each.label, target.task) for each in self.inputs]
+            return targets(numbered(labels, classes))
         numbers = {name: number for number, name in enumerate(classes)}
         return [numbers.get(each.label, 0) for each in self.inputs]
 
@@ -457,7 +525,7 @@ class Use:
         )
 
 
-_PREDICTORS = {classify.JOB: Use.pictures, segment.JOB: Use.masks, text.JOB: Use.texts}
+_PREDICTORS = {classify_job.JOB: Use.pictures, segment_job.JOB: Use.masks, text_job.JOB: Use.texts}
 
 
 def _predict(use: Use) -> list[dict[str, Any]] | OnefoldError:
@@ -476,85 +544,3 @@ def _no_loss(model: nn.Module, batch: Any) -> torch.Tensor:
 def _numbered(samples: list[tuple[torch.Tensor, int]], padded: Padded) -> dict[str, torch.Tensor]:
     """Make a shard of pictures, each with its number in the place of a mask."""
     return padded([(image, torch.full((1, 1), float(number))) for image, number in samples])
-
-
-_FORMULAS = ("=", "+", "-", "@", "\t", "\r", "\n", "\uff1d", "\uff0b", "\uff0d", "\uff20")
-"""What a spreadsheet takes for the start of a formula; the last four are East Asian wide forms."""
-_NUMBER = re.compile(r"[-+]?[0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
-_QUOTED = ',;"\t\r\n'
-_BEGINNINGS = (
-    b"file,class,confidence", b"file,line,text,class,confidence", b"file,mask,share",
-    b"file,label,class,confidence", b"file,line,text,label,class,confidence", b"file,iou,dice",
-    b'[\n {\n  "file": ', b"[]",
-)  # fmt: skip
-"""How files of predictions begin."""
-MASK_NOTE = "onefold predict"
-"""Stands in the PNG of each mask as the software that made it, and so marks our own."""
-
-
-def as_json(rows: list[dict[str, Any]]) -> str:
-    """Format predictions as a JSON list of objects."""
-    return json.dumps(rows, indent=1, ensure_ascii=False) + "\n"
-
-
-def as_csv(rows: list[dict[str, Any]]) -> str:
-    """Format predictions as CSV, one line a sample; each further class has columns of its own."""
-    # All rows have the names of the first: a run has one number of classes, and --top is one.
-    flat = [_flat(row) for row in rows]
-    lines = [list(flat[0]) if flat else [], *(list(row.values()) for row in flat)]
-    return "".join(",".join(_cell(value) for value in line) + "\n" for line in lines)
-
-
-def _cell(value: object) -> str:
-    """Format a value as a cell that no spreadsheet takes for a formula.
-
-    Texts that look like one get an apostrophe in front, unless they are plain numbers. Characters
-    that could end the cell are quoted.
-
-    Source: OWASP, CSV Injection.
-    """
-    text = str(value)
-    formula = isinstance(value, str) and text.startswith(_FORMULAS) and not _NUMBER.fullmatch(text)
-    if formula:
-        text = f"'{text}"
-    if formula or any(letter in text for letter in _QUOTED):
-        return '"' + text.replace('"', '""') + '"'
-    return text
-
-
-def _flat(row: dict[str, Any]) -> dict[str, Any]:
-    # The surest class has the plain names, so that a file of one class has no numbered columns.
-    values = {name: value for name, value in row.items() if name != "classes"}
-    for place, each in enumerate(row.get("classes", ()), start=1):
-        suffix = "" if place == 1 else f"_{place}"
-        values[f"class{suffix}"] = each["class"]
-        values[f"confidence{suffix}"] = f"{each['confidence']:.6f}"
-    return values
-
-
-def require_predictions(path: Path) -> None:
-    """Refuse to write over a file that holds something other than predictions."""
-    require_ours(
-        path,
-        lambda head: head.startswith(_BEGINNINGS),
-        f"--output {path}: expected a new file, or predictions of before",
-    )
-
-
-def require_mask(path: Path, folder: Path) -> None:
-    """Refuse to write over a file that is not one of our masks, or through a link."""
-    # Each folder on the way, as a linked one would take the masks out of the output folder. What is
-    # above that is the user's choice.
-    for above in path.parents:
-        if above == folder:
-            break
-        if above.is_symlink():
-            raise ValueError(
-                f"--output {folder}: expected folders of its own, {above} is a link: remove it, or "
-                f"name another folder"
-            )
-    require_ours(
-        path,
-        lambda head: MASK_NOTE.encode() in head,
-        f"--output {folder}: expected new masks, or masks of before",
-    )

@@ -43,6 +43,7 @@ Measure = Callable[[nn.Module, Any], Measured]
 Predict = Callable[[Measure, Any], Measured]
 """``Trainer.predict`` of a measure and a data set, read as in the evaluation of the run."""
 
+_LOWEST = frozenset({"loss", "mae", "rmse"})
 _SHOWN = 6
 """With more than twice as many classes, only so many of the largest and the smallest are listed."""
 _IN_TABLES, _IN_MATRIX = 20, 10
@@ -56,7 +57,7 @@ def rule_of(name: str) -> str:
     >>> rule_of("macro-f1"), rule_of("loss")
     ('highest macro-f1', 'lowest loss')
     """
-    return f"{'lowest' if name == 'loss' else 'highest'} {name}"
+    return f"{'lowest' if name in _LOWEST else 'highest'} {name}"
 
 
 def is_share(name: str) -> bool:

@@ -76,13 +76,13 @@ class PicturePairs(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         return len(self.pairs)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(3, h, w) and (h, w) float32; void pixels are `VOID`."""
+        """(3, h, w) and (h, w) float32: 1 for foreground, or class numbers; `VOID` for void."""
         pair = self.pairs[index]
         image = open_picture(pair.image, white=self.white).convert("RGB")
         mask = read_mask(pair.mask, self.rule)
         if self.augment is not None:
             image, mask = self.augment(image, mask)
-        return self.normalise(image), mask_tensor(mask)
+        return self.normalise(image), mask_tensor(mask, classes=bool(self.rule.classes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +155,7 @@ def whole_logits(model: nn.Module, batch: Any, stride: int) -> torch.Tensor:
         stride: height and width that the model takes are multiples of it.
 
     Returns:
-        (n, h, w) float32, 0 outside of each picture's own padding.
+        (n, c, h, w) float32, 0 outside of each picture's own padding.
     """
     images = batch["images"]
     alike: dict[tuple[int, int], list[int]] = {}
@@ -163,11 +163,14 @@ def whole_logits(model: nn.Module, batch: Any, stride: int) -> torch.Tensor:
         alike.setdefault(padded_size(size, stride), []).append(row)
     # Outside of its own padding a picture's logits are never read, but they must be numbers: the
     # loss multiplies them by 0, and 0 times NaN is NaN.
-    logits: torch.Tensor = images.new_zeros(len(images), *images.shape[2:])
+    logits: torch.Tensor | None = None
     for (height, width), rows in alike.items():
-        values = model(images[rows, :, :height, :width]).squeeze(1)
+        values = model(images[rows, :, :height, :width])
+        if logits is None:
+            logits = images.new_zeros(len(images), values.shape[1], *images.shape[2:])
         # Under autocast the model returns a smaller type than the images have.
-        logits[rows, :height, :width] = values.to(logits.dtype)
+        logits[rows, :, :height, :width] = values.to(logits.dtype)
+    assert logits is not None
     return logits
 
 

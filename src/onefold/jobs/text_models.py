@@ -32,9 +32,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 
 from onefold.errors import CheckpointError
 from onefold.jobs.data.files import read_json, read_whole
@@ -106,7 +107,7 @@ def build_classifier(
     config = RobertaConfig(
         vocab_size=vocabulary_size,
         num_labels=num_classes,
-        problem_type="single_label_classification",
+        problem_type=_problem(num_classes),
         hidden_size=width,
         intermediate_size=4 * width,
         num_hidden_layers=layers,
@@ -122,6 +123,11 @@ def build_classifier(
     )
     model: nn.Module = RobertaForSequenceClassification(config)
     return model
+
+
+def _problem(outputs: int) -> str:
+    """What transformers is told of the outputs; the loss is always the job's own."""
+    return "single_label_classification" if outputs > 1 else "regression"
 
 
 def head_parts(model: nn.Module) -> tuple[str, ...]:
@@ -249,7 +255,7 @@ def _load_model(directory: Path, num_classes: int) -> tuple[Any, dict[str, Any]]
     config = AutoConfig.from_pretrained(
         directory,
         num_labels=num_classes,
-        problem_type="single_label_classification",
+        problem_type=_problem(num_classes),
         local_files_only=True,
         trust_remote_code=False,
     )
@@ -444,8 +450,8 @@ class EncodedTexts(Dataset[tuple[torch.Tensor, int]]):
 
     ids: Sequence[torch.Tensor]
     """Of each text, (t,) int64, from `encode_texts`."""
-    labels: Sequence[int]
-    """Of each text, counted from 0."""
+    labels: Any
+    """Of each text: the number of its class, counted from 0, or a tensor."""
     token_dropout: float = 0.0
     """Share of the tokens that become ``mask_id``, at least 0 and below 1, drawn anew at every
     reading from PyTorch's global generator; for training."""
@@ -473,17 +479,23 @@ class EncodedTexts(Dataset[tuple[torch.Tensor, int]]):
 
 
 def pad_shard(
-    samples: Sequence[tuple[torch.Tensor, int]], pad_id: int = PAD_ID
+    samples: Sequence[tuple[torch.Tensor, int]],
+    pad_id: int = PAD_ID,
+    *,
+    multiple: int = 1,
+    longest: int = 1,
 ) -> dict[str, torch.Tensor]:
-    """Make a shard of texts, padded to the length of its longest.
+    """Make a shard of texts, padded to the length of its longest, or to one of a few lengths.
 
     Args:
         samples: one or more items of `EncodedTexts`.
         pad_id: token id of the padding.
+        multiple: pad to a multiple of so many tokens, but not beyond ``longest``.
+        longest: the most tokens that a text may have.
 
     Returns:
         ``input_ids`` (n, t) int64, ``attention_mask`` (n, t) int64, 1 where there is text, and
-        ``labels`` (n,) int64.
+        ``labels`` (n,) int64, or (n,) or (n, classes) float32 as the samples have them.
 
     Example:
         >>> shard = pad_shard([(torch.tensor([0, 65, 66, 2]), 1), (torch.tensor([0, 67, 2]), 0)])
@@ -497,8 +509,11 @@ def pad_shard(
     lengths = torch.tensor([len(ids) for ids in texts])
     # The mask is made of lengths, not of ids: some models pad with a token that texts have, too.
     padded = pad_sequence(texts, batch_first=True, padding_value=pad_id)
+    length = padded.shape[1]
+    more = max(0, min(-(-length // multiple) * multiple, longest) - length)
+    padded = F.pad(padded, (0, more), value=pad_id)
     return {
         "input_ids": padded,
         "attention_mask": (torch.arange(padded.shape[1]) < lengths.unsqueeze(1)).to(torch.int64),
-        "labels": torch.tensor([label for _, label in samples], dtype=torch.int64),
+        "labels": default_collate([label for _, label in samples]),
     }

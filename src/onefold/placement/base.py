@@ -71,6 +71,8 @@ class PlacementPlan:
     early: StageModules | None = None
     """After which stages of whole partial sums are sent while backward goes on, if the model is
     large enough for that."""
+    mirrors: bool = False
+    """Whether each device then updates all parameters, if the optimizer allows for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +80,8 @@ class StepTotals:
     """What the shards of a step add up to."""
 
     pieces: Sequence[torch.Tensor | None]
-    """The summed gradient of each piece that this process owns, shaped as the piece; None where no
-    shard gave one. Valid until parameters are published."""
+    """The summed gradient of each piece that this process updates, shaped as the piece; None where
+    no shard gave one. Valid until parameters are published."""
     gave: Sequence[int]
     """For each trained parameter, the number of shards that gave it a gradient."""
     whole: Gradients | None = None

@@ -19,6 +19,7 @@ import torch
 
 from onefold.core.batch import ShardedBatch
 from onefold.core.fold import Block, before_last, blocks_of, fold
+from onefold.core.options import WITH_STATE
 from onefold.core.values import Gradients, ShardResult
 from onefold.exchange.exchange import Exchange
 from onefold.exchange.joining import has_memory_in_common
@@ -169,7 +170,9 @@ class Replicated(Placement):
     def plan(self, parts: ModelParts, stages: Sequence[torch.nn.Module] | None) -> PlacementPlan:
         if has_memory_in_common(self.devices) or self.settings.shards == 1:
             return PlacementPlan()
-        return PlacementPlan(early=StageModules(parts.module, stages, parts.trained))
+        mirrors = self.devices.context.options.placement == WITH_STATE
+        early = StageModules(parts.module, stages, parts.trained)
+        return PlacementPlan(early=early, mirrors=mirrors)
 
     def run_shards(
         self, batch: ShardedBatch, task: ShardTask, done: Done, before: Before

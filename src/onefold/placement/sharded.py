@@ -75,7 +75,7 @@ class Sharded(Placement):
                 f"stage {storage.stages.names[largest]} is larger than a device: expected at most "
                 f"{capacity:,} bytes, which {device} has, got {needed[largest]:,} bytes of {what}. "
                 f"Cut it with Trainer(stages=[...]), or cut its largest layer into modules of "
-                f"their own: docs/large-models.md. `onefold plan` shows all stages"
+                f"their own: docs/do/large-models.md. `onefold plan` shows all stages"
             )
 
     def start(self, context: StepContext) -> None:

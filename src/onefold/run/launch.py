@@ -78,7 +78,8 @@ def launch(
             script or notebook, with what it refers to; lambdas and closures may be given, too.
         devices: a number, ``"auto"``, ``"cpu:2"`` or a list such as ``["cuda:1", "cuda:3"]``.
         args: arguments for ``main``.
-        placement: where parameters lie: on each device (``"replicate"``), partitioned over all
+        placement: where parameters lie: on each device (``"replicate"``; with
+            ``"replicate:state"`` the optimizer's state as well), partitioned over all
             (``"shard"``), in host memory (``"offload"``), or stage by stage (``"pipeline"``;
             ``"pipeline:2"`` for pipelines of two devices side by side); by default what
             ``ONEFOLD_PLACEMENT`` says, and ``"replicate"`` without it.
@@ -102,9 +103,10 @@ def launch(
     """
     context = current_context()
     if context.launched:
-        # Devices of another launcher would keep all of a model, where less was asked for.
+        # Devices of another launcher would keep more of a run, or less, than was asked for.
         decided = context.launcher != "onefold" and context.options.keeps_whole
-        if placement and decided and not RunOptions(placement=placement).keeps_whole:
+        asked = RunOptions(placement=placement or "replicate").placement
+        if decided and asked not in ("replicate", context.options.placement):
             raise LaunchError(
                 f"placement={placement!r} was asked for in a process that another launcher has "
                 f"started: there the environment decides. Set {PLACEMENT_VARIABLE}={placement} for "

@@ -17,6 +17,7 @@ import torch
 from onefold.checks.model import held_in
 from onefold.core.context import LaunchContext
 from onefold.core.fold import blocks_of
+from onefold.core.options import WITH_STATE
 from onefold.core.settings import Settings, added_up_in
 from onefold.core.shard import Plan
 from onefold.core.stages import cut_pipeline
@@ -66,6 +67,7 @@ def plan_instead(
             {
                 "devices": count,
                 "replicate": sizes.replicating(count, together=together),
+                WITH_STATE: sizes.replicating(count, together=together, state=True),
                 "shard": sizes.sharding(count, together=together),
                 "pipeline": _in_pipeline(sizes, stages, count, together=together),
                 "offload": sizes.offloading(together=together),
@@ -190,6 +192,8 @@ class Footprint:
     >>> sizes = Footprint(parameters=100, other=0, gradients=100, state=200, stage=5, shards=8)
     >>> sizes.replicating(1, together=True), sizes.replicating(4, together=True)
     (700, 375)
+    >>> sizes.replicating(2, together=False), sizes.replicating(2, together=False, state=True)
+    (650, 800)
     >>> sizes.sharding(4, together=True), sizes.sharding(4, together=False)
     (145, 155)
     >>> sizes.pipelining(4, 30, together=True), sizes.on_disk
@@ -214,27 +218,34 @@ class Footprint:
     frozen_stage: int = 0
     """Those of the stage that has most of them."""
 
-    def replicating(self, devices: int, *, together: bool) -> int:
-        """Of each of so many devices; ``together`` if all of them use the same parameters."""
+    def replicating(self, devices: int, *, together: bool, state: bool = False) -> int:
+        """Of each of so many devices; ``together`` if all of them use the same parameters.
+
+        With ``state`` each has all of the optimizer's state, unless they are together.
+        """
+        state &= not together
         if devices > 1 and not together:
-            sums = self._sums_apart(devices)
+            sums = self._sums_apart(devices, to_all=state)
         else:
             # What backward makes, a sum for each level of the tree of a device's shards, and what
             # is handed to others.
             sums = self.gradients * (1 + self._levels(devices) + (devices > 1))
-        own = sums + self.state // devices
+        own = sums + self.state // (1 if state else devices)
         return own + self._values(devices, together=together)
 
-    def _sums_apart(self, devices: int) -> int:
-        """Of gradients, where several devices have memory of their own."""
+    def _sums_apart(self, devices: int, *, to_all: bool) -> int:
+        """Of gradients, where several devices have memory of their own.
+
+        With ``to_all`` each device adds up all of them.
+        """
         plan = Plan.even(shards=self.shards, devices=devices)
         blocks = [blocks_of(plan.shards_of(number), self.shards) for number in range(devices)]
         counts = [len(each) for each in blocks]
         largest = max(stop - start for each in blocks for start, stop in each)
         # A partial sum for each block, the sums below the largest, and a partition of each of the
-        # others' partial sums.
+        # others' partial sums, or all of these.
         held = self.gradients * (max(counts) + (largest - 1).bit_length())
-        came = self.gradients * (sum(counts) - max(counts)) // devices
+        came = self.gradients * (sum(counts) - max(counts)) // (1 if to_all else devices)
         early = max(counts) == 1 and self.parameters >= LEAST_SENT_EARLY_BYTES
         return held + came + (_STAGES_AT_HAND * self.stage if early else self.gradients)
 

@@ -46,6 +46,7 @@ from onefold.shard.stages import frozen_of
 from onefold.step.engine import Engine
 from onefold.update.clipping import refuse_clipping
 from onefold.update.optimizer import PartitionedOptimizer
+from onefold.update.optimizers import optimizers_in, steps_by_parameter
 
 __all__ = ["LEAST_SENT_EARLY_BYTES", "assemble", "hold", "take_from_holders"]
 
@@ -117,7 +118,7 @@ def assemble(
         plan=plan,
         pieces=storage.pieces,
         stages=storage.stages,
-        early=storage.early,
+        early=None if storage.mirrors else storage.early,
     )
     described = describe(
         parts, optimizer, settings, devices, plan, schedule, storage.stages, values
@@ -186,8 +187,17 @@ def _storage(
     layout = lay_out({own_name(name): p for name, p in held_in(settings.precision, parts).items()})
     pieces, early = cut_pieces(layout, by_element=updates_by_element(optimizer)), placed.early
     # Small models are sent as a whole: each message costs more than it saves.
-    may = early is not None and layout.nbytes >= LEAST_SENT_EARLY_BYTES
-    if early is None or not may or not divides_evenly(pieces, devices_in_all, early.stages):
+    if layout.nbytes < LEAST_SENT_EARLY_BYTES:
+        early = None
+    updated_in = torch.float32 if settings.precision.parameters else None
+    # What others' optimizers count or draw is known of one update of each piece alone.
+    each = optimizers_in(optimizer).values()
+    mirrors = placed.mirrors and early is not None and not updated_in and steps_by_parameter(each)
+    if (
+        early is not None
+        and not mirrors
+        and not divides_evenly(pieces, devices_in_all, early.stages)
+    ):
         early = None
     return Storage(
         parameters=layout,
@@ -198,6 +208,7 @@ def _storage(
         devices=devices_in_all,
         stages=None if modules is None else modules.stages,
         early=None if early is None else early.stages,
+        mirrors=mirrors,
         frozen=None if modules is None else frozen_of(parts.frozen, modules, devices_in_all),
-        updated_in=torch.float32 if settings.precision.parameters else None,
+        updated_in=updated_in,
     )

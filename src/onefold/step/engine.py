@@ -512,7 +512,7 @@ def write_gradient(context: StepContext) -> None:
     """
     update, first = context.update, context.first
     whole = FlatTensors(update.storage.gradients, device=first.device)
-    for item, gradient in zip(update.owned, update.gradients, strict=True):
+    for item, gradient in zip(update.updated, update.gradients, strict=True):
         if gradient is not None:
             whole.piece(item.piece).copy_(gradient)
     # Read before the exchange is over: from then on the table is no longer ours to read.

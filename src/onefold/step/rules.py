@@ -84,7 +84,7 @@ class GradientRules:
         """
         update = self._update
         if shards > 1:
-            return update.norms.squared(update.gradients, share).sqrt()
+            return update.norms.squared(update.owned_gradients, share).sqrt()
         # As torch.nn.utils.clip_grad_norm_ does, to the last bit.
         if totals.whole is None:
             return update.norms.of_one_shard(update.gradients, totals.gave, share, widened=widened)

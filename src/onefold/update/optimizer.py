@@ -108,14 +108,17 @@ class PartitionedOptimizer:
         # First the pieces, then the state that is cut as they are.
         self.owned = [self._own_piece(d, n) for d in memory for n in assignment.partitions[d]]
         """This process's pieces."""
-        self.gradients: list[torch.Tensor | None] = [None] * len(self.owned)
+        self._own = {item.number for item in self.owned}
+        self.updated = self._with_others(next(iter(memory))) if storage.mirrors else self.owned
+        """The pieces that this process updates: with `Storage.mirrors` all, else its own."""
+        self.gradients: list[torch.Tensor | None] = [None] * len(self.updated)
         """The gradient of each of these pieces, from `take` to the end of `step`: shaped as the
         piece, in the dtype in which gradients are added up; None where no shard gave one."""
-        self._by_number = {item.number: item for item in self.owned}
+        self._by_number = {item.number: item for item in self.updated}
         self._apart = [(item, item.home) for item in self.owned if item.home is not None]
         self.norms = PieceNorms(storage, memory, assignment.partitions, self.owned)
-        self._entries = [item.piece.entry for item in self.owned]
-        self._whole = self._part(range(len(self.owned)))
+        self._entries = [item.piece.entry for item in self.updated]
+        self._whole = self._part(range(len(self.updated)))
         self._parts = [self._whole]
         # Where all has room, one call of the optimizer is quicker than several.
         if storage.stages and allocator.on_disk and self.owned:
@@ -133,10 +136,22 @@ class PartitionedOptimizer:
         this = weakref.ref(self)
         refuse_own_steps(self._each, lambda: None if (it := this()) is None else it._stepping)
 
+    def _with_others(self, device: int) -> list[OwnedPiece]:
+        """All pieces, of which a device owns some and updates all."""
+        own = {item.number: item for item in self.owned}
+        numbers = range(len(self.storage.pieces))
+        return [own[n] if n in own else self._own_piece(device, n) for n in numbers]
+
+    @property
+    def owned_gradients(self) -> list[torch.Tensor | None]:
+        """Those of `gradients` that belong to owned pieces."""
+        pairs = zip(self.updated, self.gradients, strict=True)
+        return [gradient for item, gradient in pairs if item.number in self._own]
+
     def _part(self, places: Sequence[int]) -> Part:
-        """Divide some of this process's pieces among the optimizer's groups."""
+        """Divide some of the pieces that this process updates among the optimizer's groups."""
         divided: list[list[torch.Tensor]] = [[] for _ in self.optimizer.param_groups]
-        for item in (self.owned[place] for place in places):
+        for item in (self.updated[place] for place in places):
             divided[self._group_of[id(item.parameter)]].append(item.values)
         return Part(places, divided)
 
@@ -207,7 +222,7 @@ class PartitionedOptimizer:
         """Accept the gradients of a step.
 
         Args:
-            totals: one summed gradient for each owned piece, shaped as the piece; changed in place.
+            totals: one summed gradient for each piece of `updated`, shaped as it; changed in place.
             gave: for each trained parameter the number of shards that gave it a gradient; a
                 parameter that got none is left alone, as plain PyTorch does.
             shards: how many shards the batch is cut into; where fewer gave a gradient, the missing
@@ -251,7 +266,7 @@ class PartitionedOptimizer:
 
     def drop(self) -> None:
         """Let go of the gradients taken, of a step that is skipped."""
-        self.gradients = [None] * len(self.owned)
+        self.gradients = [None] * len(self.updated)
 
     def step(self) -> None:
         """Run the user's optimizer on the owned pieces with the gradients taken."""
@@ -277,11 +292,11 @@ class PartitionedOptimizer:
                 group["params"] = parameters
             # The totals belong to the exchange again, and the next step overwrites them: no
             # parameter may go on pointing at them.
-            for item in self.owned:
+            for item in self.updated:
                 item.values.grad = None
                 if item.piece.whole:
                     item.parameter.grad = None
-            self.gradients = [None] * len(self.owned)
+            self.gradients = [None] * len(self.updated)
 
     def _step(self, part: Part) -> None:
         """Call the optimizer for a part of the pieces, for some of them or for all."""
@@ -299,14 +314,14 @@ class PartitionedOptimizer:
     def _visitors(self, part: Part) -> Sequence[Sequence[torch.Tensor]]:
         """For each group, the pieces that the optimizer looks at."""
         # PyTorch's own look at none without a gradient.
-        idle = {id(self.owned[p].values) for p in part.places if self.gradients[p] is None}
+        idle = {id(self.updated[p].values) for p in part.places if self.gradients[p] is None}
         idle = idle if steps_by_parameter(self._each) else set()
         return [[each for each in pieces if id(each) not in idle] for pieces in part.divided]
 
     def _update(self, part: Part) -> None:
         moves = self._staging.moves
         for place in part.places:
-            item, gradient = self.owned[place], self.gradients[place]
+            item, gradient = self.updated[place], self.gradients[place]
             values = item.values
             # Rounded only now: scaling and clipping are done in the precision of the sum.
             if gradient is not None and (moves or gradient.dtype is not values.dtype):
@@ -317,7 +332,7 @@ class PartitionedOptimizer:
             if item.piece.whole and item.home is None and values.device == item.parameter.device:
                 item.parameter.grad = gradient
         if self.audit is not None and not moves and steps_by_parameter(self._each):
-            self.audit(self.optimizer, [self.owned[place].values for place in part.places])
+            self.audit(self.optimizer, [self.updated[place].values for place in part.places])
         else:
             self.optimizer.step()
 
@@ -370,10 +385,10 @@ class PartitionedOptimizer:
     def take_states(
         self, states: Iterable[PieceState], shown: Mapping[int, torch.Tensor] | None = None
     ) -> None:
-        """Replace the state of all owned pieces.
+        """Replace the state of all pieces that this process updates.
 
         Args:
-            states: of the owned pieces; tensors are copied.
+            states: of these pieces; tensors are copied.
             shown: their values as models see them, (numel,) by number, if these have no memory.
         """
         self.view.hide(undivided=self.is_undivided)
@@ -390,8 +405,8 @@ class PartitionedOptimizer:
         """Add the states of pieces that have none yet.
 
         Args:
-            states: of owned pieces; tensors are copied, as those given may lie in memory that is
-                used again.
+            states: of pieces that this process updates; tensors are copied, as those given may lie
+                in memory that is used again.
         """
         found: dict[torch.Tensor, dict[str, Any]] = {}
         for state in states:
@@ -402,7 +417,9 @@ class PartitionedOptimizer:
                 if item.home is not None:
                     storage_order(values.data).copy_(value)
             elif state.key == AVERAGE:
-                self.averages.adopt(state.piece, values.detach(), value)
+                # Only owners keep averages.
+                if state.piece in self._own:
+                    self.averages.adopt(state.piece, values.detach(), value)
             elif state.by_element:
                 # In the piece's own strides: fused kernels read state and values in step.
                 value = self._allocator.like(values.detach(), value.dtype)
@@ -488,7 +505,7 @@ class PartitionedOptimizer:
     def _divide_state(self, whole: Mapping[Any, Any]) -> None:
         """Cut the state that parameters already have as they are cut."""
         self.adopt_states(self.cut(whole, self._by_number))
-        for item in self.owned:
+        for item in self.updated:
             self._keep(self.state.get(item.values, {}))
 
     def cut(self, whole: Mapping[Any, Any], numbers: Iterable[int]) -> Iterator[PieceState]:
@@ -510,7 +527,7 @@ class PartitionedOptimizer:
         return len(own) == len(self.users)
 
     def replace_states(self, states: Iterable[PieceState]) -> None:
-        """Replace the state of all owned pieces, but not values and averages.
+        """Replace the state of all pieces that this process updates, but not values and averages.
 
         Args:
             states: of all pieces; tensors are copied.
@@ -521,7 +538,7 @@ class PartitionedOptimizer:
     def adopt_assigned(self) -> None:
         """Adopt what a script has put in the place of an optimizer's state, as to begin anew."""
         for held, whole in self.view.assigned():
-            for item in self.owned:
+            for item in self.updated:
                 if id(item.parameter) in held:
                     self.state.pop(item.values, None)
             self._divide_state(dict(whole))

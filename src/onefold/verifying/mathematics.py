@@ -404,7 +404,7 @@ class Mathematics:
         squares: dict[str, torch.Tensor] = {}  # (3,) float64
         names = list(self._engine.context.replicas[0].parts.trained)
         left_out = self._engine.objective.left_out
-        for item, mine in zip(update.owned, update.gradients, strict=True):
+        for item, mine in zip(update.updated, update.gradients, strict=True):
             if item.piece.entry in left_out:
                 continue
             name = names[item.piece.entry]

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onefold.errors import DataError
-from onefold.jobs.data.classes import PictureClasses, Split, hold_out, read_folders
+from onefold.jobs.data.classes import PictureClasses, Split, read_classes
+from onefold.jobs.data.samples import hold_out
 from tests.jobs.data.pictures import noise, write_class_folders, write_cut_jpeg, write_page
 from tests.tables import for_each
 
@@ -21,7 +22,7 @@ PETS = ("cat", "dog")
 
 
 def read(root: Path, *, skip: bool = False, **choices: Any) -> PictureClasses:
-    return read_folders(root, **{"holdout": 0.3, "seed": 0, "skip_bad": skip, **choices})
+    return read_classes(root, **{"holdout": 0.3, "seed": 0, "skip_bad": skip, **choices})
 
 
 def names(split: Split) -> list[str]:
@@ -93,12 +94,16 @@ def test_what_is_bad_is_refused_by_name(given_test: Path) -> None:
         write_cut_jpeg(given_test / f"train/cat/{number}.jpg")
         write_page(given_test / f"test/dog/{number}.jpg")
     (given_test / "train/cat/9.jpg").symlink_to(given_test / "gone.jpg")
-    with pytest.raises(DataError, match=r"^9 of the files and lines cannot be used:") as caught:
+    with pytest.raises(DataError, match=r"^9 files cannot be used:") as caught:
         read(given_test)
     message = str(caught.value)
     assert [f"train/cat/{n}.jpg" in message for n in (*range(4), 9)] == [True] * 5
     assert "test/dog" not in message
-    assert "and 4 more" in message
+    every = re.search(r"and 4 more; all of them are listed in (.*)\n", message)
+    assert every
+    listed = Path(every[1]).read_text()
+    Path(every[1]).unlink()
+    assert len(re.findall(r"test/dog/\d\.jpg: ", listed)) == 4
 
 
 def test_what_is_bad_can_be_left_out_and_is_the_same_for_all(given_test: Path) -> None:
@@ -129,20 +134,20 @@ def test_a_class_that_cannot_be_learnt_or_tested_is_bad(given_test: Path, tmp_pa
     assert "train/emu: expected pictures of the class, found none" in left
     assert len(re.findall(r"test/fox/\d.*: no picture of its class 'fox' in", left)) == 3
     assert len(re.findall(r"test/ant/\d.*: no picture of its class 'ant' in", left)) == 3
-    with pytest.raises(DataError, match="10 of the files and lines cannot be used"):
+    with pytest.raises(DataError, match="10 files cannot be used"):
         read(given_test)
     unsplit = write_class_folders(tmp_path / "unsplit", PETS, train=4, test=0)
     write_class_folders(unsplit, ["emu"], train=1, test=0)
-    with pytest.raises(DataError, match=r"emu/0\.png: expected at least two pictures of class"):
-        read(unsplit)
-    data = read(unsplit, skip=True)
-    assert (data.classes, len(data.left_out), set(data.test.labels)) == (PETS, 1, {0, 1})
+    data = read(unsplit)
+    assert (data.classes, data.left_out) == ((*PETS, "emu"), [])
+    assert (set(data.train.labels), set(data.test.labels)) == ({0, 1, 2}, {0, 1})
+    assert "the test set has no sample of 1 of the 3 classes (emu)" in data.notes[0]
 
 
 def test_too_little_is_refused_even_where_bad_ones_are_left_out(tmp_path: Path) -> None:
     for classes, train, test, spoilt, words in (
         (["cat"], 4, 0, "", "pictures of two classes or more, found only 'cat'"),
-        (PETS, 1, 0, "", "pictures of two classes or more, found none"),
+        (PETS, 1, 0, "", "to train and to test with, found 2 and 0"),
         (PETS, 2, 1, "*/*/*", "pictures of two classes or more, found none"),
         (PETS, 6, 3, "test/*/*", "to train and to test with, found 12 and 0"),
         ([], 0, 0, "", "data: expected a folder"),

@@ -17,15 +17,21 @@ def measured(count: int, each: int = 1) -> dict[str, int]:
     [
         {"0": 5, "1": 6},
         {str(number): 5 for number in range(50)},
-        {f"{number / 2}": 9 for number in range(11)},  # stars
         {f"n{number:08}": 3 for number in range(1000)},
         {"new york": 3, "new jersey": 3, "old york": 2},
         {"red, large": 1, "red, small": 1, "blue, large": 1, "blue, small": 1},
-        measured(20),
+        {"1.0": 5, "0.0": 6},
     ],
 )
 def test_labels_of_classes_pass_without_a_word(counts: dict[str, int]) -> None:
     assert check_labels(counts, "train.tsv") == []
+
+
+def test_numbers_that_may_be_measured_are_mentioned() -> None:
+    stars = {f"{number / 2}": 9 for number in range(11)}
+    for counts, some in ((stars, "'0.5', '1.5', '2.5'"), (measured(20), "'0.33', '0.67', '1.33'")):
+        (note,) = check_labels(counts, "train.tsv")
+        assert f"numbers, such as {some}, and taken for classes: --task regression" in note
     (note,) = check_labels({str(age): 30 for age in range(18, 91)}, "train.tsv")
     assert note.startswith("train.tsv: 73 classes, all of them whole numbers: if these are measur")
 

@@ -15,7 +15,7 @@ from PIL import Image
 
 from onefold.errors import DataError
 from onefold.jobs.data import scan
-from onefold.jobs.data.classes import PictureClasses, read_folders
+from onefold.jobs.data.classes import PictureClasses, read_classes
 from onefold.jobs.data.masks import MaskRule
 from onefold.jobs.data.pairs import MaskedPictures, read_pairs
 from onefold.jobs.data.pictures import Look, Sums, look_at, look_through, open_picture
@@ -39,7 +39,7 @@ def read_paths(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
 def read(root: Path, known: Any = None) -> PictureClasses:
     scanning = Scanning(known=known) if known else None
-    return read_folders(root, holdout=0.3, seed=0, skip_bad=False, scanning=scanning)
+    return read_classes(root, holdout=0.3, seed=0, skip_bad=False, scanning=scanning)
 
 
 def read_masked(root: Path, known: Any = None, **more: Any) -> MaskedPictures:

@@ -6,9 +6,17 @@ from hypothesis import strategies as st
 
 from onefold.errors import DataError
 from onefold.jobs.data.files import BadFile
-from onefold.jobs.data.tsv import Line, read_splits, read_tsv
+from onefold.jobs.data.samples import TextSplits, read_listed
+from onefold.jobs.data.samples import read_splits as make_splits
+from onefold.jobs.data.tables import Columns
+from onefold.jobs.data.tsv import Line, read_tsv
 from tests.jobs.data.pictures import memory_limited
 from tests.tables import for_each
+
+
+def read_splits(train: Path, dev: Path) -> TextSplits:
+    return make_splits(read_listed(train, str(dev), Columns("text")), holdout=0.5, seed=0)
+
 
 UNSPLIT = st.characters(exclude_categories=["Cs"], exclude_characters="\t\n\r\0\ufeff")
 TEXTS = st.text(UNSPLIT, min_size=1).filter(str.strip)

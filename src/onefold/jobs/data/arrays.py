@@ -32,10 +32,11 @@ from torch.utils.data import TensorDataset
 
 from onefold.errors import DataError
 from onefold.jobs import require
-from onefold.jobs.data.classes import PictureClasses, Split, digest, hold_out
+from onefold.jobs.data.classes import PictureClasses, Split, digest
 from onefold.jobs.data.files import readable
 from onefold.jobs.data.labels import Sample, check_labels, check_same, untested
 from onefold.jobs.data.pictures import ArrayPictures, Sums
+from onefold.jobs.data.samples import hold_out
 from onefold.system.ownfiles import open_plain
 
 __all__ = ["mnist", "read_digits", "read_idx", "read_idx_folder", "read_labelled"]

@@ -1,24 +1,32 @@
-"""Reads pictures that lie in a folder for each class.
+"""Reads pictures with a label each, from class folders or tables of paths.
 
-Either ``train/CLASS/...`` and ``test/CLASS/...``, or class folders alone, of which a share is held
-out to test with. Pictures that come as arrays are read by `onefold.jobs.data.arrays`.
+Folders are either ``train/CLASS/...`` and ``test/CLASS/...``, or class folders alone, of which a
+share is held out to test with. Pictures that come as arrays are read by `onefold.jobs.data.arrays`.
 """
 
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple, TypeVar
-
-import torch
+from typing import Any, NamedTuple
 
 from onefold.errors import DataError
-from onefold.jobs.data.files import BadFile, digest_of, readable, refuse
-from onefold.jobs.data.labels import Sample, check_labels, check_same, untested
+from onefold.jobs.data.files import BadFile, digest_of, name_below, readable, refuse
+from onefold.jobs.data.labels import (
+    Label,
+    Sample,
+    TaskName,
+    check_same,
+    check_task,
+    numbered,
+    parts_of,
+    read_label,
+    shortened,
+    untested,
+)
 from onefold.jobs.data.pictures import (
     Look,
     Mode,
@@ -30,19 +38,19 @@ from onefold.jobs.data.pictures import (
     visible_folders,
     white_of,
 )
+from onefold.jobs.data.samples import ListedSamples, hold_out, strata
 from onefold.jobs.data.scan import Scanning, Seen, deep_note, pack_scan, scan_pictures
+from onefold.jobs.data.tsv import Line
 
 __all__ = [
     "PictureClasses",
     "Split",
     "class_files",
     "digest",
-    "hold_out",
-    "read_folders",
+    "listed_files",
+    "read_classes",
     "test_folder",
 ]
-
-_Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +58,8 @@ class Split:
     """The training or the test pictures."""
 
     pictures: Pictures
-    labels: list[int]
-    """Number of each picture's class."""
+    labels: Sequence[Any]
+    """Of each picture, as `numbered` returned them."""
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -76,33 +84,6 @@ def digest(classes: Sequence[str], parts: Sequence[Sequence[Sample]]) -> str:
     return digest_of(list(classes), *parts, size_bytes=16)
 
 
-def hold_out(
-    samples: Sequence[_Item], labels: Sequence[str], *, share: float, seed: int
-) -> tuple[list[_Item], list[_Item]]:
-    """Draw the samples to set aside: a share of each class, but at least one.
-
-    A class of two or more keeps at least one to train with.
-
-    Returns:
-        The samples that remain, and those that were drawn, both in their order.
-    """
-    # A generator of its own, or a draw elsewhere would change which samples are held out, and a
-    # resumed run would train on what the first one tested with.
-    generator = torch.Generator().manual_seed(seed)
-    by_label: dict[str, list[int]] = {}
-    for number, label in enumerate(labels):
-        by_label.setdefault(label, []).append(number)
-    held: set[int] = set()
-    # Sorted, so that the draws of a class do not depend on which class comes first in the list.
-    for _, members in sorted(by_label.items()):
-        count = min(max(1, round(share * len(members))), len(members) - 1)
-        chosen = torch.randperm(len(members), generator=generator)[:count]
-        held.update(members[i] for i in chosen.tolist())
-    # Never in the order of the set: the numbers of samples seed their augmentation.
-    kept = [sample for number, sample in enumerate(samples) if number not in held]
-    return kept, [sample for number, sample in enumerate(samples) if number in held]
-
-
 _TEST_NAMES = ("test", "val", "valid", "validation")
 _IMAGE_FOLDERS = frozenset({"image", "images", "img", "imgs"})
 _MASK_FOLDERS = frozenset({
@@ -115,64 +96,88 @@ class _Picture(NamedTuple):
     """A picture of a class that can be read."""
 
     path: Path
-    label: str
+    label: Label
     seen: Seen[Look]
 
 
-def read_folders(
-    directory: Path,
+def read_classes(
+    source: Path | ListedSamples,
     *,
     holdout: float,
     seed: int,
     skip_bad: bool,
+    task: TaskName = "single-label",
     labels_as_is: bool = False,
     scanning: Scanning | None = None,
 ) -> PictureClasses:
-    """Find the pictures in class folders, and read each once to see whether it can be.
+    """Find pictures and their labels, and read each picture once to see whether it can be.
 
     Args:
-        directory: holds ``train`` and ``test`` (or ``val``) with a folder for each class, or the
-            class folders themselves.
+        source: a folder that holds ``train`` and ``test`` (or ``val``) with a folder for each
+            class, or the class folders themselves; or the rows of tables, with paths counted from
+            the folder of the table.
         holdout: share of each class that becomes the test set where there is none, 0 to 1.
         seed: seed of the generator that draws that share.
         skip_bad: leave out files that cannot be used, rather than refuse the data set.
-        labels_as_is: accept the name of every folder as that of a class.
+        task: what is predicted; for ``regression`` the names of class folders are numbers.
+        labels_as_is: accept every label as that of a class.
         scanning: what is known of the files already, and who watches; None for neither.
 
     Raises:
-        DataError: the folder has no such layout, something in it cannot be used, or its folders
-            are probably not classes.
+        DataError: the folder has no such layout, something in it cannot be used, or the labels are
+            probably not those of the task.
     """
-    train_folder = directory / "train"
-    folders = [train_folder, test_folder(directory)] if train_folder.is_dir() else [directory]
     bad: list[BadFile] = []
-    names: dict[str, str] = {}
-    found = [class_files(folder, names, bad) for folder in folders]
-    # Names are checked before the pictures are read, which may take minutes.
-    where, counts = readable(directory), Counter(label for _, label in found[0])
-    notes = [] if labels_as_is else check_labels(counts, where)
+    if isinstance(source, ListedSamples):
+        bad += source.bad
+        directory, trained = source.paths[0].parent, source.paths[0]
+        sets = zip([source.train, source.test], source.paths, strict=True)
+        found = [listed_files(lines, path, bad) for lines, path in sets if lines is not None]
+    else:
+        directory, trained = source, source / "train"
+        folders = [trained, test_folder(source)] if trained.is_dir() else [source]
+        names: dict[str, str] = {}
+        found = [class_files(folder, names, bad, task) for folder in folders]
+    # Labels are checked before the pictures are read, which may take minutes.
+    where = readable(trained if isinstance(source, ListedSamples) else directory)
+    notes = list(source.notes) if isinstance(source, ListedSamples) else []
+    notes += check_task([label for _, label in found[0]], task, where, labels_as_is=labels_as_is)
     parts = _looked_through(found, directory, scanning, bad)
-    train, test = _divided(parts, readable(train_folder), bad, holdout=holdout, seed=seed)
+    train, test = _divided(parts, readable(trained), bad, holdout=holdout, seed=seed)
     if not skip_bad:
         refuse(bad)
     # Of what can be used, or a class without a readable picture would keep a logit for nothing.
     # Sorted: the number of a class must not depend on the order in which a file system lists.
-    classes = tuple(sorted({picture.label for picture in train}))
-    _check_enough(directory, classes, train, test)
+    classes = tuple(sorted({name for picture in train for name in parts_of(picture.label)}))
+    _check_enough(directory, train, test)
+    data = _of_pictures(directory, classes, train, test, bad, notes, where)
+    return replace(data, columns=source.columns) if isinstance(source, ListedSamples) else data
+
+
+def _of_pictures(
+    directory: Path,
+    classes: tuple[str, ...],
+    train: Sequence[_Picture],
+    test: Sequence[_Picture],
+    bad: list[BadFile],
+    notes: Sequence[str],
+    where: str,
+) -> PictureClasses:
     looks = [picture.seen.look for picture in (*train, *test)]
     # Over both sets, so that a test picture is scaled as the training pictures are.
     white, grey = white_of(looks), all(look.grey for look in looks)
     samples = [
-        [Sample(str(x.path.relative_to(directory)), x.label, x.seen.content) for x in part]
+        [Sample(name_below(x.path, directory), x.label, x.seen.content) for x in part]
         for part in (train, test)
     ]
-    numbers = {name: number for number, name in enumerate(classes)}
     train_split, test_split = (
         Split(
-            PictureFiles([x.path for x in part], directory, white), [numbers[x.label] for x in part]
+            PictureFiles([x.path for x in part], directory, white),
+            numbered([x.label for x in part], classes),
         )
         for part in (train, test)
     )
+    tested = {name for picture in test for name in parts_of(picture.label)}
     return PictureClasses(
         train=train_split,
         test=test_split,
@@ -185,7 +190,7 @@ def read_folders(
         notes=[
             *notes,
             *deep_note(looks),
-            *untested(classes, {picture.label for picture in test}, where),
+            *untested(classes, tested, where),
             *check_same(samples, where),
         ],
         scan=pack_scan([(x.path, x.seen) for x in (*train, *test)], directory),
@@ -208,8 +213,44 @@ def test_folder(directory: Path) -> Path:
     )
 
 
+def listed_files(
+    lines: Sequence[Line], table: Path, bad: list[BadFile]
+) -> list[tuple[Path, Label]]:
+    """Find the pictures that the rows of a table name.
+
+    Args:
+        lines: the rows; a path is counted from the table's folder, and a name alone, with or
+            without its ending, may be that of one picture anywhere below.
+        table: path of the table.
+        bad: list to which rows without a picture are added.
+    """
+    by_name: dict[str, list[Path]] = {}
+    files = []
+    for line in lines:
+        path = table.parent / line.text
+        if not path.is_file() and Path(line.text).name == line.text:
+            # Looked for once, and only where a name alone is given, as in tables of competitions.
+            if not by_name:
+                for each in picture_paths(table.parent, bad):
+                    for name in {each.name, each.stem}:
+                        by_name.setdefault(name, []).append(each)
+            paths = by_name.get(line.text, [path])
+            if len(paths) > 1:
+                several = f"{len(paths)} have that name, such as {readable(paths[0])}"
+                reason = f"expected the path of one picture, got {shortened(line.text)}: {several}"
+                bad.append(BadFile(table, reason, line.line_number))
+                continue
+            path = paths[0]
+        if path.is_file():
+            files.append((path, line.label))
+        else:
+            reason = f"expected a picture at {readable(path)}, there is none"
+            bad.append(BadFile(table, reason, line.line_number))
+    return files
+
+
 def _looked_through(
-    found: Sequence[Sequence[tuple[Path, str]]],
+    found: Sequence[Sequence[tuple[Path, Label]]],
     root: Path,
     scanning: Scanning | None,
     bad: list[BadFile],
@@ -237,47 +278,58 @@ def _divided(
         holdout: that share.
         seed: seed of the generator that draws it.
     """
-    counts = Counter(picture.label for picture in parts[0])
-    given = len(parts) == 2
-    # Nothing is learnt about a class that has no training picture, and it takes a second one to
-    # hold one out. Before the draw: what is held out depends on the position in the list, so with
-    # --skip-bad the same pictures are drawn as if the unusable ones had never been there.
-    least = 1 if given else 2
-    known = [picture for picture in parts[-1] if counts[picture.label] >= least]
-    for path, label, _ in parts[-1]:
-        if counts[label] < least:
-            strange = f"no picture of its class {label!r} in {where} can be used"
-            alone = f"expected at least two pictures of class {label!r}, one of them to test with"
-            bad.append(BadFile(path, strange if given else alone))
-    if given:
-        return parts[0], known
-    return hold_out(known, [picture.label for picture in known], share=holdout, seed=seed)
+    if len(parts) == 1:
+        return hold_out(parts[0], strata([x.label for x in parts[0]]), share=holdout, seed=seed)
+    # Nothing is learnt about a class that has no training picture.
+    learnt = {name for picture in parts[0] for name in parts_of(picture.label)}
+    known = []
+    for picture in parts[1]:
+        others = [name for name in parts_of(picture.label) if name not in learnt]
+        if others:
+            reason = f"no picture of its class {others[0]!r} in {where} can be used"
+            bad.append(BadFile(picture.path, reason))
+        else:
+            known.append(picture)
+    return parts[0], known
 
 
 def class_files(
-    directory: Path, names: dict[str, str], bad: list[BadFile]
-) -> list[tuple[Path, str]]:
+    directory: Path,
+    names: dict[str, str],
+    bad: list[BadFile],
+    task: TaskName = "single-label",
+) -> list[tuple[Path, Label]]:
     """Find all pictures below the class folders, and their classes, in the order of their paths.
 
     Args:
         directory: holds the class folders.
         names: the name of the folder of each class, of both sets; those of this one are added.
         bad: list to which what cannot be used is added.
+        task: what is predicted.
     """
+    if task == "multi-label":
+        raise DataError(
+            f"{readable(directory)}: expected a table for --task multi-label, such as --data "
+            f"labels.csv with --image-column and --label-column: a picture in a class folder has "
+            f"one class"
+        )
     if not directory.is_dir():
         raise DataError(f"{readable(directory)}: expected a folder with one folder for each class")
     folders = visible_folders(directory)
     if not folders:
         raise DataError(f"{readable(directory)}: expected a folder for each class, found none")
     _refuse_masks(directory, [folder.name for folder in folders])
-    files = []
+    files: list[tuple[Path, Label]] = []
     for folder in folders:
         # A folder that could not be read has its entry already: it need not be called empty, too.
         before = len(bad)
         paths = picture_paths(folder, bad)
         if not paths and len(bad) == before:
             bad.append(BadFile(folder, "expected pictures of the class, found none"))
-        label = _class_of(folder, names)
+        try:
+            label = read_label(_class_of(folder, names), task)
+        except ValueError as wrong:
+            raise DataError(f"{readable(folder)}: {wrong}, as the name of a folder") from wrong
         files += [(path, label) for path in paths]
     return files
 
@@ -318,11 +370,10 @@ def _refuse_masks(directory: Path, names: Sequence[str]) -> None:
         )
 
 
-def _check_enough(
-    directory: Path, classes: Sequence[str], train: Collection[_Picture], test: Collection[_Picture]
-) -> None:
-    if len(classes) < 2:
-        listed = f"only {classes[0]!r}" if classes else "none"
+def _check_enough(directory: Path, train: Collection[_Picture], test: Collection[_Picture]) -> None:
+    labels = {picture.label for picture in train}
+    if len(labels) < 2:
+        listed = f"only {min(labels)!r}" if labels else "none"
         raise DataError(f"{directory}: expected pictures of two classes or more, found {listed}")
     if not train or not test:
         raise DataError(

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import stat
+import tempfile
 import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,11 +15,15 @@ from typing import Any
 
 from onefold.errors import DataError
 from onefold.system.ownfiles import open_plain, parse_json
+from onefold.system.words import counted
 
 __all__ = [
     "BadFile",
     "ReadData",
+    "counted_bad",
     "digest_of",
+    "left_out_notes",
+    "name_below",
     "read_json",
     "read_whole",
     "readable",
@@ -28,7 +33,7 @@ __all__ = [
 ]
 
 _TOLD = 5
-"""How many bad files or lines an error names; it counts the others."""
+"""How many bad files or lines an error names; a file has all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +66,8 @@ class ReadData:
     """Files and lines that cannot be used."""
     notes: list[str] = field(default_factory=list)
     """What to mention before training."""
+    columns: tuple[str, str | None, tuple[str, ...]] | None = None
+    """The `onefold.jobs.data.tables.Columns` of its tables, if it has been read from some."""
     scan: str = ""
     """What was seen of the files, as `onefold.jobs.data.scan.read_scan` reads it."""
     digest: str
@@ -78,6 +85,15 @@ def readable(path: Path) -> str:
     return visible(os.fsencode(path).decode(errors="backslashreplace"))
 
 
+def name_below(path: Path, root: Path) -> str:
+    """Name a file by its path below a folder, or by its whole path if it lies elsewhere.
+
+    >>> name_below(Path("data/a.png"), Path("data")), name_below(Path("/a.png"), Path("data"))
+    ('a.png', '/a.png')
+    """
+    return str(path.relative_to(root)) if path.is_relative_to(root) else str(path)
+
+
 def visible(text: str) -> str:
     """Write out control characters, which a terminal would obey.
 
@@ -93,17 +109,55 @@ def visible(text: str) -> str:
 def refuse(bad: Sequence[BadFile]) -> None:
     """Raise one error that names the first bad files and lines, if there are any.
 
+    If there are more, all of them are written to a file, which the error names.
+
     Raises:
         DataError: ``bad`` is not empty.
     """
     if not bad:
         return
     named = "\n".join(f"  {each}" for each in bad[:_TOLD])
-    more = f"\n  and {len(bad) - _TOLD} more" if len(bad) > _TOLD else ""
+    more = ""
+    if len(bad) > _TOLD:
+        more = f"\n  and {len(bad) - _TOLD:,} more{_written(bad)}"
     raise DataError(
-        f"{len(bad)} of the files and lines cannot be used:\n{named}{more}\n"
+        f"{counted_bad(bad)} cannot be used:\n{named}{more}\n"
         f"mend or remove them, or leave them out with --skip-bad"
     )
+
+
+def counted_bad(bad: Sequence[BadFile]) -> str:
+    """Count lines and files apart.
+
+    >>> counted_bad([BadFile(Path("a.tsv"), "why", 3), BadFile(Path("b.png"), "why")])
+    '1 line of 1 file, and 1 file'
+    """
+    files = [each for each in bad if each.line is None]
+    lines = [each for each in bad if each.line is not None]
+    within = counted(len({each.path for each in lines}), "file")
+    told = [f"{counted(len(lines), 'line')} of {within}"] if lines else []
+    return ", and ".join([*told, *([counted(len(files), "file")] if files or not bad else [])])
+
+
+def _written(bad: Sequence[BadFile]) -> str:
+    """Write bad files and lines to a file; return words that name it, or nothing if it failed."""
+    content = "".join(f"{each}\n" for each in bad).encode()
+    try:
+        descriptor, path = tempfile.mkstemp(prefix="onefold-bad-", suffix=".txt")
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+    # The error itself is what counts, and it has the first of them.
+    except OSError:
+        return ""
+    return f"; all of them are listed in {path}"
+
+
+def left_out_notes(bad: Sequence[BadFile]) -> list[str]:
+    """Name the first files and lines that are left out of a run, and count all."""
+    notes = [f"left out: {each}" for each in bad[:_TOLD]]
+    if len(bad) > _TOLD:
+        notes.append(f"left out in all: {counted_bad(bad)}, which run.json lists")
+    return notes
 
 
 _HEAD_BYTES = 512

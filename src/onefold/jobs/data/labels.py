@@ -1,6 +1,8 @@
-"""Finds labels that are probably not classes, before a model learns them.
+"""Reads labels, and finds those that are probably not what they are taken for.
 
-`check_same` finds samples that occur twice.
+`read_label` reads the label of a sample: a class, several classes, or a number. `check_labels`
+finds labels that are probably not classes, before a model learns them. `check_same` finds samples
+that occur twice.
 
 To a program a label is any text. Measured numbers, lists of labels, and one label in two spellings
 all look like classes, and training on them raises no error: it ends with a model of something else
@@ -9,18 +11,41 @@ than was asked for. The numbers below are rules of thumb, which --labels-as-is s
 
 from __future__ import annotations
 
+import math
 import re
 import unicodedata
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from onefold.errors import DataError
 from onefold.jobs.data.files import readable
 from onefold.system.words import listed
 
-__all__ = ["Sample", "check_labels", "check_same", "untested"]
+__all__ = [
+    "Label",
+    "Sample",
+    "TaskName",
+    "check_labels",
+    "check_same",
+    "check_task",
+    "classes_of",
+    "numbered",
+    "parts_of",
+    "read_label",
+    "shortened",
+    "spelt",
+    "untested",
+]
 
+TaskName = Literal["single-label", "multi-label", "regression"]
+"""What is predicted of a sample: one class, any number of classes, or a number."""
+Label: TypeAlias = str | tuple[str, ...] | float
+"""The label of a sample, by task."""
+
+_LONGEST_LABEL = 200
+"""Characters: what is longer is a text, and Python refuses to parse numbers of 4,300 digits."""
 
 _MANY = 20
 """With more classes than these, labels may be refused as measured numbers, or as no classes."""
@@ -28,13 +53,127 @@ _FEW_EACH = 5
 """Samples of a class, on average: whole numbers that have fewer are measured, not chosen."""
 _NOTED = 50
 """With more classes than these, whole numbers are worth a note, whatever samples they have."""
+_SHOWN_CHARACTERS = 40
 _LISTED = 3
 """Labels that an error gives as examples."""
 _NUMBER = re.compile(r"[-+]?\d+(?:[.,]\d+)?(?:[eE][-+]?\d+)?")
+_FRACTION = re.compile(r"[-+]?\d+[.,]\d*[1-9]")
 _WHOLE = re.compile(r"[-+]?\d+")
 _SEVERAL = re.compile(r"[,;|]")
 _SWITCHES = re.compile(r"[\[(]?[01](?:[ ,;|]+[01])+[\])]?")
 _OTHERWISE = "; or accept each of them as a class with --labels-as-is"
+
+
+def read_label(value: object, task: TaskName = "single-label") -> Label:
+    """Read a label from what a file has.
+
+    Args:
+        value: a text, a number, or a list of texts; for ``multi-label`` a text names classes with
+            commas, semicolons or bars between them.
+        task: what is to be predicted.
+
+    Raises:
+        ValueError: the value is no label of this task.
+
+    Example:
+        >>> read_label(" good "), read_label("toxic, rude", "multi-label")
+        ('good', ('toxic', 'rude'))
+        >>> read_label("3.5", "regression")
+        3.5
+    """
+    if isinstance(value, list | tuple):
+        if task != "multi-label":
+            raise ValueError(
+                f"expected one label, got the list {shortened(value)}: --task multi-label predicts "
+                f"several classes for a sample"
+            )
+        names = [str(part).strip() for part in value]
+    else:
+        # A number as JSON and Parquet have it is spelt as in CSV; null is a cell without anything.
+        text = "" if value is None else str(value).strip()
+        if task == "regression":
+            return _number(text)
+        names = [text]
+        if task == "multi-label":
+            # As Python and pandas write a list to CSV, too: "['toxic', 'rude']".
+            parts = _SEVERAL.split(text.strip("[]()"))
+            names = [name for part in parts if (name := part.strip(" '\""))]
+        elif not text:
+            raise ValueError("expected a label, got nothing")
+    for name in names:
+        if not name or len(name) > _LONGEST_LABEL:
+            raise ValueError(
+                f"expected a label of at most {_LONGEST_LABEL} characters, got {len(name):,}: "
+                f"{shortened(name)}"
+            )
+    return tuple(dict.fromkeys(names)) if task == "multi-label" else names[0]
+
+
+def _number(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"expected a number, such as 3.5, got {shortened(text)}")
+    return number
+
+
+def shortened(value: object) -> str:
+    """Quote the beginning of a value.
+
+    >>> shortened("x" * 60)
+    "'xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx…'"
+    """
+    if not isinstance(value, str):
+        return str(value)[:_SHOWN_CHARACTERS]
+    return repr(value if len(value) <= _SHOWN_CHARACTERS else value[:_SHOWN_CHARACTERS] + "…")
+
+
+def parts_of(label: Label) -> tuple[str, ...]:
+    """The classes that a label names; none if it is a number."""
+    if isinstance(label, str):
+        return (label,)
+    return label if isinstance(label, tuple) else ()
+
+
+def spelt(label: Label) -> str:
+    """Spell a label so that `read_label` reads it.
+
+    >>> spelt(("rude", "toxic")), spelt(0.5)
+    ('rude, toxic', '0.5')
+    """
+    return ", ".join(label) if isinstance(label, tuple) else str(label)
+
+
+def classes_of(labels: Iterable[Label]) -> list[str]:
+    """List the classes of labels in order: by value if all are whole numbers, else by letter.
+
+    >>> classes_of(["10", "9"]), classes_of([("rude", "toxic"), ()]), classes_of([0.5])
+    (['9', '10'], ['rude', 'toxic'], [])
+    """
+    names = {name for label in labels for name in parts_of(label)}
+    # By letter 10 would come before 2, and class 2 would not be output 2. Spellings such as 1 and
+    # 01 have one value, so the text settles their order.
+    if all(name.removeprefix("-").isdecimal() for name in names):
+        return sorted(names, key=lambda name: (int(name), name))
+    return sorted(names)
+
+
+def numbered(labels: Sequence[Label], classes: Sequence[str]) -> list[Any]:
+    """Turn labels into numbers: of the class; 1.0 or 0.0 for each class; or the number itself.
+
+    >>> numbered(["b", "a"], "ab"), numbered([("b",), ()], "ab"), numbered([2.5], "")
+    ([1, 0], [[0.0, 1.0], [0.0, 0.0]], [2.5])
+    """
+    numbers = {name: number for number, name in enumerate(classes)}
+
+    def number(label: Label) -> int | float | list[float]:
+        if isinstance(label, str):
+            return numbers[label]
+        return [float(name in label) for name in classes] if isinstance(label, tuple) else label
+
+    return [number(label) for label in labels]
 
 
 def check_labels(counts: Mapping[str, int], where: str) -> list[str]:
@@ -59,7 +198,12 @@ def check_labels(counts: Mapping[str, int], where: str) -> list[str]:
     _refuse_lists(counts, where)
     samples = sum(counts.values())
     if len(counts) <= _MANY:
-        return []
+        fractions = [label for label in counts if _FRACTION.fullmatch(label)]
+        note = (
+            f"{where}: labels are numbers, such as {_some(fractions)}, and taken for classes: "
+            f"--task regression predicts them as values"
+        )
+        return [note] if fractions else []
     many = f"{where}: expected labels that name classes, got {len(counts):,} different ones"
     # Fractions are measured however often they occur; whole numbers may well be names of classes,
     # such as article numbers, as long as each has its samples.
@@ -67,8 +211,8 @@ def check_labels(counts: Mapping[str, int], where: str) -> list[str]:
     whole = all(map(_WHOLE.fullmatch, counts))
     if numbers and (not whole or samples < _FEW_EACH * len(counts)):
         raise DataError(
-            f"{many} on {samples:,} samples, all of them numbers, such as {_some(counts)}. To "
-            f"predict measured values is a different kind of task: group them into a few named "
+            f"{many} on {samples:,} samples, all of them numbers, such as {_some(counts)}: "
+            f"--task regression predicts measured values; or group them into a few named "
             f"ranges{_OTHERWISE}"
         )
     once = sum(1 for count in counts.values() if count == 1)
@@ -84,6 +228,26 @@ def check_labels(counts: Mapping[str, int], where: str) -> list[str]:
         "note that the model is not told which of them are close to each other"
     )
     return [note]
+
+
+def check_task(
+    labels: Sequence[Label], task: TaskName, where: str, *, labels_as_is: bool
+) -> list[str]:
+    """Refuse labels that are probably not those of a task; as `check_labels` where it is classes.
+
+    Args:
+        labels: of the training samples.
+        task: what is to be predicted.
+        where: file or folder of the labels, for errors.
+        labels_as_is: accept every label.
+    """
+    if labels_as_is or task == "regression":
+        return []
+    counts = Counter(name for label in labels for name in parts_of(label))
+    if task == "single-label":
+        return check_labels(counts, where)
+    _refuse_names(counts, where)
+    return []
 
 
 def _refuse_names(labels: Collection[str], where: str) -> None:
@@ -132,8 +296,8 @@ def _refuse_lists(counts: Mapping[str, int], where: str) -> None:
     if switches or (len(lists) > 1 and len(parts) < len(counts)):
         raise DataError(
             f"{where}: expected one label for each sample, got lists of them, such as "
-            f"{_some(lists or list(counts))}. To predict several labels for a sample is a "
-            f"different kind of task: keep one label for each sample{_OTHERWISE}"
+            f"{_some(lists or list(counts))}: --task multi-label predicts several classes for a "
+            f"sample; or keep one label for each{_OTHERWISE}"
         )
 
 

@@ -28,6 +28,7 @@ import torch
 
 from onefold.errors import DataError
 from onefold.jobs.data.files import readable
+from onefold.jobs.data.maskclasses import AUTO, MOST_CLASSES, VOID_NUMBER
 from onefold.jobs.data.pictures import count_levels, deep_values, load_picture
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ class _Span:
 
 @dataclass(frozen=True, slots=True)
 class MaskRule:
-    """Which values of masks are foreground, and which are left out.
+    """Which values of masks are foreground, or which class they are, and which are left out.
 
     A value is a number, ``FIRST-LAST``, or a colour ``#rrggbb``. In a file with a palette, a number
     means an entry of the palette.
@@ -111,8 +112,13 @@ class MaskRule:
     """Values of the foreground, all others being background; if empty, brightness decides."""
     void: tuple[str, ...] = ()
     """Values whose pixels are left out of loss and scores."""
+    classes: tuple[str, ...] = ()
+    """Classes as NAME=VALUES, or `AUTO`; none if masks have a foreground."""
 
     def __post_init__(self) -> None:
+        if self.classes and self.foreground:
+            raise ValueError("--classes: expected it without --foreground, which makes two of them")
+        self._refuse_doubles()
         # A pixel that is both would silently be void.
         void = self.spans("void")
         for mine in self.spans("foreground"):
@@ -126,7 +132,31 @@ class MaskRule:
     def __str__(self) -> str:
         # Part of the kind under which a scan keeps what it saw, and of the data set's digest: with
         # another form every mask would be read again, and no run could be resumed.
-        return f"{','.join(self.foreground)}/{','.join(self.void)}"
+        classes = f"/{','.join(self.classes)}" if self.classes else ""
+        return f"{','.join(self.foreground)}/{','.join(self.void)}{classes}"
+
+    @property
+    def named(self) -> list[tuple[str, list[_Span]]]:
+        """The classes and their values; none for `AUTO`."""
+        if self.classes == AUTO:
+            return []
+        parts = (each.rpartition("=") for each in self.classes)
+        return [
+            (name, [_Span.read("classes", text) for text in values.split("|")])
+            for name, _, values in parts
+        ]
+
+    def _refuse_doubles(self) -> None:
+        """Refuse a value that stands for two things."""
+        known = [(span, name) for name, spans in self.named for span in spans]
+        known += [(span, "--void") for span in self.spans("void")]
+        for place, (span, name) in enumerate(known):
+            for other, second in known[:place]:
+                if span.meets(other) and self.classes:
+                    raise ValueError(
+                        f"--classes: expected values that stand for one thing each, got "
+                        f"{span.text} for {second} and for {name}"
+                    )
 
     def spans(self, option: str) -> list[_Span]:
         """Read the values of ``foreground`` or ``void``."""
@@ -148,6 +178,10 @@ class MaskLook(msgspec.Struct, frozen=True, array_like=True, tag="mask"):
     """The most frequent values, as an option would name them."""
     named: list[str]
     """Values of the rule that occur in the mask."""
+    counts: dict[str, int] = {}
+    """Number of pixels of each value that is not void, where masks have classes."""
+    colours: dict[str, str] = {}
+    """The colours of these values, where the file has a palette."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +225,8 @@ class _Pixels:
 def read_mask(path: Path, rule: MaskRule | None = None) -> Image:
     """Read a mask in mode ``L``: 255 for foreground, 128 for void, and 0 for all else.
 
+    Where masks have classes: the number of each pixel's class, and `VOID_NUMBER` for void.
+
     Args:
         path: path of a file that `look_at_mask` has accepted.
         rule: which values are foreground and which void; None lets brightness decide.
@@ -203,16 +239,25 @@ def read_mask(path: Path, rule: MaskRule | None = None) -> Image:
     rule = rule or MaskRule()
     pixels = _pixels(path)
     void = pixels.matches(rule.spans("void"))
+    if rule.classes:
+        return Image.fromarray(_numbers(pixels, rule))
     mask = np.where(_foreground(pixels, rule, ~void), 255, 0).astype(np.uint8)
     # Last: void takes precedence over whatever brightness makes of the same pixels.
     mask[void] = _VOID_LEVEL
     return Image.fromarray(mask)
 
 
-def mask_tensor(mask: Image) -> torch.Tensor:
-    """Turn a mask into (h, w) float32: 1 for foreground, `VOID` for void, and 0 for all else."""
+def mask_tensor(mask: Image, *, classes: bool = False) -> torch.Tensor:
+    """Turn a mask into (h, w) float32: 1 for foreground, `VOID` for void, and 0 for all else.
+
+    Args:
+        mask: what `read_mask` returned.
+        classes: whether it has classes; then their numbers.
+    """
     # np.array copies: a view of Pillow's memory is read-only, which from_numpy warns about.
     levels = torch.from_numpy(np.array(mask))
+    if classes:
+        return levels.to(torch.float32).masked_fill(levels == VOID_NUMBER, VOID)
     return (levels.to(torch.float32) / 255).masked_fill(levels == _VOID_LEVEL, VOID)
 
 
@@ -225,6 +270,8 @@ def look_at_mask(path: Path, rule: MaskRule) -> MaskLook:
     """
     pixels = _pixels(path)
     void = pixels.matches(rule.spans("void"))
+    if rule.classes:
+        return _look_at_classes(pixels, void, rule, path)
     values = _counted(pixels.codes)
     if not rule.foreground and not void.all():
         _require_two_values(pixels, ~void, path)
@@ -241,6 +288,49 @@ def look_at_mask(path: Path, rule: MaskRule) -> MaskLook:
         scale=(1 if pixels.brightness[foreground].max() == 1 else 255) if any_foreground else 0,
         values=[pixels.word(code) for code in _most_frequent(values)],
         named=[span.text for span in spans if pixels.matches([span]).any()],
+    )
+
+
+def _numbers(pixels: _Pixels, rule: MaskRule) -> _Array:
+    """The number of each pixel's class, (h, w) uint8; `VOID_NUMBER` for those of none."""
+    numbers = np.full(pixels.codes.shape, VOID_NUMBER, dtype=np.uint8)
+    for number, (_, spans) in enumerate(rule.named):
+        numbers[pixels.matches(spans)] = number
+    return numbers
+
+
+def _look_at_classes(pixels: _Pixels, void: _Array, rule: MaskRule, path: Path) -> MaskLook:
+    """Count the values of a mask of classes.
+
+    Raises:
+        DataError: a value stands for no class, or there are too many for `AUTO`.
+    """
+    counts = _counted(pixels.codes[~void])
+    if rule.classes != AUTO:
+        strange = _counted(pixels.codes[~void & (_numbers(pixels, rule) == VOID_NUMBER)])
+        if strange:
+            raise DataError(
+                f"{readable(path)}: expected values of --classes, got "
+                f"{_told(pixels, strange)} of other ones: name them there, or with --void"
+            )
+    elif len(counts) > MOST_CLASSES:
+        raise DataError(
+            f"{readable(path)}: expected masks of at most {MOST_CLASSES} classes, got "
+            f"{len(counts):,} different values: smoothed edges and JPEG make more of them, so save "
+            f"masks without either, or list the values in --classes"
+        )
+    height, width = pixels.codes.shape
+    words = {pixels.word(code): count for code, count in counts.items()}
+    palette = pixels.palette
+    return MaskLook(
+        size=(width, height),
+        foreground=int(np.count_nonzero(~void)),
+        void=int(np.count_nonzero(void)),
+        scale=0,
+        values=[pixels.word(code) for code in _most_frequent(counts)],
+        named=[span.text for span in rule.spans("void") if pixels.matches([span]).any()],
+        counts=dict(sorted(words.items())[: MOST_CLASSES + 1]),
+        colours={} if palette is None else {str(c): f"#{int(palette[c]):06x}" for c in counts},
     )
 
 
@@ -320,7 +410,8 @@ def _require_two_values(pixels: _Pixels, counted: _Array, path: Path) -> None:
         raise DataError(
             f"{readable(path)}: expected a mask of 0 and 1, or of 0 and 255, got "
             f"{_told(pixels, codes)}: {doubt}. Name the foreground, such as --foreground "
-            f"{_example(pixels, codes)}, and with --void what counts as neither"
+            f"{_example(pixels, codes)}, and with --void what counts as neither; or train a class "
+            f"for each of them with --classes auto"
         )
 
 

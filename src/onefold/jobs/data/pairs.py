@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from onefold.errors import DataError
-from onefold.jobs.data.classes import hold_out, test_folder
+from onefold.jobs.data.classes import test_folder
 from onefold.jobs.data.files import BadFile, digest_of, readable, refuse
 from onefold.jobs.data.labels import Sample, check_same
+from onefold.jobs.data.maskclasses import AUTO, MOST_CLASSES, MaskClass, colours_of
 from onefold.jobs.data.masks import MaskLook, MaskRule, look_at_mask
 from onefold.jobs.data.pictures import (
     Look,
@@ -22,7 +23,9 @@ from onefold.jobs.data.pictures import (
     sum_looks,
     white_of,
 )
+from onefold.jobs.data.samples import hold_out
 from onefold.jobs.data.scan import Scanning, Seen, by_one_white, deep_note, pack_scan, scan_files
+from onefold.system.words import listed
 
 __all__ = ["MaskedPictures", "Pair", "read_pairs", "read_pairs_to_test"]
 
@@ -50,7 +53,9 @@ class MaskedPictures(PictureData):
     shortest: int
     """The shortest side of any training picture, in pixels."""
     rule: MaskRule = field(default_factory=MaskRule)
-    """Which values of the masks are foreground, and which void."""
+    """Which values of the masks are foreground or which class, and which void."""
+    classes: tuple[MaskClass, ...] = ()
+    """The classes of the pixels; none if they are foreground or background."""
 
 
 def read_pairs(
@@ -142,6 +147,7 @@ def _of_looks(
     samples = [[look.sample(directory) for look in part] for part in (train, test)]
     # A mask is its picture's label: one picture with two masks contradicts itself.
     labelled = [[Sample(name, mask, image) for name, _, image, mask in part] for part in samples]
+    rule, classes, notes = _with_classes(rule, [look.mask.look for look in both], masks)
     return MaskedPictures(
         train=[look.pair for look in train],
         test=[look.pair for look in test],
@@ -152,11 +158,46 @@ def _of_looks(
         shortest=min(min(picture.size) for picture in pictures[: len(train)]),
         left_out=bad,
         rule=rule,
+        classes=classes,
         white=white_of(pictures),
-        notes=[*deep_note(pictures), *check_same(labelled, readable(directory))],
+        notes=[*notes, *deep_note(pictures), *check_same(labelled, readable(directory))],
         scan=pack_scan(files, directory),
         digest=digest_of(*samples, str(rule), size_bytes=16),
     )
+
+
+def _with_classes(
+    rule: MaskRule, looks: Sequence[MaskLook], train: Sequence[MaskLook]
+) -> tuple[MaskRule, tuple[MaskClass, ...], list[str]]:
+    """Settle the classes of masks: their values, their colours, and what is odd about them.
+
+    Raises:
+        DataError: the masks have a single class.
+    """
+    if not rule.classes:
+        return rule, (), []
+    colours = {value: colour for look in reversed(looks) for value, colour in look.colours.items()}
+    if rule.classes == AUTO:
+        # As numbers in their order, or 10 would come before 2; colours by their text.
+        values = sorted({value for look in looks for value in look.counts}, key=_in_order)
+        if len(values) > MOST_CLASSES:
+            raise DataError(
+                f"--classes auto: expected masks of at most {MOST_CLASSES} classes, got "
+                f"{len(values):,} different values"
+            )
+        rule = replace(rule, classes=tuple(f"{value}={value}" for value in values))
+    named = [(name, [span.text for span in spans]) for name, spans in rule.named]
+    if len(named) < 2:
+        raise DataError(f"--classes: expected masks of two classes or more, got {len(named)}")
+    seen = {value for look in train for value in look.counts}
+    # Of single values alone: whether one of a range occurs is not worth a note.
+    lacking = [name for name, values in named if not any(v in seen or "-" in v for v in values)]
+    notes = [f"no training mask has a pixel of {listed(lacking)}"] if lacking else []
+    return rule, colours_of(named, colours), notes
+
+
+def _in_order(value: str) -> tuple[int, str]:
+    return (int(value) if value.isdecimal() else 0, value)
 
 
 class _Look(NamedTuple):

@@ -54,7 +54,7 @@ import numpy as np
 import torch
 
 from onefold.errors import DataError
-from onefold.jobs.data.files import BadFile, ReadData, readable
+from onefold.jobs.data.files import BadFile, ReadData, name_below, readable
 from onefold.system.ownfiles import open_plain
 
 if TYPE_CHECKING:
@@ -332,7 +332,7 @@ class PictureFiles:
 
     def name(self, index: int) -> str:
         """Return the path below the root of the data."""
-        return readable(self.paths[index].relative_to(self.root))
+        return readable(Path(name_below(self.paths[index], self.root)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -612,8 +612,16 @@ def picture_paths(folder: Path, bad: list[BadFile]) -> list[Path]:
     return sorted(_below(folder, bad, set(), _DEEPEST))
 
 
+_SYSTEM_FOLDERS = frozenset({
+    "$recycle.bin", "@eadir", "__macosx", "lost+found", "system volume information",
+})  # fmt: skip
+"""Folders that systems and archives put beside data, in lower case."""
+
+
 def visible_folders(directory: Path) -> list[Path]:
-    """List the folders of a folder, and links to folders, by name; hidden ones are left out.
+    """List the folders of a folder, and links to folders, by name.
+
+    Hidden ones are left out, and those that a system or an archive has made.
 
     Raises:
         DataError: the folder may not be read or searched.
@@ -628,12 +636,12 @@ def visible_folders(directory: Path) -> list[Path]:
 
 
 def _is_visible_folder(path: Path) -> bool:
-    """Whether a path is a folder, or a link to one, and is not hidden.
+    """Whether a path is a folder, or a link to one, and is neither hidden nor a system's.
 
     Raises:
         OSError: that cannot be seen, as in a folder that may be read and not searched.
     """
-    if path.name.startswith("."):
+    if path.name.startswith(".") or path.name.lower() in _SYSTEM_FOLDERS:
         return False
     # Not is_dir: it raises as well, or returns False without a word, by the version of Python.
     try:

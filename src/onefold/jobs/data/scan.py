@@ -25,7 +25,7 @@ from typing import Any, Generic, Literal, TypeVar
 import msgspec
 
 from onefold.errors import DataError
-from onefold.jobs.data.files import BadFile, read_whole, readable
+from onefold.jobs.data.files import BadFile, name_below, read_whole, readable
 from onefold.jobs.data.masks import MaskLook
 from onefold.jobs.data.pictures import Look, look_at, look_through, white_of
 from onefold.system.ownfiles import open_plain, parse_json
@@ -161,7 +161,7 @@ def scan_files(
         path, kind, look = file
         # Before anything is read: see the note on when a file need not be read again.
         stamp = _stamp(path)
-        before = scanning.known.get(_name(path, root))
+        before = scanning.known.get(name_below(path, root))
         if before is not None and before.kind == kind and before.stamp == stamp is not None:
             return before
         try:
@@ -191,13 +191,9 @@ def pack_scan(files: Iterable[tuple[Path, Seen[Any]]], root: Path) -> str:
         files: the path of each file, and what was seen of it.
         root: root of the data, which names are relative to.
     """
-    named = {_name(path, root): seen for path, seen in files}
+    named = {name_below(path, root): seen for path, seen in files}
     # Not by msgspec alone, which refuses names that are not UTF-8.
     return json.dumps(msgspec.to_builtins(_Scan(named, 2)))
-
-
-def _name(path: Path, root: Path) -> str:
-    return str(path.relative_to(root)) if path.is_relative_to(root) else str(path)
 
 
 def _stamp(path: Path) -> tuple[int, ...] | None:

@@ -1,4 +1,4 @@
-"""Reads texts and their classes from TSV files: on each line a text, a tab and a label, no header.
+"""Reads texts and their labels from TSV files: on each line a text, a tab and a label, no header.
 
 A line that is wrong is reported, and never mended by guessing; whether the others are used is the
 caller's decision (`onefold.jobs.data.files.refuse`).
@@ -7,25 +7,21 @@ caller's decision (`onefold.jobs.data.files.refuse`).
 from __future__ import annotations
 
 import codecs
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from io import BufferedReader
 from os import PathLike
 from pathlib import Path
 
 from onefold.errors import DataError
-from onefold.jobs.data.files import BadFile, ReadData, digest_of
+from onefold.jobs.data.files import BadFile
+from onefold.jobs.data.labels import Label, TaskName, read_label, shortened
 from onefold.system.ownfiles import open_plain
-from onefold.system.words import listed
 
-__all__ = ["Line", "TextSplits", "decoded", "read_lines", "read_splits"]
+__all__ = ["LONGEST_LINE_BYTES", "Line", "decoded", "none_of", "read_lines", "read_tsv"]
 
-_LONGEST_LINE_BYTES = 1 << 20
+LONGEST_LINE_BYTES = 1 << 20
 """Of a text and its label; a file without line ends would be read into memory as one line."""
-_LONGEST_LABEL = 200
-"""Characters: what is longer is a text, and Python refuses to parse numbers of 4,300 digits."""
-_SHOWN_CHARACTERS = 40
-_SHOWN_CLASSES = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,30 +29,21 @@ class Line:
     """One sample of a file."""
 
     text: str
-    """As it stands in the file."""
-    label: str
+    """As it stands in the file; the path of a picture in a table of pictures."""
+    label: Label
     """Without the spaces around it."""
     line_number: int
-    """Counted from 1."""
+    """Counted from 1; of a row in a file without lines, its number."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TextSplits(ReadData):
-    """A training and a development set with the same classes."""
-
-    train: list[Line]
-    """To learn from."""
-    dev: list[Line]
-    """To score on."""
-    classes: list[str]
-    """Labels of the training set in order: by value if all are whole numbers, else by letter."""
-
-
-def read_tsv(path: str | PathLike[str]) -> tuple[list[Line], list[BadFile]]:
+def read_tsv(
+    path: str | PathLike[str], task: TaskName = "single-label"
+) -> tuple[list[Line], list[BadFile]]:
     """Read one file: UTF-8 with or without a byte order mark, lines ended by LF or CRLF.
 
     Args:
         path: the file; blank lines at its end are left out.
+        task: what the labels are.
 
     Returns:
         The valid lines, and what is wrong with the others, both in the file's order.
@@ -79,59 +66,12 @@ def read_tsv(path: str | PathLike[str]) -> tuple[list[Line], list[BadFile]]:
     lines, bad = [], []
     for number, content in enumerate(read_lines(path), start=1):
         try:
-            lines.append(_read_line(content, number))
+            lines.append(_read_line(content, number, task))
         except ValueError as wrong:
             bad.append(BadFile(path, str(wrong), number))
     if not lines:
-        raise DataError(f"{path}: expected lines of text, tab and label, got {_none_of(bad)}")
+        raise DataError(f"{path}: expected lines of text, tab and label, got {none_of(bad)}")
     return lines, bad
-
-
-def read_splits(train: str | PathLike[str], dev: str | PathLike[str]) -> TextSplits:
-    """Read a training and a development set.
-
-    Args:
-        train: the file whose labels are the classes.
-        dev: a file with labels of the same classes; a line with another label is bad.
-
-    Returns:
-        The valid lines of both, the classes, and the bad lines of both.
-
-    Raises:
-        OSError: a file cannot be read.
-        DataError: a file has no valid line, or there are fewer than two classes.
-    """
-    train, dev = Path(train), Path(dev)
-    train_lines, train_bad = read_tsv(train)
-    classes = _in_order({line.label for line in train_lines})
-    if len(classes) < 2:
-        others = ""
-        if train_bad:
-            others = f"; {len(train_bad)} others cannot, the first of them: {train_bad[0]}"
-        raise DataError(
-            f"{train}: expected labels of two classes or more, got {classes[0]!r} on all "
-            f"{len(train_lines)} lines that can be used{others}"
-        )
-    dev_lines, dev_bad = read_tsv(dev)
-    expected = f"expected a label of the training set ({listed(classes, _SHOWN_CLASSES)})"
-    learnt = set(classes)
-    known = [line for line in dev_lines if line.label in learnt]
-    strange = [
-        BadFile(dev, f"{expected}, got {_shown(line.label)}", line.line_number)
-        for line in dev_lines
-        if line.label not in learnt
-    ]
-    if not known:
-        raise DataError(f"{dev}: expected a line that can be used, got {_none_of(strange)}")
-    dev_bad = sorted(dev_bad + strange, key=lambda each: each.line or 0)
-    samples = ([[line.text, line.label] for line in lines] for lines in (train_lines, known))
-    return TextSplits(
-        train=train_lines,
-        dev=known,
-        classes=classes,
-        left_out=train_bad + dev_bad,
-        digest=digest_of(*samples),
-    )
 
 
 def read_lines(path: Path) -> Iterator[bytes]:
@@ -156,7 +96,7 @@ def read_lines(path: Path) -> Iterator[bytes]:
         if file.peek(3).startswith(codecs.BOM_UTF8):
             file.read(3)
         # Three bytes more: the two of CRLF, and one that shows that the line is too long.
-        while line := file.readline(_LONGEST_LINE_BYTES + 3):
+        while line := file.readline(LONGEST_LINE_BYTES + 3):
             if not line.endswith(b"\n"):
                 _skip_rest(file)
             # Not rstrip: a CR or a space before the end belongs to the text.
@@ -170,11 +110,11 @@ def read_lines(path: Path) -> Iterator[bytes]:
 def _skip_rest(file: BufferedReader) -> None:
     """Skip the rest of a line of which only the beginning has been read."""
     # In pieces: the rest may be as large as the file.
-    while (rest := file.readline(_LONGEST_LINE_BYTES)) and not rest.endswith(b"\n"):
+    while (rest := file.readline(LONGEST_LINE_BYTES)) and not rest.endswith(b"\n"):
         pass
 
 
-def _read_line(content: bytes, number: int) -> Line:
+def _read_line(content: bytes, number: int, task: TaskName) -> Line:
     """Read one line.
 
     Raises:
@@ -182,8 +122,11 @@ def _read_line(content: bytes, number: int) -> Line:
     """
     text, label = _cut(decoded(content))
     if number == 1 and label.casefold() == "label":
-        raise ValueError(f"expected no header, got {_shown(content.decode())}; remove this line")
-    return Line(text, label, number)
+        raise ValueError(
+            f"expected no header, got {shortened(content.decode())}: remove this line, or name its "
+            f"columns with --text-column and --label-column"
+        )
+    return Line(text, read_label(label, task), number)
 
 
 def decoded(content: bytes) -> str:
@@ -192,8 +135,8 @@ def decoded(content: bytes) -> str:
     Raises:
         ValueError: the line is too long, is not UTF-8, or holds a NUL.
     """
-    if len(content) > _LONGEST_LINE_BYTES:
-        raise ValueError(f"expected a line of at most {_LONGEST_LINE_BYTES:,} bytes, got more")
+    if len(content) > LONGEST_LINE_BYTES:
+        raise ValueError(f"expected a line of at most {LONGEST_LINE_BYTES:,} bytes, got more")
     try:
         line = content.decode()
     except UnicodeDecodeError as wrong:
@@ -213,33 +156,16 @@ def _cut(line: str) -> tuple[str, str]:
     text, *labels = line.split("\t")
     if len(labels) != 1:
         count = f"{len(labels)} tabs" if labels else "no tab"
-        raise ValueError(f"expected a text, a tab and a label, got {count} in {_shown(line)}")
+        raise ValueError(f"expected a text, a tab and a label, got {count} in {shortened(line)}")
     label = labels[0].strip()
     for part, place in ((text.strip(), "text before"), (label, "label after")):
         if not part:
-            raise ValueError(f"expected a {place} the tab, got nothing in {_shown(line)}")
-    if len(label) > _LONGEST_LABEL:
-        raise ValueError(
-            f"expected a label of at most {_LONGEST_LABEL} characters, got {len(label):,}: "
-            f"{_shown(label)}"
-        )
+            raise ValueError(f"expected a {place} the tab, got nothing in {shortened(line)}")
     return text, label
 
 
-def _in_order(labels: Collection[str]) -> list[str]:
-    # By letter 10 would come before 2, and class 2 would not be output 2. Spellings such as 1 and
-    # 01 have one value, so the text settles their order.
-    if all(label.removeprefix("-").isdecimal() for label in labels):
-        return sorted(labels, key=lambda label: (int(label), label))
-    return sorted(labels)
-
-
-def _none_of(bad: list[BadFile]) -> str:
+def none_of(bad: list[BadFile]) -> str:
+    """Describe a file of which nothing can be used."""
     if not bad:
         return "an empty file"
     return f"none; of {len(bad)} bad ones the first is line {bad[0].line}: {bad[0].reason}"
-
-
-def _shown(text: str) -> str:
-    """Quote the beginning of a text."""
-    return repr(text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "…")

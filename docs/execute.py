@@ -1,0 +1,188 @@
+"""Runs what the documents show: ``python -m docs.execute [--write] [PAGE ...]``.
+
+A page is run from its top to its end, in a folder of its own that also holds ``examples``:
+
+- A block of ``python`` that begins with a line ``# NAME.py`` is this file. A later block without
+  such a line goes on with it.
+- A block of ``console`` has commands, each behind ``$ ``, and below each what it prints. A line
+  ``...`` stands for any lines that are left out.
+- A block of ``diff`` that begins with ``# BEFORE -> AFTER`` shows how one file becomes the other.
+
+Everything else is not run. A command must succeed and print what stands there. Numbers with a point
+and fingerprints may differ, as they do between kinds of processor; but where the page shows one
+fingerprint twice, both must be equal. ``--write`` puts what was printed into the pages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from examples.ports.count_lines import compared
+
+ROOT = Path(__file__).resolve().parent.parent
+BLOCK = re.compile(r"^```(python|console|diff)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+NAME = re.compile(r"# ([\w./-]+\.py)\b[^\n]*\n")
+PAIR = re.compile(r"# (\S+) -> (\S+)\n")
+FINGERPRINT = re.compile(r"\b[0-9a-f]{16}\b")
+NUMBER = re.compile(r"-?\d*\.\d+(?:e[+-]?\d+)?")
+DRAWN = re.compile(r"[─-╿]")
+LEFT_OUT = "..."
+LIMIT_S = 600
+
+
+def pages() -> list[Path]:
+    """All pages of the documents, README and CONTRIBUTING among them."""
+    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def is_run(page: Path) -> bool:
+    """Whether something of a page is compared with what it shows."""
+    blocks = BLOCK.findall(page.read_text())
+    return any(kind == "console" or (kind == "diff" and PAIR.match(text)) for kind, text in blocks)
+
+
+def files(page: Path) -> dict[str, str]:
+    """The files that a page shows, by name."""
+    found: dict[str, str] = {}
+    name = None
+    for kind, text in BLOCK.findall(page.read_text()):
+        if kind != "python":
+            continue
+        if named := NAME.match(text):
+            name = named[1]
+            found[name] = text
+        elif name is not None:
+            found[name] += f"\n\n{text}"
+    return found
+
+
+def run(page: Path, *, write: bool = False) -> list[str]:
+    """Run a page.
+
+    Args:
+        page: the file.
+        write: put what the commands print into it, where nothing is left out.
+
+    Returns:
+        A text for each command and diff that differs from what stands there.
+    """
+    wrong: list[str] = []
+    with tempfile.TemporaryDirectory(prefix="page-") as folder:
+        at = Path(folder)
+        (at / "examples").symlink_to(ROOT / "examples")
+        for name, text in files(page).items():
+            (at / name).parent.mkdir(parents=True, exist_ok=True)
+            (at / name).write_text(text)
+
+        def renewed(block: re.Match[str]) -> str:
+            kind, text = block.groups()
+            if kind == "console":
+                new = "".join(_executed(text, at, wrong))
+            elif kind == "diff" and (pair := PAIR.match(text)):
+                new = pair[0] + difference(ROOT / pair[1], ROOT / pair[2])
+                if new != text:
+                    wrong.append(f"the difference is now:\n{new}")
+            else:
+                return block[0]
+            return f"```{kind}\n{new}```"
+
+        text = page.read_text()
+        new = BLOCK.sub(renewed, text)
+    if write and new != text:
+        page.write_text(new)
+    return wrong
+
+
+def _executed(text: str, at: Path, wrong: list[str]) -> Iterator[str]:
+    """A block of commands with what they print now, where nothing is left out."""
+    for command, shown in re.findall(
+        r"^\$ (.*(?:\\\n.*)*)\n((?:(?!\$ ).*\n)*)", text, re.MULTILINE
+    ):
+        done = subprocess.run(
+            ["bash", "-c", command],
+            cwd=at,
+            env=_environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+            timeout=LIMIT_S,
+        )
+        printed = "".join(f"{line.rstrip()}\n" for line in done.stdout.splitlines())
+        if done.returncode != 0 or not agrees(shown, printed):
+            wrong.append(f"$ {command}\nends with {done.returncode}, and prints:\n{printed}")
+        yield f"$ {command}\n{shown if LEFT_OUT in shown.splitlines() else printed}"
+
+
+def _environment() -> dict[str, str]:
+    kept = {name: text for name, text in os.environ.items() if not name.startswith("ONEFOLD_")}
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return {**kept, "PATH": path, "COLUMNS": "80", "PYTHONPATH": str(ROOT / "src")}
+
+
+def agrees(shown: str, printed: str) -> bool:
+    """Whether a command's output is what a page shows, but for numbers and drawn lines.
+
+    >>> agrees("a 0.25\\n...\\nend\\n", "a 0.26\\nb\\nend\\n")
+    True
+    >>> agrees(f"{'a' * 16} {'a' * 16}", f"{'b' * 16} {'c' * 16}")
+    False
+    """
+    parts = re.split(rf"^{re.escape(LEFT_OUT)}$", shown, flags=re.MULTILINE)
+    texts = [" ".join(DRAWN.sub(" ", NUMBER.sub("#", part)).split()) for part in (*parts, printed)]
+    named: dict[str, str] = {}
+
+    def same(found: re.Match[str]) -> str:
+        """A fingerprint that comes back must be the one that was there before."""
+        group = named.setdefault(found[0], f"f{len(named)}")
+        known = group in made
+        made.add(group)
+        return f"(?P={group})" if known else f"(?P<{group}>[0-9a-f]{{16}})"
+
+    made: set[str] = set()
+    pattern = ".*".join(FINGERPRINT.sub(same, re.escape(text)) for text in texts[:-1])
+    return re.fullmatch(pattern, texts[-1]) is not None
+
+
+def difference(before: Path, after: Path) -> str:
+    """How one script becomes another: every hunk, with one line around it.
+
+    A hunk is headed by the function or class it is in, without line numbers, as docstrings of the
+    two files are left out.
+    """
+    printed = compared(before, after, "--unified=1")
+    hunks = printed[printed.index("\n@@ ") + 1 :]
+    within = r"^@@ -\S+ \+\S+ @@(?: ((?:def|class) .*)|.*)$"
+    hunks = re.sub(within, lambda hunk: f"@@ {hunk[1] or ''}", hunks, flags=re.MULTILINE)
+    return "".join(f"{line.rstrip()}\n" for line in hunks.rstrip().splitlines())
+
+
+def main() -> int:
+    options = argparse.ArgumentParser(description="Run what the documents show.")
+    options.add_argument("pages", nargs="*", type=Path, help="default: all that have commands")
+    options.add_argument("--write", action="store_true", help="put what is printed into the pages")
+    given = options.parse_args()
+    chosen = given.pages or [page for page in pages() if is_run(page)]
+    failed = 0
+    with ThreadPoolExecutor(2) as pool:
+        ran = pool.map(lambda page: run(page.resolve(), write=given.write), chosen)
+        for page, wrong in zip(chosen, ran, strict=True):
+            print(
+                f"{page.resolve().relative_to(ROOT)}: {len(wrong) or 'nothing'} differs", flush=True
+            )
+            failed += len(wrong)
+            print(*wrong, sep="\n")
+    return 1 if failed and not given.write else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

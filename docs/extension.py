@@ -1,0 +1,177 @@
+"""What the site has beside Sphinx's own parts: docstrings, links to names, the page of commands."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import typer
+from docutils import nodes
+from sphinx.addnodes import pending_xref
+from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
+from sphinx.ext import intersphinx, napoleon
+from sphinx.util.docutils import SphinxDirective, SphinxRole
+
+MODULES = (
+    "onefold",
+    "onefold.errors",
+    "onefold.losses",
+    "onefold.testing",
+    "onefold.integrations.loggers",
+    "onefold.integrations.transformers",
+)
+"""With what they make public, each name of which is on one page."""
+
+
+class CodeOrLink(SphinxRole):
+    """`name` in a docstring: a link where the reference has this name, code where it has not."""
+
+    def run(self) -> tuple[list[nodes.Node], list[nodes.system_message]]:
+        shown = nodes.literal(self.rawtext, self.text)
+        if not re.fullmatch(r"[\w.]+", self.text):
+            return [shown], []
+        link = pending_xref(self.rawtext, shown, refdomain="py", reftype="obj", refexplicit=True)
+        link["reftarget"], link["refwarn"] = self.text, False
+        link["py:module"] = self.env.ref_context.get("py:module")
+        link["py:class"] = self.env.ref_context.get("py:class")
+        return [link], []
+
+
+def as_rst(
+    app: Sphinx, what: str, name: str, found: object, options: Any, lines: list[str]
+) -> None:
+    """Turn a docstring in Google's style into Sphinx's own.
+
+    Those of fields are text throughout: napoleon would take what stands before a colon for a type.
+    """
+    if what not in ("attribute", "property"):
+        config = napoleon.Config(napoleon_use_rtype=False)
+        lines[:] = napoleon.GoogleDocstring(lines, config, app, what, name, found, options).lines()
+    lines[:] = [re.sub(r"``((?:onefold|torch)\.[\w.]+)``", r"`\1`", line) for line in lines]
+
+
+@cache
+def public_names(inventories: frozenset[str]) -> dict[str, str]:
+    """Under which name an object is documented, by the name of the module that defines it."""
+    public = {f"{module}.{name}" for module in MODULES for name in _import(module).__all__}
+    found = {}
+    for name in sorted(public | inventories):
+        module, _, last = name.rpartition(".")
+        each = getattr(_import(module), last, None) if module else None
+        if home := getattr(each, "__module__", None):
+            found[f"{home}.{getattr(each, '__qualname__', last)}"] = name
+    return found
+
+
+def _import(name: str) -> Any:
+    return importlib.import_module(name)
+
+
+def resolve(
+    app: Sphinx, env: BuildEnvironment, node: pending_xref, shown: nodes.Node
+) -> nodes.Node | None:
+    """Find what is public under another name; what is not public is shown without a link."""
+    if node.get("refdomain") != "py":
+        return None
+    target = node["reftarget"]
+    inventory = intersphinx.InventoryAdapter(env).main_inventory
+    elsewhere = frozenset(name for kind in inventory.values() for name in kind if "." in name)
+    parts = target.split(".")
+    for count in range(len(parts), 1, -1):
+        if name := public_names(elsewhere).get(".".join(parts[:count])):
+            node["reftarget"] = name = ".".join([name, *parts[count:]])
+            domain = env.domains.python_domain
+            found = domain.resolve_xref(
+                env, node["refdoc"], app.builder, "obj", name, node, shown
+            ) or intersphinx.missing_reference(app, env, node, shown)
+            return found or shown
+    return shown if target.startswith("onefold.") or not node.get("refwarn", True) else None
+
+
+class Commands(SphinxDirective):
+    """All commands of ``onefold``, with what their ``--help`` prints."""
+
+    def run(self) -> list[nodes.Node]:
+        group = typer.main.get_command(_import("onefold.cli.main").app)
+        text = "\n".join(_described(group, "onefold"))
+        return self.parse_text_to_nodes(text, allow_section_headings=True)
+
+
+def _described(command: Any, name: str) -> Iterator[str]:
+    """A command and those below it, as Markdown."""
+    below = getattr(command, "commands", {})
+    if not below and not command.hidden:
+        context = typer.Context(command, info_name=name, terminal_width=80)
+        yield from (f"### {name}", "", "```text", command.get_help(context).strip(), "```", "")
+    for each in below:
+        yield from _described(below[each], f"{name} {each}")
+
+
+def offer_markdown(
+    app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: nodes.Node | None
+) -> None:
+    """Tell programs that a page is there as Markdown, too."""
+    if doctree is not None:
+        name = f"{page.rpartition('/')[2]}.md"
+        context["metatags"] += f'<link rel="alternate" type="text/markdown" href="{name}">'
+
+
+def show_stars(app: Sphinx, doctree: nodes.document, page: str) -> None:
+    """In Markdown, keep the star of a signature, whose node has an explanation."""
+    if app.builder.name == "markdown":
+        for each in list(doctree.findall(nodes.abbreviation)):
+            each.replace_self(each.children)
+
+
+def write_lists(app: Sphinx, error: Exception | None) -> None:
+    """After the Markdown, write ``llms.txt``: all pages by part, with the first sentence of each.
+
+    ``external-links.txt`` has the addresses outside of the site, by page.
+    """
+    if error is not None or app.builder.name != "markdown":
+        return
+    env = app.env
+    lines = [f"# {env.titles['index'].astext()}", "", f"> {_first_sentence(env, 'index')}"]
+    for part in env.toctree_includes["index"]:
+        lines += ["", f"## {env.titles[part].astext()}", ""]
+        for page in [part, *env.toctree_includes.get(part, [])]:
+            lines.append(
+                f"- [{env.titles[page].astext()}]({page}.md): {_first_sentence(env, page)}"
+            )
+    (app.outdir / "llms.txt").write_text("\n".join(lines) + "\n")
+    links = [
+        f"{link} {page}"
+        for page in sorted(env.found_docs)
+        for link in sorted({each["refuri"] for each in _references(env.get_doctree(page))})
+    ]
+    (app.outdir / "external-links.txt").write_text("\n".join(links) + "\n")
+
+
+def _first_sentence(env: BuildEnvironment, page: str) -> str:
+    for paragraph in env.get_doctree(page).findall(nodes.paragraph):
+        if isinstance(paragraph.parent, nodes.section):
+            return re.split(r"(?<=\.)\s", " ".join(paragraph.astext().split()))[0]
+    return ""
+
+
+def _references(page: nodes.document) -> Iterator[nodes.reference]:
+    return (
+        each
+        for each in page.findall(nodes.reference)
+        if each.get("refuri", "").startswith(("http://", "https://"))
+    )
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    app.add_directive("commands", Commands)
+    app.add_role("code-or-link", CodeOrLink())
+    app.connect("html-page-context", offer_markdown)
+    app.connect("doctree-resolved", show_stars)
+    app.connect("build-finished", write_lists)
+    app.connect("autodoc-process-docstring", as_rst)
+    app.connect("missing-reference", resolve, priority=600)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

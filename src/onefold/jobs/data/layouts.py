@@ -1,0 +1,127 @@
+"""Recognises data sets that a job would misread, by their layout, and says what to do instead.
+
+This comes first of all, so that nobody mends a folder file by file that is of another kind. Only a
+few names and the beginnings of a few files are read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+
+from onefold.errors import DataError
+from onefold.jobs.data.files import readable
+from onefold.jobs.data.pictures import is_picture, visible_folders
+from onefold.jobs.data.tables import column_names, is_table, usual_column
+from onefold.system.ownfiles import open_plain
+from onefold.system.words import listed
+
+__all__ = ["refuse_other_layouts"]
+
+_LOOKED_AT = 5
+"""Files of a kind that are opened."""
+_BYTES = 1 << 16
+"""Read from the beginning and from the end of a file."""
+_YOLO = re.compile(r"[0-9]+(?:[ \t]+-?[0-9]*\.?[0-9]+(?:[eE][-+]?[0-9]+)?){4,}[ \t]*")
+_NO_CLASSES = frozenset({
+    "image", "images", "img", "imgs", "test", "train", "val", "valid", "validation",
+})  # fmt: skip
+"""Folders of a data set whose labels are in a table; none of them names a class."""
+
+
+def refuse_other_layouts(directory: Path, job: str) -> None:
+    """Refuse boxes of objects, and a table of labels beside pictures.
+
+    Args:
+        directory: what ``--data`` names; anything but a folder passes.
+        job: which job was asked for.
+
+    Raises:
+        DataError: the folder has such a data set; the message says what to do.
+    """
+    if not directory.is_dir():
+        return
+    boxes = next(_boxes(directory), None)
+    if boxes:
+        raise DataError(
+            f"{readable(directory)}: expected a label or a mask for each picture, got objects with "
+            f"a place each ({boxes}). onefold has no job that detects objects: cut them out into "
+            f"class folders for onefold train classify, draw them as masks for onefold train "
+            f"segment, or train a detector in a script of your own, with onefold.Trainer"
+        )
+    if job == "classify":
+        _refuse_table(directory)
+
+
+def _boxes(directory: Path) -> Iterator[str]:
+    """Describe the files that hold boxes."""
+    for path in _first(directory, "labels/*.txt", "labels/*/*.txt", "*/labels/*.txt"):
+        line = next(iter(_ends(path).splitlines()), "")
+        if _YOLO.fullmatch(line):
+            yield f"{_below(path, directory)} begins with {line[:60]!r}, as YOLO's labels do"
+    places = ("*.json", "annotations/*.json", "*/*.coco.json")
+    for path in _first(directory, *places):
+        text = _ends(path)
+        if '"images"' in text and ('"bbox"' in text or '"annotations"' in text):
+            yield f"{_below(path, directory)} has COCO's images and annotations"
+    # Of Pascal VOC the masks may be meant, which are in a folder of their own.
+    if not (directory / "SegmentationClass").is_dir():
+        for path in _first(directory, "*.xml", "[Aa]nnotations/*.xml", "*/*.xml"):
+            if "<bndbox>" in _ends(path):
+                yield f"{_below(path, directory)} has a <bndbox>, as Pascal VOC's annotations do"
+
+
+def _first(directory: Path, *patterns: str) -> Iterator[Path]:
+    for pattern in patterns:
+        yield from islice(directory.glob(pattern), _LOOKED_AT)
+
+
+def _below(path: Path, directory: Path) -> str:
+    return readable(path.relative_to(directory))
+
+
+def _ends(path: Path) -> str:
+    """The beginning and the end of a file; nothing if it cannot be read."""
+    try:
+        with open_plain(path, follow=True) as file:
+            content = file.read(_BYTES)
+            # A file of COCO has its annotations behind all of its pictures.
+            file.seek(max(len(content), path.stat().st_size - _BYTES))
+            return (content + file.read(_BYTES)).decode(errors="replace")
+    # Whoever reads the file reports that.
+    except OSError:
+        return ""
+
+
+def _refuse_table(directory: Path) -> None:
+    """Refuse pictures without class folders beside a table, as competitions have them."""
+    folders = visible_folders(directory)
+    train = directory / "train"
+    classes = visible_folders(train) if train.is_dir() else folders
+    if any(folder.name.lower() not in _NO_CLASSES for folder in classes):
+        return
+    if not any(_any_picture(folder.iterdir()) for folder in (directory, *folders, *classes)):
+        return
+    # A table that lists labels comes first; test sets of competitions have none.
+    tables = {path: column_names(path) for path in sorted(directory.iterdir()) if _lists(path)}
+    found = max(tables, key=lambda path: bool(usual_column(tables[path], "label")), default=None)
+    if found is None:
+        return
+    names = tables[found]
+    image = usual_column(names, "image") or names[0]
+    label = usual_column(names, "label") or next((x for x in names if x != image), "LABEL")
+    raise DataError(
+        f"{readable(directory)}: expected a folder for each class, got pictures beside the table "
+        f"{found.name} with the columns {listed(names, 12)}: name the table and two of its "
+        f"columns, such as --data {readable(found)!r} --image-column {image} --label-column {label}"
+    )
+
+
+def _any_picture(paths: Iterable[Path]) -> bool:
+    return any(map(is_picture, paths))
+
+
+def _lists(path: Path) -> bool:
+    return (is_table(path) or path.suffix.lower() == ".tsv") and bool(column_names(path))

@@ -1,0 +1,130 @@
+"""Data sets of other kinds, and what is said of them before anything else."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from onefold.errors import DataError, LaunchError
+from onefold.jobs.data.classes import PictureClasses, read_classes
+from onefold.jobs.data.layouts import refuse_other_layouts
+from onefold.jobs.data.samples import read_listed
+from onefold.jobs.data.tables import Columns
+from onefold.jobs.run import read_options, run_job
+from tests.jobs.tiny import job_of, write_masks, write_pictures, write_texts
+from tests.tables import for_each
+
+BOXES = "onefold has no job that detects objects: cut them out"
+
+
+def put(path: Path, content: str = "") -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".png":
+        # Some pixels of each name's own, so that no two pictures are the same.
+        draw = np.random.default_rng(list(path.name.encode()))
+        Image.fromarray(draw.integers(0, 255, (12, 12, 3), dtype=np.uint8)).save(path)
+    else:
+        path.write_text(content)
+
+
+COCO = json.dumps({"images": [{"file_name": "x" * 200}] * 1000, "annotations": [{"bbox": [1]}]})
+YOLO = "0 0.5 0.5 0.25 0.125\n1 0.1 0.2 0.3 0.4\n"
+
+
+@for_each(
+    ("files", "words"),
+    [
+        ({"images/a.png": "", "labels/a.txt": YOLO}, "labels/a.txt begins with '0 0.5 0.5 0.25"),
+        ({"train/images/a.png": "", "train/labels/a.txt": YOLO}, "train/labels/a.txt begins"),
+        ({"images/train/a.png": "", "labels/train/a.txt": YOLO}, "labels/train/a.txt begins"),
+        ({"annotations/instances.json": COCO}, "annotations/instances.json has COCO's"),
+        ({"train/_annotations.coco.json": COCO, "train/a.png": ""}, "coco.json has COCO's"),
+        ({"Annotations/a.xml": "<object><bndbox>"}, "Annotations/a.xml has a <bndbox>"),
+    ],
+)
+def test_boxes_are_refused_by_name(tmp_path: Path, files: dict[str, str], words: str) -> None:
+    shutil.rmtree(tmp_path / "data", ignore_errors=True)
+    for name, content in files.items():
+        put(tmp_path / "data" / name, content)
+    for job in ("classify", "segment"):
+        with pytest.raises(DataError, match=f"{words}.*{BOXES}"):
+            refuse_other_layouts(tmp_path / "data", job)
+
+
+def test_this_comes_before_any_other_message(tmp_path: Path) -> None:
+    put(tmp_path / "labels" / "a.txt", YOLO)
+    (tmp_path / "runs").write_text("in the way")
+    given = {"data": str(tmp_path), "runs": str(tmp_path / "runs"), "pretrained": "nowhere"}
+    for data, error in ((tmp_path, DataError), (tmp_path / "labels", LaunchError)):
+        options = read_options(job_of("classify"), given | {"data": str(data)}, None)
+        with pytest.raises(error):
+            run_job(job_of("classify"), options)
+
+
+def test_pictures_beside_a_table_are_told_apart_from_class_folders(tmp_path: Path) -> None:
+    for name in ("train/a.png", "train/b.png", "test/c.png"):
+        put(tmp_path / name)
+    put(tmp_path / "sample_submission.csv", "id,breed\nc,pug\n")
+    put(tmp_path / "labels.csv", "id,label\na,pug\nb,boxer\n")
+    words = r"beside the table labels\.csv with the columns id, label: .*--data '.*labels\.csv' "
+    with pytest.raises(DataError, match=f"{words}--image-column id --label-column label"):
+        refuse_other_layouts(tmp_path, "classify")
+    refuse_other_layouts(tmp_path, "text")
+    refuse_other_layouts(tmp_path / "labels.csv", "classify")
+    for write in (write_pictures, write_masks, write_texts):
+        data = write(tmp_path / write.__name__)
+        put(data / "notes.csv", "a,b\n1,2\n")
+        refuse_other_layouts(data, "classify")
+
+
+def pictures(table: Path, *, skip: bool = False, dev: Path | None = None) -> PictureClasses:
+    found = read_listed(table, str(dev) if dev else None, Columns("image"))
+    return read_classes(found, holdout=0.25, seed=0, skip_bad=skip)
+
+
+def test_pictures_are_found_by_their_paths_in_a_table(tmp_path: Path) -> None:
+    names = [f"{number}.png" for number in range(8)]
+    for name in names:
+        put(tmp_path / "data" / "shots" / name)
+    rows = [f"shots/{name},{'even' if int(name[0]) % 2 == 0 else 'odd'}\n" for name in names]
+    table = tmp_path / "data" / "train.csv"
+    put(table, "path,label\n" + "".join(rows))
+    by_path = pictures(table)
+    assert (by_path.classes, len(by_path.train), len(by_path.test)) == (("even", "odd"), 6, 2)
+    assert by_path.train.pictures.name(0).startswith("shots/")
+    assert by_path.notes == [f"{table}: the image is in column path, the label in label"]
+    # By names without folder and ending, as in tables of competitions: the same pictures.
+    put(table, "id,label\n" + "".join(rows).replace("shots/", "").replace(".png", ""))
+    by_name = read_classes(
+        read_listed(table, None, Columns("image", "id")), holdout=0.25, seed=0, skip_bad=False
+    )
+    assert by_name.digest == by_path.digest
+    put(tmp_path / "data" / "more" / "3.png")
+    put(table, "path,label\n" + "".join(rows) + "gone.png,odd\n3,even\n/nowhere/3.png,odd\n")
+    with pytest.raises(DataError) as caught:
+        pictures(table)
+    for words in (
+        r"line 10: expected a picture at .*data/gone.png, there is none",
+        r"line 11: expected the path of one picture, got '3': 2 have that name",
+        r"line 12: expected a picture at /nowhere/3.png, there is none",
+    ):
+        assert caught.match(words)
+    assert len(pictures(table, skip=True).left_out) == 3
+
+
+def test_a_table_to_test_with_is_used_unless_it_has_no_labels(tmp_path: Path) -> None:
+    for number in range(6):
+        put(tmp_path / f"{number}.png")
+    put(tmp_path / "train.csv", "file,label\n0.png,a\n1.png,b\n2.png,a\n3.png,b\n")
+    put(tmp_path / "test.csv", "file,label\n4.png,b\n5.png,c\n")
+    dev = tmp_path / "test.csv"
+    data = pictures(tmp_path / "train.csv", dev=dev, skip=True)
+    assert (len(data.train), list(data.test.labels)) == (4, [1])
+    assert "no picture of its class 'c' in" in str(data.left_out[0])
+    put(dev, "file,id\n4.png,7\n5.png,8\n")
+    assert f"{dev}: not used, as it has no column label" in pictures(tmp_path).notes
+    with pytest.raises(DataError, match="expected a column 'label', got only file, id"):
+        pictures(tmp_path / "train.csv", dev=dev)
