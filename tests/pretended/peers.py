@@ -17,7 +17,7 @@ import torch.distributed as dist
 from tests.pretended import device
 
 Case = Callable[[int, torch.Tensor, dist.ProcessGroup], object]
-LIMIT = timedelta(seconds=300)
+LIMIT = timedelta(seconds=120)
 """No case waits for it: on a loaded machine the other process may come late."""
 
 

@@ -364,9 +364,10 @@ def peers(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What two processes have found, see `tests.pretended.peers`."""
     folder = tmp_path_factory.mktemp("peers")
     command = [sys.executable, "-m", "tests.pretended.peers"]
+    # Each keeps its own reports.
+    environment = {**build.environment(2), device.LOG: ""}
     both = [
-        subprocess.Popen([*command, str(rank), str(folder)], env=build.environment(2))
-        for rank in range(2)
+        subprocess.Popen([*command, str(rank), str(folder)], env=environment) for rank in range(2)
     ]
     assert [process.wait(timeout=600) for process in both] == [0, 0]
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
