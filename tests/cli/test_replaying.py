@@ -20,6 +20,8 @@ inputs, targets = torch.randn(64, 4), torch.randn(64)
 for word in sys.argv[1:]:
     if word.startswith("bad="):
         targets[int(word[4:])] = 1000.0
+    if word == "short":
+        inputs, targets = inputs[:50], targets[:50]
     if word == "tanh":
         model[1] = torch.nn.Tanh()
 loss = lambda m, batch: (m(batch[0])[:, 0] - batch[1]).square()
@@ -103,6 +105,10 @@ def test_the_sample_that_made_the_loss_jump_is_named(tmp_path: Path) -> None:
     assert code == 0, text
     assert ", number 41 of the data set: loss " in text
     assert "first operation whose result is " in text
+    trained(tmp_path, "last", "short", "bad=41")  # in the last batch of an epoch, of 2 samples
+    code, text = onefold(tmp_path, "why", "last")
+    assert code == 0, text
+    assert "It has 2 samples, where 16 are usual: fewer samples give larger gradients" in text
     trained(tmp_path, "sound")
     code, text = onefold(tmp_path, "why", "sound")
     assert (code, "Nothing stands out in 12 steps." in text) == (1, True), text
