@@ -110,7 +110,9 @@ def _stages(stages: Sequence[dict[str, Any]]) -> Table:
 def _rows(rows: Sequence[dict[str, Any]]) -> Table:
     title = "Memory of a device, MiB, by --placement"
     sizes = ("replicate", "replicate:state", "shard", "pipeline", "offload")
-    table = _table(title, "devices", *sizes, "offload: file")
+    # In two lines, so that the table fits 80 columns.
+    headings = [size.replace(":", ":\n") for size in (*sizes, "offload:file")]
+    table = _table(title, "devices", *headings)
     for row in rows:
         table.add_row(str(row["devices"]), *(_mebibytes(row[each]) for each in (*sizes, "disk")))
     return table
