@@ -39,7 +39,9 @@ def test_classes_with_spaces_between_them_are_refused_as_one() -> None:
         return check_task(read, "multi-label", "tags.csv", labels_as_is=False)
 
     assert labels("hot dog, dog", "hot", "cat dog, red cat") == []
-    words = r"tags\.csv: expected commas.*got spaces, as in 'cat dog', 'dog cat': replace the spaces"
+    words = (
+        r"tags\.csv: expected commas.*got spaces, as in 'cat dog', 'dog cat': replace the spaces"
+    )
     with pytest.raises(DataError, match=words):
         labels("cat", "dog", "cat dog", "dog cat")
 
