@@ -99,8 +99,8 @@ $(VENV)/dev.stamp: $(VENV)/demo.stamp
 
 # What belongs to single guides and jobs, and to their tests.
 $(VENV)/test.stamp: $(VENV)/dev.stamp
-	@echo 'Installing onefold[text,transformers,report,loggers] into $(@D):'
-	@$(INSTALL) --editable '.[text,transformers,report,loggers]' $(SAY)
+	@echo 'Installing onefold[text,transformers,report,loggers,tables,augment,export] into $(@D):'
+	@$(INSTALL) --editable '.[text,transformers,report,loggers,tables,augment,export]' $(SAY)
 	@touch $@
 
 $(VENV)/docs.stamp: $(VENV)/test.stamp

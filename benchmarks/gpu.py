@@ -5,8 +5,9 @@
 Matrix products and convolutions in float32 have no TF32. Every side trains the same model on the
 same batches, which lie on the device. The sides of a group are measured in turn, a block of steps
 at a time, each with plain PyTorch among them; what counts is the time until the device has done the
-block. A group's medians are written as soon as it is done, one line of JSON for each side: another
-group may take too long, or fail.
+block. One line of JSON is written for a side as soon as it has trained, of two steps, and another
+with the medians when its group is done, which takes the place of the first: whatever comes
+afterwards may take too long, or fail. Sides for which no time is left are named.
 """
 
 import argparse
@@ -35,6 +36,7 @@ PLAIN = "plain PyTorch"
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 WARM_UP_STEPS = 6
 """Checks that wait for the device are made in the first three."""
+FIRST_STEPS = 2
 BLOCK_S = 0.15
 """About how long a block of steps takes, where there is the time for it."""
 LEAST_ROUNDS = 3
@@ -98,12 +100,18 @@ def main() -> None:
     if args.batch_size:
         workload = workload.scaled(args.batch_size / workload.batch_size)
     device = torch.device(args.device)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device.index)
     end = time.monotonic() + args.seconds
-    for number, (group, sides) in enumerate(GROUPS.items()):
-        seconds = (end - time.monotonic()) / (len(GROUPS) - number)
+    # PyTorch compiles for few kinds of devices.
+    groups = {
+        name: sides
+        for name, sides in GROUPS.items()
+        if device.type in ("cpu", "cuda") or not any(side.compiled for side in sides)
+    }
+    for number, (group, sides) in enumerate(groups.items()):
+        seconds = (end - time.monotonic()) / (len(groups) - number)
         for found in measured(workload, sides, device, seconds):
             line = {"workload": args.workload, "group": group, **found}
             print(json.dumps(line), flush=True)
@@ -120,26 +128,29 @@ def measured(
     end = time.monotonic() + seconds
     steps: dict[Side, Callable[[Batch], object]] = {}
     bytes_of: dict[Side, int] = {}
+    taken: dict[Side, list[tuple[float, float]]] = {}
     for side in sides:
+        if time.monotonic() > end:
+            yield {"side": side.name, "left_out": "no time was left for it"}
+            continue
         before = allocated(device)
         try:
-            steps[side] = new_step(workload, side, device)
-            train(steps[side], batches, WARM_UP_STEPS, device)
+            step = new_step(workload, side, device)
+            train(step, batches, WARM_UP_STEPS, device)
+            taken[side] = [train(step, batches, FIRST_STEPS, device)]
         except Exception as error:
-            steps.pop(side, None)
             yield {"side": side.name, "failed": f"{type(error).__name__}: {error}"}
             continue
-        bytes_of[side] = peak(device) - before
+        steps[side], bytes_of[side] = step, peak(device) - before
+        yield record(side, taken, workload, bytes_of)
     block_s = min(BLOCK_S, seconds / len(sides) / LEAST_ROUNDS)
-    blocks = {side: block_of(step, batches, device, block_s) for side, step in steps.items()}
-    taken: dict[Side, list[tuple[float, float]]] = {side: [] for side in steps}
-    rounds = 0
-    while rounds < LEAST_ROUNDS or time.monotonic() < end:
-        rounds += 1
+    blocks = {side: max(1, round(block_s / first[0])) for side, (first,) in taken.items()}
+    rounds: dict[Side, list[tuple[float, float]]] = {side: [] for side in steps}
+    while time.monotonic() < end:
         for side, step in steps.items():
-            times = train(step, batches, blocks[side], device)
-            taken[side].append((times[0] / blocks[side], times[1] / blocks[side]))
-    yield from (record(side, taken, workload, bytes_of) for side in steps)
+            rounds[side].append(train(step, batches, blocks[side], device))
+    if any(rounds.values()):
+        yield from (record(side, rounds, workload, bytes_of) for side in steps)
     del steps
     gc.collect()
 
@@ -215,7 +226,7 @@ def plain_step(workload: Workload, side: Side, device: torch.device) -> Callable
 @cache
 def group_of_one(device: torch.device) -> dist.ProcessGroup:
     """A process group of this process alone."""
-    backend = "gloo" if device.type == "cpu" else "nccl"
+    backend = dist.Backend.default_device_backend_map[device.type]
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return dist.group.WORLD
 
@@ -223,44 +234,35 @@ def group_of_one(device: torch.device) -> dist.ProcessGroup:
 def train(
     step: Callable[[Batch], object], batches: Sequence[Batch], steps: int, device: torch.device
 ) -> tuple[float, float]:
-    """Seconds until the device has done so many steps, and until the host had handed them over."""
+    """Seconds a step until the device has done some, and until the host had handed them over."""
     synchronise(device)
     start = time.perf_counter()
     for number in range(steps):
         step(batches[number % len(batches)])
     queued = time.perf_counter() - start
     synchronise(device)
-    return time.perf_counter() - start, queued
-
-
-def block_of(
-    step: Callable[[Batch], object],
-    batches: Sequence[Batch],
-    device: torch.device,
-    block_s: float,
-) -> int:
-    """How many steps take about as long as a block is to take."""
-    seconds, _ = train(step, batches, 2, device)
-    return max(1, round(block_s / (seconds / 2)))
+    return (time.perf_counter() - start) / steps, queued / steps
 
 
 def synchronise(device: torch.device) -> None:
     """Wait until the device has done all that it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device.index)
 
 
 def allocated(device: torch.device) -> int:
     """Bytes of the device that are in use; the peak is counted from here."""
-    if device.type != "cuda":
+    if device.type == "cpu":
         return 0
-    torch.cuda.reset_peak_memory_stats(device)
-    return torch.cuda.memory_allocated(device)
+    torch.accelerator.reset_peak_memory_stats(device.index)
+    return int(torch.accelerator.memory_allocated(device.index))
 
 
 def peak(device: torch.device) -> int:
     """The most bytes of the device that have been in use since `allocated`."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+    if device.type == "cpu":
+        return 0
+    return int(torch.accelerator.max_memory_allocated(device.index))
 
 
 if __name__ == "__main__":

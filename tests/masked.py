@@ -44,5 +44,5 @@ def on_cpu() -> Iterator[pytest.MonkeyPatch]:
     """A trainer that this process makes takes the CPU, and writes no events."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: False)
-        patch.setattr(RunFolder, "open_events", lambda self, step: None)
+        patch.setattr(RunFolder, "open_events", lambda self, options, step: None)
         yield patch

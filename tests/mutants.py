@@ -5,6 +5,7 @@
     python -m tests.mutants --only seed       those with this word in file or name
     python -m tests.mutants --tests tests/core  without golden bits, and with these tests alone
     python -m tests.mutants --unchanged       the tests in a copy without a fault: they must pass
+    python -m tests.mutants --accelerator     faults that only an accelerator shows
 
 Each `Mutant` is a fault that somebody might well make: the file still compiles, and computes
 something else, or refuses something less. The project is copied into a temporary folder, and a
@@ -49,6 +50,8 @@ class Mutant(NamedTuple):
     old: str
     """A text that is there exactly once."""
     new: str
+    on_accelerator: tuple[str, ...] = ()
+    """Tests that look for it on pretended accelerators (`tests.pretended`), and no others do."""
 
 
 MUTANTS: list[Mutant] = [
@@ -453,12 +456,20 @@ def planted(mutant: Mutant, root: Path = ROOT) -> str:
 def check(root: Path = ROOT) -> None:
     """Look that each mutant fits the source as it is, in the project or in a copy."""
     assert len(MUTANTS) == _COUNT, f"expected {_COUNT} mutants, got {len(MUTANTS)}"
-    assert len({mutant.name for mutant in MUTANTS}) == _COUNT, "two mutants have one name"
-    for mutant in MUTANTS:
+    every = [*MUTANTS, *on_accelerators()]
+    assert len({mutant.name for mutant in every}) == len(every), "two mutants have one name"
+    for mutant in every:
         count = (root / SOURCE / mutant.file).read_text().count(mutant.old)
         assert count == 1, f"{mutant.name}: its text is in {mutant.file} {count} times"
         assert mutant.old != mutant.new, f"{mutant.name}: it changes nothing"
         compile(planted(mutant, root), mutant.file, "exec", dont_inherit=True)
+
+
+def on_accelerators() -> list[Mutant]:
+    """Those that only an accelerator shows."""
+    from tests.pretended.faults import FAULTS  # which are made of what is here
+
+    return FAULTS
 
 
 @contextmanager
@@ -530,29 +541,32 @@ def first_wrong(ended: Ended) -> str:
     return (raised or ["?"])[-1][:120]
 
 
-def stages(paths: Sequence[str], room: str | None) -> Iterator[list[str]]:
+def stages(paths: Sequence[str], mutant: Mutant | None) -> Iterator[list[str]]:
     """The modules of Python that look for a fault, one after the other."""
+    if mutant is not None and mutant.on_accelerator:
+        yield ["tests.pretended", "-x", *mutant.on_accelerator]
+        return
     pytest = ["pytest", "-x", "-q", "--numprocesses", "2", "--dist", "loadgroup"]
     if paths:
         yield [*pytest, *paths]
         return
     yield ["tests.golden", "--first"]
-    if room is not None:
-        yield [*pytest, room]
+    if mutant is not None:
+        yield [*pytest, room_of(mutant)]
     yield pytest
 
 
-def tested(copy: Path, paths: Sequence[str], limit_s: float, room: str | None) -> Result:
+def tested(copy: Path, paths: Sequence[str], limit_s: float, mutant: Mutant | None) -> Result:
     """Run tests in a copy until something fails: these paths, or else golden bits and all tests.
 
-    Those of the fault's own room come first, if it is known.
+    Those of the fault's own room come first, if there is one.
     """
     begun = time.monotonic()
 
     def result(by: str, name: str = "") -> Result:
         return Result(by, name, round(time.monotonic() - begun, 1))
 
-    for command in stages(paths, room):
+    for command in stages(paths, mutant):
         ended = run(command, copy, limit_s - (time.monotonic() - begun))
         failed = _FAILED.search(ended.out)
         if failed:
@@ -580,7 +594,7 @@ def tried(mutant: Mutant, copy: Path, paths: Sequence[str], limit_s: float) -> R
     before = path.read_text()
     try:
         write(path, planted(mutant, copy))
-        return tested(copy, paths, limit_s, room_of(mutant))
+        return tested(copy, paths, limit_s, mutant)
     finally:
         write(path, before)
 
@@ -625,12 +639,14 @@ def main() -> int:
     parser.add_argument("--results", type=Path, default=FILE, metavar="FILE", help="kept here")
     parser.add_argument("--again", action="store_true", help="also those that have a result")
     parser.add_argument("--tests", nargs="+", default=[], metavar="PATH", help="these alone")
+    parser.add_argument("--accelerator", action="store_true", help="those of accelerators")
     parser.add_argument("--unchanged", action="store_true", help="only test without a fault")
     options = parser.parse_args()
     # Or a run that is ended would leave its tests behind.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     check()
-    chosen = [mutant for mutant in MUTANTS if options.only in f"{mutant.file} {mutant.name}"]
+    every = on_accelerators() if options.accelerator else MUTANTS
+    chosen = [mutant for mutant in every if options.only in f"{mutant.file} {mutant.name}"]
     if options.list:
         for mutant in chosen:
             print(f"{mutant.file:24} {mutant.name}")

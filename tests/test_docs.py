@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sklearn  # noqa: F401  # sets variables of the environment when it is loaded
 import torch
 from docs import execute
 
@@ -174,10 +175,10 @@ MODULES = sorted(
     if ">>> " in path.read_text()
 )
 PUBLIC = (
-    *("onefold", "onefold.losses", "onefold.testing"),
+    *("onefold", "onefold.jobs", "onefold.losses", "onefold.testing"),
     *("onefold.integrations.loggers", "onefold.integrations.transformers"),
 )
-STARTS_PROCESSES = "onefold.run.launch"
+STARTS_PROCESSES = ("onefold.run.launch", "onefold.jobs.catalog", "onefold.jobs.loaded")
 WITH_A_TRAINER = ("core.batch", "integrations.loggers", "trainer")
 WITH_PARTS = ("core.structure", "step.result")
 
@@ -207,7 +208,7 @@ def run_examples(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert runner.tries > 0
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if name != STARTS_PROCESSES])
+@pytest.mark.parametrize("name", [name for name in MODULES if name not in STARTS_PROCESSES])
 def test_the_examples_of(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert {"onefold.trainer", "onefold.core.mean", "onefold.core.shard"} <= set(MODULES)
     run_examples(name, tmp_path, monkeypatch)
@@ -241,8 +242,11 @@ def test_every_public_name_is_shown_at_work() -> None:
 
 
 @pytest.mark.processes
-def test_the_examples_of_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_examples(STARTS_PROCESSES, tmp_path, monkeypatch)
+@pytest.mark.parametrize("name", STARTS_PROCESSES)
+def test_the_examples_that_start_processes(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_examples(name, tmp_path, monkeypatch)
 
 
 # Names and lines

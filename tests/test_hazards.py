@@ -14,6 +14,10 @@ import onefold
 SOURCE = Path(onefold.__file__).parent
 
 RUNS_CODE = """
+    jobs/__init__.py importlib.import_module: our own functions, when they are first used
+    jobs/data/augment.py importlib.import_module: kornia, by that name, where it is installed
+    jobs/export.py importlib.import_module: onnxruntime, by that name, where it is installed
+    jobs/loggers.py importlib.import_module: the logger's, of four names
     jobs/models/catalog.py importlib.import_module: timm, by that name, where it is installed
     __init__.py import_module: our own modules, when their names are first used
     jobs/report/page.py _environment().get_template: our own templates, which lie in the package
@@ -50,6 +54,9 @@ WRITES_OR_REMOVES = """
     jobs/data/files.py os.fdopen: that file
     jobs/digits.py figure.savefig: into a file that is put aside first
     jobs/report/curves.py figure.savefig: into memory
+    jobs/export.py each.rename: a new file, from the private folder beside it
+    jobs/export.py name.write_text: a new file, beside the other
+    jobs/export.py tempfile.TemporaryDirectory: beside the file that is written
     jobs/runfolder.py tempfile.TemporaryFile: without a name, to try the folder
     cli/init.py output.open: a new file alone, the script
     cli/replay.py (copy / RUN).write_text: in the private folder that was just made

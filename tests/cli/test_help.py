@@ -16,7 +16,7 @@ import onefold
 from onefold.cli.main import app
 from tests.tables import for_each
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "command-line.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "reference" / "command-line.md"
 SCRIPT = Path(__file__).parents[1] / "scripts" / "planned.py"
 
 

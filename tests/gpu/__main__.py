@@ -20,7 +20,7 @@ import time
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -125,7 +125,11 @@ def results_of(
     with ThreadPoolExecutor(max(1, at_once)) as pool:
         under_way = [pool.submit(begin, part) for part in parts if not part.alone]
         yield from (future.result() for future in as_completed(under_way))
-    yield from (begin(part) for part in parts if part.alone)
+    alone = [part for part in parts if part.alone]
+    for number, part in enumerate(alone):
+        # None takes the time of those that come after it.
+        share_s = (end - time.monotonic()) / (len(alone) - number)
+        yield begin(replace(part, limit_s=min(part.limit_s, share_s)))
 
 
 def begun(part: Part, *, environment: Mapping[str, str], folder: Path, end: float) -> Result:

@@ -46,8 +46,14 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _begun() -> None:
+def _begun(tmp_path_factory: pytest.TempPathFactory) -> None:
     """What the first use of a GPU leaves in a process is no leak of the first test."""
+    if KIND == "pretend":
+        from tests.pretended import device
+
+        # For what processes report that tests start.
+        os.environ[device.LOG] = str(tmp_path_factory.mktemp("pretended") / "log")
+        device.start()
     if ON_GPU:
         if not torch.accelerator.is_available():
             pytest.skip("needs a GPU")

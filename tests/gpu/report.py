@@ -75,13 +75,13 @@ def _skipped(parts: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 def _figures(parts: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     group = ("", "")
-    for line in (line for part in parts for line in part["lines"] if "side" in line):
+    for line in _sides(parts):
         if (line["workload"], line["group"]) != group:
             group = line["workload"], line["group"]
             columns = ("samples/s", "of plain", "step ms", "queued ms", "peak MiB")
             yield from ("", _figure(f"{group[0]}: {group[1]}", *columns))
-        if "failed" in line:
-            yield f"{line['side']:<36}  {line['failed'].splitlines()[0]}"
+        if why := _without(line):
+            yield f"{line['side']:<36}  {why}"
             continue
         yield _figure(
             line["side"],
@@ -91,6 +91,20 @@ def _figures(parts: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             f"{line['queued_ms']:.2f}",
             f"{line['peak_bytes'] / MIB:,.0f}",
         )
+
+
+def _sides(parts: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The last line of each side: a first one says what two steps took."""
+    last: dict[tuple[str, ...], Mapping[str, Any]] = {}
+    for line in (line for part in parts for line in part["lines"] if "side" in line):
+        last[line["workload"], line["group"], line["side"]] = line
+    return list(last.values())
+
+
+def _without(line: Mapping[str, Any]) -> str:
+    """Why there are no figures of a side; empty where there are."""
+    words: str = line.get("failed") or line.get("left_out") or ""
+    return words.partition("\n")[0]
 
 
 def _figure(side: str, *cells: str) -> str:
@@ -116,20 +130,20 @@ def as_page(found: Mapping[str, Any]) -> str:
     failures = "\n".join(_failures(found["parts"])).strip()
     body = [f'<pre class="failed">{escape(failures)}</pre>'] if failures else []
     body.append(f"<pre>{escape(chr(10).join(_parts(found['parts'])))}</pre>")
-    lines = [line for part in found["parts"] for line in part["lines"] if "side" in line]
-    for (workload, group), sides in groupby(lines, key=lambda e: (e["workload"], e["group"])):
+    for (workload, group), sides in groupby(
+        _sides(found["parts"]), key=lambda e: (e["workload"], e["group"])
+    ):
         body.append(f"<h2>{escape(workload)}, {escape(group)}</h2>{_bars(list(sides))}")
     return PAGE.format(head=escape(" · ".join(_head(found))), body="\n".join(body))
 
 
 def _bars(sides: Sequence[Mapping[str, Any]]) -> str:
-    most = max((line["samples_s"] for line in sides if "failed" not in line), default=1.0)
+    most = max((line["samples_s"] for line in sides if not _without(line)), default=1.0)
     heads = "".join(f'<th class="number">{h}</th>' for h in ("samples/s", "step ms", "peak MiB"))
     rows = [f"<tr><th></th>{heads}<th></th></tr>"]
     for line in sides:
         name = escape(line["side"])
-        if "failed" in line:
-            why = escape(line["failed"].splitlines()[0])
+        if why := escape(_without(line)):
             rows.append(f'<tr><td>{name}</td><td class="failed" colspan="4">{why}</td></tr>')
             continue
         numbers = f"{line['samples_s']:,.0f}", f"{line['step_ms']:.1f}", line["peak_bytes"] // MIB

@@ -108,9 +108,10 @@ def test_whoever_reads(way: tuple[int, int]) -> None:
     assert len(found) == 1
 
 
-def test_batches_may_lie_anywhere() -> None:
-    """Slices of a batch on the card begin where its copies do not."""
-    found = {trained(batches(4, 19, device=place), devices=2) for place in ("cpu", DEVICE)}
+@each("samples", [19, 400])
+def test_batches_may_lie_anywhere(samples: int) -> None:
+    """Slices of one on the card begin where its copies do not; large ones go by pinned memory."""
+    found = {trained(batches(4, samples, device=place), devices=2) for place in ("cpu", DEVICE)}
     assert len(found) == 1
 
 

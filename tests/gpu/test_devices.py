@@ -7,8 +7,8 @@ from torch.utils.data import TensorDataset
 
 import onefold
 from onefold.core.flat import fingerprint_of, named_tensors, tensor_digests
-from tests.gpu.device import DEVICE, KIND, ON_GPU, needs
-from tests.gpu.net import Net, adamw, batches, loss, trainer_of
+from tests.gpu.device import DEVICE, KIND, ON_GPU, cards, needs
+from tests.gpu.net import Batch, Net, adamw, batches, loss, result, trainer_of
 
 HERE = torch.device(DEVICE)
 
@@ -56,3 +56,14 @@ def test_workers_read_into_pinned_memory() -> None:
             assert all(leaf.is_pinned() == (ON_GPU and workers > 0) for leaf in leaves)
             assert all(leaf.device.type == "cpu" for leaf in leaves)
     trainer.close()
+
+
+def test_a_loss_that_names_no_number_computes_on_the_card_of_its_shard() -> None:
+    needs(cards() > 1, "two GPUs")
+
+    def with_own(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+        return loss(model, batch) * torch.ones((), device=KIND)
+
+    both = [f"{KIND}:0", f"{KIND}:1"]
+    found = [result(trainer_of(on=on, loss=with_own), batches(2)) for on in (both[:1], both)]
+    assert found[0] == found[1]

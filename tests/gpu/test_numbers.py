@@ -1,12 +1,14 @@
 """The intended numbers, in every precision; what is not finite is noticed, one step late or at once
 where it decides."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
 import onefold
 from onefold.errors import GradientError, LossError
-from tests.gpu.device import DEVICE, ON_GPU, each, raises
+from tests.gpu.device import DEVICE, ON_GPU, each, needs, raises
 from tests.gpu.net import SPOILT, Batch, Net, Spoilt, adamw, batches, keeping, trainer_of
 
 
@@ -32,6 +34,64 @@ def test_one_shard_is_a_plain_loop_but_for_rounding(precision: str | None) -> No
     tolerance = 2e-3 if low is None else 3e-2
     pairs = zip(found, expected, strict=True)
     assert all(abs(one - other) < tolerance for one, other in pairs), (found, expected)
+
+
+IGNORED = 3
+
+
+def some(model: torch.nn.Module, batch: Batch) -> onefold.Mean:
+    """Over labels that count; only the card knows how many these are."""
+    images, labels = batch
+    counts = (labels != IGNORED).float()
+    losses = F.cross_entropy(model(images), labels, reduction="none")
+    return onefold.Mean((losses * counts).sum(), counts.sum())
+
+
+def some_by_losses(model: torch.nn.Module, batch: Batch) -> onefold.Mean:
+    images, labels = batch
+    return onefold.losses.cross_entropy(model(images), labels, ignore_index=IGNORED)  # type: ignore[return-value]
+
+
+@each("loss", [some, some_by_losses])
+def test_one_shard_with_a_weight_of_the_cards_own_has_the_bits_of_a_plain_loop(loss: Any) -> None:
+    steps = batches(4, device=DEVICE)
+    torch.manual_seed(0)
+    plain = Net(dropout=0.0).to(DEVICE)
+    optimizer = adamw(plain)
+    torch.use_deterministic_algorithms(True)
+    try:
+        for images, labels in steps:
+            optimizer.zero_grad()
+            if loss is some:
+                mean = some(plain, (images, labels))
+                torch.as_tensor(mean.total / mean.weight).backward()
+            else:
+                F.cross_entropy(plain(images), labels, ignore_index=IGNORED).backward()
+            optimizer.step()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    torch.manual_seed(0)
+    trainer = trainer_of(shards=1, model=Net(dropout=0.0), loss=loss)
+    for batch in steps:
+        trainer.step(batch)
+    # Nothing to count: nothing is updated, though the card has gone backward.
+    empty = steps[0][0], torch.full_like(steps[0][1], IGNORED)
+    trainer.step(empty)
+    pairs = zip(trainer.model.parameters(), plain.parameters(), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
+    trainer.step(steps[0])
+    trainer.close()
+
+
+@each("options", [{"microbatch": 2}, {"shards": 1, "microbatch": 9}])
+def test_weights_of_pieces_are_added_up(options: dict[str, Any]) -> None:
+    losses = []
+    for place in ("cpu", DEVICE):
+        torch.manual_seed(0)
+        trainer = trainer_of(on=place, model=Net(dropout=0.0), loss=some, **options)
+        losses.append([float(trainer.step(batch).loss) for batch in batches(3)])
+        trainer.close()
+    assert all(abs(one - other) < 2e-3 for one, other in zip(*losses, strict=True)), losses
 
 
 @each("way", [("replicate", 1), ("replicate", 2), ("offload", 1)])
@@ -110,3 +170,14 @@ def test_a_step_that_is_left_out_is_left_out_on_time(
     loss.on = False
     assert not trainer.step(steps[2]).skipped
     assert trainer.fingerprint() != before
+
+
+def test_a_kernel_that_does_not_repeat_its_bits_is_refused() -> None:
+    needs(ON_GPU, "a GPU")
+
+    def added_up(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1], reduction="none").cumsum(0)
+
+    with raises(RuntimeError, "(?s)does not have a deterministic implementation.*step 1, shard 0"):
+        trainer_of(loss=added_up).step(batches(1)[0])
+    trainer_of(loss=added_up, deterministic=False).step(batches(1)[0])

@@ -18,6 +18,15 @@ import torch
 import torch.nn.functional as F
 import onefold
 
+class Shifts(torch.nn.Module):
+    # So many parameters that messages of all of them are more than NCCL takes at a time.
+    def __init__(self):
+        super().__init__()
+        self.each = torch.nn.ParameterList(torch.zeros(5) for _ in range(300))
+
+    def forward(self, x):
+        return x + torch.stack([*self.each]).sum(0)
+
 def loss(model, batch):
     return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
@@ -26,8 +35,9 @@ def main():
         early = torch.ones(8, 8, device=torch.accelerator.current_accelerator())
         early.mm(early)
     torch.manual_seed(0)
-    layers = [torch.nn.Linear(20, 300), torch.nn.Linear(300, 300), torch.nn.Linear(300, 5)]
-    model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Tanh(), layer) for layer in layers))
+    layers = [torch.nn.Linear(*sizes) for sizes in ((20, 1100), (1100, 1100), (1100, 5))]
+    pairs = [torch.nn.Sequential(torch.nn.Tanh(), layer) for layer in layers]
+    model = torch.nn.Sequential(*pairs, Shifts())
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     trainer = onefold.Trainer(model, optimizer, loss, shards=4, threads=1)
     generator = torch.Generator().manual_seed(1)
@@ -35,6 +45,9 @@ def main():
         batch = torch.randn(18, 20, generator=generator), torch.arange(18) % 5
         trainer.step(batch)
     kinds = {device.type for device in trainer.devices}
+    if kinds != {"cpu"}:
+        current = trainer.gather({"index": torch.accelerator.current_device_index()})
+        assert [own["index"] for own in current] == [device.index for device in trainer.devices]
     print("trained", len(trainer.devices), *kinds, trainer.fingerprint())
 
 if __name__ == "__main__":

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onefold.jobs.classifier import SHOWN, choose_examples, class_task
-from onefold.jobs.classify import ClassifyOptions
+from onefold.jobs.classify_job import ClassifyOptions
 from onefold.jobs.report.folder import read_run
 from onefold.jobs.run import read_options
-from onefold.jobs.text import TextOptions
+from onefold.jobs.text_job import TextOptions
 from onefold.jobs.training import begin_training
 from tests import simulated
 from tests.jobs.tiny import job_of, write_pictures

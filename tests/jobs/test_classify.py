@@ -8,7 +8,7 @@ import torch
 
 import onefold
 from onefold.errors import CheckpointError, LaunchError
-from onefold.jobs.classify import ClassifyOptions, PictureModel, make_task, prepare, settle
+from onefold.jobs.classify_job import ClassifyOptions, PictureModel, make_task, prepare, settle
 from onefold.jobs.finetune import best_checkpoint
 from onefold.jobs.models import resnet18
 from onefold.jobs.training import begin_training

@@ -46,7 +46,7 @@ def test_only_the_lead_writes(tmp_path: Path) -> None:
     before = files(tmp_path)
     for name in ("run", "other"):
         folder = begun(tmp_path / name, is_lead=False, options=OTHER)
-        folder.open_events(1)
+        folder.open_events(OTHER, 1)
         folder.add_events("train", 1, {"loss": 0.5})
         folder.go_on(OTHER, "text")
         folder.say(best=3)

@@ -14,12 +14,12 @@ from torch import nn
 
 import onefold
 from onefold.errors import CheckpointError, DataError
-from onefold.jobs import segment
+from onefold.jobs import segment_job
 from onefold.jobs.data.augment import IMAGENET, Normalise
 from onefold.jobs.data.masks import VOID, MaskRule
 from onefold.jobs.data.pairs import Pair
 from onefold.jobs.finetune import best_checkpoint
-from onefold.jobs.segment import MaskModel, SegmentOptions
+from onefold.jobs.segment_job import MaskModel, SegmentOptions
 from onefold.jobs.segment_pictures import Augment, Padded, PicturePairs, inside
 from onefold.jobs.training import Task
 from tests.jobs.tiny import run_here
@@ -68,12 +68,12 @@ def options(**chosen: Any) -> SegmentOptions:
 
 def settled(folder: Path, **chosen: Any) -> tuple[SegmentOptions, Any]:
     asked = options(data=str(folder), **chosen)
-    data = segment.prepare(asked)
-    return segment.settle(asked, data), data
+    data = segment_job.prepare(asked)
+    return segment_job.settle(asked, data), data
 
 
 def task_of(folder: Path, **chosen: Any) -> Task:
-    return segment.make_task(*settled(folder, **chosen))
+    return segment_job.make_task(*settled(folder, **chosen))
 
 
 def pixelwise() -> nn.Module:
@@ -221,7 +221,7 @@ def test_void_is_kept_in_crops_and_does_not_weigh(voids: Path) -> None:
         settled(voids)
     asked, data = settled(voids, turns="yes", jitter=0.0, pos_weight="auto", **VOID_OPTIONS)
     assert (data.foreground, data.void) == (6 * 240, 6 * (24 * 32 - 480))
-    task = segment.make_task(asked, data)
+    task = segment_job.make_task(asked, data)
     torch.manual_seed(0)
     seen = torch.cat([task.train_set[number][1].flatten() for number in range(6)]).unique()
     assert seen.tolist() == [VOID, 0.0, 1.0]

@@ -7,7 +7,7 @@ from safetensors.torch import save_file
 
 from onefold.errors import CheckpointError
 from onefold.jobs.classifier import confidences
-from onefold.jobs.text import (
+from onefold.jobs.text_job import (
     TextModel,
     TextOptions,
     answer,

@@ -9,7 +9,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from onefold.errors import CheckpointError
-from onefold.jobs.text_models import build_from_config, load_pretrained, train_tokenizer
+from onefold.jobs.text_models import (
+    build_from_config,
+    load_pretrained,
+    pad_shard,
+    train_tokenizer,
+)
 from tests.capabilities import needs_text
 from tests.jobs.sentences import TEXTS, VOCABULARY_SIZE, logits, shard, small
 from tests.tables import for_each
@@ -211,3 +216,14 @@ def test_code_of_a_description_is_never_trusted(monkeypatch: pytest.MonkeyPatch)
         '{"model_type": "roberta", "num_labels": 3, "auto_map": {"AutoModel": "x--y.Z"}}'
     )
     assert asked == [False]
+
+
+@for_each(("lengths", "padded"), [((4, 3), 8), ((8, 1), 8), ((9, 2), 13), ((13,), 13)])
+def test_texts_are_padded_to_one_of_few_lengths(lengths: tuple[int, ...], padded: int) -> None:
+    samples = [(torch.full((length,), 9), 0) for length in lengths]
+    whole, plain = pad_shard(samples, 7, multiple=8, longest=13), pad_shard(samples, 7)
+    assert whole["input_ids"].shape == (len(lengths), padded)
+    for name, filler in (("input_ids", 7), ("attention_mask", 0)):
+        least = max(lengths)
+        assert torch.equal(whole[name][:, :least], plain[name])
+        assert (whole[name][:, least:] == filler).all()

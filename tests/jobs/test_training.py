@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 import onefold
 from onefold.cli.verify import verify_script
@@ -19,12 +20,14 @@ from onefold.core.options import RunOptions
 from onefold.errors import CheckpointError, DataError, LaunchError
 from onefold.jobs.catalog import JOBS
 from onefold.jobs.finetune import best_checkpoint
+from onefold.jobs.meter import TimeLimit
 from onefold.jobs.report.folder import read_run
 from onefold.jobs.run import read_options, run_job
 from onefold.jobs.training import Task, begin_training, read_saved
 from tests.capabilities import needs_text
 from tests.jobs import tiny
 from tests.jobs.tiny import SMALL, WRITERS, job_of, run_here, write_pictures, write_texts
+from tests.small import bits
 from tests.tables import for_each
 
 needs_text()
@@ -99,8 +102,7 @@ def test_every_job_has_the_same_bits_on_any_number_of_devices(job: str, tmp_path
     data = WRITERS[job](tmp_path / "data")
     BAD[job](data)
     options = {"data": data, "runs": tmp_path / "runs", "workers": 1, "epochs": 2, **SMALL[job]}
-    if job == "segment":
-        options["turns"] = "yes"
+    options |= {"segment": {"turns": "yes"}, "classify": {"mixup": 0.4, "cutmix": 1}}.get(job, {})
     words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     command = ["-m", "onefold", "train", job, "--skip-bad", *words]
     assert verify_script(command, "1,2,3", options=RunOptions(quiet=True, probe_steps=4)) == 0
@@ -142,34 +144,46 @@ def chosen_scores(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return values
 
 
-CHOSEN = [("classify", (0.9, 0.2, 0.1), 0), ("segment", (0.1, 0.9, 0.2), 1)]
-CHOSEN += [("text", (0.9, 0.2, 0.1), 0), ("text", (0.1, 0.2, 0.9), 2)]
+CHOSEN: list[tuple[str, Any, int, dict[str, Any]]] = [
+    ("classify", (0.9, 0.2, 0.1), 0, {"model": "lenet", "augment": "none"}),
+    ("segment", (0.1, 0.9, 0.2), 1, {}),
+    ("text", (0.9, 0.2, 0.1), 0, {}),
+    ("text", (0.1, 0.2, 0.9), 2, {}),
+    ("text", (0.1, 0.9, 0.2), 1, {"ema": 0.5}),
+]
 
 
-@for_each(("job", "scores", "best"), CHOSEN)
+@for_each(("job", "scores", "best", "small"), CHOSEN)
 def test_examples_are_of_the_best_model_and_the_last_one_stays(
-    job: str, scores: Any, best: int, tmp_path: Path, monkeypatch: Any, chosen_scores: list[float]
+    job: str,
+    scores: Any,
+    best: int,
+    small: Any,
+    tmp_path: Path,
+    monkeypatch: Any,
+    chosen_scores: list[float],
 ) -> None:
     chosen_scores[:] = scores
-    shown: list[str] = []
+    shown: list[tuple[str, dict[str, bytes]]] = []
     predict = onefold.Trainer.predict
 
     def note(trainer: onefold.Trainer, *arguments: Any, **how: Any) -> Any:
         # Those before are the evaluations of the epochs.
         if not chosen_scores:
-            shown.append(trainer.fingerprint())
+            shown.append((trainer.fingerprint(), bits(trainer.model)))
         return predict(trainer, *arguments, **how)
 
     monkeypatch.setattr(onefold.Trainer, "predict", note)
-    small = {"model": "lenet", "augment": "none"} if job == "classify" else {}
     data = WRITERS[job](tmp_path / "data")
     folder, said = run_here(job, data, tmp_path / "runs", epochs=3, **small)
     assert said["best"]["epoch"] == best
-    kept = json.loads((folder / said["best"]["checkpoint"] / "run.json").read_text())
+    kept = load_file(folder / said["best"]["checkpoint"] / "model.safetensors")
     last = max((folder / "checkpoints").iterdir())
-    assert set(shown) == {kept["fingerprint"]}
-    assert json.loads((last / "run.json").read_text())["fingerprint"] == said["fingerprint"]
-    assert (shown[0] == said["fingerprint"]) == (best == 2)
+    for fingerprint, values in shown:
+        assert values == {name: value.numpy().tobytes() for name, value in kept.items()}
+        assert (fingerprint == said["fingerprint"]) == (best == 2)
+    if "ema" not in small:  # of which that file has what is trained
+        assert json.loads((last / "run.json").read_text())["fingerprint"] == said["fingerprint"]
     assert examples_of(folder)["epoch"] == best
     assert [line.epoch for line in read_run(folder).epochs] == [0, 1, 2]
     assert onefold.Record(folder).checkpoints["folder"][-1] == last.name
@@ -201,6 +215,60 @@ def test_a_training_that_is_over_ends_without_one_of_its_checkpoints(
         assert told.startswith("the last checkpoint cannot be loaded any more: ")
         assert "step-00000010 is damaged" in told
         assert "\n" not in told
+
+
+@for_each(
+    ("scores", "patience", "ended"),
+    [
+        ((0.5, 0.5, 0.5, 0.5), 2, 3),
+        ((0.5, 0.6, 0.6, 0.7), 2, 4),
+        ((math.nan, 0.1, 0.1, 0.1), 2, 4),
+        ((math.nan, math.nan, 0.1, 0.2), 2, 2),
+        ((0.2, 0.1, 0.2, 0.3), 2, 3),
+    ],
+)
+def test_patience_ends_a_run_that_gets_no_better(
+    scores: Any, patience: int, ended: int, tmp_path: Path, chosen_scores: list[float]
+) -> None:
+    chosen_scores[:] = scores
+    data, runs = write_texts(tmp_path / "data"), tmp_path / "runs"
+    folder, said = run_here("text", data, runs, name="it", epochs=4, patience=patience)
+    assert [line.epoch for line in read_run(folder).epochs] == list(range(ended))
+    # After the last epoch nothing is left to end.
+    assert said["ended"] == (None if ended == 4 else "patience")
+    if ended < 4:
+        again = {"runs": str(runs), "name": "it", "resume": True, "epochs": 9}
+        with pytest.raises(LaunchError, match="has ended by --patience 2; --resume with a larger"):
+            run_job(job_of("text"), read_options(job_of("text"), again, None))
+        run_here("text", data, runs, name="it", resume=True, patience=9)
+        assert [line.epoch for line in read_run(folder).epochs] == [0, 1, 2, 3]
+
+
+def test_a_run_whose_time_is_over_goes_on_with_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In an epoch, at the end of one, and with an average of the weights."""
+    data, runs, seen = write_texts(tmp_path / "data"), tmp_path / "runs", []
+    options: dict[str, Any] = {"epochs": 2, "ema": 0.8, "max_time": "1h"}
+    whole, said = run_here("text", data, runs, name="whole", **options)
+    assert said["ended"] is None
+    for step in (3, 5):
+        name = f"ended {step}"
+        with monkeypatch.context() as patch:
+            patch.setattr(TimeLimit, "is_over", lambda limit, at=step: limit.trainer.steps >= at)
+            folder, ended = run_here("text", data, runs, name=name, **options)
+        assert ended["ended"] == "max-time"
+        assert ended["best"]["checkpoint"] == f"checkpoints/step-{step:08d}"
+        assert [line.step for line in read_run(folder).epochs] == [step]
+        assert examples_of(folder)["epoch"] == 0
+        again = {"runs": str(runs), "name": name, "resume": True, "devices": "cpu:1"}
+        resumed = run_job(job_of("text"), read_options(job_of("text"), again, None))
+        seen.append((folder, resumed))
+    for folder, resumed in seen:
+        assert resumed["fingerprint"] == said["fingerprint"]
+        assert resumed["ended"] is None
+        for one, two in zip(read_run(whole).epochs, read_run(folder).epochs, strict=True):
+            assert (one.step, one.loss, one.scores) == (two.step, two.loss, two.scores)
 
 
 BEST = {"epoch": 0, "score": "iou", "value": 0.5, "checkpoint": "checkpoints/step-00000003"}

@@ -14,6 +14,7 @@ import sysconfig
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 
@@ -22,6 +23,7 @@ __all__ = ["EXTENSION", "NUMBER", "built", "environment", "missing"]
 EXTENSION = "onefold_pretended"
 NUMBER = "ONEFOLD_PRETENDED"
 """The environment variable with how many devices there are; without it there are none."""
+NAME = f"{EXTENSION}{sysconfig.get_config_var('EXT_SUFFIX')}"
 SOURCE = Path(__file__).parent / "source"
 ROOT = Path(__file__).resolve().parents[2]
 OLDEST = (2, 10)
@@ -50,7 +52,8 @@ def built() -> Path:
     folder = _folder()
     with _alone(folder):
         if not (folder / "done").exists():
-            _compile(folder)
+            with TemporaryDirectory(dir=folder) as aside:  # those of a build that was killed go on
+                _compile(Path(aside)).rename(folder / NAME)
             about = folder / f"{EXTENSION}-1.0.dist-info"
             about.mkdir(exist_ok=True)
             (about / "entry_points.txt").write_text(ENTRY, encoding="utf-8")
@@ -87,7 +90,7 @@ def _alone(folder: Path) -> Iterator[None]:
         yield
 
 
-def _compile(folder: Path) -> None:
+def _compile(folder: Path) -> Path:
     torch_folder = Path(torch.__file__).parent
     places = [torch_folder / "include", torch_folder / "include/torch/csrc/api/include"]
     places.append(Path(sysconfig.get_paths()["include"]))
@@ -103,11 +106,9 @@ def _compile(folder: Path) -> None:
     library = torch_folder / "lib"
     parts = [f"{name}.o" for name in names]
     libraries = ["-ltorch", "-ltorch_cpu", "-ltorch_python", "-lc10", f"-Wl,-rpath,{library}"]
-    name = f"{EXTENSION}{sysconfig.get_config_var('EXT_SUFFIX')}"
-    linking = [_compiler() or "", "-shared", *parts, "-o", name, f"-L{library}", *libraries]
+    linking = [_compiler() or "", "-shared", *parts, "-o", NAME, f"-L{library}", *libraries]
     _finish(_started(linking, folder))
-    for part in parts:
-        (folder / part).unlink()
+    return folder / NAME
 
 
 def _started(command: list[str], folder: Path) -> subprocess.Popen[str]:

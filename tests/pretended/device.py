@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -111,8 +112,15 @@ def reset_counts(counting: bool = True) -> None:
 
 
 def reports() -> list[str]:
-    """What was done that a GPU might have punished; forgotten with this call."""
-    return list(_c().reports())
+    """What was done that a GPU might have punished; forgotten with this call.
+
+    With what other processes have reported that write to the same log, if there is one.
+    """
+    found, log = list(_c().reports()), Path(os.environ.get(LOG, ""))
+    if log.is_file():
+        found = log.read_text(encoding="utf-8").splitlines()
+        log.unlink()
+    return found
 
 
 def group_sizes() -> list[int]:
@@ -238,20 +246,13 @@ def _module() -> ModuleType:
     module.Stream, module.Event = torch.Stream, torch.Event
     module.get_device_name = lambda device=None: _Properties.name
     module.get_device_properties = lambda device=None: _Properties(_index(device))
-    module.get_device_capability = lambda device=None: (9, 0)
     module.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16, torch.float32]
-    module.is_bf16_supported = lambda including_emulation=True: True
     module.set_sync_debug_mode = lambda mode: _c().set_waits_raise(mode in ("error", 2))
     module.default_generators = tuple(_c().generator(index) for index in range(16))
-    module.manual_seed = lambda seed: _c().generator(_index()).manual_seed(seed)
     module.manual_seed_all = seed_all
-    module.initial_seed = lambda: _c().generator(_index()).initial_seed()
     module.get_rng_state = lambda device=KIND: _c().generator(_index(device)).get_state()
     module.set_rng_state = lambda state, device=KIND: (
         _c().generator(_index(device)).set_state(state)
     )
-    for name in ("empty_cache", "memory_allocated", "max_memory_allocated", "memory_reserved"):
-        setattr(module, name, getattr(on, name))
-    module.reset_peak_memory_stats = on.reset_peak_memory_stats
     module.mem_get_info = on.get_memory_info
     return module

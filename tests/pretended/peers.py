@@ -17,7 +17,8 @@ import torch.distributed as dist
 from tests.pretended import device
 
 Case = Callable[[int, torch.Tensor, dist.ProcessGroup], object]
-LIMIT = timedelta(seconds=20)
+LIMIT = timedelta(seconds=120)
+"""No case waits for it: on a loaded machine the other process may come late."""
 
 
 def both_ways(rank: int, own: torch.Tensor, peers: dist.ProcessGroup) -> object:
@@ -81,7 +82,7 @@ def read_too_early(rank: int, own: torch.Tensor, peers: dist.ProcessGroup) -> No
 
 
 def too_many(rank: int, own: torch.Tensor, peers: dist.ProcessGroup) -> None:
-    dist.batch_isend_irecv([dist.P2POp(dist.isend, own, 1 - rank, peers)] * 2049)
+    dist.batch_isend_irecv([dist.P2POp(dist.isend, own, 1 - rank, peers)] * 129)
 
 
 def on_one_device(rank: int, own: torch.Tensor, peers: dist.ProcessGroup) -> None:

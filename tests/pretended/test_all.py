@@ -7,7 +7,6 @@ written for any GPU.
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +14,7 @@ from onefold.core.options import WITH_STATE
 from onefold.run.planning import Footprint
 from tests.conftest import ROOT
 from tests.gpu.parts import missing
-from tests.pretended import build, device
+from tests.pretended import build
 from tests.scripts import peak_bytes
 
 pytestmark = [
@@ -24,7 +23,6 @@ pytestmark = [
     pytest.mark.skipif(build.missing() is not None, reason=f"needs {build.missing()}"),
 ]
 LIMIT_S = 800
-OWN = "tests/pretended/test_device.py"
 USUAL = (
     "tests/gpu/test_devices.py",
     "tests/gpu/test_waiting.py",
@@ -36,44 +34,33 @@ USUAL = (
 MODULES = sorted(path.name for path in (ROOT / "tests" / "gpu").glob("test_*.py"))
 
 
-def passes(folder: Path, *tests: str) -> None:
-    """Run tests with two pretended devices, and expect all of them to pass, and no reports."""
-    log = folder / "reports"
-    environment = {
-        **build.environment(2),
-        "ONEFOLD_GPU_TESTS_ON": "pretend:0",
-        device.LOG: str(log),
-    }
-    # Those who have no other way to tell.
-    settings = ("-p", "no:cacheprovider", "-o", "addopts=--strict-markers -q -m 'not full or gpu'")
+def passes(*tests: str) -> None:
+    """Run tests with two pretended devices, and expect all of them to pass."""
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", *settings, "--tb=short", *tests],
+        [sys.executable, "-m", "tests.pretended", "--tb=short", *tests],
         cwd=ROOT,
-        env=environment,
         capture_output=True,
         text=True,
         timeout=LIMIT_S,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    if OWN not in tests:
-        assert not log.exists(), log.read_text()
 
 
-def test_the_pretended_accelerator(tmp_path: Path) -> None:
-    passes(tmp_path, OWN)
+def test_the_pretended_accelerator() -> None:
+    passes("tests/pretended/test_device.py", "tests/pretended/test_costs.py")
 
 
-def test_a_part_of_what_is_tested_on_a_gpu(tmp_path: Path) -> None:
-    passes(tmp_path, *USUAL)
+def test_a_part_of_what_is_tested_on_a_gpu() -> None:
+    passes(*USUAL)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("module", MODULES)
-def test_what_is_tested_on_a_gpu(tmp_path: Path, module: str) -> None:
+def test_what_is_tested_on_a_gpu(module: str) -> None:
     if module == "test_start.py" and missing(["typer"]):
         pytest.skip("needs the command line")
-    passes(tmp_path, f"tests/gpu/{module}")
+    passes(f"tests/gpu/{module}")
 
 
 @pytest.mark.full

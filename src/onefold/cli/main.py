@@ -15,7 +15,7 @@ import signal
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from typer import Argument, Option
@@ -301,6 +301,42 @@ def _predict() -> None:
 @declare(app, "evaluate", group=_USE)
 def _evaluate() -> None:
     """Score a run on labelled data, by class and by sample."""
+
+
+@declare(
+    app,
+    "export",
+    group=_USE,
+    examples=[
+        ("onefold export runs/a --to onnx", "runs/a/model.onnx"),
+        ("onefold export runs/a --to torch-export --output a.pt2", "another file"),
+    ],
+)
+def export(
+    run_folder: Annotated[Path, Argument(metavar="RUN", help="Folder of a trained run.")],
+    to: Annotated[Literal["onnx", "torch-export", "safetensors"], Option(help="Kind of the file.")],
+    output: Annotated[
+        Path | None,
+        Option(metavar="FILE", help="The file to write.", show_default="model.* in the run"),
+    ] = None,
+    weights: Annotated[
+        Literal["best", "last"], Option(help="Which checkpoint of the run.")
+    ] = "best",
+    as_json: AsJson = False,
+) -> None:
+    """Write the model of a run for programs without onefold."""
+    from onefold.jobs.export import export_run
+
+    made = export_run(run_folder, to, output, weights=weights)
+    files = [str(each) for each in (made.file, *made.beside)]
+    if as_json:
+        compared = {"samples": made.samples, "difference": made.difference}
+        print_json({"files": files, "compared": compared})
+        return
+    what = f"{made.samples} samples of the run" if made.samples else "random inputs"
+    print("\n".join(files))
+    largest = f"{made.difference:.1g} of the largest"
+    print(f"On {what} its logits differ from the run's by {largest} at most.")
 
 
 @declare(

@@ -24,14 +24,11 @@ import typer
 from rich.console import Console
 from typer.main import get_command
 
-from onefold import is_launched, select_devices
 from onefold.cli.help import Commands, declare
 from onefold.cli.running import print_json, tell_next
-from onefold.errors import LaunchError
 from onefold.jobs.catalog import JOBS
 from onefold.jobs.data.files import readable
 from onefold.jobs.evaluate import EvaluateOptions, Evaluation, evaluate_run
-from onefold.jobs.options import TrainOptions
 from onefold.jobs.predict import PredictOptions, predict_run, write_prediction
 from onefold.jobs.run import Job, read_options, run_job
 from onefold.jobs.scores import Baseline, ClassScores, no_better, spell
@@ -54,18 +51,24 @@ GROUPS = {
     "Training": (
         *("epochs", "batch_size", "lr", "optimizer", "momentum", "weight_decay", "schedule"),
         *("warmup_epochs", "decay_epochs", "decay", "scale_lr", "base_batch_size", "clip_norm"),
-        *("label_smoothing", "class_weights", "balanced", "pos_weight", "precision", "seed"),
-        *("best_by", "evaluation_batch_size", "threshold"),
+        *("patience", "max_time", "best_by", "ema", "label_smoothing", "class_weights", "balanced"),
+        *("pos_weight", "precision", "compile", "microbatch", "seed"),
+        *("evaluation_batch_size", "threshold"),
     ),
-    "Augmentation": ("augment", "least_area", "flip", "turns", "jitter"),
+    "Augmentation": (
+        *("augment", "least_area", "flip", "turns", "jitter", "randaugment", "erasing"),
+        *("mixup", "cutmix"),
+    ),
     "Devices": ("devices", "shards", "placement", "workers"),
-    "Run": ("name", "resume", "runs", "save_every"),
+    "Run": ("name", "resume", "runs", "save_every", "log"),
     "Results": ("output", "format", "json", "top", "weights"),
 }
 """The options of the jobs under the headings of their help, most used first."""
 _HEADINGS = {name: heading for heading, names in GROUPS.items() for name in names}
 _EXAMPLES = {"classify": "photos", "segment": "cracks", "text": "reviews"}
 """A folder with the data of each job."""
+_WIDEST = 50
+"""More characters of choices stand in the text of an option."""
 _METAVARS: dict[Any, str] = {
     **dict.fromkeys((int, int | None), "N"),
     **dict.fromkeys((float, float | None), "X"),
@@ -185,7 +188,6 @@ def _tell_scores(found: Evaluation) -> None:
 def _command(job: Job) -> Callable[..., None]:
     def command(config: Config = None, **chosen: Any) -> None:
         options = read_options(job, _given(chosen), config)
-        _require_devices(options)
         result = run_job(job, options)
         if result["is_lead"]:
             _tell(result, Path(result["folder"]))
@@ -221,34 +223,19 @@ def _with_options(command: Callable[..., None], options: type[Any]) -> Callable[
     return command
 
 
-def _require_devices(options: TrainOptions) -> None:
-    """Refuse devices that do not exist, and more of them than there are shards.
-
-    Raises:
-        LaunchError, ValueError: a device does not exist, or there are more devices than shards.
-    """
-    # In a process of another launcher, that launcher has chosen them.
-    if is_launched():
-        return
-    chosen = select_devices(options.devices)
-    count = len(chosen.devices)
-    # With --devices auto, those that find no shard may leave.
-    if count > options.shards and not chosen.may_leave:
-        raise LaunchError(
-            f"--devices {options.devices}: {count} devices cannot share {options.shards} shards: a "
-            f"shard is never divided. Use --devices {options.shards} or fewer, or --shards {count}"
-        )
-
-
 def _parameter(field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
     shown = field.metadata["shown"]
     default = _WORDS.get(str(field.default), str(field.default)) if shown is None else shown
     # Written by ourselves, as what typer knows of as a default is None.
     note = f" [default: {default}]" if default else ""
+    words, metavar = field.metadata["help"], _METAVARS.get(hint)
+    choices = [each for part in (hint, *typing.get_args(hint)) for each in _choices(part)]
+    if len("|".join(choices)) > _WIDEST:
+        words, metavar = f"{words} One of {', '.join(choices)}.", "NAME"
     described = typer.Option(
-        help=f"{field.metadata['help']}{note}",
+        help=f"{words}{note}",
         envvar=field.metadata["variable"],
-        metavar=_METAVARS.get(hint),
+        metavar=metavar,
         rich_help_panel=_HEADINGS.get(field.name),
     )
     # typer has no tuples of any length; a list may be given by naming the option several times.
@@ -257,6 +244,10 @@ def _parameter(field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
     return inspect.Parameter(
         field.name, kind, default=None, annotation=Annotated[asked | None, described]
     )
+
+
+def _choices(hint: Any) -> tuple[str, ...]:
+    return typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else ()
 
 
 def _tell(result: dict[str, Any], folder: Path) -> None:

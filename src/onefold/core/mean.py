@@ -20,6 +20,7 @@ root's. Whoever makes a `Mean` of a total and a weight has those alone.
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from abc import ABC, abstractmethod
@@ -256,10 +257,19 @@ class LateWeight:
     Args:
         weight: of one element.
         what: what the value is called in errors.
+        divided: whether the total is divided by it already; then it counts as 1, or as 0 if it is.
     """
 
-    def __init__(self, weight: torch.Tensor, what: str) -> None:
-        self._copy, self._what = HostCopy(weight.detach()), what
+    def __init__(self, weight: torch.Tensor, what: str, *, divided: bool = False) -> None:
+        self._there, self._what = weight.detach().reshape(()), what
+        self._copy, self._divided = HostCopy(self._there), divided
+        self._changes: tuple[Callable[[float], float], ...] = ()
+
+    def then(self, change: Callable[[float], float]) -> LateWeight:
+        """The same weight, changed once it has been read."""
+        changed = copy.copy(self)
+        changed._changes = (*self._changes, change)
+        return changed
 
     def read(self) -> float:
         """Wait for it.
@@ -267,7 +277,24 @@ class LateWeight:
         Raises:
             LossError: it is negative or not finite.
         """
-        return _checked(float(self._copy.read()), self._what)
+        weight = _checked(float(self._copy.read()), self._what)
+        weight = float(weight > 0) if self._divided else weight
+        return functools.reduce(lambda found, change: change(found), self._changes, weight)
+
+    def divisor(self, scale: float) -> float | torch.Tensor:
+        """What backward divides by where this is the weight of the whole batch, () float64.
+
+        Args:
+            scale: what the loss is multiplied by: a power of two.
+        """
+        if self._divided:
+            return 1.0 / scale
+        weight = self._there.double()
+        return weight if scale == 1.0 else weight / scale
+
+    def counted(self, total: torch.Tensor) -> torch.Tensor:
+        """A total, which counts as 0 if it was divided by a weight of 0."""
+        return total.where(self._there != 0, 0.0) if self._divided else total
 
 
 def known(weight: float | LateWeight) -> float:
@@ -324,10 +351,14 @@ class Contribution:
         # at every node of the tree.
         root = self.root.detach()
         total = root.sum(dtype=torch.float64) if root.dim() else root.to(torch.float64)
+        if isinstance(self.weight, LateWeight):
+            return self.weight.counted(total)
         return total if self.share == 1.0 else total * self.share
 
     def backward(
-        self, divisor: float, beside: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
+        self,
+        divisor: float | torch.Tensor,
+        beside: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
     ) -> None:
         """Add the gradient of (total / divisor) to the parameters' ``.grad``.
 
@@ -335,7 +366,7 @@ class Contribution:
         shard that is the whole batch gives the bits of the plain loop.
 
         Args:
-            divisor: of the total.
+            divisor: of the total; () float64 if only an accelerator knows it yet.
             beside: other tensors to start from in the same pass, and their gradients.
 
         Raises:
@@ -343,7 +374,13 @@ class Contribution:
         """
         self._expect_one_divisor("backward()")
         root = self.root
-        seed = _seed(self.share, divisor, root.dtype, root.device)
+        if isinstance(divisor, torch.Tensor):
+            # As kernels divide by a number: in float32 at least, rounded once.
+            wide = torch.promote_types(root.dtype, torch.float32)
+            one = _seed(self.share, 1.0, wide, root.device)
+            seed = (one / divisor.to(wide)).to(root.dtype)
+        else:
+            seed = _seed(self.share, divisor, root.dtype, root.device)
         # The seed is cached, and a hook may write into the gradient that it is given. An expanded
         # tensor refuses that; with a single element nothing is expanded, so it is cloned.
         start = seed.expand_as(root) if root.numel() > 1 else seed.clone().expand_as(root)
@@ -474,12 +511,13 @@ def _weigh_term(term: Mean | Sum, what: str, *, late: bool = False) -> Contribut
     if isinstance(term, Sum):
         return Contribution(root=term.total, share=1.0, weight=1.0, kind="sum")
     number = _number(term.weight, what)
+    whole = _untouched(term)
     if late and isinstance(number, torch.Tensor) and number.device.type != "cpu":
-        return Contribution(root=term.total, share=1.0, weight=LateWeight(number, what))
+        coming = LateWeight(number, what, divided=whole is not None)
+        return Contribution(term.total if whole is None else whole, share=1.0, weight=coming)
     # A weight on a GPU is waited for here.
     weight = _checked(float(number), what)
-    whole = _untouched(term) if weight else None
-    if whole is not None:
+    if whole is not None and weight:
         return Contribution(root=whole, share=1.0, weight=1.0)
     return Contribution(root=term.total, share=1.0, weight=weight)
 

@@ -1,10 +1,24 @@
-"""Ready-made training jobs, written with nothing but the public interface."""
+"""Ready-made training jobs, written with nothing but the public interface.
 
+The jobs themselves load PyTorch, and are loaded when they are first asked for.
+"""
+
+import importlib
 import importlib.util
+from typing import TYPE_CHECKING, Any
 
 from onefold.errors import LaunchError
 
-__all__ = ["require"]
+if TYPE_CHECKING:
+    from onefold.jobs.catalog import JobResult, classify, segment, text
+
+__all__ = ["JobResult", "classify", "require", "segment", "text"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'onefold.jobs' has no attribute {name!r}")
+    return getattr(importlib.import_module("onefold.jobs.catalog"), name)
 
 
 def require(what: str, extra: str, *packages: str) -> None:
@@ -17,6 +31,8 @@ def require(what: str, extra: str, *packages: str) -> None:
 
     Raises:
         LaunchError: a package is not installed; the message has the command that installs it.
+
+    >>> require("the report", "report", "json")
     """
     # Looked for and not imported: to import transformers takes seconds, and comes where it is used.
     missing = [package for package in packages if importlib.util.find_spec(package) is None]

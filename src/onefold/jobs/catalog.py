@@ -1,11 +1,16 @@
-"""The ready-made jobs by name, as the command line offers them."""
+"""The ready-made jobs by name, for the command line, and as functions, for notebooks."""
 
 from __future__ import annotations
 
-from onefold.jobs import classify, segment, text
-from onefold.jobs.run import Job
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-__all__ = ["JOBS"]
+from onefold.jobs import classify_job, segment_job, text_job
+from onefold.jobs.report.folder import read_run
+from onefold.jobs.run import Job, read_options, run_job
+
+__all__ = ["JOBS", "JobResult", "classify", "segment", "text"]
 
 JOBS = tuple(
     Job(
@@ -19,11 +24,99 @@ JOBS = tuple(
     )
     for module, options, help in (
         (
-            classify,
-            classify.ClassifyOptions,
+            classify_job,
+            classify_job.ClassifyOptions,
             "Pictures with one label each: from class folders, IDX files or digits.",
         ),
-        (segment, segment.SegmentOptions, "Pictures with a mask each, by a U-Net."),
-        (text, text.TextOptions, "Texts with one label each, from TSV files."),
+        (segment_job, segment_job.SegmentOptions, "Pictures with a mask each, by a U-Net."),
+        (text_job, text_job.TextOptions, "Texts with one label each, from TSV files."),
     )
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobResult:
+    """The result of a job. ``onefold.load_run(result.folder)`` has its model.
+
+    Example:
+        >>> result = JobResult(folder=Path("runs/a"), epoch=3, scores={"accuracy": 0.9})
+        >>> result.folder, result.scores["accuracy"]
+        (PosixPath('runs/a'), 0.9)
+    """
+
+    folder: Path
+    """Of the run: checkpoints, record, report."""
+    epoch: int | None
+    """The best epoch, counted from 0; None if none was evaluated."""
+    scores: dict[str, float]
+    """Of the test set, by name, after that epoch."""
+    report: Path | None = None
+    """A page that a browser shows; None where matplotlib is not installed."""
+
+
+def classify(*, data: str | Path, devices: int | str = "auto", **options: Any) -> JobResult:
+    """Train on pictures with one label each, as ``onefold train classify`` does.
+
+    Args:
+        data: a folder with class folders, or what else that command takes.
+        devices: how many devices of this machine, or which.
+        options: those of the command: ``batch_size=32`` for ``--batch-size 32``.
+
+    Raises:
+        ValueError: there is no such option, or it has a value that it cannot have.
+        OnefoldError: as the command ends with; the message says what to do.
+
+    Example:
+        >>> import tempfile
+        >>> small = {"model": "lenet", "epochs": 1, "runs": tempfile.mkdtemp(), "name": "a"}
+        >>> result = onefold.jobs.classify(data="digits", devices=1, **small)
+        >>> result.folder.name, sorted(result.scores)[:2]
+        ('a', ['accuracy', 'balanced-accuracy'])
+    """
+    return _run("classify", data, devices, options)
+
+
+def segment(*, data: str | Path, devices: int | str = "auto", **options: Any) -> JobResult:
+    """Train on pictures with a mask each, as ``onefold train segment`` does.
+
+    Args, Raises: as `classify`.
+
+    Example:
+        >>> onefold.jobs.segment(data="no such folder")
+        Traceback (most recent call last):
+            ...
+        onefold.errors.DataError: ...
+    """
+    return _run("segment", data, devices, options)
+
+
+def text(*, data: str | Path, devices: int | str = "auto", **options: Any) -> JobResult:
+    """Train on texts with one label each, as ``onefold train text`` does.
+
+    Args, Raises: as `classify`.
+
+    Example:
+        >>> onefold.jobs.text(data="reviews", mixup=0.2)
+        Traceback (most recent call last):
+            ...
+        ValueError: options: there is no option mixup; known are ...
+    """
+    return _run("text", data, devices, options)
+
+
+def _run(name: str, data: str | Path, devices: int | str, options: dict[str, Any]) -> JobResult:
+    (job,) = (each for each in JOBS if each.name == name)
+    given = {"data": data, "devices": str(devices), **options}
+    # Options are text and numbers, as in a file of them.
+    plain = {
+        each: str(value) if isinstance(value, Path) else value for each, value in given.items()
+    }
+    result = run_job(job, read_options(job, plain, None))
+    folder, best = Path(result["folder"]), result["best"]
+    epochs = {line.epoch: line.scores for line in read_run(folder).epochs}
+    return JobResult(
+        folder=folder,
+        epoch=best["epoch"] if best else None,
+        scores=epochs[best["epoch"]] if best else {},
+        report=Path(result["report"]) if result["report"] else None,
+    )

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from onefold.errors import DataError
-from onefold.jobs import classify, require, segment, text
+from onefold.jobs import classify_job, require, segment_job, text_job
 from onefold.jobs.data.arrays import read_labelled
 from onefold.jobs.data.classes import class_files, listed_files, test_folder
 from onefold.jobs.data.files import BadFile, name_below, readable, refuse
@@ -241,8 +241,8 @@ def _sum_up_targets(rows: list[_Row], facts: _Facts) -> dict[str, Any]:
 def _sum_up_masks(rows: list[_Row], facts: _Facts) -> dict[str, Any]:
     found = {name: torch.tensor([row.pop(name) for row in rows]) for name in _PIXELS}
     classes = msgspec.convert(facts.mask_model.get("classes", ()), tuple[MaskClass, ...])
-    scores = segment.mask_scores(found, classes)
-    by_class = segment.class_ious(found, classes) if classes else []
+    scores = segment_job.mask_scores(found, classes)
+    by_class = segment_job.class_ious(found, classes) if classes else []
     return {"scores": {**scores, **{f"iou {each['class']}": each["iou"] for each in by_class}}}
 
 
@@ -341,8 +341,8 @@ def _masks(run: Path, data: Path, facts: _Facts, options: EvaluateOptions) -> _L
 
 
 def _mask_rule(run: Path) -> MaskRule:
-    options = read_config(run / CONFIG, segment.JOB)
-    kind = segment.MaskModel.of_run(run)
+    options = read_config(run / CONFIG, segment_job.JOB)
+    kind = segment_job.MaskModel.of_run(run)
     # Not those of the options: the masks that classes came from may be elsewhere by now.
     classes = tuple(f"{each.name}={'|'.join(each.values)}" for each in kind.classes)
     with kept_facts(run):
@@ -359,17 +359,17 @@ _PIXELS = "loss", "overlap", "predicted", "given", "counted"
 
 def _score_masks(use: Use) -> list[_Row]:
     """Compare the masks of all pictures with those that they should have; on every device."""
-    kind = segment.MaskModel.of_run(use.run)
+    kind = segment_job.MaskModel.of_run(use.run)
     facts = msgspec.convert(read_run(use.run, shape=_Facts), _Facts)
     with kept_facts(use.run):
         model = kind.build()
     weight = torch.tensor(facts.pos_weight)
-    _, measure = segment.loss_and_measure(weight, kind.threshold, model.stride)
+    _, measure = segment_job.loss_and_measure(weight, kind.threshold, model.stride)
     pairs = [Pair(each.path, each.mask) for each in use.inputs if each.mask is not None]
     data = PicturePairs(pairs, kind.normalise, _mask_rule(use.run), kind.white)
-    size = segment.EVALUATION_BATCH_SIZE
+    size = segment_job.EVALUATION_BATCH_SIZE
     found = use.measured(model, measure, data, Padded(model.stride), batch_size=size)
-    iou, dice = segment.mask_scores_of_each(found)
+    iou, dice = segment_job.mask_scores_of_each(found)
     columns = {"iou": iou, "dice": dice, **{name: found[name] for name in _PIXELS}}
     return [
         {**each.row, **{name: values[number].tolist() for name, values in columns.items()}}
@@ -389,7 +389,7 @@ class _Job(NamedTuple):
 
 
 _JOBS = {
-    classify.JOB: _Job(_pictures, Use.pictures, _sum_up_targets),
-    text.JOB: _Job(_texts, Use.texts, _sum_up_targets),
-    segment.JOB: _Job(_masks, _score_masks, _sum_up_masks),
+    classify_job.JOB: _Job(_pictures, Use.pictures, _sum_up_targets),
+    text_job.JOB: _Job(_texts, Use.texts, _sum_up_targets),
+    segment_job.JOB: _Job(_masks, _score_masks, _sum_up_masks),
 }

@@ -10,11 +10,12 @@ back into training mode, so its class is exchanged for one that ignores this.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 import msgspec
 import torch
@@ -24,6 +25,8 @@ import onefold
 from onefold.errors import CheckpointError, DataError, LaunchError
 from onefold.jobs.data.augment import IMAGENET, Normalise
 from onefold.jobs.data.pictures import Sums
+from onefold.jobs.models.catalog import TIMM_PREFIX
+from onefold.jobs.named_weights import find_weights, timm_facts
 from onefold.jobs.options import PictureOptions, TrainOptions, scaled_rate
 from onefold.jobs.runfolder import CHECKPOINTS, SavedName, kept_facts, read_run
 from onefold.system.compat import BatchNorm
@@ -34,6 +37,7 @@ from onefold.weights.load import Loaded, bare_name, refuse_spoilt
 __all__ = [
     "KeptModel",
     "best_checkpoint",
+    "chosen_checkpoint",
     "freeze",
     "is_run",
     "load_body",
@@ -50,6 +54,7 @@ Head = str | tuple[str, ...]
 """Names of the parts that make up the last layer, usually a single one."""
 
 _SHOWN = 80
+_STEP = re.compile(r"step-([0-9]{8,})")
 
 
 def is_run(path: Path) -> bool:
@@ -103,6 +108,22 @@ def best_checkpoint(run: Path) -> Path:
     return found
 
 
+def chosen_checkpoint(run: Path, which: Literal["best", "last"]) -> Path:
+    """Find the folder of a run's best weights, or of its newest.
+
+    Raises:
+        DataError, CheckpointError: as `best_checkpoint`, or the run has no checkpoint.
+    """
+    if which == "best":
+        return best_checkpoint(run)
+    # By number and not by name: beyond 99,999,999 steps names grow longer.
+    steps = (_STEP.fullmatch(path.name) for path in (run / CHECKPOINTS).glob("step-*"))
+    names = {int(step[1]): step[0] for step in steps if step is not None}
+    if not names:
+        raise CheckpointError(f"{run / CHECKPOINTS}: expected the run's checkpoints, found none")
+    return run / CHECKPOINTS / names[max(names)]
+
+
 def require_pretrained(
     pretrained: str | None, job: str, pretrained_classes: str | None = None
 ) -> None:
@@ -121,13 +142,13 @@ def require_pretrained(
     if run is not None:
         read_run(run, job)
         check_weights(best_checkpoint(run))
-    elif pretrained and not Path(pretrained).exists():
+    elif pretrained and not (weights := find_weights(pretrained)).exists():
         raise CheckpointError(
-            f"--pretrained {pretrained}: expected a file of weights, or the folder of a run; there "
-            f"is nothing of that name"
+            f"--pretrained {pretrained}: expected a file of weights, the folder of a run, or a "
+            f"name with torchvision:, timm: or hf: before it; there is nothing of that name"
         )
     elif pretrained:
-        check_weights(Path(pretrained))
+        check_weights(weights)
     if pretrained_classes and not Path(pretrained_classes).is_file():
         raise CheckpointError(
             f"--pretrained-classes {pretrained_classes}: expected a file of class names, one a "
@@ -230,6 +251,9 @@ def statistics_of(
     chosen = options.normalise
     if chosen == "auto" and before:
         statistics = before.mean, before.std
+    elif chosen == "auto" and (options.pretrained or "").startswith(TIMM_PREFIX):
+        facts = timm_facts(options.pretrained or "")
+        statistics = tuple(facts.mean), tuple(facts.std)
     elif chosen == "imagenet" or (chosen == "auto" and options.pretrained):
         statistics = IMAGENET
     else:

@@ -34,6 +34,7 @@ import tomli_w
 import torch
 
 from onefold.jobs.data.files import read_whole
+from onefold.jobs.loggers import LoggerName
 from onefold.system.ownfiles import nested_too_deeply, write_whole
 
 __all__ = [
@@ -216,6 +217,29 @@ class TrainOptions:
     base_batch_size: int = option(
         256, "With --scale-lr: the batch size that --lr is meant for.", COUNT
     )
+    patience: int | None = option(
+        None, "Stop after so many epochs without a better score.", COUNT, shown="no limit"
+    )
+    max_time: str | None = option(
+        None, "Stop training after this time, such as 45m or 1h30m.", shown="no limit"
+    )
+    ema: float | None = option(
+        None,
+        "Test and keep a moving average of the weights with this decay, such as 0.999.",
+        SHARE,
+        shown="none",
+    )
+    compile: bool = option(False, "Compile the model and its loss with torch.compile.")
+    microbatch: str | None = option(
+        None,
+        "Run each shard in pieces of so many samples; auto: as many as fit into memory.",
+        shown="whole shards",
+    )
+    log: LoggerName | None = option(
+        None,
+        "Logger of the run's numbers: tensorboard, wandb, mlflow or trackio.",
+        shown="tensorboard if it is installed",
+    )
     best_by: str | None = option(None, "Score of the test set by which the best epoch is chosen.")
     seed: int = option(0, "Seed of initial weights, order, augmentation and dropout.")
     workers: int = option(0, "Processes that read ahead, for each device.", within(0, MOST_WORKERS))
@@ -243,11 +267,35 @@ class TrainOptions:
         inside = self.name == Path(self.name).name and self.name not in (".", "..")
         expect(inside, "name", self.name, "a name without slashes")
         expect(not self.resume or bool(self.name), "resume", "", "with --name, which run it is")
+        times = "a time, such as 90s, 45m or 1h30m"
+        expect(self.max_time is None or self.time_limit_s > 0, "max_time", self.max_time, times)
+        pieces = re.fullmatch(r"auto|[1-9][0-9]{0,8}", self.microbatch or "auto")
+        expect(pieces is not None, "microbatch", self.microbatch, "auto, or a number of samples")
+        # Refused here, and not by the trainer, which is made after the data are read.
+        whole = not self.placement.startswith("pipeline")
+        expect(whole or not self.compile, "compile", "", "another --placement than pipeline")
+        found = whole or self.microbatch != "auto"
+        expect(found, "microbatch", "auto", "a number of samples with --placement pipeline")
 
     @property
     def folder(self) -> Path:
         """The folder of the run; its name must be settled."""
         return Path(self.runs) / self.name
+
+    @property
+    def pieces(self) -> int | Literal["auto"] | None:
+        """``microbatch`` as a Trainer takes it."""
+        given = self.microbatch
+        return "auto" if given == "auto" else int(given) if given else None
+
+    @property
+    def time_limit_s(self) -> float:
+        """Seconds after which training stops; 0 if ``max_time`` is no time, infinity without it."""
+        if self.max_time is None:
+            return math.inf
+        parts = re.fullmatch(r"(?:(\d{1,6})h)?(?:(\d{1,6})m)?(?:(\d{1,6})s)?", self.max_time)
+        numbers = parts.groups(default="0") if parts else ("0",) * 3
+        return float(sum(int(n) * s for n, s in zip(numbers, (3600, 60, 1), strict=True)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,7 +311,9 @@ class PictureOptions(TrainOptions):
         "weights need it.",
     )
     pretrained: str | None = option(
-        None, "Begin with the weights of a file, or of the folder of a run.", shown="none"
+        None,
+        "Begin with weights: a file, a run, torchvision:NAME, timm:NAME or hf:ORG/NAME.",
+        shown="none",
     )
     pretrained_key: str | None = option(
         None, "Where the file keeps its weights, such as state_dict.", shown="at the top"
@@ -280,7 +330,8 @@ class PictureOptions(TrainOptions):
 
 
 RUN_OPTIONS = frozenset(
-    {"data", "devices", "epochs", "placement", "resume", "runs", "save_every", "workers"}
+    {"data", "devices", "epochs", "log", "max_time", "patience", "placement"}
+    | {"resume", "runs", "save_every", "workers"}
 )
 """Options that may change when a run resumes. The data may have moved: their digest is compared."""
 

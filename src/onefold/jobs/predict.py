@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,7 +15,7 @@ from torch import nn
 
 import onefold
 from onefold.errors import CheckpointError, DataError, OnefoldError
-from onefold.jobs import classify, require, segment, text
+from onefold.jobs import classify_job, require, segment_job, text_job
 from onefold.jobs.classifier import Answer, confidences
 from onefold.jobs.data.augment import LabelledPictures
 from onefold.jobs.data.files import BadFile, refuse
@@ -26,7 +25,7 @@ from onefold.jobs.data.pictures import ArrayPictures, PictureFiles, picture_path
 from onefold.jobs.data.scan import Scanning, Seen, scan_pictures
 from onefold.jobs.data.tables import Columns, is_table, read_table
 from onefold.jobs.data.tsv import decoded, read_lines
-from onefold.jobs.finetune import KeptModel, best_checkpoint, load_finite
+from onefold.jobs.finetune import KeptModel, chosen_checkpoint, load_finite
 from onefold.jobs.options import COUNT, MOST_SHARDS, again, check_limits, option
 from onefold.jobs.predictions import (
     MASK_NOTE,
@@ -36,7 +35,7 @@ from onefold.jobs.predictions import (
     require_predictions,
 )
 from onefold.jobs.progress import reading_bar
-from onefold.jobs.runfolder import CHECKPOINTS, kept_facts, read_run, require_writable
+from onefold.jobs.runfolder import kept_facts, read_run, require_writable
 from onefold.jobs.scores import Measured
 from onefold.jobs.segment_pictures import Padded, whole_logits
 from onefold.jobs.targets import Target, target_measure, target_rows, targets
@@ -61,7 +60,6 @@ __all__ = [
 
 
 Format = Literal["csv", "json"]
-_STEP = re.compile(r"step-([0-9]{8,})")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,12 +135,12 @@ def predict_run(run: Path, paths: Sequence[Path], options: PredictOptions) -> Pr
     job = str(read_run(run).get("job"))
     if job not in _PREDICTORS:
         raise DataError(f"{run}: expected a run of {', '.join(_PREDICTORS)}, got {job}")
-    masks = job == segment.JOB
+    masks = job == segment_job.JOB
     weights = chosen_weights(run, options)
     require_output(options.output, masks=masks)
     classes = read_run(run).get("classes") or ()
     # The inputs are read whole only after everything that is quickly refused.
-    if job == text.JOB:
+    if job == text_job.JOB:
         columns = columns_of(run, "text")
         columns = columns._replace(sample=options.text_column or columns.sample)
         inputs, left_out = _read_texts(paths, columns)
@@ -164,7 +162,7 @@ def chosen_weights(run: Path, options: PredictOptions) -> Path:
         CheckpointError: the run has no weights yet, or they are damaged.
         DataError: the folder is not that of a run, or its ``run.json`` is damaged.
     """
-    weights = best_checkpoint(run) if options.weights == "best" else _last_checkpoint(run)
+    weights = chosen_checkpoint(run, options.weights)
     # Every byte is compared now, rather than by each device after all the rest.
     check_weights(weights)
     return weights
@@ -186,16 +184,6 @@ def start(use: Use) -> list[dict[str, Any]]:
     if isinstance(rows, OnefoldError):
         raise rows
     return rows
-
-
-def _last_checkpoint(run: Path) -> Path:
-    """Find the folder of a run's newest weights."""
-    # By number and not by name: beyond 99,999,999 steps names grow longer.
-    steps = (_STEP.fullmatch(path.name) for path in (run / CHECKPOINTS).glob("step-*"))
-    names = {int(step[1]): step[0] for step in steps if step is not None}
-    if not names:
-        raise CheckpointError(f"{run / CHECKPOINTS}: expected the run's checkpoints, found none")
-    return run / CHECKPOINTS / names[max(names)]
 
 
 def write_prediction(
@@ -371,7 +359,7 @@ class Use:
 
     def pictures(self) -> list[dict[str, Any]]:
         """The classes of pictures."""
-        kind = classify.PictureModel.of_run(self.run)
+        kind = classify_job.PictureModel.of_run(self.run)
         with kept_facts(self.run):
             model = kind.build()
         data = LabelledPictures(
@@ -381,21 +369,21 @@ class Use:
             kind.test_changes,
             kind.normalise,
         )
-        return self._rows(model, classify.answer, data, kind)
+        return self._rows(model, classify_job.answer, data, kind)
 
     def texts(self) -> list[dict[str, Any]]:
         """The classes of texts."""
-        kind = text.TextModel.of_run(self.run)
+        kind = text_job.TextModel.of_run(self.run)
         ids = kind.encode([each.text for each in self.inputs])
         data = EncodedTexts(ids, self._labels(kind.classes, kind.target))
-        return self._rows(kind.build(self.run), text.answer, data, kind, kind.collate)
+        return self._rows(kind.build(self.run), text_job.answer, data, kind, kind.collate)
 
     def _rows(
         self,
         model: nn.Module,
         answer: Answer,
         data: LabelledPictures | EncodedTexts,
-        kind: classify.PictureModel | text.TextModel,
+        kind: classify_job.PictureModel | text_job.TextModel,
         collate: Callable[[list[Any]], Any] | None = None,
     ) -> list[dict[str, Any]]:
         """Report the number of each sample, or its classes: all that it has, or the surest."""
@@ -453,7 +441,7 @@ class Use:
 
         note = PngInfo()
         note.add_text("Software", MASK_NOTE)
-        kind = segment.MaskModel.of_run(self.run)
+        kind = segment_job.MaskModel.of_run(self.run)
         with kept_facts(self.run):
             model = kind.build()
         padded, folder = Padded(model.stride), self.options.output or Path()
@@ -461,7 +449,7 @@ class Use:
         def draw(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
             """Write the masks of a shard where it is computed; return the share of each."""
             logits = whole_logits(model, batch, padded.stride)
-            masks = segment.predicted_numbers(logits, kind.threshold)
+            masks = segment_job.predicted_numbers(logits, kind.threshold)
             shares = []
             # The mask's first pixel; float32 holds numbers exactly up to 16,777,216 pictures.
             numbers = batch["masks"][:, 0, 0].to(torch.int64).tolist()
@@ -483,7 +471,7 @@ class Use:
 
         data = LabelledPictures(self._files(kind), self._numbers, "RGB", (), kind.normalise)
         collate = partial(_numbered, padded=padded)
-        size = segment.EVALUATION_BATCH_SIZE
+        size = segment_job.EVALUATION_BATCH_SIZE
         shares = self.measured(model, draw, data, collate, batch_size=size)["share"]
         # Of two values, the share of the foreground.
         names = [f"share {each.name}" for each in kind.classes] or ["share"]
@@ -537,7 +525,7 @@ class Use:
         )
 
 
-_PREDICTORS = {classify.JOB: Use.pictures, segment.JOB: Use.masks, text.JOB: Use.texts}
+_PREDICTORS = {classify_job.JOB: Use.pictures, segment_job.JOB: Use.masks, text_job.JOB: Use.texts}
 
 
 def _predict(use: Use) -> list[dict[str, Any]] | OnefoldError:

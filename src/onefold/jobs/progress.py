@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, final
 
 from rich.console import Console
@@ -28,6 +31,8 @@ UNITS = ("rmse", "mae", "r2")
 """Scores that are no shares of 1."""
 PHASES = ("data", "forward", "backward", "exchange", "update")
 """What the time of a step is spent on; see `onefold.Step.seconds`."""
+_QUIET_S = 30.0
+"""How long nothing is shown at most, where there is no bar."""
 _COMPUTING = ("forward", "backward", "update")
 
 
@@ -74,6 +79,8 @@ def reading_bar() -> Iterator[Callable[[int, int], None]]:
 class TrainingBar:
     """Shows the progress of one training in a ``with`` block, on the lead alone.
 
+    A bar on a terminal; in notebooks and files a line now and then.
+
     Args:
         trainer: the trainer of the run.
         samples: size of the training set.
@@ -85,13 +92,19 @@ class TrainingBar:
         self, trainer: onefold.Trainer, *, samples: int, epochs: int, done: int = 0
     ) -> None:
         self.epochs = epochs
+        # By the stream alone: a notebook claims to be a terminal, and would keep every state of the
+        # bar. There and in files a line comes now and then instead.
+        console = Console(force_terminal=sys.stdout.isatty())
+        self._is_lead = trainer.is_lead
+        self._shown_s = time.monotonic()
         self.progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
             TextColumn("{task.fields[state]}"),
             SpeedColumn(),
             TimeRemainingColumn(),
-            disable=not trainer.is_lead,
+            console=console,
+            disable=not (trainer.is_lead and console.is_terminal),
         )
         devices = counted(len(trainer.devices), "device")
         self.task = self.progress.add_task(
@@ -111,12 +124,19 @@ class TrainingBar:
         if not math.isnan(mean_loss):  # or none has been looked at yet
             state += f"  loss {mean_loss:.3f}"
         self.progress.update(self.task, advance=step.samples, state=state)
+        if self.progress.disable and time.monotonic() - self._shown_s > _QUIET_S:
+            (task,) = self.progress.tasks
+            left = timedelta(seconds=round(task.time_remaining or 0))
+            self.say(
+                f"{state}  {task.percentage:.0f}%  {task.speed or 0:,.0f} samples/s  {left} left"
+            )
 
     def say(self, text: str) -> None:
         """Print a line above the bar."""
         # Without markup: folders and models may have brackets in their names, which rich would take
         # for styles.
-        if not self.progress.disable:
+        if self._is_lead:
+            self._shown_s = time.monotonic()
             self.progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 

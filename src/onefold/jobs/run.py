@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import errno
 import importlib.util
+import math
 import signal
 from collections.abc import Callable
 from contextlib import suppress
@@ -26,6 +27,7 @@ from onefold.errors import CheckpointError, DataError, LaunchError, PeerFailed, 
 from onefold.jobs.data.files import left_out_notes, visible
 from onefold.jobs.data.layouts import refuse_other_layouts
 from onefold.jobs.data.scan import Scanning, read_scan
+from onefold.jobs.loggers import require_logger
 from onefold.jobs.options import RUN_OPTIONS, TrainOptions, from_mapping, read_config
 from onefold.jobs.progress import reading_bar
 from onefold.jobs.runfolder import (
@@ -87,6 +89,8 @@ class _Before(TypedDict, total=False):
 
     epochs: int
     data: str
+    ended: str | None
+    stale: int
 
 
 def read_options(job: Job, given: dict[str, Any], config: Path | None) -> TrainOptions:
@@ -134,11 +138,13 @@ def run_job(job: Job, options: TrainOptions) -> dict[str, Any]:
         RunFailed: a device failed, or the run was stopped.
     """
     # In the order of what they cost: whatever can be refused at once is, before the data are read.
+    _require_devices(options)
     begun = options.resume and (options.folder / RUN).is_file()
     before = read_run(options.folder, job.name, shape=_Before) if begun else {}
     _check_unfinished(options, before)
     refuse_other_layouts(Path(options.data), job.name)
     require_room(options.folder)
+    require_logger(options.log)
     job.check_early(options)
     data = _read_data(job, options)
     notes = [*left_out_notes(data.left_out), *data.notes]
@@ -207,6 +213,25 @@ def _read_data(job: Job, options: TrainOptions) -> Any:
         raise RunFailed(stopped, 128 + number) from None
 
 
+def _require_devices(options: TrainOptions) -> None:
+    """Refuse devices that do not exist, and more of them than there are shards.
+
+    Raises:
+        LaunchError, ValueError: a device does not exist, or there are more devices than shards.
+    """
+    # In a process of another launcher, that launcher has chosen them.
+    if onefold.is_launched():
+        return
+    chosen = onefold.select_devices(options.devices)
+    count = len(chosen.devices)
+    # With --devices auto, those that find no shard may leave.
+    if count > options.shards and not chosen.may_leave:
+        raise LaunchError(
+            f"--devices {options.devices}: {count} devices cannot share {options.shards} shards: a "
+            f"shard is never divided. Use --devices {options.shards} or fewer, or --shards {count}"
+        )
+
+
 def _home(options: TrainOptions) -> str:
     """Where the model lies if devices do not keep it: on the disk of the run, if that is known."""
     if onefold.RunOptions(placement=options.placement).keeps_whole:
@@ -216,8 +241,13 @@ def _home(options: TrainOptions) -> str:
 
 
 def _check_unfinished(options: TrainOptions, before: dict[str, Any]) -> None:
-    done = before.get("epochs", 0)
-    if before.get("finished") and (options.epochs or 0) <= done:
+    done, ended, stale = before.get("epochs", 0), before.get("ended"), before.get("stale", 0)
+    if ended == "patience" and stale >= (options.patience or math.inf):
+        raise LaunchError(
+            f"{options.folder}: the run has ended by --patience {options.patience}; --resume with "
+            f"a larger --patience goes on with it"
+        )
+    if before.get("finished") and not ended and (options.epochs or 0) <= done:
         raise LaunchError(
             f"{options.folder}: the run has finished its {done} epochs; --resume with more "
             f"--epochs goes on with it"

@@ -20,10 +20,12 @@ from __future__ import annotations
 import errno
 import importlib.util
 import json
+import logging
 import math
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict, replace
 from io import BytesIO
 from itertools import count
 from pathlib import Path
@@ -32,6 +34,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 
 from onefold.errors import DataError, LaunchError, OnefoldError
+from onefold.jobs.loggers import OpenLogger, open_logger
 from onefold.jobs.options import TrainOptions, write_config
 from onefold.system.folderlock import FolderLock
 from onefold.system.ownfiles import aside_of, parse_json, read_plain, write_whole
@@ -56,6 +59,7 @@ __all__ = [
     "require_writable",
 ]
 
+_log = logging.getLogger("onefold")
 CHECKPOINTS = "checkpoints"
 SavedName = Annotated[str, msgspec.Meta(pattern=rf"\A{CHECKPOINTS}/step-[0-9]{{8,}}\Z")]
 """Path of a checkpoint below the folder of its run."""
@@ -215,7 +219,7 @@ class RunFolder:
     def __init__(self, path: Path, *, is_lead: bool) -> None:
         self.path = path
         self._is_lead = is_lead
-        self._events: Any = None
+        self._logger: OpenLogger | None = None
         # Once taken, it keeps other processes out of this run until `close` or the end of this one.
         self._lock = FolderLock(path, instead=_INSTEAD)
         self._said: dict[str, Any] = {}
@@ -242,19 +246,35 @@ class RunFolder:
             self._said = read_run(self.path)
         write_config(options, job, self.path / CONFIG)
 
-    def open_events(self, step: int) -> None:
-        """Write events for TensorBoard, if installed; it drops earlier ones from ``step`` on."""
-        if self._is_lead and importlib.util.find_spec("tensorboard") is not None:
-            from torch.utils.tensorboard import SummaryWriter
+    def open_events(self, options: TrainOptions, step: int) -> None:
+        """Open the logger that the options name, or TensorBoard's if that is installed.
 
-            self._events = SummaryWriter(str(self.path / "tensorboard"), purge_step=step)
+        Args:
+            options: of the run.
+            step: the first whose events are written from here on.
+
+        Raises:
+            LaunchError: the logger cannot be opened.
+        """
+        name = options.log
+        if name is None and importlib.util.find_spec("tensorboard") is not None:
+            name = "tensorboard"
+        if self._is_lead and name is not None:
+            known, values = self._said.get("logged_as"), asdict(options)
+            before = str(known.get(name, "")) if isinstance(known, dict) else ""
+            self._logger = open_logger(name, self.path, values, step=step, run_id=before)
+            if self._logger.run_id:
+                self.say(logged_as={name: self._logger.run_id})
 
     def close(self) -> None:
         """Write out all events, and let other processes resume the run."""
-        events, self._events = self._events, None
+        logger, self._logger = self._logger, None
         try:
-            if events is not None:
-                events.close()
+            if logger is not None:
+                logger.close()
+        # As in `add_events`.
+        except Exception as error:
+            _log.warning("the logger did not close: %s", error)
         finally:
             # Last of all: from here on another process may write into this folder.
             self._lock.let_go()
@@ -267,9 +287,14 @@ class RunFolder:
 
     def add_events(self, where: str, step: int, numbers: Mapping[str, float]) -> None:
         """Add numbers to the events, each by the name ``WHERE/NAME``."""
-        if self._events is not None:
-            for name, value in numbers.items():
-                self._events.add_scalar(f"{where}/{name}", value, step)
+        if self._logger is None:
+            return
+        try:
+            self._logger.write({f"{where}/{name}": numbers[name] for name in numbers}, step)
+        # A server that cannot be reached, say: the numbers are in the record all the same.
+        except Exception as error:
+            _log.warning("nothing more is logged: %s", error)
+            self._logger = replace(self._logger, write=lambda numbers, step: None)
 
     def keep_scan(self, scan: str) -> None:
         """Record what the look through the data's files found."""

@@ -96,8 +96,10 @@ def check_task_options(options: Any) -> None:
     task: TaskName = options.task
     known = options.best_by is None or options.best_by in _SCORES[task]
     expect(known, "best_by", options.best_by, f"with --task {task}: {', '.join(_SCORES[task])}")
-    for name, nothing in (("class_weights", "none"), ("balanced", False), ("label_smoothing", 0.0)):
-        useful = task == "single-label" or getattr(options, name) == nothing
+    unused = {"class_weights": "none", "balanced": False}
+    unused |= dict.fromkeys(("label_smoothing", "mixup", "cutmix"), 0.0)
+    for name, nothing in unused.items():
+        useful = task == "single-label" or getattr(options, name, nothing) == nothing
         expect(useful, name, "", f"it without --task {task}")
 
 

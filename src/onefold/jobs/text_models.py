@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset, default_collate
@@ -478,13 +479,19 @@ class EncodedTexts(Dataset[tuple[torch.Tensor, int]]):
 
 
 def pad_shard(
-    samples: Sequence[tuple[torch.Tensor, int]], pad_id: int = PAD_ID
+    samples: Sequence[tuple[torch.Tensor, int]],
+    pad_id: int = PAD_ID,
+    *,
+    multiple: int = 1,
+    longest: int = 1,
 ) -> dict[str, torch.Tensor]:
-    """Make a shard of texts, padded to the length of its longest.
+    """Make a shard of texts, padded to the length of its longest, or to one of a few lengths.
 
     Args:
         samples: one or more items of `EncodedTexts`.
         pad_id: token id of the padding.
+        multiple: pad to a multiple of so many tokens, but not beyond ``longest``.
+        longest: the most tokens that a text may have.
 
     Returns:
         ``input_ids`` (n, t) int64, ``attention_mask`` (n, t) int64, 1 where there is text, and
@@ -502,6 +509,9 @@ def pad_shard(
     lengths = torch.tensor([len(ids) for ids in texts])
     # The mask is made of lengths, not of ids: some models pad with a token that texts have, too.
     padded = pad_sequence(texts, batch_first=True, padding_value=pad_id)
+    length = padded.shape[1]
+    more = max(0, min(-(-length // multiple) * multiple, longest) - length)
+    padded = F.pad(padded, (0, more), value=pad_id)
     return {
         "input_ids": padded,
         "attention_mask": (torch.arange(padded.shape[1]) < lengths.unsqueeze(1)).to(torch.int64),

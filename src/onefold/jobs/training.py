@@ -4,8 +4,7 @@ It uses nothing but the public interface, so it is also an example of how to use
 
 `read_saved` reads what a run keeps in its checkpoints besides the model: how far it is, and its
 best epoch. A checkpoint that is sound by its digests may still be another script's, put in the
-run's folder. `Meter` adds up losses and times of an epoch's steps, without waiting for a GPU in
-each.
+run's folder.
 
 Note: what an end at any point leaves
 -------------------------------------
@@ -15,12 +14,6 @@ more once the run has resumed. The scores and times of an epoch are in the recor
 checkpoint that ends the epoch, so none can be missing. ``run.json`` names the best checkpoint only
 once that is on the disk; what it named before may be gone by then, and
 `onefold.jobs.finetune.best_checkpoint` then looks for the best that is there.
-
-Note: when a loss is read
--------------------------
-To read the loss of a step, Python must wait until the GPU has computed it, and meanwhile queues
-no further work. So steps are only collected, and read together every half a second, for a line of
-events, or for a checkpoint. The order in which they are added up stays that of the steps.
 """
 
 from __future__ import annotations
@@ -28,13 +21,13 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, TypedDict
+from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
 import msgspec
 import torch
@@ -45,8 +38,9 @@ import onefold
 from onefold.errors import CheckpointError, LaunchError
 from onefold.jobs.data.files import ReadData, counted_bad, visible
 from onefold.jobs.finetune import freeze, parameter_groups
+from onefold.jobs.meter import Meter, TimeLimit
 from onefold.jobs.options import TrainOptions, make_optimizer, rate_factor
-from onefold.jobs.progress import PHASES, TrainingBar, epoch_line
+from onefold.jobs.progress import TrainingBar, epoch_line
 from onefold.jobs.runfolder import CHECKPOINTS, RunFolder, SavedName
 from onefold.jobs.scores import (
     Baseline,
@@ -94,6 +88,8 @@ class Task:
     train_set: Any
     test_set: Any
     collate: Callable[[list[Any]], Any] | None = None
+    train_collate: Callable[[list[Any]], Any] | None = None
+    """What makes a shard to train with, if that is not ``collate``."""
     lengths: Sequence[int] | None = None
     """The training samples' lengths, if those of similar length are to share a batch."""
     least_shard: int = 1
@@ -144,6 +140,8 @@ def begin_training(options: TrainOptions, job: str, task: Task, data: ReadData) 
         schedule=torch.optim.lr_scheduler.LambdaLR(optimizer, factor),
         clip_norm=options.clip_norm,
         precision=None if options.precision == "fp32" else options.precision,
+        compile=options.compile,
+        microbatch=options.pieces,
     )
     # Only now is it known which process is the lead, and so who may write.
     folder = RunFolder(options.folder, is_lead=trainer.is_lead)
@@ -185,6 +183,15 @@ class Best(TypedDict):
     checkpoint: SavedName
 
 
+class Peak(TypedDict):
+    """What ``--patience`` remembers. Only whole epochs count, or a run that ended by ``--max-time``
+    and resumed would run out of it at another time than one that never stopped."""
+
+    value: float
+    stale: _Count
+    """Epochs since the score was better than ever before."""
+
+
 class Saved(TypedDict):
     """What a run keeps in its checkpoints besides the model."""
 
@@ -192,6 +199,7 @@ class Saved(TypedDict):
     """The numbers of an epoch that was begun, as `Meter.saved` returned them."""
     epochs_done: _Count
     best: Best | None
+    peak: NotRequired[Peak]
 
 
 @dataclass(slots=True)
@@ -212,6 +220,8 @@ class Training:
     steps: int
     """Of an epoch."""
     saved: Saved = field(default_factory=lambda: Saved(part={}, epochs_done=0, best=None))
+    ended: Literal["patience", "max-time"] | None = None
+    """The option that has ended the training before its last epoch."""
 
     def run(self) -> dict[str, Any]:
         """Train to the end, and return what ``run.json`` then holds.
@@ -233,6 +243,8 @@ class Training:
         """Create the folder, or load its last checkpoint."""
         # Loaded before the folder is touched: what cannot be loaded changes nothing. A run that was
         # killed before its first checkpoint begins again, in its folder.
+        if self.options.ema is not None:
+            self.trainer.average(decay=self.options.ema)
         if self.options.resume:
             loaded = self.trainer.load(self.folder.checkpoints, if_any=True)
             if loaded is not None:
@@ -247,8 +259,7 @@ class Training:
             self.folder.create(self.options, self.job, self.task.files)
             self.folder.say(started=_now())
         self.folder.keep_scan(self.scan)
-        # TensorBoard drops events from this step on: those of steps that are now done again.
-        self.folder.open_events(self.trainer.steps + 1)
+        self.folder.open_events(self.options, self.trainer.steps + 1)
         self.folder.say(**self._facts())
 
     def _agree(self, write: Callable[[], None]) -> None:
@@ -317,25 +328,58 @@ class Training:
             # Only a last batch that is too short for the shards is dropped; see `_steps_of_epoch`.
             drop_last=self.steps * options.batch_size <= len(task.train_set),
             workers=options.workers,
-            collate=task.collate,
+            collate=task.train_collate or task.collate,
         )
         samples = len(task.train_set)
         done = self.saved["epochs_done"] * samples + int(self.saved["part"].get("samples", 0))
         with TrainingBar(trainer, samples=samples, epochs=self.epochs, done=done) as bar:
             for line in self._opening():
                 bar.say(line)
+            limit = TimeLimit(trainer, options.time_limit_s)
             for epoch in trainer.epochs(self.epochs):
+                if self._has_ended(limit):
+                    break
                 meter = Meter(self.saved["part"])
-                self._train_epoch(epoch, batches, meter, bar)
-                self._evaluate(epoch, meter, bar)
+                self._train_epoch(epoch, batches, meter, bar, limit)
+            if self.ended:
+                bar.say(self._reason)
+
+    def _has_ended(self, limit: TimeLimit) -> bool:
+        """Whether an option ends the training before the epoch that would come next."""
+        if self.ended is None and self._stale >= (self.options.patience or math.inf):
+            self.ended = "patience"
+        elif self.ended is None and limit.is_over():
+            self.ended = "max-time"
+        return self.ended is not None
+
+    @property
+    def _reason(self) -> str:
+        """The line that says why the training ended early."""
+        if self.ended == "patience":
+            direction, _, score = self._rule.partition(" ")
+            better = f"{direction.removesuffix('est')}er {score}"
+            return f"ended by --patience: {counted(self._stale, 'epoch')} without a {better}"
+        where = f"after step {self.trainer.steps:,} of {self.steps * self.epochs:,}"
+        return f"ended by --max-time {self.options.max_time}, {where}; --resume goes on"
+
+    def _averaged(self) -> AbstractContextManager[None]:
+        """A block in which the model is the one that is tested and used later."""
+        return nullcontext() if self.options.ema is None else self.trainer.averaged()
 
     def _finish(self) -> dict[str, Any]:
         """Record examples of the best model and the end of the run."""
         # Of the last model, so before the examples put the best one in its place for a while.
-        fingerprint = self.trainer.fingerprint()
+        with self._averaged():
+            fingerprint = self.trainer.fingerprint()
         examples = self._examples()
         self.folder.write_examples(examples)
-        end = {"finished": _now(), "fingerprint": fingerprint, "best": self.saved["best"]}
+        end = {
+            "finished": _now(),
+            "fingerprint": fingerprint,
+            "best": self.saved["best"],
+            "ended": self.ended,
+            "stale": self._stale,
+        }
         self.folder.say(**end)
         shown = {"confusion": examples.get("confusion"), "is_lead": self.trainer.is_lead}
         return {**self._facts(), **end, **shown}
@@ -345,7 +389,7 @@ class Training:
 
         If the best checkpoint cannot be read, the last model's are taken instead.
         """
-        epoch, best = self.saved["epochs_done"] - 1, self.saved["best"]
+        epoch, best = self.saved["epochs_done"] - (not self.saved["part"]), self.saved["best"]
         # Before the best one is loaded, and with it its number of steps.
         last = self._checkpoint
         is_last = best is None or best["checkpoint"] == last
@@ -356,7 +400,9 @@ class Training:
             except CheckpointError:
                 # Raised alike on all devices, with nothing changed: none of them is left behind.
                 is_last = True
-        examples = self.task.examples(partial(self.trainer.predict, **self._reading), self.folder)
+        predict = partial(self.trainer.predict, **self._reading)
+        with self._averaged():
+            examples = self.task.examples(predict, self.folder)
         if not is_last:
             try:
                 self.trainer.load(self.folder.path / last)
@@ -367,7 +413,10 @@ class Training:
                     _log.warning("the last checkpoint cannot be loaded any more: %s", error)
         return {**examples, "epoch": epoch}
 
-    def _train_epoch(self, epoch: int, batches: Any, meter: Meter, bar: TrainingBar) -> None:
+    def _train_epoch(
+        self, epoch: int, batches: Any, meter: Meter, bar: TrainingBar, limit: TimeLimit
+    ) -> None:
+        """Train to the end of an epoch, or until the time is over, and evaluate."""
         every = max(1, len(batches) // _LINES)
         for batch in batches:
             # Read first: the step ends by moving the schedule on to the next rate.
@@ -385,10 +434,23 @@ class Training:
                 self.trainer.save(self.folder.checkpoints, keep=KEPT, wait=stop, extra=extra)
             if stop:
                 raise SystemExit(STOPPED_CODE)
+            # After the last step of an epoch comes its evaluation first.
+            if step.number % self.steps and limit.is_over():
+                self.ended = "max-time"
+                # Inside of the loop: a pass that has been left is over for a run that resumes.
+                self._evaluate(epoch, meter, bar, done=False)
+                return
+        self._evaluate(epoch, meter, bar, done=True)
 
-    def _evaluate(self, epoch: int, meter: Meter, bar: TrainingBar) -> None:
+    def _evaluate(self, epoch: int, meter: Meter, bar: TrainingBar, *, done: bool) -> None:
+        """Evaluate and save, at the end of an epoch or, if that is not done, in its midst."""
+        with self._averaged():
+            self._evaluate_model(epoch, meter, bar, done=done)
+
+    def _evaluate_model(self, epoch: int, meter: Meter, bar: TrainingBar, *, done: bool) -> None:
         # Taken before the evaluation, during which the clock runs on.
         training, task, start_s = meter.whole(), self.task, time.perf_counter()
+        part = {} if done else meter.saved()
         # The same rows on any number of devices, and so the same scores.
         scores = task.score(self.trainer.predict(task.measure, task.test_set, **self._reading))
         training["evaluate_s"] = time.perf_counter() - start_s
@@ -396,14 +458,14 @@ class Training:
         own = {"epoch": epoch, "scores": scores, **training, **meter.phases}
         devices = self.trainer.gather(own)
         # The checkpoint below holds the best so far; for the order of the rest, see the note.
-        self._note_best(epoch, scores)
+        self._note_best(epoch, scores, done=done)
         self.folder.add_events("epoch", self.trainer.steps, training)
         self.folder.add_events("test", self.trainer.steps, scores)
         line = {**devices[0], "devices": devices}
         bar.say(epoch_line(line, self.epochs))
-        # The pass is over, so a run that resumes from here starts with the next epoch: it must find
+        # If the pass is over, a run that resumes from here starts with the next epoch: it must find
         # this one counted, and nothing of it in its meter.
-        self.saved = Saved(part={}, epochs_done=epoch + 1, best=self.saved["best"])
+        self.saved["part"], self.saved["epochs_done"] = part, epoch + done
         self.trainer.save(
             self.folder.checkpoints,
             scores=scores,
@@ -413,17 +475,32 @@ class Training:
         )
         self.folder.say(best=self.saved["best"])
 
-    def _note_best(self, epoch: int, scores: Mapping[str, float]) -> None:
+    def _note_best(self, epoch: int, scores: Mapping[str, float], *, done: bool) -> None:
         direction, _, name = self._rule.partition(" ")
         value = scores[name]
         sign = 1 if direction == "highest" else -1
         before = self.saved["best"]["value"] if self.saved["best"] else math.nan
         # A tie goes to the later epoch, as it does where old checkpoints are deleted; the other
         # way round, run.json would name one that is gone. A score that is NaN beats nothing.
+        if done:
+            self._note_peak(value, sign)
         if math.isnan(before) or sign * value >= sign * before:
             self.saved["best"] = Best(
                 epoch=epoch, score=name, value=value, checkpoint=self._checkpoint
             )
+
+    def _note_peak(self, value: float, sign: int) -> None:
+        peak = self.saved.get("peak", Peak(value=math.nan, stale=0))
+        # A tie is no progress: a model of one answer would never run out of patience.
+        if sign * value > sign * peak["value"] or math.isnan(peak["value"]) > math.isnan(value):
+            self.saved["peak"] = Peak(value=value, stale=0)
+        else:
+            self.saved["peak"] = Peak(value=peak["value"], stale=peak["stale"] + 1)
+
+    @property
+    def _stale(self) -> int:
+        """Epochs since the score was better than ever before."""
+        return self.saved["peak"]["stale"] if "peak" in self.saved else 0
 
     @property
     def _reading(self) -> dict[str, Any]:
@@ -462,6 +539,7 @@ class Training:
             # Of an earlier end, if the run had finished and now resumes with more epochs.
             "finished": None,
             "fingerprint": None,
+            "ended": None,
             **self.facts,
         }
 
@@ -491,80 +569,3 @@ def read_saved(extra: object, checkpoints: Path) -> Saved:
 
 KEPT = 2
 """How many of the newest checkpoints stay, besides the best: two, in case one is damaged."""
-_LOOK_S = 0.5
-"""How long losses and times go unread while steps are made."""
-
-
-class Meter:
-    """Sums of losses, samples and seconds over the steps of an epoch.
-
-    Args:
-        so_far: what `saved` returned, if the run resumes in the middle of an epoch; else empty.
-    """
-
-    def __init__(self, so_far: Mapping[str, float]) -> None:
-        self._sums = defaultdict(float, so_far)
-        self._pending: list[onefold.Step] = []
-        now_s = self._looked_s = time.perf_counter()
-        # As if both had begun earlier by the time that they took before the run was stopped.
-        self._start_s = now_s - so_far.get("seconds", 0.0)
-        self._line_start_s = now_s - so_far.get("line_seconds", 0.0)
-
-    def add(self, step: onefold.Step, rate: float) -> None:
-        """Count a step, which was made at this learning rate."""
-        self._sums["rate"] = rate
-        # Unread, or Python would wait for the GPU here: see the note.
-        self._pending.append(step)
-        if time.perf_counter() - self._looked_s > _LOOK_S:
-            self.look()
-
-    def look(self) -> None:
-        """Read the losses and times of the steps that were only collected so far."""
-        for step in self._pending:
-            total = float(step.loss) * step.samples
-            for line in ("", "line_"):
-                self._sums[f"{line}total"] += total
-                self._sums[f"{line}samples"] += step.samples
-            for phase, seconds in asdict(step.seconds).items():
-                self._sums[phase] += seconds
-        self._pending.clear()
-        # Only now: the reading itself may have waited for long.
-        self._looked_s = time.perf_counter()
-
-    @property
-    def phases(self) -> dict[str, float]:
-        """Seconds in each phase of the steps read so far."""
-        return {phase: self._sums[phase] for phase in PHASES}
-
-    @property
-    def mean_loss(self) -> float:
-        """Mean loss of the samples read so far; NaN if there are none."""
-        samples = self._sums["samples"]
-        return self._sums["total"] / samples if samples else math.nan
-
-    def whole(self) -> dict[str, float]:
-        """Return the loss, rate, seconds and speed of the epoch, those before a stop included."""
-        self.look()
-        train_s = time.perf_counter() - self._start_s
-        speed = self._sums["samples"] / train_s
-        rate = self._sums["rate"]
-        return {"loss": self.mean_loss, "lr": rate, "train_s": train_s, "samples_per_s": speed}
-
-    def take_line(self) -> dict[str, float]:
-        """Begin a new line of events; return the loss, speed and rate of the one that ends."""
-        self.look()
-        total, samples = self._sums.pop("line_total", 0.0), self._sums.pop("line_samples", 0.0)
-        now_s = time.perf_counter()
-        # A line may follow another so closely that the clock has not moved.
-        speed = samples / max(now_s - self._line_start_s, 1e-9)
-        self._line_start_s = now_s
-        loss = total / samples if samples else math.nan
-        return {"loss": loss, "samples_per_s": speed, "lr": self._sums["rate"]}
-
-    def saved(self) -> dict[str, float]:
-        """The numbers that a checkpoint in the middle of the epoch keeps."""
-        # All steps so far are part of the checkpoint, so their losses must be in it as well.
-        self.look()
-        now_s = time.perf_counter()
-        passed_s = {"seconds": now_s - self._start_s, "line_seconds": now_s - self._line_start_s}
-        return {**self._sums, **passed_s}

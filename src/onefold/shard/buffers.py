@@ -50,6 +50,7 @@ from onefold.core.settings import BufferRule
 from onefold.core.values import ChangedBuffers
 from onefold.errors import StateError
 from onefold.exchange.shardtable import ShardTable
+from onefold.system.compat import multiply_each
 from onefold.system.hooks import buffers_of
 
 __all__ = ["BufferPlaces", "BufferSet", "Carried"]
@@ -369,23 +370,21 @@ def _combine(
 def _mean(
     values: Sequence[torch.Tensor], start: torch.Tensor, sizes: Sequence[int], wide: torch.dtype
 ) -> torch.Tensor:
-    # Zeros and not 0 times the value of an empty shard: 0 times infinity is not a number.
-    weighted = [
-        value.to(wide) * size if size else torch.zeros_like(value, dtype=wide)
-        for value, size in zip(values, sizes, strict=True)
-    ]
-    mean = (fold_shards(weighted, torch.add) / sum(sizes)).to(start.dtype)
+    # All shards at once: on a GPU, launches of kernels for each would take longer than kernels.
+    given = [as_words(value) for value, size in zip(values, sizes, strict=True) if size]
+    words = torch.stack(given)  # PyTorch lacks kernels for some numbers of 8 bits
+    filled = words.view(start.dtype)
     # (a * n + a * m) / (n + m) is not always a. An element that no shard changed (a mask, a table
     # of positions) must not drift from step to step.
-    left_alone = [_equal(value, start) for value, size in zip(values, sizes, strict=True) if size]
-    return torch.where(torch.stack(left_alone).all(dim=0), start, mean)
-
-
-def _equal(value: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
-    """Compare element by element; 8-bit numbers as bits, as PyTorch lacks kernels for some."""
-    if start.element_size() == 1:
-        return as_words(value) == as_words(start)
-    return value == start
+    alike = words == as_words(start) if start.element_size() == 1 else filled == start
+    left_alone = alike.all(dim=0)
+    products = list(filled.to(wide).unbind())
+    multiply_each(products, [float(size) for size in sizes if size])
+    coming = iter(products)
+    # Zeros and not 0 times the value of an empty shard: 0 times infinity is not a number.
+    weighted = [next(coming) if size else torch.zeros_like(start, dtype=wide) for size in sizes]
+    mean = (fold_shards(weighted, torch.add) / sum(sizes)).to(start.dtype)
+    return torch.where(left_alone, start, mean)
 
 
 class Carried:

@@ -17,7 +17,7 @@ import torch
 
 from onefold.core.batch import ShardedBatch
 from onefold.core.gathering import Gatherer, Gathers, Refusing
-from onefold.core.mean import Contribution
+from onefold.core.mean import Contribution, LateWeight, known
 from onefold.core.values import LATE, ShardResult, total_weight
 from onefold.errors import LossError
 from onefold.exchange.stageexchange import GradientSend
@@ -118,8 +118,13 @@ class ShardTask:
             return
         # Divided before backward and not after the fold: with one shard these are the bits of a
         # plain loop, and gradients of low precision do not overflow on the way.
+        weight, plain = part.weight, self.is_plain(batch)
+        if plain and isinstance(weight, LateWeight) and part.kind != "sum":
+            # If it is 0, there is nothing to count, and nothing is updated.
+            part.backward(weight.divisor(self.scale), beside)
+            return
         # Not read unless it divides: on an accelerator this would wait for it.
-        own = part.known_weight if self.is_plain(batch) else math.nan
+        own = part.known_weight if plain else math.nan
         divisor = 1.0 if part.kind == "sum" else self.divisor(batch, own)
         if divisor:
             part.backward(divisor / self.scale, beside)
@@ -149,18 +154,30 @@ class ShardPiece(NamedTuple):
 
 def with_next_piece(result: ShardResult, piece: ShardResult, step: int) -> ShardResult:
     """Add the result of a shard's next piece; the memory of the first one takes the sum."""
-    known = result.known_weight
-    found = total_weight([known, piece.known_weight], [1, 1], step)
-    # Kinds are alike, or they would have been refused: a code stands for itself.
-    weight = LATE if found.late else known if known < 0 else found.value
     totals = [each.total for each in (result, piece) if each.total is not None]
     # None of one piece is refused by the values of the other.
     values, others = result.values or piece.values, piece.values if result.values else None
     return ShardResult(
         add_gradients(result.gradients, piece.gradients),
         totals[0] + totals[1] if len(totals) == 2 else None,
-        weight,
+        _weight_of_both(result.weight, piece.weight, step),
         values=values and values.plus(others, f"step {step}"),
         given=[one or other for one, other in zip(result.given, piece.given, strict=True)],
         digest=sum_of(result.digest, piece.digest),
     )
+
+
+def _weight_of_both(
+    one: float | LateWeight, other: float | LateWeight, step: int
+) -> float | LateWeight:
+    if isinstance(one, LateWeight):
+        return one.then(lambda known_one: _added(known_one, known(other), step))
+    if isinstance(other, LateWeight):
+        return other.then(lambda known_other: _added(one, known_other, step))
+    return _added(one, other, step)
+
+
+def _added(one: float, other: float, step: int) -> float:
+    found = total_weight([one, other], [1, 1], step)
+    # Kinds are alike, or they would have been refused: a code stands for itself.
+    return LATE if found.late else one if one < 0 else found.value

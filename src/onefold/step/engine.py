@@ -335,7 +335,9 @@ class Engine:
             now: whether to look at loss and gradient at once, though that waits for a GPU.
         """
         context = self.context
-        failure, norm = self._finite.of_loss(batch, number, now=now), None
+        alone = weight.value <= 0 or self.gradient_ready is not None
+        failure = self._finite.of_loss(batch, number, now=now, alone=alone)
+        norm: torch.Tensor | None = None
         if weight.value > 0 and not failure:
             with context.timed("exchange", "norm"):
                 self.rules.take(batch, weight, totals, self._task)
@@ -345,8 +347,9 @@ class Engine:
             # Whoever compares gradients reports what is not finite in them as well.
             if self.gradient_ready is None:
                 name = partial(self._name_bad_gradient, batch)
-                failure = self._finite.of_gradient(norm, number, name)
-            self.rules.end_step(overflow=bool(failure))
+                failure, norm = self._finite.of_gradient(norm, number, name)
+            if norm is not None:
+                self.rules.end_step(overflow=bool(failure))
         verdict = verdict_of(weight, agreed, failure)
         # A copy, as `Step.loss` may be asked for long after the table is written again.
         values = self._values.of_step(batch, number)

@@ -10,7 +10,8 @@ Note: when a GPU is asked
 To read a number of a GPU is to wait for everything that it has been given to do, and while the host
 waits, the GPU runs out of work. So loss and norm are copied to the host behind the step's own
 kernels, and looked at when the shards of the next step have been handed to the GPU. The error then
-comes one step late, but still before another update, and no GPU has waited for it.
+comes one step late, but still before another update, and no GPU has waited for it. Where they
+decide whether the step is skipped, the host waits once for both, when the norm has been queued.
 """
 
 from __future__ import annotations
@@ -51,7 +52,12 @@ class _Unread:
     step: int
     batch: ShardedBatch
     totals: HostCopy
+    now: bool
+    """Whether they are read in the same step, with the norm."""
     norm: HostCopy | None = None
+
+    def bad_loss(self) -> str:
+        return _bad_loss(self.totals.read(), self.batch, self.step)
 
 
 class FiniteCheck:
@@ -74,38 +80,62 @@ class FiniteCheck:
         self._is_late = not on_host and not self._skips and rules.scale is None
         self._unread: _Unread | None = None
 
-    def of_loss(self, batch: ShardedBatch, step: int, *, now: bool = False) -> str:
+    def of_loss(
+        self, batch: ShardedBatch, step: int, *, now: bool = False, alone: bool = False
+    ) -> str:
         """Describe the first loss that is not finite, if the step is to be skipped for it.
 
         Args:
             batch: of the step.
             step: its number.
-            now: look at once, at gradient as well, though that waits for a GPU.
+            now: look in this step, at gradient as well, though that waits for a GPU.
+            alone: whether there will be no gradient, beside which a GPU's losses could be read.
 
         Raises:
             LossError: there is one, and it is not to be skipped.
         """
         totals = self._table.totals
-        if self._is_late and not now:
-            self._unread = _Unread(step, batch, HostCopy(totals))
-            return ""
-        return self._checked(_bad_loss(totals.cpu(), batch, step))
+        if totals.device.type == "cpu" and not self._is_late:
+            return self._checked(_bad_loss(totals, batch, step))
+        now = now or not self._is_late
+        unread = _Unread(step, batch, HostCopy(totals), now)
+        if now and alone:
+            return self._checked(unread.bad_loss())
+        self._unread = unread
+        return ""
 
-    def of_gradient(self, norm: torch.Tensor, step: int, name: Callable[[], str]) -> str:
-        """Describe a gradient that is not finite, if the step is to be skipped for it.
+    def of_gradient(
+        self, norm: torch.Tensor, step: int, name: Callable[[], str]
+    ) -> tuple[str, torch.Tensor | None]:
+        """Describe what is not finite, if the step is to be skipped for it.
 
         Args:
             norm: (), of the whole gradient.
             step: number of the step.
             name: computes which shard and parameter it is; called alike on all devices.
 
+        Returns:
+            That, and the norm; None if a loss is not finite already.
+
         Raises:
-            GradientError: it is not finite, and not to be skipped.
+            LossError, GradientError: the loss or the gradient is not finite, and is not to be
+                skipped.
         """
-        if self._unread is not None:
-            self._unread = replace(self._unread, norm=HostCopy(norm))
-            return ""
-        value = float(norm)
+        unread = self._unread
+        if unread is None:
+            return self._checked_norm(float(norm), step, name), norm
+        copied = HostCopy(norm)
+        if not unread.now:
+            self._unread = replace(unread, norm=copied)
+            return "", norm
+        self._unread = None
+        # The norm first, which was copied last: for the losses nobody waits again.
+        value = float(copied.read())
+        if failure := self._checked(unread.bad_loss()):
+            return failure, None
+        return self._checked_norm(value, step, name), norm
+
+    def _checked_norm(self, value: float, step: int, name: Callable[[], str]) -> str:
         if math.isfinite(value):
             return ""
         if self._rules.overflows(value):
@@ -122,7 +152,7 @@ class FiniteCheck:
         """
         if self._unread is not None:
             last, self._unread = self._unread, None
-            self._checked(_bad_loss(last.totals.read(), last.batch, last.step))
+            self._checked(last.bad_loss())
             if last.norm is not None and not math.isfinite(float(last.norm.read())):
                 raise GradientError(
                     f"the gradient of step {last.step} is not finite, and has been used for its "

@@ -163,7 +163,7 @@ class HostCopy:
 
     def read(self) -> torch.Tensor:
         """Return the values on the host, once they are there."""
-        if self._there is not None:
+        if self._there is not None and not self._there.query():
             # For the copy alone, and not for what was queued behind it.
             self._there.synchronize()
         return self._values

@@ -37,6 +37,7 @@ __all__ = [
     "holders_of",
     "is_in_function",
     "is_transformed",
+    "limit_each",
     "multiply_each",
     "replacing_truncated_normal",
     "version_of",
@@ -101,8 +102,16 @@ add_each: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._fore
 """Add to each tensor of the first argument, in place, in as few kernels as possible."""
 
 
-multiply_each: Callable[[list[torch.Tensor], float | torch.Tensor], None] = torch._foreach_mul_
-"""Multiply all tensors of the first argument by one number, in as few kernels as possible."""
+Factor = float | list[float] | torch.Tensor
+multiply_each: Callable[[list[torch.Tensor], Factor], None] = torch._foreach_mul_
+"""Multiply all tensors of the first argument by one number, or each by its own, in as few kernels
+as possible."""
+
+
+def limit_each(tensors: list[torch.Tensor], magnitude: float) -> None:
+    """Limit each element of all tensors, in place, in as few kernels as possible."""
+    torch._foreach_clamp_min_(tensors, -magnitude)
+    torch._foreach_clamp_max_(tensors, magnitude)
 
 
 class Groups:

@@ -20,6 +20,7 @@ from onefold.core.flat import FlatTensors, storage_order
 from onefold.core.shard import runs_of
 from onefold.core.storage import Storage
 from onefold.core.values import Gradients
+from onefold.system.compat import copy_each
 from onefold.update.staging import OwnedPiece
 
 __all__ = ["PieceNorms", "Share", "exact_norms", "exact_total", "plain_norm"]
@@ -109,9 +110,10 @@ class PieceNorms:
         """
         # A norm for each piece and never for a partition: see the head of this file.
         given = iter(gradients)
-        for slots in self._slots.values():
-            for slot, pieces in slots:
-                torch.square(exact_norms([*islice(given, pieces)], slot.device), out=slot)
+        for slots in filter(None, self._slots.values()):
+            rows, counts = map(list, zip(*slots, strict=True))
+            norms = exact_norms([*islice(given, sum(counts))], rows[0].device)
+            copy_each(rows, [*torch.split(norms.square(), counts)])
         return self._shared(share).sum()
 
     def of_one_shard(

@@ -28,7 +28,7 @@ from onefold.core.assignment import Assignment
 from onefold.core.flat import FlatTensors, Piece, laid_out, same_bits, storage_order
 from onefold.core.storage import Storage
 from onefold.system.allocator import DEFAULT_ALLOCATOR, TensorAllocator
-from onefold.system.compat import copy_each, multiply_each
+from onefold.system.compat import copy_each, limit_each, multiply_each
 from onefold.update.clipping import clipping_each
 from onefold.update.norms import PieceNorms
 from onefold.update.optimizers import (
@@ -260,9 +260,9 @@ class PartitionedOptimizer:
 
     def limit(self, magnitude: float) -> None:
         """Limit each element of all gradients of this process's pieces to a magnitude."""
-        for gradient in self.gradients:
-            if gradient is not None:
-                gradient.clamp_(-magnitude, magnitude)
+        gradients = [gradient for gradient in self.gradients if gradient is not None]
+        if gradients:
+            limit_each(gradients, magnitude)
 
     def drop(self) -> None:
         """Let go of the gradients taken, of a step that is skipped."""

@@ -3,6 +3,7 @@ import random
 from collections.abc import Callable
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -11,10 +12,12 @@ from PIL import Image
 from onefold.jobs.data.augment import (
     CentreCrop,
     LabelledPictures,
+    Mix,
     Normalise,
     RandomFlip,
     RandomResizedCrop,
     RandomShift,
+    by_kornia,
 )
 from onefold.jobs.data.pictures import ArrayPictures, Mode
 from tests.jobs.data.pictures import noise
@@ -128,3 +131,54 @@ def test_samples_reach_other_processes_with_their_changes(mode: Mode, channels: 
     data[2][0].zero_()  # a sample is the caller's own
     assert torch.equal(read(data), first)
     assert torch.equal(read(pickle.loads(pickle.dumps(data))), first)
+
+
+@for_each(("mixup", "cutmix"), [(0.4, 0.0), (0.0, 1.0), (0.4, 1.0)])
+def test_a_label_has_the_shares_that_the_picture_is_mixed_of(mixup: float, cutmix: float) -> None:
+    mix = Mix(5, mixup, cutmix)
+    samples = [(torch.full((3, 8, 6), float(number)), number) for number in range(5)]
+    blends = boxes = 0
+    for seed in range(40):
+        torch.manual_seed(seed)
+        pictures, labels = mix(samples)
+        torch.testing.assert_close(labels.sum(dim=1), torch.ones(5))
+        shares = labels @ torch.arange(5.0)
+        torch.testing.assert_close(pictures.mean(dim=(1, 2, 3)), shares)
+        values = pictures.flatten(1).unique(dim=1).shape[1]
+        boxes += values > 1
+        blends += values == 1 and not bool((labels == 1).any(dim=1).all())
+        torch.manual_seed(seed)
+        assert torch.equal(mix(samples)[0], pictures)
+    assert (blends > 10) == (mixup > 0)
+    assert (boxes > 10) == (cutmix > 0)
+
+
+def test_a_single_picture_is_mixed_with_itself() -> None:
+    picture = torch.randn(1, 4, 4)
+    for mix in (Mix(2, 0.5, 0.0), Mix(2, 0.0, 0.5)):
+        mixed, labels = mix([(picture, 1)])
+        torch.testing.assert_close(mixed[0], picture)
+        torch.testing.assert_close(labels, torch.tensor([[0.0, 1.0]]))
+
+
+@pytest.mark.full
+@for_each(("randaugment", "erasing"), [(9, 0.0), (0, 1.0), (9, 0.5)])
+def test_kornias_changes_depend_on_the_seed_alone(randaugment: int, erasing: float) -> None:
+    pytest.importorskip("kornia")
+    for mode in ("L", "RGB"):
+        picture = noise((30, 20), mode)
+        seen = []
+        for seed in (1, 1, 2, 3):
+            changes = by_kornia(randaugment, erasing)
+            torch.manual_seed(seed)
+            changed = picture
+            for change in changes:
+                changed = change(changed)
+            assert (changed.mode, changed.size) == (mode, picture.size)
+            seen.append(changed.tobytes())
+        assert seen[0] == seen[1]
+        assert len(set(seen)) > 1
+
+
+def test_no_library_is_asked_for_nothing() -> None:
+    assert by_kornia(0, 0.0) == []

@@ -26,7 +26,7 @@ using at::Tensor;
 using c10d::Work;
 using Messages = std::vector<std::pair<int, Tensor>>;  // with a peer; of a device
 
-constexpr size_t MOST_IN_A_GROUP = 2048;
+constexpr size_t MOST_IN_A_GROUP = 128;  // NCCL allows 2048, and hangs were seen with fewer
 enum Header { NUMBER, KIND_OF, SENT, SENT_BYTES, SENT_LIKE, RECEIVED, RECEIVED_BYTES, RECEIVED_LIKE,
               FIELDS };
 
@@ -53,6 +53,7 @@ struct Issued final : Work {
   std::vector<std::pair<Tensor, Tensor>> received;  // in the device's memory, and what comes
   std::function<void()> finish;                     // with what came
   std::vector<Tensor> kept;                         // whatever happens to it outside
+  std::vector<Tensor> results;
   std::shared_ptr<std::atomic<bool>> aborted;
   c10::intrusive_ptr<c10d::Backend> gloo;
   Clocks clocks;
@@ -68,6 +69,13 @@ struct Issued final : Work {
   bool isCompleted() override { return done; }
   bool isSuccess() const override { return done; }
   void synchronize() override { wait(kNoTimeout); }
+  // As DistributedDataParallel has it, which waits for it at the end of backward.
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
+    wait(kNoTimeout);
+    auto future = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::ofTensors());
+    future->markCompleted(c10::List<Tensor>(results));
+    return future;
+  }
 
   bool wait(std::chrono::milliseconds timeout) override {
     if (done) return true;
@@ -141,7 +149,7 @@ class Group final : public c10d::Backend {
       Locked held(runtime().lock);
       group_sizes.push_back(int64_t(count));
     }
-    TORCH_CHECK(count <= MOST_IN_A_GROUP, "a group of ", count, " operations: NCCL has at most ",
+    TORCH_CHECK(count <= MOST_IN_A_GROUP, "a group of ", count, " operations: expected at most ",
                 MOST_IN_A_GROUP);
     return count ? issue(work, out, in) : done(work);
   }
@@ -166,28 +174,22 @@ class Group final : public c10d::Backend {
   c10::intrusive_ptr<Work> allgather(std::vector<std::vector<Tensor>>& out,
                                      std::vector<Tensor>& in,
                                      const c10d::AllgatherOptions&) override {
-    return gathered(out.at(0), in.at(0));
+    return gathered(made(c10d::OpType::ALLGATHER, "all_gather"), out.at(0), in.at(0));
   }
   c10::intrusive_ptr<Work> _allgather_base(Tensor& out, Tensor& in,
                                            const c10d::AllgatherOptions&) override {
-    return gathered(out.view({size_, -1}).unbind(), in.view(-1));
+    return gathered(made(c10d::OpType::ALLGATHER, "all_gather"),
+                    out.view({size_, -1}).unbind(), in.view(-1));
   }
   c10::intrusive_ptr<Work> allreduce(std::vector<Tensor>& tensors,
                                      const c10d::AllreduceOptions& options) override {
-    auto out = tensors.at(0);
-    return reduced(made(c10d::OpType::ALLREDUCE, "all_reduce"), out,
-                   std::vector<Tensor>(size_, out), options.reduceOp);
-  }
-  c10::intrusive_ptr<Work> _reduce_scatter_base(
-      Tensor& out, Tensor& in, const c10d::ReduceScatterOptions& options) override {
-    return reduced(made(c10d::OpType::REDUCE_SCATTER, "reduce_scatter"), out.view(-1),
-                   in.view({size_, -1}).unbind(), options.reduceOp);
+    TORCH_CHECK(options.reduceOp == c10d::ReduceOp::SUM, "only sums are known here");
+    return reduced(made(c10d::OpType::ALLREDUCE, "all_reduce"), tensors.at(0));
   }
   c10::intrusive_ptr<Work> barrier(const c10d::BarrierOptions&) override {
     c10::Device device(KIND, device_ < 0 ? current_device() : c10::DeviceIndex(device_));
-    auto out = at::zeros({1}, at::TensorOptions(device));
-    return reduced(made(c10d::OpType::BARRIER, "barrier"), out, std::vector<Tensor>(size_, out),
-                   c10d::ReduceOp::SUM);
+    return reduced(made(c10d::OpType::BARRIER, "barrier"),
+                   at::zeros({1}, at::TensorOptions(device)));
   }
 
  private:
@@ -207,48 +209,32 @@ class Group final : public c10d::Backend {
     return all;
   }
 
-  c10::intrusive_ptr<Work> gathered(const std::vector<Tensor>& out, const Tensor& in) {
+  c10::intrusive_ptr<Work> gathered(const c10::intrusive_ptr<Issued>& work,
+                                    const std::vector<Tensor>& out, const Tensor& in,
+                                    std::function<void()> then = [] {}) {
     Messages coming;
     for (int peer = 0; peer < size_; peer++) {
       if (peer != rank_) coming.emplace_back(peer, out.at(peer));
     }
-    return issue(made(c10d::OpType::ALLGATHER, "all_gather"), to_all(in), coming,
-                 [own = as_host(out.at(rank_)), in = as_host(in).clone()] { own.copy_(in); },
-                 {out.at(rank_), in});
+    auto finish = [own = as_host(out.at(rank_)), in = as_host(in).clone(), then] {
+      own.copy_(in);
+      then();
+    };
+    return issue(work, to_all(in), coming, finish, {out.at(rank_), in});
   }
 
   // Adds in the order of the ranks.
-  c10::intrusive_ptr<Work> reduced(const c10::intrusive_ptr<Issued>& work, const Tensor& out,
-                                   const std::vector<Tensor>& in, const c10d::ReduceOp& how) {
-    Messages going, coming;
-    auto rooms = std::make_shared<std::vector<Tensor>>();
-    for (int peer = 0; peer < size_; peer++) {
-      rooms->push_back(peer == rank_ ? as_host(in.at(peer)).clone() : at::empty_like(out));
-      if (peer == rank_) continue;
-      going.emplace_back(peer, in.at(peer));
-      coming.emplace_back(peer, rooms->back());
-    }
-    auto kind = how.op_;
-    int size = size_;
-    auto finish = [rooms, kind, size, own = as_host(out)] {
-      auto total = as_host_or_own(rooms->at(0)).clone();
-      for (int rank = 1; rank < size; rank++) {
-        auto next = as_host_or_own(rooms->at(rank));
-        if (kind == c10d::ReduceOp::MAX) total = at::maximum(total, next);
-        else if (kind == c10d::ReduceOp::MIN) total = at::minimum(total, next);
-        else if (kind == c10d::ReduceOp::PRODUCT) total.mul_(next);
-        else total.add_(next);
-      }
-      if (kind == c10d::ReduceOp::AVG) total.div_(size);
-      own.copy_(total);
-    };
-    auto found = issue(work, going, coming, finish, {out});
+  c10::intrusive_ptr<Work> reduced(const c10::intrusive_ptr<Issued>& work, const Tensor& out) {
+    std::vector<Tensor> rooms;
+    for (int rank = 0; rank < size_; rank++) rooms.push_back(at::empty_like(out));
+    auto found = gathered(work, rooms, out, [rooms, own = as_host(out)] {
+      own.copy_(as_host(rooms.at(0)));
+      for (size_t rank = 1; rank < rooms.size(); rank++) own.add_(as_host(rooms.at(rank)));
+    });
     std::memset(out.data_ptr(), 0xFF, out.nbytes());
-    work->sent.clear();  // it may be in place
+    work->sent.clear();  // it is in place
+    work->results = {out};
     return found;
-  }
-  static Tensor as_host_or_own(const Tensor& tensor) {
-    return tensor.device().is_cpu() ? tensor : as_host(tensor);
   }
 
   void check(const Tensor& tensor) {

@@ -38,6 +38,8 @@ const std::set<std::string> WAITING = {"nonzero", "masked_select", "_unique", "_
 
 const std::set<std::string> INDEXING = {"index", "index_put_", "_index_put_impl_", "index_put"};
 
+constexpr size_t SMALL_BYTES = 1 << 16;
+
 // Those that read nothing of a tensor's values.
 const std::set<std::string> OF_NO_VALUES = {"is_set_to", "_fused_sdp_choice"};
 
@@ -137,29 +139,24 @@ void look_for_waits(const std::string& name, const c10::FunctionSchema& schema, 
 // Gives the processor's own generator the state of a device's for a while.
 class Draws {
  public:
-  explicit Draws(const at::Generator& from) : from_(from), locked_(both()) { exchange(); }
-  ~Draws() { exchange(); }
+  explicit Draws(const at::Generator& from)
+      : locked_(both()), from_(from), own_(at::detail::getDefaultCPUGenerator()),
+        before_(own_.get_state()) {
+    own_.set_state(from_.get_state());
+  }
+  ~Draws() {
+    from_.set_state(own_.get_state());
+    own_.set_state(before_);
+  }
 
  private:
   static std::mutex& both() {
     static std::mutex lock;
     return lock;
   }
-  void exchange() {
-    auto* one = from_.get<at::CPUGeneratorImpl>();
-    auto* other = at::detail::getDefaultCPUGenerator().get<at::CPUGeneratorImpl>();
-    auto engine = one->engine();
-    auto normal = one->next_float_normal_sample();
-    auto normal_double = one->next_double_normal_sample();
-    one->set_engine(other->engine());
-    one->set_next_float_normal_sample(other->next_float_normal_sample());
-    one->set_next_double_normal_sample(other->next_double_normal_sample());
-    other->set_engine(engine);
-    other->set_next_float_normal_sample(normal);
-    other->set_next_double_normal_sample(normal_double);
-  }
-  at::Generator from_;
   std::lock_guard<std::mutex> locked_;
+  at::Generator from_, own_;
+  Tensor before_;
 };
 
 Tensor seen_as(const Tensor& tensor, c10::Storage storage, c10::DispatchKeySet keys) {
@@ -307,8 +304,10 @@ Tensor& copy_(Tensor& to, const Tensor& from, bool non_blocking) {
   const std::string what = in ? "copy_ to a device" : "copy_ to the host";
   const bool pinned = of_host.is_contiguous() && of_host.is_pinned();
   const bool late = non_blocking && pinned;
+  // A little goes to a GPU with the command that copies it.
+  const bool small = in && non_blocking && !pinned && of_host.nbytes() <= SMALL_BYTES;
   // PyTorch does not count a copy as synchronizing that the script has asked not to be.
-  if (!late) count_wait(what + (pinned ? "" : ", which is not pinned"), non_blocking);
+  if (!late && !small) count_wait(what + (pinned ? "" : ", which is not pinned"), non_blocking);
   auto clock = launch(lane, what);
   touch(in ? to : from, lane, clock, in, what);
   if (late) {
@@ -325,7 +324,7 @@ Tensor& copy_(Tensor& to, const Tensor& from, bool non_blocking) {
     }
     return to;
   }
-  host_waits(moment_of(lane));
+  if (!small) host_waits(moment_of(lane));
   host(to).copy_(host(from));
   return to;
 }
@@ -340,71 +339,42 @@ void foreach_copy_(at::TensorList to, at::TensorList from, bool non_blocking) {
   for (size_t i = 0; i < to.size(); i++) {
     here &= to[i].device() == to[0].device() && from[i].device() == to[0].device();
   }
-  if (!here) {
+  if (here) {
+    static auto op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::_foreach_copy_", "");
+    torch::jit::Stack given{to, from, non_blocking};
+    compute(op, &given);
+  } else {
     for (size_t i = 0; i < to.size(); i++) to[i].copy_(from[i], non_blocking);
-    return;
-  }
-  at::AutoDispatchBelowADInplaceOrView below;
-  auto lane = current_lane(to[0].get_device());
-  auto clock = launch(lane, "_foreach_copy_");
-  for (size_t i = 0; i < to.size(); i++) {
-    touch(from[i], lane, clock, false, "_foreach_copy_");
-    touch(to[i], lane, clock, true, "_foreach_copy_");
-    as_host(to[i]).copy_(as_host(from[i]));
   }
 }
 
 // ---------------------------------------------------------------- memory, and views of it
 
-Tensor empty(c10::SymIntArrayRef size, std::optional<at::ScalarType> dtype,
-             std::optional<at::Layout>, std::optional<at::Device> device,
-             std::optional<bool> pinned, std::optional<at::MemoryFormat> format) {
+Tensor empty(c10::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
+             std::optional<at::Device> device, std::optional<bool> pinned,
+             std::optional<at::MemoryFormat> format) {
   TORCH_CHECK(!pinned.value_or(false), "Only dense CPU tensors can be pinned");
   c10::OptionalDeviceGuard on(device);
-  return at::detail::empty_generic(C10_AS_INTARRAYREF_SLOW(size), &allocator(), KEYS,
-                                   c10::dtype_or_default(dtype), format);
+  return at::detail::empty_generic(size, &allocator(), KEYS, c10::dtype_or_default(dtype), format);
 }
 
-Tensor empty_strided(c10::SymIntArrayRef size, c10::SymIntArrayRef stride,
+Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride,
                      std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
                      std::optional<at::Device> device, std::optional<bool>) {
   c10::OptionalDeviceGuard on(device);
-  return at::detail::empty_strided_generic(
-      C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride), &allocator(),
-      KEYS, c10::dtype_or_default(dtype));
+  return at::detail::empty_strided_generic(size, stride, &allocator(), KEYS,
+                                           c10::dtype_or_default(dtype));
 }
 
-Tensor as_strided(const Tensor& self, c10::SymIntArrayRef size, c10::SymIntArrayRef stride,
-                  std::optional<c10::SymInt> offset) {
-  return at::native::as_strided_tensorimpl(
-      self, C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride),
-      offset ? std::optional<int64_t>(offset->expect_int()) : std::nullopt);
-}
-
-Tensor view(const Tensor& self, c10::SymIntArrayRef size) {
-  return at::native::view(self, C10_AS_INTARRAYREF_SLOW(size));
-}
-
-const Tensor& resize_(const Tensor& self, c10::SymIntArrayRef size,
+const Tensor& resize_(const Tensor& self, c10::IntArrayRef size,
                       std::optional<at::MemoryFormat> format) {
   c10::DeviceGuard on(self.device());
-  return at::native::resize_(self, C10_AS_INTARRAYREF_SLOW(size), format);
-}
-
-Tensor& set_storage_at(Tensor& self, c10::Storage storage, c10::SymInt offset,
-                       c10::SymIntArrayRef size, c10::SymIntArrayRef stride) {
-  return at::native::set_storage_cpu_(self, std::move(storage), offset.expect_int(),
-                                      C10_AS_INTARRAYREF_SLOW(size),
-                                      C10_AS_INTARRAYREF_SLOW(stride));
+  return at::native::resize_(self, size, format);
 }
 
 Tensor& set_storage(Tensor& self, c10::Storage storage) {
   auto numel = int64_t(storage.nbytes() / self.itemsize());
   return at::native::set_storage_cpu_(self, std::move(storage), 0, {numel}, {});
-}
-
-Tensor& set_tensor(Tensor& self, const Tensor& source) {
-  return at::native::set_tensor_(self, source);
 }
 
 Tensor& set_nothing(Tensor& self) {
@@ -419,49 +389,14 @@ void record_stream(Tensor& self, c10::Stream stream) {
 
 // ---------------------------------------------------------------- kernels that no processor has
 
-Tensor convolution(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
-                   c10::SymIntArrayRef stride, c10::SymIntArrayRef padding,
-                   c10::SymIntArrayRef dilation, bool transposed, c10::SymIntArrayRef output_padding,
-                   c10::SymInt groups) {
-  return at::convolution_symint(input, weight, bias, stride, padding, dilation, transposed,
-                                output_padding, std::move(groups));
-}
-
-std::tuple<Tensor, Tensor, Tensor> convolution_backward(
-    const Tensor& grad, const Tensor& input, const Tensor& weight, c10::SymIntArrayRef stride,
-    c10::SymIntArrayRef padding, c10::SymIntArrayRef dilation, bool transposed,
-    c10::SymIntArrayRef output_padding, c10::SymInt groups, std::array<bool, 3> wanted) {
-  return at::convolution_backward_symint(grad, input, weight, c10::SymIntArrayRef({grad.size(1)}),
-                                         stride, padding, dilation, transposed, output_padding,
-                                         std::move(groups), wanted);
-}
-
 std::tuple<Tensor, Tensor, Tensor> lstm_cell(
     const Tensor& input_gates, const Tensor& hidden_gates, const Tensor& cell,
     const std::optional<Tensor>& input_bias, const std::optional<Tensor>& hidden_bias) {
   auto gates = input_gates + hidden_gates;
   if (input_bias && input_bias->defined()) gates = gates + *input_bias + *hidden_bias;
   auto parts = gates.chunk(4, 1);
-  auto in = parts[0].sigmoid(), forget = parts[1].sigmoid(), out = parts[3].sigmoid();
-  auto next = parts[2].tanh();
-  auto after = forget * cell + in * next;
-  return {out * after.tanh(), after, at::cat({in, forget, next, out}, 1)};
-}
-
-std::tuple<Tensor, Tensor, Tensor> lstm_cell_backward(
-    const std::optional<Tensor>& grad_hidden, const std::optional<Tensor>& grad_cell,
-    const Tensor& before, const Tensor& after, const Tensor& gates, bool has_bias) {
-  auto or_zeros = [&](const std::optional<Tensor>& grad) {
-    return grad && grad->defined() ? *grad : at::zeros_like(after);
-  };
-  auto parts = gates.chunk(4, 1);
-  auto in = parts[0], forget = parts[1], next = parts[2], out = parts[3];
-  auto bent = after.tanh(), grad = or_zeros(grad_hidden);
-  auto grad_after = grad * out * (1 - bent * bent) + or_zeros(grad_cell);
-  auto grad_gates = at::cat({grad_after * next * in * (1 - in),
-                             grad_after * before * forget * (1 - forget),
-                             grad_after * in * (1 - next * next), grad * bent * out * (1 - out)}, 1);
-  return {grad_gates, grad_after * forget, has_bias ? grad_gates.sum(0) : Tensor()};
+  auto after = parts[1].sigmoid() * cell + parts[0].sigmoid() * parts[2].tanh();
+  return {parts[3].sigmoid() * after.tanh(), after, gates};
 }
 
 std::tuple<Tensor, Tensor> gru_cell(
@@ -470,22 +405,8 @@ std::tuple<Tensor, Tensor> gru_cell(
   bool bias = input_bias && input_bias->defined();
   auto in = (bias ? input_gates + *input_bias : input_gates).chunk(3, 1);
   auto old = (bias ? hidden_gates + *hidden_bias : hidden_gates).chunk(3, 1);
-  auto reset = (in[0] + old[0]).sigmoid(), keep = (in[1] + old[1]).sigmoid();
-  auto next = (in[2] + reset * old[2]).tanh();
-  return {next + keep * (hidden - next), at::cat({reset, keep, next, hidden, old[2]}, 1)};
-}
-
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gru_cell_backward(
-    const Tensor& grad, const Tensor& workspace, bool has_bias) {
-  auto parts = workspace.chunk(5, 1);
-  auto reset = parts[0], keep = parts[1], next = parts[2], hidden = parts[3], old = parts[4];
-  auto grad_next = grad * (1 - keep) * (1 - next * next);
-  auto grad_reset = grad_next * old * reset * (1 - reset);
-  auto grad_keep = grad * (hidden - next) * keep * (1 - keep);
-  auto of_input = at::cat({grad_reset, grad_keep, grad_next}, 1);
-  auto of_hidden = at::cat({grad_reset, grad_keep, grad_next * reset}, 1);
-  return {of_input, of_hidden, grad * keep, has_bias ? of_input.sum(0) : Tensor(),
-          has_bias ? of_hidden.sum(0) : Tensor()};
+  auto next = (in[2] + (in[0] + old[0]).sigmoid() * old[2]).tanh();
+  return {next + (in[1] + old[1]).sigmoid() * (hidden - next), hidden};
 }
 
 int64_t fused_sdp_choice(const Tensor&, const Tensor&, const Tensor&, const std::optional<Tensor>&,
@@ -501,13 +422,9 @@ Tensor with_keys(const Tensor& tensor) {
   return is_ours(tensor) ? seen_as(tensor, tensor.storage(), KEYS) : tensor;
 }
 
-TORCH_LIBRARY_IMPL(aten, CPU, library) {
-  library.impl("convolution_overrideable", convolution);
-  library.impl("convolution_backward_overrideable", convolution_backward);
+TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, library) {
   library.impl("_thnn_fused_lstm_cell", lstm_cell);
-  library.impl("_thnn_fused_lstm_cell_backward_impl", lstm_cell_backward);
   library.impl("_thnn_fused_gru_cell", gru_cell);
-  library.impl("_thnn_fused_gru_cell_backward", gru_cell_backward);
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
@@ -520,19 +437,19 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("copy_", copy_);
   library.impl("_copy_from", copy_from);
   library.impl("_foreach_copy_", foreach_copy_);
-  library.impl("as_strided", as_strided);
-  library.impl("view", view);
+  library.impl("as_strided", at::native::as_strided_tensorimpl);
+  library.impl("view", at::native::view);
   library.impl("resize_", resize_);
   library.impl("set_", set_nothing);
-  library.impl("set_.source_Tensor", set_tensor);
+  library.impl("set_.source_Tensor", at::native::set_tensor_);
   library.impl("set_.source_Storage", set_storage);
-  library.impl("set_.source_Storage_storage_offset", set_storage_at);
+  library.impl("set_.source_Storage_storage_offset", at::native::set_storage_cpu_);
   library.impl("record_stream", record_stream);
   library.impl("_fused_sdp_choice", fused_sdp_choice);
 }
 
-// A GPU has kernels of its own for what the processor has them for, and for lists of tensors. Only
-// without would PyTorch compose them of others.
+// A GPU has kernels of its own for what the processor has them for, for convolutions, and for lists
+// of tensors. Only without would PyTorch compose them of others.
 void register_kernels() {
   static torch::Library library(torch::Library::IMPL, "aten", c10::DispatchKey::PrivateUse1,
                                 __FILE__, __LINE__);
@@ -541,9 +458,10 @@ void register_kernels() {
     auto op = dispatcher.findOp(name);
     if (!op || !op->hasSchema() || name.getNamespace().value_or("") != "aten") continue;
     if (op->hasKernelForDispatchKey(c10::DispatchKey::PrivateUse1)) continue;
-    bool list = name.name.find("::_foreach_") != std::string::npos &&
-                op->hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd);
-    if (list || op->hasKernelForDispatchKey(c10::DispatchKey::CPU)) {
+    bool own = name.name.find("::_foreach_") != std::string::npos ||
+               name.name == "aten::convolution" || name.name == "aten::convolution_backward";
+    own &= op->hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd);
+    if (own || op->hasKernelForDispatchKey(c10::DispatchKey::CPU)) {
       auto full = name.name + (name.overload_name.empty() ? "" : "." + name.overload_name);
       library.impl(full.c_str(), torch::CppFunction::makeFromBoxedFunction<&compute>());
     }

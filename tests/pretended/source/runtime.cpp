@@ -324,14 +324,10 @@ void touch(const at::Tensor& tensor, Lane lane, int64_t clock, bool writes, cons
                         ") without waiting for " + name_of(other.lane) + ", which " +
                         (other.writes ? "writes to it (" : "reads it (") + other.by + ")");
       }
-      bool adjoins = other.lane == lane && other.writes == writes && use.first <= other.end &&
-                     other.first <= use.end;
-      if (adjoins) {
-        use.first = std::min(use.first, other.first);
-        use.end = std::max(use.end, other.end);
-      } else {
-        rest.push_back(std::move(other));
-      }
+      // Whoever has waited for the later use of the same bytes has waited for this one.
+      bool over = other.lane == lane && other.writes == writes && use.first <= other.first &&
+                  other.end <= use.end;
+      if (!over) rest.push_back(std::move(other));
     }
     rest.push_back(std::move(use));
     block->uses = std::move(rest);
@@ -548,17 +544,6 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
   void init() const override {}
   c10::DeviceIndex deviceCount() const override { return runtime().devices; }
-  void setCurrentDevice(c10::DeviceIndex device) const override {
-    check_device(device);
-    device_here = device;
-  }
-  c10::DeviceIndex getCurrentDevice() const override { return device_here; }
-  c10::DeviceIndex exchangeDevice(c10::DeviceIndex device) const override {
-    return Guard().exchangeDevice({KIND, device}).index();
-  }
-  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex device) const override {
-    return exchangeDevice(device);
-  }
   const at::Generator& getDefaultGenerator(c10::DeviceIndex device) const override {
     return default_generator(device);
   }

@@ -7,6 +7,7 @@ here may draw from ``random`` or NumPy instead, nor keep a generator of its own.
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 
 from onefold.jobs.data.pictures import Mode, Pictures
 
@@ -25,12 +26,14 @@ __all__ = [
     "IMAGENET",
     "CentreCrop",
     "LabelledPictures",
+    "Mix",
     "Normalise",
     "RandomFlip",
     "RandomResizedCrop",
     "RandomShift",
     "below",
     "between",
+    "by_kornia",
 ]
 
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
@@ -162,6 +165,88 @@ class LabelledPictures(Dataset[tuple[torch.Tensor, int]]):
         for change in self.changes:
             picture = change(picture)
         return self.normalise(picture), self.labels[index]
+
+
+@dataclass(frozen=True, slots=True)
+class ByKornia:
+    """Change a picture by a module of kornia, which takes tensors of three channels."""
+
+    module: torch.nn.Module
+
+    def __call__(self, picture: Image) -> Image:
+        from PIL import Image
+
+        pixels = torch.from_numpy(np.array(picture.convert("RGB"), dtype=np.uint8))
+        changed = self.module(pixels.permute(2, 0, 1).unsqueeze(0).to(torch.float32) / 255)
+        whole = (changed[0].clamp(0, 1) * 255).round().to(torch.uint8).permute(1, 2, 0)
+        return Image.fromarray(whole.numpy()).convert(picture.mode)
+
+
+def by_kornia(randaugment: int, erasing: float) -> list[Change]:
+    """Changes of kornia: RandAugment (Cubuk et al., 2019), and erasing (Zhong et al., 2017).
+
+    Args:
+        randaugment: magnitude of two operations, 1 to 30; 0 for none.
+        erasing: probability that a box becomes black; 0 for none.
+    """
+    if not randaugment and not erasing:
+        return []
+    kornia: Any = importlib.import_module("kornia.augmentation")
+    modules = [kornia.auto.RandAugment(n=2, m=randaugment)] if randaugment else []
+    modules += [kornia.RandomErasing(p=erasing)] if erasing else []
+    return [ByKornia(module) for module in modules]
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """Make a shard in which each picture is mixed with another one, and its label as well.
+
+    mixup (Zhang et al., 2017) adds up both pictures; CutMix (Yun et al., 2019) puts a box of one
+    into the other. With both, each shard has one of them, with a probability of one half.
+    """
+
+    classes: int
+    mixup: float
+    """Both parameters of the beta distribution that the shares are drawn from; 0 for no mixup."""
+    cutmix: float
+    """The same for CutMix."""
+
+    def __call__(
+        self, samples: Sequence[tuple[torch.Tensor, int]]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the pictures (n, c, h, w) float32, and shares of classes (n, classes) float32."""
+        images, numbers = default_collate(list(samples))
+        labels = torch.nn.functional.one_hot(numbers, self.classes).to(torch.float32)
+        partners = torch.randperm(len(images))
+        cuts = self.cutmix > 0 and (self.mixup == 0 or below(2) == 1)
+        strength = self.cutmix if cuts else self.mixup
+        kept = float(torch.distributions.Beta(strength, strength).sample())
+        if cuts:
+            mixed, kept = _with_box(images, images[partners], kept)
+        else:
+            mixed = kept * images + (1 - kept) * images[partners]
+        return mixed, kept * labels + (1 - kept) * labels[partners]
+
+
+def _with_box(
+    images: torch.Tensor, others: torch.Tensor, kept: float
+) -> tuple[torch.Tensor, float]:
+    """Put a box of other pictures into pictures; return them, and the share that is left of each.
+
+    Args:
+        images: (n, c, h, w).
+        others: (n, c, h, w).
+        kept: share that would be left if the box reached nowhere beyond the edge.
+    """
+    height, width = images.shape[2:]
+    half = math.sqrt(1 - kept) / 2
+    (top, bottom), (left, right) = (
+        (max(0, middle - round(half * side)), min(side, middle + round(half * side)))
+        for side, middle in ((height, below(height)), (width, below(width)))
+    )
+    mixed = images.clone()
+    mixed[:, :, top:bottom, left:right] = others[:, :, top:bottom, left:right]
+    return mixed, 1 - (bottom - top) * (right - left) / (height * width)
 
 
 def between(low: float, high: float) -> float:

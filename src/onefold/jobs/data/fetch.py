@@ -17,9 +17,9 @@ from typing import BinaryIO
 
 from onefold.errors import DataError
 from onefold.jobs import require
-from onefold.system.ownfiles import open_plain
+from onefold.system.ownfiles import aside_of, open_plain
 
-__all__ = ["fetch_dataset"]
+__all__ = ["fetch_dataset", "fetch_file"]
 
 LARGEST_BYTES = 1 << 28
 """Of one file: a server that never stops must not fill the disk before its digest is compared."""
@@ -130,13 +130,9 @@ def _exists(path: Path, expected: str) -> bool:
 
 def _fetch(file: str, wanted: RemoteSet, folder: Path, timeout_s: float) -> None:
     """Download a file from the first address that has the right content."""
-    require("downloading data", "images", "pooch")
+    download = _downloader(timeout_s)
     import pooch  # type: ignore[import-untyped]
 
-    silence_s = min(timeout_s, _LONGEST_SILENCE_S)
-    # The digest is that of the file as it is stored, not as a server may pack it.
-    plain = {"Accept-Encoding": "identity"}
-    download = pooch.HTTPDownloader(timeout=silence_s, headers=plain, chunk_size=_CHUNK_BYTES)
     failures = []
     for mirror in wanted.mirrors:
         try:
@@ -157,6 +153,46 @@ def _fetch(file: str, wanted: RemoteSet, folder: Path, timeout_s: float) -> None
     )
 
 
+def fetch_file(
+    address: str, path: Path, *, sha256: str, most_bytes: int, timeout_s: float = 3600.0
+) -> None:
+    """Download a file of which the beginning of the digest is known.
+
+    Args:
+        address: of the file.
+        path: where it is put once it is whole; the folder is made if it is missing.
+        sha256: the first digits of its SHA-256.
+        most_bytes: what it may have at most.
+        timeout_s: as for `fetch_dataset`.
+
+    Raises:
+        OSError, ValueError: it could not be downloaded, or has another digest.
+        LaunchError: pooch is missing.
+    """
+    download = _downloader(timeout_s)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with aside_of(path) as file:
+        bounded = _Bounded(file, timeout_s, most_bytes)
+        download(address, bounded, None)
+        got = bounded.digest.hexdigest()
+        if not got.startswith(sha256):
+            raise ValueError(f"expected a SHA-256 that begins with {sha256}, got {got}")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _downloader(timeout_s: float) -> Callable[..., None]:
+    require("downloading data", "images", "pooch")
+    import pooch
+
+    # The digest is that of the file as it is stored, not as a server may pack it.
+    plain = {"Accept-Encoding": "identity"}
+    downloader: Callable[..., None] = pooch.HTTPDownloader(
+        timeout=min(timeout_s, _LONGEST_SILENCE_S), headers=plain, chunk_size=_CHUNK_BYTES
+    )
+    return downloader
+
+
 def _download(
     download: Callable[..., None], timeout_s: float, url: str, output_file: str, _pooch: object
 ) -> None:
@@ -171,18 +207,20 @@ def _download(
 
 
 class _Bounded:
-    """A file that takes neither more than `LARGEST_BYTES`, nor anything after the time is up."""
+    """A file that takes neither more than it should, nor anything after the time is up."""
 
-    def __init__(self, file: BinaryIO, timeout_s: float) -> None:
-        self._file, self._timeout_s = file, timeout_s
+    def __init__(self, file: BinaryIO, timeout_s: float, most_bytes: int = LARGEST_BYTES) -> None:
+        self._file, self._timeout_s, self._most_bytes = file, timeout_s, most_bytes
+        self.digest = hashlib.sha256()
         self._end_s = time.monotonic() + timeout_s
         self.flush = file.flush
 
     def write(self, piece: bytes) -> None:
         self._file.write(piece)
+        self.digest.update(piece)
         got = self._file.tell()
-        if got > LARGEST_BYTES:
-            raise ValueError(f"expected at most {LARGEST_BYTES:,} bytes, got more")
+        if got > self._most_bytes:
+            raise ValueError(f"expected at most {self._most_bytes:,} bytes, got more")
         if time.monotonic() > self._end_s:
             raise ValueError(
                 f"expected the whole file within {self._timeout_s:g} s, got {got} bytes"

@@ -301,7 +301,9 @@ def _epochs_of(record: onefold.Record) -> list[EpochLine]:
     """What the devices have told of each epoch."""
     # A resumed run may have other devices: a number has the name that it had last.
     names = {n: name for begun in record.begins for n, name in enumerate(begun["devices"])}
-    lines, scores = [], {}
+    # By epoch: one that ended early by --max-time was evaluated once more when it had resumed.
+    lines: dict[int, EpochLine] = {}
+    scores = {}
     for each in record.results:
         # Runs of earlier versions have their scores here.
         if each["call"] == "trainer.evaluate":
@@ -311,5 +313,5 @@ def _epochs_of(record: onefold.Record) -> list[EpochLine]:
         told = each["value"]
         line = {"scores": scores, **told[0], "epoch": int(told[0]["epoch"]), "step": each["step"]}
         line["devices"] = [{**each, "device": names[n]} for n, each in enumerate(told)]
-        lines.append(msgspec.convert(line, EpochLine))
-    return lines
+        lines[line["epoch"]] = msgspec.convert(line, EpochLine)
+    return [*lines.values()]

@@ -367,7 +367,7 @@ class PipelineWorker:
             "state": state.parts,
             "total": result.total,
             "digest": result.digest,
-            "weight": result.weight,
+            "weight": result.known_weight,
             "given": bytes(result.given),
             "values": None if values is None else (values.lines, values.numbers),
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import typing
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,6 +26,7 @@ from onefold.jobs.data.pairs import MaskedPictures, read_pairs
 from onefold.jobs.data.pictures import open_picture, require_folder
 from onefold.jobs.data.scan import Scanning
 from onefold.jobs.models.unet import UNet
+from onefold.jobs.named_weights import find_weights, model_named
 from onefold.jobs.options import (
     COUNT,
     MOST_FACTOR,
@@ -134,12 +136,15 @@ class SegmentOptions(PictureOptions):
     evaluation_batch_size: int = option(8, "Whole pictures of a batch in tests.", COUNT)
     pretrained: str | None = again(
         "pretrained",
-        help="Begin with an encoder of torchvision's names from a file, or a run of this job.",
+        help="Begin with an encoder from a file, torchvision:NAME or hf:ORG/NAME, or with a run.",
     )
 
     def __post_init__(self) -> None:
         # Not super(), which fails here: see PictureOptions.
         PictureOptions.__post_init__(self)
+        known = model_named(self.pretrained) in (None, *typing.get_args(Encoder))
+        names = f"torchvision: and one of {', '.join(typing.get_args(Encoder))}"
+        expect(known, "pretrained", self.pretrained, names)
         # The decoder ends with half as many channels.
         even = self.width is None or self.width % 2 == 0
         expect(even, "width", self.width, "an even number")
@@ -179,9 +184,15 @@ def check_early(options: SegmentOptions) -> None:
     finetune.require_pretrained(options.pretrained, JOB)
     if options.freeze or options.freeze_until:
         before = MaskModel.before(options)
-        encoder = options.encoder or (before.encoder if before else USUAL_ENCODER)
+        encoder = _encoder(options, before)
         # Only for the names of its parts, so the smallest that there is.
         finetune.freeze(UNet(encoder, width=2), options, HEAD)
+
+
+def _encoder(options: SegmentOptions, before: MaskModel | None) -> Encoder:
+    named: Any = model_named(options.pretrained)
+    usual: Encoder = before.encoder if before else named or USUAL_ENCODER
+    return options.encoder or usual
 
 
 def prepare(options: SegmentOptions, scanning: Scanning | None = None) -> MaskedPictures:
@@ -221,7 +232,7 @@ def settle(options: SegmentOptions, data: MaskedPictures) -> SegmentOptions:
     crop = min(LARGEST_CROP, max(32, data.shortest // 32 * 32))
     return replace(
         options,
-        encoder=options.encoder or (before.encoder if before else USUAL_ENCODER),
+        encoder=_encoder(options, before),
         width=options.width or (before.width if before else USUAL_WIDTH),
         crop=options.crop or crop,
         epochs=options.epochs or (20 if fine else 40),
@@ -271,7 +282,7 @@ def make_task(options: SegmentOptions, data: MaskedPictures) -> Task:
             finetune.load_finite(model, finetune.best_checkpoint(run))
         else:
             # The file of a classifier has a last layer more.
-            file, key = Path(options.pretrained), options.pretrained_key
+            file, key = find_weights(options.pretrained), options.pretrained_key
             finetune.load_body(model.encoder, file, "", key=key)
     weight = torch.tensor(_pos_weight(options.pos_weight, data))
     loss, measure = loss_and_measure(weight, options.threshold, model.stride)

@@ -19,9 +19,11 @@ from onefold.jobs.data.arrays import read_digits, read_idx_folder
 from onefold.jobs.data.augment import (
     CentreCrop,
     LabelledPictures,
+    Mix,
     RandomFlip,
     RandomResizedCrop,
     RandomShift,
+    by_kornia,
 )
 from onefold.jobs.data.classes import PictureClasses, read_classes
 from onefold.jobs.data.fetch import fetch_dataset
@@ -39,6 +41,7 @@ from onefold.jobs.models.catalog import (
     head_of,
     import_timm,
 )
+from onefold.jobs.named_weights import find_weights, model_named
 from onefold.jobs.options import (
     FRACTION,
     MOST_SIDE,
@@ -123,9 +126,12 @@ def check_early(options: ClassifyOptions) -> None:
         ValueError: an option does not suit the model.
     """
     require("reading pictures", "images", "PIL")
+    for name in ("randaugment", "erasing"):
+        if getattr(options, name):
+            require(f"--{name}", "augment", "kornia")
     finetune.require_pretrained(options.pretrained, JOB, options.pretrained_classes)
     before = PictureModel.before(options)
-    model = options.model or (before.name if before else USUAL_MODEL)
+    model = _model_name(options, before)
     if model not in MODELS:
         import_timm(model)
     elif options.freeze or options.freeze_until:
@@ -134,6 +140,11 @@ def check_early(options: ClassifyOptions) -> None:
             model, num_classes=2, in_channels=3, image_size=options.image_size or FIXED_SIDE
         )
         finetune.freeze(fresh, options, head_name(fresh))
+
+
+def _model_name(options: ClassifyOptions, before: PictureModel | None) -> str:
+    usual = before.name if before else model_named(options.pretrained) or USUAL_MODEL
+    return options.model or usual
 
 
 def prepare(options: ClassifyOptions, scanning: Scanning | None = None) -> PictureClasses:
@@ -184,7 +195,7 @@ def settle(options: ClassifyOptions, data: PictureClasses) -> ClassifyOptions:
             f"--model {options.model}: the run {run} is of {before.name}; leave --model out to "
             f"begin with its weights"
         )
-    model = options.model or (before.name if before else USUAL_MODEL)
+    model = _model_name(options, before)
     # The weights of such a model, in its last layers, fit one size of picture only.
     if before and model not in RESNETS and options.image_size not in (None, before.image_size):
         raise ValueError(
@@ -254,6 +265,7 @@ def make_task(options: ClassifyOptions, data: PictureClasses) -> Task:
         least_shard=2 if any(isinstance(part, BatchNorm) for part in model.modules()) else 1,
         train_set=pictures(data.train.pictures, targets(data.train.labels), changes=changes),
         test_set=test_set,
+        train_collate=_mix(options, len(kind.classes)),
         examples=lambda predict, folder: target_examples(
             JOB,
             predict,
@@ -302,7 +314,7 @@ def _picture_model(options: ClassifyOptions, data: PictureClasses) -> PictureMod
 def _with_weights(options: ClassifyOptions, kind: PictureModel) -> tuple[nn.Module, PictureModel]:
     """Build a model from pretrained weights and a new last layer, with the stem of the weights."""
     run = finetune.run_of(options.pretrained)
-    weights = finetune.best_checkpoint(run) if run else Path(options.pretrained or "")
+    weights = finetune.best_checkpoint(run) if run else find_weights(options.pretrained or "")
     stems = [kind.small_stem]
     if kind.small_stem is not None and options.stem == "auto":
         stems.append(not kind.small_stem)
@@ -351,7 +363,12 @@ def _train_changes(options: ClassifyOptions, size: int) -> list[Any]:
         "shift": [RandomShift(size)],
         "crop": [RandomResizedCrop(size, options.least_area)],
     }
-    return [*changes[options.augment], *([RandomFlip()] if options.flip == "yes" else [])]
+    flips = [RandomFlip()] if options.flip == "yes" else []
+    return [*changes[options.augment], *flips, *by_kornia(options.randaugment, options.erasing)]
+
+
+def _mix(options: ClassifyOptions, classes: int) -> Mix | None:
+    return Mix(classes, options.mixup, options.cutmix) if options.mixup or options.cutmix else None
 
 
 def _shown(folder: RunFolder, test_set: LabelledPictures, number: int) -> dict[str, Any]:
@@ -360,6 +377,8 @@ def _shown(folder: RunFolder, test_set: LabelledPictures, number: int) -> dict[s
     return {"name": test_set.pictures.name(number), "picture": picture}
 
 
+MIX = within(0, 1000)
+"""Of the strength of mixup and CutMix: both parameters of a beta distribution."""
 Flip = Literal["auto", "yes", "no"]
 Stem = Literal["auto", "small", "large"]
 
@@ -409,6 +428,18 @@ class ClassifyOptions(PictureOptions):
     )
     flip: Flip = option("auto", "Mirror every second picture; auto: if they have colours.")
     label_smoothing: float = option(0.0, "Share of a label that is spread over all classes.", SHARE)
+    randaugment: int = option(
+        0, "Magnitude of two random operations (RandAugment), such as 9; by kornia.", within(0, 30)
+    )
+    erasing: float = option(
+        0.0, "Probability that a random box of a picture becomes black; by kornia.", within(0, 1)
+    )
+    mixup: float = option(
+        0.0, "Mix each picture and label with another of its shard; usual are 0.2 to 1.", MIX
+    )
+    cutmix: float = option(
+        0.0, "Put a box of another picture of its shard into each; usual is 1.", MIX
+    )
     class_weights: ClassWeights = option(
         "none", "Weigh classes in the loss; auto: the more, the fewer samples they have."
     )

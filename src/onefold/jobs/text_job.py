@@ -33,6 +33,7 @@ from onefold.jobs.data.samples import TextSplits, read_listed, read_splits
 from onefold.jobs.data.scan import Scanning
 from onefold.jobs.data.tables import Columns
 from onefold.jobs.data.tsv import Line
+from onefold.jobs.named_weights import find_weights
 from onefold.jobs.options import SHARE, Optimizer, TrainOptions, again, expect, option, within
 from onefold.jobs.runfolder import kept_facts, read_run
 from onefold.jobs.targets import (
@@ -53,6 +54,8 @@ TINY = "tiny"
 CONFIG_FILE = "model_config.json"
 TOKENIZER_FILE = "tokenizer.json"
 SHOWN_CHARACTERS = 400
+PADDED = 32
+"""Compiled models have texts of a multiple of so many tokens."""
 _MOST_FILE_BYTES = 1 << 28
 """The largest file of a run's model that is read."""
 
@@ -61,8 +64,8 @@ _MOST_FILE_BYTES = 1 << 28
 class TextOptions(TrainOptions):
     """Options of ``onefold train text``."""
 
-    lr: float | None = again("lr", shown="0.0005, or 0.00003 for --model DIR")
-    epochs: int | None = again("epochs", shown="10, or 3 for --model DIR")
+    lr: float | None = again("lr", shown="0.0005, or 0.00003 with --pretrained")
+    epochs: int | None = again("epochs", shown="10, or 3 with --pretrained")
     optimizer: Optimizer = again("optimizer", "adamw")
     weight_decay: float = again("weight_decay", 0.01)
     clip_norm: float | None = again("clip_norm", 1.0, shown=None)
@@ -87,6 +90,9 @@ class TextOptions(TrainOptions):
     )
     model: str = option(
         TINY, "tiny, made from the options below, or a folder with a pretrained model."
+    )
+    pretrained: str | None = option(
+        None, "Begin with hf:ORG/NAME, or a folder of a pretrained model.", shown="none"
     )
     # 256 bytes and 5 special tokens.
     vocabulary: int = option(
@@ -118,8 +124,15 @@ class TextOptions(TrainOptions):
         # Not super(), which fails here: see ClassifyOptions.
         TrainOptions.__post_init__(self)
         check_balance(self)
+        once = self.pretrained is None or self.model == TINY
+        expect(once, "pretrained", self.pretrained, "it without --model, which says the same")
         check_task_options(self)
         expect(self.width % self.heads == 0, "width", self.width, f"a multiple of {self.heads}")
+
+
+def _begins_with(options: TextOptions) -> str | None:
+    """The pretrained model that a run begins with; None from scratch."""
+    return options.pretrained or (None if options.model == TINY else options.model)
 
 
 def check_early(options: TextOptions) -> None:
@@ -130,9 +143,11 @@ def check_early(options: TextOptions) -> None:
         CheckpointError: the folder of the pretrained model does not exist.
     """
     require("the text job", "text", "tokenizers", "transformers")
-    if options.model != TINY and not Path(options.model).is_dir():
+    begins_with = _begins_with(options)
+    if begins_with and not find_weights(begins_with, whole=True).is_dir():
+        name, first = ("pretrained", "hf:ORG/NAME") if options.pretrained else ("model", TINY)
         raise CheckpointError(
-            f"--model {options.model}: expected {TINY}, or a folder with a pretrained model; there "
+            f"--{name} {begins_with}: expected {first}, or a folder with a pretrained model; there "
             f"is no such folder"
         )
 
@@ -170,7 +185,7 @@ def prepare(options: TextOptions, scanning: Scanning | None = None) -> TextSplit
 
 def settle(options: TextOptions, data: TextSplits) -> TextOptions:
     """Fill in the options that were left open, now that the data are known."""
-    fine = options.model != TINY
+    fine = _begins_with(options) is not None
     return replace(
         options,
         epochs=options.epochs or (3 if fine else 10),
@@ -282,13 +297,17 @@ def make_task(options: TextOptions, data: TextSplits) -> Task:
         train_set=train_set,
         test_set=dev_set,
         collate=kind.collate,
+        # Each length is compiled by itself, so there must be few of them.
+        train_collate=partial(kind.collate, multiple=PADDED, longest=kind.max_length)
+        if options.compile
+        else None,
         # Texts of near length share a batch, so that little of a shard is padding.
         lengths=train_set.lengths.tolist(),
         examples=lambda predict, _: target_examples(
             JOB, predict, answer, kind.target, dev_set, kind.classes, partial(_shown, data.dev)
         ),
         facts={
-            "model": options.model,
+            "model": _begins_with(options) or TINY,
             "text_model": {
                 "max_length": kind.max_length,
                 "pad_id": kind.pad_id,
@@ -313,7 +332,8 @@ def answer(model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _build(options: TextOptions, data: TextSplits) -> tuple[nn.Module, TextModel]:
     """Build the model, from a folder or from scratch, and its tokenizer."""
-    if options.model == TINY:
+    begins_with = _begins_with(options)
+    if begins_with is None:
         # Each device trains its own; they come out alike, see the note on tokenizers.
         texts = [line.text for line in data.train]
         tokenizer = text_models.train_tokenizer(texts, options.vocabulary)
@@ -327,7 +347,9 @@ def _build(options: TextOptions, data: TextSplits) -> tuple[nn.Module, TextModel
             dropout=options.dropout,
         )
     else:
-        model, tokenizer = text_models.load_pretrained(options.model, len(data.classes) or 1)
+        model, tokenizer = text_models.load_pretrained(
+            find_weights(begins_with, whole=True), len(data.classes) or 1
+        )
     config: Any = model.config
     return model, TextModel(
         tokenizer=tokenizer,

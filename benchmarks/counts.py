@@ -1,0 +1,216 @@
+"""What a step asks of devices, counted on pretended ones: no times, and the same on any machine.
+
+    python benchmarks/counts.py [--devices 1 2 3 8] [--source DIR] [--output FILE]
+
+Counted are messages between processes, of which each drives a device, launches, allocations, waits
+of the host, bytes that a device holds, and how much of a gradient has left before backward ends.
+All are those of device 0, a step. ``--source`` names the tree of another commit, whose onefold is
+counted instead. See `tests.pretended`.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import onefold
+from loops import losses
+from token_models import GPT
+from workloads import WORKLOADS, Workload, adam
+
+__all__ = ["main"]
+
+ROOT = Path(__file__).resolve().parents[1]
+SHARDS, SAMPLES, WARM_UP, STEPS = 8, 16, 8, 2
+"""The order in which stages are sent is learnt in the first steps, and checks are made in them."""
+LIMIT_S = 900
+SMALL = {
+    "resnet18": WORKLOADS["resnet18"],
+    "gpt": Workload(
+        title="GPT of 6 blocks of 128, Adam",
+        new_model=partial(GPT, vocabulary=1000, width=128, layers=6, heads=4, length=64),
+        new_optimizer=adam,
+        batch_size=SAMPLES,
+        new_inputs=lambda count: torch.randint(1000, (count, 64)),
+        new_labels=lambda count: torch.randint(1000, (count, 64)),
+    ),
+}
+MIB = 1 << 20
+COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "model": lambda row: row["workload"],
+    "devices": lambda row: str(row["devices"]),
+    "groups of messages": lambda row: f"{row['groups']:g}",
+    "in the largest": lambda row: str(row["largest"]),
+    "sent before backward ends": lambda row: _share(row["early"], row["gradients"]),
+    "host waits": lambda row: f"{row['waits']:g}",
+    "late reads": lambda row: f"{row['reads']:g}",
+    "launches": lambda row: f"{row['launches']:g}",
+    "beyond the model's own": lambda row: f"{row['launches'] - row['own_launches']:g}",
+    "parameters": lambda row: str(row["parameters"]),
+    "allocations": lambda row: f"{row['allocations'] - row['own_allocations']:g}",
+    "MiB held": lambda row: f"{row['held'] / MIB:.1f}",
+    "at most": lambda row: f"{row['peak'] / MIB:.1f}",
+}
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{part / whole:.2f}" if whole else "-"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--devices", type=int, nargs="+", default=[1, 2, 3, 8])
+    parser.add_argument("--workloads", nargs="+", choices=SMALL, default=list(SMALL))
+    parser.add_argument("--source", type=Path, default=ROOT)
+    parser.add_argument("--output", type=Path, help="write the rows here, as JSON")
+    parser.add_argument("--count", choices=SMALL, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.count:
+        count(options.count)
+        return
+    rows = []
+    print("| " + " | ".join(COLUMNS) + " |\n" + "|---" * len(COLUMNS) + "|")
+    for name in options.workloads:
+        for devices in options.devices:
+            row = counted(name, devices, options.source)
+            print("| " + " | ".join(show(row) for show in COLUMNS.values()) + " |", flush=True)
+            rows.append(row)
+            if options.output:
+                options.output.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+
+
+def counted(name: str, devices: int, source: Path) -> dict[str, Any]:
+    """Count in processes that have the devices."""
+    sys.path.append(str(ROOT))  # where this is run as a program, there is this folder alone
+    from tests.pretended import build
+
+    environment = build.environment(devices)
+    paths = [str(source.resolve() / "src"), environment["PYTHONPATH"]]
+    environment["PYTHONPATH"] = os.pathsep.join(paths)
+    named = ",".join(f"pretend:{number}" for number in range(devices))
+    command = [sys.executable, "-m", "onefold", "run", "--devices", named, __file__]
+    done = subprocess.run(
+        [*command, "--count", name],
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=LIMIT_S,
+        check=True,
+    )
+    row: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return row
+
+
+def count(name: str) -> None:
+    """Train as one process of a run; that of device 0 prints what it has counted."""
+    from tests.pretended import device
+
+    workload = SMALL[name].scaled(SAMPLES / SMALL[name].batch_size)
+    model, optimizer = workload.build()
+    batches = workload.batches()
+    trainer = onefold.Trainer(model, optimizer, losses, shards=SHARDS, threads=1)
+    for number in range(WARM_UP):
+        trainer.step(batches[number % len(batches)])
+    torch.accelerator.synchronize()
+    device.group_sizes()
+    index = torch.accelerator.current_device_index()
+    torch.accelerator.reset_peak_memory_stats(index)
+    device.reset_counts()
+    sent: dict[str, int] = {"early": 0, "gradients": 0}
+    for number in range(STEPS):
+        with watching(model, sent):
+            trainer.step(batches[number % len(batches)])
+    found, groups = device.counts(), device.group_sizes()
+    device.reset_counts(counting=False)
+    waits = [(what, number) for (_, what), number in found["waits"].items()]
+    held = torch.accelerator.memory_allocated(index), torch.accelerator.max_memory_allocated(index)
+    own = own_counts(workload, -(-SHARDS // len(trainer.devices)), index)
+    row = {
+        "workload": name,
+        "devices": len(trainer.devices),
+        "groups": len(groups) / STEPS,
+        "largest": max(groups, default=0),
+        **{name: number / STEPS for name, number in sent.items()},
+        "waits": sum(number for what, number in waits if what != "Event.synchronize") / STEPS,
+        "reads": sum(number for what, number in waits if what == "Event.synchronize") / STEPS,
+        "launches": sum(found["launches"].values()) / STEPS,
+        "own_launches": own[0],
+        "allocations": found["allocations"] / STEPS,
+        "own_allocations": own[1],
+        "parameters": len(list(model.parameters())),
+        "parameter_bytes": sum(parameter.nbytes for parameter in model.parameters()),
+        "held": held[0],
+        "peak": held[1],
+    }
+    if trainer.is_lead:
+        print(json.dumps(row), flush=True)
+    trainer.close()
+
+
+@contextmanager
+def watching(model: torch.nn.Module, sent: dict[str, int]) -> Iterator[None]:
+    """Add up the bytes of gradients that are sent, and those that are before backward ends."""
+    before: dict[str, Any] = {
+        "batch_isend_irecv": dist.batch_isend_irecv,
+        "backward": torch.autograd.backward,
+    }
+    left, at_end = [0], [0]
+    # Where updated parameters are sent from.
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+
+    def send(messages: list[dist.P2POp]) -> Any:
+        parts = [each.tensor for each in messages if each.op is dist.isend]
+        left[0] += sum(p.nbytes for p in parts if p.untyped_storage().data_ptr() not in own)
+        return before["batch_isend_irecv"](messages)
+
+    def backward(*given: Any, **options: Any) -> None:
+        before["backward"](*given, **options)
+        at_end[0] = left[0]
+
+    dist.batch_isend_irecv, torch.autograd.backward = send, backward
+    try:
+        yield
+    finally:
+        dist.batch_isend_irecv, torch.autograd.backward = before.values()
+    sent["early"] += at_end[0]
+    sent["gradients"] += left[0]
+
+
+def own_counts(workload: Workload, shards: int, index: int) -> tuple[float, float]:
+    """Launches and allocations of so many shards, and of an update, in a loop without onefold."""
+    from tests.pretended import device
+
+    where = torch.device("pretend", index)
+    model, optimizer = workload.build(where)
+    inputs, labels = (part[: SAMPLES // SHARDS] for part in workload.batches(where)[0])
+
+    def shard() -> None:
+        losses(model, (inputs, labels)).sum().div(SAMPLES).backward()
+
+    def numbers(call: Callable[[], object]) -> tuple[int, int]:
+        device.reset_counts()
+        call()
+        found = device.counts()
+        device.reset_counts(counting=False)
+        return sum(found["launches"].values()), found["allocations"]
+
+    for _ in range(2):
+        optimizer.zero_grad()
+        of_shard, of_update = numbers(shard), numbers(optimizer.step)
+    launches, allocations = zip(of_shard, of_update, strict=True)
+    return shards * launches[0] + launches[1], shards * allocations[0] + allocations[1]
+
+
+if __name__ == "__main__":
+    main()

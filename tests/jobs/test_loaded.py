@@ -1,0 +1,185 @@
+"""A run in a program, and its model for programs without onefold."""
+
+import importlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors import safe_open
+
+import onefold
+from onefold.errors import CheckpointError, DataError, LaunchError
+from onefold.jobs import export
+from onefold.jobs.export import Target, export_run
+from onefold.jobs.finetune import chosen_checkpoint
+from onefold.jobs.predict import PredictOptions, predict_run
+from tests.capabilities import needs_text
+from tests.jobs.tiny import CLASSES, WRITERS, run_here
+from tests.tables import for_each
+
+needs_text()
+
+TESTED = {"classify": "test/*/*.png", "segment": "test/images/*.png", "text": "dev.tsv"}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
+    """The data and the run of each job."""
+    made = {}
+    for job, write in WRITERS.items():
+        folder = tmp_path_factory.mktemp(job)
+        small = {"model": "lenet", "augment": "shift"} if job == "classify" else {}
+        data = write(folder / "data")
+        made[job] = (data, run_here(job, data, folder / "runs", epochs=2, **small)[0])
+    return made
+
+
+def predicted(run: Path, paths: list[Path], output: Path | None = None) -> list[dict[str, Any]]:
+    return predict_run(run, paths, PredictOptions(output=output, top=9)).rows
+
+
+@pytest.fixture(autouse=True)
+def _here(monkeypatch: pytest.MonkeyPatch) -> None:
+    direct: Callable[..., Any] = lambda main, *, args, **_: main(*args)  # noqa: E731
+    monkeypatch.setattr(onefold, "launch", direct)
+
+
+@for_each("job", ["classify", "text"])
+def test_a_loaded_run_says_what_predict_says(job: str, runs: Any) -> None:
+    data, folder = runs[job]
+    paths = sorted(data.glob(TESTED[job]))
+    run = onefold.load_run(folder)
+    assert (run.job, run.module.training) == (job, False)
+    assert not any(parameter.requires_grad for parameter in run.module.parameters())
+    inputs: list[Any] = paths
+    if job == "text":
+        inputs = [line.split("\t")[0] for line in paths[0].read_text().splitlines()]
+    sure = run.module(**run.preprocess(inputs)).softmax(dim=1)
+    for row, values in zip(predicted(folder, paths), sure, strict=True):
+        found = {each["class"]: each["confidence"] for each in row["classes"]}
+        expected = dict(zip(run.classes, values.tolist(), strict=True))
+        assert found == pytest.approx(expected, abs=1e-5)
+    assert run.description["classes"] == list(run.classes)
+
+
+def test_a_loaded_run_draws_the_masks_that_predict_draws(runs: Any, tmp_path: Path) -> None:
+    data, folder = runs["segment"]
+    paths = sorted(data.glob(TESTED["segment"]))
+    run = onefold.load_run(folder)
+    predicted(folder, paths, tmp_path)
+    for path in paths:
+        with Image.open(path) as picture:
+            picture.load()
+        (logits,) = run.module(**run.preprocess([picture]))
+        mask = logits[0].sigmoid() >= run.description["threshold"]
+        with Image.open(tmp_path / path.name) as drawn:
+            expected = np.asarray(drawn) == 255
+        height, width = expected.shape
+        assert np.array_equal(mask[:height, :width].numpy(), expected)
+
+
+def test_the_last_weights_may_be_loaded_and_what_is_no_run_is_refused(
+    runs: Any, tmp_path: Path
+) -> None:
+    _, folder = runs["classify"]
+    last = onefold.load_run(folder, weights="last")
+    assert last.weights == max((folder / "checkpoints").iterdir())
+    assert last.classes == CLASSES
+    with pytest.raises(DataError, match=r"expected the folder of a run, with run.json in it"):
+        onefold.load_run(tmp_path)
+    (tmp_path / "run.json").write_text('{"job": "cook"}')
+    with pytest.raises(DataError, match="expected a run of classify, segment, text, got cook"):
+        onefold.load_run(tmp_path)
+    (tmp_path / "run.json").write_text('{"job": "text"}')
+    with pytest.raises(CheckpointError, match="expected the run's checkpoints, found none"):
+        onefold.load_run(tmp_path, weights="last")
+    (tmp_path / "checkpoints" / "step-123456789").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step-99999999").mkdir()
+    assert chosen_checkpoint(tmp_path, "last").name == "step-123456789"
+
+
+@for_each("job", ["classify", "segment", "text"])
+def test_safetensors_have_the_weights_and_the_description(
+    job: str, runs: Any, tmp_path: Path
+) -> None:
+    _, folder = runs[job]
+    made = export_run(folder, "safetensors", tmp_path / "a.safetensors")
+    assert (made.samples > 2, made.difference) == (True, 0)
+    told = json.loads((tmp_path / "a.safetensors.json").read_text())
+    with safe_open(made.file, "pt") as file:
+        assert json.loads(file.metadata()["onefold.json"]) == told
+        stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    module = onefold.load_run(folder).module
+    for name, value in getattr(module, "model", module).state_dict().items():
+        assert torch.equal(stored[name], value)
+    assert sorted(tmp_path.iterdir()) == sorted([made.file, *made.beside])
+    for each in made.beside:
+        each.unlink()
+        with pytest.raises(LaunchError, match=r"a\.safetensors is there already: remove it"):
+            export_run(folder, "safetensors", made.file)
+
+
+def test_what_differs_is_not_written(
+    runs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, folder = runs["classify"]
+    before = sorted(folder.rglob("*"))
+    save: Any = export.save_file
+
+    def save_other(state: Any, file: Path, **how: Any) -> None:
+        save({name: value * 2 for name, value in state.items()}, file, **how)
+
+    monkeypatch.setattr(export, "save_file", save_other)
+    with pytest.raises(LaunchError, match=r"model\.safetensors: not written: its logits differ"):
+        export_run(folder, "safetensors")
+    assert sorted(folder.rglob("*")) == before
+    with pytest.raises(LaunchError, match=r"a\.pth: expected a name that ends in \.pt2"):
+        export_run(folder, "torch-export", tmp_path / "a.pth")
+
+
+def test_onnx_needs_packages(runs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(LaunchError, match=r"--to onnx needs .*pip install \"onefold\[export\]\""):
+        export_run(runs["text"][1], "onnx")
+
+
+EXPORTS: list[tuple[str, Target]] = [
+    (job, to) for job in WRITERS for to in ("onnx", "torch-export")
+]
+
+
+@pytest.mark.full
+@for_each(("job", "to"), EXPORTS)
+def test_other_formats_take_any_number_and_size(
+    job: str, to: Target, runs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More samples than were traced, and pictures of another size."""
+    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # which would leave a thread
+    _, folder = runs[job]
+    run = onefold.load_run(folder)
+    if to == "onnx":
+        runtime = pytest.importorskip("onnxruntime")
+    made = export_run(folder, to, tmp_path / f"it.{'onnx' if to == 'onnx' else 'pt2'}")
+    assert made.samples > 2
+    inputs: list[Any] = [Image.effect_noise((70, 130), 90).convert("RGB") for _ in range(11)]
+    if job == "text":
+        inputs = [f"this is text {number} " * (number + 1) for number in range(11)]
+    batch = run.preprocess(inputs)
+    expected = run.module(**batch)
+    if to == "onnx":
+        session = runtime.InferenceSession(str(made.file))
+        given = {name: value.numpy() for name, value in batch.items()}
+        got = torch.from_numpy(session.run(["logits"], given)[0])
+        stored = importlib.import_module("onnx").load(str(made.file)).metadata_props
+        told = json.loads({each.key: each.value for each in stored}["onefold.json"])
+    else:
+        files = {"onefold.json": ""}
+        got = torch.export.load(made.file, extra_files=files).module()(**batch)
+        told = json.loads(files["onefold.json"])
+    torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-4)
+    assert told == json.loads(made.beside[0].read_text())
