@@ -190,10 +190,8 @@ def _trained_with(run: Path, job: str, found: _Labelled) -> str | None:
     """Note that what was scored is what a run was trained with; None if it is not, or is arrays."""
     data = Path(str(read_config(run / CONFIG, job).get("data")))
     # Of arrays, those of the test set are scored.
-    if found.arrays is not None or found.where.resolve() not in {
-        data.resolve(),
-        (data / "train").resolve(),
-    }:
+    trained = {path.resolve() for path in (data, data / "train", data / "train.tsv")}
+    if found.arrays is not None or found.where.resolve() not in trained:
         return None
     return (
         f"The run was trained with samples of {readable(found.where)}, so that it scores better "

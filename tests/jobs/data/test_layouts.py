@@ -68,7 +68,10 @@ def test_folders_of_a_competition_are_not_taken_for_classes(tmp_path: Path, trai
         put(tmp_path / "data" / name)
     refuse_other_layouts(tmp_path / "data", "classify")
     put(tmp_path / "data" / "train.csv", "image_id,label\na.png,pug\nb.png,boxer\n")
-    with pytest.raises(DataError, match="name the table and two of its columns"):
+    # Its labels are not those of any picture.
+    put(tmp_path / "data" / "sample_submission.csv", "image_id,label\nc.png,pug\n")
+    words = r"beside the table train\.csv .* name the table and two of its columns"
+    with pytest.raises(DataError, match=words):
         refuse_other_layouts(tmp_path / "data", "classify")
 
 
