@@ -226,3 +226,14 @@ def test_the_picture_has_every_room() -> None:
     pytest.importorskip("matplotlib", reason="pictures need the extra [report]")
     drawing = importlib.import_module("docs.draw_architecture")
     assert set(drawing.BOXES) == set(ROOMS)
+
+
+def test_no_file_has_the_marks_of_an_unfinished_merge() -> None:
+    # Python files would not run; templates, styles and documents show them to the reader.
+    kinds = {".py", ".j2", ".css", ".md", ".toml", ".html", ".svg"}
+    root = Path(__file__).parent.parent
+    files = (root / name for name in ("src", "docs", "tests", "examples", "benchmarks"))
+    texts = [path for each in files for path in each.rglob("*") if path.suffix in kinds]
+    assert len(texts) > 200
+    marks = re.compile(r"^(?:<{7} |>{7} )", re.MULTILINE)
+    assert [path for path in texts if marks.search(path.read_text(errors="replace"))] == []

@@ -125,6 +125,16 @@ def test_a_model_that_says_one_thing_has_a_warning(asked: Train, monkeypatch: An
     assert "cat         0.0%    0.0%   0.0%       19" in output
 
 
+def test_a_warning_names_only_options_of_its_task(asked: Train, monkeypatch: Any) -> None:
+    baseline = {"answer": "44.5", "scores": {"rmse": 23.6}}
+    best = {**RESULT["best"], "score": "rmse", "value": 24.0}
+    result = {**RESULT, "best": best, "baseline": baseline, "score": "lowest rmse"}
+    monkeypatch.setattr(train, "run_job", lambda *_: result)
+    output = invoke("text", "--data", "x").output
+    assert output.count("More --epochs, another --lr or --batch-size may help") == 1
+    assert "--class-weights" not in output
+
+
 def test_an_evaluation_is_told_or_printed_as_json(tmp_path: Path, monkeypatch: Any) -> None:
     scores = ClassScores(np.array(COUNTS))
     found = Evaluation(

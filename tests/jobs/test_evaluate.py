@@ -170,7 +170,7 @@ def test_labels_that_the_run_does_not_know(runs: Any, data: Any, tmp_path: Path)
         ("classify", "none", "expected a folder of class folders"),
         ("classify", "segment", "which look like pictures with a mask each"),
         ("segment", "classify", "expected the folders images and masks"),
-        ("text", "classify", "expected a TSV file of text and label, or a folder with dev.tsv"),
+        ("text", "classify", "expected a TSV file or a table, or a folder with dev.tsv"),
     ],
 )
 def test_data_of_another_kind_are_refused(
@@ -178,6 +178,38 @@ def test_data_of_another_kind_are_refused(
 ) -> None:
     with pytest.raises(DataError, match=words):
         evaluated(runs[job], data.get(name, Path("/none")))
+
+
+@here
+def test_a_table_is_read_by_the_columns_that_are_named(
+    runs: Any, data: Any, tmp_path: Path
+) -> None:
+    lines = [line.split("\t") for line in (data["text"] / "dev.tsv").read_text().splitlines()]
+    named, other = tmp_path / "named.csv", tmp_path / "other.csv"
+    named.write_text("text,label\n" + "".join(f'"{x}",{y}\n' for x, y in lines))
+    other.write_text("nr,said,meant\n" + "".join(f'1,"{x}",{y}\n' for x, y in lines))
+    with pytest.raises(DataError, match="expected --text-column"):
+        evaluated(runs["text"], other)
+    by_name = evaluated(runs["text"], other, text_column="said", label_column=("meant",))
+    assert by_name.scores == evaluated(runs["text"], named).scores
+    pictures = [path for path in data["classify"].glob("test/*/*") if path.is_file()]
+    table = tmp_path / "shots.csv"
+    table.write_text(
+        "nr,shot,kind\n" + "".join(f"1,{path},{path.parent.name}\n" for path in pictures)
+    )
+    found = evaluated(runs["classify"], table, image_column="shot", label_column=("kind",))
+    whole = evaluated(runs["classify"], data["classify"])
+    assert found.scores == pytest.approx(whole.scores)
+
+
+@here
+@for_each("job", JOBS)
+def test_samples_of_the_training_are_told(job: str, runs: Any, data: Any) -> None:
+    train = data[job] / {"text": "train.tsv"}.get(job, "train")
+    seen, unseen = evaluated(runs[job], train), evaluated(runs[job], data[job])
+    assert seen.note is not None
+    assert seen.note.startswith("The run was trained with samples of")
+    assert unseen.note is None
 
 
 @here

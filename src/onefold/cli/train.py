@@ -181,6 +181,8 @@ def _tell_scores(found: Evaluation) -> None:
             console.print(part)
     if found.warning:
         console.print(f"Warning: {found.warning}")
+    if found.note:
+        console.print(found.note)
 
 
 def _command(job: Job) -> Callable[..., None]:
@@ -262,10 +264,10 @@ def _tell(result: dict[str, Any], folder: Path) -> None:
             console.print(part)
     baseline = result["baseline"] and Baseline(**result["baseline"])
     if best and baseline and (no := no_better(result["score"], best["value"], baseline)):
-        console.print(
-            f"Warning: {no}. More --epochs, another --lr, --class-weights auto or --balanced may "
-            f"help"
-        )
+        # What weighs classes is refused for several labels and for numbers.
+        weighed = ", --class-weights auto or --balanced" if result["confusion"] else ""
+        also = weighed or " or --batch-size"
+        console.print(f"Warning: {no}. More --epochs, another --lr{also} may help")
     console.print(f"Fingerprint: {result['fingerprint']}")
     none = f"No report, without matplotlib; later: onefold report {folder}"
     console.print(f"Report: {result['report']}" if result["report"] else none)

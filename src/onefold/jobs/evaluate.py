@@ -61,6 +61,14 @@ class EvaluateOptions(PredictOptions):
     output: Path | None = option(
         None, "File for the label and the prediction of every sample.", shown="none"
     )
+    image_column: str | None = option(
+        None,
+        "Column with the paths of the pictures in a table.",
+        shown="that of the run, or the one of a usual name",
+    )
+    label_column: tuple[str, ...] = option(
+        (), "Column of the labels in a table.", shown="that of the run, or the one of a usual name"
+    )
     json: bool = option(False, "Print the scores as JSON.")
 
 
@@ -86,6 +94,8 @@ class Evaluation:
     """What answering alike for every sample scores here; None if there is no such thing."""
     warning: str | None = None
     """That the model is no better than the baseline."""
+    note: str | None = None
+    """That the run was trained on samples of these data."""
 
     def as_dict(self) -> dict[str, Any]:
         """All but the samples, for JSON."""
@@ -102,7 +112,7 @@ class Evaluation:
             found["confusion"] = self.by_class.counts.tolist()
         if self.baseline is not None:
             found["baseline"] = msgspec.to_builtins(self.baseline)
-        return {**found, "warning": self.warning}
+        return {**found, "warning": self.warning, "note": self.note}
 
 
 class _Facts(msgspec.Struct):
@@ -159,7 +169,7 @@ def evaluate_run(run: Path, data: Path, options: EvaluateOptions) -> Evaluation:
     job = _JOBS[facts.job]
     weights = chosen_weights(run, options)
     require_output(options.output, masks=False)
-    found = job.read(run, data, facts)
+    found = job.read(run, data, facts, options)
     if not options.skip_bad:
         refuse(found.left_out)
     if not found.inputs:
@@ -170,7 +180,23 @@ def evaluate_run(run: Path, data: Path, options: EvaluateOptions) -> Evaluation:
     with kept_facts(run):
         scores = job.sum_up(rows, facts)
     prediction = Prediction(rows, found.left_out)
-    return Evaluation(run=run, data=found.where, weights=weights, prediction=prediction, **scores)
+    note = _trained_with(run, facts.job, found)
+    return Evaluation(
+        run=run, data=found.where, weights=weights, prediction=prediction, note=note, **scores
+    )
+
+
+def _trained_with(run: Path, job: str, found: _Labelled) -> str | None:
+    """Note that what was scored is what a run was trained with; None if it is not, or is arrays."""
+    data = Path(str(read_config(run / CONFIG, job).get("data")))
+    # Of arrays, those of the test set are scored.
+    trained = {path.resolve() for path in (data, data / "train", data / "train.tsv")}
+    if found.arrays is not None or found.where.resolve() not in trained:
+        return None
+    return (
+        f"The run was trained with samples of {readable(found.where)}, so that it scores better "
+        f"here than on new ones: evaluate it on samples that it has not seen"
+    )
 
 
 def _sum_up_classes(rows: list[_Row], facts: _Facts) -> dict[str, Any]:
@@ -223,12 +249,21 @@ def _strange(path: Path, label: str, facts: _Facts, line: int | None = None) -> 
     return BadFile(path, f"{expected}, got {label!r}", line)
 
 
-def _pictures(run: Path, data: Path, facts: _Facts) -> _Labelled:
+def _columns(run: Path, kind: str, options: EvaluateOptions) -> Columns:
+    """The columns that were named, and otherwise those of the run."""
+    columns = columns_of(run, kind)
+    named = options.text_column if kind == "text" else options.image_column
+    return columns._replace(
+        sample=named or columns.sample, label=options.label_column or columns.label
+    )
+
+
+def _pictures(run: Path, data: Path, facts: _Facts, options: EvaluateOptions) -> _Labelled:
     """Read pictures in class folders or a table, or the IDX files of a test set."""
     require("reading pictures", "images", "PIL")
     tables = files_to_test(data)
     if tables:
-        return _listed(tables[0], columns_of(run, "image"), facts)
+        return _listed(tables[0], _columns(run, "image", options), facts)
     require_folder(data, "a folder of class folders, or a table")
     if any(data.glob("*-images-idx3-ubyte*")):
         return _arrays(data, facts)
@@ -273,10 +308,10 @@ def _arrays(data: Path, facts: _Facts) -> _Labelled:
     return _Labelled(data, inputs, [], pictures)
 
 
-def _texts(run: Path, data: Path, facts: _Facts) -> _Labelled:
+def _texts(run: Path, data: Path, facts: _Facts, options: EvaluateOptions) -> _Labelled:
     """Read the texts of a file, or of the one to test with in a folder."""
     path = file_to_test(data)
-    lines, bad, _ = read_file(path, columns_of(run, "text"), facts.target.task)
+    lines, bad, _ = read_file(path, _columns(run, "text", options), facts.target.task)
     known = [line for line in lines if facts.knows(line.label)]
     others = [line for line in lines if not facts.knows(line.label)]
     bad += [_strange(path, spelt(line.label), facts, line.line_number) for line in others]
@@ -286,8 +321,9 @@ def _texts(run: Path, data: Path, facts: _Facts) -> _Labelled:
     return _Labelled(path, inputs, bad)
 
 
-def _masks(run: Path, data: Path, facts: _Facts) -> _Labelled:
+def _masks(run: Path, data: Path, facts: _Facts, options: EvaluateOptions) -> _Labelled:
     """Read pictures and masks."""
+    del options  # masks are in no table
     require("reading pictures", "images", "PIL")
     require_folder(data, "a folder with images and masks")
     folder = test_folder(data) if (data / "train").is_dir() else data
@@ -342,7 +378,7 @@ def _score_masks(use: Use) -> list[_Row]:
 class _Job(NamedTuple):
     """What a job's evaluation is made of."""
 
-    read: Callable[[Path, Path, _Facts], _Labelled]
+    read: Callable[[Path, Path, _Facts, EvaluateOptions], _Labelled]
     """Finds the samples, of a run and in the data."""
     score: Callable[[Use], list[_Row]]
     """Predicts them, on every device."""

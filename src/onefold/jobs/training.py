@@ -289,7 +289,7 @@ class Training:
     def _opening(self) -> list[str]:
         """Lines to begin with: what is trained on what, and anything that looks wrong."""
         facts, trainer = self._facts(), self.trainer
-        classes = f" in {counted(len(facts['classes']), 'class')}" if "classes" in facts else ""
+        classes = f" in {counted(len(facts['classes']), 'class')}" if facts.get("classes") else ""
         opening = (
             f"{self.folder.path}: {facts['train_samples']:,} samples to train with, "
             f"{facts['test_samples']:,} to test with{classes}; {facts['model']} of "

@@ -3,7 +3,13 @@ from collections.abc import Iterable
 import pytest
 
 from onefold.errors import DataError
-from onefold.jobs.data.labels import Sample, check_labels, check_same
+from onefold.jobs.data.labels import (
+    Sample,
+    check_labels,
+    check_same,
+    check_task,
+    read_label,
+)
 from onefold.jobs.data.pictures import Look, Sums, white_of
 from tests.tables import for_each
 
@@ -27,6 +33,24 @@ def test_labels_of_classes_pass_without_a_word(counts: dict[str, int]) -> None:
     assert check_labels(counts, "train.tsv") == []
 
 
+def test_classes_with_spaces_between_them_are_refused_as_one() -> None:
+    def labels(*texts: str) -> list[str]:
+        read = [read_label(text, "multi-label") for text in texts]
+        return check_task(read, "multi-label", "tags.csv", labels_as_is=False)
+
+    assert labels("hot dog, dog", "hot", "cat dog, red cat") == []
+    words = (
+        r"tags\.csv: expected commas.*got spaces, as in 'cat dog', 'dog cat': replace the spaces"
+    )
+    with pytest.raises(DataError, match=words):
+        labels("cat", "dog", "cat dog", "dog cat")
+
+
+def test_a_decimal_comma_is_named() -> None:
+    with pytest.raises(ValueError, match="got '5,1': write a point for the decimal comma"):
+        read_label("5,1", "regression")
+
+
 def test_numbers_that_may_be_measured_are_mentioned() -> None:
     stars = {f"{number / 2}": 9 for number in range(11)}
     for counts, some in ((stars, "'0.5', '1.5', '2.5'"), (measured(20), "'0.33', '0.67', '1.33'")):
@@ -42,6 +66,7 @@ def test_labels_that_are_no_classes_are_refused() -> None:
         ({str(n * n): 2 for n in range(80)}, "got 80 different ones on 160 samples, all of them"),
         ({f"word {n}": 1 for n in range(30)}, "30 of them only once, such as 'word 0'"),
         ({"toxic": 5, "toxic,rude": 3, "rude, mean": 2, "mean": 1}, "got lists of them, such as"),
+        ({"cat": 5, "dog": 4, "dog cat": 3, "cat dog": 2}, "such as 'dog cat', 'cat dog': --task"),
         ({"0 1 0": 5, "1 0 0": 4}, "got lists of them, such as '0 1 0', '1 0 0'"),
         ({"Lob": 3, "smash": 3, "lob": 2}, "got 'Lob' and 'lob': give them one name"),
         ({"cafe\u0301": 3, "caf\u00e9": 2}, "the same letters in two ways of Unicode"),

@@ -42,6 +42,7 @@ YOLO = "0 0.5 0.5 0.25 0.125\n1 0.1 0.2 0.3 0.4\n"
         ({"images/train/a.png": "", "labels/train/a.txt": YOLO}, "labels/train/a.txt begins"),
         ({"annotations/instances.json": COCO}, "annotations/instances.json has COCO's"),
         ({"train/_annotations.coco.json": COCO, "train/a.png": ""}, "coco.json has COCO's"),
+        ({"train2017/a.png": "", "annotations/a.json": COCO}, "annotations/a.json has COCO's"),
         ({"Annotations/a.xml": "<object><bndbox>"}, "Annotations/a.xml has a <bndbox>"),
     ],
 )
@@ -52,6 +53,26 @@ def test_boxes_are_refused_by_name(tmp_path: Path, files: dict[str, str], words:
     for job in ("classify", "segment"):
         with pytest.raises(DataError, match=f"{words}.*{BOXES}"):
             refuse_other_layouts(tmp_path / "data", job)
+
+
+def test_boxes_are_refused_where_their_file_is_named(tmp_path: Path) -> None:
+    put(tmp_path / "boxes.json", COCO)
+    with pytest.raises(DataError, match=f"boxes.json has COCO's.*{BOXES}"):
+        refuse_other_layouts(tmp_path / "boxes.json", "classify")
+
+
+@for_each("train", ["train_images", "train2017", "Training Set"])
+def test_folders_of_a_competition_are_not_taken_for_classes(tmp_path: Path, train: str) -> None:
+    shutil.rmtree(tmp_path / "data", ignore_errors=True)
+    for name in (f"{train}/a.png", f"{train}/b.png", "test_images/c.png"):
+        put(tmp_path / "data" / name)
+    refuse_other_layouts(tmp_path / "data", "classify")
+    put(tmp_path / "data" / "train.csv", "image_id,label\na.png,pug\nb.png,boxer\n")
+    # Its labels are not those of any picture.
+    put(tmp_path / "data" / "sample_submission.csv", "image_id,label\nc.png,pug\n")
+    words = r"beside the table train\.csv .* name the table and two of its columns"
+    with pytest.raises(DataError, match=words):
+        refuse_other_layouts(tmp_path / "data", "classify")
 
 
 def test_this_comes_before_any_other_message(tmp_path: Path) -> None:

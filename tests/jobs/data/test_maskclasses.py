@@ -77,7 +77,9 @@ def test_every_kind_of_mask_gives_the_same_classes(tmp_path: Path) -> None:
     assert [colours for _, colours, _ in found.values()] == [
         voc, ["#000000", "#800000", "#008000"], voc, voc
     ]  # fmt: skip
-    assert [each.name for each in read(tmp_path / "palette-1", *AUTO).classes] == ["0", "3", "15"]
+    auto = read(tmp_path / "palette-1", *AUTO)
+    assert [each.name for each in auto.classes] == ["0", "3", "15"]
+    assert auto.notes[0] == "--classes auto: a class for each value of the masks, 0, 3, 15"
 
 
 def test_values_of_no_class_and_classes_of_no_pixel_are_told(tmp_path: Path) -> None:

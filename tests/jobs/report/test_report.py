@@ -89,6 +89,13 @@ def test_the_summary_is_whole(pages: dict[str, Page]) -> None:
     assert pages["segment"].figures["Best test iou"] == "0.775 in epoch 4"
 
 
+def test_a_run_that_predicts_numbers_is_no_classification(tmp_path: Path) -> None:
+    folder = runs.classified_run(tmp_path / "run")
+    assert "classification of pictures" in Page(build_report(folder)).text
+    (folder / "config.toml").write_text('job = "classify"\ntask = "regression"\n')
+    assert "regression of pictures" in Page(build_report(folder)).text
+
+
 def test_the_lowest_may_be_best_and_the_speed_is_samples_over_seconds(tmp_path: Path) -> None:
     facts = runs.facts_of("text", score="lowest loss", best={"epoch": 1, "value": 0.4})
     told = ((0.9, 10.0, 100.0), (0.4, 30.0, 20.0), (0.5, 0.0, 1e9))

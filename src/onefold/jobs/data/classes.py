@@ -317,7 +317,11 @@ def class_files(
         raise DataError(f"{readable(directory)}: expected a folder with one folder for each class")
     folders = visible_folders(directory)
     if not folders:
-        raise DataError(f"{readable(directory)}: expected a folder for each class, found none")
+        raise DataError(
+            f"{readable(directory)}: expected a folder for each class, found none: sort the "
+            f"pictures into folders named as their classes, or name a table of pictures and labels "
+            f"with --data"
+        )
     _refuse_masks(directory, [folder.name for folder in folders])
     files: list[tuple[Path, Label]] = []
     for folder in folders:

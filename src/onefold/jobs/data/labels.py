@@ -115,7 +115,8 @@ def _number(text: str) -> float:
     except ValueError:
         number = math.nan
     if not math.isfinite(number):
-        raise ValueError(f"expected a number, such as 3.5, got {shortened(text)}")
+        point = ": write a point for the decimal comma" if _FRACTION.fullmatch(text) else ""
+        raise ValueError(f"expected a number, such as 3.5, got {shortened(text)}{point}")
     return number
 
 
@@ -247,6 +248,12 @@ def check_task(
     if task == "single-label":
         return check_labels(counts, where)
     _refuse_names(counts, where)
+    spaced = _spaced(counts)
+    if len(spaced) > 1:
+        raise DataError(
+            f"{where}: expected commas, semicolons or bars between the classes of a sample, got "
+            f"spaces, as in {_some(spaced)}: replace the spaces by commas{_OTHERWISE}"
+        )
     return []
 
 
@@ -293,12 +300,21 @@ def _refuse_lists(counts: Mapping[str, int], where: str) -> None:
     # A comma alone is no list: "fish, other" may be a class. If taking the lists apart leaves fewer
     # different words than there are labels, the same words are combined again and again.
     switches = all(map(_SWITCHES.fullmatch, counts))
-    if switches or (len(lists) > 1 and len(parts) < len(counts)):
+    combined = len(lists) > 1 and len(parts) < len(counts)
+    if not combined and len(spaced := _spaced(counts)) > 1:
+        lists, combined = spaced, True
+    if switches or combined:
         raise DataError(
             f"{where}: expected one label for each sample, got lists of them, such as "
             f"{_some(lists or list(counts))}: --task multi-label predicts several classes for a "
             f"sample; or keep one label for each{_OTHERWISE}"
         )
+
+
+def _spaced(labels: Collection[str]) -> list[str]:
+    """List the labels that are others with spaces between them, as ``cat dog`` of cat and dog."""
+    words = {label: label.split() for label in labels}
+    return [label for label in labels if len(words[label]) > 1 and words.keys() >= {*words[label]}]
 
 
 def _some(labels: Collection[str]) -> str:

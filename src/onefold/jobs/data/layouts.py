@@ -26,23 +26,22 @@ _BYTES = 1 << 16
 """Read from the beginning and from the end of a file."""
 _YOLO = re.compile(r"[0-9]+(?:[ \t]+-?[0-9]*\.?[0-9]+(?:[eE][-+]?[0-9]+)?){4,}[ \t]*")
 _NO_CLASSES = frozenset({
-    "image", "images", "img", "imgs", "test", "train", "val", "valid", "validation",
+    "image", "images", "img", "imgs", "jpeg", "jpg", "photo", "photos", "picture", "pictures",
+    "png", "set", "test", "testing", "train", "training", "val", "valid", "validation",
 })  # fmt: skip
-"""Folders of a data set whose labels are in a table; none of them names a class."""
+"""Words for folders of a data set whose labels are in a table; none of them names a class."""
 
 
 def refuse_other_layouts(directory: Path, job: str) -> None:
     """Refuse boxes of objects, and a table of labels beside pictures.
 
     Args:
-        directory: what ``--data`` names; anything but a folder passes.
+        directory: what ``--data`` names; of files only boxes are refused.
         job: which job was asked for.
 
     Raises:
-        DataError: the folder has such a data set; the message says what to do.
+        DataError: it has such a data set; the message says what to do.
     """
-    if not directory.is_dir():
-        return
     boxes = next(_boxes(directory), None)
     if boxes:
         raise DataError(
@@ -51,7 +50,7 @@ def refuse_other_layouts(directory: Path, job: str) -> None:
             f"class folders for onefold train classify, draw them as masks for onefold train "
             f"segment, or train a detector in a script of your own, with onefold.Trainer"
         )
-    if job == "classify":
+    if job == "classify" and directory.is_dir():
         _refuse_table(directory)
 
 
@@ -62,7 +61,8 @@ def _boxes(directory: Path) -> Iterator[str]:
         if _YOLO.fullmatch(line):
             yield f"{_below(path, directory)} begins with {line[:60]!r}, as YOLO's labels do"
     places = ("*.json", "annotations/*.json", "*/*.coco.json")
-    for path in _first(directory, *places):
+    named = [directory] if directory.suffix.lower() == ".json" else []
+    for path in (*named, *_first(directory, *places)):
         text = _ends(path)
         if '"images"' in text and ('"bbox"' in text or '"annotations"' in text):
             yield f"{_below(path, directory)} has COCO's images and annotations"
@@ -79,7 +79,7 @@ def _first(directory: Path, *patterns: str) -> Iterator[Path]:
 
 
 def _below(path: Path, directory: Path) -> str:
-    return readable(path.relative_to(directory))
+    return readable(path.relative_to(directory if path != directory else path.parent))
 
 
 def _ends(path: Path) -> str:
@@ -100,13 +100,18 @@ def _refuse_table(directory: Path) -> None:
     folders = visible_folders(directory)
     train = directory / "train"
     classes = visible_folders(train) if train.is_dir() else folders
-    if any(folder.name.lower() not in _NO_CLASSES for folder in classes):
+    if not all(map(_names_a_part, classes)):
         return
     if not any(_any_picture(folder.iterdir()) for folder in (directory, *folders, *classes)):
         return
-    # A table that lists labels comes first; test sets of competitions have none.
     tables = {path: column_names(path) for path in sorted(directory.iterdir()) if _lists(path)}
-    found = max(tables, key=lambda path: bool(usual_column(tables[path], "label")), default=None)
+
+    def likely(path: Path) -> tuple[bool, bool]:
+        # Test sets of competitions have no labels; samples of what to hand in have wrong ones.
+        handed_in = re.search("submission|test", path.stem.lower())
+        return bool(usual_column(tables[path], "label")), not handed_in
+
+    found = max(tables, key=likely, default=None)
     if found is None:
         return
     names = tables[found]
@@ -117,6 +122,12 @@ def _refuse_table(directory: Path) -> None:
         f"{found.name} with the columns {listed(names, 12)}: name the table and two of its "
         f"columns, such as --data {readable(found)!r} --image-column {image} --label-column {label}"
     )
+
+
+def _names_a_part(folder: Path) -> bool:
+    """Whether a folder is called ``train``, ``test_images``, ``train2017`` or the like."""
+    words = re.findall(r"[^\W\d_]+", folder.name.lower())
+    return bool(words) and _NO_CLASSES.issuperset(words)
 
 
 def _any_picture(paths: Iterable[Path]) -> bool:

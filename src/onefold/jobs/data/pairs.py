@@ -177,15 +177,16 @@ def _with_classes(
     if not rule.classes:
         return rule, (), []
     colours = {value: colour for look in reversed(looks) for value, colour in look.colours.items()}
+    found: list[str] = []
     if rule.classes == AUTO:
         # As numbers in their order, or 10 would come before 2; colours by their text.
-        values = sorted({value for look in looks for value in look.counts}, key=_in_order)
-        if len(values) > MOST_CLASSES:
+        found = sorted({value for look in looks for value in look.counts}, key=_in_order)
+        if len(found) > MOST_CLASSES:
             raise DataError(
                 f"--classes auto: expected masks of at most {MOST_CLASSES} classes, got "
-                f"{len(values):,} different values"
+                f"{len(found):,} different values"
             )
-        rule = replace(rule, classes=tuple(f"{value}={value}" for value in values))
+        rule = replace(rule, classes=tuple(f"{value}={value}" for value in found))
     named = [(name, [span.text for span in spans]) for name, spans in rule.named]
     if len(named) < 2:
         raise DataError(f"--classes: expected masks of two classes or more, got {len(named)}")
@@ -193,6 +194,8 @@ def _with_classes(
     # Of single values alone: whether one of a range occurs is not worth a note.
     lacking = [name for name, values in named if not any(v in seen or "-" in v for v in values)]
     notes = [f"no training mask has a pixel of {listed(lacking)}"] if lacking else []
+    if found:
+        notes.insert(0, f"--classes auto: a class for each value of the masks, {listed(found, 20)}")
     return rule, colours_of(named, colours), notes
 
 

@@ -91,8 +91,11 @@ def find_splits(path: Path, dev: str | None) -> tuple[Path, list[Path]]:
         found = files_to_test(path)
     if train is None:
         others = sorted(each.name for each in path.iterdir() if _is_read(each))
-        came = f"; --data may name {listed(others)} in it" if others else ""
-        raise DataError(f"{readable(path)}: expected train.tsv, or train as a table, none{came}")
+        what = listed(others) + " in it" if others else "a table of samples and labels"
+        raise DataError(
+            f"{readable(path)}: expected train.tsv, or a table called train, such as train.csv, "
+            f"found none: name {what} with --data"
+        )
     if dev is not None and not Path(dev).exists():
         raise DataError(f"--dev {dev}: expected {kinds}, there is none")
     return train, found if dev is None else [Path(dev)]

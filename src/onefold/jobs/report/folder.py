@@ -108,6 +108,17 @@ class ReportedRun:
         return str(self.facts.get("name") or self.folder.name)
 
     @property
+    def purpose(self) -> str:
+        """What was trained for, in words; nothing if the job is unknown."""
+        subjects = {"classify": "pictures", "segment": "pictures", "text": "text"}
+        job = str(self.facts.get("job"))
+        if job not in subjects:
+            return ""
+        classes = "segmentation" if job == "segment" else "classification"
+        kind = "regression" if self.options.get("task") == "regression" else classes
+        return f"{kind} of {subjects[job]}"
+
+    @property
     def classes(self) -> tuple[str, ...]:
         """Names of the classes; none for segmentation."""
         return tuple(map(str, self.facts.get("classes") or ()))

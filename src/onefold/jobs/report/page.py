@@ -35,11 +35,6 @@ __all__ = ["build_report", "compare_runs"]
 
 REPORT_NAME = "report.html"
 
-_JOBS = {
-    "classify": "classification of pictures",
-    "segment": "segmentation of pictures",
-    "text": "classification of text",
-}
 _SHOWN_CONFUSIONS = 10
 
 
@@ -68,7 +63,6 @@ def _page(run: ReportedRun) -> str:
         "report.html.j2",
         title=f"{run.name}: training report",
         run=run,
-        jobs=_JOBS,
         charts=curves_of_one(run),
         tests={f"test {name}": name for name in ("loss", *run.score_names)},
         devices=device_times(run),
