@@ -302,7 +302,7 @@ def test_every_page_of_the_site_is_at_most_two_clicks_away() -> None:
 
 def test_every_public_name_has_one_place_in_the_reference() -> None:
     text = "".join(page.read_text() for page in (DOCS / "reference" / "api").glob("*.md"))
-    named = re.findall(r"\.\. auto(?:class|function):: (onefold\.\w+)", text)
+    named = re.findall(r"(?m)\.\. auto(?:class|function):: (onefold\.\w+)$", text)
     modules = set(re.findall(r"\.\. automodule:: ([\w.]+)", text))
     assert modules == {*PUBLIC, "onefold.errors"} - {"onefold"}
     expected = {f"onefold.{name}" for name in onefold.__all__} - modules - {"onefold.__version__"}
