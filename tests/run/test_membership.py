@@ -3,10 +3,12 @@
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
 
+from onefold.run import membership
 from tests.tables import for_each
 
 PROGRAM = """
@@ -79,3 +81,21 @@ def test_the_lead_speaks_on_the_screen(
         assert text == said + places
     told = (tmp_path / "told").read_text()
     assert told.startswith(last_line.removeprefix("raise ").partition(", device")[0] or "None")
+
+
+def test_a_forked_child_frees_nothing_of_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as the memory of a GPU, which can be used by the process alone that asked for it."""
+
+    class Held:
+        def end(self) -> None:
+            """What a member does in the end."""
+
+    monkeypatch.setattr(membership.members, "endings", [])
+    held = Held()
+    membership.at_good_end(held.end)
+    alive = weakref.ref(held)
+    del held
+    child = os.fork()
+    if not child:
+        os._exit(0 if alive() is not None and not membership.members.endings else 1)
+    assert os.waitpid(child, 0)[1] == 0

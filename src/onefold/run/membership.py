@@ -127,7 +127,9 @@ def _forget_in_children() -> None:
 
 def _forget() -> None:
     """In a child that was just forked: the parent is the device, and will end the run."""
-    # Emptied, not closed: what the members hold is the parent's, and so are the folders.
+    # Emptied, not closed: what the members hold is the parent's, and so are the folders. Nor are
+    # they let go, as memory of a GPU cannot be freed here.
+    _of_the_parent.extend([*members.endings, *members.open])
     for held in (members.endings, members.open, _folders):
         held.clear()
     folder_until_the_end.cache_clear()
@@ -135,6 +137,8 @@ def _forget() -> None:
         atexit.unregister(call)
 
 
+_of_the_parent: list[object] = []
+"""What a forked child has inherited and never uses."""
 _folders: list[PrivateFolder] = []
 """Those that are removed when this process ends."""
 
