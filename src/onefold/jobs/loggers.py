@@ -40,7 +40,7 @@ def require_logger(name: LoggerName | None) -> None:
         LaunchError: it is not; the message has the command that installs it.
     """
     if name is not None:
-        extra = "report" if name == "tensorboard" else "loggers"
+        extra = {"tensorboard": "report", "trackio": "trackio"}.get(name, "loggers")
         require(f"--log {name}", extra, name)
 
 

@@ -200,7 +200,7 @@ def _download(
     with open(output_file, "wb") as file:
         # pooch's file is for its owner alone, but others may share the cache.
         os.fchmod(file.fileno(), 0o644)
-        download(url, _Bounded(file, timeout_s), None)
+        download(url, _Bounded(file, timeout_s, LARGEST_BYTES), None)
         # A rename may reach the disk before the bytes do.
         file.flush()
         os.fsync(file.fileno())
@@ -209,7 +209,7 @@ def _download(
 class _Bounded:
     """A file that takes neither more than it should, nor anything after the time is up."""
 
-    def __init__(self, file: BinaryIO, timeout_s: float, most_bytes: int = LARGEST_BYTES) -> None:
+    def __init__(self, file: BinaryIO, timeout_s: float, most_bytes: int) -> None:
         self._file, self._timeout_s, self._most_bytes = file, timeout_s, most_bytes
         self.digest = hashlib.sha256()
         self._end_s = time.monotonic() + timeout_s
