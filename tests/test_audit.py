@@ -22,6 +22,7 @@ from onefold.shard import replica
 from onefold.shard.replica import Replica
 from onefold.step.audit import Auditor, packed, unpacked
 from onefold.testing import simulate
+from tests.capabilities import NO_LSTM, has_lstm
 from tests.inside import engine_in
 from tests.small import make_trainer
 
@@ -436,6 +437,8 @@ def long_script(
 def test_another_process_computes_the_same_bits(
     tmp_path: Path, make: Callable[[], torch.nn.Module], precision: str | None, threads: int
 ) -> None:
+    if make is Recurrent and precision and not has_lstm(torch.bfloat16):
+        pytest.skip(NO_LSTM)
     plain = simulate(long_script, 1, args=(make, precision, threads, None))
     options = RunOptions(record=str(tmp_path), audit=1.0)
     saved = tmp_path / "saved"
