@@ -11,6 +11,7 @@ import json
 import math
 import sys
 from collections.abc import Collection, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -52,7 +53,11 @@ _OF_CHECKPOINTS = ("every", "keep_last", "grace", "changed", "restarts", "restar
 _SECONDS = {"s": 1, "m": 60, "h": 3600}
 _USAGE = 2
 """The exit code of a program that cannot use its arguments."""
-_DEVICES, _STOPPING, _WATCHING = "Devices", "Stop and resume", "Look into the run"
+_of_devices, _of_stopping, _of_watching = (
+    partial(Option, rich_help_panel=heading)
+    for heading in ("Devices", "Stop and resume", "Look into the run")
+)
+"""Options, each under the heading of its group."""
 
 Script = Annotated[
     str | None,
@@ -63,52 +68,38 @@ Script = Annotated[
 ]
 Module = Annotated[
     bool,
-    Option(
-        "-m", help="Run a module instead of a script, as python -m does.", rich_help_panel=_DEVICES
-    ),
+    _of_devices("-m", help="Run a module instead of a script, as python -m does."),
 ]
 Devices = Annotated[
     str,
-    Option(
-        metavar="DEVICES",
-        help="N, auto, cpu:N, or a list of GPUs such as cuda:1,cuda:3.",
-        rich_help_panel=_DEVICES,
-    ),
+    _of_devices(metavar="DEVICES", help="N, auto, cpu:N, or a list of GPUs such as cuda:1,cuda:3."),
 ]
 PlacementOption = Annotated[
     str,
-    Option(
+    _of_devices(
         envvar=PLACEMENT_VARIABLE,
         metavar="PLACEMENT",
         help="Where parameters lie: replicate (replicate:state: the optimizer's state as well), "
         "shard, offload or pipeline (pipeline:2: pipelines of two devices side by side).",
-        rich_help_panel=_DEVICES,
     ),
 ]
 Home = Annotated[
     Path | None,
-    Option(
+    _of_devices(
         metavar="DIR",
         help="Folder on a disk for the file of --placement offload.",
         show_default="TMPDIR",
-        rich_help_panel=_DEVICES,
     ),
 ]
 Exchange = Annotated[
     str,
-    Option(
-        metavar="EXCHANGE",
-        help="How devices exchange gradients: auto, shared or collective.",
-        rich_help_panel=_DEVICES,
+    _of_devices(
+        metavar="EXCHANGE", help="How devices exchange gradients: auto, shared or collective."
     ),
 ]
 Timeout = Annotated[
     float,
-    Option(
-        metavar="SECONDS",
-        help="How long a device waits for another one.",
-        rich_help_panel=_DEVICES,
-    ),
+    _of_devices(metavar="SECONDS", help="How long a device waits for another one."),
 ]
 AsJson = Annotated[bool, Option("--json", help="Print one JSON object; text goes to stderr.")]
 
@@ -121,105 +112,76 @@ def run(
     module: Module = False,
     checkpoint: Annotated[
         Path | None,
-        Option(
+        _of_stopping(
             metavar="DIR",
             help="Resume from the newest checkpoint in this folder, and write new ones.",
-            rich_help_panel=_STOPPING,
         ),
     ] = None,
     every: Annotated[
         str,
-        Option(
+        _of_stopping(
             metavar="N|TIME",
             help="From one checkpoint to the next: steps, time, or both (200; 10m; 500,1h).",
-            rich_help_panel=_STOPPING,
         ),
     ] = str(_DEFAULTS.every),
     keep_last: Annotated[
         int,
-        Option(
-            metavar="N",
-            help="How many of the newest checkpoints stay.",
-            rich_help_panel=_STOPPING,
-        ),
+        _of_stopping(metavar="N", help="How many of the newest checkpoints stay."),
     ] = _DEFAULTS.keep_last,
     restarts: Annotated[
         int,
-        Option(
-            metavar="N",
-            help="Start again after at most so many crashes without progress.",
-            rich_help_panel=_STOPPING,
+        _of_stopping(
+            metavar="N", help="Start again after at most so many crashes without progress."
         ),
     ] = _DEFAULTS.restarts,
     restarts_with: Annotated[
         Literal["same", "fewer"],
-        Option(
-            help="Devices of a restart: the same, or fewer, without one that was lost.",
-            rich_help_panel=_STOPPING,
-        ),
+        _of_stopping(help="Devices of a restart: the same, or fewer, without one that was lost."),
     ] = _DEFAULTS.restarts_with,
     grace: Annotated[
         float,
-        Option(
-            metavar="SECONDS",
-            help="Time for saving after a signal to stop.",
-            rich_help_panel=_STOPPING,
-        ),
+        _of_stopping(metavar="SECONDS", help="Time for saving after a signal to stop."),
     ] = _DEFAULTS.grace_s,
     changed: Annotated[
         str | None,
-        Option(
-            metavar="NAMES",
-            help="What differs on purpose from the saved run, such as seed.",
-            rich_help_panel=_STOPPING,
+        _of_stopping(
+            metavar="NAMES", help="What differs on purpose from the saved run, such as seed."
         ),
     ] = None,
     record: Annotated[
         Path | None,
-        Option(
+        _of_watching(
             metavar="DIR",
             help="Write the record of the run into this folder.",
             show_default="that of --checkpoint",
-            rich_help_panel=_WATCHING,
         ),
     ] = None,
     logs: Annotated[
         Path | None,
-        Option(
+        _of_watching(
             metavar="DIR",
             help="Keep the output of the other devices in this folder, as device-1.log.",
-            rich_help_panel=_WATCHING,
         ),
     ] = None,
     profile: Annotated[
         Path | None,
-        Option(
-            metavar="DIR",
-            help="Write a timeline into this folder, to open in Perfetto.",
-            rich_help_panel=_WATCHING,
-        ),
+        _of_watching(metavar="DIR", help="Write a timeline into this folder, to open in Perfetto."),
     ] = None,
     audit: Annotated[
         float,
-        Option(
+        _of_watching(
             metavar="SHARE",
             help="Compute this share of all shards on another device as well, and compare.",
-            rich_help_panel=_WATCHING,
         ),
     ] = _DEFAULTS.audit,
     audit_finds: Annotated[
         Literal["heal", "stop"],
-        Option(
-            help="After a result that was wrong once, go on with the right one, or stop.",
-            rich_help_panel=_WATCHING,
-        ),
+        _of_watching(help="After a result that was wrong once, go on with the right one, or stop."),
     ] = "heal",
     as_json: Annotated[
         bool,
-        Option(
-            "--json",
-            help="Print how the run ended as a JSON object, in the last line of stdout.",
-            rich_help_panel=_WATCHING,
+        _of_watching(
+            "--json", help="Print how the run ended as a JSON object, in the last line of stdout."
         ),
     ] = False,
     exchange: Exchange = "auto",
