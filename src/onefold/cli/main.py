@@ -11,6 +11,7 @@ command is its help; its first sentence fits a line of the list of commands.
 
 from __future__ import annotations
 
+import shlex
 import signal
 import sys
 from contextlib import AbstractContextManager, nullcontext
@@ -249,7 +250,7 @@ def verify(
             command, devices, placement=placement, options=options, as_json=as_json
         )
     if not code:
-        tell_next(f"onefold run {' '.join(command)}")
+        tell_next(f"onefold run {shlex.join(command)}")
     raise typer.Exit(code)
 
 
@@ -281,7 +282,7 @@ def plan(
     options = RunOptions(placement="offload", home=folder_of(home, "offload"))
     code = plan_script(command, devices, options=options, as_json=as_json)
     if not code:
-        tell_next(f"onefold run --placement shard {' '.join(command)}")
+        tell_next(f"onefold run --placement shard {shlex.join(command)}")
     raise typer.Exit(code)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import sys
 from collections.abc import Collection, Sequence
 from functools import partial
@@ -378,7 +379,7 @@ def _tell_what_is_next(outcome: Outcome, command: Sequence[str], options: RunOpt
     elif not outcome.exit_code and record:
         tell_next(f"onefold record show {record}")
     elif not outcome.exit_code:
-        tell_next(f"onefold verify --devices 1,2 {' '.join(command)}")
+        tell_next(f"onefold verify --devices 1,2 {shlex.join(command)}")
 
 
 def _tell_of_late_options(context: typer.Context, command: list[str], outcome: Outcome) -> None:
