@@ -206,7 +206,7 @@ class Footprint:
     >>> sizes.replicating(2, together=False), sizes.replicating(2, together=False, state=True)
     (650, 800)
     >>> sizes.sharding(4, together=True), sizes.sharding(4, together=False)
-    (145, 130)
+    (145, 133)
     >>> sizes.pipelining(4, 30, together=True), sizes.on_disk
     (205, 700)
     >>> sizes.offloading(together=True), sizes.offloading(together=False)
@@ -275,12 +275,13 @@ class Footprint:
             sums = self.gradients * (1 + self._levels(devices))
             own = (sums + self.state) // devices + _OF_A_STAGE * self.stage
             return own + self._values(devices, together=True)
-        # What is added up between the rounds, and stages on their way; then what is updated. In a
-        # single round there is most at its end, when no stage is left to be read ahead.
+        # What is added up between the rounds, and stages on their way: of two boxes a device needs
+        # no room for its own part. A single round holds no sum yet of what is on its way.
         ends = range(devices, self.shards, devices)
         sums = max((len(blocks_of(range(end), self.shards)) for end in ends), default=1)
-        below = self.gradients * sums // devices + _OF_A_STAGE * self.stage
-        below += (_STAGES_AT_HAND if ends else 1) * (self.stage + self.frozen_stage)
+        below = self.gradients * sums // devices + 7 * self.stage
+        below -= (2 if ends else 5) * self.stage // devices
+        below += _STAGES_AT_HAND * self.frozen_stage
         updated = (self.gradients + self.scratch) // devices
         kept = (self.parameters + self.frozen + self.state) // devices + self.other
         return kept + max(below, updated)
