@@ -73,13 +73,13 @@ Module = Annotated[
 ]
 Devices = Annotated[
     str,
-    _of_devices(metavar="DEVICES", help="N, auto, cpu:N, or a list of GPUs such as cuda:1,cuda:3."),
+    _of_devices(metavar="N|auto|LIST", help="N, auto, cpu:N, or GPUs such as cuda:1,cuda:3."),
 ]
 PlacementOption = Annotated[
     str,
     _of_devices(
         envvar=PLACEMENT_VARIABLE,
-        metavar="PLACEMENT",
+        metavar="KIND",
         help="Where parameters lie: replicate (replicate:state: the optimizer's state as well), "
         "shard, offload or pipeline (pipeline:2: pipelines of two devices side by side).",
     ),
@@ -94,9 +94,7 @@ Home = Annotated[
 ]
 Exchange = Annotated[
     str,
-    _of_devices(
-        metavar="EXCHANGE", help="How devices exchange gradients: auto, shared or collective."
-    ),
+    _of_devices(metavar="auto|shared|collective", help="How devices exchange gradients."),
 ]
 Timeout = Annotated[
     float,
