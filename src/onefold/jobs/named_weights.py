@@ -8,7 +8,6 @@ name. Each file is compared with its digest, whoever put it there.
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,11 +16,10 @@ from typing import Any
 
 import torch
 
-from onefold.errors import CheckpointError
+from onefold.errors import CheckpointError, DataError
 from onefold.jobs import require
-from onefold.jobs.data.fetch import fetch_file
+from onefold.jobs.data.fetch import fetch_file, is_there
 from onefold.jobs.models.catalog import TIMM_PREFIX, import_timm
-from onefold.system.ownfiles import open_plain
 
 __all__ = ["HUB_PREFIX", "TORCHVISION", "find_weights", "model_named", "timm_facts"]
 
@@ -100,17 +98,11 @@ def _from_torchvision(name: str, server: str) -> Path:
     file = TORCHVISION[name]
     path = Path(torch.hub.get_dir()) / "checkpoints" / file
     beginning = Path(file).stem.rpartition("-")[2]
-    if path.exists():
-        _compare(path, beginning)
-        return path
-    address = f"{server}{file}"
     try:
-        fetch_file(address, path, sha256=beginning, most_bytes=_LARGEST_BYTES)
-    except (OSError, ValueError) as error:  # requests raises OSErrors
-        raise CheckpointError(
-            f"--pretrained {_PREFIX}{name}: {address} could not be fetched: {error}\n"
-            f"check the network, or put the file by hand at {path}"
-        ) from error
+        if not is_there(path, beginning):
+            fetch_file([server + file], path, sha256=beginning, most_bytes=_LARGEST_BYTES)
+    except DataError as error:
+        raise CheckpointError(f"--pretrained {_PREFIX}{name}: {error}") from error
     return path
 
 
@@ -131,8 +123,8 @@ def _from_hub(name: str, pretrained: str, *, whole: bool) -> Path:
                 if found:
                     _compare_all(found)
                     return folder if whole else found[0]
-        except CheckpointError:
-            raise
+        except DataError as error:
+            raise CheckpointError(f"--pretrained {pretrained}: {error}") from error
         # Any: the library raises those of the network, of its own and of the file system.
         except Exception as error:
             failure = error
@@ -163,14 +155,4 @@ def _compare_all(files: list[Path]) -> None:
     for each in files:
         digest = each.resolve().name
         if _SHA256.fullmatch(digest):
-            _compare(each, digest)
-
-
-def _compare(path: Path, beginning: str) -> None:
-    with open_plain(path, follow=True) as file:
-        got = hashlib.file_digest(file, "sha256").hexdigest()
-    if not got.startswith(beginning):
-        raise CheckpointError(
-            f"{path}: expected a file whose SHA-256 begins with {beginning}, got {got}; remove it "
-            f"and it is fetched again"
-        )
+            is_there(each, digest)
