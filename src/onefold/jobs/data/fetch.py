@@ -182,7 +182,7 @@ def fetch_file(
 
 def _downloader(timeout_s: float) -> Callable[..., None]:
     require("downloading data", "images", "pooch")
-    import pooch
+    import pooch  # type: ignore[import-untyped]
 
     # The digest is that of the file as it is stored, not as a server may pack it.
     plain = {"Accept-Encoding": "identity"}
