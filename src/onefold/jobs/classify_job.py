@@ -68,6 +68,7 @@ __all__ = ["JOB", "ClassifyOptions", "PictureModel", "check_early", "make_task",
 
 
 JOB = "classify"
+HELP = "Pictures with one label each: from class folders, IDX files or digits."
 FETCHED = ("mnist", "fashion-mnist")
 FASHION_CLASSES = (
     "T-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "boot",
@@ -243,6 +244,7 @@ def make_task(options: ClassifyOptions, data: PictureClasses) -> Task:
     torch.manual_seed(options.seed)
     kind = _picture_model(options, data)
     model, kind = _with_weights(options, kind) if options.pretrained else (kind.build(), kind)
+    mix = Mix(len(kind.classes), options.mixup, options.cutmix)
     pictures = partial(LabelledPictures, mode=kind.mode, normalise=kind.normalise)
     changes = _train_changes(options, kind.image_size)
     test_set = pictures(data.test.pictures, targets(data.test.labels), changes=kind.test_changes)
@@ -262,7 +264,7 @@ def make_task(options: ClassifyOptions, data: PictureClasses) -> Task:
         least_shard=2 if any(isinstance(part, BatchNorm) for part in model.modules()) else 1,
         train_set=pictures(data.train.pictures, targets(data.train.labels), changes=changes),
         test_set=test_set,
-        train_collate=_mix(options, len(kind.classes)),
+        train_collate=mix if options.mixup or options.cutmix else None,
         examples=lambda predict, folder: target_examples(
             JOB,
             predict,
@@ -362,10 +364,6 @@ def _train_changes(options: ClassifyOptions, size: int) -> list[Any]:
     }
     flips = [RandomFlip()] if options.flip == "yes" else []
     return [*changes[options.augment], *flips, *by_kornia(options.randaugment, options.erasing)]
-
-
-def _mix(options: ClassifyOptions, classes: int) -> Mix | None:
-    return Mix(classes, options.mixup, options.cutmix) if options.mixup or options.cutmix else None
 
 
 def _shown(folder: RunFolder, test_set: LabelledPictures, number: int) -> dict[str, Any]:

@@ -112,13 +112,18 @@ def _from_hub(name: str, pretrained: str, *, whole: bool) -> Path:
     if not _HUB_NAME.fullmatch(repository):
         raise CheckpointError(f"--pretrained {pretrained}: expected hf:ORG/NAME, as on the hub")
     require(f"--pretrained {pretrained}", "text", "huggingface_hub")
+    from huggingface_hub import snapshot_download
+
     failure: Exception | None = None
     # What is in the cache is used as it is: asking for something newer would take a network, and
     # change a run that is begun again.
     for cached in (True, False):
         try:
             for weights in _WEIGHTS:
-                folder = _snapshot(repository, revision or None, weights, cached=cached)
+                # Some files of a model in the cache may be missing there.
+                patterns = [*_DESCRIPTION, *weights]
+                how = {"allow_patterns": patterns, "local_files_only": cached}
+                folder = Path(snapshot_download(repository, revision=revision or None, **how))
                 found = sorted(each for pattern in weights for each in folder.glob(pattern))
                 if found:
                     _compare_all(found)
@@ -134,20 +139,6 @@ def _from_hub(name: str, pretrained: str, *, whole: bool) -> Path:
         f"{reason}\ncheck the network, or fetch it elsewhere (hf download {repository} --local-dir "
         f"FOLDER), bring the folder here, and give --pretrained FOLDER"
     ) from failure
-
-
-def _snapshot(
-    repository: str, revision: str | None, weights: tuple[str, ...], *, cached: bool
-) -> Path:
-    """The folder of the hub's cache with the files of a model; some may be missing there."""
-    from huggingface_hub import snapshot_download
-
-    patterns = [*_DESCRIPTION, *weights]
-    return Path(
-        snapshot_download(
-            repository, revision=revision, allow_patterns=patterns, local_files_only=cached
-        )
-    )
 
 
 def _compare_all(files: list[Path]) -> None:

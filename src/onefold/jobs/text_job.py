@@ -48,6 +48,7 @@ from onefold.jobs.training import Task
 __all__ = ["JOB", "TextModel", "TextOptions", "check_early", "make_task", "prepare", "settle"]
 
 JOB = "text"
+HELP = "Texts with one label each, from TSV files."
 TINY = "tiny"
 CONFIG_FILE = "model_config.json"
 TOKENIZER_FILE = "tokenizer.json"
