@@ -69,6 +69,7 @@ Encoder = Literal["vgg16", "resnet18", "resnet34", "resnet101"]
 Switch = Literal["yes", "no"]
 
 JOB = "segment"
+HELP = "Pictures with a mask each, by a U-Net."
 HEAD = "head"
 USUAL_ENCODER: Encoder = "resnet34"
 USUAL_WIDTH = 64
