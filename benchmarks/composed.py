@@ -6,8 +6,9 @@ DATA has the folders `mnist-small` (four IDX files, gzipped) and `crackforest` (
 with images and masks in each). OUTPUT gets two data sets. No digit and no road picture is in both
 the training and the test part.
 
-digits: one to three digits in the quarters of a picture of 32x32 pixels. `train.jsonl` and
-    `test.jsonl` have the columns `image`, `labels` (which digits there are) and `sum`.
+digits: two digits side by side in a picture of 28x28 pixels, each squeezed to half its width.
+    `train.jsonl` and `test.jsonl` have the columns `image`, `labels` (which digits there are) and
+    `sum`.
 roads: squares of 96 pixels cut out where a crack is, each with a digit painted on the road.
     Masks are 0 (road), 1 (crack) or 2 (paint), and paint hides the crack.
 """
@@ -21,7 +22,7 @@ import numpy as np
 from PIL import Image
 
 PARTS = {"train": "train", "test": "t10k"}
-SIDE, QUARTER = 32, 16
+SIDE, HALF = 28, 14
 SAMPLES = {"train": 6000, "test": 1500}
 SQUARE, SQUARES = 96, 4
 MARGIN = 8  # pixels that a painted digit keeps from the border
@@ -44,11 +45,11 @@ def compose_digits(data: Path, output: Path) -> None:
         (output / name).mkdir(parents=True)
         lines = []
         for number in range(SAMPLES[name]):
-            chosen = rng.choice(len(labels), rng.integers(1, 4), replace=False)
+            chosen = rng.choice(len(labels), 2, replace=False)
             picture = Image.new("L", (SIDE, SIDE))
-            for place, digit in zip(rng.permutation(4), chosen, strict=False):
-                small = Image.fromarray(pictures[digit]).resize((QUARTER, QUARTER))
-                picture.paste(small, (place % 2 * QUARTER, place // 2 * QUARTER))
+            for place, digit in enumerate(chosen):
+                half = Image.fromarray(pictures[digit]).resize((HALF, SIDE))
+                picture.paste(half, (place * HALF, 0))
             picture.save(output / name / f"{number:04}.png")
             found = sorted({str(labels[digit]) for digit in chosen})
             total = int(labels[chosen].astype(int).sum())
