@@ -10,9 +10,10 @@ advise. All of them get the same folders: they train with `train`, may look at `
 during training, and predict `test`. Scores come from the predictions that they write, by one rule
 for all. Pictures in `train` that are also in `test` are left out.
 
-How many epochs each has is in `SIDES`: so many as fill the budget of processor time of its task on
-the machine of the published figures. Processor time is that of all processes of a side. One side
-runs at a time, each seed of all of them before the next.
+How many epochs each side has is in `SIDES`: about as many as fill the budget of processor time on
+the machine of the published figures. Processor time is that of all processes of a side, each with
+one thread to compute with: on a busy machine, threads that wait for each other would count as work.
+One side runs at a time, each seed of all of them before the next.
 
 A line counts as typed unless it is empty, a comment, or marked `# harness`. Python is in the format
 of ruff with lines of at most 100 characters.
@@ -35,7 +36,6 @@ from pathlib import Path
 from statistics import mean
 
 import numpy as np
-from PIL import Image
 
 from measure import cpu_model
 
@@ -96,7 +96,7 @@ SIDES = (
     Side(task="classify", library="fastai", script="classify_fastai", epochs=3),
     Side(task="classify", library="ultralytics", script="classify_ultralytics", epochs=12),
     Side(task="segment", library="transformers", script="segment_transformers", epochs=10),
-    Side(task="text", library="autogluon", script="text_autogluon", settings=(("LIMIT_S", "180"),)),
+    Side(task="text", library="autogluon", script="text_autogluon", settings=(("LIMIT_S", "600"),)),
     Side(task="classify", library="autogluon", script="classify_autogluon", epochs=3),
     Side(task="segment", library="onefold", script="segment_onefold", epochs=3),
     Side(task="segment", library="fastai", script="segment_fastai", epochs=2),
@@ -139,6 +139,8 @@ def _copy(path: Path, to: Path) -> None:
 
 def _halve(path: Path, to: Path) -> None:
     """Halve both sides: of a picture by the mean, of a mask by the brightest of four pixels."""
+    from PIL import Image  # not needed to show results
+
     to.parent.mkdir(parents=True, exist_ok=True)
     image = Image.open(path)
     if image.mode == "RGB":
@@ -164,6 +166,7 @@ def run(side: Side, seed: int, data: Path, python: str, log: Path) -> Result:
         "DATA": str(folder),
         "EPOCHS": str(side.epochs),
         "SEED": str(seed),
+        "OMP_NUM_THREADS": "1",
         **dict(side.settings),
     }
     with tempfile.TemporaryDirectory() as work, log.open("w", encoding="utf-8") as output:
@@ -219,6 +222,8 @@ def score_of(task: str, data: Path, work: Path) -> float:
 
 
 def _mask(path: Path) -> np.ndarray:
+    from PIL import Image  # not needed to show results
+
     return np.asarray(Image.open(path).convert("L")) > 127
 
 

@@ -1,18 +1,6 @@
 import os  # harness
-from pathlib import Path  # harness
 
-import pandas as pd
-from fastai.vision.all import (
-    ImageDataLoaders,
-    Normalize,
-    RandomResizedCrop,
-    accuracy,
-    get_image_files,
-    imagenet_stats,
-    resnet18,
-    set_seed,
-    vision_learner,
-)
+from fastai.vision.all import *
 
 if __name__ == "__main__":
     data = Path(os.environ["DATA"])  # harness

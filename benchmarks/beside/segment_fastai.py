@@ -1,26 +1,12 @@
 import os  # harness
-from pathlib import Path  # harness
 
-import numpy as np
-from fastai.vision.all import (
-    DataBlock,
-    Dice,
-    GrandparentSplitter,
-    ImageBlock,
-    MaskBlock,
-    Normalize,
-    aug_transforms,
-    get_image_files,
-    imagenet_stats,
-    resnet18,
-    set_seed,
-    unet_learner,
-)
+from fastai.vision.all import *
 from PIL import Image
 
 
 def pictures(folder):
-    return get_image_files(folder, folders=["train", "val", "images"])
+    files = get_image_files(folder, folders=["train", "val"])
+    return files.filter(lambda file: file.parent.name == "images")
 
 
 def mask_of(file):

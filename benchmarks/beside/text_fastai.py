@@ -1,14 +1,6 @@
 import os  # harness
-from pathlib import Path  # harness
 
-import pandas as pd
-from fastai.text.all import (
-    AWD_LSTM,
-    TextDataLoaders,
-    accuracy,
-    set_seed,
-    text_classifier_learner,
-)
+from fastai.text.all import *
 
 if __name__ == "__main__":
     data = Path(os.environ["DATA"])  # harness
