@@ -16,7 +16,6 @@ from torch import nn
 import onefold
 from onefold.errors import CheckpointError, DataError, OnefoldError
 from onefold.jobs import classify_job, require, segment_job, text_job
-from onefold.jobs.classifier import Answer
 from onefold.jobs.data.augment import LabelledPictures
 from onefold.jobs.data.files import BadFile, refuse
 from onefold.jobs.data.labels import numbered, read_label
@@ -38,7 +37,7 @@ from onefold.jobs.progress import reading_bar
 from onefold.jobs.runfolder import kept_facts, read_run, require_writable
 from onefold.jobs.scores import Measured
 from onefold.jobs.segment_pictures import Padded, whole_logits
-from onefold.jobs.targets import Target, target_measure, target_rows, targets
+from onefold.jobs.targets import Answer, Target, target_measure, target_rows, targets
 from onefold.jobs.text_models import EncodedTexts
 from onefold.system.ownfiles import aside_of, write_whole
 from onefold.weights.file import check_weights

@@ -1,7 +1,6 @@
 """Models that predict a class of a sample, several, or a number: losses, scores and examples.
 
-`target_task` makes what a `Task` needs, and `target_examples` what a report shows. The loss of one
-class for each sample, with weights of classes, is `onefold.jobs.classifier`'s.
+`target_task` makes what a `Task` needs, and `target_examples` what a report shows.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -17,28 +16,24 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from onefold.jobs.classifier import (
-    SHOWN,
-    Answer,
-    BestBy,
-    ClassWeights,
-    choose_examples,
-    class_task,
-    spread,
-)
+import onefold
 from onefold.jobs.data.labels import TaskName
 from onefold.jobs.options import SHARE, again, expect, option
-from onefold.jobs.scores import Baseline, ClassScores, Measure, Measured, Predict
+from onefold.jobs.scores import Baseline, ClassScores, Measure, Measured, Predict, class_baseline
 
 __all__ = [
+    "Answer",
     "LabelOptions",
     "Target",
     "best_by_of",
+    "choose_examples",
     "class_scores",
+    "class_task",
     "label_scores",
     "number_baseline",
     "number_scores",
     "scores_of",
+    "spread",
     "target_examples",
     "target_measure",
     "target_of",
@@ -47,6 +42,17 @@ __all__ = [
     "targets",
 ]
 
+SHOWN = 24
+"""How many examples of each kind a report shows."""
+
+BestBy = Literal[
+    "accuracy", "balanced-accuracy", "macro-f1", "loss", "micro-f1", "mean-average-precision",
+    "rmse", "mae", "r2",
+]  # fmt: skip
+"""Of all tasks."""
+ClassWeights = Literal["none", "auto"]
+Answer = Callable[[nn.Module, Any], tuple[torch.Tensor, torch.Tensor]]
+"""Returns the logits for a shard, (n, classes) float32, and its labels, (n,) int64."""
 _THRESHOLD = 0.5
 """Probability from which a sample has a class, where it may have several."""
 _SCORES: dict[TaskName, tuple[BestBy, ...]] = {
@@ -182,6 +188,63 @@ def target_task(
         "score": lambda found: scores_of(found, truth, target),
         "baseline": baseline,
         "class_counts": counts,
+    }
+
+
+def class_task(
+    answer: Answer,
+    options: Any,
+    *,
+    train_labels: Sequence[int],
+    test_labels: Sequence[int],
+    classes: Sequence[str],
+) -> dict[str, Any]:
+    """Make the parts of a `Task` that every classifier has.
+
+    Args:
+        answer: of the model.
+        options: of the run.
+        train_labels: number of the class of each training sample.
+        test_labels: number of the class of each test sample.
+        classes: names of the classes.
+    """
+    truth = torch.tensor(test_labels)
+    counts = [
+        torch.bincount(labels, minlength=len(classes))
+        for labels in (torch.tensor(train_labels), truth)
+    ]
+    train, test = (each.tolist() for each in counts)
+    # As many times as a class has fewer samples: the mean over all samples is 1.
+    weights = len(train_labels) / (len(classes) * counts[0].clamp(min=1).to(torch.float32))
+    weight = weights if options.class_weights == "auto" else None
+    by_sample = weights[torch.tensor(train_labels)] if options.balanced else None
+
+    def loss(model: nn.Module, batch: Any) -> Any:
+        logits, labels = answer(model, batch)
+        smoothing = options.label_smoothing
+        if weight is None:
+            return F.cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing)
+        # By the weights of the whole batch, as PyTorch divides them.
+        own = weight.to(logits.device)
+        return onefold.losses.cross_entropy(logits, labels, own, label_smoothing=smoothing)
+
+    def measure(model: nn.Module, batch: Any) -> Measured:
+        logits, labels = answer(model, batch)
+        losses = F.cross_entropy(logits, labels, reduction="none")
+        return {"loss": losses, "predicted": logits.argmax(dim=1).to(torch.int32)}
+
+    def score(found: Measured) -> dict[str, float]:
+        scores = ClassScores.of(truth.numpy(), found["predicted"].numpy(), len(classes))
+        return {"loss": float(found["loss"].to(torch.float64).mean()), **scores.overall}
+
+    return {
+        "loss": loss,
+        "measure": measure,
+        "score": score,
+        "baseline": class_baseline(train, test, classes),
+        "class_counts": (train, test),
+        "class_weights": None if weight is None else weight.tolist(),
+        "sample_weights": None if by_sample is None else by_sample.tolist(),
     }
 
 
@@ -352,6 +415,33 @@ def _average_precision(given: _Array, confidence: _Array) -> float:
 def _mean(values: _Array) -> float:
     known = values[~np.isnan(values)]
     return float(known.mean()) if len(known) else math.nan
+
+
+def choose_examples(
+    truth: torch.Tensor, predicted: torch.Tensor, confidence: torch.Tensor
+) -> tuple[list[int], list[int]]:
+    """Choose samples from all over the test set, and the worst mistakes, by their numbers.
+
+    Args:
+        truth: (n,) int64, the true classes.
+        predicted: (n,) int64, the predicted classes.
+        confidence: (n,) float32, the probability of the predicted class.
+
+    >>> truth, predicted = torch.tensor([0, 1, 1]), torch.tensor([0, 0, 0])
+    >>> choose_examples(truth, predicted, torch.tensor([0.9, 0.6, 0.8]))
+    ([0, 1, 2], [2, 1])
+    """
+    wrong = (truth != predicted).nonzero().flatten()
+    # Stable, so that equally confident mistakes come in the same order on every device.
+    order = confidence[wrong].argsort(descending=True, stable=True)
+    return spread(len(truth)), wrong[order][:SHOWN].tolist()
+
+
+def spread(samples: int, most: int = SHOWN) -> list[int]:
+    """Choose the numbers of samples from all over a test set."""
+    # Evenly: a test set is mostly in the order of its classes.
+    count = min(most, samples)
+    return [number * samples // count for number in range(count)]
 
 
 def target_examples(
