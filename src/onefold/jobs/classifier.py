@@ -16,7 +16,6 @@ from onefold.jobs.scores import ClassScores, Measure, Measured, Predict, class_b
 __all__ = [
     "Answer",
     "BestBy",
-    "ClassWeights",
     "check_balance",
     "class_task",
     "classifier_examples",
@@ -33,7 +32,6 @@ BestBy = Literal[
     "rmse", "mae", "r2",
 ]  # fmt: skip
 """Of all tasks; `onefold.jobs.targets` has those of each."""
-ClassWeights = Literal["none", "auto"]
 Answer = Callable[[nn.Module, Any], tuple[torch.Tensor, torch.Tensor]]
 """Returns the logits for a shard, (n, classes) float32, and its labels, (n,) int64."""
 
@@ -102,7 +100,7 @@ def check_balance(options: Any) -> None:
         ValueError: both options that do so were given.
     """
     once = not (options.balanced and options.class_weights == "auto")
-    expect(once, "balanced", "", "it without --class-weights auto: either of them is enough")
+    expect(once, "balanced", "", "it alone or --class-weights auto alone: either is enough")
 
 
 def usual_best_by(options: Any) -> BestBy:

@@ -14,7 +14,7 @@ from torch import nn
 
 from onefold.errors import CheckpointError, LaunchError
 from onefold.jobs import finetune, require
-from onefold.jobs.classifier import BestBy, ClassWeights, check_balance
+from onefold.jobs.classifier import BestBy, check_balance
 from onefold.jobs.data.arrays import read_digits, read_idx_folder
 from onefold.jobs.data.augment import (
     CentreCrop,
@@ -172,13 +172,16 @@ def prepare(options: ClassifyOptions, scanning: Scanning | None = None) -> Pictu
     if any(directory.glob("*-images-idx3-ubyte*")):
         names = FASHION_CLASSES if options.data == "fashion-mnist" else None
         return read_idx_folder(directory, names, labels_as_is=options.labels_as_is)
+    task, as_is = options.task, options.labels_as_is
     return read_classes(
-        read_listed(directory, options.dev, columns, options.task) if tabled else directory,
+        read_listed(directory, options.dev, columns, task, labels_as_is=as_is)
+        if tabled
+        else directory,
         holdout=options.holdout,
         seed=options.seed,
         skip_bad=options.skip_bad,
-        task=options.task,
-        labels_as_is=options.labels_as_is,
+        task=task,
+        labels_as_is=as_is,
         scanning=scanning,
     )
 
@@ -439,9 +442,6 @@ class ClassifyOptions(PictureOptions):
     )
     cutmix: float = option(
         0.0, "Put a box of another picture of its shard into each; usual is 1.", MIX
-    )
-    class_weights: ClassWeights = option(
-        "none", "Weigh classes in the loss; auto: the more, the fewer samples they have."
     )
     balanced: bool = option(
         False, "Draw samples of all classes equally often, with replacement, for training."

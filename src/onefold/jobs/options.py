@@ -240,6 +240,9 @@ class TrainOptions:
         "Logger of the run's numbers: tensorboard, wandb, mlflow or trackio.",
         shown="tensorboard if it is installed",
     )
+    class_weights: Literal["none", "auto"] = option(
+        "none", "Weigh classes in the loss; auto: the more, the fewer samples they have."
+    )
     best_by: str | None = option(None, "Score of the test set by which the best epoch is chosen.")
     seed: int = option(0, "Seed of initial weights, order, augmentation and dropout.")
     workers: int = option(0, "Processes that read ahead, for each device.", within(0, MOST_WORKERS))

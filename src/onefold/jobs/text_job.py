@@ -18,7 +18,7 @@ from torch import nn
 
 from onefold.errors import CheckpointError, DataError
 from onefold.jobs import require, text_models
-from onefold.jobs.classifier import BestBy, ClassWeights, check_balance
+from onefold.jobs.classifier import BestBy, check_balance
 from onefold.jobs.data.files import read_whole, readable, refuse
 from onefold.jobs.data.labels import (
     Sample,
@@ -110,9 +110,6 @@ class TextOptions(TrainOptions):
         0.15, "Share of tokens hidden in training, anew at every reading.", SHARE
     )
     label_smoothing: float = option(0.0, "Share of a label that is spread over all classes.", SHARE)
-    class_weights: ClassWeights = option(
-        "none", "Weigh classes in the loss; auto: the more, the fewer samples they have."
-    )
     balanced: bool = option(
         False, "Draw samples of all classes equally often, with replacement, for training."
     )
@@ -164,7 +161,9 @@ def prepare(options: TextOptions, scanning: Scanning | None = None) -> TextSplit
     """
     path = Path(options.data)
     columns = Columns("text", options.text_column, options.label_column)
-    samples = read_listed(path, options.dev, columns, options.task)
+    samples = read_listed(
+        path, options.dev, columns, options.task, labels_as_is=options.labels_as_is
+    )
     # Before bad lines are reported: labels of another kind may be the reason for most of them.
     labels = [line.label for line in samples.train]
     where, as_is = readable(samples.paths[0]), options.labels_as_is

@@ -117,7 +117,7 @@ class MaskRule:
 
     def __post_init__(self) -> None:
         if self.classes and self.foreground:
-            raise ValueError("--classes: expected it without --foreground, which makes two of them")
+            raise ValueError("--classes: expected no --foreground, which makes two of them")
         self._refuse_doubles()
         # A pixel that is both would silently be void.
         void = self.spans("void")
@@ -179,7 +179,7 @@ class MaskLook(msgspec.Struct, frozen=True, array_like=True, tag="mask"):
     named: list[str]
     """Values of the rule that occur in the mask."""
     counts: dict[str, int] = {}
-    """Number of pixels of each value that is not void, where masks have classes."""
+    """Where masks have classes: number of pixels of each by its name; of `AUTO`, of each value."""
     colours: dict[str, str] = {}
     """The colours of these values, where the file has a palette."""
 
@@ -306,8 +306,12 @@ def _look_at_classes(pixels: _Pixels, void: _Array, rule: MaskRule, path: Path) 
         DataError: a value stands for no class, or there are too many for `AUTO`.
     """
     counts = _counted(pixels.codes[~void])
+    named = {pixels.word(code): count for code, count in counts.items()}
     if rule.classes != AUTO:
-        strange = _counted(pixels.codes[~void & (_numbers(pixels, rule) == VOID_NUMBER)])
+        numbers = _numbers(pixels, rule)
+        strange = _counted(pixels.codes[~void & (numbers == VOID_NUMBER)])
+        inside = count_levels(numbers[~void]).tolist()
+        named = {name: inside[number] for number, (name, _) in enumerate(rule.named)}
         if strange:
             raise DataError(
                 f"{readable(path)}: expected values of --classes, got "
@@ -320,7 +324,6 @@ def _look_at_classes(pixels: _Pixels, void: _Array, rule: MaskRule, path: Path) 
             f"masks without either, or list the values in --classes"
         )
     height, width = pixels.codes.shape
-    words = {pixels.word(code): count for code, count in counts.items()}
     palette = pixels.palette
     return MaskLook(
         size=(width, height),
@@ -329,7 +332,7 @@ def _look_at_classes(pixels: _Pixels, void: _Array, rule: MaskRule, path: Path) 
         scale=0,
         values=[pixels.word(code) for code in _most_frequent(counts)],
         named=[span.text for span in rule.spans("void") if pixels.matches([span]).any()],
-        counts=dict(sorted(words.items())[: MOST_CLASSES + 1]),
+        counts={name: count for name, count in named.items() if count},
         colours={} if palette is None else {str(c): f"#{int(palette[c]):06x}" for c in counts},
     )
 
