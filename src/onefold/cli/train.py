@@ -98,7 +98,7 @@ LabelledData = Annotated[
 Paths = Annotated[
     list[Path],
     typer.Argument(
-        metavar="PATH...", help="Pictures or folders of them; for texts, files of one text a line."
+        metavar="PATH...", help="Pictures, their folders or tables; files of one text a line."
     ),
 ]
 

@@ -100,7 +100,7 @@ def check_balance(options: Any) -> None:
         ValueError: both options that do so were given.
     """
     once = not (options.balanced and options.class_weights == "auto")
-    expect(once, "balanced", "", "it alone or --class-weights auto alone: either is enough")
+    expect(once, "balanced", "", "it without --class-weights auto: either of them is enough")
 
 
 def usual_best_by(options: Any) -> BestBy:
