@@ -1,4 +1,4 @@
-"""What jobs that classify share: the loss, the scores, and the examples that a report shows."""
+"""One class for each sample: the loss, the scores, and the samples that a report shows."""
 
 from __future__ import annotations
 
@@ -10,19 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import onefold
-from onefold.jobs.options import expect
-from onefold.jobs.scores import ClassScores, Measure, Measured, Predict, class_baseline
+from onefold.jobs.scores import ClassScores, Measured, class_baseline
 
-__all__ = [
-    "Answer",
-    "BestBy",
-    "check_balance",
-    "class_task",
-    "classifier_examples",
-    "confidences",
-    "spread",
-    "usual_best_by",
-]
+__all__ = ["Answer", "BestBy", "ClassWeights", "choose_examples", "class_task", "spread"]
 
 SHOWN = 24
 """How many examples of each kind a report shows."""
@@ -32,6 +22,7 @@ BestBy = Literal[
     "rmse", "mae", "r2",
 ]  # fmt: skip
 """Of all tasks; `onefold.jobs.targets` has those of each."""
+ClassWeights = Literal["none", "auto"]
 Answer = Callable[[nn.Module, Any], tuple[torch.Tensor, torch.Tensor]]
 """Returns the logits for a shard, (n, classes) float32, and its labels, (n,) int64."""
 
@@ -90,78 +81,6 @@ def class_task(
         "class_counts": (train, test),
         "class_weights": None if weight is None else weight.tolist(),
         "sample_weights": None if by_sample is None else by_sample.tolist(),
-    }
-
-
-def check_balance(options: Any) -> None:
-    """Refuse to make up for frequent classes twice.
-
-    Raises:
-        ValueError: both options that do so were given.
-    """
-    once = not (options.balanced and options.class_weights == "auto")
-    expect(once, "balanced", "", "it without --class-weights auto: either of them is enough")
-
-
-def usual_best_by(options: Any) -> BestBy:
-    """By which score the best epoch is chosen if the user names none."""
-    # Who makes up for frequent classes wants the others recognised as well.
-    balanced = options.balanced or options.class_weights == "auto"
-    return "balanced-accuracy" if balanced else "accuracy"
-
-
-def confidences(answer: Answer) -> Measure:
-    """Make the measure of all that a classifier says of a sample.
-
-    It has the probability of every class, ``confidence`` (n, classes) float32, and the ``loss``
-    (n,) float32 of the label.
-    """
-
-    def measure(model: nn.Module, batch: Any) -> Measured:
-        logits, labels = answer(model, batch)
-        losses = F.cross_entropy(logits, labels, reduction="none")
-        return {"confidence": logits.softmax(dim=1), "loss": losses}
-
-    return measure
-
-
-def classifier_examples(
-    kind: str,
-    predict: Predict,
-    answer: Answer,
-    data: Any,
-    classes: Sequence[str],
-    show: Callable[[int], dict[str, Any]],
-) -> dict[str, Any]:
-    """Collect what a report shows of a trained classifier: its confusions, examples and mistakes.
-
-    Args:
-        kind: name of the job.
-        predict: reads and predicts a data set.
-        answer: of the model.
-        data: the data set to test with; its ``labels`` are the true classes, as numbers.
-        classes: the names of the classes.
-        show: returns what is shown of a sample besides its classes, by the sample's number.
-    """
-    sure, predicted = predict(confidences(answer), data)["confidence"].max(dim=1)
-    truth = torch.tensor(data.labels)
-    counts = ClassScores.of(truth.numpy(), predicted.numpy(), len(classes)).counts
-    samples, worst = choose_examples(truth, predicted, sure)
-
-    def entry(number: int) -> dict[str, Any]:
-        return {
-            **show(number),
-            "label": classes[int(truth[number])],
-            "predicted": classes[int(predicted[number])],
-            "confidence": float(sure[number]),
-        }
-
-    return {
-        "kind": kind,
-        "classes": list(classes),
-        "confusion": counts.tolist(),
-        "samples": [entry(number) for number in samples],
-        "worst": [entry(number) for number in worst],
     }
 
 

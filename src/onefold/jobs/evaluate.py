@@ -31,6 +31,7 @@ from onefold.jobs.data.tables import Columns
 from onefold.jobs.options import option, read_config
 from onefold.jobs.predict import (
     Input,
+    Predicted,
     Prediction,
     PredictOptions,
     Use,
@@ -43,7 +44,7 @@ from onefold.jobs.predict import (
 )
 from onefold.jobs.progress import reading_bar
 from onefold.jobs.runfolder import CONFIG, kept_facts, read_run
-from onefold.jobs.scores import Baseline, ClassScores, class_baseline, no_better
+from onefold.jobs.scores import Baseline, Measured, class_baseline, no_better
 from onefold.jobs.segment_pictures import (
     Padded,
     PicturePairs,
@@ -54,18 +55,15 @@ from onefold.jobs.segment_pictures import (
 )
 from onefold.jobs.targets import (
     Target,
+    class_scores,
     label_baseline,
-    label_scores,
     label_table,
     number_baseline,
-    number_scores,
+    scores_of,
 )
 from onefold.system.words import listed
 
 __all__ = ["EvaluateOptions", "Evaluation", "evaluate_run"]
-
-
-_Row = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,13 +157,6 @@ class _Facts(msgspec.Struct):
                 return each
         return None
 
-    def compared(self, scores: dict[str, float], baseline: Baseline | None) -> dict[str, Any]:
-        """Scores, those of the baseline, and whether they are better by the score of the run."""
-        name = self.score.partition(" ")[2]
-        known = baseline is not None and name in scores
-        warning = no_better(self.score, scores[name], baseline) if known and baseline else None
-        return {"scores": scores, "baseline": baseline, "warning": warning}
-
 
 @dataclass(frozen=True, slots=True)
 class _Labelled:
@@ -205,9 +196,10 @@ def evaluate_run(run: Path, data: Path, options: EvaluateOptions) -> Evaluation:
         raise DataError(f"{readable(found.where)}: expected labelled samples, found none")
     if options.output is not None:
         check_files_stay(found.inputs, options.output, masks=False)
-    rows = start(Use(facts.job, run, weights, found.inputs, options, job.score, found.arrays))
+    use = Use(facts.job, run, weights, found.inputs, options, job.score, found.arrays)
+    rows, measured = start(use)
     with kept_facts(run):
-        scores = job.sum_up(rows, facts)
+        scores = job.sum_up(measured, [each.label for each in found.inputs], facts)
     prediction = Prediction(rows, found.left_out)
     note = _trained_with(run, facts.job, found)
     return Evaluation(
@@ -228,47 +220,38 @@ def _trained_with(run: Path, job: str, found: _Labelled) -> str | None:
     )
 
 
-def _sum_up_classes(rows: list[_Row], facts: _Facts) -> dict[str, Any]:
-    numbers = {name: number for number, name in enumerate(facts.classes)}
-    loss = float(np.mean([row.pop("loss") for row in rows]))
-    truth = np.array([numbers[row["label"]] for row in rows])
-    predicted = np.array([numbers[row["classes"][0]["class"]] for row in rows])
-    by_class = ClassScores.of(truth, predicted, len(facts.classes))
-    counts, baseline = facts.class_counts, None
+def _sum_up_targets(found: Measured, labels: list[str], facts: _Facts) -> dict[str, Any]:
+    """Score one class for each sample, several, or a number; and the baseline if there is one."""
+    target, classes, counts = facts.target, facts.classes, facts.class_counts
+    baseline = None
+    truth = np.array(numbered([read_label(each, target.task) for each in labels], classes))
+    summed: dict[str, Any] = {"scores": scores_of(found, truth, target)}
+    if target.task == "regression":
+        baseline = number_baseline(truth, target)
     # Runs of earlier versions do not say how frequent their classes were.
-    if counts is not None:
-        baseline = class_baseline(counts[0], by_class.support.tolist(), facts.classes)
-    rows = [*by_class.rows(facts.classes)]
-    found = facts.compared({"loss": loss, **by_class.overall}, baseline)
-    return {**found, "by_class": rows, "confusion": by_class.counts.tolist()}
-
-
-def _sum_up_targets(rows: list[_Row], facts: _Facts) -> dict[str, Any]:
-    """Score several classes for each sample, or a number; or one class, as `_sum_up_classes`."""
-    target = facts.target
-    if target.task == "single-label":
-        return _sum_up_classes(rows, facts)
-    loss = float(np.mean([row.pop("loss") for row in rows]))
-    labels = [read_label(row["label"], target.task) for row in rows]
-    truth = np.array(numbered(labels, facts.classes))
-    if target.task == "multi-label":
-        columns = [f"confidence {name}" for name in facts.classes]
-        said = np.array([[row[name] for name in columns] for row in rows])
-        counts, least = facts.class_counts, None
+    elif target.task == "multi-label":
+        summed["by_class"] = label_table(truth, found["confidence"].numpy(), classes)
         if counts is not None:
-            least = label_baseline(counts[0], facts.train_samples, truth, facts.classes)
-        found = facts.compared({"loss": loss, **label_scores(truth, said)}, least)
-        return {**found, "by_class": label_table(truth, said, facts.classes)}
-    scores = number_scores(truth, np.array([row["value"] for row in rows]))
-    return facts.compared({"loss": loss, **scores}, number_baseline(truth, target))
+            baseline = label_baseline(counts[0], facts.train_samples, truth, classes)
+    else:
+        scores = class_scores(found, truth, len(classes))
+        summed["by_class"] = [*scores.rows(classes)]
+        summed["confusion"] = scores.counts.tolist()
+        if counts is not None:
+            baseline = class_baseline(counts[0], scores.support.tolist(), classes)
+    return _compared(summed, baseline, facts)
 
 
-def _sum_up_masks(rows: list[_Row], facts: _Facts) -> dict[str, Any]:
-    found = {
-        # Counts of pixels, which float32 would round.
-        name: torch.tensor([row.pop(name) for row in rows], dtype=torch.float64)
-        for name in _PIXELS
-    }
+def _compared(summed: dict[str, Any], baseline: Baseline | None, facts: _Facts) -> dict[str, Any]:
+    """Add the baseline, and whether the score of the run is no better."""
+    name = facts.score.partition(" ")[2]
+    if baseline is None or name not in summed["scores"]:
+        return {**summed, "baseline": baseline}
+    warning = no_better(facts.score, summed["scores"][name], baseline)
+    return {**summed, "baseline": baseline, "warning": warning}
+
+
+def _sum_up_masks(found: Measured, labels: list[str], facts: _Facts) -> dict[str, Any]:
     classes = msgspec.convert(facts.mask_model.get("classes", ()), tuple[MaskClass, ...])
     baseline, counts = None, facts.class_counts
     if counts is not None:
@@ -276,10 +259,8 @@ def _sum_up_masks(rows: list[_Row], facts: _Facts) -> dict[str, Any]:
         test = given if classes else [int(found["counted"].sum()) - given[0], given[0]]
         baseline = mask_baseline(counts[0], test, classes, facts.pos_weight)
     by_class = class_ious(found, classes) if classes else []
-    return {
-        **facts.compared(mask_scores(found, classes), baseline),
-        "by_class": by_class,
-    }
+    summed = {"scores": mask_scores(found, classes), "by_class": by_class}
+    return _compared(summed, baseline, facts)
 
 
 def _strange(path: Path, label: str, facts: _Facts, line: int | None = None) -> BadFile:
@@ -305,7 +286,7 @@ def _pictures(run: Path, data: Path, facts: _Facts, options: EvaluateOptions) ->
     require_folder(data, "a folder of class folders, or a table")
     if any(data.glob("*-images-idx3-ubyte*")):
         return _arrays(data, facts)
-    folder = test_folder(data) if (data / "train").is_dir() else data
+    folder = test_folder(data, choosing=False) if (data / "train").is_dir() else data
     bad: list[BadFile] = []
     inputs = []
     strange: dict[str, BadFile] = {}
@@ -366,7 +347,7 @@ def _masks(run: Path, data: Path, facts: _Facts, options: EvaluateOptions) -> _L
     del options  # masks are in no table
     require("reading pictures", "images", "PIL")
     require_folder(data, "a folder with images and masks")
-    folder = test_folder(data) if (data / "train").is_dir() else data
+    folder = test_folder(data, choosing=False) if (data / "train").is_dir() else data
     bad: list[BadFile] = []
     with reading_bar() as watch:
         scanning = Scanning(watch=watch)
@@ -391,11 +372,9 @@ def _mask_rule(run: Path) -> MaskRule:
 
 
 _RULE = "foreground", "void"
-_PIXELS = "loss", "overlap", "predicted", "given", "counted"
-"""What is measured of each picture, and summed over all."""
 
 
-def _score_masks(use: Use) -> list[_Row]:
+def _score_masks(use: Use) -> Predicted:
     """Compare the masks of all pictures with those that they should have; on every device."""
     kind = segment_job.MaskModel.of_run(use.run)
     facts = msgspec.convert(read_run(use.run, shape=_Facts), _Facts)
@@ -407,12 +386,11 @@ def _score_masks(use: Use) -> list[_Row]:
     data = PicturePairs(pairs, kind.normalise, _mask_rule(use.run), kind.white)
     size = segment_job.EVALUATION_BATCH_SIZE
     found = use.measured(model, measure, data, Padded(model.stride), batch_size=size)
-    iou, dice = mask_scores_of_each(found)
-    columns = {"iou": iou, "dice": dice, **{name: found[name] for name in _PIXELS}}
+    scores = (each.tolist() for each in mask_scores_of_each(found))
     return [
-        {**each.row, **{name: values[number].tolist() for name, values in columns.items()}}
-        for number, each in enumerate(use.inputs)
-    ]
+        {**each.row, "iou": iou, "dice": dice}
+        for each, iou, dice in zip(use.inputs, *scores, strict=True)
+    ], found
 
 
 class _Job(NamedTuple):
@@ -420,10 +398,10 @@ class _Job(NamedTuple):
 
     read: Callable[[Path, Path, _Facts, EvaluateOptions], _Labelled]
     """Finds the samples, of a run and in the data."""
-    score: Callable[[Use], list[_Row]]
+    score: Callable[[Use], Predicted]
     """Predicts them, on every device."""
-    sum_up: Callable[[list[_Row], _Facts], dict[str, Any]]
-    """Takes out of the rows what they amount to: the scores of an `Evaluation`."""
+    sum_up: Callable[[Measured, list[str], _Facts], dict[str, Any]]
+    """What was measured amounts to, with these labels: the scores of an `Evaluation`."""
 
 
 _JOBS = {

@@ -19,7 +19,7 @@ from torch.utils.data import Subset
 import onefold
 from onefold.errors import DataError
 from onefold.jobs import finetune, require
-from onefold.jobs.classifier import spread
+from onefold.jobs.classifier import ClassWeights, spread
 from onefold.jobs.data.maskclasses import AUTO, MaskClass, coloured_mask, list_classes
 from onefold.jobs.data.masks import MaskRule, read_mask
 from onefold.jobs.data.pairs import MaskedPictures, read_pairs
@@ -75,6 +75,7 @@ Encoder = Literal["vgg16", "resnet18", "resnet34", "resnet101"]
 Switch = Literal["yes", "no"]
 
 JOB = "segment"
+HELP = "Pictures with a mask each, by a U-Net."
 HEAD = "head"
 USUAL_ENCODER: Encoder = "resnet34"
 USUAL_WIDTH = 64
@@ -99,10 +100,9 @@ class SegmentOptions(PictureOptions):
     optimizer: Optimizer = again("optimizer", "adamw")
     weight_decay: float = again("weight_decay", 0.01)
     warmup_epochs: float = again("warmup_epochs", 1.0)
-    class_weights: Literal["none", "auto"] = again(
-        "class_weights",
+    class_weights: ClassWeights = option(
         "none",
-        help="With --classes: weigh them in the loss; auto: the more, the fewer pixels they have.",
+        "With --classes: weigh them in the loss; auto: the more, the fewer pixels they have.",
     )
     best_by: Literal["iou", "dice", "loss"] | None = again("best_by", shown="iou")
     encoder: Encoder | None = option(
