@@ -193,5 +193,5 @@ def test_masks_of_several_classes_are_learnt_drawn_and_scored(tmp_path: Path) ->
     assert asdict(found.baseline) == said["baseline"]
     assert sum(said["class_weights"]) > 3  # of classes as frequent as each other
     page = build_report(run).read_text()
-    assert "Overlap over the whole test set" in page
+    assert "Overlap on the whole test set" in page
     assert "background: #c08080" in page
