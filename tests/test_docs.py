@@ -339,7 +339,7 @@ def test_the_examples_that_start_processes(
 
 # Names and lines
 
-NOT_OURS = {"pickle.py"}
+NOT_OURS = {"pickle.py", "sitecustomize.py"}
 """Files that somebody else may have put somewhere, of which the documents speak."""
 WHOLE_PAGES = {*execute.pages()} - {DOCS / "studies" / "log.md"}  # which speaks of what was
 COUNTER = runpy.run_path(str(ROOT / "examples" / "ports" / "count_lines.py"))
