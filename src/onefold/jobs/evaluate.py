@@ -249,7 +249,7 @@ def _pictures(run: Path, data: Path, facts: _Facts, options: EvaluateOptions) ->
     require_folder(data, "a folder of class folders, or a table")
     if any(data.glob("*-images-idx3-ubyte*")):
         return _arrays(data, facts)
-    folder = test_folder(data) if (data / "train").is_dir() else data
+    folder = test_folder(data, choosing=False) if (data / "train").is_dir() else data
     bad: list[BadFile] = []
     inputs = []
     strange: dict[str, BadFile] = {}
@@ -308,7 +308,7 @@ def _masks(run: Path, data: Path, facts: _Facts, options: EvaluateOptions) -> _L
     del options  # masks are in no table
     require("reading pictures", "images", "PIL")
     require_folder(data, "a folder with images and masks")
-    folder = test_folder(data) if (data / "train").is_dir() else data
+    folder = test_folder(data, choosing=False) if (data / "train").is_dir() else data
     bad: list[BadFile] = []
     with reading_bar() as watch:
         scanning = Scanning(watch=watch)
