@@ -1,5 +1,6 @@
 """``onefold init`` writes scripts that run, and refuses what it cannot write one for."""
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -137,10 +138,20 @@ def test_what_has_no_script_is_refused(
     assert not (tmp_path / "train.py").exists()
 
 
-def test_masks_are_a_job(tmp_path: Path) -> None:
+@for_each("part", ["", "train"])
+def test_masks_are_a_job(tmp_path: Path, part: str) -> None:
     for name in ("images", "masks"):
-        (tmp_path / name).mkdir()
+        (tmp_path / "data" / part / name).mkdir(parents=True, exist_ok=True)
     with pytest.raises(DataError, match="onefold train segment --data"):
+        write_script(tmp_path / "data", tmp_path / "train.py")
+
+
+def test_parts_of_a_data_set_are_no_classes(tmp_path: Path) -> None:
+    photos(tmp_path)
+    for name, part in (("a b", "train_images"), ("c", "test_images")):
+        (tmp_path / "photos" / "train" / name).rename(tmp_path / part)
+    shutil.rmtree(tmp_path / "photos")
+    with pytest.raises(DataError, match="which name parts of a data set"):
         write_script(tmp_path, tmp_path / "train.py")
 
 

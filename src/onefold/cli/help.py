@@ -77,6 +77,20 @@ def declare(
 class Command(TyperCommand):
     """A command whose help has its options under headings."""
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the arguments; an option that only other commands of a group have names these."""
+        # Behind the commands of the program itself may be the arguments of a script.
+        group: Any = ctx.parent.command if ctx.parent and ctx.parent.parent else None
+        for name in (each.partition("=")[0] for each in args if group and each.startswith("--")):
+            having = [
+                f"{ctx.parent.command_path} {command.name}"
+                for command in group.commands.values()
+                if any(name in (*each.opts, *each.secondary_opts) for each in command.params)
+            ]
+            if having and ctx.command_path not in having:
+                ctx.fail(f"No such option: {name}. It belongs to {' and '.join(having)}")
+        return super().parse_args(ctx, args)
+
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write arguments and options, each group under its heading."""
         found = []

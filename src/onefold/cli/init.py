@@ -13,6 +13,7 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from onefold.errors import DataError
+from onefold.jobs.data.layouts import refuse_other_layouts
 from onefold.system.words import listed
 
 __all__ = ["write_script"]
@@ -95,13 +96,14 @@ def look(path: Path | None) -> Data:
 
 
 def _folder(path: Path) -> Data:
+    refuse_other_layouts(path, "classify")
     names = {each.name for each in path.iterdir()}
-    if {"images", "masks"} <= names:
+    inside = path / "train" if "train" in names else path
+    if {"images", "masks"} <= {each.name for each in inside.iterdir()}:
         raise DataError(
             f"{path} has images and masks: no script is needed, use onefold train segment "
             f"--data {path}"
         )
-    inside = path / "train" if "train" in names else path
     classes = [each for each in inside.iterdir() if each.is_dir() and not each.name.startswith(".")]
     with_pictures = [each for each in classes if _has_picture(each)]
     if len(with_pictures) < 2:
@@ -176,7 +178,8 @@ def _table(path: Path) -> Data:
     if len(texts) == len(names) - 1:
         raise DataError(
             f"{path}: expected numbers in one or more columns before the last, which is predicted; "
-            f"not so {listed(texts)}. Texts with a label are a job: onefold train text --help"
+            f"not so {listed(texts)}. Texts and pictures with a label are jobs: onefold train "
+            f"text --help, onefold train classify --help"
         )
     targets = [row[-1] for row in rows if row[-1].strip()]
     whole = all(target.strip().lstrip("-").isdecimal() for target in targets)

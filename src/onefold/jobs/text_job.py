@@ -142,7 +142,9 @@ def prepare(options: TextOptions, scanning: Scanning | None = None) -> TextSplit
     """
     path = Path(options.data)
     columns = Columns("text", options.text_column, options.label_column)
-    samples = read_listed(path, options.dev, columns, options.task)
+    samples = read_listed(
+        path, options.dev, columns, options.task, labels_as_is=options.labels_as_is
+    )
     # Before bad lines are reported: labels of another kind may be the reason for most of them.
     labels = [line.label for line in samples.train]
     where, as_is = readable(samples.paths[0]), options.labels_as_is

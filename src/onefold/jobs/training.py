@@ -297,12 +297,14 @@ class Training:
         )
         lines = [opening]
         if self.task.class_counts:
-            lines.append(visible(count_line(facts["classes"], *self.task.class_counts)))
+            each = self.task.baseline.each if self.task.baseline else "sample"
+            counts = self.task.class_counts
+            lines.append(visible(count_line(facts["classes"], *counts, each)))
         if self.task.baseline:
             rule, baseline = self._rule, self.task.baseline
             name = rule.partition(" ")[2]
             lines.append(
-                f"baseline: {baseline.answer!r} for every sample has test {name} "
+                f"baseline: {baseline} has test {name} "
                 f"{spell(name, baseline.scores[name])}; the {rule} chooses the best epoch"
             )
         if trainer.steps:
@@ -381,8 +383,8 @@ class Training:
             "stale": self._stale,
         }
         self.folder.say(**end)
-        shown = {"confusion": examples.get("confusion"), "is_lead": self.trainer.is_lead}
-        return {**self._facts(), **end, **shown}
+        shown = {name: examples.get(name) for name in ("confusion", "labels", "ious")}
+        return {**self._facts(), **end, **shown, "is_lead": self.trainer.is_lead}
 
     def _examples(self) -> dict[str, Any]:
         """Predictions of the best model for the test set; the trainer is left as it was.

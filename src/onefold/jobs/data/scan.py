@@ -78,7 +78,7 @@ class _Scan(msgspec.Struct):
     """The file that `pack_scan` writes."""
 
     files: dict[str, Seen[Look | MaskLook]]
-    format: Literal[2]
+    format: Literal[3]
     """Raised whenever what is kept changes its form or meaning; older scans are then ignored."""
 
 
@@ -193,7 +193,7 @@ def pack_scan(files: Iterable[tuple[Path, Seen[Any]]], root: Path) -> str:
     """
     named = {name_below(path, root): seen for path, seen in files}
     # Not by msgspec alone, which refuses names that are not UTF-8.
-    return json.dumps(msgspec.to_builtins(_Scan(named, 2)))
+    return json.dumps(msgspec.to_builtins(_Scan(named, 3)))
 
 
 def _stamp(path: Path) -> tuple[int, ...] | None:

@@ -177,7 +177,10 @@ def _settled(table: _Table, columns: Columns, task: TaskName | None) -> Columns:
         )
     needed = columns.label if task else ()
     _require(table, [*needed, *([columns.sample] if columns.sample else [])])
-    sample = columns.sample or _usual(table, columns.kind, columns.label)
+    # Of two columns the other one is the sample, whatever its name.
+    usual = usual_column(table.names, "label")
+    others = columns.label or ((usual,) if usual else ())
+    sample = columns.sample or _usual(table, columns.kind, others)
     if task is None:
         return columns._replace(sample=sample)
     label = columns.label or (_usual(table, "label", (sample,)),)
