@@ -50,7 +50,8 @@ def test_every_help_fits_80_columns_and_begins_with_examples() -> None:
 def test_examples_name_options_that_exist() -> None:
     for words in every_command():
         text = shown(*words)
-        options = set(re.findall(r"^  (-[-\w]+)", text, re.MULTILINE))
+        named = re.findall(r"^  (-[-\w]+(?:, -[-\w]+)*)", text, re.MULTILINE)
+        options = {each for names in named for each in names.split(", ")}
         for example in re.findall(r"^    onefold (.*?)(?:  +#|$)", text, re.MULTILINE):
             own = re.split(r" \S+\.py| -- ", example)[0].split()
             assert {each for each in own if each.startswith("-")} <= options, example

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import csv
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from onefold.errors import DataError
 from onefold.system.words import listed
@@ -26,7 +27,10 @@ _MISSING = ("", "NA", "N/A", "NaN", "nan", "null", "None", "?")
 _INPUTS = ("x", "X", "images", "inputs", "data", "features")
 _TARGET_ARRAYS = ("y", "Y", "labels", "targets", "target", "label")
 _FEW = 20
-"""Up to so many different whole numbers are taken for classes."""
+"""Up to so many different whole numbers, or texts, are taken for classes."""
+_LEAST_SIDE = 8
+"""Smaller arrays of two dimensions are taken for no pictures."""
+_CHANNELS = (1, 3, 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +38,7 @@ class Data:
     """What somebody's data are."""
 
     kind: str
-    """``none``, ``pictures``, ``table`` or ``arrays``."""
+    """``none``, ``pictures``, ``table``, ``arrays`` or ``image arrays``."""
     path: str = ""
     classes: bool = True
     """Whether the targets are classes, or else numbers."""
@@ -43,6 +47,10 @@ class Data:
     delimiter: str = ","
     left_out: tuple[str, ...] = ()
     """Of a table, the names of columns that nothing is predicted from, as they have texts."""
+    choices: tuple[str, ...] = ()
+    """Of a table, the names of columns with few different texts."""
+    form: str = ".flatten(1)"
+    """What turns an array of inputs into what the model takes, in Python."""
     arrays: tuple[str, str] = ("x", "y")
     """Names of the arrays of inputs and targets."""
 
@@ -106,7 +114,8 @@ def _folder(path: Path) -> Data:
     if len(with_pictures) < 2:
         raise DataError(
             f"{inside}: expected two or more class folders with pictures, found "
-            f"{listed(sorted(each.name for each in with_pictures)) or 'none'}"
+            f"{listed(sorted(each.name for each in with_pictures)) or 'none'}. Texts with a label "
+            f"are a job: onefold train text --data {path}"
         )
     within = {
         each.name: {deeper.name for deeper in each.iterdir() if deeper.is_dir()}
@@ -136,6 +145,7 @@ def _arrays(path: Path) -> Data:
             inputs = next((name for name in _INPUTS if name in names), None)
             targets = next((name for name in _TARGET_ARRAYS if name in names), None)
             kind = arrays[targets].dtype.kind if targets else ""
+            form = _form(arrays[inputs]) if inputs else None
     except (ValueError, OSError) as error:
         raise DataError(f"{path}: expected a NumPy file of arrays x and y: {error}") from error
     if inputs is None or targets is None:
@@ -143,7 +153,18 @@ def _arrays(path: Path) -> Data:
             f"{path}: expected arrays x and y, it has {listed(sorted(names))}. Name the inputs x "
             f"and the targets y: numpy.savez({str(path)!r}, x=..., y=...)"
         )
-    return Data("arrays", str(path), classes=kind in "iub", arrays=(inputs, targets))
+    data = Data("arrays", str(path), classes=kind in "iub", arrays=(inputs, targets))
+    return data if form is None else replace(data, kind="image arrays", form=form)
+
+
+def _form(inputs: Any) -> str | None:
+    """What makes pictures (n, channels, height, width) of an array; None if it has none."""
+    last = inputs.shape[1:]
+    if len(last) not in (2, 3) or (len(last) == 2 and min(last) < _LEAST_SIDE):
+        return None
+    turned = len(last) == 3 and last[-1] in _CHANNELS and last[0] not in _CHANNELS
+    form = "[:, None]" if len(last) == 2 else ".permute(0, 3, 1, 2)" if turned else ""
+    return f"{form} / 255" if inputs.dtype.kind == "u" else form
 
 
 def _table(path: Path) -> Data:
@@ -167,15 +188,19 @@ def _table(path: Path) -> Data:
                 f"{path}, row {number}: expected {len(names)} columns, as in the first row, got "
                 f"{len(row)}"
             )
-    texts = tuple(
-        name
+    texts = {
+        name: len({row[place] for row in rows})
         for place, name in enumerate(names[:-1])
         if not all(_is_number(row[place], delimiter) for row in rows)
-    )
-    if len(texts) == len(names) - 1:
+    }
+    # A text of its own in each row, such as a name, says nothing of other rows.
+    choices = tuple(name for name, count in texts.items() if 1 < count <= min(_FEW, len(rows) // 2))
+    left_out = tuple(name for name in texts if name not in choices)
+    if len(left_out) == len(names) - 1:
         raise DataError(
             f"{path}: expected numbers in one or more columns before the last, which is predicted; "
-            f"not so {listed(texts)}. Texts with a label are a job: onefold train text --help"
+            f"not so {listed(left_out)}. Texts with a label are a job: onefold train text --data "
+            f"{path}"
         )
     targets = [row[-1] for row in rows if row[-1].strip()]
     whole = all(target.strip().lstrip("-").isdecimal() for target in targets)
@@ -188,7 +213,8 @@ def _table(path: Path) -> Data:
         classes=classes,
         target=names[-1],
         delimiter=delimiter,
-        left_out=texts,
+        left_out=left_out,
+        choices=choices,
     )
 
 
@@ -217,6 +243,9 @@ def _script(data: Data) -> str:
         if data.delimiter == ","
         else f"csv.reader(file, delimiter={_quoted(data.delimiter)})",
         "OUT": ", ".join(map(_quoted, data.left_out)),
+        "CHOICES": ", ".join(map(_quoted, data.choices)),
+        "FORM": data.form,
+        "CHANNELS": "3" if data.kind == "pictures" else "x.shape[1]",
         "NUMBER": "text" if data.delimiter == "," else 'text.replace(",", ".")',
         "GIVEN": "row[-1].strip()" if data.classes else "row[-1].strip() not in MISSING",
         "MISSING": ", ".join(map(_quoted, _MISSING)),
@@ -231,7 +260,7 @@ def _script(data: Data) -> str:
         else '"accuracy": model(inputs).argmax(dim=1) == targets',
     }
     text = "\n".join([_HEAD, imports, dataset, _LOSS, model, _LOOP])
-    text = text.replace("<TARGETS>", _TARGETS.get((data.kind, data.classes), ""))
+    text = text.replace("<TARGETS>", _TARGETS.get((data.kind.split()[-1], data.classes), ""))
     # All at once: what comes from outside may look like a mark.
     return re.sub("<([A-Z]+)>", lambda mark: values[mark[1]], text)
 
@@ -307,7 +336,8 @@ outputs = len(data.classes)\
 _TABLE_DATA = """\
 with open(<PATH>, newline="", encoding="utf-8-sig") as file:
     names, *rows = [row for row in <CSV> if row]
-LEFT_OUT = [<OUT>]  # columns that are no numbers
+LEFT_OUT = [<OUT>]  # columns of many different texts
+CHOICES = [<CHOICES>]  # columns of few different texts: a 0 or 1 for each of these
 MISSING = [<MISSING>]
 
 
@@ -316,8 +346,12 @@ def number(text):
 
 
 rows = [row for row in rows if <GIVEN>]  # those with a target
-places = [place for place, name in enumerate(names[:-1]) if name not in LEFT_OUT]
-x = torch.tensor([[number(row[place]) for place in places] for row in rows])
+columns = list(enumerate(names[:-1]))
+places = [place for place, name in columns if name not in LEFT_OUT + CHOICES]
+texts = [(p, t) for p, name in columns if name in CHOICES for t in sorted({r[p] for r in rows})]
+x = torch.tensor(
+    [[number(r[p]) for p in places] + [float(r[p] == t) for p, t in texts] for r in rows]
+)
 x = torch.where(x.isnan(), x.nanmean(dim=0), x).nan_to_num()  # a missing value: the mean
 x = (x - x.mean(dim=0)) / x.std(dim=0).clamp(min=1e-6)
 <TARGETS>
@@ -326,7 +360,7 @@ data = torch.utils.data.TensorDataset(x, y)\
 
 _ARRAY_DATA = """\
 arrays = np.load(<PATH>)
-x = torch.from_numpy(arrays[<INPUTS>]).float().flatten(1)
+x = torch.from_numpy(arrays[<INPUTS>]).float()<FORM>
 <TARGETS>
 data = torch.utils.data.TensorDataset(x, y)\
 """
@@ -362,7 +396,7 @@ outputs = 1\
 
 _CONVOLUTIONS = """\
 model = torch.nn.Sequential(
-    torch.nn.Conv2d(3, 32, 3, stride=2, padding=1),
+    torch.nn.Conv2d(<CHANNELS>, 32, 3, stride=2, padding=1),
     torch.nn.ReLU(),
     torch.nn.Conv2d(32, 64, 3, stride=2, padding=1),
     torch.nn.ReLU(),
@@ -384,14 +418,12 @@ model = torch.nn.Sequential(
 )\
 """
 
+_OF_ARRAYS = "import numpy as np\nimport onefold\nimport torch\n"
 _PARTS = {
     "none": ("import onefold\nimport torch\n", _NO_DATA, _PERCEPTRON),
     "table": ("import csv\n\nimport onefold\nimport torch\n", _TABLE_DATA, _PERCEPTRON),
-    "arrays": (
-        "import numpy as np\nimport onefold\nimport torch\n",
-        _ARRAY_DATA,
-        _PERCEPTRON,
-    ),
+    "arrays": (_OF_ARRAYS, _ARRAY_DATA, _PERCEPTRON),
+    "image arrays": (_OF_ARRAYS, _ARRAY_DATA, _CONVOLUTIONS),
     "pictures": (
         (
             "from pathlib import Path\n\nimport numpy as np\nimport onefold\nimport torch\n"

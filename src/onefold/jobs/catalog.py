@@ -29,7 +29,7 @@ JOBS = tuple(
             "Pictures with one label each: from class folders, IDX files or digits.",
         ),
         (segment_job, segment_job.SegmentOptions, "Pictures with a mask each, by a U-Net."),
-        (text_job, text_job.TextOptions, "Texts with one label each, from TSV files."),
+        (text_job, text_job.TextOptions, "Texts with labels, from TSV files and other tables."),
     )
 )
 

@@ -22,6 +22,7 @@ from onefold.jobs import require
 from onefold.jobs.data.fetch import fetch_file
 from onefold.jobs.models.catalog import TIMM_PREFIX, import_timm
 from onefold.system.ownfiles import open_plain
+from onefold.system.words import cause_of
 
 __all__ = ["HUB_PREFIX", "TORCHVISION", "find_weights", "model_named", "timm_facts"]
 
@@ -108,7 +109,7 @@ def _from_torchvision(name: str, server: str) -> Path:
         fetch_file(address, path, sha256=beginning, most_bytes=_LARGEST_BYTES)
     except (OSError, ValueError) as error:  # requests raises OSErrors
         raise CheckpointError(
-            f"--pretrained {_PREFIX}{name}: {address} could not be fetched: {error}\n"
+            f"--pretrained {_PREFIX}{name}: {address} could not be fetched: {cause_of(error)}\n"
             f"check the network, or put the file by hand at {path}"
         ) from error
     return path
@@ -136,7 +137,8 @@ def _from_hub(name: str, pretrained: str, *, whole: bool) -> Path:
         # Any: the library raises those of the network, of its own and of the file system.
         except Exception as error:
             failure = error
-    reason = failure or "it has no weights in safetensors or pytorch_model.bin"
+    none = "it has no weights in safetensors or pytorch_model.bin"
+    reason = cause_of(failure) if failure else none
     raise CheckpointError(
         f"--pretrained {pretrained}: https://huggingface.co/{repository} could not be fetched: "
         f"{reason}\ncheck the network, or fetch it elsewhere (hf download {repository} --local-dir "

@@ -62,7 +62,7 @@ def rule_of(name: str) -> str:
 
 def is_share(name: str) -> bool:
     """Whether a score is shown in percent."""
-    return any(each in name.lower() for each in ("accuracy", "f1"))
+    return any(each in name.lower() for each in ("accuracy", "f1", "precision"))
 
 
 def spell(name: str, value: float) -> str:

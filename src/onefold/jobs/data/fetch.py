@@ -18,6 +18,7 @@ from typing import BinaryIO
 from onefold.errors import DataError
 from onefold.jobs import require
 from onefold.system.ownfiles import aside_of, open_plain
+from onefold.system.words import cause_of
 
 __all__ = ["fetch_dataset", "fetch_file"]
 
@@ -145,7 +146,7 @@ def _fetch(file: str, wanted: RemoteSet, folder: Path, timeout_s: float) -> None
             )
             return
         except (OSError, ValueError) as failure:  # requests raises OSErrors
-            failures.append(f"  {mirror}{file}: {failure}")
+            failures.append(f"  {mirror}{file}: {cause_of(failure)}")
     tried = "\n".join(failures)
     raise DataError(
         f"{file} could not be fetched:\n{tried}\n"
