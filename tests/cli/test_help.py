@@ -90,6 +90,23 @@ def test_words_are_completed(words: str, expected: set[str]) -> None:
     assert set(result.output.split()) == expected
 
 
+@for_each(
+    ("words", "error"),
+    [
+        ("train text --mixup 0.2", "in onefold train text: it is one of onefold train classify\n"),
+        ("train segment --dev a", "of onefold train classify, onefold train text\n"),
+        ("train text --crop 3", "of onefold train segment\n"),
+        ("why a --shard 3", "--shard in onefold why: it is one of onefold replay\n"),
+        ("run --nowhere", "No such option: --nowhere\n"),
+        ("run --device 2", "No such option: --device (Possible options: --devices"),
+        ("train text --task words", "Invalid value for '--task': 'words' is not one of"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_an_option_is_said_with_where_it_belongs(words: str, error: str) -> None:
+    result = CliRunner().invoke(app, words.split(), prog_name="onefold")
+    assert (result.exit_code, error in result.output) == (2, True), result.output
+
+
 def printed(*arguments: str, code: int = 0) -> Any:
     """The JSON object that a command prints, which is the last line of stdout."""
     done = subprocess.run(

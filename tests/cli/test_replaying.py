@@ -1,9 +1,11 @@
 """``onefold replay``, ``why`` and ``compare``, as somebody types them."""
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,6 +46,12 @@ def onefold(folder: Path, *words: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
+def read_json(text: str) -> Any:
+    """The object that a command has printed with ``--json``, which is a line of its own."""
+    (line,) = (each for each in text.splitlines() if each.startswith("{"))
+    return json.loads(line)
+
+
 def trained(folder: Path, name: str, *words: str, devices: str = "cpu:2") -> None:
     (folder / "train.py").write_text(SCRIPT)
     command = ["run", "--devices", devices, "--checkpoint", name, "--every", "5"]
@@ -72,8 +80,9 @@ def test_a_step_is_computed_again_and_put_into_a_bundle(tmp_path: Path) -> None:
     assert code == 0, text
     for path in ("train.py", "model.pt"):
         (tmp_path / path).unlink()
-    code, text = onefold(tmp_path, "replay", "step.zip", "--devices", "cpu:2")
+    code, text = onefold(tmp_path, "replay", "step.zip", "--devices", "cpu:2", "--json")
     assert code == 0, text
+    assert len(read_json(text)["shards"]) == 4
     assert "4 shards have the bits of the record." in text
     code, text = onefold(tmp_path, "replay", "run", "--step", "3")
     assert code == 2
@@ -105,6 +114,11 @@ def test_the_sample_that_made_the_loss_jump_is_named(tmp_path: Path) -> None:
     assert code == 0, text
     assert ", number 41 of the data set: loss " in text
     assert "first operation whose result is " in text
+    code, text = onefold(tmp_path, "why", "--json", "run")
+    said = read_json(text)
+    assert said["departure"]["step"] == said["findings"]["step"]
+    samples = {each["shard"]: each["samples"] for each in said["findings"]["shards"]}
+    assert 41 in [each["number"] for shard in said["shards"] for each in samples[shard]]
     trained(tmp_path, "last", "short", "bad=41")  # in the last batch of an epoch, of 2 samples
     code, text = onefold(tmp_path, "why", "last")
     assert code == 0, text
@@ -127,7 +141,13 @@ def test_two_runs_are_compared_down_to_sample_and_operation(tmp_path: Path) -> N
     assert "Step 1: the loss of shards 0, 1, 2, 3 differs." in text
     assert "forward, aten.relu in 1 (" in text
     assert "in the other run forward, aten.tanh in 1 (" in text
-    assert "the arguments: , and tanh" in text
+    assert "the arguments: none, and tanh" in text
+    code, text = onefold(tmp_path, "compare", "--json", "one", "other")
+    found = read_json(text)
+    assert (code, found["equal"], found["causes"]) == (1, False, ["the arguments: none, and tanh"])
+    assert found["first"]["shards"] == [0, 1, 2, 3]
+    same = read_json(onefold(tmp_path, "compare", "--json", "one", "same")[1])
+    assert (same["equal"], same["steps"], same["first"]) == (True, 12, None)
     code, text = onefold(tmp_path, "compare", "one", "bad")
     assert code == 1, text
     assert "(numbers 41, 41 of the data)" in text

@@ -35,6 +35,8 @@ __all__ = ["compare_runs", "find_commit", "first_difference"]
 _OF_NO_ACCOUNT = {"the plan", "the placement", "a hash", "the stages"}
 """Words of a description on which no bit depends."""
 _FEW = 8
+_SHOWN = 100
+"""Characters of a setting that are printed: the state of a schedule may have thousands."""
 
 
 class FirstDifference(NamedTuple):
@@ -231,15 +233,15 @@ def _print_causes(console: Console, runs: Sequence[Rerun], step: int, *, differ:
 
 
 def _causes(one: Begun, two: Begun) -> list[str]:
-    lines = []
+    lines, words = [], [" ".join(each.command[1:]) or "none" for each in (one, two)]
+    if words[0] != words[1]:
+        lines.append(f"the arguments: {words[0]}, and {words[1]}")
     of_runs = ((b.description, b.libraries, b.flags) for b in (one, two))
     for first, second in zip(*of_runs, strict=True):
         for name in first | second:
             then, now = first.get(name, "none"), second.get(name, "none")
             if then != now and name not in _OF_NO_ACCOUNT:
-                lines.append(f"{name}: {then}, and {now}")
-    if one.command[1:] != two.command[1:]:
-        lines.append(f"the arguments: {' '.join(one.command[1:])}, and {' '.join(two.command[1:])}")
+                lines.append(f"{name}: {then[:_SHOWN]}, and {now[:_SHOWN]}")
     if one.python != two.python:
         lines.append(f"the interpreter: {one.python}, and {two.python}")
     if one.script_digest != two.script_digest:

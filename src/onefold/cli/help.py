@@ -22,7 +22,7 @@ _Record = tuple[str, str]
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 """What typer raises for arguments that it cannot use; the class has no public name."""
 _FEW = 3
-"""Commands that an error names."""
+"""If more commands have an option, an error names none of them."""
 _OTHER = "Other"
 """The heading of what was declared without one; it comes last."""
 
@@ -95,9 +95,9 @@ class Command(TyperCommand):
             name = getattr(error, "option_name", "")
             have = [each for each, its in others.items() if any(name in p.opts for p in its.params)]
             # Of the library's errors, that of an unknown option alone names similar ones.
-            if have and hasattr(error, "possibilities"):
+            if 0 < len(have) <= _FEW and hasattr(error, "possibilities"):
                 error.possibilities = []
-                named = listed((f"{ctx.parent.command_path} {each}" for each in have), _FEW)
+                named = listed(f"{ctx.parent.command_path} {each}" for each in have)
                 error.message += f" in {ctx.command_path}: it is one of {named}"
             raise
 

@@ -50,12 +50,12 @@ _LOOK_S = 0.05
 _LEFT_OVER = {
     **dict.fromkeys(
         ("process group has not been initialized", "using env:// rendezvous"),
-        ". onefold connects the devices itself: in a script for onefold run leave out "
+        " (onefold connects the devices itself: in a script for onefold run leave out "
         "init_process_group, DistributedDataParallel and DistributedSampler; a script without "
-        "onefold is started by torchrun",
+        "onefold is started by torchrun)",
     ),
-    "Attempted unscale_ but": ". onefold scales losses itself: give Trainer precision='fp16' and "
-    "clip_norm in place of GradScaler and clip_grad_norm_",
+    "Attempted unscale_ but": " (onefold scales losses itself: give Trainer precision='fp16' and "
+    "clip_norm in place of GradScaler and clip_grad_norm_)",
 }
 """Words in errors of PyTorch that come of lines which other launchers need, and what to do."""
 
