@@ -195,7 +195,7 @@ SHARED = "devices cannot share {} shards: a shard is never divided. Use --device
 @for_each(
     ("arguments", "words"),
     [
-        ("text", "--data: expected where the data are"),
+        ("text", "--data: expected the folder or file of the data, got none"),
         ("text --data x --epochs 0", "--epochs 0: expected 1 or more"),
         (f"text --data x --seed {'9' * 4000}", "--seed "),
         ("text --resume", "--resume: expected with --name, which run it is"),
