@@ -1,6 +1,7 @@
 # make demo    train on real digits, on one device and then on all, and compare
 # make test    lint, types and every test that needs no GPU
 # make test-all  the same with those marked full: the whole cross product, and real launchers
+# make lowest  the tests of jobs and commands with the oldest releases that pyproject.toml allows
 # make golden  small runs on simulated devices, whose bits are in tests/golden.json
 # make mutants plants faults in the source one at a time, and asks whether make test finds each; takes hours
 # make venv    the environment for a first look, and for development
@@ -15,6 +16,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 BENCH_VENV := .venv-bench
 BENCH_BIN := $(BENCH_VENV)/bin
+LOWEST_VENV := .venv-lowest
 RESULTS := benchmarks/results
 # Into the environment in which the stamp lies that is being made; says what comes, with its size.
 SHELL := bash
@@ -25,7 +27,7 @@ SAY = | sed -En 's/^ *(Downloading|Using cached|Processing .*\/([^/]*\.whl)$$) *
 # Of the order of the tests; drawn, and said at the end, unless it is given: make test SEED=7
 SEED ?= $(shell echo $$RANDOM)
 
-.PHONY: demo test test-all golden mutants lint venv docs links bench bench-venv gpu clean
+.PHONY: demo test test-all lowest golden mutants lint venv docs links bench bench-venv gpu clean
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/onefold demo
@@ -34,6 +36,9 @@ demo: $(VENV)/demo.stamp
 # Two workers, as most of the tests that take time start processes of their own.
 test: lint golden $(VENV)/test.stamp
 	$(BIN)/pytest --numprocesses 2 --dist loadgroup --randomly-seed=$(SEED)
+
+lowest: $(LOWEST_VENV)/lowest.stamp
+	$(LOWEST_VENV)/bin/pytest --numprocesses 2 --dist loadgroup tests/cli tests/jobs
 
 golden: $(VENV)/dev.stamp
 	$(BIN)/python -m tests.golden
@@ -80,7 +85,7 @@ gpu:
 	$(PYTHON) -m tests.gpu --results $(RESULTS) --device $(DEVICE)
 
 # torch first and by itself: with the pinned build in place nothing pulls in a larger one.
-$(VENV)/torch.stamp $(BENCH_VENV)/torch.stamp: constraints.txt
+$(VENV)/torch.stamp $(BENCH_VENV)/torch.stamp $(LOWEST_VENV)/torch.stamp: constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "onefold needs Python 3.11 or later; say which: make PYTHON=python3.11 ...")'
 	@$(PYTHON) -m venv $(@D)
 	@echo 'Installing torch into $(@D):'
@@ -103,6 +108,13 @@ $(VENV)/test.stamp: $(VENV)/dev.stamp
 	@$(INSTALL) --editable '.[text,transformers,report,loggers,tables,augment,export]' $(SAY)
 	@touch $@
 
+# torch stays the one of constraints.txt: older releases have no small build on PyPI.
+EXTRAS := demo,images,dev,text,transformers,report,loggers,tables,augment,export
+$(LOWEST_VENV)/lowest.stamp: $(LOWEST_VENV)/torch.stamp pyproject.toml
+	@$(INSTALL) uv $(SAY)
+	@VIRTUAL_ENV=$(@D) $(@D)/bin/uv pip install --resolution lowest-direct --constraint constraints.txt --editable '.[$(EXTRAS)]'
+	@touch $@
+
 $(VENV)/docs.stamp: $(VENV)/test.stamp
 	@echo 'Installing onefold[docs] into $(@D):'
 	@$(INSTALL) --editable '.[docs]' $(SAY)
@@ -114,4 +126,4 @@ $(BENCH_VENV)/bench.stamp: $(BENCH_VENV)/torch.stamp pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(BENCH_VENV) build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(BENCH_VENV) $(LOWEST_VENV) build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -156,25 +156,25 @@ WORKLOADS = {
 """The workloads by name, in the order of the table."""
 LARGE = {
     "resnet50": Workload(
-        title="ResNet-50 on 224x224, SGD with momentum, batch 32",
-        new_model=resnet50,
+        title="ResNet-50 on 224x224, SGD with momentum, batch 128",
+        new_model=partial(resnet50, num_classes=1000, small_images=False),
         new_optimizer=sgd_with_momentum,
-        batch_size=32,
+        batch_size=128,
         new_inputs=partial(pictures, 224),
     ),
     "gpt2": Workload(
-        title="GPT-2 124M, Adam, batch 8 x 1,024 tokens",
+        title="GPT-2 124M, Adam, batch 16 x 1,024 tokens",
         new_model=GPT,
         new_optimizer=adam,
-        batch_size=8,
+        batch_size=16,
         new_inputs=lambda count: torch.randint(50_304, (count, 1024)),
         new_labels=lambda count: torch.randint(50_304, (count, 1024)),
     ),
     "unet": Workload(
-        title="U-Net with ResNet-34 on 256x256, Adam, batch 8",
+        title="U-Net with ResNet-34 on 256x256, Adam, batch 32",
         new_model=partial(UNet, out_channels=CLASSES),
         new_optimizer=adam,
-        batch_size=8,
+        batch_size=32,
         new_inputs=partial(pictures, 256),
         new_labels=lambda count: torch.randint(CLASSES, (count, 256, 256)),
     ),

@@ -8,7 +8,10 @@ A page is run from its top to its end, in a folder of its own that also holds ``
   ``...`` stands for any lines that are left out.
 - A block of ``diff`` that begins with ``# BEFORE -> AFTER`` shows how one file becomes the other.
 
-Everything else is not run. A command must succeed and print what stands there. Numbers with a point
+- A block of ``python`` that belongs to no such file is a fragment: a test runs it by itself, among
+  the names that pages use. In a block of ``sh``, a test reads the commands of onefold.
+
+Everything else, such as a block of ``py``, is not run. A command must succeed and print what stands there. Numbers with a point
 and fingerprints may differ, as they do between kinds of processor; but where the page shows one
 fingerprint twice, both must be equal. ``--write`` puts what was printed into the pages.
 """
@@ -23,6 +26,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import takewhile
 from pathlib import Path
 
 from examples.ports.count_lines import compared
@@ -62,6 +66,12 @@ def files(page: Path) -> dict[str, str]:
         elif name is not None:
             found[name] += f"\n\n{text}"
     return found
+
+
+def fragments(page: Path) -> list[str]:
+    """The blocks of Python that belong to no file of their page: those before the first one."""
+    texts = [text for kind, text in BLOCK.findall(page.read_text()) if kind == "python"]
+    return [*takewhile(lambda text: not NAME.match(text), texts)]
 
 
 def run(page: Path, *, write: bool = False) -> list[str]:

@@ -5,22 +5,30 @@ import copy
 import doctest
 import importlib
 import inspect
+import io
 import json
 import re
 import runpy
+import shlex
 import subprocess
 import sys
 import tempfile
+import time
+from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import sklearn  # noqa: F401  # sets variables of the environment when it is loaded
 import torch
+import torch.nn.functional as F
 from docs import execute
+from typer.main import get_command
 
 import onefold
+from onefold.cli.main import app
 from tests.checkpoint.folders import steps_in
 from tests.conftest import ROOT
 from tests.tables import for_each
@@ -81,14 +89,14 @@ def script_of(page: str, folder: Path, part: slice = slice(None)) -> dict[str, A
     return runpy.run_path(str(folder / "script.py"))
 
 
-PAGES = sorted(page.name for page in GUIDES.glob("*.md") if execute.files(page))
+PAGES = [str(page.relative_to(ROOT)) for page in execute.pages() if execute.files(page)]
 
 
 @for_each("page", PAGES)
 def test_the_examples_of_a_guide_run(page: str, tmp_path: Path) -> None:
     """On one device; what a page shows of commands is compared by the tests marked full."""
-    assert "several-models.md" in PAGES
-    for name, text in execute.files(GUIDES / page).items():
+    assert {"README.md", "docs/do/several-models.md"} <= set(PAGES)
+    for name, text in execute.files(ROOT / page).items():
         (tmp_path / name).write_text(text)
         assert "sys.argv" in text or runpy.run_path(str(tmp_path / name))
 
@@ -130,6 +138,70 @@ def test_a_page_is_run_and_renewed(tmp_path: Path) -> None:
     assert execute.run(page) == []
     page.write_text("```console\n$ exit 3\n```\n")
     assert execute.run(page) == ["$ exit 3\nends with 3, and prints:\n"]
+
+
+FRAGMENTS = [(page, text) for page in execute.pages() for text in execute.fragments(page)]
+
+
+def surroundings_of_fragment() -> dict[str, Any]:
+    """The names that fragments use, and files beside them that they read."""
+    torch.manual_seed(0)
+    parts = {"body": torch.nn.Linear(4, 8), "norm": torch.nn.BatchNorm1d(8)}
+    model = torch.nn.Sequential(OrderedDict(**parts, head=torch.nn.Linear(8, 2)))
+    given, optimizer = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
+    samples = torch.randn(1024, 4), torch.arange(1024) % 2
+    train_set = test_set = torch.utils.data.TensorDataset(*samples)
+
+    def loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+    def score(model: torch.nn.Module, batch: Any) -> dict[str, torch.Tensor]:
+        return {"loss": loss(model, batch), "accuracy": model(batch[0]).argmax(1) == batch[1]}
+
+    def late_loss(*given: Any) -> Any:
+        return names["loss"](*given)  # that of the fragment, if it has one
+
+    names: dict[str, Any] = {"loss": loss}
+    trainer = onefold.Trainer(model, given, late_loss, shards=8)
+    trainer.save("runs/digits")
+    torch.save(model.state_dict(), "resnet18.pth")
+    train = loader = trainer.loader(train_set, batch_size=256, shuffle=True)
+    self, embedded = SimpleNamespace(lstm=torch.nn.LSTM(4, 4)), torch.randn(3, 2, 4).bfloat16()
+    Net, width, depth = torch.nn.Linear, 4, 2
+    AutoModelForCausalLM, config = SimpleNamespace(from_config=lambda size: Net(size, 1)), 4
+    log, clock, batch = io.StringIO(), time.monotonic, train_set[:64]
+    names |= {**globals(), **locals()}
+    return names
+
+
+@for_each(("page", "text"), FRAGMENTS)
+def test_the_fragments_of_pages_run(
+    page: Path, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert len(FRAGMENTS) > 10
+    monkeypatch.chdir(tmp_path)
+    if "run/step-00000020" not in text:  # which has a test of its own
+        exec(compile(text, str(page), "exec"), surroundings_of_fragment())
+
+
+SHELL = re.compile(r"(?ms)^```sh\n(.*?)^```$")
+LINES = [
+    (page, line)
+    for page in execute.pages()
+    for block in SHELL.findall(page.read_text())
+    for line in re.findall(r"(?m)^(?:exec |srun )*(onefold .*)$", block.replace("\\\n", " "))
+]
+
+
+@for_each(("page", "line"), LINES)
+def test_the_commands_of_pages_are_read(page: Path, line: str) -> None:
+    """Those that are not run: each option exists, and takes what it is given."""
+    assert len(LINES) > 40
+    words = shlex.split(line.partition(" > ")[0], comments=True)[1:]
+    command: Any = get_command(app)
+    while hasattr(command, "resolve_command"):
+        _, command, words = command.resolve_command(command.context_class(command), words)
+    command.make_context(command.name, words)
 
 
 def test_what_may_be_done_between_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -35,6 +35,7 @@ RUNS_CODE = """
     run/worker.py runpy.run_module: the user's own, as asked
     run/worker.py runpy.run_path: the user's own script
     run/inspection.py runpy.run_path: the user's own function, as asked by --call
+    cli/init.py environment.get_template: our own template, which lies in the package
     cli/init.py np.load: without pickles, which NumPy refuses by itself
     cli/replay.py torch.load: a bundle that the user names; docs/do/record.md warns of it
 """
@@ -49,7 +50,6 @@ WRITES_OR_REMOVES = """
     checkpoint/folder.py shutil.rmtree: what was put aside under a name that we have drawn
     checkpoint/folder.py tempfile.TemporaryDirectory: in the directory, to try it
     exchange/shared.py os.ftruncate: memory without a name
-    jobs/data/fetch.py open: a temporary file of pooch in the cache
     jobs/data/files.py tempfile.mkstemp: a new file, which the message names
     jobs/data/files.py os.fdopen: that file
     jobs/digits.py figure.savefig: into a file that is put aside first

@@ -127,7 +127,9 @@ def _is_ready() -> bool:
     lines = Path("/proc/self/maps").read_text().splitlines()
     # PyTorch brings one of its own, and other libraries theirs.
     for openmp in {path for line in lines if "/libgomp" in (path := line.split(maxsplit=5)[-1])}:
-        if ctypes.CDLL(openmp).omp_pause_resource_all(_PAUSE) != 0:
+        # Some have one that is older than OpenMP 5, and has no such function.
+        pause = getattr(ctypes.CDLL(openmp), "omp_pause_resource_all", None)
+        if pause is None or pause(_PAUSE) != 0:
             return False
     return threading.active_count() == 1
 

@@ -177,7 +177,10 @@ class Trainer:
 
     @property
     def asked_to_stop(self) -> bool:
-        """Whether the launcher has asked the run to stop; alike on all devices."""
+        """Whether the script should save and end; alike on all devices.
+
+        Always False with ``onefold run --checkpoint``, where the run saves and ends by itself.
+        """
         return self._session.asked_to_stop
 
     @property

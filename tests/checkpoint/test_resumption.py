@@ -16,7 +16,7 @@ from onefold.checkpoint.runstate import RunState
 from onefold.errors import CheckpointError, LossError
 from onefold.record import FILE
 from tests.checkpoint.folders import full_disk, names_in, steps_in
-from tests.checkpoint.inprocess import Life, Runs, Script, new_progress
+from tests.checkpoint.inprocess import Died, Life, Runs, Script, new_progress
 from tests.inside import engine_in
 from tests.small import points, square
 from tests.tables import for_each
@@ -309,6 +309,9 @@ def test_a_stopped_run_goes_on(runs: Runs, stop: int, caplog: pytest.LogCaptureF
                 if trainer.steps + 1 == stop and not trainer.replaying:
                     life.ask_to_stop()
                 trainer.step(batch)
+                if trainer.asked_to_stop:  # as it stands there for launchers that save nothing
+                    trainer.save(runs.folder)
+                    raise Died
             scores.append(trainer.evaluate(score, data(), batch_size=8))
             if stop % 3 == 0 and trainer.steps == stop:
                 life.tick()

@@ -29,6 +29,15 @@ def every_command() -> Iterator[list[str]]:
         yield from ([name, each] for each in inner) if inner else [[name]]
 
 
+def parameters_of(words: list[str]) -> list[Any]:
+    """What a command declares, arguments and options."""
+    command: Any = get_command(app)
+    for name in words:
+        command.resolve_command(None, [name])
+        command = command.commands[name]
+    return list(command.params)
+
+
 def shown(*words: str) -> str:
     result = CliRunner().invoke(app, [*words, "--help"])
     assert result.exit_code == 0, result.output
@@ -55,6 +64,16 @@ def test_examples_name_options_that_exist() -> None:
         for example in re.findall(r"^    onefold (.*?)(?:  +#|$)", text, re.MULTILINE):
             own = re.split(r" \S+\.py| -- ", example)[0].split()
             assert {each for each in own if each.startswith("-")} <= options, example
+
+
+def test_what_an_option_takes_is_not_its_own_name() -> None:
+    """Some releases of typer take it for the name, in capitals."""
+    for words in every_command():
+        options = [each for each in parameters_of(words) if each.param_type_name == "option"]
+        assert options
+        for each in options:
+            taken = str(each.metavar).casefold().replace("-", "_")
+            assert taken != each.name.casefold(), (words, each.name)
 
 
 def test_the_list_of_commands_is_grouped_and_whole() -> None:

@@ -43,7 +43,7 @@ def test_stages_and_memory_are_shown(tmp_path: Path) -> None:
     in_pipeline = 4 * (wide + 17 * 256)
     # Devices of one host have the optimizer's state once with replicate:state, too.
     expected = {
-        "1": (disk, disk, disk + stage, disk, stage, disk),
+        "1": (disk, disk, disk, disk, stage, disk),
         "4": (
             *(part + 2.5 * p, part + 2.5 * p),
             *(part + 0.75 * p + stage, part + 5 * in_pipeline, stage, disk),

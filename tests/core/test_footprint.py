@@ -33,7 +33,9 @@ def test_devices_apart_have_their_own_parameters_and_two_stages() -> None:
         return keeping(*devices, together=False) - keeping(*devices, together=True)
 
     two_stages = 2 * MEASURED.stage + MEASURED.other
-    assert more(MEASURED.sharding, 4) == two_stages - MEASURED.other // 4
+    # Between the rounds, the tree has one level less. Of a stage, 6.5 gradients in place of 4.
+    fewer = MEASURED.gradients // 4 - MEASURED.stage // 2
+    assert more(MEASURED.sharding, 4) == two_stages - MEASURED.other // 4 - fewer
     assert more(MEASURED.offloading) == two_stages
     # The others' sums come there, and two stages are on the way in place of a whole gradient.
     sums = MEASURED.gradients * 3 // 4 - MEASURED.gradients + 2 * MEASURED.stage

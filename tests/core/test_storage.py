@@ -1,10 +1,12 @@
 """How parameters are cut into pieces, partitions and chunks, alike on all devices."""
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from onefold.core.flat import Chunk, Layout, lay_out
+from onefold.core.stages import Stages
 from onefold.core.storage import cut_chunks, cut_partitions, cut_pieces
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float64])
@@ -48,6 +50,28 @@ def test_pieces_do_not_depend_on_the_number_of_devices_but_on_the_model() -> Non
     assert not any(piece.whole for piece in pieces)
     (piece,) = cut_pieces(layout_of(torch.empty(3)), by_element=True)
     assert sorted(map(len, cut_partitions([piece], 5))) == [0, 0, 0, 0, 1]
+
+
+@pytest.mark.parametrize("pipeline", [1, 2])
+@pytest.mark.parametrize("devices", [2, 4, 6, 8, 16, 32])
+def test_devices_have_as_much_where_each_stage_has_few_pieces(devices: int, pipeline: int) -> None:
+    """32 blocks of a language model have about ten pieces each."""
+    widths = (4096 * 4096,) * 4 + (4096 * 11_008,) * 3 + (4096,) * 2
+    blocks, names = 32, tuple(map(str, range(33)))
+    layout = layout_of(*(torch.empty(n, device="meta") for n in widths * blocks))
+    stage_of = tuple(1 + number // len(widths) for number in range(len(widths) * blocks))
+    places = tuple(number * pipeline // 33 for number in range(33)) if pipeline > 1 else ()
+    pieces = cut_pieces(layout, by_element=True)
+    stages = Stages(names, stage_of, places)
+    partitions = cut_partitions(pieces, devices, stages)
+    assert sorted(n for partition in partitions for n in partition) == list(range(len(pieces)))
+    numels = [sum(pieces[n].numel for n in partition) for partition in partitions]
+    assert max(numels) <= 1.1 * sum(numels) / devices
+    for place, partition in enumerate(partitions):
+        for stage in range(1, 33):
+            own = [n for n in partition if stages.stage_of[pieces[n].entry] == stage]
+            assert own == list(range(own[0], own[-1] + 1)) if own else True
+            assert not own or not places or places[stage] == place % pipeline
 
 
 def test_small_neighbours_are_one_chunk_also_where_they_are_added_up_in_a_wider_dtype() -> None:

@@ -10,7 +10,7 @@ from onefold.core.options import WITH_STATE, PlacementName
 from tests.gpu.device import DEVICE, KIND, ON_GPU, cards, each, needs
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT_S = 100
+LIMIT_S = 300
 
 SCRIPT = """
 import sys

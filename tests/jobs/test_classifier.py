@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onefold.jobs.classifier import SHOWN, choose_examples, class_task
 from onefold.jobs.classify_job import ClassifyOptions
 from onefold.jobs.report.folder import read_run
 from onefold.jobs.run import read_options
+from onefold.jobs.targets import SHOWN, choose_examples, class_task
 from onefold.jobs.text_job import TextOptions
 from onefold.jobs.training import begin_training
 from tests import simulated

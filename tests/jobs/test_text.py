@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from onefold.errors import CheckpointError
-from onefold.jobs.classifier import confidences
+from onefold.jobs.targets import Target, target_measure
 from onefold.jobs.text_job import (
     TextModel,
     TextOptions,
@@ -42,7 +42,7 @@ def test_a_model_learns_which_word_decides_and_is_built_again(data: Path, tmp_pa
     ids = kind.encode(["the film was fine"])
     shard = kind.collate([(ids[0], 0), (ids[0][:3], 1)])
     with torch.no_grad():
-        sure = confidences(answer)(model.eval(), shard)["confidence"]
+        sure = target_measure(answer, Target())(model.eval(), shard)["confidence"]
     torch.testing.assert_close(sure.sum(dim=1), torch.ones(2))
     shapes = [
         [(n, p.shape) for n, p in each.named_parameters()]

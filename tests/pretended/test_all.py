@@ -68,18 +68,22 @@ def test_what_is_tested_on_a_gpu(module: str) -> None:
     ("devices", "shards", "placement"),
     [
         *((1, 2, "replicate"), (2, 4, "replicate"), (3, 6, "replicate"), (3, 8, "replicate")),
-        *((2, 4, WITH_STATE), (3, 6, WITH_STATE)),
+        *((2, 4, WITH_STATE), (3, 6, WITH_STATE), (1, 1, "replicate"), (3, 3, "replicate")),
+        *((1, 2, "shard"), (2, 2, "shard"), (2, 8, "shard"), (3, 6, "shard"), (4, 4, "shard")),
     ],
 )
 def test_the_plan_tells_what_a_device_takes(devices: int, shards: int, placement: str) -> None:
-    """Which holds parameters, gradients and the optimizer's state; a processor has other rules.
-
-    With one shard a device, what the optimizer computes with comes on top.
-    """
+    """Which holds parameters, gradients and the optimizer's state; a processor has other rules."""
     layer = (peak_bytes.WIDTH + 1) * peak_bytes.WIDTH * 4
     whole = peak_bytes.LAYERS * layer
     sizes = Footprint(
-        parameters=whole, other=0, gradients=whole, state=2 * whole, stage=layer, shards=shards
+        parameters=whole,
+        other=0,
+        gradients=whole,
+        state=2 * whole,
+        scratch=whole,
+        stage=layer,
+        shards=shards,
     )
     named = ",".join(f"pretend:{number}" for number in range(devices))
     run = [sys.executable, "-m", "onefold", "run", "--devices", named, "--placement", placement]
@@ -91,5 +95,8 @@ def test_the_plan_tells_what_a_device_takes(devices: int, shards: int, placement
         timeout=LIMIT_S,
         check=True,
     )
-    planned = sizes.replicating(devices, together=False, state=placement == WITH_STATE)
+    if placement == "shard":
+        planned = sizes.sharding(devices, together=False)
+    else:
+        planned = sizes.replicating(devices, together=False, state=placement == WITH_STATE)
     assert int(float(done.stdout)) == pytest.approx(planned, rel=0.05)

@@ -161,17 +161,18 @@ def compare(descriptions: Sequence[bytes]) -> None:
         DisagreementError: a device's description differs from that of device 0.
     """
     lead: dict[str, str] = json.loads(descriptions[0])
+    hashes = lead.pop(_HASHES, None)
+    # A warning at most, and one: few scripts let a set decide anything.
+    if any(json.loads(text).get(_HASHES) != hashes for text in {*descriptions}):
+        _log.warning(
+            "the processes of this run hash text differently, so that sets have another order "
+            "in each: if anything depends on it, set PYTHONHASHSEED=0 for all of them"
+        )
     for number, text in enumerate(descriptions):
         if text == descriptions[0]:
             continue
         other: dict[str, str] = json.loads(text)
-        # A warning at most: few scripts let a set decide anything. Taken out of both, so that
-        # further devices do not repeat it.
-        if lead.pop(_HASHES, None) != other.pop(_HASHES, None):
-            _log.warning(
-                "the processes of this run hash text differently, so that sets have another order "
-                "in each: if anything depends on it, set PYTHONHASHSEED=0 for all of them"
-            )
+        other.pop(_HASHES, None)
         for what in {**lead, **other}:
             if lead.get(what) != other.get(what) and what.startswith(_VALUE):
                 raise DisagreementError(

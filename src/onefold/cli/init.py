@@ -7,10 +7,11 @@ the public names of onefold alone, and whatever is in it can be changed.
 from __future__ import annotations
 
 import csv
-import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from onefold.errors import DataError
 from onefold.system.words import listed
@@ -38,7 +39,7 @@ class Data:
     """What somebody's data are."""
 
     kind: str
-    """``none``, ``pictures``, ``table``, ``arrays`` or ``image arrays``."""
+    """``none``, ``pictures``, ``table`` or ``arrays``."""
     path: str = ""
     classes: bool = True
     """Whether the targets are classes, or else numbers."""
@@ -49,8 +50,8 @@ class Data:
     """Of a table, the names of columns that nothing is predicted from, as they have texts."""
     choices: tuple[str, ...] = ()
     """Of a table, the names of columns with few different texts."""
-    form: str = ".flatten(1)"
-    """What turns an array of inputs into what the model takes, in Python."""
+    form: str | None = None
+    """Of arrays that are pictures, what makes (n, channels, height, width) of them, in Python."""
     arrays: tuple[str, str] = ("x", "y")
     """Names of the arrays of inputs and targets."""
 
@@ -153,8 +154,7 @@ def _arrays(path: Path) -> Data:
             f"{path}: expected arrays x and y, it has {listed(sorted(names))}. Name the inputs x "
             f"and the targets y: numpy.savez({str(path)!r}, x=..., y=...)"
         )
-    data = Data("arrays", str(path), classes=kind in "iub", arrays=(inputs, targets))
-    return data if form is None else replace(data, kind="image arrays", form=form)
+    return Data("arrays", str(path), classes=kind in "iub", arrays=(inputs, targets), form=form)
 
 
 def _form(inputs: Any) -> str | None:
@@ -233,204 +233,23 @@ def _with_point(text: str, delimiter: str) -> str:
 
 def _script(data: Data) -> str:
     """The text of a script for data."""
-    imports, dataset, model = _PARTS[data.kind]
-    regression = not data.classes
-    values = {
-        "PATH": _quoted(data.path),
-        "ON": f" on {data.path}" if data.path.isidentifier() else "",
-        "TARGET": _quoted(data.target),
-        "CSV": "csv.reader(file)"
-        if data.delimiter == ","
-        else f"csv.reader(file, delimiter={_quoted(data.delimiter)})",
-        "OUT": ", ".join(map(_quoted, data.left_out)),
-        "CHOICES": ", ".join(map(_quoted, data.choices)),
-        "FORM": data.form,
-        "CHANNELS": "3" if data.kind == "pictures" else "x.shape[1]",
-        "NUMBER": "text" if data.delimiter == "," else 'text.replace(",", ".")',
-        "GIVEN": "row[-1].strip()" if data.classes else "row[-1].strip() not in MISSING",
-        "MISSING": ", ".join(map(_quoted, _MISSING)),
-        "INPUTS": _quoted(data.arrays[0]),
-        "LABELS": _quoted(data.arrays[1]),
-        "SUFFIXES": ", ".join(map(_quoted, sorted(_PICTURES))),
-        "LOSS": "mse_loss(model(inputs).squeeze(1), targets)"
-        if regression
-        else "cross_entropy(model(inputs), targets)",
-        "SCORE": '"squared error": (model(inputs).squeeze(1) - targets) ** 2'
-        if regression
-        else '"accuracy": model(inputs).argmax(dim=1) == targets',
-    }
-    text = "\n".join([_HEAD, imports, dataset, _LOSS, model, _LOOP])
-    text = text.replace("<TARGETS>", _TARGETS.get((data.kind.split()[-1], data.classes), ""))
-    # All at once: what comes from outside may look like a mark.
-    return re.sub("<([A-Z]+)>", lambda mark: values[mark[1]], text)
+    environment = Environment(
+        loader=PackageLoader(__package__),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    return environment.get_template("train.py.j2").render(
+        data=data,
+        suffixes=sorted(_PICTURES),
+        missing=_MISSING,
+        quoted=_quoted,
+        listed=lambda texts: ", ".join(map(_quoted, texts)),
+    )
 
 
 def _quoted(text: str) -> str:
     """A text as Python has it, in double quotes where that is possible."""
     quoted = repr(text)
     return f'"{text}"' if quoted == f"'{text}'" and '"' not in text else quoted
-
-
-_HEAD = '''\
-"""Trains a model<ON>, by onefold run on all devices, or by python on one."""
-'''
-
-_LOSS = """
-
-def loss(model, batch):
-    inputs, targets = batch
-    return onefold.losses.<LOSS>
-
-
-def score(model, batch):
-    inputs, targets = batch
-    return {<SCORE>}
-
-
-torch.manual_seed(0)  # the test set and the initial weights; onefold seeds the rest
-train, test = torch.utils.data.random_split(data, [0.9, 0.1])\
-"""
-
-_LOOP = """\
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-trainer = onefold.Trainer(model, optimizer, loss, shards=8, seed=0)
-loader = trainer.loader(train, batch_size=64, shuffle=True)  # 64 over all devices
-for epoch in trainer.epochs(10):
-    for batch in loader:
-        step = trainer.step(batch)
-    scores = trainer.evaluate(score, test, batch_size=64)
-    if trainer.is_lead:
-        print(f"epoch {epoch + 1}: loss {float(step.loss):.4f}", scores)
-if trainer.is_lead:
-    torch.save(trainer.model.state_dict(), "model.pt")
-"""
-
-_PICTURE_DATA = """\
-SIDE = 64  # of the squares that pictures are resized to, in pixels
-SUFFIXES = {<SUFFIXES>}
-
-
-class Pictures(torch.utils.data.Dataset):
-    def __init__(self, folder):
-        self.classes = sorted(each.name for each in folder.iterdir() if each.is_dir())
-        self.files = [
-            (file, label)
-            for label, name in enumerate(self.classes)
-            for file in sorted((folder / name).rglob("*"))
-            if file.suffix.lower() in SUFFIXES
-        ]
-
-    def __len__(self):
-        return len(self.files)
-
-    def __getitem__(self, index):
-        file, label = self.files[index]
-        picture = Image.open(file).convert("RGB").resize((SIDE, SIDE))
-        return torch.from_numpy(np.array(picture)).permute(2, 0, 1) / 255, label
-
-
-data = Pictures(Path(<PATH>))
-outputs = len(data.classes)\
-"""
-
-_TABLE_DATA = """\
-with open(<PATH>, newline="", encoding="utf-8-sig") as file:
-    names, *rows = [row for row in <CSV> if row]
-LEFT_OUT = [<OUT>]  # columns of many different texts
-CHOICES = [<CHOICES>]  # columns of few different texts: a 0 or 1 for each of these
-MISSING = [<MISSING>]
-
-
-def number(text):
-    return float("nan" if text.strip() in MISSING else <NUMBER>)
-
-
-rows = [row for row in rows if <GIVEN>]  # those with a target
-columns = list(enumerate(names[:-1]))
-places = [place for place, name in columns if name not in LEFT_OUT + CHOICES]
-texts = [(p, t) for p, name in columns if name in CHOICES for t in sorted({r[p] for r in rows})]
-x = torch.tensor(
-    [[number(r[p]) for p in places] + [float(r[p] == t) for p, t in texts] for r in rows]
-)
-x = torch.where(x.isnan(), x.nanmean(dim=0), x).nan_to_num()  # a missing value: the mean
-x = (x - x.mean(dim=0)) / x.std(dim=0).clamp(min=1e-6)
-<TARGETS>
-data = torch.utils.data.TensorDataset(x, y)\
-"""
-
-_ARRAY_DATA = """\
-arrays = np.load(<PATH>)
-x = torch.from_numpy(arrays[<INPUTS>]).float()<FORM>
-<TARGETS>
-data = torch.utils.data.TensorDataset(x, y)\
-"""
-
-_NO_DATA = """\
-torch.manual_seed(0)
-x = torch.randn(2000, 20)  # in place of your data
-y = (x[:, 0] * x[:, 1] > 0).long()
-outputs = 2
-data = torch.utils.data.TensorDataset(x, y)\
-"""
-
-_TARGETS = {
-    ("table", True): """\
-classes = sorted({row[-1] for row in rows})  # of the last column, <TARGET>
-y = torch.tensor([classes.index(row[-1]) for row in rows])
-outputs = len(classes)\
-""",
-    ("table", False): """\
-y = torch.tensor([number(row[-1]) for row in rows])  # the last column, <TARGET>
-y = (y - y.mean()) / y.std()
-outputs = 1\
-""",
-    ("arrays", True): """\
-y = torch.from_numpy(arrays[<LABELS>]).long()
-outputs = int(y.max()) + 1\
-""",
-    ("arrays", False): """\
-y = torch.from_numpy(arrays[<LABELS>]).float()
-outputs = 1\
-""",
-}
-
-_CONVOLUTIONS = """\
-model = torch.nn.Sequential(
-    torch.nn.Conv2d(<CHANNELS>, 32, 3, stride=2, padding=1),
-    torch.nn.ReLU(),
-    torch.nn.Conv2d(32, 64, 3, stride=2, padding=1),
-    torch.nn.ReLU(),
-    torch.nn.Conv2d(64, 128, 3, stride=2, padding=1),
-    torch.nn.ReLU(),
-    torch.nn.AdaptiveAvgPool2d(1),
-    torch.nn.Flatten(),
-    torch.nn.Linear(128, outputs),
-)\
-"""
-
-_PERCEPTRON = """\
-model = torch.nn.Sequential(
-    torch.nn.Linear(x.shape[1], 128),
-    torch.nn.ReLU(),
-    torch.nn.Linear(128, 128),
-    torch.nn.ReLU(),
-    torch.nn.Linear(128, outputs),
-)\
-"""
-
-_OF_ARRAYS = "import numpy as np\nimport onefold\nimport torch\n"
-_PARTS = {
-    "none": ("import onefold\nimport torch\n", _NO_DATA, _PERCEPTRON),
-    "table": ("import csv\n\nimport onefold\nimport torch\n", _TABLE_DATA, _PERCEPTRON),
-    "arrays": (_OF_ARRAYS, _ARRAY_DATA, _PERCEPTRON),
-    "image arrays": (_OF_ARRAYS, _ARRAY_DATA, _CONVOLUTIONS),
-    "pictures": (
-        (
-            "from pathlib import Path\n\nimport numpy as np\nimport onefold\nimport torch\n"
-            "from PIL import Image\n"
-        ),
-        _PICTURE_DATA,
-        _CONVOLUTIONS,
-    ),
-}
-"""Of each kind of data: what is imported, how they are read, and a model for them."""

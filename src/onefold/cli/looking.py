@@ -21,7 +21,7 @@ RunFolder = Annotated[Path, Argument(metavar="RUN", help="A run's folder, or its
 OneOfItsKind = Annotated[
     str,
     Option(
-        metavar="DEVICES",
+        metavar="N|auto|LIST",
         help="Devices to compute on, as for onefold run.",
         show_default="one of the kind that the run had",
     ),

@@ -7,8 +7,6 @@ script, whatever it is called. ``--`` may stand between the two.
 
 from __future__ import annotations
 
-import json
-import math
 import shlex
 import sys
 from collections.abc import Collection, Sequence
@@ -22,8 +20,9 @@ from typer import Argument, Option
 
 from onefold import Outcome, RunOptions, Selection, select_devices, supervise
 from onefold.errors import LaunchError
+from onefold.system.ownfiles import json_text
 from onefold.system.process import STOPPED_CODE
-from onefold.system.words import tell
+from onefold.system.words import seconds_of, tell
 
 __all__ = [
     "SCRIPT",
@@ -51,7 +50,6 @@ PLACEMENT_VARIABLE = "ONEFOLD_PLACEMENT"
 _DEFAULTS = RunOptions()
 _OF_CHECKPOINTS = ("every", "keep_last", "grace", "changed", "restarts", "restarts_with")
 """Options of ``onefold run`` that make no sense without ``--checkpoint``."""
-_SECONDS = {"s": 1, "m": 60, "h": 3600}
 _USAGE = 2
 """The exit code of a program that cannot use its arguments."""
 _of_devices, _of_stopping, _of_watching = (
@@ -73,13 +71,13 @@ Module = Annotated[
 ]
 Devices = Annotated[
     str,
-    _of_devices(metavar="DEVICES", help="N, auto, cpu:N, or a list of GPUs such as cuda:1,cuda:3."),
+    _of_devices(metavar="N|auto|LIST", help="N, auto, cpu:N, or GPUs such as cuda:1,cuda:3."),
 ]
 PlacementOption = Annotated[
     str,
     _of_devices(
         envvar=PLACEMENT_VARIABLE,
-        metavar="PLACEMENT",
+        metavar="KIND",
         help="Where parameters lie: replicate (replicate:state: the optimizer's state as well), "
         "shard, offload or pipeline (pipeline:2: pipelines of two devices side by side).",
     ),
@@ -94,9 +92,7 @@ Home = Annotated[
 ]
 Exchange = Annotated[
     str,
-    _of_devices(
-        metavar="EXCHANGE", help="How devices exchange gradients: auto, shared or collective."
-    ),
+    _of_devices(metavar="auto|shared|collective", help="How devices exchange gradients."),
 ]
 Timeout = Annotated[
     float,
@@ -285,32 +281,14 @@ def screen(*, as_json: bool, **settings: Any) -> Console:
 
 
 def print_json(value: Any) -> None:
-    """Print a value as one line of JSON.
-
-    Numbers that are not finite are null, bytes are their number, tensors and arrays their dtype and
-    shape.
-    """
-    print(json.dumps(_plain(value), allow_nan=False))
+    """Print a value as one line of JSON."""
+    print(json_text(value))
 
 
 def tell_next(command: str) -> None:
     """Name the command that usually comes next, in the last line; on terminals alone."""
     if sys.stderr.isatty():
         tell(f"next: {command}")
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, bytes):
-        return len(value)
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    if isinstance(value, dict):
-        return {name: _plain(each) for name, each in value.items()}
-    if hasattr(value, "dtype"):
-        return {"dtype": str(value.dtype), "shape": list(value.shape)}
-    return value
 
 
 def _absolute(path: Path | None) -> str:
@@ -333,16 +311,15 @@ def _every(text: str) -> tuple[int, float]:
     """
     steps, seconds = 0, 0.0
     for part in text.split(","):
-        number, unit = (part[:-1], part[-1]) if part[-1:] in _SECONDS else (part, "")
-        if not (number.isascii() and number.isdecimal() and int(number)):
+        if time_s := seconds_of(part):
+            seconds = time_s
+        elif part.isascii() and part.isdecimal() and int(part):
+            steps = int(part)
+        else:
             raise LaunchError(
                 f"--every {text}: expected a number of steps of at least 1, a time such as 30s, "
                 f"10m or 1h, or both as in 500,1h"
             )
-        if unit:
-            seconds = float(int(number) * _SECONDS[unit])
-        else:
-            steps = int(number)
     return steps, seconds
 
 

@@ -237,14 +237,23 @@ def cut_partitions(
     """
     if stages is None:
         return _cut_row(pieces, devices)
+    of_stage: dict[int, list[int]] = {}
+    for number, piece in enumerate(pieces):
+        of_stage.setdefault(stages.stage_of[piece.entry], []).append(number)
     partitions: list[list[int]] = [[] for _ in range(devices)]
-    for stage in sorted(set(stages.stage_of)):
-        numbers = [n for n, piece in enumerate(pieces) if stages.stage_of[piece.entry] == stage]
+    numels = [0] * devices
+    for stage, numbers in sorted(of_stage.items()):
         place = stages.places[stage] if stages.places else 0
-        computing = partitions[place :: stages.pipeline]
+        computing = range(place, devices, stages.pipeline)
         cuts = _cut_row([pieces[number] for number in numbers], len(computing))
-        for partition, cut in zip(computing, cuts, strict=True):
-            partition += [numbers[place] for place in cut]
+        rows = [[numbers[index] for index in cut] for cut in cuts]
+        sizes = [sum(pieces[number].numel for number in row) for row in rows]
+        # A stage has few pieces, and its parts may differ much: the largest goes to whom has least.
+        largest_first = sorted(range(len(rows)), key=lambda index: -sizes[index])
+        least_first = sorted(computing, key=numels.__getitem__)
+        for device, index in zip(least_first, largest_first, strict=True):
+            partitions[device] += rows[index]
+            numels[device] += sizes[index]
     return tuple(tuple(sorted(partition)) for partition in partitions)
 
 

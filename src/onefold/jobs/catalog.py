@@ -13,23 +13,11 @@ from onefold.jobs.run import Job, read_options, run_job
 __all__ = ["JOBS", "JobResult", "classify", "segment", "text"]
 
 JOBS = tuple(
-    Job(
-        name=module.JOB,
-        help=help,
-        options=options,
-        check_early=module.check_early,
-        prepare=module.prepare,
-        settle=module.settle,
-        make_task=module.make_task,
-    )
-    for module, options, help in (
-        (
-            classify_job,
-            classify_job.ClassifyOptions,
-            "Pictures with one label each: from class folders, IDX files or digits.",
-        ),
-        (segment_job, segment_job.SegmentOptions, "Pictures with a mask each, by a U-Net."),
-        (text_job, text_job.TextOptions, "Texts with labels, from TSV files and other tables."),
+    Job(job.JOB, job.HELP, options, job.check_early, job.prepare, job.settle, job.make_task)
+    for job, options in (
+        (classify_job, classify_job.ClassifyOptions),
+        (segment_job, segment_job.SegmentOptions),
+        (text_job, text_job.TextOptions),
     )
 )
 

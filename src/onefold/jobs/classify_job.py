@@ -14,7 +14,6 @@ from torch import nn
 
 from onefold.errors import CheckpointError, LaunchError
 from onefold.jobs import finetune, require
-from onefold.jobs.classifier import BestBy, ClassWeights, check_balance
 from onefold.jobs.data.arrays import read_digits, read_idx_folder
 from onefold.jobs.data.augment import (
     CentreCrop,
@@ -27,7 +26,6 @@ from onefold.jobs.data.augment import (
 )
 from onefold.jobs.data.classes import PictureClasses, read_classes
 from onefold.jobs.data.fetch import fetch_dataset
-from onefold.jobs.data.labels import TaskName
 from onefold.jobs.data.pictures import Mode, require_folder
 from onefold.jobs.data.samples import read_listed
 from onefold.jobs.data.scan import Scanning
@@ -45,7 +43,6 @@ from onefold.jobs.named_weights import find_weights, model_named
 from onefold.jobs.options import (
     FRACTION,
     MOST_SIDE,
-    SHARE,
     Augment,
     PictureOptions,
     again,
@@ -56,9 +53,9 @@ from onefold.jobs.options import (
 )
 from onefold.jobs.runfolder import RunFolder
 from onefold.jobs.targets import (
+    LabelOptions,
     Target,
     best_by_of,
-    check_task_options,
     target_examples,
     target_of,
     target_task,
@@ -71,6 +68,7 @@ __all__ = ["JOB", "ClassifyOptions", "PictureModel", "check_early", "make_task",
 
 
 JOB = "classify"
+HELP = "Pictures with one label each: from class folders, IDX files or digits."
 FETCHED = ("mnist", "fashion-mnist")
 FASHION_CLASSES = (
     "T-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "boot",
@@ -246,6 +244,7 @@ def make_task(options: ClassifyOptions, data: PictureClasses) -> Task:
     torch.manual_seed(options.seed)
     kind = _picture_model(options, data)
     model, kind = _with_weights(options, kind) if options.pretrained else (kind.build(), kind)
+    mix = Mix(len(kind.classes), options.mixup, options.cutmix)
     pictures = partial(LabelledPictures, mode=kind.mode, normalise=kind.normalise)
     changes = _train_changes(options, kind.image_size)
     test_set = pictures(data.test.pictures, targets(data.test.labels), changes=kind.test_changes)
@@ -265,7 +264,7 @@ def make_task(options: ClassifyOptions, data: PictureClasses) -> Task:
         least_shard=2 if any(isinstance(part, BatchNorm) for part in model.modules()) else 1,
         train_set=pictures(data.train.pictures, targets(data.train.labels), changes=changes),
         test_set=test_set,
-        train_collate=_mix(options, len(kind.classes)),
+        train_collate=mix if options.mixup or options.cutmix else None,
         examples=lambda predict, folder: target_examples(
             JOB,
             predict,
@@ -367,10 +366,6 @@ def _train_changes(options: ClassifyOptions, size: int) -> list[Any]:
     return [*changes[options.augment], *flips, *by_kornia(options.randaugment, options.erasing)]
 
 
-def _mix(options: ClassifyOptions, classes: int) -> Mix | None:
-    return Mix(classes, options.mixup, options.cutmix) if options.mixup or options.cutmix else None
-
-
 def _shown(folder: RunFolder, test_set: LabelledPictures, number: int) -> dict[str, Any]:
     """What a report shows of a picture, which is written for it."""
     picture = folder.save_picture(test_set.pictures[number], number)
@@ -384,31 +379,21 @@ Stem = Literal["auto", "small", "large"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClassifyOptions(PictureOptions):
+class ClassifyOptions(LabelOptions, PictureOptions):
     """Options of ``onefold train classify``."""
 
     epochs: int | None = again("epochs", shown="10, or 5 with --pretrained")
     lr: float | None = again("lr", shown="0.05 with sgd, else 0.001; a fifth with --pretrained")
-    best_by: BestBy | None = again(
-        "best_by",
-        shown="the task's first; balanced-accuracy with --class-weights auto or --balanced",
-    )
     model: str | None = option(
         None,
         f"{', '.join(MODELS)}, or timm:NAME where timm is installed.",
         shown="resnet18, or that of the pretrained run",
-    )
-    task: TaskName = option(
-        "single-label", "What to predict: one class of each sample, several of them, or a number."
     )
     dev: str | None = option(
         None, "Table to test with, if --data is one.", shown="a share of the pictures"
     )
     image_column: str | None = option(
         None, "Column with the paths of the pictures in a table.", shown="the one of a usual name"
-    )
-    label_column: tuple[str, ...] = option(
-        (), "Column of the labels in a table.", shown="the one of a usual name"
     )
     cache: str = option("~/.cache/onefold", "Where mnist and fashion-mnist are fetched to.")
     image_size: int | None = option(
@@ -427,7 +412,6 @@ class ClassifyOptions(PictureOptions):
         0.35, "With --augment crop: the smallest share that is cut out.", FRACTION
     )
     flip: Flip = option("auto", "Mirror every second picture; auto: if they have colours.")
-    label_smoothing: float = option(0.0, "Share of a label that is spread over all classes.", SHARE)
     randaugment: int = option(
         0, "Magnitude of two random operations (RandAugment), such as 9; by kornia.", within(0, 30)
     )
@@ -440,15 +424,6 @@ class ClassifyOptions(PictureOptions):
     cutmix: float = option(
         0.0, "Put a box of another picture of its shard into each; usual is 1.", MIX
     )
-    class_weights: ClassWeights = option(
-        "none", "Weigh classes in the loss; auto: the more, the fewer samples they have."
-    )
-    balanced: bool = option(
-        False, "Draw samples of all classes equally often, with replacement, for training."
-    )
-    labels_as_is: bool = option(
-        False, "Accept every label as a class, even if they look like numbers, lists or typos."
-    )
     pretrained_classes: str | None = option(
         None, "File of the pretrained model's class names, one a line.", shown="those of the run"
     )
@@ -459,7 +434,6 @@ class ClassifyOptions(PictureOptions):
     def __post_init__(self) -> None:
         # Not super(), which fails here: see PictureOptions.
         PictureOptions.__post_init__(self)
-        check_balance(self)
-        check_task_options(self)
+        LabelOptions.__post_init__(self)
         known = self.model is None or self.model in MODELS or self.model.startswith("timm:")
         expect(known, "model", self.model, f"{', '.join(MODELS)} or timm:NAME")

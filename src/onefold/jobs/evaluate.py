@@ -31,6 +31,7 @@ from onefold.jobs.data.tables import Columns
 from onefold.jobs.options import option, read_config
 from onefold.jobs.predict import (
     Input,
+    Predicted,
     Prediction,
     PredictOptions,
     Use,
@@ -43,15 +44,12 @@ from onefold.jobs.predict import (
 )
 from onefold.jobs.progress import reading_bar
 from onefold.jobs.runfolder import CONFIG, kept_facts, read_run
-from onefold.jobs.scores import Baseline, ClassScores, class_baseline, no_better
+from onefold.jobs.scores import Baseline, ClassScores, Measured, class_baseline, no_better
 from onefold.jobs.segment_pictures import Padded, PicturePairs
-from onefold.jobs.targets import Target, label_scores, number_scores
+from onefold.jobs.targets import Target, class_scores, number_baseline, scores_of
 from onefold.system.words import listed
 
 __all__ = ["EvaluateOptions", "Evaluation", "evaluate_run"]
-
-
-_Row = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,9 +174,10 @@ def evaluate_run(run: Path, data: Path, options: EvaluateOptions) -> Evaluation:
         raise DataError(f"{readable(found.where)}: expected labelled samples, found none")
     if options.output is not None:
         check_files_stay(found.inputs, options.output, masks=False)
-    rows = start(Use(facts.job, run, weights, found.inputs, options, job.score, found.arrays))
+    use = Use(facts.job, run, weights, found.inputs, options, job.score, found.arrays)
+    rows, measured = start(use)
     with kept_facts(run):
-        scores = job.sum_up(rows, facts)
+        scores = job.sum_up(measured, [each.label for each in found.inputs], facts)
     prediction = Prediction(rows, found.left_out)
     note = _trained_with(run, facts.job, found)
     return Evaluation(
@@ -199,45 +198,28 @@ def _trained_with(run: Path, job: str, found: _Labelled) -> str | None:
     )
 
 
-def _sum_up_classes(rows: list[_Row], facts: _Facts) -> dict[str, Any]:
-    numbers = {name: number for number, name in enumerate(facts.classes)}
-    loss = float(np.mean([row.pop("loss") for row in rows]))
-    truth = np.array([numbers[row["label"]] for row in rows])
-    predicted = np.array([numbers[row["classes"][0]["class"]] for row in rows])
-    by_class = ClassScores.of(truth, predicted, len(facts.classes))
-    scores = {"loss": loss, **by_class.overall}
-    found = {"scores": scores, "classes": facts.classes, "by_class": by_class}
-    # Runs of earlier versions do not say how frequent their classes were.
-    if facts.class_counts is None:
-        return found
-    train, test = facts.class_counts[0], by_class.support.tolist()
-    baseline = class_baseline(train, test, facts.classes)
-    value = scores[facts.score.partition(" ")[2]]
-    return {**found, "baseline": baseline, "warning": no_better(facts.score, value, baseline)}
-
-
-def _sum_up_targets(rows: list[_Row], facts: _Facts) -> dict[str, Any]:
-    """Score several classes for each sample, or a number; or one class, as `_sum_up_classes`."""
-    target = facts.target
-    if target.task == "single-label":
-        return _sum_up_classes(rows, facts)
-    loss = float(np.mean([row.pop("loss") for row in rows]))
-    labels = [read_label(row["label"], target.task) for row in rows]
-    truth = np.array(numbered(labels, facts.classes))
-    if target.task == "multi-label":
-        columns = [f"confidence {name}" for name in facts.classes]
-        said = np.array([[row[name] for name in columns] for row in rows])
-        return {"scores": {"loss": loss, **label_scores(truth, said)}}
-    scores = number_scores(truth, np.array([row["value"] for row in rows]))
-    least = number_scores(truth, np.full(len(truth), target.mean))
-    baseline = Baseline(f"{target.mean:.4g}", least)
+def _sum_up_targets(found: Measured, labels: list[str], facts: _Facts) -> dict[str, Any]:
+    """Score one class for each sample, several, or a number; and the baseline if there is one."""
+    target, classes, baseline = facts.target, facts.classes, None
+    truth = np.array(numbered([read_label(each, target.task) for each in labels], classes))
+    summed: dict[str, Any] = {"scores": scores_of(found, truth, target)}
+    if target.task == "regression":
+        baseline = number_baseline(truth, target)
+    elif target.task == "single-label":
+        by_class = class_scores(found, truth, len(classes))
+        summed |= {"classes": classes, "by_class": by_class}
+        # Runs of earlier versions do not say how frequent their classes were.
+        if facts.class_counts is not None:
+            test = by_class.support.tolist()
+            baseline = class_baseline(facts.class_counts[0], test, classes)
     name = facts.score.partition(" ")[2]
-    warning = no_better(facts.score, scores[name], baseline) if name in scores else None
-    return {"scores": {"loss": loss, **scores}, "baseline": baseline, "warning": warning}
+    if baseline is None or name not in summed["scores"]:
+        return {**summed, "baseline": baseline}
+    warning = no_better(facts.score, summed["scores"][name], baseline)
+    return {**summed, "baseline": baseline, "warning": warning}
 
 
-def _sum_up_masks(rows: list[_Row], facts: _Facts) -> dict[str, Any]:
-    found = {name: torch.tensor([row.pop(name) for row in rows]) for name in _PIXELS}
+def _sum_up_masks(found: Measured, labels: list[str], facts: _Facts) -> dict[str, Any]:
     classes = msgspec.convert(facts.mask_model.get("classes", ()), tuple[MaskClass, ...])
     scores = segment_job.mask_scores(found, classes)
     by_class = segment_job.class_ious(found, classes) if classes else []
@@ -267,7 +249,7 @@ def _pictures(run: Path, data: Path, facts: _Facts, options: EvaluateOptions) ->
     require_folder(data, "a folder of class folders, or a table")
     if any(data.glob("*-images-idx3-ubyte*")):
         return _arrays(data, facts)
-    folder = test_folder(data) if (data / "train").is_dir() else data
+    folder = test_folder(data, choosing=False) if (data / "train").is_dir() else data
     bad: list[BadFile] = []
     inputs = []
     strange: dict[str, BadFile] = {}
@@ -326,7 +308,7 @@ def _masks(run: Path, data: Path, facts: _Facts, options: EvaluateOptions) -> _L
     del options  # masks are in no table
     require("reading pictures", "images", "PIL")
     require_folder(data, "a folder with images and masks")
-    folder = test_folder(data) if (data / "train").is_dir() else data
+    folder = test_folder(data, choosing=False) if (data / "train").is_dir() else data
     bad: list[BadFile] = []
     with reading_bar() as watch:
         scanning = Scanning(watch=watch)
@@ -351,11 +333,9 @@ def _mask_rule(run: Path) -> MaskRule:
 
 
 _RULE = "foreground", "void"
-_PIXELS = "loss", "overlap", "predicted", "given", "counted"
-"""What is measured of each picture, and summed over all."""
 
 
-def _score_masks(use: Use) -> list[_Row]:
+def _score_masks(use: Use) -> Predicted:
     """Compare the masks of all pictures with those that they should have; on every device."""
     kind, model = segment_job.MaskModel.built(use.run)
     facts = msgspec.convert(read_run(use.run, shape=_Facts), _Facts)
@@ -365,12 +345,11 @@ def _score_masks(use: Use) -> list[_Row]:
     data = PicturePairs(pairs, kind.normalise, _mask_rule(use.run), kind.white)
     size = segment_job.EVALUATION_BATCH_SIZE
     found = use.measured(model, measure, data, Padded(model.stride), batch_size=size)
-    iou, dice = segment_job.mask_scores_of_each(found)
-    columns = {"iou": iou, "dice": dice, **{name: found[name] for name in _PIXELS}}
+    scores = (each.tolist() for each in segment_job.mask_scores_of_each(found))
     return [
-        {**each.row, **{name: values[number].tolist() for name, values in columns.items()}}
-        for number, each in enumerate(use.inputs)
-    ]
+        {**each.row, "iou": iou, "dice": dice}
+        for each, iou, dice in zip(use.inputs, *scores, strict=True)
+    ], found
 
 
 class _Job(NamedTuple):
@@ -378,10 +357,10 @@ class _Job(NamedTuple):
 
     read: Callable[[Path, Path, _Facts, EvaluateOptions], _Labelled]
     """Finds the samples, of a run and in the data."""
-    score: Callable[[Use], list[_Row]]
+    score: Callable[[Use], Predicted]
     """Predicts them, on every device."""
-    sum_up: Callable[[list[_Row], _Facts], dict[str, Any]]
-    """Takes out of the rows what they amount to: the scores of an `Evaluation`."""
+    sum_up: Callable[[Measured, list[str], _Facts], dict[str, Any]]
+    """What was measured amounts to, with these labels: the scores of an `Evaluation`."""
 
 
 _JOBS = {

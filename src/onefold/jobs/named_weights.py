@@ -8,7 +8,6 @@ name. Each file is compared with its digest, whoever put it there.
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,11 +16,10 @@ from typing import Any
 
 import torch
 
-from onefold.errors import CheckpointError
+from onefold.errors import CheckpointError, DataError
 from onefold.jobs import require
-from onefold.jobs.data.fetch import fetch_file
+from onefold.jobs.data.fetch import fetch_file, is_there
 from onefold.jobs.models.catalog import TIMM_PREFIX, import_timm
-from onefold.system.ownfiles import open_plain
 from onefold.system.words import cause_of
 
 __all__ = ["HUB_PREFIX", "TORCHVISION", "find_weights", "model_named", "timm_facts"]
@@ -101,17 +99,11 @@ def _from_torchvision(name: str, server: str) -> Path:
     file = TORCHVISION[name]
     path = Path(torch.hub.get_dir()) / "checkpoints" / file
     beginning = Path(file).stem.rpartition("-")[2]
-    if path.exists():
-        _compare(path, beginning)
-        return path
-    address = f"{server}{file}"
     try:
-        fetch_file(address, path, sha256=beginning, most_bytes=_LARGEST_BYTES)
-    except (OSError, ValueError) as error:  # requests raises OSErrors
-        raise CheckpointError(
-            f"--pretrained {_PREFIX}{name}: {address} could not be fetched: {cause_of(error)}\n"
-            f"check the network, or put the file by hand at {path}"
-        ) from error
+        if not is_there(path, beginning):
+            fetch_file([server + file], path, sha256=beginning, most_bytes=_LARGEST_BYTES)
+    except DataError as error:
+        raise CheckpointError(f"--pretrained {_PREFIX}{name}: {error}") from error
     return path
 
 
@@ -121,19 +113,24 @@ def _from_hub(name: str, pretrained: str, *, whole: bool) -> Path:
     if not _HUB_NAME.fullmatch(repository):
         raise CheckpointError(f"--pretrained {pretrained}: expected hf:ORG/NAME, as on the hub")
     require(f"--pretrained {pretrained}", "text", "huggingface_hub")
+    from huggingface_hub import snapshot_download
+
     failure: Exception | None = None
     # What is in the cache is used as it is: asking for something newer would take a network, and
     # change a run that is begun again.
     for cached in (True, False):
         try:
             for weights in _WEIGHTS:
-                folder = _snapshot(repository, revision or None, weights, cached=cached)
+                # Some files of a model in the cache may be missing there.
+                patterns = [*_DESCRIPTION, *weights]
+                how = {"allow_patterns": patterns, "local_files_only": cached}
+                folder = Path(snapshot_download(repository, revision=revision or None, **how))
                 found = sorted(each for pattern in weights for each in folder.glob(pattern))
                 if found:
                     _compare_all(found)
                     return folder if whole else found[0]
-        except CheckpointError:
-            raise
+        except DataError as error:
+            raise CheckpointError(f"--pretrained {pretrained}: {error}") from error
         # Any: the library raises those of the network, of its own and of the file system.
         except Exception as error:
             failure = error
@@ -146,33 +143,9 @@ def _from_hub(name: str, pretrained: str, *, whole: bool) -> Path:
     ) from failure
 
 
-def _snapshot(
-    repository: str, revision: str | None, weights: tuple[str, ...], *, cached: bool
-) -> Path:
-    """The folder of the hub's cache with the files of a model; some may be missing there."""
-    from huggingface_hub import snapshot_download
-
-    patterns = [*_DESCRIPTION, *weights]
-    return Path(
-        snapshot_download(
-            repository, revision=revision, allow_patterns=patterns, local_files_only=cached
-        )
-    )
-
-
 def _compare_all(files: list[Path]) -> None:
     """Compare files of the hub's cache, which are links to their digests, with these."""
     for each in files:
         digest = each.resolve().name
         if _SHA256.fullmatch(digest):
-            _compare(each, digest)
-
-
-def _compare(path: Path, beginning: str) -> None:
-    with open_plain(path, follow=True) as file:
-        got = hashlib.file_digest(file, "sha256").hexdigest()
-    if not got.startswith(beginning):
-        raise CheckpointError(
-            f"{path}: expected a file whose SHA-256 begins with {beginning}, got {got}; remove it "
-            f"and it is fetched again"
-        )
+            is_there(each, digest)

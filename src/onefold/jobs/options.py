@@ -36,6 +36,7 @@ import torch
 from onefold.jobs.data.files import read_whole
 from onefold.jobs.loggers import LoggerName
 from onefold.system.ownfiles import nested_too_deeply, write_whole
+from onefold.system.words import seconds_of
 
 __all__ = [
     "RUN_OPTIONS",
@@ -291,11 +292,7 @@ class TrainOptions:
     @property
     def time_limit_s(self) -> float:
         """Seconds after which training stops; 0 if ``max_time`` is no time, infinity without it."""
-        if self.max_time is None:
-            return math.inf
-        parts = re.fullmatch(r"(?:(\d{1,6})h)?(?:(\d{1,6})m)?(?:(\d{1,6})s)?", self.max_time)
-        numbers = parts.groups(default="0") if parts else ("0",) * 3
-        return float(sum(int(n) * s for n, s in zip(numbers, (3600, 60, 1), strict=True)))
+        return math.inf if self.max_time is None else seconds_of(self.max_time)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,6 @@ from torch import nn
 import onefold
 from onefold.errors import CheckpointError, DataError, OnefoldError
 from onefold.jobs import classify_job, require, segment_job, text_job
-from onefold.jobs.classifier import Answer, confidences
 from onefold.jobs.data.augment import LabelledPictures
 from onefold.jobs.data.files import BadFile, refuse
 from onefold.jobs.data.labels import numbered, read_label
@@ -38,7 +37,7 @@ from onefold.jobs.progress import reading_bar
 from onefold.jobs.runfolder import kept_facts, read_run, require_writable
 from onefold.jobs.scores import Measured
 from onefold.jobs.segment_pictures import Padded, whole_logits
-from onefold.jobs.targets import Target, target_measure, target_rows, targets
+from onefold.jobs.targets import Answer, Target, target_measure, target_rows, targets
 from onefold.jobs.text_models import EncodedTexts
 from onefold.system.ownfiles import aside_of, write_whole
 from onefold.weights.file import check_weights
@@ -46,6 +45,7 @@ from onefold.weights.file import check_weights
 __all__ = [
     "Input",
     "PredictOptions",
+    "Predicted",
     "Prediction",
     "Use",
     "check_files_stay",
@@ -152,7 +152,8 @@ def predict_run(run: Path, paths: Sequence[Path], options: PredictOptions) -> Pr
         raise DataError(f"{', '.join(map(str, paths))}: expected something to look at, found none")
     if options.output is not None:
         check_files_stay(inputs, options.output, masks=masks)
-    return Prediction(start(Use(job, run, weights, inputs, options)), left_out)
+    rows, _ = start(Use(job, run, weights, inputs, options))
+    return Prediction(rows, left_out)
 
 
 def chosen_weights(run: Path, options: PredictOptions) -> Path:
@@ -168,22 +169,22 @@ def chosen_weights(run: Path, options: PredictOptions) -> Path:
     return weights
 
 
-def start(use: Use) -> list[dict[str, Any]]:
+def start(use: Use) -> Predicted:
     """Use a run on the devices that the options name.
 
     Returns:
-        One row for each input, in their order.
+        One row for each input, in their order, and what was measured of each.
 
     Raises:
         CheckpointError: the weights are not finite, or do not fit.
         DataError: the run's description of its model is damaged.
     """
-    rows: list[dict[str, Any]] | OnefoldError = onefold.launch(
+    found: Predicted | OnefoldError = onefold.launch(
         _predict, devices=use.options.devices, args=(use,)
     )
-    if isinstance(rows, OnefoldError):
-        raise rows
-    return rows
+    if isinstance(found, OnefoldError):
+        raise found
+    return found
 
 
 def write_prediction(
@@ -337,6 +338,10 @@ def _mask_name(name: str) -> str:
     return str(Path(name).with_suffix(".png"))
 
 
+Predicted = tuple[list[dict[str, Any]], Measured]
+"""A row for each sample, and what it was made of."""
+
+
 class _Kept(msgspec.Struct):
     """What is needed of any run's ``run.json``."""
 
@@ -352,12 +357,12 @@ class Use:
     weights: Path
     inputs: list[Input]
     options: PredictOptions
-    scored: Callable[[Use], list[dict[str, Any]]] | None = None
+    scored: Callable[[Use], Predicted] | None = None
     """What computes the rows, if they are for scores; None predicts as the job does."""
     arrays: ArrayPictures | None = None
     """The pictures, where they lie in no files."""
 
-    def pictures(self) -> list[dict[str, Any]]:
+    def pictures(self) -> Predicted:
         """The classes of pictures."""
         kind, model = classify_job.PictureModel.built(self.run)
         data = LabelledPictures(
@@ -369,7 +374,7 @@ class Use:
         )
         return self._rows(model, classify_job.answer, data, kind)
 
-    def texts(self) -> list[dict[str, Any]]:
+    def texts(self) -> Predicted:
         """The classes of texts."""
         kind = text_job.TextModel.of_run(self.run)
         ids = kind.encode([each.text for each in self.inputs])
@@ -383,56 +388,17 @@ class Use:
         data: LabelledPictures | EncodedTexts,
         kind: classify_job.PictureModel | text_job.TextModel,
         collate: Callable[[list[Any]], Any] | None = None,
-    ) -> list[dict[str, Any]]:
+    ) -> Predicted:
         """Report the number of each sample, or its classes: all that it has, or the surest."""
-        classes = kind.classes
-        if kind.target.task == "single-label":
-            return self._classes(model, answer, data, classes, collate)
         found = self.measured(model, target_measure(answer, kind.target), data, collate)
-        labelled = any(each.label for each in self.inputs)
-        losses = found["loss"].tolist()
-        return [
-            {
-                **each.row,
-                **({"label": each.label} if labelled else {}),
-                **({"loss": loss} if self.scored else {}),
-                **own,
-            }
-            for each, loss, own in zip(
-                self.inputs, losses, target_rows(found, classes), strict=True
-            )
-        ]
-
-    def _classes(
-        self,
-        model: nn.Module,
-        answer: Answer,
-        data: LabelledPictures | EncodedTexts,
-        classes: Sequence[str],
-        collate: Callable[[list[Any]], Any] | None = None,
-    ) -> list[dict[str, Any]]:
-        """Choose the most probable classes of each sample, the first of equal ones."""
-        found = self.measured(model, confidences(answer), data, collate)
-        said, losses = found["confidence"], found["loss"].tolist()
-        # topk may return equal ones in any order, and in another one on a GPU; a stable sort does
-        # not.
-        order = said.argsort(dim=1, descending=True, stable=True)[:, : self.options.top]
-        rows = zip(self.inputs, order.tolist(), said.gather(1, order).tolist(), losses, strict=True)
+        rows = target_rows(found, kind.target, kind.classes, self.options.top)
         labelled = any(each.label for each in self.inputs)
         return [
-            {
-                **each.row,
-                **({"label": each.label} if labelled else {}),
-                **({"loss": loss} if self.scored else {}),
-                "classes": [
-                    {"class": classes[number], "confidence": sure}
-                    for number, sure in zip(numbers, confidence, strict=True)
-                ],
-            }
-            for each, numbers, confidence, loss in rows
-        ]
+            {**each.row, **({"label": each.label} if labelled else {}), **own}
+            for each, own in zip(self.inputs, rows, strict=True)
+        ], found
 
-    def masks(self) -> list[dict[str, Any]]:
+    def masks(self) -> Predicted:
         """Masks, which are written, and the share of each that is foreground."""
         from PIL import Image
         from PIL.PngImagePlugin import PngInfo
@@ -468,14 +434,14 @@ class Use:
         data = LabelledPictures(self._files(kind), self._numbers, "RGB", (), kind.normalise)
         collate = partial(_numbered, padded=padded)
         size = segment_job.EVALUATION_BATCH_SIZE
-        shares = self.measured(model, draw, data, collate, batch_size=size)["share"]
+        found = self.measured(model, draw, data, collate, batch_size=size)
         # Of two values, the share of the foreground.
         names = [f"share {each.name}" for each in kind.classes] or ["share"]
-        columns = shares.tolist() if kind.classes else shares[:, 1:].tolist()
+        shares = found["share"][:, 0 if kind.classes else 1 :].tolist()
         return [
             {**each.row, "mask": _mask_name(each.name), **dict(zip(names, own, strict=True))}
-            for each, own in zip(self.inputs, columns, strict=True)
-        ]
+            for each, own in zip(self.inputs, shares, strict=True)
+        ], found
 
     @property
     def _numbers(self) -> range:
@@ -524,7 +490,7 @@ class Use:
 _PREDICTORS = {classify_job.JOB: Use.pictures, segment_job.JOB: Use.masks, text_job.JOB: Use.texts}
 
 
-def _predict(use: Use) -> list[dict[str, Any]] | OnefoldError:
+def _predict(use: Use) -> Predicted | OnefoldError:
     """Predict, on every device; weights that cannot be used come back as a value."""
     # Raised, the error would end this device's process, and the user would see a traceback.
     try:

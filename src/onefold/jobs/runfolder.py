@@ -19,9 +19,7 @@ from __future__ import annotations
 
 import errno
 import importlib.util
-import json
 import logging
-import math
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -37,7 +35,7 @@ from onefold.errors import DataError, LaunchError, OnefoldError
 from onefold.jobs.loggers import OpenLogger, open_logger
 from onefold.jobs.options import TrainOptions, write_config
 from onefold.system.folderlock import FolderLock
-from onefold.system.ownfiles import aside_of, parse_json, read_plain, write_whole
+from onefold.system.ownfiles import aside_of, json_text, parse_json, read_plain, write_whole
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -283,7 +281,7 @@ class RunFolder:
         """Record facts in ``run.json``, besides those that it has."""
         if self._is_lead:
             self._said.update(facts)
-            write_whole(self.path / RUN, json.dumps(_finite(self._said), indent=1).encode())
+            write_whole(self.path / RUN, json_text(self._said, indent=1).encode())
 
     def add_events(self, where: str, step: int, numbers: Mapping[str, float]) -> None:
         """Add numbers to the events, each by the name ``WHERE/NAME``."""
@@ -304,7 +302,7 @@ class RunFolder:
     def write_examples(self, examples: dict[str, Any]) -> None:
         """Record what the report shows of the model's predictions."""
         if self._is_lead:
-            write_whole(self.path / "examples.json", json.dumps(_finite(examples)).encode())
+            write_whole(self.path / "examples.json", json_text(examples).encode())
 
     def save_picture(self, picture: Image, name: object) -> str:
         """Write a picture of the examples at the size of a report.
@@ -346,13 +344,3 @@ def _packed(picture: Image) -> tuple[bytes, str]:
     packed = {"png": lossless.getvalue(), "jpg": lossy.getvalue()}
     kind = min(packed, key=lambda each: len(packed[each]))
     return packed[kind], kind
-
-
-def _finite(value: Any) -> Any:
-    """Replace NaN and infinities by None, at any depth."""
-    # Python would write them as they are, which is no JSON: no browser could read the report.
-    if isinstance(value, dict):
-        return {name: _finite(part) for name, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(part) for part in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -19,7 +19,6 @@ from torch.utils.data import Subset
 import onefold
 from onefold.errors import DataError
 from onefold.jobs import finetune, require
-from onefold.jobs.classifier import spread
 from onefold.jobs.data.maskclasses import AUTO, MaskClass, coloured_mask, list_classes
 from onefold.jobs.data.masks import MaskRule, read_mask
 from onefold.jobs.data.pairs import MaskedPictures, read_pairs
@@ -50,6 +49,7 @@ from onefold.jobs.segment_pictures import (
     counted_pixels,
     whole_logits,
 )
+from onefold.jobs.targets import spread
 from onefold.jobs.training import Task
 
 __all__ = [
@@ -69,6 +69,7 @@ Encoder = Literal["vgg16", "resnet18", "resnet34", "resnet101"]
 Switch = Literal["yes", "no"]
 
 JOB = "segment"
+HELP = "Pictures with a mask each, by a U-Net."
 HEAD = "head"
 USUAL_ENCODER: Encoder = "resnet34"
 USUAL_WIDTH = 64

@@ -1,14 +1,14 @@
-"""Models that predict several classes of a sample, or a number: losses, scores and examples.
+"""Models that predict a class of a sample, several, or a number: losses, scores and examples.
 
-One class for each sample is `onefold.jobs.classifier`'s. `target_task` makes what a `Task` needs,
-whichever it is, and `target_examples` what a report shows.
+`target_task` makes what a `Task` needs, and `target_examples` what a report shows.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -16,25 +16,24 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from onefold.jobs.classifier import (
-    Answer,
-    BestBy,
-    class_task,
-    classifier_examples,
-    spread,
-    usual_best_by,
-)
+import onefold
 from onefold.jobs.data.labels import TaskName
-from onefold.jobs.options import expect
-from onefold.jobs.scores import Baseline, Measure, Measured, Predict
+from onefold.jobs.options import SHARE, again, expect, option
+from onefold.jobs.scores import Baseline, ClassScores, Measure, Measured, Predict, class_baseline
 
 __all__ = [
+    "Answer",
+    "LabelOptions",
     "Target",
     "best_by_of",
-    "check_task_options",
+    "choose_examples",
+    "class_scores",
+    "class_task",
     "label_scores",
-    "label_table",
+    "number_baseline",
     "number_scores",
+    "scores_of",
+    "spread",
     "target_examples",
     "target_measure",
     "target_of",
@@ -43,6 +42,17 @@ __all__ = [
     "targets",
 ]
 
+SHOWN = 24
+"""How many examples of each kind a report shows."""
+
+BestBy = Literal[
+    "accuracy", "balanced-accuracy", "macro-f1", "loss", "micro-f1", "mean-average-precision",
+    "rmse", "mae", "r2",
+]  # fmt: skip
+"""Of all tasks."""
+ClassWeights = Literal["none", "auto"]
+Answer = Callable[[nn.Module, Any], tuple[torch.Tensor, torch.Tensor]]
+"""Returns the logits for a shard, (n, classes) float32, and its labels, (n,) int64."""
 _THRESHOLD = 0.5
 """Probability from which a sample has a class, where it may have several."""
 _SCORES: dict[TaskName, tuple[BestBy, ...]] = {
@@ -87,27 +97,51 @@ def targets(labels: Sequence[Any]) -> Any:
     return labels if isinstance(labels[0], int) else torch.tensor(labels, dtype=torch.float32)
 
 
-def check_task_options(options: Any) -> None:
-    """Refuse options that are not for a task.
+@dataclass(frozen=True, kw_only=True)
+class LabelOptions:
+    """The options of all jobs whose samples have labels; besides those of `TrainOptions`."""
 
-    Raises:
-        ValueError: an option does nothing, or names no score of the task.
-    """
-    task: TaskName = options.task
-    known = options.best_by is None or options.best_by in _SCORES[task]
-    expect(known, "best_by", options.best_by, f"with --task {task}: {', '.join(_SCORES[task])}")
-    unused = {"class_weights": "none", "balanced": False}
-    unused |= dict.fromkeys(("label_smoothing", "mixup", "cutmix"), 0.0)
-    for name, nothing in unused.items():
-        useful = task == "single-label" or getattr(options, name, nothing) == nothing
-        expect(useful, name, "", f"it without --task {task}")
+    best_by: BestBy | None = again(
+        "best_by",
+        shown="the task's first; balanced-accuracy with --class-weights auto or --balanced",
+    )
+    task: TaskName = option(
+        "single-label", "What to predict: one class of each sample, several of them, or a number."
+    )
+    label_column: tuple[str, ...] = option(
+        (), "Column of the labels in a table.", shown="the one of a usual name"
+    )
+    label_smoothing: float = option(0.0, "Share of a label that is spread over all classes.", SHARE)
+    class_weights: ClassWeights = option(
+        "none", "Weigh classes in the loss; auto: the more, the fewer samples they have."
+    )
+    balanced: bool = option(
+        False, "Draw samples of all classes equally often, with replacement, for training."
+    )
+    labels_as_is: bool = option(
+        False, "Accept every label as a class, even if they look like numbers, lists or typos."
+    )
+
+    def __post_init__(self) -> None:
+        # Or it would be made up for frequent classes twice.
+        once = not (self.balanced and self.class_weights == "auto")
+        expect(once, "balanced", "", "it without --class-weights auto: either of them is enough")
+        known, scores = self.best_by is None, _SCORES[self.task]
+        expected = f"with --task {self.task}: {', '.join(scores)}"
+        expect(known or self.best_by in scores, "best_by", self.best_by, expected)
+        # An option that would do nothing is more likely a mistake than intended.
+        unused = {"class_weights": "none", "balanced": False}
+        unused |= dict.fromkeys(("label_smoothing", "mixup", "cutmix"), 0.0)
+        for name, nothing in unused.items():
+            useful = self.task == "single-label" or getattr(self, name, nothing) == nothing
+            expect(useful, name, "", f"it without --task {self.task}")
 
 
-def best_by_of(options: Any) -> BestBy:
+def best_by_of(options: LabelOptions) -> BestBy:
     """By which score the best epoch is chosen."""
-    usual = usual_best_by(options) if options.task == "single-label" else _SCORES[options.task][0]
-    chosen: BestBy = options.best_by or usual
-    return chosen
+    # Who makes up for frequent classes wants the others recognised as well.
+    balanced = options.balanced or options.class_weights == "auto"
+    return options.best_by or ("balanced-accuracy" if balanced else _SCORES[options.task][0])
 
 
 def target_task(
@@ -139,10 +173,7 @@ def target_task(
         return _losses(*answer(model, batch), target)
 
     if target.task == "regression":
-        least = number_scores(truth, np.full(len(truth), target.mean))
-        errors = ((truth - target.mean) / target.std) ** 2
-        baseline = Baseline(f"{target.mean:.4g}", {"loss": float(errors.mean()), **least})
-        counts = None
+        baseline, counts = number_baseline(truth, target), None
     else:
         # For every sample the shares of the training set: of a class that is in half of it or more,
         # that it is there.
@@ -160,15 +191,81 @@ def target_task(
     }
 
 
+def class_task(
+    answer: Answer,
+    options: Any,
+    *,
+    train_labels: Sequence[int],
+    test_labels: Sequence[int],
+    classes: Sequence[str],
+) -> dict[str, Any]:
+    """Make the parts of a `Task` that every classifier has.
+
+    Args:
+        answer: of the model.
+        options: of the run.
+        train_labels: number of the class of each training sample.
+        test_labels: number of the class of each test sample.
+        classes: names of the classes.
+    """
+    truth = torch.tensor(test_labels)
+    counts = [
+        torch.bincount(labels, minlength=len(classes))
+        for labels in (torch.tensor(train_labels), truth)
+    ]
+    train, test = (each.tolist() for each in counts)
+    # As many times as a class has fewer samples: the mean over all samples is 1.
+    weights = len(train_labels) / (len(classes) * counts[0].clamp(min=1).to(torch.float32))
+    weight = weights if options.class_weights == "auto" else None
+    by_sample = weights[torch.tensor(train_labels)] if options.balanced else None
+
+    def loss(model: nn.Module, batch: Any) -> Any:
+        logits, labels = answer(model, batch)
+        smoothing = options.label_smoothing
+        if weight is None:
+            return F.cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing)
+        # By the weights of the whole batch, as PyTorch divides them.
+        own = weight.to(logits.device)
+        return onefold.losses.cross_entropy(logits, labels, own, label_smoothing=smoothing)
+
+    def measure(model: nn.Module, batch: Any) -> Measured:
+        logits, labels = answer(model, batch)
+        losses = F.cross_entropy(logits, labels, reduction="none")
+        return {"loss": losses, "predicted": logits.argmax(dim=1).to(torch.int32)}
+
+    def score(found: Measured) -> dict[str, float]:
+        scores = ClassScores.of(truth.numpy(), found["predicted"].numpy(), len(classes))
+        return {"loss": float(found["loss"].to(torch.float64).mean()), **scores.overall}
+
+    return {
+        "loss": loss,
+        "measure": measure,
+        "score": score,
+        "baseline": class_baseline(train, test, classes),
+        "class_counts": (train, test),
+        "class_weights": None if weight is None else weight.tolist(),
+        "sample_weights": None if by_sample is None else by_sample.tolist(),
+    }
+
+
 def _losses(outputs: torch.Tensor, labels: torch.Tensor, target: Target) -> torch.Tensor:
     """The loss of each sample, (n,) float32."""
     if target.task == "regression":
         return (outputs.squeeze(1) - (labels - target.mean) / target.std) ** 2
+    if target.task == "single-label":
+        return F.cross_entropy(outputs, labels, reduction="none")
     return F.binary_cross_entropy_with_logits(outputs, labels, reduction="none").mean(dim=1)
 
 
+def number_baseline(truth: _Array, target: Target) -> Baseline:
+    """The baseline of predicted numbers: the mean of those that were trained on."""
+    least = number_scores(truth, np.full(len(truth), target.mean))
+    errors = ((truth - target.mean) / target.std) ** 2
+    return Baseline(f"{target.mean:.4g}", {"loss": float(errors.mean()), **least})
+
+
 def target_measure(answer: Answer, target: Target) -> Measure:
-    """Make the measure of several classes, or of a number.
+    """Make the measure of all that a model says of a sample.
 
     It has the ``loss`` (n,) float32, and the probability of each class, ``confidence`` (n, classes)
     float32, or the number, ``value`` (n,) float64.
@@ -180,31 +277,58 @@ def target_measure(answer: Answer, target: Target) -> Measure:
         if target.task == "regression":
             value = outputs.squeeze(1).to(torch.float64) * target.std + target.mean
             return {"loss": losses, "value": value}
-        return {"loss": losses, "confidence": outputs.sigmoid()}
+        single = target.task == "single-label"
+        return {"loss": losses, "confidence": outputs.softmax(1) if single else outputs.sigmoid()}
 
     return measure
 
 
-def target_rows(found: Measured, classes: Sequence[str]) -> list[dict[str, Any]]:
-    """What was measured of each sample, as the columns of a prediction."""
-    if "value" in found:
+def target_rows(
+    found: Measured, target: Target, classes: Sequence[str], top: int
+) -> list[dict[str, Any]]:
+    """What was measured of each sample, as the columns of a prediction.
+
+    Args:
+        found: as of `target_measure`.
+        target: what it stands for.
+        classes: names of the classes.
+        top: how many classes are reported where a sample has one: the most probable ones.
+    """
+    if target.task == "regression":
         return [{"value": value} for value in found["value"].tolist()]
+    said = found["confidence"]
+    if target.task == "single-label":
+        # topk may return equal ones in any order, and in another one on a GPU; a stable sort does
+        # not.
+        order = said.argsort(dim=1, descending=True, stable=True)[:, :top]
+        return [
+            {"classes": [{"class": classes[n], "confidence": p} for n, p in zip(*row, strict=True)]}
+            for row in zip(order.tolist(), said.gather(1, order).tolist(), strict=True)
+        ]
     return [
         {
             "labels": ", ".join(n for n, p in zip(classes, sure, strict=True) if p >= _THRESHOLD),
             # Of all classes, so that everybody may choose a threshold of his own.
             **{f"confidence {n}": round(p, 6) for n, p in zip(classes, sure, strict=True)},
         }
-        for sure in found["confidence"].tolist()
+        for sure in said.tolist()
     ]
+
+
+def class_scores(found: Measured, truth: _Array, classes: int) -> ClassScores:
+    """Compare the most probable class of each sample with its true one."""
+    # NumPy's takes the first of equal ones.
+    return ClassScores.of(truth, found["confidence"].numpy().argmax(axis=1), classes)
 
 
 def scores_of(found: Measured, truth: _Array, target: Target) -> dict[str, float]:
     """The scores of a test set, from what was measured of its samples and their true labels."""
     if target.task == "regression":
         scores = number_scores(truth, found["value"].numpy())
-    else:
+    elif target.task == "multi-label":
         scores = label_scores(truth, found["confidence"].numpy())
+    else:
+        scores = class_scores(found, truth, found["confidence"].shape[1]).overall
     return {"loss": float(found["loss"].to(torch.float64).mean()), **scores}
 
 
@@ -293,6 +417,33 @@ def _mean(values: _Array) -> float:
     return float(known.mean()) if len(known) else math.nan
 
 
+def choose_examples(
+    truth: torch.Tensor, predicted: torch.Tensor, confidence: torch.Tensor
+) -> tuple[list[int], list[int]]:
+    """Choose samples from all over the test set, and the worst mistakes, by their numbers.
+
+    Args:
+        truth: (n,) int64, the true classes.
+        predicted: (n,) int64, the predicted classes.
+        confidence: (n,) float32, the probability of the predicted class.
+
+    >>> truth, predicted = torch.tensor([0, 1, 1]), torch.tensor([0, 0, 0])
+    >>> choose_examples(truth, predicted, torch.tensor([0.9, 0.6, 0.8]))
+    ([0, 1, 2], [2, 1])
+    """
+    wrong = (truth != predicted).nonzero().flatten()
+    # Stable, so that equally confident mistakes come in the same order on every device.
+    order = confidence[wrong].argsort(descending=True, stable=True)
+    return spread(len(truth)), wrong[order][:SHOWN].tolist()
+
+
+def spread(samples: int, most: int = SHOWN) -> list[int]:
+    """Choose the numbers of samples from all over a test set."""
+    # Evenly: a test set is mostly in the order of its classes.
+    count = min(most, samples)
+    return [number * samples // count for number in range(count)]
+
+
 def target_examples(
     kind: str,
     predict: Predict,
@@ -302,7 +453,7 @@ def target_examples(
     classes: Sequence[str],
     show: Callable[[int], dict[str, Any]],
 ) -> dict[str, Any]:
-    """Collect what a report shows of a trained model; as `classifier_examples` for one class.
+    """Collect what a report shows of a trained model: samples, mistakes, and its confusions.
 
     Args:
         kind: name of the job.
@@ -313,31 +464,36 @@ def target_examples(
         classes: the names of the classes.
         show: returns what is shown of a sample besides its labels, by the sample's number.
     """
-    if target.task == "single-label":
-        return classifier_examples(kind, predict, answer, data, classes, show)
     found = predict(target_measure(answer, target), data)
-    truth = data.labels.numpy()
-
-    def entry(number: int) -> dict[str, Any]:
-        if target.task == "regression":
-            value, true = float(found["value"][number]), float(truth[number])
-            shown = {"label": f"{true:.4g}", "predicted": f"{value:.4g}", "error": value - true}
-        else:
-            said = found["confidence"][number].numpy() >= _THRESHOLD
-            shown = {
-                name: ", ".join(c for c, has in zip(classes, row, strict=True) if has) or "no class"
-                for name, row in (("label", truth[number]), ("predicted", said))
-            }
-        return {**show(number), **shown}
-
+    truth = np.asarray(data.labels)
     # Stable, so that equal losses come in the same order on every device.
-    order = found["loss"].argsort(descending=True, stable=True)
-    samples = spread(len(truth))
-    examples = {
-        "kind": kind,
-        "samples": [entry(number) for number in samples],
-        "worst": [entry(number) for number in order[: len(samples)].tolist()],
+    worst = found["loss"].argsort(descending=True, stable=True)[:SHOWN].tolist()
+    samples, of_all = spread(len(truth)), {}
+    if target.task == "single-label":
+        sure, predicted = found["confidence"].max(dim=1)
+        samples, worst = choose_examples(torch.from_numpy(truth), predicted, sure)
+        counts = ClassScores.of(truth, predicted.numpy(), len(classes)).counts
+        of_all = {"classes": list(classes), "confusion": counts.tolist()}
+    elif target.task == "multi-label":
+        of_all["labels"] = label_table(truth, found["confidence"].numpy(), classes)
+
+    def described(number: int) -> dict[str, Any]:
+        true = truth[number]
+        if target.task == "regression":
+            value = float(found["value"][number])
+            error = value - float(true)
+            return {"label": f"{true:.4g}", "predicted": f"{value:.4g}", "error": error}
+        if target.task == "single-label":
+            names = {"label": classes[true], "predicted": classes[int(predicted[number])]}
+            return {**names, "confidence": float(sure[number])}
+        said = found["confidence"][number].numpy() >= _THRESHOLD
+        return {
+            name: ", ".join(c for c, has in zip(classes, row, strict=True) if has) or "no class"
+            for name, row in (("label", true), ("predicted", said))
+        }
+
+    shown = {
+        name: [{**show(number), **described(number)} for number in numbers]
+        for name, numbers in (("samples", samples), ("worst", worst))
     }
-    if target.task == "multi-label":
-        examples["labels"] = label_table(truth, found["confidence"].numpy(), classes)
-    return examples
+    return {"kind": kind, **of_all, **shown}

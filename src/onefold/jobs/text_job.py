@@ -18,11 +18,9 @@ from torch import nn
 
 from onefold.errors import CheckpointError, DataError
 from onefold.jobs import require, text_models
-from onefold.jobs.classifier import BestBy, ClassWeights, check_balance
 from onefold.jobs.data.files import read_whole, readable, refuse
 from onefold.jobs.data.labels import (
     Sample,
-    TaskName,
     check_same,
     check_task,
     numbered,
@@ -37,9 +35,9 @@ from onefold.jobs.named_weights import find_weights
 from onefold.jobs.options import SHARE, Optimizer, TrainOptions, again, expect, option, within
 from onefold.jobs.runfolder import kept_facts, read_run
 from onefold.jobs.targets import (
+    LabelOptions,
     Target,
     best_by_of,
-    check_task_options,
     target_examples,
     target_of,
     target_task,
@@ -51,6 +49,7 @@ from onefold.system.words import counted
 __all__ = ["JOB", "TextModel", "TextOptions", "check_early", "make_task", "prepare", "settle"]
 
 JOB = "text"
+HELP = "Texts with labels, from TSV files and other tables."
 TINY = "tiny"
 CONFIG_FILE = "model_config.json"
 TOKENIZER_FILE = "tokenizer.json"
@@ -62,7 +61,7 @@ _MOST_FILE_BYTES = 1 << 28
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TextOptions(TrainOptions):
+class TextOptions(LabelOptions, TrainOptions):
     """Options of ``onefold train text``."""
 
     lr: float | None = again("lr", shown="0.0005, or 0.00003 with --pretrained")
@@ -70,13 +69,6 @@ class TextOptions(TrainOptions):
     optimizer: Optimizer = again("optimizer", "adamw")
     weight_decay: float = again("weight_decay", 0.01)
     clip_norm: float | None = again("clip_norm", 1.0, shown=None)
-    best_by: BestBy | None = again(
-        "best_by",
-        shown="the task's first; balanced-accuracy with --class-weights auto or --balanced",
-    )
-    task: TaskName = option(
-        "single-label", "What to predict: one class of each sample, several of them, or a number."
-    )
     dev: str | None = option(
         None, "File to score on.", shown="dev in the folder, or a share of the texts"
     )
@@ -85,9 +77,6 @@ class TextOptions(TrainOptions):
     )
     text_column: str | None = option(
         None, "Column of the texts in a table.", shown="the one of a usual name"
-    )
-    label_column: tuple[str, ...] = option(
-        (), "Column of the labels in a table.", shown="the one of a usual name"
     )
     model: str = option(
         TINY, "tiny, made from the options below, or a folder with a pretrained model."
@@ -110,24 +99,13 @@ class TextOptions(TrainOptions):
     token_dropout: float = option(
         0.15, "Share of tokens hidden in training, anew at every reading.", SHARE
     )
-    label_smoothing: float = option(0.0, "Share of a label that is spread over all classes.", SHARE)
-    class_weights: ClassWeights = option(
-        "none", "Weigh classes in the loss; auto: the more, the fewer samples they have."
-    )
-    balanced: bool = option(
-        False, "Draw samples of all classes equally often, with replacement, for training."
-    )
-    labels_as_is: bool = option(
-        False, "Accept every label as a class, even if they look like numbers, lists or typos."
-    )
 
     def __post_init__(self) -> None:
         # Not super(), which fails here: see ClassifyOptions.
         TrainOptions.__post_init__(self)
-        check_balance(self)
         once = self.pretrained is None or self.model == TINY
         expect(once, "pretrained", self.pretrained, "it without --model, which says the same")
-        check_task_options(self)
+        LabelOptions.__post_init__(self)
         expect(self.width % self.heads == 0, "width", self.width, f"a multiple of {self.heads}")
 
 

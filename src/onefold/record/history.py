@@ -4,7 +4,7 @@ Note: the rule
 --------------
 A number is compared with those of the 50 steps before it. It stands out if it is not finite, or if
 it lies further above their median than 8 times their spread. The spread is the median absolute
-deviation times 1.4826, which is the standard deviation of normal numbers; and at least 5 % of the
+deviation times 1.4826, which is the standard deviation of normal numbers; and at least 5% of the
 median. Both medians stay what they are where a few of the numbers are far off (Hampel, "The
 influence curve and its role in robust estimation", 1974). At least 10 numbers are a history.
 

@@ -126,6 +126,7 @@ def _measured(
         other=sum(other.values()),
         gradients=sum(gradients),
         state=state,
+        scratch=_scratch_bytes(optimizer, parts.trained),
         stage=max(stage["bytes"] for stage in shown),
         shards=settings.shards,
         frozen=sum(frozen),
@@ -154,6 +155,16 @@ def _state_bytes(
                 share = _USUAL_STATE * itemsize if share is None else share
                 total += int(parameter.numel() * (share + (masters.itemsize if masters else 0)))
     return total, known
+
+
+def _scratch_bytes(
+    optimizer: torch.optim.Optimizer, trained: Mapping[str, torch.nn.Parameter]
+) -> int:
+    """Bytes that an update computes with: by PyTorch's kernels for lists, one value for each."""
+    groups = [group for each in optimizers_in(optimizer).values() for group in each.param_groups]
+    listed = [p for group in groups if not group.get("fused") for p in group["params"]]
+    wanted = {id(parameter) for parameter in trained.values()}
+    return sum(4 * parameter.numel() for parameter in listed if id(parameter) in wanted)
 
 
 def _state_of(
@@ -195,7 +206,7 @@ class Footprint:
     >>> sizes.replicating(2, together=False), sizes.replicating(2, together=False, state=True)
     (650, 800)
     >>> sizes.sharding(4, together=True), sizes.sharding(4, together=False)
-    (145, 155)
+    (145, 133)
     >>> sizes.pipelining(4, 30, together=True), sizes.on_disk
     (205, 700)
     >>> sizes.offloading(together=True), sizes.offloading(together=False)
@@ -213,6 +224,8 @@ class Footprint:
     stage: int
     """The gradients of the largest stage."""
     shards: int
+    scratch: int = 0
+    """What the optimizer computes with besides, on a device with memory of its own."""
     frozen: int = 0
     """Frozen parameters that lie in stages."""
     frozen_stage: int = 0
@@ -227,9 +240,11 @@ class Footprint:
         if devices > 1 and not together:
             sums = self._sums_apart(devices, to_all=state)
         else:
-            # What backward makes, a sum for each level of the tree of a device's shards, and what
-            # is handed to others.
-            sums = self.gradients * (1 + self._levels(devices) + (devices > 1))
+            # What backward makes, and what is handed to others; then a sum for each level of the
+            # tree of a device's shards, or what the optimizer computes with.
+            scratch = 0 if together else self.scratch
+            sums = self.gradients * (1 + (devices > 1))
+            sums += max(self.gradients * self._levels(devices), scratch)
         own = sums + self.state // (1 if state else devices)
         return own + self._values(devices, together=together)
 
@@ -242,21 +257,34 @@ class Footprint:
         blocks = [blocks_of(plan.shards_of(number), self.shards) for number in range(devices)]
         counts = [len(each) for each in blocks]
         largest = max(stop - start for each in blocks for start, stop in each)
-        # A partial sum for each block, the sums below the largest, and a partition of each of the
-        # others' partial sums, or all of these.
-        held = self.gradients * (max(counts) + (largest - 1).bit_length())
-        came = self.gradients * (sum(counts) - max(counts)) // (1 if to_all else devices)
+        updating = 1 if to_all else devices
+        # A partial sum for each block, and a partition of each of the others' partial sums, or all
+        # of these; then the sums below the largest, or what the optimizer computes with.
+        held = self.gradients * max(counts)
+        came = self.gradients * (sum(counts) - max(counts)) // updating
         early = max(counts) == 1 and self.parameters >= LEAST_SENT_EARLY_BYTES
-        return held + came + (_STAGES_AT_HAND * self.stage if early else self.gradients)
+        below = self.gradients * (largest - 1).bit_length()
+        below += _STAGES_AT_HAND * self.stage if early else self.gradients
+        return held + came + max(below, self.scratch // updating)
 
     def sharding(self, devices: int, *, together: bool) -> int:
         """The same for devices that keep partitions, of parameters as well if not ``together``."""
-        sums = self.gradients * (1 + self._levels(devices))
-        own = (sums + self.state) // devices + _OF_A_STAGE * self.stage
-        if together or devices == 1:
-            return own + self._values(devices, together=together)
-        kept = (self.parameters + self.frozen) // devices + self.other
-        return own + kept + _STAGES_AT_HAND * (self.stage + self.frozen_stage)
+        if devices == 1:
+            return self.replicating(1, together=together)
+        if together:
+            sums = self.gradients * (1 + self._levels(devices))
+            own = (sums + self.state) // devices + _OF_A_STAGE * self.stage
+            return own + self._values(devices, together=True)
+        # What is added up between the rounds, and stages on their way: of two boxes a device needs
+        # no room for its own part. A single round holds no sum yet of what is on its way.
+        ends = range(devices, self.shards, devices)
+        sums = max((len(blocks_of(range(end), self.shards)) for end in ends), default=1)
+        below = self.gradients * sums // devices + 7 * self.stage
+        below -= (2 if ends else 5) * self.stage // devices
+        below += _STAGES_AT_HAND * self.frozen_stage
+        updated = (self.gradients + self.scratch) // devices
+        kept = (self.parameters + self.frozen + self.state) // devices + self.other
+        return kept + max(below, updated)
 
     def pipelining(self, devices: int, share: int, *, together: bool) -> int:
         """The same for one pipeline, of which a device has at most these bytes of gradients."""

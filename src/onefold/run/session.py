@@ -136,7 +136,10 @@ class Session:
         """The averages of the model, if the run keeps any."""
         self.verifying.begin(self.engine, self.devices)
         self.asked_to_stop = False
-        """Whether the run was asked to stop; the same on all devices, as a step agrees on it."""
+        """Whether the script is to stop; the same on all devices, as a step agrees on it.
+
+        Not where the run saves itself: a resumed script, which is not asked again, would differ.
+        """
         self._schedule = RunSchedule(user.schedule, settings.schedule_every, optimizer)
         self.position = Position(self._schedule.end_epoch)
         self.gradients = GradientSteps(on_lead=self.devices.has_lead)
@@ -300,7 +303,7 @@ class Session:
             self._schedule.note_step(self.position.here, name, updates=outcome.verdict.updates)
         # The step is done for everybody. The position follows before anything else can fail, or a
         # checkpoint might count the batch as unused.
-        self.asked_to_stop |= outcome.verdict.stops
+        self.asked_to_stop |= outcome.verdict.stops and self._autosave is None
         self.position.note_step(cut)
         self.engine.end_step()
         self.note_progress()
@@ -380,7 +383,7 @@ class Session:
                 except Exception as error:
                     self.recording.note_failure(error)
                     raise
-                self.asked_to_stop |= outcome.verdict.stops
+                self.asked_to_stop |= outcome.verdict.stops and self._autosave is None
                 self.gradients.note(batch, place, name, begins=not again)
                 if not again:
                     # Its update is the script's, and comes later.

@@ -23,6 +23,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import math
 import multiprocessing.util
 import os
 import shutil
@@ -43,6 +44,7 @@ __all__ = [
     "aside_of",
     "create_file",
     "gather_sockets_in",
+    "json_text",
     "memory_file",
     "nested_too_deeply",
     "open_plain",
@@ -286,6 +288,32 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("it is nested too deeply") from None
     if nested_too_deeply(value):
         raise ValueError("it is nested too deeply")
+    return value
+
+
+def json_text(value: Any, indent: int | None = None) -> str:
+    """Write a value as JSON that every reader takes.
+
+    Numbers that are not finite are null, bytes are their number, tensors and arrays their dtype and
+    shape.
+
+    >>> json_text({"loss": float("nan"), "rows": b"abc"})
+    '{"loss": null, "rows": 3}'
+    """
+    return json.dumps(_plain(value), allow_nan=False, indent=indent)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, bytes):
+        return len(value)
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
+    if hasattr(value, "dtype"):
+        return {"dtype": str(value.dtype), "shape": list(value.shape)}
     return value
 
 

@@ -3,13 +3,34 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-__all__ = ["cause_of", "counted", "listed", "message_of", "script_line", "tell", "words_of_failure"]
+__all__ = [
+    "cause_of",
+    "counted",
+    "listed",
+    "message_of",
+    "script_line",
+    "seconds_of",
+    "tell",
+    "words_of_failure",
+]
 
 _LONGEST_MESSAGE = 4000
+
+
+def seconds_of(time: str) -> float:
+    """Read a time; 0 if it is none.
+
+    >>> seconds_of("90s"), seconds_of("1h30m"), seconds_of("30")
+    (90.0, 5400.0, 0.0)
+    """
+    parts = re.fullmatch(r"(?:(\d{1,6})h)?(?:(\d{1,6})m)?(?:(\d{1,6})s)?", time, re.ASCII)
+    numbers = parts.groups(default="0") if parts else ("0", "0", "0")
+    return float(sum(int(n) * s for n, s in zip(numbers, (3600, 60, 1), strict=True)))
 
 
 def counted(number: int, noun: str) -> str:

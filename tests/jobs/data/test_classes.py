@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from onefold.errors import DataError
 from onefold.jobs.data.classes import PictureClasses, Split, read_classes
+from onefold.jobs.data.classes import test_folder as folder_to_test
 from onefold.jobs.data.samples import hold_out
 from tests.jobs.data.pictures import noise, write_class_folders, write_cut_jpeg, write_page
 from tests.tables import for_each
@@ -51,8 +52,16 @@ def test_folders_are_classes(given_test: Path) -> None:
         folder = folder.rename(given_test / name)
         assert names(read(given_test).test)[0] == f"{name}/cat/0.png"
     folder.rename(given_test / "later")
-    with pytest.raises(DataError, match="has a folder train, and none of test, val, valid"):
+    with pytest.raises(DataError, match="has a folder train, and none of val, valid"):
         read(given_test)
+
+
+def test_a_validation_set_chooses_the_epoch_and_leaves_the_test_set_unseen(
+    given_test: Path,
+) -> None:
+    shutil.copytree(given_test / "test", given_test / "val")
+    assert names(read(given_test).test)[0] == "val/cat/0.png"
+    assert folder_to_test(given_test, choosing=False) == given_test / "test"
 
 
 def test_the_order_is_that_of_the_names_and_not_of_the_disk(tmp_path: Path) -> None:

@@ -55,8 +55,11 @@ def test_folders_of_their_own_are_taken_as_they_are(split: Path) -> None:
     assert data.train[0].image == split / "train" / "images" / "0.png"
     assert data.train[0].mask == split / "train" / "masks" / "0.png"
     assert (data.shortest, data.left_out) == (3, [])
+    save_pairs(split / "test", [SQUARE], first=5)
+    assert names(read(split)) == (["0.png", "1.png", "2.png"], ["3.png", "4.png"])
+    shutil.rmtree(split / "test")
     folder.rename(split / "later")
-    with pytest.raises(DataError, match="has a folder train, and none of test, val"):
+    with pytest.raises(DataError, match="has a folder train, and none of val, valid"):
         read(split)
 
 

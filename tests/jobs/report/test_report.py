@@ -73,8 +73,8 @@ def test_the_summary_is_whole(pages: dict[str, Page]) -> None:
     assert page.figures == {
         "Best test accuracy": "82.9% in epoch 7",
         "Last test accuracy": "78.8% after 8 epochs",
-        "Samples/s in training": "62.5",
-        "Time of training and tests": "13 min 20 s",
+        "Training samples/s": "62.5",
+        "Training and test time": "13 min 20 s",
         "Job": "classify",
         "Model": "resnet18, 11,173,962 parameters",
         "Started": "2026-11-21 14:02 UTC",
@@ -82,18 +82,19 @@ def test_the_summary_is_whole(pages: dict[str, Page]) -> None:
         "Devices": "2 x cpu, 8 shards",
         "Samples": "5,000 to train, 1,000 to test",
         "Classes": "3",
-        "Best epoch": "that of the highest accuracy",
+        "Best epoch chosen by": "highest accuracy",
         "Fingerprint of the model": "663f3e2011a53901",
         "Versions": "onefold 0.1.0, PyTorch 2.13.0",
     }
     assert pages["segment"].figures["Best test iou"] == "0.775 in epoch 4"
 
 
-def test_a_run_that_predicts_numbers_is_no_classification(tmp_path: Path) -> None:
+def test_the_subtitle_names_the_task(tmp_path: Path) -> None:
     folder = runs.classified_run(tmp_path / "run")
-    assert "classification of pictures" in Page(build_report(folder)).text
-    (folder / "config.toml").write_text('job = "classify"\ntask = "regression"\n')
-    assert "regression of pictures" in Page(build_report(folder)).text
+    assert "Image classification" in Page(build_report(folder)).text
+    for task in ("regression", "multi-label"):
+        (folder / "config.toml").write_text(f'job = "classify"\ntask = "{task}"\n')
+        assert f"Image {task}" in Page(build_report(folder)).text
 
 
 def test_the_lowest_may_be_best_and_the_speed_is_samples_over_seconds(tmp_path: Path) -> None:
@@ -105,7 +106,7 @@ def test_the_lowest_may_be_best_and_the_speed_is_samples_over_seconds(tmp_path: 
     ]
     figures = page_of(tmp_path / "run", facts=facts, metrics=lines).figures
     assert figures["Best test loss"] == "0.4 in epoch 2"
-    assert figures["Samples/s in training"] == "40.0"
+    assert figures["Training samples/s"] == "40.0"
 
 
 def test_the_curves_tell_their_course(pages: dict[str, Page]) -> None:
@@ -139,7 +140,7 @@ def test_the_tables_are_whole(pages: dict[str, Page]) -> None:
         ["update", "1.5% 4.5 s", "1.5% 4.5 s"],
         ["evaluation", "20.0% 1 min 0 s", "20.0% 1 min 0 s"],
         ["other", "1.0% 3.0 s", "0.5% 1.5 s"],
-        ["together", "5 min 0 s", "5 min 0 s"],
+        ["total", "5 min 0 s", "5 min 0 s"],
         ["class", "to test", "precision", "recall", "F1"],
         ["negative", "91", "92.8%", "98.9%", "95.7%"],
         ["positive", "97", "98.9%", "92.8%", "95.7%"],
@@ -150,7 +151,7 @@ def test_the_tables_are_whole(pages: dict[str, Page]) -> None:
         ["true → predicted", "negative", "positive"],
         ["negative", "90 98.9%", "1 1.1%"],
         ["positive", "7 7.2%", "90 92.8%"],
-        ["true class", "taken for", "how often", "share of the true class"],
+        ["true class", "predicted class", "count", "share of the true class"],
         ["positive", "negative", "7", "7.2%"],
         ["negative", "positive", "1", "1.1%"],
         ["option", "value"],
@@ -278,7 +279,7 @@ def test_a_record_that_is_cut_short_is_read_up_to_there(tmp_path: Path) -> None:
     file.write_bytes(whole[:-1])
     assert Page(build_report(folder)).figures["Last test accuracy"] == "40.0% after 1 epoch"
     file.write_bytes(b"")
-    assert "No epoch has ended yet" in Page(build_report(folder)).text
+    assert "No epoch has finished yet" in Page(build_report(folder)).text
     file.write_bytes(whole[:100] + bytes([whole[100] ^ 1]) + whole[101:])
     with pytest.raises(DataError, match=r"run\.record is damaged: the frame at byte 8 "):
         build_report(folder)
@@ -371,4 +372,4 @@ def test_runs_are_side_by_side(tmp_path: Path) -> None:
     assert "2. pets: from 2 to 0.4" in told["Training loss by epoch"]
     assert "Test accuracy by time by minutes" in told
     assert page.attributes("class").count("chart") == 5
-    assert "The same model, to the last bit: 1. pets and 2. pets." in page.text
+    assert "Same model, bit for bit: 1. pets and 2. pets." in page.text

@@ -84,7 +84,7 @@ def digest(classes: Sequence[str], parts: Sequence[Sequence[Sample]]) -> str:
     return digest_of(list(classes), *parts, size_bytes=16)
 
 
-_TEST_NAMES = ("test", "val", "valid", "validation")
+_VALIDATION_NAMES = ("val", "valid", "validation")
 _IMAGE_FOLDERS = frozenset({"image", "images", "img", "imgs"})
 _MASK_FOLDERS = frozenset({
     "annotations", "groundtruth", "gt", "label", "labels", "mask", "masks", "segmentation",
@@ -135,7 +135,7 @@ def read_classes(
         found = [listed_files(lines, path, bad) for lines, path in sets if lines is not None]
     else:
         directory, trained = source, source / "train"
-        folders = [trained, test_folder(source)] if trained.is_dir() else [source]
+        folders = [trained, test_folder(source, choosing=True)] if trained.is_dir() else [source]
         names: dict[str, str] = {}
         found = [class_files(folder, names, bad, task) for folder in folders]
     # Labels are checked before the pictures are read, which may take minutes.
@@ -198,17 +198,23 @@ def _of_pictures(
     )
 
 
-def test_folder(directory: Path) -> Path:
+def test_folder(directory: Path, *, choosing: bool) -> Path:
     """Find the folder beside ``train`` that holds the test set.
+
+    Args:
+        directory: that holds both.
+        choosing: whether its scores choose the best epoch; a validation set then comes before
+            ``test``, which stays unseen.
 
     Raises:
         DataError: no folder has one of the usual names.
     """
-    for name in _TEST_NAMES:
+    names = (*_VALIDATION_NAMES, "test") if choosing else ("test", *_VALIDATION_NAMES)
+    for name in names:
         if (directory / name).is_dir():
             return directory / name
     raise DataError(
-        f"{directory} has a folder train, and none of {', '.join(_TEST_NAMES)}: expected both, or "
+        f"{directory} has a folder train, and none of {', '.join(names)}: expected both, or "
         f"only class folders, of which --holdout sets a share aside"
     )
 

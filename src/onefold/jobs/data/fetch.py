@@ -1,7 +1,7 @@
 """Downloads data sets of known content, once, into a folder that is kept.
 
 The SHA-256 of every file is known beforehand, so it does not matter where a file comes from or who
-put it there. `pooch` downloads, compares the digest, and moves a file into place once it is whole.
+put it there. `pooch` downloads it, and it is moved into place once it is whole.
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -20,7 +19,7 @@ from onefold.jobs import require
 from onefold.system.ownfiles import aside_of, open_plain
 from onefold.system.words import cause_of
 
-__all__ = ["fetch_dataset", "fetch_file"]
+__all__ = ["fetch_dataset", "fetch_file", "is_there"]
 
 LARGEST_BYTES = 1 << 28
 """Of one file: a server that never stops must not fill the disk before its digest is compared."""
@@ -104,14 +103,22 @@ def fetch_dataset(
     folder, wanted = cache / name, sets[name]
     folder.mkdir(parents=True, exist_ok=True)
     # All are checked before the first is fetched: a wrong file ends this without a download.
-    missing = [file for file in wanted.sums if not _exists(folder / file, wanted.sums[file])]
+    missing = [file for file in wanted.sums if not is_there(folder / file, wanted.sums[file])]
     for file in missing:
-        _fetch(file, wanted, folder, timeout_s)
+        addresses = [mirror + file for mirror in wanted.mirrors]
+        try:
+            fetch_file(addresses, folder / file, sha256=wanted.sums[file], timeout_s=timeout_s)
+        except DataError as error:
+            raise DataError(f"{error}; needed are {', '.join(wanted.sums)}") from error
     return folder
 
 
-def _exists(path: Path, expected: str) -> bool:
+def is_there(path: Path, sha256: str) -> bool:
     """Return whether a file exists.
+
+    Args:
+        path: path of the file.
+        sha256: the SHA-256 that it must have, or the first digits of it.
 
     Raises:
         DataError: the file exists, and has another SHA-256.
@@ -120,71 +127,63 @@ def _exists(path: Path, expected: str) -> bool:
         return False
     with open_plain(path, follow=True) as file:
         got = hashlib.file_digest(file, "sha256").hexdigest()
-    # pooch would replace it without a word. It may be somebody's own data under the same name.
-    if got != expected:
+    # Never replaced without a word: it may be somebody's own file under the same name.
+    if not got.startswith(sha256):
         raise DataError(
-            f"{path}: expected a file with SHA-256 {expected}, got {got}; "
-            f"remove it and it is fetched again"
+            f"{path}: expected a file whose SHA-256 begins with {sha256}, got {got}; remove it "
+            f"and it is fetched again"
         )
     return True
 
 
-def _fetch(file: str, wanted: RemoteSet, folder: Path, timeout_s: float) -> None:
-    """Download a file from the first address that has the right content."""
-    download = _downloader(timeout_s)
-    import pooch  # type: ignore[import-untyped]
-
-    failures = []
-    for mirror in wanted.mirrors:
-        try:
-            pooch.retrieve(
-                mirror + file,
-                known_hash=wanted.sums[file],
-                fname=file,
-                path=folder,
-                downloader=partial(_download, download, timeout_s),
-            )
-            return
-        except (OSError, ValueError) as failure:  # requests raises OSErrors
-            failures.append(f"  {mirror}{file}: {cause_of(failure)}")
-    tried = "\n".join(failures)
-    raise DataError(
-        f"{file} could not be fetched:\n{tried}\n"
-        f"check the network, or put the files by hand in {folder}: {', '.join(wanted.sums)}"
-    )
-
-
 def fetch_file(
-    address: str, path: Path, *, sha256: str, most_bytes: int, timeout_s: float = 3600.0
+    addresses: Sequence[str],
+    path: Path,
+    *,
+    sha256: str,
+    most_bytes: int | None = None,
+    timeout_s: float = 3600.0,
 ) -> None:
-    """Download a file of which the beginning of the digest is known.
+    """Download a file from the first address that has the right content.
 
     Args:
-        address: of the file.
+        addresses: of the file.
         path: where it is put once it is whole; the folder is made if it is missing.
-        sha256: the first digits of its SHA-256.
-        most_bytes: what it may have at most.
+        sha256: its SHA-256, or the first digits of it.
+        most_bytes: what it may have at most; None for `LARGEST_BYTES`.
         timeout_s: as for `fetch_dataset`.
 
     Raises:
-        OSError, ValueError: it could not be downloaded, or has another digest.
+        DataError: no address has it; the message says where it may be put by hand.
         LaunchError: pooch is missing.
     """
     download = _downloader(timeout_s)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with aside_of(path) as file:
-        bounded = _Bounded(file, timeout_s, most_bytes)
-        download(address, bounded, None)
-        got = bounded.digest.hexdigest()
-        if not got.startswith(sha256):
-            raise ValueError(f"expected a SHA-256 that begins with {sha256}, got {got}")
-        file.flush()
-        os.fsync(file.fileno())
+    failures = []
+    for address in addresses:
+        try:
+            with aside_of(path) as file:
+                bounded = _Bounded(file, timeout_s, most_bytes or LARGEST_BYTES)
+                download(address, bounded, None)
+                got = bounded.digest.hexdigest()
+                if not got.startswith(sha256):
+                    raise ValueError(f"expected a SHA-256 that begins with {sha256}, got {got}")
+                file.flush()
+                # A rename may reach the disk before the bytes do.
+                os.fsync(file.fileno())
+            return
+        except (OSError, ValueError) as failure:  # requests raises OSErrors
+            failures.append(f"  {address}: {cause_of(failure)}")
+    tried = "\n".join(failures)
+    raise DataError(
+        f"{path.name} could not be fetched:\n{tried}\n"
+        f"check the network, or put the file by hand at {path}"
+    )
 
 
 def _downloader(timeout_s: float) -> Callable[..., None]:
     require("downloading data", "images", "pooch")
-    import pooch
+    import pooch  # type: ignore[import-untyped]
 
     # The digest is that of the file as it is stored, not as a server may pack it.
     plain = {"Accept-Encoding": "identity"}
@@ -192,19 +191,6 @@ def _downloader(timeout_s: float) -> Callable[..., None]:
         timeout=min(timeout_s, _LONGEST_SILENCE_S), headers=plain, chunk_size=_CHUNK_BYTES
     )
     return downloader
-
-
-def _download(
-    download: Callable[..., None], timeout_s: float, url: str, output_file: str, _pooch: object
-) -> None:
-    """Write what an address sends into pooch's temporary file, within bounds."""
-    with open(output_file, "wb") as file:
-        # pooch's file is for its owner alone, but others may share the cache.
-        os.fchmod(file.fileno(), 0o644)
-        download(url, _Bounded(file, timeout_s, LARGEST_BYTES), None)
-        # A rename may reach the disk before the bytes do.
-        file.flush()
-        os.fsync(file.fileno())
 
 
 class _Bounded:

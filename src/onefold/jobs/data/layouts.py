@@ -7,7 +7,7 @@ few names and the beginnings of a few files are read.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
@@ -119,7 +119,9 @@ def _refuse_table(directory: Path) -> None:
     classes = visible_folders(train) if train.is_dir() else folders
     if not all(map(_names_a_part, classes)):
         return
-    if not any(_any_picture(folder.iterdir()) for folder in (directory, *folders, *classes)):
+    if not any(
+        any(map(is_picture, folder.iterdir())) for folder in (directory, *folders, *classes)
+    ):
         return
     tables = {path: column_names(path) for path in sorted(directory.iterdir()) if _lists(path)}
 
@@ -145,10 +147,6 @@ def _names_a_part(folder: Path) -> bool:
     """Whether a folder is called ``train``, ``test_images``, ``train2017`` or the like."""
     words = re.findall(r"[^\W\d_]+", folder.name.lower())
     return bool(words) and _NO_CLASSES.issuperset(words)
-
-
-def _any_picture(paths: Iterable[Path]) -> bool:
-    return any(map(is_picture, paths))
 
 
 def _lists(path: Path) -> bool:

@@ -270,24 +270,36 @@ def look_at_mask(path: Path, rule: MaskRule) -> MaskLook:
     """
     pixels = _pixels(path)
     void = pixels.matches(rule.spans("void"))
+    counts: dict[str, int] = {}
+    colours: dict[str, str] = {}
+    scale = 0
     if rule.classes:
-        return _look_at_classes(pixels, void, rule, path)
-    values = _counted(pixels.codes)
-    if not rule.foreground and not void.all():
-        _require_two_values(pixels, ~void, path)
-    foreground = _foreground(pixels, rule, ~void)
+        values, foreground = _counted(pixels.codes[~void]), ~void
+        _require_classes(pixels, values, void, rule, path)
+        words = {pixels.word(code): count for code, count in values.items()}
+        counts = dict(sorted(words.items())[: MOST_CLASSES + 1])
+        if pixels.palette is not None:
+            colours = {str(code): f"#{int(pixels.palette[code]):06x}" for code in values}
+    else:
+        values = _counted(pixels.codes)
+        if not rule.foreground and not void.all():
+            _require_two_values(pixels, ~void, path)
+        foreground = _foreground(pixels, rule, ~void)
+        # Which of 1 and 255 stands for foreground only matters where nobody has named it; see
+        # `_require_one_scale` of the pairs, which compares it between masks.
+        if foreground.any() and not rule.foreground:
+            scale = 1 if pixels.brightness[foreground].max() == 1 else 255
     height, width = pixels.codes.shape
     spans = [*rule.spans("foreground"), *rule.spans("void")]
-    # Which of 1 and 255 stands for foreground only matters where nobody has named it; see
-    # `_require_one_scale` of the pairs, which compares it between masks.
-    any_foreground = bool(foreground.any()) and not rule.foreground
     return MaskLook(
         size=(width, height),
         foreground=int(np.count_nonzero(foreground)),
         void=int(np.count_nonzero(void)),
-        scale=(1 if pixels.brightness[foreground].max() == 1 else 255) if any_foreground else 0,
+        scale=scale,
         values=[pixels.word(code) for code in _most_frequent(values)],
         named=[span.text for span in spans if pixels.matches([span]).any()],
+        counts=counts,
+        colours=colours,
     )
 
 
@@ -299,13 +311,14 @@ def _numbers(pixels: _Pixels, rule: MaskRule) -> _Array:
     return numbers
 
 
-def _look_at_classes(pixels: _Pixels, void: _Array, rule: MaskRule, path: Path) -> MaskLook:
-    """Count the values of a mask of classes.
+def _require_classes(
+    pixels: _Pixels, values: Counter[int], void: _Array, rule: MaskRule, path: Path
+) -> None:
+    """Refuse a mask of which a value stands for no class, or with too many for `AUTO`.
 
     Raises:
-        DataError: a value stands for no class, or there are too many for `AUTO`.
+        DataError: it has such a value, or as many.
     """
-    counts = _counted(pixels.codes[~void])
     if rule.classes != AUTO:
         strange = _counted(pixels.codes[~void & (_numbers(pixels, rule) == VOID_NUMBER)])
         if strange:
@@ -313,25 +326,12 @@ def _look_at_classes(pixels: _Pixels, void: _Array, rule: MaskRule, path: Path) 
                 f"{readable(path)}: expected values of --classes, got "
                 f"{_told(pixels, strange)} of other ones: name them there, or with --void"
             )
-    elif len(counts) > MOST_CLASSES:
+    elif len(values) > MOST_CLASSES:
         raise DataError(
             f"{readable(path)}: expected masks of at most {MOST_CLASSES} classes, got "
-            f"{len(counts):,} different values: smoothed edges and JPEG make more of them, so save "
+            f"{len(values):,} different values: smoothed edges and JPEG make more of them, so save "
             f"masks without either, or list the values in --classes"
         )
-    height, width = pixels.codes.shape
-    words = {pixels.word(code): count for code, count in counts.items()}
-    palette = pixels.palette
-    return MaskLook(
-        size=(width, height),
-        foreground=int(np.count_nonzero(~void)),
-        void=int(np.count_nonzero(void)),
-        scale=0,
-        values=[pixels.word(code) for code in _most_frequent(counts)],
-        named=[span.text for span in rule.spans("void") if pixels.matches([span]).any()],
-        counts=dict(sorted(words.items())[: MOST_CLASSES + 1]),
-        colours={} if palette is None else {str(c): f"#{int(palette[c]):06x}" for c in counts},
-    )
 
 
 def _foreground(pixels: _Pixels, rule: MaskRule, counted: _Array) -> _Array:

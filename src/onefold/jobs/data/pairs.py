@@ -84,7 +84,8 @@ def read_pairs(
     rule = rule or MaskRule()
     bad: list[BadFile] = []
     if (directory / "train").is_dir():
-        train, test = _pairs(directory / "train", bad), _pairs(test_folder(directory), bad)
+        train = _pairs(directory / "train", bad)
+        test = _pairs(test_folder(directory, choosing=True), bad)
     else:
         whole = _pairs(directory, bad)
         # One class for all: pairs have no labels by which the share could be taken.

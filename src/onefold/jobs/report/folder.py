@@ -109,14 +109,12 @@ class ReportedRun:
 
     @property
     def purpose(self) -> str:
-        """What was trained for, in words; nothing if the job is unknown."""
-        subjects = {"classify": "pictures", "segment": "pictures", "text": "text"}
-        job = str(self.facts.get("job"))
-        if job not in subjects:
-            return ""
+        """The task in words, such as ``Image regression``; empty if the job is unknown."""
+        job = self.facts.get("job")
+        subject = {"classify": "Image", "segment": "Image", "text": "Text"}.get(str(job))
+        kinds = {"multi-label": "multi-label classification", "regression": "regression"}
         classes = "segmentation" if job == "segment" else "classification"
-        kind = "regression" if self.options.get("task") == "regression" else classes
-        return f"{kind} of {subjects[job]}"
+        return f"{subject} {kinds.get(str(self.options.get('task')), classes)}" if subject else ""
 
     @property
     def classes(self) -> tuple[str, ...]:

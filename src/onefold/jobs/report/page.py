@@ -190,13 +190,13 @@ class DeviceTime(NamedTuple):
     """Seconds in each phase."""
 
     @property
-    def together_s(self) -> float:
+    def total_s(self) -> float:
         """Seconds in all phases."""
         return sum(self.times_s.values())
 
     def share(self, phase: str) -> float:
         """Return the share of a phase in the device's time, 0 to 1."""
-        return self.times_s[phase] / self.together_s
+        return self.times_s[phase] / self.total_s
 
 
 def device_times(run: ReportedRun) -> list[DeviceTime]:
