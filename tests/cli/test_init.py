@@ -39,7 +39,7 @@ def table(rows: str, name: str = "table.csv") -> Callable[[Path], Path]:
 
 def arrays(folder: Path, **values: object) -> Path:
     path = folder / "a.npz"
-    np.savez(path, x=np.ones((20, 3)), **(values or {"y": np.arange(20) % 2}))  # type: ignore[arg-type]
+    np.savez(path, **{"x": np.ones((20, 3)), **(values or {"y": np.arange(20) % 2})})  # type: ignore[arg-type]
     return path
 
 
@@ -56,6 +56,7 @@ NUMBERS = "a\tprice <SCORE>\n" + "".join(f"{n}\t{n / 3}\n" for n in range(20))
 GAPS = "id;body mass;blood group;what it is\n" + "".join(
     f"P-{n};{'NA' if n == 3 else f'{n},5'};A;{'' if n == 4 else 'xyz'[n % 3]}\n" for n in range(20)
 )
+TOWNS = "town,name,price\n" + "".join(f"{'ab'[n % 2]},n{n},{n / 3}\n" for n in range(20))
 WHOLE = '"a""b",what\n' + "".join(f"{n},{n % 4}\n" for n in range(20))
 
 
@@ -85,6 +86,11 @@ def check(make: Callable[[Path], Path | None], score: str, folder: Path) -> None
         (photos, "accuracy"),
         (table(NUMBERS, "<PATH>.tsv"), "squared error"),
         (table(GAPS), 'LEFT_OUT = ["id", "blood group"]'),
+        (table(TOWNS), 'CHOICES = ["town"]'),
+        (
+            lambda folder: arrays(folder, x=np.full((20, 8, 8), 9, "u1"), y=np.arange(20) % 2),
+            ".float()[:, None] / 255",
+        ),
     ],
 )
 def test_the_script_trains(make: Callable[[Path], Path | None], score: str, tmp_path: Path) -> None:
@@ -100,6 +106,12 @@ def test_the_script_trains(make: Callable[[Path], Path | None], score: str, tmp_
         (table(CLASSES), "accuracy"),
         (table(WHOLE), "accuracy"),
         (arrays, "accuracy"),
+        (
+            lambda folder: arrays(folder, x=np.ones((20, 8, 9, 3)), y=np.arange(20) % 2),
+            ".float().permute(0, 3, 1, 2)\n",
+        ),
+        (lambda folder: arrays(folder, x=np.ones((20, 3, 8, 9)), y=np.ones(20)), ".float()\n"),
+        (lambda folder: arrays(folder, x=np.ones((20, 9, 3)), y=np.ones(20)), ".flatten(1)"),
         (lambda folder: arrays(folder, y=np.ones(20)), "squared error"),
         (lambda folder: arrays(folder, labels=np.arange(20) % 2), 'arrays["labels"]).long()'),
         (
@@ -123,7 +135,7 @@ def test_scripts_for_other_data_train(
         (table("a,b\n"), "expected a first row with two or more column names, and rows of data"),
         (table("1,2\n3,4\n"), "expected a first row with two or more column names"),
         (table("a,b\n1,2\n3\n"), "row 3: expected 2 columns, as in the first row, got 1"),
-        (table("a,b\nhello,2\n"), "onefold train text"),
+        (table("a,b\nhello,2\n"), "onefold train text --data .*table.csv"),
         (sites, "all of north, south have the folders a, b, so the classes may be either"),
         (table("", "a.parquet"), "Write the table as CSV: pandas.read_parquet"),
         (lambda folder: arrays(folder, z=np.ones(20)), "Name the inputs x and the targets y"),
@@ -136,6 +148,11 @@ def test_what_has_no_script_is_refused(
     with pytest.raises(DataError, match=words):
         write_script(make(tmp_path), tmp_path / "train.py")
     assert not (tmp_path / "train.py").exists()
+
+
+def test_the_script_is_written_where_it_was_asked_for(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["init", "-o", str(tmp_path / "fit.py")])
+    assert (result.exit_code, (tmp_path / "fit.py").is_file()) == (0, True)
 
 
 @for_each("part", ["", "train"])

@@ -21,6 +21,7 @@ from onefold.jobs.evaluate import Evaluation
 from onefold.jobs.predict import Prediction
 from onefold.jobs.run import Job
 from onefold.jobs.scores import ClassScores, class_baseline
+from onefold.system.words import listed
 from tests.tables import for_each
 
 each_job = for_each("job", JOBS)
@@ -151,10 +152,10 @@ def test_an_option_of_other_jobs_names_these(end: End) -> None:
         for name in set().union(*names.values()) - own:
             having = [f"onefold train {other}" for other in names if name in names[other]]
             option = f"--{name.replace('_', '-')}"
-            words = f"Error: No such option: {option}. It belongs to {' and '.join(having)}"
+            words = f"{option} in onefold train {job}: it is one of {listed(having)}"
             for given in ([option, "1"], [f"{option}=1"]):
                 assert words in end(job, "--data", "x", *given)
-    assert "belongs" not in end("text", "--data", "x", "--patince", "3")
+    assert "it is one of" not in end("text", "--data", "x", "--patince", "3")
 
 
 def test_an_evaluation_is_told_or_printed_as_json(tmp_path: Path, monkeypatch: Any) -> None:
@@ -217,7 +218,7 @@ SHARED = "devices cannot share {} shards: a shard is never divided. Use --device
 @for_each(
     ("arguments", "words"),
     [
-        ("text", "--data: expected where the data are"),
+        ("text", "--data: expected the folder or file of the data, got none"),
         ("text --data x --epochs 0", "--epochs 0: expected 1 or more"),
         (f"text --data x --seed {'9' * 4000}", "--seed "),
         ("text --resume", "--resume: expected with --name, which run it is"),

@@ -69,6 +69,7 @@ _EXAMPLES = {"classify": "photos", "segment": "cracks", "text": "reviews"}
 """A folder with the data of each job."""
 _WIDEST = 50
 """More characters of choices stand in the text of an option."""
+_NAMES = {"output": ("--output", "-o")}
 _METAVARS: dict[Any, str] = {
     **dict.fromkeys((int, int | None), "N"),
     **dict.fromkeys((float, float | None), "X"),
@@ -232,6 +233,7 @@ def _parameter(field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
     if len("|".join(choices)) > _WIDEST:
         words, metavar = f"{words} One of {', '.join(choices)}.", "NAME"
     described = typer.Option(
+        *_NAMES.get(field.name, ()),
         help=f"{words}{note}",
         envvar=field.metadata["variable"],
         metavar=metavar,

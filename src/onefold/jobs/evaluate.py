@@ -376,10 +376,8 @@ _RULE = "foreground", "void"
 
 def _score_masks(use: Use) -> Predicted:
     """Compare the masks of all pictures with those that they should have; on every device."""
-    kind = segment_job.MaskModel.of_run(use.run)
+    kind, model = segment_job.MaskModel.built(use.run)
     facts = msgspec.convert(read_run(use.run, shape=_Facts), _Facts)
-    with kept_facts(use.run):
-        model = kind.build()
     weight = torch.tensor(facts.pos_weight)
     _, measure = segment_job.loss_and_measure(weight, kind.threshold, model.stride)
     pairs = [Pair(each.path, each.mask) for each in use.inputs if each.mask is not None]

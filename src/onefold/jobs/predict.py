@@ -370,9 +370,7 @@ class Use:
 
     def pictures(self) -> Predicted:
         """The classes of pictures."""
-        kind = classify_job.PictureModel.of_run(self.run)
-        with kept_facts(self.run):
-            model = kind.build()
+        kind, model = classify_job.PictureModel.built(self.run)
         data = LabelledPictures(
             self.arrays or self._files(kind),
             self._labels(kind.classes, kind.target),
@@ -413,9 +411,7 @@ class Use:
 
         note = PngInfo()
         note.add_text("Software", MASK_NOTE)
-        kind = segment_job.MaskModel.of_run(self.run)
-        with kept_facts(self.run):
-            model = kind.build()
+        kind, model = segment_job.MaskModel.built(self.run)
         padded, folder = Padded(model.stride), self.options.output or Path()
 
         def draw(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:

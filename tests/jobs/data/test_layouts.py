@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -53,6 +55,21 @@ def test_boxes_are_refused_by_name(tmp_path: Path, files: dict[str, str], words:
     for job in ("classify", "segment"):
         with pytest.raises(DataError, match=f"{words}.*{BOXES}"):
             refuse_other_layouts(tmp_path / "data", job)
+
+
+def test_a_table_is_made_of_class_folders_of_texts_by_the_command_that_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("neg/1.txt", "neg/2.txt", "pos/3.txt"):
+        put(tmp_path / "my films/train" / name, f'"{name}"\nand more')
+    with pytest.raises(DataError, match="got class folders of text files") as error:
+        refuse_other_layouts(Path("my films"), "text")
+    command = str(error.value).splitlines()[1].replace("python ", f"{sys.executable} ", 1)
+    subprocess.run(command, shell=True, check=True)
+    listed = read_listed(Path("train.jsonl"), None, Columns("text"))
+    assert [line.label for line in listed.train] == ["neg", "neg", "pos"]
+    assert listed.train[2].text == '"pos/3.txt"\nand more'
 
 
 def test_boxes_are_refused_where_their_file_is_named(tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ def _number(text: str) -> float:
     except ValueError:
         number = math.nan
     if not math.isfinite(number):
-        point = ": write a point for the decimal comma" if _FRACTION.fullmatch(text) else ""
+        point = ": write a point for the decimal comma" if _NUMBER.fullmatch(text) else ""
         raise ValueError(f"expected a number, such as 3.5, got {shortened(text)}{point}")
     return number
 

@@ -56,6 +56,23 @@ def refuse_other_layouts(directory: Path, job: str) -> None:
     masked = job == "segment" and any((directory / each).is_dir() for each in _MASKS)
     if job != "text" and directory.is_dir() and not masked:
         _refuse_table(directory, job)
+    if job == "text" and directory.is_dir():
+        _refuse_folders_of_texts(directory)
+
+
+def _refuse_folders_of_texts(directory: Path) -> None:
+    """Refuse class folders of text files; the message has a command that makes a table of them."""
+    found = next(_first(directory, "train/*/*.txt", "*/*.txt"), None)
+    if found is None or any(map(_lists, directory.iterdir())):
+        return
+    inside = found.parent.parent
+    raise DataError(
+        f"{readable(directory)}: expected a table of texts and labels, got class folders of text "
+        f"files ({_below(found, directory)}): write each of them as a table, such as\n"
+        f"python -c \"import json, pathlib; [print(json.dumps({{'text': p.read_text(), 'label': "
+        f"p.parent.name}})) for p in sorted(pathlib.Path({readable(inside)!r}).glob('*/*.txt'))]\" "
+        f"> {inside.name}.jsonl\nand name it with --data, and the one to test with with --dev"
+    )
 
 
 def _boxes(directory: Path) -> Iterator[str]:

@@ -177,7 +177,7 @@ def read_listed(
     train, bad, settled = read_file(train_path, columns, task)
     notes = []
     if settled != columns:
-        label = " and ".join(settled.label)
+        label = ", ".join(settled.label)
         found = f"the {settled.kind} is in column {settled.sample}, the label in {label}"
         notes.append(f"{readable(train_path)}: {found}")
     asked = task == "multi-label" and not labels_as_is and len(settled.label) < 2
