@@ -37,8 +37,6 @@ from statistics import mean
 
 import numpy as np
 
-from measure import cpu_model
-
 __all__ = ["SIDES", "main", "score_of", "typed_lines"]
 
 TIMES = ("minutes", "cpu_minutes")
@@ -250,7 +248,6 @@ def show(results: list[Result]) -> None:
             *(str(runs[-1].epochs or "by time"), str(runs[-1].lines)),
         ]
         print(f"| {' | '.join(row)} |")
-    print(f"\n{os.cpu_count()} cores of an {cpu_model()}")
 
 
 def parsed() -> argparse.Namespace:
