@@ -23,18 +23,13 @@ from onefold.jobs.scores import Baseline, ClassScores, Measure, Measured, Predic
 
 __all__ = [
     "Answer",
-    "ClassWeights",
     "LabelOptions",
     "Target",
     "best_by_of",
-    "choose_examples",
     "class_scores",
-    "class_task",
     "label_baseline",
-    "label_scores",
     "label_table",
     "number_baseline",
-    "number_scores",
     "scores_of",
     "spread",
     "target_examples",
