@@ -201,8 +201,8 @@ def _table(path: Path) -> Data:
     if len(left_out) == len(names) - 1:
         raise DataError(
             f"{path}: expected numbers in one or more columns before the last, which is predicted; "
-            f"not so {listed(left_out)}. Texts and pictures with a label are jobs: onefold train "
-            f"text --help, onefold train classify --help"
+            f"not so {listed(left_out)}. Texts with a label are a job: onefold train text --data "
+            f"{path}; so are pictures: onefold train classify --help"
         )
     targets = [row[-1] for row in rows if row[-1].strip()]
     whole = all(target.strip().lstrip("-").isdecimal() for target in targets)
