@@ -11,9 +11,9 @@ A page is run from its top to its end, in a folder of its own that also holds ``
 - A block of ``python`` that belongs to no such file is a fragment: a test runs it by itself, among
   the names that pages use. In a block of ``sh``, a test reads the commands of onefold.
 
-Everything else, such as a block of ``py``, is not run. A command must succeed and print what stands there. Numbers with a point
-and fingerprints may differ, as they do between kinds of processor; but where the page shows one
-fingerprint twice, both must be equal. ``--write`` puts what was printed into the pages.
+A block of ``py`` is not run. A command must succeed and print what stands there. Numbers with a
+point and fingerprints may differ, as they do between kinds of processor; but where the page shows
+one fingerprint twice, both must be equal. ``--write`` puts what was printed into the pages.
 """
 
 from __future__ import annotations

@@ -167,9 +167,10 @@ def surroundings_of_fragment() -> dict[str, Any]:
     torch.save(model.state_dict(), "resnet18.pth")
     train = loader = trainer.loader(train_set, batch_size=256, shuffle=True)
     self, embedded = SimpleNamespace(lstm=torch.nn.LSTM(4, 4)), torch.randn(3, 2, 4).bfloat16()
-    Net, width, depth = torch.nn.Linear, 4, 2
-    AutoModelForCausalLM, config = SimpleNamespace(from_config=lambda size: Net(size, 1)), 4
     log, clock, batch = io.StringIO(), time.monotonic, train_set[:64]
+    width, depth, config = 4, 2, {"in_features": 4, "out_features": 1}
+    names |= {"Net": torch.nn.Linear}
+    names |= {"AutoModelForCausalLM": SimpleNamespace(from_config=lambda c: torch.nn.Linear(**c))}
     names |= {**globals(), **locals()}
     return names
 
@@ -184,11 +185,26 @@ def test_the_fragments_of_pages_run(
         exec(compile(text, str(page), "exec"), surroundings_of_fragment())
 
 
-SHELL = re.compile(r"(?ms)^```sh\n(.*?)^```$")
+FENCED = re.compile(r"(?ms)^ *```(\S+)[^\n]*\n(.*?)^ *```$")
+BLOCKS = [(p, *found) for p in execute.pages() for found in FENCED.findall(p.read_text())]
+RUN_OR_COMPARED = {"python", "console", "diff"}
+
+
+@for_each(("page", "kind", "text"), BLOCKS)
+def test_blocks_that_are_not_run_are_marked(page: Path, kind: str, text: str) -> None:
+    """By their kind; what is Python or a shell's can at least be read."""
+    if kind == "py":
+        compile(text, str(page), "exec")
+    elif kind == "sh":
+        subprocess.run(["sh", "-n"], input=text, text=True, check=True)
+    else:
+        assert kind in RUN_OR_COMPARED | {"yaml", "json"} or kind[0] == "{", page
+
+
 LINES = [
     (page, line)
-    for page in execute.pages()
-    for block in SHELL.findall(page.read_text())
+    for page, kind, block in BLOCKS
+    if kind == "sh"
     for line in re.findall(r"(?m)^(?:exec |srun )*(onefold .*)$", block.replace("\\\n", " "))
 ]
 
@@ -323,7 +339,7 @@ def test_the_examples_that_start_processes(
 
 # Names and lines
 
-NOT_OURS = {"pickle.py"}
+NOT_OURS = {"pickle.py", "sitecustomize.py"}
 """Files that somebody else may have put somewhere, of which the documents speak."""
 WHOLE_PAGES = {*execute.pages()} - {DOCS / "studies" / "log.md"}  # which speaks of what was
 COUNTER = runpy.run_path(str(ROOT / "examples" / "ports" / "count_lines.py"))

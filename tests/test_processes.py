@@ -96,6 +96,32 @@ def test_a_fault_of_one_device_ends_the_run(run: Start, exchange: str, kind: str
     assert len([line for line in errors.splitlines() if line.startswith("onefold:")]) <= 2
 
 
+LEFT = "leave out init_process_group, DistributedDataParallel and DistributedSampler"
+
+
+@pytest.mark.parametrize(
+    ("line", "hint"),
+    [
+        ("torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))", LEFT),
+        ("torch.utils.data.DistributedSampler([1])", LEFT),
+        ("torch.distributed.get_rank()", LEFT),
+        ("torch.distributed.init_process_group('gloo')", LEFT),
+        (
+            "torch.amp.GradScaler('cpu').unscale_(torch.optim.SGD([torch.ones(1)]))",
+            "precision='fp16'",
+        ),
+    ],
+)
+def test_a_line_that_other_launchers_need_is_named(tmp_path: Path, line: str, hint: str) -> None:
+    (tmp_path / "train.py").write_text(f"import torch\n{line}\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "onefold", "run", "--devices", "cpu:1", "train.py"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert hint in done.stderr.splitlines()[-1]
+
+
 SIGNALS = {signal.SIGINT: ("Ctrl-C", 130), signal.SIGTERM: ("SIGTERM", 143)}
 
 

@@ -59,7 +59,8 @@ def test_every_help_fits_80_columns_and_begins_with_examples() -> None:
 def test_examples_name_options_that_exist() -> None:
     for words in every_command():
         text = shown(*words)
-        options = set(re.findall(r"^  (-[-\w]+)", text, re.MULTILINE))
+        named = re.findall(r"^  (-[-\w]+(?:, -[-\w]+)*)", text, re.MULTILINE)
+        options = {each for names in named for each in names.split(", ")}
         for example in re.findall(r"^    onefold (.*?)(?:  +#|$)", text, re.MULTILINE):
             own = re.split(r" \S+\.py| -- ", example)[0].split()
             assert {each for each in own if each.startswith("-")} <= options, example
@@ -106,6 +107,23 @@ def test_words_are_completed(words: str, expected: set[str]) -> None:
     asked = {"_ONEFOLD_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": place}
     result = CliRunner().invoke(app, prog_name="onefold", env=asked)
     assert set(result.output.split()) == expected
+
+
+@for_each(
+    ("words", "error"),
+    [
+        ("train text --mixup 0.2", "in onefold train text: it is one of onefold train classify\n"),
+        ("train segment --dev a", "of onefold train classify, onefold train text\n"),
+        ("train text --crop 3", "of onefold train segment\n"),
+        ("why a --shard 3", "--shard in onefold why: it is one of onefold replay\n"),
+        ("run --nowhere", "No such option: --nowhere\n"),
+        ("run --device 2", "No such option: --device (Possible options: --devices"),
+        ("train text --task words", "Invalid value for '--task': 'words' is not one of"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_an_option_is_said_with_where_it_belongs(words: str, error: str) -> None:
+    result = CliRunner().invoke(app, words.split(), prog_name="onefold")
+    assert (result.exit_code, error in result.output) == (2, True), result.output
 
 
 def printed(*arguments: str, code: int = 0) -> Any:

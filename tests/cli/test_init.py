@@ -1,5 +1,6 @@
 """``onefold init`` writes scripts that run, and refuses what it cannot write one for."""
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -38,7 +39,7 @@ def table(rows: str, name: str = "table.csv") -> Callable[[Path], Path]:
 
 def arrays(folder: Path, **values: object) -> Path:
     path = folder / "a.npz"
-    np.savez(path, x=np.ones((20, 3)), **(values or {"y": np.arange(20) % 2}))  # type: ignore[arg-type]
+    np.savez(path, **{"x": np.ones((20, 3)), **(values or {"y": np.arange(20) % 2})})  # type: ignore[arg-type]
     return path
 
 
@@ -55,6 +56,7 @@ NUMBERS = "a\tprice <SCORE>\n" + "".join(f"{n}\t{n / 3}\n" for n in range(20))
 GAPS = "id;body mass;blood group;what it is\n" + "".join(
     f"P-{n};{'NA' if n == 3 else f'{n},5'};A;{'' if n == 4 else 'xyz'[n % 3]}\n" for n in range(20)
 )
+TOWNS = "town,name,price\n" + "".join(f"{'ab'[n % 2]},n{n},{n / 3}\n" for n in range(20))
 WHOLE = '"a""b",what\n' + "".join(f"{n},{n % 4}\n" for n in range(20))
 
 
@@ -84,6 +86,11 @@ def check(make: Callable[[Path], Path | None], score: str, folder: Path) -> None
         (photos, "accuracy"),
         (table(NUMBERS, "<PATH>.tsv"), "squared error"),
         (table(GAPS), 'LEFT_OUT = ["id", "blood group"]'),
+        (table(TOWNS), 'CHOICES = ["town"]'),
+        (
+            lambda folder: arrays(folder, x=np.full((20, 8, 8), 9, "u1"), y=np.arange(20) % 2),
+            ".float()[:, None] / 255",
+        ),
     ],
 )
 def test_the_script_trains(make: Callable[[Path], Path | None], score: str, tmp_path: Path) -> None:
@@ -99,6 +106,12 @@ def test_the_script_trains(make: Callable[[Path], Path | None], score: str, tmp_
         (table(CLASSES), "accuracy"),
         (table(WHOLE), "accuracy"),
         (arrays, "accuracy"),
+        (
+            lambda folder: arrays(folder, x=np.ones((20, 8, 9, 3)), y=np.arange(20) % 2),
+            ".float().permute(0, 3, 1, 2)\n",
+        ),
+        (lambda folder: arrays(folder, x=np.ones((20, 3, 8, 9)), y=np.ones(20)), ".float()\n"),
+        (lambda folder: arrays(folder, x=np.ones((20, 9, 3)), y=np.ones(20)), ".flatten(1)"),
         (lambda folder: arrays(folder, y=np.ones(20)), "squared error"),
         (lambda folder: arrays(folder, labels=np.arange(20) % 2), 'arrays["labels"]).long()'),
         (
@@ -122,7 +135,7 @@ def test_scripts_for_other_data_train(
         (table("a,b\n"), "expected a first row with two or more column names, and rows of data"),
         (table("1,2\n3,4\n"), "expected a first row with two or more column names"),
         (table("a,b\n1,2\n3\n"), "row 3: expected 2 columns, as in the first row, got 1"),
-        (table("a,b\nhello,2\n"), "onefold train text"),
+        (table("a,b\nhello,2\n"), "onefold train text --data .*table.csv"),
         (sites, "all of north, south have the folders a, b, so the classes may be either"),
         (table("", "a.parquet"), "Write the table as CSV: pandas.read_parquet"),
         (lambda folder: arrays(folder, z=np.ones(20)), "Name the inputs x and the targets y"),
@@ -137,10 +150,25 @@ def test_what_has_no_script_is_refused(
     assert not (tmp_path / "train.py").exists()
 
 
-def test_masks_are_a_job(tmp_path: Path) -> None:
+def test_the_script_is_written_where_it_was_asked_for(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["init", "-o", str(tmp_path / "fit.py")])
+    assert (result.exit_code, (tmp_path / "fit.py").is_file()) == (0, True)
+
+
+@for_each("part", ["", "train"])
+def test_masks_are_a_job(tmp_path: Path, part: str) -> None:
     for name in ("images", "masks"):
-        (tmp_path / name).mkdir()
+        (tmp_path / "data" / part / name).mkdir(parents=True, exist_ok=True)
     with pytest.raises(DataError, match="onefold train segment --data"):
+        write_script(tmp_path / "data", tmp_path / "train.py")
+
+
+def test_parts_of_a_data_set_are_no_classes(tmp_path: Path) -> None:
+    photos(tmp_path)
+    for name, part in (("a b", "train_images"), ("c", "test_images")):
+        (tmp_path / "photos" / "train" / name).rename(tmp_path / part)
+    shutil.rmtree(tmp_path / "photos")
+    with pytest.raises(DataError, match="which name parts of a data set"):
         write_script(tmp_path, tmp_path / "train.py")
 
 

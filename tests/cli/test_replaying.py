@@ -1,9 +1,11 @@
 """``onefold replay``, ``why`` and ``compare``, as somebody types them."""
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,7 +26,9 @@ for word in sys.argv[1:]:
         inputs, targets = inputs[:50], targets[:50]
     if word == "tanh":
         model[1] = torch.nn.Tanh()
-loss = lambda m, batch: (m(batch[0])[:, 0] - batch[1]).square()
+heavy = 1000.0 if "heavy" in sys.argv else 1.0
+weight = lambda batch: heavy if len(batch[1]) < 4 else 1.0
+loss = lambda m, batch: (m(batch[0])[:, 0] - batch[1]).square() * weight(batch)
 trainer = onefold.Trainer(model, optimizer, loss, shards=4)
 data = torch.utils.data.TensorDataset(inputs, targets)
 loader = trainer.loader(data, batch_size=16, shuffle=True)
@@ -42,6 +46,12 @@ def onefold(folder: Path, *words: str) -> tuple[int, str]:
         cwd=folder, capture_output=True, text=True, check=False, env=wide,
     )  # fmt: skip
     return done.returncode, done.stdout + done.stderr
+
+
+def read_json(text: str) -> Any:
+    """The object that a command has printed with ``--json``, which is a line of its own."""
+    (line,) = (each for each in text.splitlines() if each.startswith("{"))
+    return json.loads(line)
 
 
 def trained(folder: Path, name: str, *words: str, devices: str = "cpu:2") -> None:
@@ -72,8 +82,9 @@ def test_a_step_is_computed_again_and_put_into_a_bundle(tmp_path: Path) -> None:
     assert code == 0, text
     for path in ("train.py", "model.pt"):
         (tmp_path / path).unlink()
-    code, text = onefold(tmp_path, "replay", "step.zip", "--devices", "cpu:2")
+    code, text = onefold(tmp_path, "replay", "step.zip", "--devices", "cpu:2", "--json")
     assert code == 0, text
+    assert len(read_json(text)["shards"]) == 4
     assert "4 shards have the bits of the record." in text
     code, text = onefold(tmp_path, "replay", "run", "--step", "3")
     assert code == 2
@@ -105,7 +116,16 @@ def test_the_sample_that_made_the_loss_jump_is_named(tmp_path: Path) -> None:
     assert code == 0, text
     assert ", number 41 of the data set: loss " in text
     assert "first operation whose result is " in text
-    trained(tmp_path, "last", "short", "bad=41")  # in the last batch of an epoch, of 2 samples
+    code, text = onefold(tmp_path, "why", "--json", "run")
+    said = read_json(text)
+    assert said["departure"]["step"] == said["findings"]["step"]
+    samples = {each["shard"]: each["samples"] for each in said["findings"]["shards"]}
+    assert 41 in [each["number"] for shard in said["shards"] for each in samples[shard]]
+    # A last batch of 2 samples counts only where no other batch stands out.
+    trained(tmp_path, "both", "short", "bad=41")
+    code, text = onefold(tmp_path, "why", "both")
+    assert (code, ": 16 samples, loss " in text, ", number 41 of" in text) == (0, True, True), text
+    trained(tmp_path, "last", "short", "heavy")
     code, text = onefold(tmp_path, "why", "last")
     assert code == 0, text
     assert "It has 2 samples, where 16 are usual: fewer samples give larger gradients" in text
@@ -127,7 +147,13 @@ def test_two_runs_are_compared_down_to_sample_and_operation(tmp_path: Path) -> N
     assert "Step 1: the loss of shards 0, 1, 2, 3 differs." in text
     assert "forward, aten.relu in 1 (" in text
     assert "in the other run forward, aten.tanh in 1 (" in text
-    assert "the arguments: , and tanh" in text
+    assert "the arguments: none, and tanh" in text
+    code, text = onefold(tmp_path, "compare", "--json", "one", "other")
+    found = read_json(text)
+    assert (code, found["equal"], found["causes"]) == (1, False, ["the arguments: none, and tanh"])
+    assert found["first"]["shards"] == [0, 1, 2, 3]
+    same = read_json(onefold(tmp_path, "compare", "--json", "one", "same")[1])
+    assert (same["equal"], same["steps"], same["first"]) == (True, 12, None)
     code, text = onefold(tmp_path, "compare", "one", "bad")
     assert code == 1, text
     assert "(numbers 41, 41 of the data)" in text

@@ -3,6 +3,7 @@
 import dataclasses
 import errno
 import json
+import math
 import re
 import sys
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from onefold.jobs.evaluate import Evaluation
 from onefold.jobs.predict import Prediction
 from onefold.jobs.run import Job
 from onefold.jobs.scores import ClassScores, class_baseline
+from onefold.system.words import listed
 from tests.tables import for_each
 
 each_job = for_each("job", JOBS)
@@ -31,6 +33,8 @@ RESULT: dict[str, Any] = {
     "report": None,
     "score": "highest accuracy",
     "confusion": None,
+    "labels": None,
+    "ious": None,
     "baseline": None,
     "is_lead": True,
 }
@@ -133,6 +137,25 @@ def test_a_warning_names_only_options_of_its_task(asked: Train, monkeypatch: Any
     output = invoke("text", "--data", "x").output
     assert output.count("More --epochs, another --lr or --batch-size may help") == 1
     assert "--class-weights" not in output
+    ious = [{"class": "sky", "colour": "#000000", "iou": 0.25, "share": math.nan}]
+    told_of = {**result, "score": "lowest rmse", "ious": ious}
+    monkeypatch.setattr(train, "run_job", lambda *_: told_of)
+    output = invoke("segment", "--data", "x").output
+    assert "another --lr or --class-weights auto may help" in output
+    assert "sky    25.0%                -" in output
+
+
+def test_an_option_of_other_jobs_names_these(end: End) -> None:
+    """For each option that a job does not have."""
+    names = {job.name: {each.name for each in dataclasses.fields(job.options)} for job in JOBS}
+    for job, own in names.items():
+        for name in set().union(*names.values()) - own:
+            having = [f"onefold train {other}" for other in names if name in names[other]]
+            option = f"--{name.replace('_', '-')}"
+            words = f"{option} in onefold train {job}: it is one of {listed(having)}"
+            for given in ([option, "1"], [f"{option}=1"]):
+                assert words in end(job, "--data", "x", *given)
+    assert "it is one of" not in end("text", "--data", "x", "--patince", "3")
 
 
 def test_an_evaluation_is_told_or_printed_as_json(tmp_path: Path, monkeypatch: Any) -> None:
@@ -143,8 +166,8 @@ def test_an_evaluation_is_told_or_printed_as_json(tmp_path: Path, monkeypatch: A
         weights=tmp_path / "run/step-9",
         prediction=Prediction([{"file": "1.png"}] * 100, []),
         scores={"loss": 0.5, **scores.overall},
-        classes=("cat", "dog"),
-        by_class=scores,
+        by_class=[*scores.rows(["cat", "dog"])],
+        confusion=COUNTS,
         baseline=class_baseline([1, 2], [19, 81], ["cat", "dog"]),
         warning="no better",
     )
@@ -195,7 +218,7 @@ SHARED = "devices cannot share {} shards: a shard is never divided. Use --device
 @for_each(
     ("arguments", "words"),
     [
-        ("text", "--data: expected where the data are"),
+        ("text", "--data: expected the folder or file of the data, got none"),
         ("text --data x --epochs 0", "--epochs 0: expected 1 or more"),
         (f"text --data x --seed {'9' * 4000}", "--seed "),
         ("text --resume", "--resume: expected with --name, which run it is"),

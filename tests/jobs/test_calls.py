@@ -54,3 +54,8 @@ def test_where_there_is_no_terminal_a_line_comes_now_and_then(
         "epoch 1/1  loss 0.500  62% ",
     ]
     assert all(line.endswith(" left") for line in told[1:])
+    # After the first step, which may take minutes to compile, nobody knows yet.
+    with TrainingBar(trainer, samples=1000, epochs=1) as bar:
+        clock[0] += 100
+        bar.advance(step, mean_loss=0.5)
+    assert capsys.readouterr().out.splitlines() == ["epoch 1/1  loss 0.500  1%"]

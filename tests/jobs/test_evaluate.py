@@ -68,6 +68,14 @@ def of_training(run: Path) -> dict[str, float]:
     return dict(read.epochs[read.best[0]].scores)
 
 
+def facts_of(run: Path) -> dict[str, Any]:
+    return dict(json.loads((run / "run.json").read_text()))
+
+
+def found_baseline(of: dict[str, Any]) -> dict[str, float]:
+    return dict(of["baseline"]["scores"])
+
+
 @here
 @for_each("job", JOBS)
 def test_scores_are_those_of_training(job: str, runs: Any, data: Any) -> None:
@@ -77,6 +85,7 @@ def test_scores_are_those_of_training(job: str, runs: Any, data: Any) -> None:
     told = json.loads(json.dumps(whole.as_dict()))
     assert told["samples"] == len(whole.prediction.rows) == {"segment": 3}.get(job, 12)
     assert told["scores"] == whole.scores
+    assert found_baseline(told) == pytest.approx(found_baseline(facts_of(runs[job])))
     if job == "segment":
         return
     counts = np.array(told["confusion"])
@@ -200,6 +209,11 @@ def test_a_table_is_read_by_the_columns_that_are_named(
     found = evaluated(runs["classify"], table, image_column="shot", label_column=("kind",))
     whole = evaluated(runs["classify"], data["classify"])
     assert found.scores == pytest.approx(whole.scores)
+    # Such a table names what to predict as well, with labels or without.
+    usual = predict_run(runs["classify"], pictures, PredictOptions()).rows
+    named.write_text("image\n" + "".join(f"{path}\n" for path in pictures))
+    rows = predict_run(runs["classify"], [named], PredictOptions()).rows
+    assert [row["classes"] for row in rows] == [row["classes"] for row in usual]
 
 
 @here
@@ -222,8 +236,7 @@ def test_idx_files_are_scored(runs: Any, tmp_path: Path) -> None:
     write("t10k-images-idx3-ubyte", draw.integers(0, 255, (7, 16, 16), dtype=np.uint8))
     write("t10k-labels-idx1-ubyte", np.arange(7, dtype=np.uint8) % 3)
     found = evaluated(runs["classify"], tmp_path)
-    assert found.by_class is not None
-    assert found.by_class.support.tolist() == [3, 2, 2]
+    assert [each["support"] for each in found.by_class] == [3, 2, 2]
     assert [row["label"] for row in found.prediction.rows] == [CLASSES[n % 3] for n in range(7)]
     write("t10k-labels-idx1-ubyte", np.arange(7, dtype=np.uint8))
     with pytest.raises(DataError, match="expected labels of the run, 0 to 2, got 6"):

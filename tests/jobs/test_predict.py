@@ -228,7 +228,8 @@ def test_what_cannot_be_read_is_left_out_when_asked(kinds: Kinds, tmp_path: Path
     assert (names(prediction), [each.path for each in prediction.left_out]) == (["a.png"], [bad])
     run, texts = kinds.run["text"], tmp_path / "x.txt"
     texts.write_bytes(b"fine\n\n\tgood\nd\xfcll\ndull\n")
-    told = [f"{texts}, line {n}: expected {w}" for n, w in ((2, "a t"), (3, "a t"), (4, "UTF-8"))]
+    reasons = ((2, "expected a text"), (3, "likewise"), (4, "expected UTF-8"))
+    told = [f"{texts}, line {n}: {words}" for n, words in reasons]
     words = "(?s)^3 lines of 1 file cannot be used" + "".join(f".*{each}" for each in told)
     refused(words, run, texts)
     prediction = predicted(run, texts, skip_bad=True)

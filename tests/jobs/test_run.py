@@ -57,7 +57,7 @@ def train(*words: object, **how: Any) -> tuple[int, str]:
 @for_each(
     ("given", "error", "words"),
     [
-        ({}, ValueError, "--data: expected where the data are"),
+        ({}, ValueError, "--data: expected the folder or file of the data, got none"),
         ({"resume": True}, ValueError, "--resume: expected with --name"),
         ({"data": "x", "name": "new", "resume": True}, LaunchError, "there is no run in"),
         ({"data": "x", "name": "old"}, LaunchError, "is there already: --resume goes on with it"),

@@ -1,4 +1,5 @@
 import math
+import typing
 import warnings
 
 import numpy as np
@@ -7,7 +8,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from onefold.jobs.scores import Baseline, ClassScores, class_baseline, no_better
+from onefold.jobs.progress import epoch_line
+from onefold.jobs.report.words import score
+from onefold.jobs.scores import (
+    Baseline,
+    ClassScores,
+    class_baseline,
+    class_tables,
+    no_better,
+    spell,
+)
+from onefold.jobs.segment_job import SegmentOptions
+from onefold.jobs.targets import BestBy
 
 metrics = pytest.importorskip("sklearn.metrics", reason='needs pip install "onefold[demo]"')
 dummy = pytest.importorskip("sklearn.dummy", reason='needs pip install "onefold[demo]"')
@@ -76,7 +88,20 @@ def test_a_model_must_be_better_than_the_baseline() -> None:
     ):
         assert (no_better(rule, value, baseline) is None) == is_better
     told = no_better("highest accuracy", 0.811, baseline)
-    assert "its best test accuracy is 81.1%, that of the baseline 81.1%" in str(told)
+    assert "its test accuracy is 81.1%, that of the baseline 81.1%" in str(told)
+
+
+def test_all_scores_but_losses_and_errors_are_shares() -> None:
+    """Of every job and task, so that a score looks the same wherever it is told."""
+    (of_masks, _) = typing.get_args(typing.get_type_hints(SegmentOptions)["best_by"])
+    names = {*typing.get_args(of_masks), *typing.get_args(BestBy), "pixel-accuracy"}
+    assert {name for name in names if "%" not in spell(name, 0.25)} == {"loss", "rmse", "mae", "r2"}
+    devices = [dict.fromkeys(("data", "forward", "backward", "exchange", "update"), 1.0)]
+    times = {"epoch": 0, "loss": 0.5, "lr": 0.1, "train_s": 1.0, "evaluate_s": 1.0}
+    line = epoch_line({**times, "devices": devices, "scores": dict.fromkeys(names, 0.25)}, 1)
+    for name in names - {"loss"}:
+        assert f" {name} 25.00%  " in line or f" {name} 0.25  " in line
+        assert ("%" in spell(name, 0.25)) == ("%" in score(name, 0.25)) == (f"{name} 25" in line)
 
 
 def test_scores_of_a_class_have_names_and_none_for_what_is_unknown() -> None:
@@ -91,7 +116,7 @@ def test_scores_of_a_class_have_names_and_none_for_what_is_unknown() -> None:
 def lines_of(counts: np.ndarray, classes: list[str]) -> list[str]:
     console = Console(width=80)
     with console.capture() as shown:
-        for part in ClassScores(counts).tables(classes):
+        for part in class_tables([*ClassScores(counts).rows(classes)], counts.tolist()):
             console.print(part)
     return [" ".join(line.split()) for line in shown.get().splitlines()]
 

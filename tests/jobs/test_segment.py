@@ -22,7 +22,7 @@ from onefold.jobs.finetune import best_checkpoint
 from onefold.jobs.segment_job import MaskModel, SegmentOptions
 from onefold.jobs.segment_pictures import Augment, Padded, PicturePairs, inside
 from onefold.jobs.training import Task
-from tests.jobs.tiny import run_here
+from tests.jobs.tiny import run_here, write_class_masks
 from tests.masked import black_and_white, grey, save, save_pairs
 from tests.small import bits, make_trainer
 from tests.tables import for_each
@@ -214,6 +214,35 @@ def voids(tmp_path: Path) -> Path:
         save(part / "images" / f"{number}.png", pixels)
         save(part / "masks" / f"{number}.png", mask)
     return tmp_path
+
+
+def test_classes_are_weighed_as_pytorch_weighs_them(tmp_path: Path) -> None:
+    """By their pixels in training, in the loss alone, and without those that count for none."""
+    data = write_class_masks(tmp_path / "data")
+    named = {"classes": ("ground=0", "bird=3", "person=15"), "void": ("255",)}
+    weighed, plain = (task_of(data, class_weights=each, **named) for each in ("auto", "none"))
+    counts = np.array(weighed.class_counts[0])
+    assert weighed.class_weights == pytest.approx(counts.sum() / (3 * counts))
+    batch = weighed.collate([weighed.train_set[number] for number in range(4)])
+    logits, masks = weighed.model(batch["images"]), batch["masks"]
+    targets = masks.where(inside(batch["sizes"], *masks.shape[1:]), VOID).to(torch.int64)
+    for task in (weighed, plain):
+        weight = torch.tensor(task.class_weights) if task.class_weights else None
+        expected = F.cross_entropy(logits, targets, weight, ignore_index=int(VOID))
+        loss = task.loss(weighed.model, batch)
+        torch.testing.assert_close(loss.total / loss.weight, expected)
+    assert weighed.baseline == plain.baseline
+    assert weighed.baseline.answer == "ground"
+
+
+def test_answering_alike_for_every_pixel_is_the_baseline(folder: Path) -> None:
+    """For one foreground its IoU is that of a mask that is everywhere."""
+    task = task_of(folder)
+    (_, train), (background, foreground) = task.class_counts
+    assert train > 0
+    scores = task.baseline.scores
+    assert scores["iou"] == pytest.approx(foreground / (background + foreground))
+    assert str(task.baseline) == "'foreground' for every pixel"
 
 
 def test_void_is_kept_in_crops_and_does_not_weigh(voids: Path) -> None:

@@ -2,6 +2,7 @@
 
 import csv
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,12 @@ def test_several_classes_of_pictures_are_predicted(tmp_path: Path) -> None:
     ]
     expected = label_scores(given.astype(float), np.array(sure))
     assert {name: found.scores[name] for name in expected} == pytest.approx(expected)
+    assert [each["support"] for each in found.by_class] == given.sum(axis=0).tolist()
+    # The same data for training and for this: so is what answering alike scores.
+    shares = np.array(said["class_counts"][0]) / said["train_samples"]
+    least = label_scores(given.astype(float), np.tile(shares, (len(given), 1)))
+    assert found.baseline is not None
+    assert {name: found.baseline.scores[name] for name in least} == pytest.approx(least)
     assert "average precision" in build_report(run).read_text()
 
 
@@ -143,8 +150,14 @@ def test_several_classes_of_texts_are_predicted(tmp_path: Path) -> None:
     ("options", "words"),
     [
         ({"task": "regression", "best_by": "accuracy"}, "with --task regression: rmse, mae, r2"),
-        ({"task": "multi-label", "balanced": True}, "--balanced: expected it without --task multi"),
-        ({"task": "regression", "label_smoothing": 0.1}, "expected it without --task regression"),
+        (
+            {"task": "multi-label", "balanced": True},
+            "--balanced: expected --task single-label with it",
+        ),
+        (
+            {"task": "regression", "label_smoothing": 0.1},
+            "with it, got --task regression",
+        ),
     ],
 )
 def test_options_that_are_not_for_a_task_are_refused(
@@ -157,7 +170,11 @@ def test_options_that_are_not_for_a_task_are_refused(
 @pytest.mark.processes
 def test_masks_of_several_classes_are_learnt_drawn_and_scored(tmp_path: Path) -> None:
     data = write_class_masks(tmp_path / "data")
-    options = {"classes": ("ground=0", "bird=3", "person=15"), "void": ("255",)}
+    options = {
+        "classes": ("ground=0", "bird=3", "person=15"),
+        "void": ("255",),
+        "class_weights": "auto",
+    }
     run, said = run_here("segment", data, tmp_path, **options)
     examples = json.loads((run / "examples.json").read_text())
     assert [each["class"] for each in examples["ious"]] == ["ground", "bird", "person"]
@@ -170,9 +187,11 @@ def test_masks_of_several_classes_are_learnt_drawn_and_scored(tmp_path: Path) ->
         assert mask.mode == "P"
         assert set(np.unique(np.asarray(mask)).tolist()) <= {0, 3, 15}
         assert mask.getpalette()[45:48] == [192, 128, 128]
-    scores = evaluate_run(run, data, EvaluateOptions(**own)).scores
-    assert scores["iou"] == pytest.approx(said["best"]["value"])
-    assert "iou person" in scores
+    found = evaluate_run(run, data, EvaluateOptions(**own))
+    assert found.scores["iou"] == said["best"]["value"]
+    assert [each["class"] for each in found.by_class] == said["classes"]
+    assert asdict(found.baseline) == said["baseline"]
+    assert sum(said["class_weights"]) > 3  # of classes as frequent as each other
     page = build_report(run).read_text()
-    assert "Overlap over the whole test set" in page
+    assert "Overlap on the whole test set" in page
     assert "background: #c08080" in page

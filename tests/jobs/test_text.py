@@ -1,3 +1,4 @@
+import re
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,12 @@ def test_a_model_learns_which_word_decides_and_is_built_again(data: Path, tmp_pa
         for each in (model, make_task(*both(data)).model)
     ]
     assert shapes[0] == shapes[1]
+
+
+def test_texts_that_are_cut_off_are_counted(data: Path) -> None:
+    (note,) = make_task(*both(data, max_length=4)).notes
+    assert re.fullmatch(r"\d+ texts of 52 fill 4 tokens: what is beyond is cut off; .*", note)
+    assert make_task(*both(data, max_length=128)).notes == []
 
 
 def test_a_folder_with_a_pretrained_model_is_used(data: Path, tmp_path: Path) -> None:

@@ -86,13 +86,21 @@ def test_a_finished_run_is_left_alone_or_given_more_epochs(tmp_path: Path) -> No
     again = read_options(
         job_of("classify"), {"runs": str(runs), "name": "it", "resume": True}, None
     )
-    with pytest.raises(LaunchError, match="the run has finished its 1 epochs; --resume with more"):
+    with pytest.raises(LaunchError, match="the run has finished 1 epoch; --resume with more"):
         run_job(job_of("classify"), again)
     assert {path: path.read_bytes() for path in folder.glob("*.*")} == before
     run_here("classify", data, runs, name="it", resume=True, epochs=2)
     run = read_run(folder)
     assert [line.epoch for line in run.epochs] == [0, 1]
     assert [line.step for line in run.steps] == list(range(1, run.epochs[-1].step + 1))
+    facts = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps({**facts, "finished": None}))
+    before = {path: path.read_bytes() for path in folder.glob("*.*")}
+    with pytest.raises(
+        LaunchError, match=r"--epochs 1: the run it has made .* expected more epochs"
+    ):
+        run_here("classify", data, runs, name="it", resume=True, epochs=1)
+    assert {path: path.read_bytes() for path in folder.glob("*.*")} == before
 
 
 @pytest.mark.full

@@ -15,12 +15,15 @@ from onefold.record.history import Departure, first_departure
 STEPS, SHARDS = 80, 4
 
 
-def written(folder: Path, losses: np.ndarray, norms: Sequence[float], *ends: Failed) -> Record:
-    """The record of steps with these losses (steps, V)."""
+def written(
+    folder: Path, losses: np.ndarray, norms: Sequence[float], *ends: Failed, short: int = 0
+) -> Record:
+    """The record of steps with these losses (steps, V); few samples in step ``short``."""
     writer = FrameWriter(folder / FILE)
     for number, (own, norm) in enumerate(zip(losses, norms, strict=True), start=1):
         entry = StepEntry(
-            step=number, epoch=0, samples=SHARDS, loss=float(own.mean()), weight=SHARDS, norm=norm,
+            step=number, epoch=0, samples=SHARDS * (1 if number == short else 16),
+            loss=float(own.mean()), weight=SHARDS, norm=norm,
             rates=[0.1], totals=own.astype("<f8").tobytes(), weights=np.ones(SHARDS).tobytes(),
         )  # fmt: skip
         writer.append(encode(entry))
@@ -40,6 +43,24 @@ def numbers() -> tuple[np.ndarray, np.ndarray]:
 
 def found(folder: Path, losses: np.ndarray, norms: np.ndarray, *ends: Failed) -> Departure | None:
     return first_departure(written(folder, losses, norms.tolist(), *ends))
+
+
+def test_a_short_batch_comes_behind_whole_ones_unless_its_numbers_are_not_finite(
+    tmp_path: Path, numbers: tuple[np.ndarray, np.ndarray]
+) -> None:
+    losses, norms = numbers
+    norms[[29, 59]] = 1000.0
+    for norm, expected in ((1000.0, 60), (math.nan, 30)):
+        folder = tmp_path / str(expected)
+        folder.mkdir()
+        norms[29] = norm
+        departure = first_departure(written(folder, losses, norms.tolist(), short=30))
+        assert departure
+        assert (departure.step, departure.what) == (expected, "norm")
+    norms[[29, 59]] = 1000.0, 1.0
+    departure = first_departure(written(tmp_path, losses, norms.tolist(), short=30))
+    assert departure
+    assert departure.step == 30
 
 
 def test_a_run_that_learns_does_not_stand_out(

@@ -155,8 +155,8 @@ def test_without_gpus_processes_compute(machine: Machine, choice: Any, number: i
 @for_each(
     ("choice", "words"),
     [
-        ("", "--devices '': expected a number, 'auto', 'cpu:N', or a list"),
-        ([], "--devices '': expected a number"),
+        ("", "devices '': expected a number, 'auto', 'cpu:N', or a list"),
+        ([], "devices '': expected a number"),
         ([0, 1], "'0' is none of these"),
         ("gpu", "'gpu' is none of these"),
         ("cuda", "'cuda' is none of these"),
@@ -167,8 +167,8 @@ def test_without_gpus_processes_compute(machine: Machine, choice: Any, number: i
         ("1.5", r"'1.5' is none of these"),
         ("cpu:2,cpu:2", "'cpu:2' is none of these"),
         ("cuda:0;cuda:1", "'cuda:0;cuda:1' is none of these"),
-        (0, "--devices 0: expected at least one device"),
-        ("cpu:0", "--devices cpu:0: expected at least one device"),
+        (0, "devices 0: expected at least one device"),
+        ("cpu:0", "devices cpu:0: expected at least one device"),
         ("cuda:1,cuda:0,cuda:1", "cuda:1 is named twice"),
     ],
 )

@@ -19,6 +19,9 @@ from typing import Any
 
 import pytest
 
+from tests.run.test_hostwatch import SCRIPT as SCRIPT_THAT_HANGS
+from tests.run.test_hostwatch import started, told_by
+
 SCRIPT = Path(__file__).parent.parent / "scripts" / "placed.py"
 MAIN = [sys.executable, str(SCRIPT), "main"]
 RAY = Path(__file__).parent.parent / "scripts" / "with_ray.py"
@@ -150,6 +153,16 @@ def test_a_name_that_does_not_resolve_is_named(slurm: dict[str, str], tmp_path: 
     assert "device 1 has waited for 1" in said
     assert "device 0 cannot be reached at nowhere:" in said
     assert "the name nowhere does not resolve on " in said
+
+
+def test_a_hang_under_srun_is_told(slurm: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT_THAT_HANGS)
+    ranked = ["sh", "-c", 'RANK=$SLURM_PROCID exec "$@"', "sh", sys.executable, "train.py"]
+    command = ["srun", "--overcommit", "-N2", "-n2", "-wnode1,node2", *ranked, "forward", "1"]
+    text = told_by([started(command, tmp_path, slurm)], " has waited for ")
+    assert "device 0 has waited for 1" in text
+    assert "computes shard 1 in step 6:" in text
+    assert "in loss\n" in text
 
 
 def test_mpirun_is_refused_with_the_command_that_works() -> None:

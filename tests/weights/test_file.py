@@ -50,6 +50,15 @@ def test_content_says_the_kind(
         assert same_bits(content[name], value)
 
 
+@for_each("length", range(0, 256, 8))
+def test_no_length_of_a_header_is_taken_for_a_pickle(tmp_path: Path, length: int) -> None:
+    """A file of safetensors begins with it, and a pickle with the byte 0x80."""
+    written = (save_safetensors(STATE, {"note": "x" * letters}) for letters in range(0, 512, 8))
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(next(content for content in written if content[0] == length))
+    assert read_weights(file).keys() == STATE.keys()
+
+
 @for_each(("write", "device"), [(saved, "cuda:3"), (legacy, "mps")])
 def test_tensors_of_a_device_that_is_not_here_come_to_the_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Any, device: str

@@ -22,6 +22,7 @@ from typing import NamedTuple
 from rich.console import Console
 
 from onefold.cli.replay import Rerun
+from onefold.cli.running import print_json, screen
 from onefold.errors import LaunchError
 from onefold.record import Record, alike, shards_of
 from onefold.record.entries import Begun, BlockEntry, Result, StepEntry
@@ -34,6 +35,8 @@ __all__ = ["compare_runs", "find_commit", "first_difference"]
 _OF_NO_ACCOUNT = {"the plan", "the placement", "a hash", "the stages"}
 """Words of a description on which no bit depends."""
 _FEW = 8
+_SHOWN = 100
+"""Characters of a setting that are printed: the state of a schedule may have thousands."""
 
 
 class FirstDifference(NamedTuple):
@@ -109,30 +112,35 @@ def _named(shards: Sequence[int]) -> str:
     return f"shard{'s' * (len(shards) > 1)} {listed(map(str, shards), _FEW)}"
 
 
-def compare_runs(one: Path, two: Path, *, devices: str) -> int:
+def compare_runs(one: Path, two: Path, *, devices: str, as_json: bool = False) -> int:
     """Print where two runs differ first, and the likely causes.
 
     Returns:
         0 if nothing differs, 1 if something does.
     """
-    console = Console(highlight=False, soft_wrap=True)
+    console = screen(as_json=as_json, soft_wrap=True)
     runs = [Rerun(each, devices=devices) for each in (one, two)]
     found = first_difference(runs[0].record, runs[1].record)
+    steps = len(runs[0].record.by_step)
     if found is None:
-        steps = len(runs[0].record.by_step)
         console.print(f"[bold green]{steps} steps and all results are equal.[/]")
-        _print_causes(console, runs, 1, differ=False)
+        causes = _print_causes(console, runs, 1, differ=False)
+        if as_json:
+            print_json({"equal": True, "steps": steps, "first": None, "causes": causes})
         return 0
     at = f"Step {found.step}: " if found.step else ""
     console.print(f"[bold red]{at}{found.text}.[/]")
     repeats = _look_closer(console, runs, found) if found.step else True
-    _print_causes(console, runs, found.step or 1, differ=not found.is_length)
+    causes = _print_causes(console, runs, found.step or 1, differ=not found.is_length)
     if not repeats:
         console.print(
             "A run that has other bits than its record when it is computed again depends on "
             "something that has changed since: the script, code that it imports, data, or the "
             "environment."
         )
+    if as_json:
+        first = {"step": found.step or None, "shards": found.shards, "text": found.text}
+        print_json({"equal": False, "steps": steps, "first": first, "causes": causes})
     return 1
 
 
@@ -208,8 +216,8 @@ def _print_shard(console: Console, one: ShardFinding, two: ShardFinding) -> bool
     return differ
 
 
-def _print_causes(console: Console, runs: Sequence[Rerun], step: int, *, differ: bool) -> None:
-    """Print in what the records say that the runs differ."""
+def _print_causes(console: Console, runs: Sequence[Rerun], step: int, *, differ: bool) -> list[str]:
+    """Print and return in what the records say that the runs differ."""
     one, two = (run.begun(step) for run in runs)
     lines = list(_causes(one, two))
     if lines:
@@ -221,18 +229,19 @@ def _print_causes(console: Console, runs: Sequence[Rerun], step: int, *, differ:
             "The records name no cause: versions, flags, seed, settings, command and script are "
             "the same. Look at the data, and at code that the script imports"
         )
+    return lines
 
 
 def _causes(one: Begun, two: Begun) -> list[str]:
-    lines = []
+    lines, words = [], [" ".join(each.command[1:]) or "none" for each in (one, two)]
+    if words[0] != words[1]:
+        lines.append(f"the arguments: {words[0]}, and {words[1]}")
     of_runs = ((b.description, b.libraries, b.flags) for b in (one, two))
     for first, second in zip(*of_runs, strict=True):
         for name in first | second:
             then, now = first.get(name, "none"), second.get(name, "none")
             if then != now and name not in _OF_NO_ACCOUNT:
-                lines.append(f"{name}: {then}, and {now}")
-    if one.command[1:] != two.command[1:]:
-        lines.append(f"the arguments: {' '.join(one.command[1:])}, and {' '.join(two.command[1:])}")
+                lines.append(f"{name}: {then[:_SHOWN]}, and {now[:_SHOWN]}")
     if one.python != two.python:
         lines.append(f"the interpreter: {one.python}, and {two.python}")
     if one.script_digest != two.script_digest:

@@ -13,10 +13,16 @@ from typing import Any, TypeVar
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from onefold.system.words import listed
+
 __all__ = ["Command", "Commands", "declare", "with_examples"]
 
 _Function = TypeVar("_Function", bound=Callable[..., None])
 _Record = tuple[str, str]
+_UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+"""What typer raises for arguments that it cannot use; the class has no public name."""
+_FEW = 3
+"""If more commands have an option, an error names none of them."""
 _OTHER = "Other"
 """The heading of what was declared without one; it comes last."""
 
@@ -76,6 +82,24 @@ def declare(
 
 class Command(TyperCommand):
     """A command whose help has its options under headings."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the arguments; say which other command has an option that this one has not."""
+        try:
+            return super().parse_args(ctx, args)
+        except _UsageError as wrong:
+            error: Any = wrong
+            # The library that checks values begins all of its messages with these words.
+            error.message = error.message.replace("Value error, ", "")
+            others = getattr(getattr(ctx.parent, "command", None), "commands", {})
+            name = getattr(error, "option_name", "")
+            have = [each for each, its in others.items() if any(name in p.opts for p in its.params)]
+            # Of the library's errors, that of an unknown option alone names similar ones.
+            if 0 < len(have) <= _FEW and hasattr(error, "possibilities"):
+                error.possibilities = []
+                named = listed(f"{ctx.parent.command_path} {each}" for each in have)
+                error.message += f" in {ctx.command_path}: it is one of {named}"
+            raise
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write arguments and options, each group under its heading."""

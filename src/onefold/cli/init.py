@@ -9,10 +9,12 @@ from __future__ import annotations
 import csv
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from onefold.errors import DataError
+from onefold.jobs.data.layouts import refuse_other_layouts
 from onefold.system.words import listed
 
 __all__ = ["write_script"]
@@ -27,7 +29,10 @@ _MISSING = ("", "NA", "N/A", "NaN", "nan", "null", "None", "?")
 _INPUTS = ("x", "X", "images", "inputs", "data", "features")
 _TARGET_ARRAYS = ("y", "Y", "labels", "targets", "target", "label")
 _FEW = 20
-"""Up to so many different whole numbers are taken for classes."""
+"""Up to so many different whole numbers, or texts, are taken for classes."""
+_LEAST_SIDE = 8
+"""Smaller arrays of two dimensions are taken for no pictures."""
+_CHANNELS = (1, 3, 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +49,10 @@ class Data:
     delimiter: str = ","
     left_out: tuple[str, ...] = ()
     """Of a table, the names of columns that nothing is predicted from, as they have texts."""
+    choices: tuple[str, ...] = ()
+    """Of a table, the names of columns with few different texts."""
+    form: str | None = None
+    """Of arrays that are pictures, what makes (n, channels, height, width) of them, in Python."""
     arrays: tuple[str, str] = ("x", "y")
     """Names of the arrays of inputs and targets."""
 
@@ -95,19 +104,21 @@ def look(path: Path | None) -> Data:
 
 
 def _folder(path: Path) -> Data:
+    refuse_other_layouts(path, "classify")
     names = {each.name for each in path.iterdir()}
-    if {"images", "masks"} <= names:
+    inside = path / "train" if "train" in names else path
+    if {"images", "masks"} <= {each.name for each in inside.iterdir()}:
         raise DataError(
             f"{path} has images and masks: no script is needed, use onefold train segment "
             f"--data {path}"
         )
-    inside = path / "train" if "train" in names else path
     classes = [each for each in inside.iterdir() if each.is_dir() and not each.name.startswith(".")]
     with_pictures = [each for each in classes if _has_picture(each)]
     if len(with_pictures) < 2:
         raise DataError(
             f"{inside}: expected two or more class folders with pictures, found "
-            f"{listed(sorted(each.name for each in with_pictures)) or 'none'}"
+            f"{listed(sorted(each.name for each in with_pictures)) or 'none'}. Texts with a label "
+            f"are a job: onefold train text --data {path}"
         )
     within = {
         each.name: {deeper.name for deeper in each.iterdir() if deeper.is_dir()}
@@ -137,6 +148,7 @@ def _arrays(path: Path) -> Data:
             inputs = next((name for name in _INPUTS if name in names), None)
             targets = next((name for name in _TARGET_ARRAYS if name in names), None)
             kind = arrays[targets].dtype.kind if targets else ""
+            form = _form(arrays[inputs]) if inputs else None
     except (ValueError, OSError) as error:
         raise DataError(f"{path}: expected a NumPy file of arrays x and y: {error}") from error
     if inputs is None or targets is None:
@@ -144,7 +156,17 @@ def _arrays(path: Path) -> Data:
             f"{path}: expected arrays x and y, it has {listed(sorted(names))}. Name the inputs x "
             f"and the targets y: numpy.savez({str(path)!r}, x=..., y=...)"
         )
-    return Data("arrays", str(path), classes=kind in "iub", arrays=(inputs, targets))
+    return Data("arrays", str(path), classes=kind in "iub", arrays=(inputs, targets), form=form)
+
+
+def _form(inputs: Any) -> str | None:
+    """What makes pictures (n, channels, height, width) of an array; None if it has none."""
+    last = inputs.shape[1:]
+    if len(last) not in (2, 3) or (len(last) == 2 and min(last) < _LEAST_SIDE):
+        return None
+    turned = len(last) == 3 and last[-1] in _CHANNELS and last[0] not in _CHANNELS
+    form = "[:, None]" if len(last) == 2 else ".permute(0, 3, 1, 2)" if turned else ""
+    return f"{form} / 255" if inputs.dtype.kind == "u" else form
 
 
 def _table(path: Path) -> Data:
@@ -168,15 +190,19 @@ def _table(path: Path) -> Data:
                 f"{path}, row {number}: expected {len(names)} columns, as in the first row, got "
                 f"{len(row)}"
             )
-    texts = tuple(
-        name
+    texts = {
+        name: len({row[place] for row in rows})
         for place, name in enumerate(names[:-1])
         if not all(_is_number(row[place], delimiter) for row in rows)
-    )
-    if len(texts) == len(names) - 1:
+    }
+    # A text of its own in each row, such as a name, says nothing of other rows.
+    choices = tuple(name for name, count in texts.items() if 1 < count <= min(_FEW, len(rows) // 2))
+    left_out = tuple(name for name in texts if name not in choices)
+    if len(left_out) == len(names) - 1:
         raise DataError(
             f"{path}: expected numbers in one or more columns before the last, which is predicted; "
-            f"not so {listed(texts)}. Texts with a label are a job: onefold train text --help"
+            f"not so {listed(left_out)}. Texts and pictures with a label are jobs: onefold train "
+            f"text --help, onefold train classify --help"
         )
     targets = [row[-1] for row in rows if row[-1].strip()]
     whole = all(target.strip().lstrip("-").isdecimal() for target in targets)
@@ -189,7 +215,8 @@ def _table(path: Path) -> Data:
         classes=classes,
         target=names[-1],
         delimiter=delimiter,
-        left_out=texts,
+        left_out=left_out,
+        choices=choices,
     )
 
 

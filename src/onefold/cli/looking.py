@@ -9,7 +9,7 @@ import typer
 from typer import Argument, Option
 
 from onefold.cli.help import Commands, declare
-from onefold.cli.running import SCRIPT, PlacementOption, tell_next
+from onefold.cli.running import SCRIPT, AsJson, PlacementOption, tell_next
 from onefold.errors import LaunchError
 
 __all__ = ["looking"]
@@ -80,6 +80,7 @@ def why(
     ] = None,
     devices: OneOfItsKind = "",
     placement: PlacementOption = "replicate",
+    as_json: AsJson = False,
 ) -> None:
     """Say which shard, sample and operation made a loss or norm jump.
 
@@ -87,7 +88,7 @@ def why(
     """
     from onefold.cli.replay import explain
 
-    code = explain(folder, step, devices=devices, placement=placement)
+    code = explain(folder, step, devices=devices, placement=placement, as_json=as_json)
     if not code:
         tell_next(f"onefold replay {folder} --step N --pdb")
     raise typer.Exit(code)
@@ -123,6 +124,7 @@ def replay(
         str, Option(metavar="FILE:FUNCTION", help="Call function(model, shards, step) there.")
     ] = "",
     pdb: Annotated[bool, Option("--pdb", help="Open a Python prompt in the step.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Compute one step of a run again, on any devices.
 
@@ -144,6 +146,7 @@ def replay(
         bundle=bundle,
         function=call,
         prompt=pdb,
+        as_json=as_json,
     )
     if bundle is not None:
         tell_next(f"onefold replay {bundle}")
@@ -170,6 +173,7 @@ def compare(
         str | None,
         Option(metavar="GOOD..BAD", help="Name the commit that changed the bits of a command."),
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Say where two runs differ first, and why.
 
@@ -181,13 +185,17 @@ def compare(
     from onefold.cli.comparing import compare_runs, find_commit
 
     given = [each for each in (first, *context.args) if each is not None]
+    if git is not None and as_json:
+        raise LaunchError(
+            "--json: expected two runs to compare, got --git, which prints text alone"
+        )
     if git is not None:
         raise typer.Exit(find_commit(git, given[given[0] == "--" :] if given else []))
     if len(given) != 2:
         raise LaunchError(
             f"expected two runs to compare, behind all options, got {' '.join(given) or 'none'}"
         )
-    code = compare_runs(*map(Path, given), devices=devices)
+    code = compare_runs(*map(Path, given), devices=devices, as_json=as_json)
     if code:
         tell_next(f"onefold replay {given[0]} --step N --shard K")
     raise typer.Exit(code)

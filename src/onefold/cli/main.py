@@ -121,20 +121,22 @@ def _train() -> None:
     examples=[
         ("onefold init", "with random data"),
         ("onefold init photos", "for pictures: photos/CLASS/"),
-        ("onefold init table.csv --output fit.py", "for columns of numbers"),
+        ("onefold init table.csv -o fit.py", "for columns of numbers"),
     ],
 )
 def init(
     data: Annotated[
         Path | None, Argument(metavar="[DATA]", help="Folder or file of the data.")
     ] = None,
-    output: Annotated[Path, Option(metavar="FILE", help="The script to write.")] = Path("train.py"),
+    output: Annotated[
+        Path, Option("--output", "-o", metavar="FILE", help="The script to write.")
+    ] = Path("train.py"),
 ) -> None:
     """Write the shortest training script for your data.
 
     It looks at the data: a folder of class folders with pictures; a CSV or TSV file, whose last
-    column is what is to be predicted, by its columns of numbers; arrays x and y of an NPZ file.
-    Nothing is overwritten.
+    column is what is to be predicted, by its columns of numbers and of few different texts; arrays
+    x and y of an NPZ file, pictures among them. Nothing is overwritten.
     """
     from onefold.cli.init import write_script
 
@@ -145,9 +147,9 @@ def init(
 
 @declare(app, "demo", group=_TRAIN, examples=[("onefold demo", "takes a minute")])
 def demo(
-    output: Annotated[Path, Option(metavar="DIR", help="Folder for the learning curve.")] = Path(
-        "runs/demo"
-    ),
+    output: Annotated[
+        Path, Option("--output", "-o", metavar="DIR", help="Folder for the learning curve.")
+    ] = Path("runs/demo"),
     devices: Devices = "auto",
 ) -> None:
     """Train on real digits, on one device and on all, and compare."""
@@ -319,7 +321,13 @@ def export(
     to: Annotated[Literal["onnx", "torch-export", "safetensors"], Option(help="Kind of the file.")],
     output: Annotated[
         Path | None,
-        Option(metavar="FILE", help="The file to write.", show_default="model.* in the run"),
+        Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="The file to write.",
+            show_default="model.* in the run",
+        ),
     ] = None,
     weights: Annotated[
         Literal["best", "last"], Option(help="Which checkpoint of the run.")
@@ -355,6 +363,8 @@ def report(
     output: Annotated[
         Path | None,
         Option(
+            "--output",
+            "-o",
             metavar="FILE",
             help="The page to write: of one run, its report; of several, the comparison.",
             show_default="report.html in the run, or runs/comparison.html",

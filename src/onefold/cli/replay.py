@@ -31,6 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 import onefold
+from onefold.cli.running import print_json, screen
 from onefold.errors import DataError, RecordError, RunFailed
 from onefold.jobs.runfolder import CHECKPOINTS, CONFIG, RUN, SCAN, read_run
 from onefold.record import FILE, Record
@@ -206,13 +207,14 @@ def replay_step(
     bundle: Path | None,
     function: str,
     prompt: bool,
+    as_json: bool = False,
 ) -> int:
     """Compute a step of a run once more, and print what it consists of.
 
     Returns:
         0 if all shards have the bits of the record, 1 if not.
     """
-    console = Console(highlight=False)
+    console = screen(as_json=as_json)
     if bundle is not None and (bundle.exists() or not bundle.absolute().parent.is_dir()):
         raise ValueError(f"--bundle {bundle}: expected a new file, in a folder that exists")
     if prompt and (sys.stdin is None or not sys.stdin.isatty()):
@@ -239,9 +241,11 @@ def replay_step(
     elif shard is not None:
         _print_samples(console, found.shards[0])
     if found.printed:
-        print(found.printed, end="")
+        console.out(found.printed, end="", highlight=False)
     if bundle is not None:
         console.print(f"bundle: {bundle}")
+    if as_json:
+        print_json(msgspec.to_builtins(found))
     return 1 if found.differs else 0
 
 
@@ -373,18 +377,22 @@ def _word(value: float | None) -> str:
     return "not finite" if value is None else f"{value:.6g}"
 
 
-def explain(run: Path, step: int | None, *, devices: str, placement: str) -> int:
+def explain(
+    run: Path, step: int | None, *, devices: str, placement: str, as_json: bool = False
+) -> int:
     """Print where a run first leaves its own history, and what in that step does it.
 
     Returns:
         0 if something stands out, 1 if nothing does.
     """
-    console, again = Console(highlight=False), Rerun(run, devices=devices, placement=placement)
+    console, again = screen(as_json=as_json), Rerun(run, devices=devices, placement=placement)
     found = first_departure(again.record) if step is None else None
     if step is None:
         console.print(f"A number stands out if it is {RULE}.", markup=False)
         if found is None:
             console.print(f"Nothing stands out in {len(again.record.by_step)} steps.")
+            if as_json:
+                print_json({"departure": None, "findings": None, "shards": []})
             return 1
         console.print(_words_of(found), markup=False)
         step = found.step
@@ -399,8 +407,13 @@ def explain(run: Path, step: int | None, *, devices: str, placement: str) -> int
     _print_step(console, looked)
     if not looked.shards:
         console.print(_GATHERS)
-    for own in _shards_that_stand_out(looked, found)[:_FEW]:
+    culprits = _shards_that_stand_out(looked, found)[:_FEW]
+    for own in culprits:
         _print_culprit(console, own, _mean_of(looked, own))
+    if as_json:
+        departure, shards = found and found._asdict(), [own.shard for own in culprits]
+        findings = msgspec.to_builtins(looked)
+        print_json({"departure": departure, "findings": findings, "shards": shards})
     return 0
 
 

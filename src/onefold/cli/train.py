@@ -31,7 +31,7 @@ from onefold.jobs.data.files import readable
 from onefold.jobs.evaluate import EvaluateOptions, Evaluation, evaluate_run
 from onefold.jobs.predict import PredictOptions, predict_run, write_prediction
 from onefold.jobs.run import Job, read_options, run_job
-from onefold.jobs.scores import Baseline, ClassScores, no_better, spell
+from onefold.jobs.scores import Baseline, ClassScores, class_tables, no_better, spell
 from onefold.system.words import counted, tell
 
 __all__ = ["GROUPS", "job_commands"]
@@ -69,6 +69,7 @@ _EXAMPLES = {"classify": "photos", "segment": "cracks", "text": "reviews"}
 """A folder with the data of each job."""
 _WIDEST = 50
 """More characters of choices stand in the text of an option."""
+_NAMES = {"output": ("--output", "-o")}
 _METAVARS: dict[Any, str] = {
     **dict.fromkeys((int, int | None), "N"),
     **dict.fromkeys((float, float | None), "X"),
@@ -98,7 +99,7 @@ LabelledData = Annotated[
 Paths = Annotated[
     list[Path],
     typer.Argument(
-        metavar="PATH...", help="Pictures or folders of them; for texts, files of one text a line."
+        metavar="PATH...", help="Pictures, their folders or tables; files of one text a line."
     ),
 ]
 
@@ -175,10 +176,9 @@ def _tell_scores(found: Evaluation) -> None:
         least = f" (baseline {spell(name, baseline[name])})" if name in baseline else ""
         console.print(f"{name}: {spell(name, value)}{least}")
     if found.baseline:
-        console.print(f"The baseline answers {found.baseline.answer!r} for every sample.")
-    if found.by_class is not None:
-        for part in found.by_class.tables(found.classes):
-            console.print(part)
+        console.print(f"The baseline answers {found.baseline}.")
+    for part in class_tables(found.by_class, found.confusion):
+        console.print(part)
     if found.warning:
         console.print(f"Warning: {found.warning}")
     if found.note:
@@ -233,6 +233,7 @@ def _parameter(field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
     if len("|".join(choices)) > _WIDEST:
         words, metavar = f"{words} One of {', '.join(choices)}.", "NAME"
     described = typer.Option(
+        *_NAMES.get(field.name, ()),
         help=f"{words}{note}",
         envvar=field.metadata["variable"],
         metavar=metavar,
@@ -259,13 +260,16 @@ def _tell(result: dict[str, Any], folder: Path) -> None:
             f"Best: {best['score']} {spell(best['score'], best['value'])} after epoch "
             f"{best['epoch'] + 1}, kept in {folder / best['checkpoint']}"
         )
-    if result["confusion"]:
-        for part in ClassScores(np.array(result["confusion"])).tables(result["classes"]):
-            console.print(part)
+    confusion, rows = result["confusion"] or [], result["labels"] or result["ious"] or []
+    if confusion:
+        rows = [*ClassScores(np.array(confusion)).rows(result["classes"])]
+    for part in class_tables(rows, confusion):
+        console.print(part)
     baseline = result["baseline"] and Baseline(**result["baseline"])
     if best and baseline and (no := no_better(result["score"], best["value"], baseline)):
-        # What weighs classes is refused for several labels and for numbers.
-        weighed = ", --class-weights auto or --balanced" if result["confusion"] else ""
+        # What weighs classes is refused for several labels, for numbers and for one foreground.
+        weighed = ", --class-weights auto or --balanced" if confusion else ""
+        weighed = weighed or (" or --class-weights auto" if result["ious"] else "")
         also = weighed or " or --batch-size"
         console.print(f"Warning: {no}. More --epochs, another --lr{also} may help")
     console.print(f"Fingerprint: {result['fingerprint']}")

@@ -170,13 +170,16 @@ def prepare(options: ClassifyOptions, scanning: Scanning | None = None) -> Pictu
     if any(directory.glob("*-images-idx3-ubyte*")):
         names = FASHION_CLASSES if options.data == "fashion-mnist" else None
         return read_idx_folder(directory, names, labels_as_is=options.labels_as_is)
+    task, as_is = options.task, options.labels_as_is
     return read_classes(
-        read_listed(directory, options.dev, columns, options.task) if tabled else directory,
+        read_listed(directory, options.dev, columns, task, labels_as_is=as_is)
+        if tabled
+        else directory,
         holdout=options.holdout,
         seed=options.seed,
         skip_bad=options.skip_bad,
-        task=options.task,
-        labels_as_is=options.labels_as_is,
+        task=task,
+        labels_as_is=as_is,
         scanning=scanning,
     )
 

@@ -6,7 +6,7 @@ predictions amount to. `evaluate_run` does all of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from onefold.jobs import classify_job, require, segment_job, text_job
 from onefold.jobs.data.arrays import read_labelled
 from onefold.jobs.data.classes import class_files, listed_files, test_folder
 from onefold.jobs.data.files import BadFile, name_below, readable, refuse
-from onefold.jobs.data.labels import Label, numbered, parts_of, read_label, spelt
+from onefold.jobs.data.labels import Label, at_spaces, numbered, parts_of, read_label, spelt
 from onefold.jobs.data.maskclasses import MaskClass
 from onefold.jobs.data.masks import MaskRule
 from onefold.jobs.data.pairs import Pair, read_pairs_to_test
@@ -44,9 +44,23 @@ from onefold.jobs.predict import (
 )
 from onefold.jobs.progress import reading_bar
 from onefold.jobs.runfolder import CONFIG, kept_facts, read_run
-from onefold.jobs.scores import Baseline, ClassScores, Measured, class_baseline, no_better
-from onefold.jobs.segment_pictures import Padded, PicturePairs
-from onefold.jobs.targets import Target, class_scores, number_baseline, scores_of
+from onefold.jobs.scores import Baseline, Measured, class_baseline, no_better
+from onefold.jobs.segment_pictures import (
+    Padded,
+    PicturePairs,
+    class_ious,
+    mask_baseline,
+    mask_scores,
+    mask_scores_of_each,
+)
+from onefold.jobs.targets import (
+    Target,
+    class_scores,
+    label_baseline,
+    label_table,
+    number_baseline,
+    scores_of,
+)
 from onefold.system.words import listed
 
 __all__ = ["EvaluateOptions", "Evaluation", "evaluate_run"]
@@ -84,10 +98,10 @@ class Evaluation:
     """What was predicted of each sample."""
     scores: dict[str, float]
     """Of all samples, by the names that the job has for them."""
-    classes: tuple[str, ...] = ()
-    """Names of the run's classes; none for masks."""
-    by_class: ClassScores | None = None
-    """The scores of the classes; None for masks."""
+    by_class: Sequence[dict[str, Any]] = ()
+    """Each class with its scores; none for numbers, and for masks of one foreground."""
+    confusion: Sequence[Sequence[int]] = ()
+    """Number of samples by true class (rows) and predicted class, where a sample has one."""
     baseline: Baseline | None = None
     """What answering alike for every sample scores here; None if there is no such thing."""
     warning: str | None = None
@@ -105,9 +119,10 @@ class Evaluation:
             "left_out": [str(each) for each in self.prediction.left_out],
             "scores": self.scores,
         }
-        if self.by_class is not None:
-            found["classes"] = [*self.by_class.rows(self.classes)]
-            found["confusion"] = self.by_class.counts.tolist()
+        if self.by_class:
+            found["classes"] = self.by_class
+        if self.confusion:
+            found["confusion"] = self.confusion
         if self.baseline is not None:
             found["baseline"] = msgspec.to_builtins(self.baseline)
         return {**found, "warning": self.warning, "note": self.note}
@@ -120,6 +135,7 @@ class _Facts(msgspec.Struct):
     classes: tuple[str, ...] = ()
     score: str = ""
     class_counts: tuple[list[int], list[int]] | None = None
+    train_samples: int = 0
     pos_weight: float = 1.0
     mask_model: dict[str, Any] = {}
     picture_model: dict[str, Any] = {}
@@ -131,9 +147,15 @@ class _Facts(msgspec.Struct):
         kept = (self.picture_model or self.text_model).get("target", {})
         return msgspec.convert(kept, Target)
 
-    def knows(self, label: Label) -> bool:
-        """Whether all classes of a label are the run's."""
-        return all(name in self.classes for name in parts_of(label))
+    def known(self, label: Label) -> Label | None:
+        """The label in classes of the run, which may have spaces between them; None if it is not.
+
+        Of a number, itself.
+        """
+        for each in (label, at_spaces(label)):
+            if all(name in self.classes for name in parts_of(each)):
+                return each
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,18 +222,28 @@ def _trained_with(run: Path, job: str, found: _Labelled) -> str | None:
 
 def _sum_up_targets(found: Measured, labels: list[str], facts: _Facts) -> dict[str, Any]:
     """Score one class for each sample, several, or a number; and the baseline if there is one."""
-    target, classes, baseline = facts.target, facts.classes, None
+    target, classes, counts = facts.target, facts.classes, facts.class_counts
+    baseline = None
     truth = np.array(numbered([read_label(each, target.task) for each in labels], classes))
     summed: dict[str, Any] = {"scores": scores_of(found, truth, target)}
     if target.task == "regression":
         baseline = number_baseline(truth, target)
-    elif target.task == "single-label":
-        by_class = class_scores(found, truth, len(classes))
-        summed |= {"classes": classes, "by_class": by_class}
-        # Runs of earlier versions do not say how frequent their classes were.
-        if facts.class_counts is not None:
-            test = by_class.support.tolist()
-            baseline = class_baseline(facts.class_counts[0], test, classes)
+    # Runs of earlier versions do not say how frequent their classes were.
+    elif target.task == "multi-label":
+        summed["by_class"] = label_table(truth, found["confidence"].numpy(), classes)
+        if counts is not None:
+            baseline = label_baseline(counts[0], facts.train_samples, truth, classes)
+    else:
+        scores = class_scores(found, truth, len(classes))
+        summed["by_class"] = [*scores.rows(classes)]
+        summed["confusion"] = scores.counts.tolist()
+        if counts is not None:
+            baseline = class_baseline(counts[0], scores.support.tolist(), classes)
+    return _compared(summed, baseline, facts)
+
+
+def _compared(summed: dict[str, Any], baseline: Baseline | None, facts: _Facts) -> dict[str, Any]:
+    """Add the baseline, and whether the score of the run is no better."""
     name = facts.score.partition(" ")[2]
     if baseline is None or name not in summed["scores"]:
         return {**summed, "baseline": baseline}
@@ -221,9 +253,14 @@ def _sum_up_targets(found: Measured, labels: list[str], facts: _Facts) -> dict[s
 
 def _sum_up_masks(found: Measured, labels: list[str], facts: _Facts) -> dict[str, Any]:
     classes = msgspec.convert(facts.mask_model.get("classes", ()), tuple[MaskClass, ...])
-    scores = segment_job.mask_scores(found, classes)
-    by_class = segment_job.class_ious(found, classes) if classes else []
-    return {"scores": {**scores, **{f"iou {each['class']}": each["iou"] for each in by_class}}}
+    baseline, counts = None, facts.class_counts
+    if counts is not None:
+        given = [int(each) for each in found["given"].sum(dim=0, keepdim=True).flatten()]
+        test = given if classes else [int(found["counted"].sum()) - given[0], given[0]]
+        baseline = mask_baseline(counts[0], test, classes, facts.pos_weight)
+    by_class = class_ious(found, classes) if classes else []
+    summed = {"scores": mask_scores(found, classes), "by_class": by_class}
+    return _compared(summed, baseline, facts)
 
 
 def _strange(path: Path, label: str, facts: _Facts, line: int | None = None) -> BadFile:
@@ -255,7 +292,7 @@ def _pictures(run: Path, data: Path, facts: _Facts, options: EvaluateOptions) ->
     strange: dict[str, BadFile] = {}
     for path, named in class_files(folder, {}, bad, facts.target.task):
         label = spelt(named)
-        if facts.knows(named):
+        if facts.known(named) is not None:
             inputs.append(Input(path, str(path.relative_to(folder)), label=label))
         else:
             strange.setdefault(label, _strange(folder / label, label, facts))
@@ -266,12 +303,13 @@ def _pictures(run: Path, data: Path, facts: _Facts, options: EvaluateOptions) ->
 def _listed(table: Path, columns: Columns, facts: _Facts) -> _Labelled:
     lines, bad, _ = read_file(table, columns, facts.target.task)
     found = listed_files(lines, table, bad)
-    bad += [_strange(path, spelt(x), facts) for path, x in found if not facts.knows(x)]
-    inputs = [
-        Input(path, name_below(path, table.parent), label=spelt(label))
-        for path, label in found
-        if facts.knows(label)
-    ]
+    inputs = []
+    for path, named in found:
+        label = facts.known(named)
+        if label is None:
+            bad.append(_strange(path, spelt(named), facts))
+        else:
+            inputs.append(Input(path, name_below(path, table.parent), label=spelt(label)))
     return _Labelled(table, readable_pictures(inputs, bad), bad)
 
 
@@ -294,12 +332,13 @@ def _texts(run: Path, data: Path, facts: _Facts, options: EvaluateOptions) -> _L
     """Read the texts of a file, or of the one to test with in a folder."""
     path = file_to_test(data)
     lines, bad, _ = read_file(path, _columns(run, "text", options), facts.target.task)
-    known = [line for line in lines if facts.knows(line.label)]
-    others = [line for line in lines if not facts.knows(line.label)]
-    bad += [_strange(path, spelt(line.label), facts, line.line_number) for line in others]
-    inputs = [
-        Input(path, str(path), line.text, line.line_number, spelt(line.label)) for line in known
-    ]
+    inputs = []
+    for line in lines:
+        label = facts.known(line.label)
+        if label is None:
+            bad.append(_strange(path, spelt(line.label), facts, line.line_number))
+        else:
+            inputs.append(Input(path, str(path), line.text, line.line_number, spelt(label)))
     return _Labelled(path, inputs, bad)
 
 
@@ -337,17 +376,15 @@ _RULE = "foreground", "void"
 
 def _score_masks(use: Use) -> Predicted:
     """Compare the masks of all pictures with those that they should have; on every device."""
-    kind = segment_job.MaskModel.of_run(use.run)
+    kind, model = segment_job.MaskModel.built(use.run)
     facts = msgspec.convert(read_run(use.run, shape=_Facts), _Facts)
-    with kept_facts(use.run):
-        model = kind.build()
     weight = torch.tensor(facts.pos_weight)
     _, measure = segment_job.loss_and_measure(weight, kind.threshold, model.stride)
     pairs = [Pair(each.path, each.mask) for each in use.inputs if each.mask is not None]
     data = PicturePairs(pairs, kind.normalise, _mask_rule(use.run), kind.white)
     size = segment_job.EVALUATION_BATCH_SIZE
     found = use.measured(model, measure, data, Padded(model.stride), batch_size=size)
-    scores = (each.tolist() for each in segment_job.mask_scores_of_each(found))
+    scores = (each.tolist() for each in mask_scores_of_each(found))
     return [
         {**each.row, "iou": iou, "dice": dice}
         for each, iou, dice in zip(use.inputs, *scores, strict=True)

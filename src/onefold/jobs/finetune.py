@@ -231,6 +231,17 @@ class KeptModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             return msgspec.convert(facts[cls.fact], cls)
 
     @classmethod
+    def built(cls, run: Path) -> tuple[Self, Any]:
+        """Read it from the folder of a run, and build the run's model with fresh weights.
+
+        Raises:
+            DataError: as `of_run`, or no model can be built of what was kept.
+        """
+        kind: Any = cls.of_run(run)
+        with kept_facts(run):
+            return kind, kind.build()
+
+    @classmethod
     def before(cls, options: PictureOptions) -> Self | None:
         """The model of the run to start from; None if weights come from a file, or from nowhere."""
         run = run_of(options.pretrained)

@@ -17,7 +17,7 @@ from onefold.jobs import classify_job, require, segment_job, text_job
 from onefold.jobs.data.augment import LabelledPictures
 from onefold.jobs.data.pictures import open_picture
 from onefold.jobs.finetune import KeptModel, chosen_checkpoint, load_finite
-from onefold.jobs.runfolder import kept_facts, read_run
+from onefold.jobs.runfolder import read_run
 from onefold.jobs.segment_pictures import Padded
 from onefold.weights.file import check_weights
 
@@ -94,9 +94,7 @@ _Loaded = tuple[nn.Module, nn.Module, Callable[[Sequence[Any]], Batch], dict[str
 
 
 def _load_pictures(run: Path) -> _Loaded:
-    kind = classify_job.PictureModel.of_run(run)
-    with kept_facts(run):
-        model = kind.build()
+    kind, model = classify_job.PictureModel.built(run)
 
     def preprocess(pictures: Sequence[Any]) -> Batch:
         return {"images": torch.stack(_tensors(pictures, kind, kind.mode, kind.test_changes))}
@@ -108,9 +106,7 @@ def _load_pictures(run: Path) -> _Loaded:
 
 
 def _load_masks(run: Path) -> _Loaded:
-    kind = segment_job.MaskModel.of_run(run)
-    with kept_facts(run):
-        model = kind.build()
+    kind, model = segment_job.MaskModel.built(run)
 
     def preprocess(pictures: Sequence[Any]) -> Batch:
         images = _tensors(pictures, kind, "RGB", ())

@@ -20,6 +20,7 @@ from onefold.errors import CheckpointError, DataError
 from onefold.jobs import require
 from onefold.jobs.data.fetch import fetch_file, is_there
 from onefold.jobs.models.catalog import TIMM_PREFIX, import_timm
+from onefold.system.words import cause_of
 
 __all__ = ["HUB_PREFIX", "TORCHVISION", "find_weights", "model_named", "timm_facts"]
 
@@ -133,7 +134,8 @@ def _from_hub(name: str, pretrained: str, *, whole: bool) -> Path:
         # Any: the library raises those of the network, of its own and of the file system.
         except Exception as error:
             failure = error
-    reason = failure or "it has no weights in safetensors or pytorch_model.bin"
+    none = "it has no weights in safetensors or pytorch_model.bin"
+    reason = cause_of(failure) if failure else none
     raise CheckpointError(
         f"--pretrained {pretrained}: https://huggingface.co/{repository} could not be fetched: "
         f"{reason}\ncheck the network, or fetch it elsewhere (hf download {repository} --local-dir "

@@ -17,7 +17,8 @@ import onefold
 from onefold.errors import CheckpointError, DataError, OnefoldError
 from onefold.jobs import classify_job, require, segment_job, text_job
 from onefold.jobs.data.augment import LabelledPictures
-from onefold.jobs.data.files import BadFile, refuse
+from onefold.jobs.data.classes import listed_files
+from onefold.jobs.data.files import BadFile, name_below, refuse
 from onefold.jobs.data.labels import numbered, read_label
 from onefold.jobs.data.maskclasses import coloured_mask
 from onefold.jobs.data.pictures import ArrayPictures, PictureFiles, picture_paths
@@ -36,7 +37,7 @@ from onefold.jobs.predictions import (
 from onefold.jobs.progress import reading_bar
 from onefold.jobs.runfolder import kept_facts, read_run, require_writable
 from onefold.jobs.scores import Measured
-from onefold.jobs.segment_pictures import Padded, whole_logits
+from onefold.jobs.segment_pictures import Padded, predicted_numbers, whole_logits
 from onefold.jobs.targets import Answer, Target, target_measure, target_rows, targets
 from onefold.jobs.text_models import EncodedTexts
 from onefold.system.ownfiles import aside_of, write_whole
@@ -140,12 +141,12 @@ def predict_run(run: Path, paths: Sequence[Path], options: PredictOptions) -> Pr
     require_output(options.output, masks=masks)
     classes = read_run(run).get("classes") or ()
     # The inputs are read whole only after everything that is quickly refused.
+    columns = columns_of(run, "text" if job == text_job.JOB else "image")
     if job == text_job.JOB:
-        columns = columns_of(run, "text")
         columns = columns._replace(sample=options.text_column or columns.sample)
         inputs, left_out = _read_texts(paths, columns)
     else:
-        inputs, left_out = _read_pictures(paths, {*map(str, classes)}, masks=masks)
+        inputs, left_out = _read_pictures(paths, {*map(str, classes)}, columns, masks=masks)
     if not options.skip_bad:
         refuse(left_out)
     if not inputs:
@@ -210,7 +211,7 @@ def write_prediction(
 
 
 def _read_pictures(
-    paths: Sequence[Path], classes: Collection[str], *, masks: bool
+    paths: Sequence[Path], classes: Collection[str], columns: Columns, *, masks: bool
 ) -> tuple[list[Input], list[BadFile]]:
     """Find all pictures, and read each once; return those that can be read, and the others."""
     require("reading pictures", "images", "PIL")
@@ -218,7 +219,12 @@ def _read_pictures(
     bad: list[BadFile] = []
     # By path, so that a file that was named, and its folder as well, counts once.
     for path in paths:
-        if path.is_dir():
+        if is_table(path):
+            rows, wrong, _ = read_table(path, columns, None)
+            bad += wrong
+            for each, label in listed_files(rows, path, bad):
+                found.setdefault(each, Input(each, name_below(each, path.parent), label=str(label)))
+        elif path.is_dir():
             for each in picture_paths(path, bad):
                 name = each.relative_to(path)
                 # The innermost folder that is named as a class.
@@ -364,9 +370,7 @@ class Use:
 
     def pictures(self) -> Predicted:
         """The classes of pictures."""
-        kind = classify_job.PictureModel.of_run(self.run)
-        with kept_facts(self.run):
-            model = kind.build()
+        kind, model = classify_job.PictureModel.built(self.run)
         data = LabelledPictures(
             self.arrays or self._files(kind),
             self._labels(kind.classes, kind.target),
@@ -407,15 +411,13 @@ class Use:
 
         note = PngInfo()
         note.add_text("Software", MASK_NOTE)
-        kind = segment_job.MaskModel.of_run(self.run)
-        with kept_facts(self.run):
-            model = kind.build()
+        kind, model = segment_job.MaskModel.built(self.run)
         padded, folder = Padded(model.stride), self.options.output or Path()
 
         def draw(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
             """Write the masks of a shard where it is computed; return the share of each."""
             logits = whole_logits(model, batch, padded.stride)
-            masks = segment_job.predicted_numbers(logits, kind.threshold)
+            masks = predicted_numbers(logits, kind.threshold)
             shares = []
             # The mask's first pixel; float32 holds numbers exactly up to 16,777,216 pictures.
             numbers = batch["masks"][:, 0, 0].to(torch.int64).tolist()

@@ -23,12 +23,11 @@ from rich.progress import (
 from rich.text import Text
 
 import onefold
+from onefold.jobs.scores import is_share
 from onefold.system.words import counted, tell
 
-__all__ = ["PHASES", "UNITS", "TrainingBar", "epoch_line", "reading_bar"]
+__all__ = ["PHASES", "TrainingBar", "epoch_line", "reading_bar"]
 
-UNITS = ("rmse", "mae", "r2")
-"""Scores that are no shares of 1."""
 PHASES = ("data", "forward", "backward", "exchange", "update")
 """What the time of a step is spent on; see `onefold.Step.seconds`."""
 _QUIET_S = 30.0
@@ -126,10 +125,12 @@ class TrainingBar:
         self.progress.update(self.task, advance=step.samples, state=state)
         if self.progress.disable and time.monotonic() - self._shown_s > _QUIET_S:
             (task,) = self.progress.tasks
-            left = timedelta(seconds=round(task.time_remaining or 0))
-            self.say(
-                f"{state}  {task.percentage:.0f}%  {task.speed or 0:,.0f} samples/s  {left} left"
-            )
+            state += f"  {task.percentage:.0f}%"
+            # Known only after two steps.
+            if task.speed and task.time_remaining is not None:
+                left = timedelta(seconds=round(task.time_remaining))
+                state += f"  {task.speed:,.0f} samples/s  {left} left"
+            self.say(state)
 
     def say(self, text: str) -> None:
         """Print a line above the bar."""
@@ -167,4 +168,4 @@ def phase_shares(devices: list[dict[str, Any]]) -> dict[str, float]:
 def _score(name: str, value: float) -> str:
     if name == "loss":
         return f"test loss {value:.4f}"
-    return f"{name} {value:.4g}" if name in UNITS else f"{name} {value:.2%}"
+    return f"{name} {value:.2%}" if is_share(name) else f"{name} {value:.4g}"

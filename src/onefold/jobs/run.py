@@ -47,7 +47,7 @@ from onefold.system.process import (
     Stopped,
     ctrl_c_later,
 )
-from onefold.system.words import tell
+from onefold.system.words import counted, tell
 
 __all__ = ["Job", "read_options", "run_job"]
 
@@ -103,7 +103,7 @@ def read_options(job: Job, given: dict[str, Any], config: Path | None) -> TrainO
     named = {**(read_config(config, job.name) if config else {}), **given}
     asked: TrainOptions = from_mapping(job.options, named, str(config or "options"))
     if not asked.data and not asked.resume:
-        raise ValueError("--data: expected where the data are")
+        raise ValueError("--data: expected the folder or file of the data, got none")
     if not asked.name:
         asked = replace(asked, name=next_name(Path(asked.runs), job.name))
     check_folder(asked.folder, resume=asked.resume)
@@ -249,7 +249,7 @@ def _check_unfinished(options: TrainOptions, before: dict[str, Any]) -> None:
         )
     if before.get("finished") and not ended and (options.epochs or 0) <= done:
         raise LaunchError(
-            f"{options.folder}: the run has finished its {done} epochs; --resume with more "
+            f"{options.folder}: the run has finished {counted(done, 'epoch')}; --resume with more "
             f"--epochs goes on with it"
         )
 

@@ -29,6 +29,7 @@ __all__ = [
     "Measured",
     "Predict",
     "class_baseline",
+    "class_tables",
     "count_line",
     "is_share",
     "no_better",
@@ -44,10 +45,13 @@ Predict = Callable[[Measure, Any], Measured]
 """``Trainer.predict`` of a measure and a data set, read as in the evaluation of the run."""
 
 _LOWEST = frozenset({"loss", "mae", "rmse"})
+_UNITS = _LOWEST | {"r2"}
+"""Scores that are no shares of 1."""
 _SHOWN = 6
 """With more than twice as many classes, only so many of the largest and the smallest are listed."""
 _IN_TABLES, _IN_MATRIX = 20, 10
 """The most classes that a terminal shows in a list, and in a matrix."""
+_HEADINGS = {"f1": "F1", "iou": "IoU", "share": "share of pixels"}
 _Numbers = np.ndarray[Any, Any]
 
 
@@ -62,7 +66,7 @@ def rule_of(name: str) -> str:
 
 def is_share(name: str) -> bool:
     """Whether a score is shown in percent."""
-    return any(each in name.lower() for each in ("accuracy", "f1"))
+    return name not in _UNITS
 
 
 def spell(name: str, value: float) -> str:
@@ -152,37 +156,54 @@ class ClassScores:
                 "support": support,
             }
 
-    def tables(self, classes: Sequence[str]) -> Iterator[Text | Table]:
-        """Yield what a terminal shows: the scores of each class, and the confusion matrix.
-
-        Of many classes there are those of the lowest F1, and no matrix.
-
-        Args:
-            classes: their names.
-        """
-        rows = [*self.rows(classes)]
-        title = "Scores by class, on the test set"
-        if len(rows) > _IN_TABLES:
-            tested = [row for row in rows if row["f1"] is not None]
-            rows = sorted(tested, key=lambda row: row["f1"])[:_IN_TABLES]
-            title = f"The {len(rows)} classes with the lowest F1, of {len(classes)}"
-        yield Text(title)
-        table = _table("class", ["precision", "recall", "F1", "support"])
-        for row in rows:
-            shares = [row[name] for name in ("precision", "recall", "f1")]
-            told = ["-" if share is None else f"{share:.1%}" for share in shares]
-            table.add_row(escape(row["class"]), *told, f"{row['support']:,}")
-        yield table
-        if len(classes) <= _IN_MATRIX:
-            yield Text("Test samples by true class (rows) and predicted class (columns)")
-            matrix = _table("true", classes)
-            for name, counts in zip(classes, self.counts.tolist(), strict=True):
-                matrix.add_row(escape(name), *(f"{count:,}" for count in counts))
-            yield matrix
-
     @property
     def _right(self) -> _Numbers:
         return np.diagonal(self.counts)
+
+
+def class_tables(
+    rows: Sequence[Mapping[str, Any]], counts: Sequence[Sequence[int]] = ()
+) -> Iterator[Text | Table]:
+    """Yield what a terminal shows: the scores of each class, and the confusion matrix.
+
+    Of many classes there are those of the lowest scores, and no matrix.
+
+    Args:
+        rows: the name of each ``class``, and its scores; None or NaN for one that it does not have.
+        counts: number of samples by true class (rows) and predicted class.
+    """
+    if not rows:
+        return
+    names = [name for name in rows[0] if name not in ("class", "colour")]
+    classes = [row["class"] for row in rows]
+    title = "Scores by class, on the test set"
+    if len(rows) > _IN_TABLES:
+        worst = "f1" if "f1" in names else names[0]
+        tested = [row for row in rows if _known(row[worst])]
+        rows = sorted(tested, key=lambda row: row[worst])[:_IN_TABLES]
+        title = f"The {len(rows)} classes with the lowest {_HEADINGS.get(worst, worst)}"
+        title += f", of {len(classes)}"
+    yield Text(title)
+    table = _table("class", [_HEADINGS.get(name, name) for name in names])
+    for row in rows:
+        table.add_row(escape(row["class"]), *(_cell(row[name]) for name in names))
+    yield table
+    if counts and len(classes) <= _IN_MATRIX:
+        yield Text("Test samples by true class (rows) and predicted class (columns)")
+        matrix = _table("true", classes)
+        for name, row_counts in zip(classes, counts, strict=True):
+            matrix.add_row(escape(name), *map(_cell, row_counts))
+        yield matrix
+
+
+def _known(value: float | None) -> bool:
+    return value is not None and not math.isnan(value)
+
+
+def _cell(value: float | None) -> str:
+    if value is None or math.isnan(value):
+        return "-"
+    return f"{value:,}" if isinstance(value, int) else f"{value:.1%}"
 
 
 def _table(first: str, numbers: Sequence[str]) -> Table:
@@ -205,26 +226,34 @@ class Baseline:
     """What is always answered."""
     scores: Mapping[str, float]
     """By name, those of the job."""
+    each: str = "sample"
+    """What is answered: every sample, or every pixel."""
+
+    def __str__(self) -> str:
+        return f"{self.answer!r} for every {self.each}"
 
 
-def count_line(classes: Sequence[str], train: Sequence[int], test: Sequence[int]) -> str:
+def count_line(
+    classes: Sequence[str], train: Sequence[int], test: Sequence[int], each: str = "sample"
+) -> str:
     """Describe how many samples the classes have, the most frequent first.
 
     Args:
         classes: their names.
         train: number of training samples of each.
         test: number of test samples of each.
+        each: what is counted.
 
     >>> count_line(["cat", "dog"], [30, 90], [3, 9])
-    'samples by class, to train + to test: dog 90 + 9, cat 30 + 3'
+    'samples by class, to train + to test: dog: 90 + 9, cat: 30 + 3'
     """
     order = sorted(range(len(classes)), key=lambda number: -train[number])
     # Of many, the ends are shown: what is rare is what a score may hide.
     shown = [*order[:_SHOWN], *order[len(order) - _SHOWN :]] if len(order) > 2 * _SHOWN else order
-    told = [f"{classes[number]} {train[number]:,} + {test[number]:,}" for number in shown]
+    told = [f"{classes[number]}: {train[number]:,} + {test[number]:,}" for number in shown]
     if len(shown) < len(order):
         told.insert(_SHOWN, f"... {len(order) - len(shown):,} others ...")
-    return f"samples by class, to train + to test: {', '.join(told)}"
+    return f"{each}s by class, to train + to test: {', '.join(told)}"
 
 
 def class_baseline(
@@ -268,7 +297,7 @@ def no_better(rule: str, value: float, baseline: Baseline) -> str | None:
     >>> no_better("highest accuracy", 0.81, Baseline("dog", {"accuracy": 0.8})) is None
     True
     >>> print(no_better("highest accuracy", 0.8, Baseline("dog", {"accuracy": 0.8})))
-    This model is no better than the baseline, which answers 'dog' for every sample: its best test \
+    This model is no better than the baseline, which answers 'dog' for every sample: its test \
 accuracy is 80.0%, that of the baseline 80.0%
     """
     direction, _, name = rule.partition(" ")
@@ -278,7 +307,6 @@ accuracy is 80.0%, that of the baseline 80.0%
     if math.isnan(least) or sign * value > sign * least:
         return None
     return (
-        f"This model is no better than the baseline, which answers {baseline.answer!r} for every "
-        f"sample: its best test {name} is {spell(name, value)}, that of the baseline "
-        f"{spell(name, least)}"
+        f"This model is no better than the baseline, which answers {baseline}: its test {name} is "
+        f"{spell(name, value)}, that of the baseline {spell(name, least)}"
     )

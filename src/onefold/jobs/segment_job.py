@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -46,10 +46,18 @@ from onefold.jobs.segment_pictures import (
     Augment,
     Padded,
     PicturePairs,
+    class_ious,
+    class_names,
+    class_weights_of,
     counted_pixels,
+    mask_baseline,
+    mask_scores,
+    mask_scores_of_each,
+    overlaps,
+    predicted_numbers,
     whole_logits,
 )
-from onefold.jobs.targets import spread
+from onefold.jobs.targets import ClassWeights, spread
 from onefold.jobs.training import Task
 
 __all__ = [
@@ -59,8 +67,6 @@ __all__ = [
     "check_early",
     "loss_and_measure",
     "make_task",
-    "mask_scores",
-    "mask_scores_of_each",
     "prepare",
     "settle",
 ]
@@ -94,6 +100,10 @@ class SegmentOptions(PictureOptions):
     optimizer: Optimizer = again("optimizer", "adamw")
     weight_decay: float = again("weight_decay", 0.01)
     warmup_epochs: float = again("warmup_epochs", 1.0)
+    class_weights: ClassWeights = option(
+        "none",
+        "With --classes: weigh them in the loss; auto: the more, the fewer pixels they have.",
+    )
     best_by: Literal["iou", "dice", "loss"] | None = again("best_by", shown="iou")
     encoder: Encoder | None = option(
         None,
@@ -156,8 +166,11 @@ class SegmentOptions(PictureOptions):
         if self.classes not in ((), AUTO):
             # The file of them is read once, and the run keeps what was in it.
             object.__setattr__(self, "classes", list_classes(self.classes))
-        weighted = not self.classes or self.pos_weight == "1"
-        expect(weighted, "pos_weight", self.pos_weight, "it without --classes")
+        one = "masks of one foreground; --class-weights auto weighs --classes"
+        expect(not self.classes or self.pos_weight == "1", "pos_weight", self.pos_weight, one)
+        several = "--classes; --pos-weight auto weighs one foreground"
+        weighed = self.class_weights != "none"
+        expect(bool(self.classes) or not weighed, "class_weights", self.class_weights, several)
         _ = self.mask_rule
 
     @property
@@ -286,7 +299,8 @@ def make_task(options: SegmentOptions, data: MaskedPictures) -> Task:
             file, key = find_weights(options.pretrained), options.pretrained_key
             finetune.load_body(model.encoder, file, "", key=key)
     weight = torch.tensor(_pos_weight(options.pos_weight, data))
-    loss, measure = loss_and_measure(weight, options.threshold, model.stride)
+    by_class = class_weights_of(data.counts[0]) if options.class_weights == "auto" else None
+    loss, measure = loss_and_measure(weight, options.threshold, model.stride, by_class)
     padded = Padded(model.stride)
     augment = Augment(
         side=options.crop or LARGEST_CROP,
@@ -301,6 +315,9 @@ def make_task(options: SegmentOptions, data: MaskedPictures) -> Task:
         loss=loss,
         measure=measure,
         score=partial(mask_scores, classes=kind.classes),
+        baseline=mask_baseline(*data.counts, kind.classes, float(weight)),
+        class_counts=data.counts,
+        class_weights=None if by_class is None else by_class.tolist(),
         train_set=PicturePairs(data.train, kind.normalise, data.rule, data.white, augment),
         test_set=test_set,
         collate=padded,
@@ -310,6 +327,7 @@ def make_task(options: SegmentOptions, data: MaskedPictures) -> Task:
         ),
         facts={
             "model": f"U-Net, {kind.encoder}",
+            "classes": class_names(kind.classes),
             "mask_model": msgspec.to_builtins(kind),
             "pos_weight": float(weight),
         },
@@ -317,7 +335,7 @@ def make_task(options: SegmentOptions, data: MaskedPictures) -> Task:
 
 
 def loss_and_measure(
-    weight: torch.Tensor, threshold: float, stride: int
+    weight: torch.Tensor, threshold: float, stride: int, by_class: torch.Tensor | None = None
 ) -> tuple[Callable[[nn.Module, Any], onefold.Mean], Measure]:
     """Make the loss of a run, and what its scores are made of, over the pixels that count.
 
@@ -325,6 +343,7 @@ def loss_and_measure(
         weight: () float32, the weight of foreground pixels in the loss.
         threshold: probability from which a pixel is predicted to be foreground.
         stride: sides of pictures are padded to a multiple of it.
+        by_class: (classes,) float32, the weight of each class in the loss, but not in the scores.
     """
 
     def losses_of(logits: torch.Tensor, batch: Any) -> torch.Tensor:
@@ -343,9 +362,13 @@ def loss_and_measure(
         return losses * counted_pixels(batch)
 
     def loss(model: nn.Module, batch: Any) -> onefold.Mean:
-        losses = losses_of(model(batch["images"]), batch)
+        losses, weights = losses_of(model(batch["images"]), batch), counted_pixels(batch)
+        if by_class is not None:
+            numbers = batch["masks"].clamp(min=0).to(torch.int64)
+            weights = by_class.to(losses.device)[numbers] * weights
+            losses = losses * weights
         # No mean of the shard: shards differ in pixels, and onefold divides by those of the batch.
-        return onefold.Mean(losses.sum(), counted_pixels(batch).sum())
+        return onefold.Mean(losses.sum(), weights.sum())
 
     def measure(model: nn.Module, batch: Any) -> Measured:
         logits = whole_logits(model, batch, stride)
@@ -353,85 +376,6 @@ def loss_and_measure(
         return {"loss": losses, **overlaps(logits, batch, threshold)}
 
     return loss, measure
-
-
-def mask_scores(found: Measured, classes: Sequence[MaskClass] = ()) -> dict[str, float]:
-    """The scores of a test set, from what was measured of its pictures.
-
-    Args:
-        found: values of the pictures.
-        classes: of the masks; then IoU and Dice are the means of the classes that occur.
-    """
-    sums = {name: each.sum(dim=0) for name, each in found.items()}
-    overlap, both = sums["overlap"], sums["predicted"] + sums["given"]
-    scores = {
-        "loss": sums["loss"] / sums["counted"],
-        "iou": (overlap / (both - overlap)).nanmean(),
-        "dice": (2 * overlap / both).nanmean(),
-    }
-    if classes:
-        scores["pixel-accuracy"] = overlap.sum() / sums["counted"]
-    return {name: float(score) for name, score in scores.items()}
-
-
-def class_ious(found: Measured, classes: Sequence[MaskClass]) -> list[dict[str, Any]]:
-    """The IoU of each class over a test set, None if it is nowhere, and its share of the pixels."""
-    sums = {name: each.sum(dim=0) for name, each in found.items()}
-    iou = sums["overlap"] / (sums["predicted"] + sums["given"] - sums["overlap"])
-    shares = sums["given"] / sums["counted"]
-    return [
-        {"class": each.name, "colour": each.colour, "iou": float(iou[n]), "share": float(shares[n])}
-        for n, each in enumerate(classes)
-    ]
-
-
-def mask_scores_of_each(found: Measured) -> tuple[torch.Tensor, torch.Tensor]:
-    """The IoU and the Dice score of each picture, (n,) float64 both; means of its classes."""
-    overlap, both = found["overlap"], found["predicted"] + found["given"]
-    scores = [overlap / (both - overlap), 2 * overlap / both]
-    scores = [each if each.dim() == 1 else each.nanmean(dim=1) for each in scores]
-    # Where neither mask has a pixel, it is 0 / 0, and they agree.
-    iou, dice = (each.nan_to_num(nan=1.0) for each in scores)
-    return iou, dice
-
-
-def predicted_numbers(logits: torch.Tensor, threshold: float) -> torch.Tensor:
-    """The class of each pixel, (n, h, w) int64; of one logit, 1 for foreground and 0 for the rest.
-
-    Args:
-        logits: (n, c, h, w) float32.
-        threshold: probability from which a pixel is foreground.
-    """
-    if logits.shape[1] == 1:
-        return (logits.squeeze(1).sigmoid() >= threshold).to(torch.int64)
-    return logits.argmax(dim=1)
-
-
-def overlaps(logits: torch.Tensor, batch: Any, threshold: float) -> dict[str, torch.Tensor]:
-    """Count each picture's pixels: in both masks, in the predicted and the given one, and in all.
-
-    Args:
-        logits: (n, c, h, w) float32.
-        batch: what `Padded` returned.
-        threshold: probability from which a pixel is in the predicted mask.
-
-    Returns:
-        ``overlap``, ``predicted``, ``given`` and ``counted``, (n,) float64 each, without void
-        pixels; of several classes, (n, c) but for ``counted``.
-    """
-    counted = counted_pixels(batch)
-    predicted, classes = predicted_numbers(logits, threshold), logits.shape[1]
-    found: dict[str, list[torch.Tensor]] = {"overlap": [], "predicted": [], "given": []}
-    for number in range(classes) if classes > 1 else [1]:
-        here = (predicted == number) & counted
-        given = (batch["masks"] == number) & counted
-        for name, pixels in (("overlap", here & given), ("predicted", here), ("given", given)):
-            # float64 holds every count exactly, and so do sums of them, in any order.
-            found[name].append(pixels.sum(dim=(1, 2), dtype=torch.float64))
-    sums = {name: torch.stack(each, dim=1) for name, each in found.items()}
-    if classes == 1:
-        sums = {name: each.squeeze(1) for name, each in sums.items()}
-    return {**sums, "counted": counted.sum(dim=(1, 2), dtype=torch.float64)}
 
 
 def _mask_model(options: SegmentOptions, data: MaskedPictures) -> MaskModel:

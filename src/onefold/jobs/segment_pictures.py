@@ -1,4 +1,9 @@
-"""The pictures of the segment job: crops for training, whole ones for tests, shards of both."""
+"""The pictures of the segment job, and the scores of their masks.
+
+Crops are for training, whole pictures for tests. `PicturePairs` reads them, `Padded` makes shards,
+`overlaps` counts what a mask has in common with the one that it should be, and `mask_scores` sums
+that up.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +16,30 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from onefold.jobs.data.augment import Normalise, below, between
+from onefold.jobs.data.maskclasses import MaskClass
 from onefold.jobs.data.masks import VOID, MaskRule, mask_tensor, read_mask
 from onefold.jobs.data.pairs import Pair
 from onefold.jobs.data.pictures import open_picture
+from onefold.jobs.scores import Baseline, Measured
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["Augment", "Padded", "PicturePairs", "counted_pixels", "whole_logits"]
+__all__ = [
+    "Augment",
+    "Padded",
+    "PicturePairs",
+    "class_ious",
+    "class_names",
+    "class_weights_of",
+    "counted_pixels",
+    "mask_baseline",
+    "mask_scores",
+    "mask_scores_of_each",
+    "overlaps",
+    "predicted_numbers",
+    "whole_logits",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,3 +203,123 @@ def _jittered(image: Image, most: float) -> Image:
 
     image = ImageEnhance.Brightness(image).enhance(between(1 - most, 1 + most))
     return ImageEnhance.Contrast(image).enhance(between(1 - most, 1 + most))
+
+
+def mask_scores(found: Measured, classes: Sequence[MaskClass] = ()) -> dict[str, float]:
+    """The scores of a test set, from what was measured of its pictures.
+
+    Args:
+        found: values of the pictures.
+        classes: of the masks; then IoU and Dice are the means of the classes that occur.
+    """
+    sums = {name: each.sum(dim=0) for name, each in found.items()}
+    overlap, both = sums["overlap"], sums["predicted"] + sums["given"]
+    scores = {
+        "loss": sums["loss"] / sums["counted"],
+        "iou": (overlap / (both - overlap)).nanmean(),
+        "dice": (2 * overlap / both).nanmean(),
+    }
+    if classes:
+        scores["pixel-accuracy"] = overlap.sum() / sums["counted"]
+    return {name: float(score) for name, score in scores.items()}
+
+
+def class_names(classes: Sequence[MaskClass]) -> list[str]:
+    """Names of the classes; of plain masks, of the two kinds of their pixels."""
+    return [each.name for each in classes] or ["background", "foreground"]
+
+
+def mask_baseline(
+    train: Sequence[int], test: Sequence[int], classes: Sequence[MaskClass], weight: float = 1.0
+) -> Baseline:
+    """The scores of answering alike for every pixel: the most frequent class, or foreground.
+
+    The loss is that of predicting the classes' shares of the training set as their probabilities.
+
+    Args:
+        train: number of training pixels of each class, or of background and foreground.
+        test: number of test pixels of each.
+        classes: of the masks; none for foreground.
+        weight: of foreground pixels in the loss.
+
+    >>> baseline = mask_baseline([80, 20], [60, 40], ())
+    >>> print(baseline, baseline.scores["iou"])
+    'foreground' for every pixel 0.4
+    """
+    given, shares = (torch.tensor(each, dtype=torch.float64) for each in (test, train))
+    # Background is not scored, so that answering it everywhere would have an IoU of 0.
+    most = int(shares.argmax()) if classes else 1
+    losses = -torch.xlogy(given, shares / shares.sum())
+    losses[1] *= 1.0 if classes else weight
+    predicted = torch.zeros_like(given)
+    predicted[most] = given.sum()
+    pixels = {"overlap": predicted.minimum(given), "predicted": predicted, "given": given}
+    found = {name: each[None] if classes else each[None, 1] for name, each in pixels.items()}
+    found |= {"loss": losses.sum()[None], "counted": given.sum()[None]}
+    return Baseline(class_names(classes)[most], mask_scores(found, classes), "pixel")
+
+
+def class_weights_of(counts: Sequence[int]) -> torch.Tensor:
+    """What the loss of each class is multiplied by: as many times as it has fewer pixels."""
+    pixels = torch.tensor(counts, dtype=torch.float64)
+    return (pixels.sum() / (len(counts) * pixels.clamp(min=1))).to(torch.float32)
+
+
+def class_ious(found: Measured, classes: Sequence[MaskClass]) -> list[dict[str, Any]]:
+    """The IoU of each class over a test set, None if it is nowhere, and its share of the pixels."""
+    sums = {name: each.sum(dim=0) for name, each in found.items()}
+    iou = sums["overlap"] / (sums["predicted"] + sums["given"] - sums["overlap"])
+    shares = sums["given"] / sums["counted"]
+    return [
+        {"class": each.name, "colour": each.colour, "iou": float(iou[n]), "share": float(shares[n])}
+        for n, each in enumerate(classes)
+    ]
+
+
+def mask_scores_of_each(found: Measured) -> tuple[torch.Tensor, torch.Tensor]:
+    """The IoU and the Dice score of each picture, (n,) float64 both; means of its classes."""
+    overlap, both = found["overlap"], found["predicted"] + found["given"]
+    scores = [overlap / (both - overlap), 2 * overlap / both]
+    scores = [each if each.dim() == 1 else each.nanmean(dim=1) for each in scores]
+    # Where neither mask has a pixel, it is 0 / 0, and they agree.
+    iou, dice = (each.nan_to_num(nan=1.0) for each in scores)
+    return iou, dice
+
+
+def predicted_numbers(logits: torch.Tensor, threshold: float) -> torch.Tensor:
+    """The class of each pixel, (n, h, w) int64; of one logit, 1 for foreground and 0 for the rest.
+
+    Args:
+        logits: (n, c, h, w) float32.
+        threshold: probability from which a pixel is foreground.
+    """
+    if logits.shape[1] == 1:
+        return (logits.squeeze(1).sigmoid() >= threshold).to(torch.int64)
+    return logits.argmax(dim=1)
+
+
+def overlaps(logits: torch.Tensor, batch: Any, threshold: float) -> dict[str, torch.Tensor]:
+    """Count each picture's pixels: in both masks, in the predicted and the given one, and in all.
+
+    Args:
+        logits: (n, c, h, w) float32.
+        batch: what `Padded` returned.
+        threshold: probability from which a pixel is in the predicted mask.
+
+    Returns:
+        ``overlap``, ``predicted``, ``given`` and ``counted``, (n,) float64 each, without void
+        pixels; of several classes, (n, c) but for ``counted``.
+    """
+    counted = counted_pixels(batch)
+    predicted, classes = predicted_numbers(logits, threshold), logits.shape[1]
+    found: dict[str, list[torch.Tensor]] = {"overlap": [], "predicted": [], "given": []}
+    for number in range(classes) if classes > 1 else [1]:
+        here = (predicted == number) & counted
+        given = (batch["masks"] == number) & counted
+        for name, pixels in (("overlap", here & given), ("predicted", here), ("given", given)):
+            # float64 holds every count exactly, and so do sums of them, in any order.
+            found[name].append(pixels.sum(dim=(1, 2), dtype=torch.float64))
+    sums = {name: torch.stack(each, dim=1) for name, each in found.items()}
+    if classes == 1:
+        sums = {name: each.squeeze(1) for name, each in sums.items()}
+    return {**sums, "counted": counted.sum(dim=(1, 2), dtype=torch.float64)}

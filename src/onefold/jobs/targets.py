@@ -26,12 +26,10 @@ __all__ = [
     "LabelOptions",
     "Target",
     "best_by_of",
-    "choose_examples",
     "class_scores",
-    "class_task",
-    "label_scores",
+    "label_baseline",
+    "label_table",
     "number_baseline",
-    "number_scores",
     "scores_of",
     "spread",
     "target_examples",
@@ -134,7 +132,7 @@ class LabelOptions:
         unused |= dict.fromkeys(("label_smoothing", "mixup", "cutmix"), 0.0)
         for name, nothing in unused.items():
             useful = self.task == "single-label" or getattr(self, name, nothing) == nothing
-            expect(useful, name, "", f"it without --task {self.task}")
+            expect(useful, name, "", f"--task single-label with it, got --task {self.task}")
 
 
 def best_by_of(options: LabelOptions) -> BestBy:
@@ -175,13 +173,9 @@ def target_task(
     if target.task == "regression":
         baseline, counts = number_baseline(truth, target), None
     else:
-        # For every sample the shares of the training set: of a class that is in half of it or more,
-        # that it is there.
-        given = np.array(train_labels)
-        shares = np.broadcast_to(given.mean(axis=0), truth.shape)
-        often = [name for name, share in zip(classes, shares[0], strict=True) if share >= 0.5]
-        baseline = Baseline(", ".join(often) or "no class", label_scores(truth, shares))
-        counts = tuple(each.sum(axis=0).astype(int).tolist() for each in (given, truth))
+        sums = (np.array(each).sum(axis=0) for each in (train_labels, test_labels))
+        counts = tuple(each.astype(int).tolist() for each in sums)
+        baseline = label_baseline(counts[0], len(train_labels), truth, classes)
     return {
         "loss": loss,
         "measure": measure,
@@ -365,6 +359,32 @@ def label_scores(truth: _Array, confidence: _Array) -> dict[str, float]:
         "macro-f1": _mean(table["f1"]),
         "mean-average-precision": _mean(table["average-precision"]),
     }
+
+
+def label_baseline(
+    counts: Sequence[int], samples: int, truth: _Array, classes: Sequence[str]
+) -> Baseline:
+    """The scores of answering the classes that half of the training samples have, for each sample.
+
+    Its confidence in each class is the share of the training samples that have it.
+
+    Args:
+        counts: number of training samples that have each class.
+        samples: number of training samples.
+        truth: (n, classes), 1 for each class of a test sample, and 0.
+        classes: their names.
+
+    >>> baseline = label_baseline([3, 1], 4, np.array([[1.0, 0.0], [1.0, 1.0]]), ["cat", "dog"])
+    >>> baseline.answer, round(baseline.scores["micro-f1"], 2)
+    ('cat', 0.8)
+    """
+    shares = np.asarray(counts) / samples
+    often = [name for name, share in zip(classes, shares, strict=True) if share >= _THRESHOLD]
+    confidence = np.tile(shares, (len(truth), 1))
+    given = torch.from_numpy(np.asarray(truth, dtype=np.float64))
+    loss = float(F.binary_cross_entropy(torch.from_numpy(confidence), given))
+    scores = {"loss": loss, **label_scores(truth, confidence)}
+    return Baseline(", ".join(often) or "no class", scores)
 
 
 def label_table(truth: _Array, confidence: _Array, classes: Sequence[str]) -> list[dict[str, Any]]:

@@ -44,11 +44,12 @@ from onefold.jobs.targets import (
     targets,
 )
 from onefold.jobs.training import Task
+from onefold.system.words import counted
 
 __all__ = ["JOB", "TextModel", "TextOptions", "check_early", "make_task", "prepare", "settle"]
 
 JOB = "text"
-HELP = "Texts with one label each, from TSV files."
+HELP = "Texts with labels, from TSV files and other tables."
 TINY = "tiny"
 CONFIG_FILE = "model_config.json"
 TOKENIZER_FILE = "tokenizer.json"
@@ -142,7 +143,9 @@ def prepare(options: TextOptions, scanning: Scanning | None = None) -> TextSplit
     """
     path = Path(options.data)
     columns = Columns("text", options.text_column, options.label_column)
-    samples = read_listed(path, options.dev, columns, options.task)
+    samples = read_listed(
+        path, options.dev, columns, options.task, labels_as_is=options.labels_as_is
+    )
     # Before bad lines are reported: labels of another kind may be the reason for most of them.
     labels = [line.label for line in samples.train]
     where, as_is = readable(samples.paths[0]), options.labels_as_is
@@ -260,6 +263,11 @@ def make_task(options: TextOptions, data: TextSplits) -> Task:
     )
     dev_ids = kind.encode([line.text for line in data.dev])
     dev_set = text_models.EncodedTexts(dev_ids, targets(dev_labels))
+    long = sum(len(ids) == kind.max_length for ids in (*train_set.ids, *dev_ids))
+    cut = (
+        f"{counted(long, 'text')} of {len(train_set) + len(dev_set):,} fill {kind.max_length} "
+        f"tokens: what is beyond is cut off; --max-length takes more"
+    )
     config: Any = model.config
     return Task(
         model=model,
@@ -293,6 +301,7 @@ def make_task(options: TextOptions, data: TextSplits) -> Task:
             },
             "classes": list(kind.classes),
         },
+        notes=[cut] if long else [],
         # use_diff=False writes defaults as well: those of a later transformers may be others.
         files={TOKENIZER_FILE: kind.tokenizer, CONFIG_FILE: config.to_json_string(use_diff=False)},
     )

@@ -100,6 +100,8 @@ class Task:
     """What the report shows of the trained model; called on every device."""
     facts: Mapping[str, Any] = field(default_factory=dict)
     """What ``run.json`` records besides: classes, the model's name."""
+    notes: Sequence[str] = ()
+    """What the user should know of the samples, besides the notes of the data."""
     files: Mapping[str, str] = field(default_factory=dict)
     """Files without which the model cannot be used later: content by name."""
 
@@ -125,7 +127,7 @@ def begin_training(options: TrainOptions, job: str, task: Task, data: ReadData) 
         "class_counts": task.class_counts,
         "class_weights": task.class_weights,
         "baseline": asdict(task.baseline) if task.baseline else None,
-        "notes": data.notes,
+        "notes": [*data.notes, *task.notes],
         "frozen": freeze(task.model, options, task.head),
         **task.facts,
     }
@@ -249,6 +251,11 @@ class Training:
             loaded = self.trainer.load(self.folder.checkpoints, if_any=True)
             if loaded is not None:
                 self.saved = read_saved(loaded.extra, self.folder.checkpoints)
+        if self.trainer.steps > self.epochs * self.steps:
+            raise LaunchError(
+                f"--epochs {self.epochs}: the run {self.options.name} has made "
+                f"{self.trainer.steps:,} steps, of {self.steps:,} in an epoch: expected more epochs"
+            )
         self._agree(self._open_folder)
         self.trainer.record(self.folder.path)
 
@@ -297,19 +304,22 @@ class Training:
         )
         lines = [opening]
         if self.task.class_counts:
-            lines.append(visible(count_line(facts["classes"], *self.task.class_counts)))
+            each = self.task.baseline.each if self.task.baseline else "sample"
+            counts = self.task.class_counts
+            lines.append(visible(count_line(facts["classes"], *counts, each)))
         if self.task.baseline:
             rule, baseline = self._rule, self.task.baseline
             name = rule.partition(" ")[2]
             lines.append(
-                f"baseline: {baseline.answer!r} for every sample has test {name} "
+                f"baseline: {baseline} has test {name} "
                 f"{spell(name, baseline.scores[name])}; the {rule} chooses the best epoch"
             )
+        lines.extend(self.task.notes)
         if trainer.steps:
             epoch = self.saved["epochs_done"] + 1
             lines.append(f"goes on after step {trainer.steps:,}, in epoch {epoch}")
         total = self.steps * self.epochs
-        if total < _FEW_STEPS:
+        if total < _FEW_STEPS and not trainer.steps:
             lines.append(f"only {total} steps in all: a smaller --batch-size gives more of them")
         return lines
 
@@ -381,8 +391,8 @@ class Training:
             "stale": self._stale,
         }
         self.folder.say(**end)
-        shown = {"confusion": examples.get("confusion"), "is_lead": self.trainer.is_lead}
-        return {**self._facts(), **end, **shown}
+        shown = {name: examples.get(name) for name in ("confusion", "labels", "ious")}
+        return {**self._facts(), **end, **shown, "is_lead": self.trainer.is_lead}
 
     def _examples(self) -> dict[str, Any]:
         """Predictions of the best model for the test set; the trainer is left as it was.

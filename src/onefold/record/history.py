@@ -55,18 +55,29 @@ class Departure(NamedTuple):
 def first_departure(record: Record) -> Departure | None:
     """The first step in which a loss, norm or value stands out; None if none does.
 
-    Steps of several losses are compared with those of the same loss.
+    Steps of several losses are compared with those of the same loss. Fewer samples give larger
+    numbers by chance, so a batch of less than half the usual size counts only where no other step
+    stands out, or with numbers that are not finite.
     """
-    steps = record.steps
-    found = []
+    sizes = record.steps["samples"]
+    short = 2 * sizes < np.median(sizes) if len(sizes) else np.zeros(0, bool)
+    finite = np.isfinite(record.steps["loss"]) & np.isfinite(record.steps["norm"])
+    return _first_of(record, ~(short & finite)) or _first_of(record, np.ones(len(sizes), bool))
+
+
+def _first_of(record: Record, counted: np.ndarray) -> Departure | None:
+    """The first that stands out of the steps for which ``counted``, (steps,) bool, is true."""
+    steps, found = record.steps, []
+    looked = set(steps["step"][counted].tolist())
     names = [name for name in steps if name in ("loss", "norm") or name.startswith("value.")]
     for loss in dict.fromkeys(steps["name"].tolist()):
         # A batch without weight has no loss, and is skipped for that.
-        rows = np.flatnonzero((steps["name"] == loss) & (steps["weight"] > 0))
+        rows = np.flatnonzero((steps["name"] == loss) & (steps["weight"] > 0) & counted)
         for name in names:
             which = rows if name != "norm" else rows[~_lacks(steps, rows)]
             found.append(_first(steps["step"][which], steps[name][which].astype(float), name))
-        found.append(_first_shard([each for each in record.by_step.values() if each.name == loss]))
+        entries = [each for each in record.by_step.values() if each.step in looked]
+        found.append(_first_shard([each for each in entries if each.name == loss]))
     for entry in record.entries:
         if isinstance(entry, Failed):
             text = f"{entry.error}: {entry.text}"

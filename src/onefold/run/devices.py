@@ -129,7 +129,7 @@ def select_devices(choice: int | str | Sequence[str]) -> Selection:
     kind, _, number = text.rpartition(":")
     if number.isdecimal() and (kind == "cpu" or (number == text and not listed)):
         if int(number) < 1:
-            raise ValueError(f"--devices {text}: expected at least one device")
+            raise ValueError(f"devices {text}: expected at least one device")
         return Selection(("cpu",) * int(number) if kind else _emptiest(int(number)))
     names = tuple(_read(part.strip(), text) for part in text.split(","))
     chosen = [name for name in names if name != "cpu"]
@@ -141,7 +141,7 @@ def select_devices(choice: int | str | Sequence[str]) -> Selection:
                 f"(see: onefold devices)"
             )
         if chosen.count(name) > 1:
-            raise ValueError(f"--devices {text}: {name} is named twice; a GPU takes one process")
+            raise ValueError(f"devices {text}: {name} is named twice; a GPU takes one process")
     return Selection(names)
 
 
@@ -183,7 +183,7 @@ def _read(part: str, text: str) -> str:
     kind, _, index = part.partition(":")
     if not kind.isidentifier() or kind == "cpu" or not index.isdecimal():
         raise ValueError(
-            f"--devices {text!r}: expected a number, 'auto', 'cpu:N', or a list such as "
+            f"devices {text!r}: expected a number, 'auto', 'cpu:N', or a list such as "
             f"'cuda:1,cuda:3'; {part!r} is none of these"
         )
     return f"{kind}:{int(index)}"

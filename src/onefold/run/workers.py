@@ -47,6 +47,17 @@ __all__ = ["Outcome", "StoppedAtOnce", "WorkerGroup"]
 
 
 _LOOK_S = 0.05
+_LEFT_OVER = {
+    **dict.fromkeys(
+        ("process group has not been initialized", "using env:// rendezvous"),
+        " (onefold connects the devices itself: in a script for onefold run leave out "
+        "init_process_group, DistributedDataParallel and DistributedSampler; a script without "
+        "onefold is started by torchrun)",
+    ),
+    "Attempted unscale_ but": " (onefold scales losses itself: give Trainer precision='fp16' and "
+    "clip_norm in place of GradScaler and clip_grad_norm_)",
+}
+"""Words in errors of PyTorch that come of lines which other launchers need, and what to do."""
 
 
 class Worker:
@@ -352,7 +363,8 @@ class WorkerGroup:
         step = self._step_text(worker.rank)
         if report.caused_by_peer:  # the text names the peer; where this device was is no help
             return Outcome(1, report.text)
-        text = f"{worker} failed in step {step}: {report.kind}: {report.text}"
+        hint = next((hint for words, hint in _LEFT_OVER.items() if words in report.text), "")
+        text = f"{worker} failed in step {step}: {report.kind}: {report.text}{hint}"
         # What a device refuses before it begins, it would refuse again.
         final = report.kind == LaunchError.__name__
         # PyTorch's name for an error of the GPU itself, or of its driver.

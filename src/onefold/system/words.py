@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 __all__ = [
+    "cause_of",
     "counted",
     "listed",
     "message_of",
@@ -66,6 +67,19 @@ def message_of(error: BaseException) -> str:
     except Exception as failed:
         text = f"its message cannot be shown, as its own str() raised {type(failed).__name__}"
     return text[:_LONGEST_MESSAGE].encode(errors="backslashreplace").decode()
+
+
+def cause_of(error: BaseException) -> str:
+    """What the network or the disk answered, below the words that libraries put around it.
+
+    >>> cause_of(ValueError("no room"))
+    'no room'
+    """
+    innermost, each = error, error.__cause__ or error.__context__
+    while each is not None:
+        innermost = each if isinstance(each, OSError) else innermost
+        each = each.__cause__ or each.__context__
+    return message_of(innermost).partition("\n")[0]
 
 
 def tell(text: str) -> None:

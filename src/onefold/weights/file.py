@@ -59,11 +59,12 @@ def read_weights(path: Path) -> Mapping[Any, object]:
         return _read_torch(file)
     if head.startswith(_LEGACY):
         return _read_torch(file)
+    # Safetensors has eight bytes for the length of its header, which is JSON. Before the pickle: of
+    # every 32 lengths one begins with the byte of a pickle. Its high bytes are never all zero.
+    if head[8:9] == b"{" and (head[5:8] == bytes(3) or not head.startswith(_PICKLE)):
+        return _read_safetensors(file)
     if head.startswith(_PICKLE):
         raise _needs_code(file, "a pickle that is not of torch.save's usual form")
-    # Safetensors has eight bytes for the length of its header, which is JSON.
-    if head[8:9] == b"{":
-        return _read_safetensors(file)
     raise CheckpointError(
         f"{file} is empty"
         if not head

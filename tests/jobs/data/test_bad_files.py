@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from onefold.errors import DataError
-from onefold.jobs.data.files import BadFile, readable, visible
+from onefold.jobs.data.files import BadFile, left_out_notes, readable, refuse, visible
 from onefold.jobs.data.pictures import picture_paths, visible_folders
 
 
@@ -19,6 +19,27 @@ def test_any_name_can_be_shown() -> None:
         assert readable(Path(name)) == name
     assert visible("a\x1b[2J\n\x9bñ猫") == "a\\x1b[2J\\n\\x9bñ猫"  # no control of a screen
     assert str(BadFile(Path("a\rb.png"), "why")) == "a\\rb.png: why"
+
+
+def test_what_is_expected_of_many_files_is_said_once() -> None:
+    words = "expected a mask of 0 and 255, got {} (9.0%): more than two. Name the foreground, such"
+    bad = [BadFile(Path(f"{n}.png"), words.format(n)) for n in range(3)]
+    bad += [BadFile(Path("a.png"), "there is no mask"), BadFile(Path("b.png"), "there is no mask")]
+    bad += [BadFile(Path("c.png"), words.format("c"))] * 2
+    with pytest.raises(DataError) as caught:
+        refuse(bad)
+    assert str(caught.value).splitlines()[:-2] == [
+        "7 files cannot be used:",
+        f"  {bad[0]}",
+        "  1.png: likewise, got 1 (9.0%)",
+        "  2.png: likewise, got 2 (9.0%)",
+        "  a.png: there is no mask",
+        "  b.png: likewise",
+    ]
+    assert left_out_notes(bad)[1:3] == [
+        "left out: 1.png: likewise, got 1 (9.0%)",
+        "left out: 2.png: likewise, got 2 (9.0%)",
+    ]
 
 
 def test_what_may_not_be_looked_at_is_bad(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

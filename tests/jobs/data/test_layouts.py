@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -55,6 +57,21 @@ def test_boxes_are_refused_by_name(tmp_path: Path, files: dict[str, str], words:
             refuse_other_layouts(tmp_path / "data", job)
 
 
+def test_a_table_is_made_of_class_folders_of_texts_by_the_command_that_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("neg/1.txt", "neg/2.txt", "pos/3.txt"):
+        put(tmp_path / "my films/train" / name, f'"{name}"\nand more')
+    with pytest.raises(DataError, match="got class folders of text files") as error:
+        refuse_other_layouts(Path("my films"), "text")
+    command = str(error.value).splitlines()[1].replace("python ", f"{sys.executable} ", 1)
+    subprocess.run(command, shell=True, check=True)
+    listed = read_listed(Path("train.jsonl"), None, Columns("text"))
+    assert [line.label for line in listed.train] == ["neg", "neg", "pos"]
+    assert listed.train[2].text == '"pos/3.txt"\nand more'
+
+
 def test_boxes_are_refused_where_their_file_is_named(tmp_path: Path) -> None:
     put(tmp_path / "boxes.json", COCO)
     with pytest.raises(DataError, match=f"boxes.json has COCO's.*{BOXES}"):
@@ -66,13 +83,17 @@ def test_folders_of_a_competition_are_not_taken_for_classes(tmp_path: Path, trai
     shutil.rmtree(tmp_path / "data", ignore_errors=True)
     for name in (f"{train}/a.png", f"{train}/b.png", "test_images/c.png"):
         put(tmp_path / "data" / name)
-    refuse_other_layouts(tmp_path / "data", "classify")
+    words = "got pictures in .*test_images.*, which name parts of a data set: sort them into"
+    with pytest.raises(DataError, match=words):
+        refuse_other_layouts(tmp_path / "data", "classify")
+    refuse_other_layouts(tmp_path / "data", "segment")
     put(tmp_path / "data" / "train.csv", "image_id,label\na.png,pug\nb.png,boxer\n")
     # Its labels are not those of any picture.
     put(tmp_path / "data" / "sample_submission.csv", "image_id,label\nc.png,pug\n")
     words = r"beside the table train\.csv .* name the table and two of its columns"
-    with pytest.raises(DataError, match=words):
-        refuse_other_layouts(tmp_path / "data", "classify")
+    for job, expected in (("classify", "a folder for each class"), ("segment", "the folders imag")):
+        with pytest.raises(DataError, match=f"expected {expected}.*{words}"):
+            refuse_other_layouts(tmp_path / "data", job)
 
 
 def test_this_comes_before_any_other_message(tmp_path: Path) -> None:
@@ -118,11 +139,9 @@ def test_pictures_are_found_by_their_paths_in_a_table(tmp_path: Path) -> None:
     assert by_path.train.pictures.name(0).startswith("shots/")
     assert by_path.notes == [f"{table}: the image is in column path, the label in label"]
     # By names without folder and ending, as in tables of competitions: the same pictures.
+    # Of two columns the one that is no label has the pictures.
     put(table, "id,label\n" + "".join(rows).replace("shots/", "").replace(".png", ""))
-    by_name = read_classes(
-        read_listed(table, None, Columns("image", "id")), holdout=0.25, seed=0, skip_bad=False
-    )
-    assert by_name.digest == by_path.digest
+    assert pictures(table).digest == by_path.digest
     put(tmp_path / "data" / "more" / "3.png")
     put(table, "path,label\n" + "".join(rows) + "gone.png,odd\n3,even\n/nowhere/3.png,odd\n")
     with pytest.raises(DataError) as caught:
@@ -134,6 +153,20 @@ def test_pictures_are_found_by_their_paths_in_a_table(tmp_path: Path) -> None:
     ):
         assert caught.match(words)
     assert len(pictures(table, skip=True).left_out) == 3
+
+
+def test_spaces_between_several_classes_divide_them_in_all_tables(tmp_path: Path) -> None:
+    train, dev = tmp_path / "train.csv", tmp_path / "dev.csv"
+    put(train, "image,labels\n1,scab\n2,rust scab\n3,rust\n4,scab rust\n5,\n")
+    put(dev, "image,labels\n6,rust  scab\n7,scab\n")
+    columns = Columns("image")
+    found = read_listed(train, str(dev), columns, "multi-label")
+    several = ("rust", "scab")
+    assert [x.label for x in found.train] == [("scab",), several, ("rust",), several[::-1], ()]
+    assert [x.label for x in found.test or ()] == [several, ("scab",)]
+    assert "'rust scab' is 2 of them; --labels-as-is makes one of it" in found.notes[-1]
+    as_is = read_listed(train, str(dev), columns, "multi-label", labels_as_is=True)
+    assert as_is.train[1].label == ("rust scab",)
 
 
 def test_a_table_to_test_with_is_used_unless_it_has_no_labels(tmp_path: Path) -> None:

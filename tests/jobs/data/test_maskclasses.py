@@ -45,7 +45,7 @@ def test_classes_that_cannot_be_told_apart_are_refused() -> None:
     for rule, words in (
         (((), (), ("a=1|2", "b=2-5")), "got 2-5 for a and for b"),
         (((), ("7",), ("a=1", "b=7")), "got 7 for b and for --void"),
-        ((("3",), (), ("a=1", "b=7")), "expected it without --foreground"),
+        ((("3",), (), ("a=1", "b=7")), "expected no --foreground"),
         (((), (), ("a=1", "b=x")), "--classes x: expected values of the masks' pixels"),
     ):
         with pytest.raises(ValueError, match=words):
@@ -69,6 +69,11 @@ def test_every_kind_of_mask_gives_the_same_classes(tmp_path: Path) -> None:
             [each.colour for each in read_data.classes],
             read_data.void,
         )
+        # Of each class, whatever the masks call it.
+        expected = [int((np.stack(masks) == number).sum()) for number in range(3)]
+        assert read_data.counts[0] == expected
+        tested = np.stack([read_mask(pair.mask, read_data.rule) for pair in read_data.test])
+        assert sum(read_data.counts[1]) == int((tested != VOID_NUMBER).sum())
         assert set(np.unique(masks).tolist()) == {0, 1, 2, VOID_NUMBER}
         tensor = mask_tensor(read_mask(read_data.train[0].mask, read_data.rule), classes=True)
         assert set(tensor.unique().tolist()) == {VOID, 0.0, 1.0, 2.0}

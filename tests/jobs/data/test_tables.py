@@ -87,6 +87,24 @@ def test_a_bad_row_is_named_and_others_read(
     assert reason in bad[0].reason
 
 
+def test_columns_of_jsonl_are_those_of_all_lines_and_of_nested_objects(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [
+        {"review": {"body": "fine", "by": {"name": "a"}}},
+        {"label": "bad", "review": {"body": "poor"}, "more": {}},
+        {"label": "good", "review": {"body": "fair"}},
+    ]
+    file = written(tmp_path / "a.jsonl", "\n".join(map(json.dumps, rows)))
+    assert column_names(file) == ["review.body", "review.by.name", "label"]
+    lines, bad, _ = read_table(file, Columns("text", "review.body"))
+    assert [(x.text, x.label, x.line_number) for x in lines] == [
+        ("poor", "bad", 2),
+        ("fair", "good", 3),
+    ]
+    assert [(each.line, each.reason) for each in bad] == [(1, "expected a label, got nothing")]
+    with pytest.raises(DataError, match=r"a column 'body', .* --text-column names another"):
+        read_table(file, Columns("text", "body"))
+
+
 def test_a_quote_that_is_never_closed_ends_it_all(tmp_path: Path) -> None:
     rows = "text,label\nfine,1\n" + '"dull,0\n' + "fine,1\n" * 9
     file = written(tmp_path / "a.csv", rows)

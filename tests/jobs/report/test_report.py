@@ -86,7 +86,7 @@ def test_the_summary_is_whole(pages: dict[str, Page]) -> None:
         "Fingerprint of the model": "663f3e2011a53901",
         "Versions": "onefold 0.1.0, PyTorch 2.13.0",
     }
-    assert pages["segment"].figures["Best test iou"] == "0.775 in epoch 4"
+    assert pages["segment"].figures["Best test iou"] == "77.5% in epoch 4"
 
 
 def test_the_subtitle_names_the_task(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from typing import BinaryIO
 from onefold.errors import DataError
 from onefold.jobs import require
 from onefold.system.ownfiles import aside_of, open_plain
+from onefold.system.words import cause_of
 
 __all__ = ["fetch_dataset", "fetch_file", "is_there"]
 
@@ -172,7 +173,7 @@ def fetch_file(
                 os.fsync(file.fileno())
             return
         except (OSError, ValueError) as failure:  # requests raises OSErrors
-            failures.append(f"  {address}: {failure}")
+            failures.append(f"  {address}: {cause_of(failure)}")
     tried = "\n".join(failures)
     raise DataError(
         f"{path.name} could not be fetched:\n{tried}\n"

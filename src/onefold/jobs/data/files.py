@@ -9,7 +9,7 @@ import stat
 import tempfile
 import unicodedata
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +116,7 @@ def refuse(bad: Sequence[BadFile]) -> None:
     """
     if not bad:
         return
-    named = "\n".join(f"  {each}" for each in bad[:_TOLD])
+    named = "\n".join(f"  {each}" for each in _shortly(bad))
     more = ""
     if len(bad) > _TOLD:
         more = f"\n  and {len(bad) - _TOLD:,} more{_written(bad)}"
@@ -124,6 +124,19 @@ def refuse(bad: Sequence[BadFile]) -> None:
         f"{counted_bad(bad)} cannot be used:\n{named}{more}\n"
         f"mend or remove them, or leave them out with --skip-bad"
     )
+
+
+def _shortly(bad: Sequence[BadFile]) -> list[str]:
+    """Describe the first bad files and lines; what was expected, and what to do, only once."""
+    lines: list[str] = []
+    known: set[str] = set()
+    for each in bad[:_TOLD]:
+        expected, got, came = each.reason.partition(", got ")
+        # Behind the colon is what to do.
+        again = replace(each, reason=f"likewise{got}{came.partition(': ')[0]}")
+        lines.append(str(again if expected in known else each))
+        known.add(expected)
+    return lines
 
 
 def counted_bad(bad: Sequence[BadFile]) -> str:
@@ -154,7 +167,7 @@ def _written(bad: Sequence[BadFile]) -> str:
 
 def left_out_notes(bad: Sequence[BadFile]) -> list[str]:
     """Name the first files and lines that are left out of a run, and count all."""
-    notes = [f"left out: {each}" for each in bad[:_TOLD]]
+    notes = [f"left out: {each}" for each in _shortly(bad)]
     if len(bad) > _TOLD:
         notes.append(f"left out in all: {counted_bad(bad)}, which run.json lists")
     return notes

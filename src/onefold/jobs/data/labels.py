@@ -27,6 +27,7 @@ __all__ = [
     "Label",
     "Sample",
     "TaskName",
+    "at_spaces",
     "check_labels",
     "check_same",
     "check_task",
@@ -35,6 +36,7 @@ __all__ = [
     "parts_of",
     "read_label",
     "shortened",
+    "spaced",
     "spelt",
     "untested",
 ]
@@ -115,7 +117,7 @@ def _number(text: str) -> float:
     except ValueError:
         number = math.nan
     if not math.isfinite(number):
-        point = ": write a point for the decimal comma" if _FRACTION.fullmatch(text) else ""
+        point = ": write a point for the decimal comma" if _NUMBER.fullmatch(text) else ""
         raise ValueError(f"expected a number, such as 3.5, got {shortened(text)}{point}")
     return number
 
@@ -159,6 +161,32 @@ def classes_of(labels: Iterable[Label]) -> list[str]:
     if all(name.removeprefix("-").isdecimal() for name in names):
         return sorted(names, key=lambda name: (int(name), name))
     return sorted(names)
+
+
+def spaced(labels: Iterable[Label]) -> bool:
+    """Whether labels of several classes have nothing but spaces between these.
+
+    As for commas, the same words are combined again and again then; names of two words are not.
+
+    >>> spaced([("cat",), ("cat dog",), ("dog cow",), ("cow",)]), spaced([("hot dog",), ("bun",)])
+    (True, False)
+    """
+    parts = [parts_of(label) for label in labels]
+    names = {name for each in parts for name in each}
+    words = {word for name in names for word in name.split()}
+    combined = len(words) < len(names) or len(_spaced(names)) > 1
+    return combined and all(len(each) < 2 for each in parts) and any(" " in each for each in names)
+
+
+def at_spaces(label: Label) -> Label:
+    """Divide the names of several classes at their spaces.
+
+    >>> at_spaces(("cat dog",)), at_spaces("hot dog")
+    (('cat', 'dog'), 'hot dog')
+    """
+    if not isinstance(label, tuple):
+        return label
+    return tuple(dict.fromkeys(word for name in label for word in name.split()))
 
 
 def numbered(labels: Sequence[Label], classes: Sequence[str]) -> list[Any]:
@@ -248,12 +276,6 @@ def check_task(
     if task == "single-label":
         return check_labels(counts, where)
     _refuse_names(counts, where)
-    spaced = _spaced(counts)
-    if len(spaced) > 1:
-        raise DataError(
-            f"{where}: expected commas, semicolons or bars between the classes of a sample, got "
-            f"spaces, as in {_some(spaced)}: replace the spaces by commas{_OTHERWISE}"
-        )
     return []
 
 

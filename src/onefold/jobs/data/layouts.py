@@ -32,6 +32,9 @@ _NO_CLASSES = frozenset({
 """Words for folders of a data set whose labels are in a table; none of them names a class."""
 
 
+_MASKS = ("masks", "train/masks")
+
+
 def refuse_other_layouts(directory: Path, job: str) -> None:
     """Refuse boxes of objects, and a table of labels beside pictures.
 
@@ -50,8 +53,26 @@ def refuse_other_layouts(directory: Path, job: str) -> None:
             f"class folders for onefold train classify, draw them as masks for onefold train "
             f"segment, or train a detector in a script of your own, with onefold.Trainer"
         )
-    if job == "classify" and directory.is_dir():
-        _refuse_table(directory)
+    masked = job == "segment" and any((directory / each).is_dir() for each in _MASKS)
+    if job != "text" and directory.is_dir() and not masked:
+        _refuse_table(directory, job)
+    if job == "text" and directory.is_dir():
+        _refuse_folders_of_texts(directory)
+
+
+def _refuse_folders_of_texts(directory: Path) -> None:
+    """Refuse class folders of text files; the message has a command that makes a table of them."""
+    found = next(_first(directory, "train/*/*.txt", "*/*.txt"), None)
+    if found is None or any(map(_lists, directory.iterdir())):
+        return
+    inside = found.parent.parent
+    raise DataError(
+        f"{readable(directory)}: expected a table of texts and labels, got class folders of text "
+        f"files ({_below(found, directory)}): write each of them as a table, such as\n"
+        f"python -c \"import json, pathlib; [print(json.dumps({{'text': p.read_text(), 'label': "
+        f"p.parent.name}})) for p in sorted(pathlib.Path({readable(inside)!r}).glob('*/*.txt'))]\" "
+        f"> {inside.name}.jsonl\nand name it with --data, and the one to test with with --dev"
+    )
 
 
 def _boxes(directory: Path) -> Iterator[str]:
@@ -95,8 +116,8 @@ def _ends(path: Path) -> str:
         return ""
 
 
-def _refuse_table(directory: Path) -> None:
-    """Refuse pictures without class folders beside a table, as competitions have them."""
+def _refuse_table(directory: Path, job: str) -> None:
+    """Refuse pictures without class folders, with a table beside them as in competitions or not."""
     folders = visible_folders(directory)
     train = directory / "train"
     classes = visible_folders(train) if train.is_dir() else folders
@@ -114,15 +135,25 @@ def _refuse_table(directory: Path) -> None:
         return bool(usual_column(tables[path], "label")), not handed_in
 
     found = max(tables, key=likely, default=None)
+    wanted = "a folder for each class" if job == "classify" else "the folders images and masks"
     if found is None:
+        parts = [folder for folder in classes if any(map(is_picture, folder.iterdir()))]
+        if job == "classify" and parts:
+            raise DataError(
+                f"{readable(directory)}: expected {wanted}, got pictures in "
+                f"{listed([each.name for each in parts])}, which name parts of a data set: sort "
+                f"them into folders named as their classes, or name a table of pictures and labels "
+                f"with --data"
+            )
         return
     names = tables[found]
     image = usual_column(names, "image") or names[0]
     label = usual_column(names, "label") or next((x for x in names if x != image), "LABEL")
     raise DataError(
-        f"{readable(directory)}: expected a folder for each class, got pictures beside the table "
-        f"{found.name} with the columns {listed(names, 12)}: name the table and two of its "
-        f"columns, such as --data {readable(found)!r} --image-column {image} --label-column {label}"
+        f"{readable(directory)}: expected {wanted}, got pictures beside the table {found.name} "
+        f"with the columns {listed(names, 12)}: name the table and two of its columns, such as "
+        f"onefold train classify --data {readable(found)!r} --image-column {image} --label-column "
+        f"{label}"
     )
 
 

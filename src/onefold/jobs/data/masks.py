@@ -117,7 +117,7 @@ class MaskRule:
 
     def __post_init__(self) -> None:
         if self.classes and self.foreground:
-            raise ValueError("--classes: expected it without --foreground, which makes two of them")
+            raise ValueError("--classes: expected no --foreground, which makes two of them")
         self._refuse_doubles()
         # A pixel that is both would silently be void.
         void = self.spans("void")
@@ -179,7 +179,7 @@ class MaskLook(msgspec.Struct, frozen=True, array_like=True, tag="mask"):
     named: list[str]
     """Values of the rule that occur in the mask."""
     counts: dict[str, int] = {}
-    """Number of pixels of each value that is not void, where masks have classes."""
+    """Where masks have classes: number of pixels of each by its name; of `AUTO`, of each value."""
     colours: dict[str, str] = {}
     """The colours of these values, where the file has a palette."""
 
@@ -276,8 +276,10 @@ def look_at_mask(path: Path, rule: MaskRule) -> MaskLook:
     if rule.classes:
         values, foreground = _counted(pixels.codes[~void]), ~void
         _require_classes(pixels, values, void, rule, path)
-        words = {pixels.word(code): count for code, count in values.items()}
-        counts = dict(sorted(words.items())[: MOST_CLASSES + 1])
+        counts = {pixels.word(code): count for code, count in values.items()}
+        if rule.classes != AUTO:
+            inside = count_levels(_numbers(pixels, rule)).tolist()
+            counts = {name: n for (name, _), n in zip(rule.named, inside, strict=False) if n}
         if pixels.palette is not None:
             colours = {str(code): f"#{int(pixels.palette[code]):06x}" for code in values}
     else:

@@ -50,6 +50,8 @@ class MaskedPictures(PictureData):
     """Pixels of the training masks that are not void."""
     void: int = 0
     """Pixels of the training masks that count for neither side."""
+    counts: tuple[list[int], list[int]] = ([], [])
+    """Pixels of the training and of the test masks by class, or of background and foreground."""
     shortest: int
     """The shortest side of any training picture, in pixels."""
     rule: MaskRule = field(default_factory=MaskRule)
@@ -149,6 +151,7 @@ def _of_looks(
     # A mask is its picture's label: one picture with two masks contradicts itself.
     labelled = [[Sample(name, mask, image) for name, _, image, mask in part] for part in samples]
     rule, classes, notes = _with_classes(rule, [look.mask.look for look in both], masks)
+    names = [name for name, _ in rule.named]
     return MaskedPictures(
         train=[look.pair for look in train],
         test=[look.pair for look in test],
@@ -156,6 +159,7 @@ def _of_looks(
         foreground=sum(mask.foreground for mask in masks),
         pixels=sum(math.prod(mask.size) for mask in masks) - void,
         void=void,
+        counts=(_class_pixels(masks, names), _class_pixels([x.mask.look for x in test], names)),
         shortest=min(min(picture.size) for picture in pictures[: len(train)]),
         left_out=bad,
         rule=rule,
@@ -191,13 +195,21 @@ def _with_classes(
     named = [(name, [span.text for span in spans]) for name, spans in rule.named]
     if len(named) < 2:
         raise DataError(f"--classes: expected masks of two classes or more, got {len(named)}")
-    seen = {value for look in train for value in look.counts}
-    # Of single values alone: whether one of a range occurs is not worth a note.
-    lacking = [name for name, values in named if not any(v in seen or "-" in v for v in values)]
+    seen = {name for look in train for name in look.counts}
+    lacking = [name for name, _ in named if name not in seen]
     notes = [f"no training mask has a pixel of {listed(lacking)}"] if lacking else []
     if found:
         notes.insert(0, f"--classes auto: a class for each value of the masks, {listed(found, 20)}")
     return rule, colours_of(named, colours), notes
+
+
+def _class_pixels(looks: Sequence[MaskLook], names: Sequence[str]) -> list[int]:
+    """Pixels of each class in these masks; of background and foreground if there are none."""
+    if names:
+        return [sum(look.counts.get(name, 0) for look in looks) for name in names]
+    foreground = sum(look.foreground for look in looks)
+    counted = sum(math.prod(look.size) - look.void for look in looks)
+    return [counted - foreground, foreground]
 
 
 def _in_order(value: str) -> tuple[int, str]:

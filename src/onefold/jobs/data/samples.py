@@ -7,7 +7,7 @@ that of pictures is made by `onefold.jobs.data.classes`. `hold_out` sets samples
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -15,7 +15,16 @@ import torch
 
 from onefold.errors import DataError
 from onefold.jobs.data.files import BadFile, ReadData, digest_of, readable
-from onefold.jobs.data.labels import Label, TaskName, classes_of, parts_of, shortened
+from onefold.jobs.data.labels import (
+    Label,
+    TaskName,
+    at_spaces,
+    classes_of,
+    parts_of,
+    shortened,
+    spaced,
+    spelt,
+)
 from onefold.jobs.data.tables import TABLES, Columns, column_names, is_table, read_table
 from onefold.jobs.data.tsv import Line, none_of, read_tsv
 from onefold.system.words import listed
@@ -144,7 +153,12 @@ def read_file(
 
 
 def read_listed(
-    path: Path, dev: str | None, columns: Columns, task: TaskName = "single-label"
+    path: Path,
+    dev: str | None,
+    columns: Columns,
+    task: TaskName = "single-label",
+    *,
+    labels_as_is: bool = False,
 ) -> ListedSamples:
     """Read the samples of a data set.
 
@@ -153,6 +167,7 @@ def read_listed(
         dev: the file to test with, if it was named.
         columns: which columns of a table hold what.
         task: what the labels are.
+        labels_as_is: take spaces for parts of a name, and not for what is between several classes.
 
     Raises:
         OSError: a file cannot be read.
@@ -162,9 +177,18 @@ def read_listed(
     train, bad, settled = read_file(train_path, columns, task)
     notes = []
     if settled != columns:
-        label = " and ".join(settled.label)
+        label = ", ".join(settled.label)
         found = f"the {settled.kind} is in column {settled.sample}, the label in {label}"
         notes.append(f"{readable(train_path)}: {found}")
+    asked = task == "multi-label" and not labels_as_is and len(settled.label) < 2
+    divide = asked and spaced(line.label for line in train)
+    if divide:
+        several = next(spelt(line.label) for line in train if " " in spelt(line.label))
+        train = [replace(line, label=at_spaces(line.label)) for line in train]
+        notes.append(
+            f"{readable(train_path)}: classes have spaces between them, so that {several!r} is "
+            f"{len(several.split())} of them; --labels-as-is makes one of it"
+        )
     for other in others:
         # A test set of a competition has no labels: it is none to score on, unless it was named.
         names = column_names(other) if settled.label else []
@@ -173,6 +197,8 @@ def read_listed(
             notes.append(f"{readable(other)}: not used, as it has no column {lacking[0]}")
             continue
         test, test_bad, _ = read_file(other, settled, task)
+        if divide:
+            test = [replace(line, label=at_spaces(line.label)) for line in test]
         return ListedSamples(train, test, (train_path, other), [*bad, *test_bad], notes, settled)
     return ListedSamples(train, None, (train_path, train_path), bad, notes, settled)
 

@@ -78,7 +78,7 @@ class _Scan(msgspec.Struct):
     """The file that `pack_scan` writes."""
 
     files: dict[str, Seen[Look | MaskLook]]
-    format: Literal[2]
+    format: Literal[3]
     """Raised whenever what is kept changes its form or meaning; older scans are then ignored."""
 
 
@@ -157,13 +157,16 @@ def scan_files(
     scanning = scanning or Scanning()
     contents = {(seen.kind, seen.content): seen for seen in scanning.known.values()}
 
+    def unchanged(path: Path, kind: str) -> Seen[Any] | None:
+        before = scanning.known.get(name_below(path, root))
+        if before is None or before.kind != kind or before.stamp is None:
+            return None
+        return before if before.stamp == _stamp(path) else None
+
     def see(file: tuple[Path, str, Callable[[Path], Any]]) -> Seen[Any] | BadFile:
         path, kind, look = file
         # Before anything is read: see the note on when a file need not be read again.
         stamp = _stamp(path)
-        before = scanning.known.get(name_below(path, root))
-        if before is not None and before.kind == kind and before.stamp == stamp is not None:
-            return before
         try:
             # By kind as well: one file may be both a picture and a mask.
             content = _content(path)
@@ -172,7 +175,12 @@ def scan_files(
         except DataError as error:
             return BadFile(path, str(error).removeprefix(f"{readable(path)}: "))
 
-    return look_through(see, files, scanning.watch)
+    found: list[Any] = [unchanged(path, kind) for path, kind, _ in files]
+    left = [number for number, before in enumerate(found) if before is None]
+    seen = look_through(see, [files[number] for number in left], scanning.watch)
+    for number, each in zip(left, seen, strict=True):
+        found[number] = each
+    return found
 
 
 def read_scan(path: Path) -> Mapping[str, Seen[Any]]:
@@ -193,7 +201,7 @@ def pack_scan(files: Iterable[tuple[Path, Seen[Any]]], root: Path) -> str:
     """
     named = {name_below(path, root): seen for path, seen in files}
     # Not by msgspec alone, which refuses names that are not UTF-8.
-    return json.dumps(msgspec.to_builtins(_Scan(named, 2)))
+    return json.dumps(msgspec.to_builtins(_Scan(named, 3)))
 
 
 def _stamp(path: Path) -> tuple[int, ...] | None:

@@ -175,9 +175,12 @@ def _settled(table: _Table, columns: Columns, task: TaskName | None) -> Columns:
             f"--label-column {','.join(columns.label)}: expected one column, got "
             f"{len(columns.label)}: --task multi-label predicts a class by each of them"
         )
-    needed = columns.label if task else ()
-    _require(table, [*needed, *([columns.sample] if columns.sample else [])])
-    sample = columns.sample or _usual(table, columns.kind, columns.label)
+    _require(table, columns.label if task else (), "label")
+    _require(table, [columns.sample] if columns.sample else (), columns.kind)
+    # Of two columns the other one is the sample, whatever its name.
+    usual = usual_column(table.names, "label")
+    others = columns.label or ((usual,) if usual else ())
+    sample = columns.sample or _usual(table, columns.kind, others)
     if task is None:
         return columns._replace(sample=sample)
     label = columns.label or (_usual(table, "label", (sample,)),)
@@ -213,11 +216,14 @@ def usual_column(names: Sequence[str], kind: str) -> str | None:
     return found[0] if len(found) == 1 else None
 
 
-def _require(table: _Table, names: Sequence[str]) -> None:
+def _require(table: _Table, names: Sequence[str], kind: str) -> None:
     for name in names:
         if table.names.count(name) != 1:
             came = "two of them" if name in table.names else f"only {listed(table.names, _SHOWN)}"
-            raise DataError(f"{readable(table.path)}: expected a column {name!r}, got {came}")
+            raise DataError(
+                f"{readable(table.path)}: expected a column {name!r}, got {came}; --{kind}-column "
+                f"names another"
+            )
 
 
 def _open(path: Path, columns: Columns) -> _Table:
@@ -302,7 +308,10 @@ def _csv_rows(path: Path, delimiter: str) -> Iterator[tuple[int, list[str] | str
                     f"to line {lines.number} ({error}): a quote within a quoted text is written "
                     f"twice"
                 ) from error
-            yield start, f"expected quotes around a whole cell, or none: {error}"
+            expected = (
+                f"quotes around a whole cell, or none, and at most {LONGEST_LINE_BYTES:,} bytes"
+            )
+            yield start, f"expected {expected}: {error}"
             continue
         # A line without anything is no row.
         if lines.wrong or cells:
@@ -311,13 +320,15 @@ def _csv_rows(path: Path, delimiter: str) -> Iterator[tuple[int, list[str] | str
 
 def _open_jsonl(path: Path) -> _Table:
     _, first = next(_jsonl_rows(path), (1, "an empty file"))
-    if isinstance(first, str):
-        raise DataError(f"{readable(path)}, line 1: {first}")
+    # Of all lines: the first one may lack what others have, such as a label.
+    found = (cells for _, cells in _jsonl_rows(path) if isinstance(cells, dict))
     # What a line lacks is as if it were null: whoever needs it reports it.
-    lacking = dict.fromkeys(first)
+    lacking: dict[str, Any] = {name: None for cells in found for name in cells}
+    if not lacking:
+        raise DataError(f"{readable(path)}, line 1: {first}")
     rows = _jsonl_rows(path)
     completed = ((n, cells if isinstance(cells, str) else lacking | cells) for n, cells in rows)
-    return _Table(path, list(first), completed)
+    return _Table(path, list(lacking), completed)
 
 
 def _jsonl_rows(path: Path) -> Iterator[Row]:
@@ -329,11 +340,20 @@ def _jsonl_rows(path: Path) -> Iterator[Row]:
             value = parse_json(line)
             if not isinstance(value, dict):
                 raise ValueError("if the file is one list, jq -c '.[]' writes its lines")
-            yield number, value
+            yield number, dict(_flat(value))
         except json.JSONDecodeError as wrong:
             yield number, f"expected an object of JSON, got {shortened(line)}: {wrong}"
         except ValueError as wrong:
             yield number, f"expected an object of JSON: {wrong}"
+
+
+def _flat(cells: dict[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    """Name the cells of nested objects by their paths, such as ``review.text``."""
+    for name, value in cells.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{before}{name}.")
+        else:
+            yield before + name, value
 
 
 def _open_arrow(path: Path) -> _Table:

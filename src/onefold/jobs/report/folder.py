@@ -230,6 +230,7 @@ class _Best(msgspec.Struct):
 
 class _Baseline(msgspec.Struct):
     scores: _Object
+    each: str = "sample"
 
 
 class _Examples(msgspec.Struct):

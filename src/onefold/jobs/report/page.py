@@ -80,8 +80,9 @@ def _warning(run: ReportedRun) -> str | None:
     """Warn of a run that is no better than its baseline."""
     if not run.best or not run.facts.get("baseline"):
         return None
-    answer, scores = run.facts["baseline"].get("answer"), {run.target: run.baseline(run.target)}
-    return no_better(str(run.facts.get("score")), run.best[1], Baseline(str(answer), scores))
+    told, scores = run.facts["baseline"], {run.target: run.baseline(run.target)}
+    baseline = Baseline(str(told.get("answer")), scores, str(told.get("each", "sample")))
+    return no_better(str(run.facts.get("score")), run.best[1], baseline)
 
 
 def _class_samples(run: ReportedRun, classes: int) -> dict[str, list[str]]:

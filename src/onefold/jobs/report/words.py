@@ -46,9 +46,9 @@ def percent(share: float) -> str:
 
 
 def score(name: str, value: float) -> str:
-    """Spell a score of the test set: accuracies in percent, others as they are.
+    """Spell a score of the test set: shares of 1 in percent, others as they are.
 
-    >>> score("accuracy", 0.61), score("dice", 0.5812345)
+    >>> score("accuracy", 0.61), score("rmse", 0.5812345)
     ('61.0%', '0.5812')
     """
     return percent(value) if is_share(name) else plain(value)
