@@ -27,7 +27,6 @@ __all__ = [
     "LabelOptions",
     "Target",
     "best_by_of",
-    "choose_examples",
     "class_scores",
     "class_task",
     "label_baseline",
