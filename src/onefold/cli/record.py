@@ -11,6 +11,7 @@ from rich.table import Table
 from onefold.cli.running import print_json
 from onefold.record import Record, shards_of
 from onefold.record.entries import Begun, Result, StepEntry
+from onefold.system.words import counted
 
 __all__ = ["show_record"]
 
@@ -65,9 +66,9 @@ def _show(record: Record) -> None:
                       str(steps["skipped"][row]))  # fmt: skip
     console.print(table)
     console.print(
-        f"{len(steps['step'])} steps, {len(record.results)} results, "
-        f"{len(record.blocks['step'])} blocks of modifying, "
-        f"{len(record.checkpoints['step'])} checkpoints, {len(others)} entries in all"
+        f"{counted(len(steps['step']), 'step')}, {counted(len(record.results), 'result')}, "
+        f"{counted(len(record.blocks['step']), 'block')} of modifying, "
+        f"{counted(len(record.checkpoints['step']), 'checkpoint')}, {len(others)} entries in all"
     )
 
 
