@@ -195,6 +195,9 @@ def _is_anothers(name: str) -> bool:
     if not families and file.startswith("sem.mp"):
         # Of a process that was killed: a test's, or any other on this machine.
         return not file.startswith(f"sem.{OWN_SEMAPHORES}-")
+    if not families and (made := re.fullmatch(r"torch_(\d+)_.*", file)):
+        # PyTorch takes the name away in the call that makes it. A process was killed in between.
+        return not Path("/proc", made[1]).exists()
     # An orphan may be one that the test has left behind.
     return bool(families) and all(
         os.getpid() not in family and len(family) > 2 for family in families
