@@ -1,6 +1,6 @@
-"""Makes what watches the steps of a run: the timeline, the comparison of runs, launches.
+"""Makes what watches the steps of a run: the timeline, the comparison of runs.
 
-`Profile` writes the timeline, `Probe` what a comparison needs, and `LaunchWatch` warns.
+`Profile` writes the timeline, and `Probe` what a comparison needs.
 """
 
 from __future__ import annotations
@@ -30,9 +30,6 @@ _log = logging.getLogger("onefold")
 
 PROFILED_STEPS = 1000
 """How many steps, the first of the run, a timeline holds; viewers cannot open many more."""
-
-LAUNCH_STEPS = 20
-"""In how many steps in a row a device must have waited; the first ones compile and check."""
 
 
 class Profile:
@@ -122,32 +119,6 @@ def _origin(watch: Stopwatch) -> tuple[float, Moment]:
     return host_now_s(), moment
 
 
-class LaunchWatch:
-    """Tells once of a device that waits for the host, which launches the work of several shards.
-
-    A host that is fast enough has launched a whole step before the device begins its last backward.
-    """
-
-    def __init__(self) -> None:
-        self._waited = 0
-
-    def observe(self, step: Step, spans: Mapping[int, Sequence[Span]]) -> None:
-        """Look whether a device of this process has kept up with the host in a step."""
-        # The others had time to catch up while work was launched for the last one.
-        last = max(spans)
-        begun = [span.start for span in spans[last] if span.phase == "backward"]
-        if len(begun) < 2 or self._waited == LAUNCH_STEPS:
-            return
-        self._waited = self._waited + 1 if is_past(begun[-1]) else 0
-        if self._waited == LAUNCH_STEPS:
-            _log.warning(
-                "device %d waits for the host, which takes longer to launch the %d shards of a "
-                "step than the device takes to compute them. Fewer shards, larger batches or "
-                "compile=True make it faster",
-                *(last, len(begun)),
-            )
-
-
 Observer = Callable[[Step, Mapping[int, Sequence[Span]]], None]
 """Called with every finished step, and with what each device of this process did in it."""
 
@@ -212,10 +183,6 @@ def _of_launcher(
             yield lambda step, spans: profile.add_step(step.number, spans)
     if not devices.has_lead:
         return
-    on_host = all(device.type == "cpu" for device in devices.own_devices.values())
-    # In other placements a device may wait for others.
-    if options.placement_name == "replicate" and not on_host:
-        yield LaunchWatch().observe
     if options.probe and not options.probe_mathematics:
         yield _prober(Probe(options, devices.trainer), model, options.probe_steps)
 

@@ -119,14 +119,14 @@ def _measured(
         for name, entries, still in zip(stages.names, stages.entries, frozen, strict=True)
     ]
     masters = torch.float32 if settings.precision.parameters else None
-    state, known = _state_bytes(optimizer, parts.trained, masters=masters)
+    state, scratch, known = _state_bytes(optimizer, parts.trained, masters=masters)
     other = {id(each): each.nbytes for each in (*parts.other.values(), *user.module.buffers())}
     sizes = Footprint(
         parameters=sum(each.nbytes for each in kept),
         other=sum(other.values()),
         gradients=sum(gradients),
         state=state,
-        scratch=_scratch_bytes(optimizer, parts.trained),
+        scratch=scratch,
         stage=max(stage["bytes"] for stage in shown),
         shards=settings.shards,
         frozen=sum(frozen),
@@ -140,10 +140,13 @@ def _state_bytes(
     trained: Mapping[str, torch.nn.Parameter],
     *,
     masters: torch.dtype | None,
-) -> tuple[int, bool]:
-    """Bytes of an optimizer's state, and whether they are more than a guess."""
+) -> tuple[int, int, bool]:
+    """Bytes of an optimizer's state and of what it computes with, and whether the state is known.
+
+    PyTorch's kernels for lists compute with a value for each parameter, fused ones with none.
+    """
     wanted = {id(parameter) for parameter in trained.values()}
-    total, known = 0, True
+    total, scratch, known = 0, 0, True
     for each in optimizers_in(optimizer).values():
         for group in each.param_groups:
             for parameter in group["params"]:
@@ -154,17 +157,8 @@ def _state_bytes(
                 itemsize = (masters or parameter.dtype).itemsize
                 share = _USUAL_STATE * itemsize if share is None else share
                 total += int(parameter.numel() * (share + (masters.itemsize if masters else 0)))
-    return total, known
-
-
-def _scratch_bytes(
-    optimizer: torch.optim.Optimizer, trained: Mapping[str, torch.nn.Parameter]
-) -> int:
-    """Bytes that an update computes with: by PyTorch's kernels for lists, one value for each."""
-    groups = [group for each in optimizers_in(optimizer).values() for group in each.param_groups]
-    listed = [p for group in groups if not group.get("fused") for p in group["params"]]
-    wanted = {id(parameter) for parameter in trained.values()}
-    return sum(4 * parameter.numel() for parameter in listed if id(parameter) in wanted)
+                scratch += 0 if group.get("fused") else parameter.numel() * itemsize
+    return total, scratch, known
 
 
 def _state_of(

@@ -47,6 +47,7 @@ from onefold.step.rules import GradientRules
 from onefold.update.clipping import allow_clipping
 from onefold.update.optimizer import PartitionedOptimizer
 from onefold.update.optimizers import Optimizers
+from onefold.watch.launches import LaunchWatch
 from onefold.watch.timing import Span
 
 __all__ = ["Engine", "StepResult"]
@@ -101,6 +102,11 @@ class Engine:
         self._finite = FiniteCheck(settings, self.rules, context.table)
         self._joint = JointShards(context)
         self._values = ValueTrade(context)
+        last = context.replicas[-1]
+        # Where a device waits for nothing else: it has all parameters, and no other process.
+        watched = not context.with_others and context.table.storage.stages is None
+        watched &= last.device.type != "cpu"
+        self._launches = LaunchWatch(last.number, last.watch) if watched else None
         self._has_warned = False
         self._updating = self._interrupted = False
         self.digests: GradientDigests | None = None
@@ -289,6 +295,8 @@ class Engine:
                     )
                     with self.auditor.keeping(batch, task) if self.auditor else nullcontext():
                         totals = self.placement.compute(batch, task, done, before)
+                if self._launches is not None:
+                    self._launches.look(len(batch.plan.shards_of(context.own[-1])))
                 weight = total_weight(context.table.weights.tolist(), batch.sizes, number)
                 if weight.terms == 1 and not weight.gathers and not weight.late:
                     if not task.audited or self._is_sound(batch, task):

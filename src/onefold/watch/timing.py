@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Literal, NamedTuple
 
 import torch
@@ -93,6 +94,11 @@ class Stopwatch:
     def timed(self, phase: Phase, label: str) -> _Timed:
         """A block whose work is recorded when it ends, unless by an exception."""
         return _Timed(self, phase, label)
+
+    def has_done(self, phase: Phase) -> bool:
+        """Whether the last work of a phase that was recorded is done; does not wait."""
+        stops = (span.stop for span in reversed(self._spans) if span.phase == phase)
+        return all(map(is_past, islice(stops, 1)))
 
     def take(self) -> list[Span]:
         """Return and forget all spans that were recorded since the last call."""
