@@ -25,7 +25,7 @@ def test_a_file_is_large_enough() -> None:
     """1,682 MiB were measured for a model of 280."""
     sizes = Footprint(parameters=280, other=0, gradients=280, state=560, stage=12, shards=8)
     assert 1682 <= sizes.on_disk <= 1.2 * 1682
-    assert sizes.offloading(together=True) == 48
+    assert sizes.offloading(2, together=True) == 48
 
 
 def test_devices_apart_have_their_own_parameters_and_two_stages() -> None:

@@ -70,6 +70,7 @@ def test_what_is_tested_on_a_gpu(module: str) -> None:
         *((1, 2, "replicate"), (2, 4, "replicate"), (3, 6, "replicate"), (3, 8, "replicate")),
         *((2, 4, WITH_STATE), (3, 6, WITH_STATE), (1, 1, "replicate"), (3, 3, "replicate")),
         *((1, 2, "shard"), (2, 2, "shard"), (2, 8, "shard"), (3, 6, "shard"), (4, 4, "shard")),
+        *((1, 2, "offload"), (2, 4, "offload"), (3, 8, "offload"), (4, 4, "offload")),
     ],
 )
 def test_the_plan_tells_what_a_device_takes(devices: int, shards: int, placement: str) -> None:
@@ -97,6 +98,8 @@ def test_the_plan_tells_what_a_device_takes(devices: int, shards: int, placement
     )
     if placement == "shard":
         planned = sizes.sharding(devices, together=False)
+    elif placement == "offload":
+        planned = sizes.offloading(devices, together=False)
     else:
         planned = sizes.replicating(devices, together=False, state=placement == WITH_STATE)
     assert int(float(done.stdout)) == pytest.approx(planned, rel=0.05)

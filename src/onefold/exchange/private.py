@@ -314,6 +314,8 @@ class GroupStageExchange(StageExchange):
             self._fill(call, self._kept[self.rank][call.stage])
             return []
         headers = self._all_gather_headers(transport, self._among, call)
+        requested = {header.stage for header in headers.values() if header.is_request}
+        parts = {stage: self._parts(stage, call) for stage in requested}
         # For each pair of devices, what one end sends is listed as the other lists its receipts.
         at_once: list[Operation] = []
         ahead: list[Operation] = []
@@ -323,16 +325,15 @@ class GroupStageExchange(StageExchange):
             leaving = self._own_pieces(call, peer) if isinstance(call, GradientSend) else {}
             at_once += _swap(peer, map(storage_order, leaving.values()), coming[peer].values())
             asked = ahead if headers[peer].is_ahead else at_once
-            asked += _swap(peer, self._requested(headers[peer]), [])
+            if headers[peer].is_request:
+                asked += _swap(peer, parts[headers[peer].stage], [])
             awaited = ahead if headers[self.rank].is_ahead else at_once
             awaited += _swap(peer, [], self._awaited(call, peer))
         # In one order everywhere, and begun before anything is waited for.
         moving, prefetched = transport.move(at_once), transport.move(ahead)
         self._underway += [prefetched] if ahead else []
-        if isinstance(call, ParameterRequest):
-            self._fill(call, self._kept[self.rank][call.stage])
-            if not call.ahead:
-                moving.finish()
+        if isinstance(call, ParameterRequest) and not call.ahead:
+            moving.finish()
         found = []
         for rank, header in headers.items():
             if rank == self.rank and isinstance(call, GradientSend):
@@ -353,12 +354,20 @@ class GroupStageExchange(StageExchange):
         # What lies in no stage all devices request, and so its owner takes part as well.
         return self._among != self._column and stage != ROOT and len(kept) == len(everything) > 0
 
-    def _requested(self, header: Header) -> list[torch.Tensor]:
-        """What a device requests that is this one's."""
-        if not header.is_request:
-            return []
-        device = self._transport.device
-        return [self._values(n).to(device) for n in self._kept[self.rank][header.stage]]
+    def _parts(self, stage: int, call: StageMessage) -> list[torch.Tensor]:
+        """What this device keeps of a stage, for all who request it.
+
+        It lies in this device's own buffer for the stage, if it requests the stage as well.
+        """
+        own = call if isinstance(call, ParameterRequest) and call.stage == stage else None
+        if own is not None:
+            self._fill(own, self._kept[self.rank][stage])
+        found = []
+        for number in self._kept[self.rank][stage]:
+            place = None if own is None else self.sharded_layout.in_room(number, own.buffer)
+            here = place is not None and place.numel() > 0
+            found.append(place if here else self._values(number).to(self._transport.device))
+        return found
 
     def _awaited(self, call: StageMessage, peer: int) -> list[torch.Tensor]:
         """Where what a device has of the parameters that this one requests is to lie."""

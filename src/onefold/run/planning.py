@@ -70,7 +70,7 @@ def plan_instead(
                 WITH_STATE: sizes.replicating(count, together=together, state=True),
                 "shard": sizes.sharding(count, together=together),
                 "pipeline": _in_pipeline(sizes, stages, count, together=together),
-                "offload": sizes.offloading(together=together),
+                "offload": sizes.offloading(count, together=together),
                 "disk": sizes.on_disk,
             }
             for count in context.options.plan_devices
@@ -203,8 +203,8 @@ class Footprint:
     (145, 133)
     >>> sizes.pipelining(4, 30, together=True), sizes.on_disk
     (205, 700)
-    >>> sizes.offloading(together=True), sizes.offloading(together=False)
-    (20, 30)
+    >>> sizes.offloading(4, together=True), sizes.offloading(4, together=False)
+    (20, 33)
     """
 
     parameters: int
@@ -269,13 +269,10 @@ class Footprint:
             sums = self.gradients * (1 + self._levels(devices))
             own = (sums + self.state) // devices + _OF_A_STAGE * self.stage
             return own + self._values(devices, together=True)
-        # What is added up between the rounds, and stages on their way: of two boxes a device needs
-        # no room for its own part. A single round holds no sum yet of what is on its way.
+        # What is added up between the rounds, and stages on their way.
         ends = range(devices, self.shards, devices)
         sums = max((len(blocks_of(range(end), self.shards)) for end in ends), default=1)
-        below = self.gradients * sums // devices + 7 * self.stage
-        below -= (2 if ends else 5) * self.stage // devices
-        below += _STAGES_AT_HAND * self.frozen_stage
+        below = self.gradients * sums // devices + self._underway(devices, begun=bool(ends))
         updated = (self.gradients + self.scratch) // devices
         kept = (self.parameters + self.frozen + self.state) // devices + self.other
         return kept + max(below, updated)
@@ -286,12 +283,20 @@ class Footprint:
         sums = share * (1 + self._levels())
         return sums + state + self._values(devices, together=together)
 
-    def offloading(self, *, together: bool) -> int:
+    def offloading(self, devices: int, *, together: bool) -> int:
         """The same for devices whose model is in a file, or, if not ``together``, is brought."""
-        needed = _OF_A_STAGE * self.stage
         if together:
-            return needed
-        return needed + self.other + _STAGES_AT_HAND * (self.stage + self.frozen_stage)
+            return _OF_A_STAGE * self.stage
+        return self.other + self._underway(devices, begun=True)
+
+    def _underway(self, devices: int, *, begun: bool) -> int:
+        """Of stages on their way, where devices have no memory in common.
+
+        Of two boxes a device needs no room for its own part; nor is there a sum yet, in a round
+        that is the first, of what is on its way.
+        """
+        gradients = 7 * self.stage - (2 if begun else 5) * self.stage // devices
+        return gradients + _STAGES_AT_HAND * self.frozen_stage
 
     @property
     def on_disk(self) -> int:
