@@ -147,6 +147,39 @@ def test_a_weight_that_is_none_is_named_with_step_and_shard(devices: int, weight
     trainer.close()
 
 
+@each("known", ["late", "early"])
+def test_a_term_without_weight_gives_no_gradient_though_only_the_card_knows(known: str) -> None:
+    """One shard goes on to backward before weights are known, and runs again if one is 0."""
+
+    def loss(model: torch.nn.Module, batch: Batch) -> onefold.LossTerms:
+        images, labels = batch
+        net = getattr(model, "net")  # noqa: B009 (a plain module's attribute has no type)
+        found = net(images)
+        losses = F.cross_entropy(found, labels, reduction="none")
+        there = 2.0 * (labels == SPOILT).any()
+        second = onefold.Mean(model.head(found).square().sum() * there, weight(there))
+        return onefold.Mean(losses.sum(), weight(there + 2.0)) + second
+
+    def weight(value: torch.Tensor) -> torch.Tensor | float:
+        return value if known == "late" else float(value)
+
+    torch.manual_seed(0)
+    model = torch.nn.Module()
+    model.net, model.head = Net(), torch.nn.Linear(10, 1)
+    trainer = trainer_of(model=model, loss=loss, shards=1)
+    spoilt = batches(1, device=DEVICE)[0]
+    usual = spoilt[0], torch.where(spoilt[1] == SPOILT, 0, spoilt[1])
+    for step, batch in enumerate((spoilt, usual, spoilt, usual)):
+        before = {name: each.clone() for name, each in model.head.named_parameters()}
+        trainer.step(batch)
+        same = all(torch.equal(each, before[name]) for name, each in model.head.named_parameters())
+        assert same == bool(step % 2)
+    found = trainer.fingerprint()
+    assert FOUND.setdefault("a term without weight", found) == found
+
+
+FOUND: dict[str, str] = {}
+"""Fingerprints that several tests must find alike."""
 SKIPPED = [
     *((precision, float("nan"), "shard 1 is nan") for precision in ("fp32", "bf16", "fp16")),
     *((precision, 1e36, "overflow") for precision in ("fp16", "fp16-params")),

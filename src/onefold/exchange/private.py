@@ -52,7 +52,6 @@ from onefold.exchange.memory import (
 from onefold.exchange.stageexchange import (
     Delivery,
     GradientSend,
-    Header,
     ParameterRequest,
     StageExchange,
     StageMessage,
@@ -359,14 +358,15 @@ class GroupStageExchange(StageExchange):
 
         It lies in this device's own buffer for the stage, if it requests the stage as well.
         """
-        own = call if isinstance(call, ParameterRequest) and call.stage == stage else None
-        if own is not None:
-            self._fill(own, self._kept[self.rank][stage])
+        numbers, device = self._kept[self.rank][stage], self._transport.device
+        if not isinstance(call, ParameterRequest) or call.stage != stage:
+            return [self._values(number).to(device) for number in numbers]
+        self._fill(call, numbers)
         found = []
-        for number in self._kept[self.rank][stage]:
-            place = None if own is None else self.sharded_layout.in_room(number, own.buffer)
-            here = place is not None and place.numel() > 0
-            found.append(place if here else self._values(number).to(self._transport.device))
+        for number in numbers:
+            place = self.sharded_layout.in_room(number, call.buffer)
+            # What has no place there is at hand, where it is kept.
+            found.append(place if place.numel() else self._values(number).to(device))
         return found
 
     def _awaited(self, call: StageMessage, peer: int) -> list[torch.Tensor]:
