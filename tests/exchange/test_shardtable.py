@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from onefold.core.flat import lay_out
+from onefold.core.flat import FlatTensors, lay_out
 from onefold.core.storage import Storage
 from onefold.core.values import MOST, ChangedBuffers, ShardResult, ShardValues
 from onefold.exchange.shardtable import ShardTable
@@ -20,12 +20,18 @@ def table() -> ShardTable:
     return ShardTable.private(storage, CPU)
 
 
+def buffers() -> FlatTensors:
+    flat = FlatTensors(lay_out(BUFFERS), device=CPU)
+    flat.write([torch.full((3,), 5.0), torch.tensor(5)])
+    return flat
+
+
 def result(total: float | None, weight: float, *gave: bool) -> ShardResult:
     return ShardResult(
         gradients=[torch.ones(1) if one else None for one in gave],
         total=None if total is None else torch.tensor(total, dtype=torch.float64),
         weight=weight,
-        buffers=ChangedBuffers((1,), [torch.full((3,), 5.0), torch.tensor([5])]),
+        buffers=ChangedBuffers((1,), buffers()),
         values=ShardValues(("mean a",), torch.full((1, 2), weight, dtype=torch.float64)),
     )
 

@@ -80,9 +80,20 @@ def squares(model: nn.Module, batch: Any) -> torch.Tensor:
     return model(batch[0]).square().mean(1)  # type: ignore[no-any-return]
 
 
-def own_counts(make: Callable[[nn.Module], torch.optim.Optimizer]) -> dict[str, float]:
+class Normed(Deep):
+    """With buffers, which every shard finds as the step has found them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for place in range(LAYERS, 0, -1):
+            self.insert(place, nn.BatchNorm1d(8))
+
+
+def own_counts(
+    kind: type[nn.Module], make: Callable[[nn.Module], torch.optim.Optimizer]
+) -> dict[str, float]:
     """The same of a plain loop that goes over the shards one after the other."""
-    model = Deep().to(DEVICE)
+    model = kind().to(DEVICE)
     optimizer, x = make(model), torch.ones(3, 8, device=DEVICE)
     for _ in range(2):
         with counted() as found:
@@ -97,15 +108,16 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adam(model.parameters(), foreach=True)
 
 
+@pytest.mark.parametrize("kind", [Deep, Normed])
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("options", [{}, {"clip_norm": 0.5, "clip_value": 0.1}])
 def test_launches_and_allocations_beside_the_models_own(
-    devices: int, options: dict[str, Any]
+    kind: type[nn.Module], devices: int, options: dict[str, Any]
 ) -> None:
     """At most one launch for each parameter, with the additions of shards' gradients."""
-    own, parameters = own_counts(adam), 2 * LAYERS
+    own, parameters = own_counts(kind, adam), len(list(kind().parameters()))
     steps = [(torch.ones(12, 8, device=DEVICE),)] * (WARM_UP + STEPS)
     choices: dict[str, Any] = {"devices": devices, "shards": SHARDS, **options}
-    found = counts_of_step(steps, model=Deep(), loss=squares, optimizer=adam, **choices)
+    found = counts_of_step(steps, model=kind(), loss=squares, optimizer=adam, **choices)
     assert found["launches"] - own["launches"] <= parameters
     assert found["allocations"] - own["allocations"] <= SHARDS * parameters

@@ -196,6 +196,8 @@ class FlatTensors:
         if memory is None:
             memory = torch.zeros(layout.nbytes * there, dtype=torch.uint8, device=device)
         self.layout = layout
+        self.memory = memory
+        """(layout.nbytes,) uint8, if it is there."""
         self.device = memory.device
         if there:
             self._fill(memory)
@@ -203,6 +205,7 @@ class FlatTensors:
             self.let_go()
 
     def _fill(self, memory: torch.Tensor) -> None:
+        self.memory = memory
         # One flat tensor for each dtype, (numel,): views of `memory`, which they keep alive.
         self.sections: list[torch.Tensor] = []
         layout = self.layout
@@ -213,25 +216,34 @@ class FlatTensors:
             # A section without elements may begin anywhere, and such memory cannot be viewed.
             stretch = room[: numel * dtype.itemsize] if numel else memory.new_empty(0)
             self.sections.append(stretch.view(dtype))
-        # One view of each entry, in its own shape and strides.
-        self.views = [self._view(entry) for entry in layout.entries]
+        self._views: list[torch.Tensor] | None = None
         self.is_there = True
         """Whether there is memory; without it there are neither sections nor views."""
 
+    @property
+    def views(self) -> list[torch.Tensor]:
+        """One view of each entry, in its own shape and strides."""
+        if self._views is None:
+            self._views = [self._view(entry) for entry in self.layout.entries]
+        return self._views
+
     def clone(self) -> FlatTensors:
         """Another one with the same values."""
-        copy = FlatTensors(self.layout, device=self.device)
-        copy.copy_(self.sections)
-        return copy
+        return FlatTensors(self.layout, memory=self.memory.clone())
 
-    def copy_(self, sections: Sequence[torch.Tensor], *, non_blocking: bool = False) -> None:
-        """Take the values of another one's sections."""
-        for section, values in zip(self.sections, sections, strict=True):
+    def copy_(self, other: FlatTensors, *, non_blocking: bool = False) -> None:
+        """Take the values of another one, perhaps of other dtypes."""
+        if self.layout.dtypes == other.layout.dtypes:
+            # One kernel for all sections.
+            self.memory.copy_(other.memory, non_blocking=non_blocking)
+            return
+        for section, values in zip(self.sections, other.sections, strict=True):
             section.copy_(values, non_blocking=non_blocking)
 
     def let_go(self) -> None:
         """Do without memory until `get_back`; it is freed unless somebody else has views of it."""
-        self.sections, self.views, self.is_there = [], [], False
+        self.memory = self.memory[:0].clone()
+        self.sections, self._views, self.is_there = [], [], False
 
     def get_back(self) -> None:
         """Allocate memory anew, of any content."""

@@ -52,6 +52,7 @@ from typing import Any, Self
 import torch
 
 from onefold.core.calldigest import checksum
+from onefold.core.flat import FlatTensors
 from onefold.core.fold import fold_shards
 from onefold.core.mean import Contribution, LateWeight, LossTerms, Mean, detached, known, weigh
 from onefold.errors import DisagreementError, LossError
@@ -397,8 +398,8 @@ class ChangedBuffers:
 
     indices: Sequence[int]
     """Numbers of the changed buffers, in the order of their layout."""
-    sections: Sequence[torch.Tensor]
-    """Values of all buffers, changed or not: one flat tensor for each section of their layout."""
+    flat: FlatTensors
+    """Values of all buffers, changed or not."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -581,5 +581,5 @@ def _new_flats(
     first, *rest = flats.values()
     write_first(first, values)
     for flat in rest:
-        flat.copy_(first.sections)
+        flat.copy_(first)
     return flats

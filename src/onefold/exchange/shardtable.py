@@ -167,13 +167,10 @@ class ShardTable:
         row = self.buffer_rows[shard]
         self.changed[shard, buffers.indices] = 1
         if len(buffers.indices) == len(row.views):
-            row.copy_(buffers.sections, non_blocking=True)
+            row.copy_(buffers.flat, non_blocking=True)
             return
         for index in buffers.indices:
-            entry = row.layout.entries[index]
-            stretch = slice(entry.offset, entry.offset + entry.numel)
-            values = buffers.sections[entry.section][stretch]
-            row.sections[entry.section][stretch].copy_(values, non_blocking=True)
+            row.views[index].copy_(buffers.flat.views[index], non_blocking=True)
 
     def set_total(self, shard: int, total: torch.Tensor) -> None:
         """Record a shard's part of the loss, () float64; on a GPU, without waiting for it."""

@@ -218,7 +218,7 @@ class Averaging:
             copy_each(self._shown_pieces(), averages)
         kept = self._averages.buffers
         if kept is not None:
-            self._first.buffers.flat.copy_(kept.sections)
+            self._first.buffers.flat.copy_(kept)
         self._context.exchange.memory.publish_parameters()
         self._context.guard.note()
 

@@ -61,7 +61,7 @@ def recompute_statistics(engine: Engine, batches: Iterable[ShardedBatch], call: 
     first.buffers.absorb()
     number_of = {id(tensor): n for n, tensor in enumerate(first.buffers.places.tensors)}
     places = [[number_of[id(getattr(layer, name))] for name in _TAKEN_WITH] for layer in layers]
-    before = [section.clone() for section in first.buffers.flat.sections]
+    before = first.buffers.flat.clone()
     try:
         with _beginning_anew(layers):
             sums = _sums(engine, batches, call, places, kept)

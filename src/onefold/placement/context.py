@@ -149,8 +149,8 @@ class StepContext:
     def copy_first(self) -> None:
         """Copy the first device's parameters to the others of this process."""
         for replica in self._others:
-            replica.trained.copy_(self.first.trained.sections)
-            replica.other.copy_(self.first.other.sections)
+            replica.trained.copy_(self.first.trained)
+            replica.other.copy_(self.first.other)
 
     def _differ(self) -> bool:
         """Whether a device of this process has other values, as far as values are looked at."""

@@ -95,18 +95,18 @@ class BufferSet:
         for index, left in self.carried.values.items() if not self.carried.is_paused else ():
             if left and not same_bits(self.flat.views[index], self._start.views[index]):
                 left.clear()
-        self._start.copy_(self.flat.sections)
+        self._start.copy_(self.flat)
 
     def begin_as(self, first: BufferSet) -> None:
         """Start the step from the values of the first device of this process."""
         # No absorb: only the first device's set is attached between steps.
-        self.flat.copy_(first.flat.sections)
-        self._start.copy_(first.flat.sections)
+        self.flat.copy_(first.flat)
+        self._start.copy_(first.flat)
         self.carried = first.carried
 
     def note_loaded(self) -> None:
         """Note that a checkpoint was put into the buffers, which is no change of a script's."""
-        self._start.copy_(self.flat.sections)
+        self._start.copy_(self.flat)
 
     def changed(self, *, exactly: bool = False) -> ChangedBuffers | None:
         """Find the buffers that a shard has changed since `restore`, and copy their values.
@@ -121,9 +121,9 @@ class BufferSet:
         indices = self._changed(exactly=exactly)
         if not indices:
             return None
-        # Copies, whole sections at a time: `restore` overwrites this memory before the next shard,
-        # and one kernel per section is quicker than one per buffer.
-        return ChangedBuffers(indices, [section.clone() for section in self.flat.sections])
+        # A copy of all: `restore` overwrites this memory before the next shard, and one kernel is
+        # quicker than one per buffer.
+        return ChangedBuffers(indices, self.flat.clone())
 
     def replace(
         self, buffers: Iterable[torch.Tensor], make: Callable[[torch.Tensor], torch.Tensor]
@@ -149,11 +149,6 @@ class BufferSet:
             return []
         self.absorb()
         return self._changed(exactly=True)
-
-    def view_of(self, sections: Sequence[torch.Tensor], number: int) -> torch.Tensor:
-        """One buffer in the sections of the layout: (numel,)."""
-        entry = self.layout.entries[number]
-        return sections[entry.section][entry.offset : entry.offset + entry.numel]
 
     def end_step(self, table: ShardTable, batch: ShardedBatch, *, run_checks: bool = True) -> None:
         """Give every changed buffer its value after the step; the others have been restored.
@@ -195,7 +190,7 @@ class BufferSet:
             # First the tensors, then their values: a tensor that took a buffer's place would
             # otherwise stay there and keep the shard's values.
             self.absorb()
-            self.flat.copy_(self._start.sections)
+            self.flat.copy_(self._start)
             for index, left in self.carried.values.items() if shard is not None else ():
                 if shard in left:
                     self.flat.views[index].copy_(left[shard])
@@ -358,7 +353,7 @@ def _combine(
         # PyTorch has no maximum of 8-bit floats, nor of unsigned numbers of more than eight bits;
         # these two dtypes have one.
         known = torch.float64 if start.is_floating_point() else torch.int64
-        return fold_shards([value.to(known) for value in filled], torch.maximum).to(start.dtype)
+        return torch.stack([value.to(known) for value in filled]).amax(0).to(start.dtype)
     # Rounded to the buffer's own dtype once, at the end: small increments would be lost on the way.
     wide = torch.int64 if whole else torch.complex128 if start.is_complex() else torch.float64
     if rule == "sum":

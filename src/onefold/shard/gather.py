@@ -279,7 +279,7 @@ def put_aside(replica: Replica) -> Callable[[], None]:
     put_gradients(parameters, [None] * len(gradients))
     # Before `absorb`, which writes what has come in place of a buffer into its memory: the graph
     # of this shard may hold that memory, and what was there must be there again for backward.
-    sections = [section.clone() for section in buffers.flat.sections]
+    before = buffers.flat.clone()
     homes = [(buffers_of(o), name) for each in buffers.places.homes for o, name in each]
     held = [table.get(name) for table, name in homes]
     buffers.absorb()
@@ -294,7 +294,7 @@ def put_aside(replica: Replica) -> Callable[[], None]:
                 part.__dict__.clear()
                 part.__dict__.update(attributes)
         buffers.absorb()
-        buffers.flat.copy_(sections)
+        buffers.flat.copy_(before)
         for (table, name), value in zip(homes, held, strict=True):
             table[name] = value
         replica.parts.restore_frozen(trainable)

@@ -31,10 +31,11 @@ def exact_norms(gradients: Sequence[torch.Tensor | None], device: torch.device) 
 
     Each is finite wherever its gradient is.
     """
-    found = [torch.zeros((), dtype=torch.float64, device=device)] * len(gradients)
+    found: dict[int, torch.Tensor] = {}
     here: dict[int, torch.Tensor] = {}
     for place, gradient in enumerate(gradients):
         if gradient is None:
+            found[place] = torch.zeros((), dtype=torch.float64, device=device)
             continue
         real = torch.view_as_real(gradient) if gradient.is_complex() else gradient
         moved = real.to(device)
@@ -45,9 +46,8 @@ def exact_norms(gradients: Sequence[torch.Tensor | None], device: torch.device) 
             # the same kernels, which add up each tensor as if it were alone.
             (found[place],) = _norms([moved])
     # All at once: on a GPU, launches of one kernel for each piece would take longer than kernels.
-    for place, norm in zip(here, _norms([*here.values()]), strict=True):
-        found[place] = norm
-    return torch.stack(found)
+    found |= zip(here, _norms([*here.values()]), strict=True)
+    return torch.stack([found[place] for place in range(len(gradients))])
 
 
 def _norms(gradients: list[torch.Tensor]) -> Sequence[torch.Tensor]:

@@ -389,7 +389,7 @@ class Averages:
                 self.adopt(number, value, storage_order(value))
         if self.buffers is None:
             self.buffers = FlatTensors(buffers.layout.converted(added_up_in), device=buffers.device)
-            self.buffers.copy_(buffers.sections)
+            self.buffers.copy_(buffers)
 
     def end(self) -> None:
         """Keep no averages any more."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from onefold.core.flat import same_bits
+from onefold.core.flat import same_bits, storage_order
 from onefold.core.randomness import packed_generators, put_generators
 from onefold.placement.pipeline.shapetensor import ShapeTensor
 from onefold.shard.buffers import BufferSet
@@ -37,7 +37,7 @@ class ShardState:
         changed = replica.buffers.changed(exactly=True)
         if changed is None:
             return cls(generators)
-        views = [replica.buffers.view_of(changed.sections, number) for number in changed.indices]
+        views = [storage_order(changed.flat.views[number]) for number in changed.indices]
         return cls(generators, changed.indices, views)
 
     @property
@@ -53,12 +53,12 @@ class ShardState:
         buffers.discard(ShapeTensor)
         buffers.restore(shard)
         for number, values in zip(self.indices, self.values, strict=True):
-            buffers.view_of(buffers.flat.sections, number).copy_(values)
+            storage_order(buffers.flat.views[number]).copy_(values)
 
     def differing(self, buffers: BufferSet, numbers: Sequence[int]) -> bool:
         """Whether some of these buffers have other values by now."""
         here = dict(zip(self.indices, self.values, strict=True))
-        views = {number: buffers.view_of(buffers.flat.sections, number) for number in numbers}
+        views = {number: storage_order(buffers.flat.views[number]) for number in numbers}
         return any(
             number not in here or not same_bits(here[number].to(view.device), view)
             for number, view in views.items()
