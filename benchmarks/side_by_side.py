@@ -96,7 +96,7 @@ SIDES = (
     Side(task="segment", library="transformers", script="segment_transformers", epochs=10),
     Side(task="text", library="autogluon", script="text_autogluon", settings=(("LIMIT_S", "600"),)),
     Side(task="segment", library="onefold", script="segment_onefold", epochs=10),
-    Side(task="segment", library="fastai", script="segment_fastai", epochs=10),
+    Side(task="segment", library="fastai", script="segment_fastai", epochs=3),
     Side(task="text", library="fastai", script="text_fastai", epochs=1),
 )
 

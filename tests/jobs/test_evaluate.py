@@ -241,3 +241,19 @@ def test_idx_files_are_scored(runs: Any, tmp_path: Path) -> None:
     write("t10k-labels-idx1-ubyte", np.arange(7, dtype=np.uint8))
     with pytest.raises(DataError, match="expected labels of the run, 0 to 2, got 6"):
         evaluated(runs["classify"], tmp_path)
+
+
+@here
+def test_a_file_to_test_with_comes_before_the_one_that_chose_the_best_epoch(
+    runs: Any, data: Any, tmp_path: Path
+) -> None:
+    for name in ("train", "dev"):
+        (tmp_path / f"{name}.tsv").write_bytes((data["text"] / f"{name}.tsv").read_bytes())
+    lines = (tmp_path / "dev.tsv").read_text().splitlines()[:3]
+    (tmp_path / "test.tsv").write_text("\n".join(line.partition("\t")[0] for line in lines))
+    # That of a competition has no labels.
+    assert evaluated(runs["text"], tmp_path).data == tmp_path / "dev.tsv"
+    (tmp_path / "test.tsv").write_text("\n".join(lines))
+    found = evaluated(runs["text"], tmp_path)
+    assert found.data == tmp_path / "test.tsv"
+    assert len(found.prediction.rows) == len(lines)

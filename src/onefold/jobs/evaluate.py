@@ -25,7 +25,7 @@ from onefold.jobs.data.maskclasses import MaskClass
 from onefold.jobs.data.masks import MaskRule
 from onefold.jobs.data.pairs import Pair, read_pairs_to_test
 from onefold.jobs.data.pictures import ArrayPictures, require_folder
-from onefold.jobs.data.samples import file_to_test, files_to_test, read_file
+from onefold.jobs.data.samples import file_to_score, files_to_test, read_file
 from onefold.jobs.data.scan import Scanning
 from onefold.jobs.data.tables import Columns
 from onefold.jobs.options import option, read_config
@@ -280,9 +280,9 @@ def _columns(run: Path, kind: str, options: EvaluateOptions) -> Columns:
 def _pictures(run: Path, data: Path, facts: _Facts, options: EvaluateOptions) -> _Labelled:
     """Read pictures in class folders or a table, or the IDX files of a test set."""
     require("reading pictures", "images", "PIL")
-    tables = files_to_test(data)
-    if tables:
-        return _listed(tables[0], _columns(run, "image", options), facts)
+    if files_to_test(data):
+        columns = _columns(run, "image", options)
+        return _listed(file_to_score(data, columns.label), columns, facts)
     require_folder(data, "a folder of class folders, or a table")
     if any(data.glob("*-images-idx3-ubyte*")):
         return _arrays(data, facts)
@@ -330,8 +330,9 @@ def _arrays(data: Path, facts: _Facts) -> _Labelled:
 
 def _texts(run: Path, data: Path, facts: _Facts, options: EvaluateOptions) -> _Labelled:
     """Read the texts of a file, or of the one to test with in a folder."""
-    path = file_to_test(data)
-    lines, bad, _ = read_file(path, _columns(run, "text", options), facts.target.task)
+    columns = _columns(run, "text", options)
+    path = file_to_score(data, columns.label)
+    lines, bad, _ = read_file(path, columns, facts.target.task)
     inputs = []
     for line in lines:
         label = facts.known(line.label)

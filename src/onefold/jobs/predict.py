@@ -74,6 +74,7 @@ class PredictOptions:
     format: Format | None = option(
         None, "Format of the predictions.", shown="by the ending of --output, or csv"
     )
+    json: bool = option(False, "Print JSON: short for --format json.")
     weights: Literal["best", "last"] = option("best", "Checkpoint of the run to use.")
     top: int = option(1, "How many classes to report for each, the surest first.", COUNT)
     batch_size: int | None = option(
@@ -193,7 +194,9 @@ def write_prediction(
 ) -> Path | None:
     """Write the rows where the options say; return the file, or None if they were printed."""
     path = options.output
-    format = options.format or ("json" if path and path.suffix == ".json" else "csv")
+    ending = None if path is None else path.suffix
+    is_json = ending == ".json" or (options.json and ending != ".csv")
+    format = options.format or ("json" if is_json else "csv")
     content = as_json(prediction.rows) if format == "json" else as_csv(prediction.rows)
     if path is None:
         # A file name that is not UTF-8 has lone surrogates in it, which no screen can print.

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -26,13 +28,13 @@ from onefold.jobs.data.labels import (
     spelt,
 )
 from onefold.jobs.data.tables import TABLES, Columns, column_names, is_table, read_table
-from onefold.jobs.data.tsv import Line, none_of, read_tsv
+from onefold.jobs.data.tsv import Line, none_of, read_lines, read_tsv
 from onefold.system.words import listed
 
 __all__ = [
     "ListedSamples",
     "TextSplits",
-    "file_to_test",
+    "file_to_score",
     "files_to_test",
     "find_splits",
     "hold_out",
@@ -117,8 +119,14 @@ def files_to_test(data: Path) -> list[Path]:
     return [each for name in _TEST_NAMES for each in _named(data, name)] if data.is_dir() else []
 
 
-def file_to_test(data: Path) -> Path:
-    """Find the file to test with in a folder that may have one to train with, too.
+def file_to_score(data: Path, label: Sequence[str]) -> Path:
+    """Find the file to score a finished run on: the path itself, or one in a folder.
+
+    That is ``test`` if it has labels, as the others may have chosen the best epoch.
+
+    Args:
+        data: the path.
+        label: columns of the labels in a table.
 
     Raises:
         DataError: there is none.
@@ -129,7 +137,13 @@ def file_to_test(data: Path) -> Path:
             f"{readable(data)}: expected a TSV file or a table, or a folder with dev.tsv in it; "
             f"there is none"
         )
-    return found[0]
+    return next(filter(partial(_has_labels, label=label), reversed(found)), found[0])
+
+
+def _has_labels(path: Path, label: Sequence[str]) -> bool:
+    if is_table(path):
+        return set(label) <= set(column_names(path))
+    return any(b"\t" in line for line in islice(read_lines(path), 1))
 
 
 def _is_read(path: Path) -> bool:
