@@ -189,7 +189,7 @@ class Curve:
     width: float = 2.0
     """Width of the line, in points."""
     faint: bool = False
-    """Whether it is pale and has no marks, as a background for others."""
+    """Whether it has no marks, and is pale unless it is dashed, as a background for others."""
 
     @property
     def finite(self) -> list[float]:
@@ -285,7 +285,7 @@ def _draw(axes: Axes, line: Curve, *, depth: int) -> None:
         [y for _, y in points],
         color=_INKS[line.colour],
         linewidth=line.width,
-        alpha=0.5 if line.faint else 1.0,
+        alpha=0.5 if line.faint and not line.dashes else 1.0,
         linestyle=(0, line.dashes) if line.dashes else "-",
         # A single point has no line that could be seen.
         marker="o" if marked or len(points) == 1 else "",
