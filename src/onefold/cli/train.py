@@ -128,7 +128,7 @@ def job_commands() -> dict[str, Any]:
 def _declare_predict(app: typer.Typer) -> None:
     examples = [
         ("onefold predict runs/a new_photos", "CSV on the screen"),
-        ("onefold predict runs/a new.png --top 3 --json", "the best three, for a program"),
+        ("onefold predict runs/a new.png --top 3 --json", "the best three"),
     ]
 
     def predict(run_folder: RunFolder, paths: Paths, **chosen: Any) -> None:

@@ -386,7 +386,7 @@ class ClassifyOptions(LabelOptions, PictureOptions):
     """Options of ``onefold train classify``."""
 
     epochs: int | None = again("epochs", shown="10, or 5 with --pretrained")
-    lr: float | None = again("lr", shown="0.05 with sgd, else 0.001; a fifth with --pretrained")
+    lr: float | None = again("lr", shown="0.001, or 0.05 with sgd; a fifth with --pretrained")
     model: str | None = option(
         None,
         f"{', '.join(MODELS)}, or timm:NAME where timm is installed.",

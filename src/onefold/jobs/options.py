@@ -184,11 +184,11 @@ class TrainOptions:
     )
     batch_size: int = option(64, "Samples of a batch, over all devices.", COUNT)
     epochs: int | None = option(None, "How many times the training set is read.", COUNT, shown="10")
-    lr: float | None = option(None, "Learning rate.", FACTOR, shown="0.05 with sgd, else 0.001")
-    optimizer: Optimizer = option("sgd", "Optimizer.")
+    lr: float | None = option(None, "Learning rate.", FACTOR, shown="0.001, or 0.05 with sgd")
+    optimizer: Optimizer = option("adamw", "Optimizer.")
     momentum: float = option(0.9, "Momentum (sgd only).", SHARE)
     weight_decay: float = option(
-        5e-4, "Weight decay: pull of the parameters towards zero.", within(0, MOST_FACTOR)
+        0.01, "Weight decay: pull of the parameters towards zero.", within(0, MOST_FACTOR)
     )
     clip_norm: float | None = option(
         None,

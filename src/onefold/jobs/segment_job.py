@@ -32,7 +32,6 @@ from onefold.jobs.options import (
     MOST_SIDE,
     PART,
     SHARE,
-    Optimizer,
     PictureOptions,
     again,
     expect,
@@ -97,8 +96,6 @@ class SegmentOptions(PictureOptions):
     batch_size: int = again("batch_size", 8, help="Pictures of a batch, over all devices.")
     epochs: int | None = again("epochs", shown="40, or 20 with --pretrained")
     lr: float | None = again("lr", shown="0.001, or 0.0002 with --pretrained")
-    optimizer: Optimizer = again("optimizer", "adamw")
-    weight_decay: float = again("weight_decay", 0.01)
     warmup_epochs: float = again("warmup_epochs", 1.0)
     class_weights: ClassWeights = option(
         "none",

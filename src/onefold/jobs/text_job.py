@@ -32,7 +32,7 @@ from onefold.jobs.data.scan import Scanning
 from onefold.jobs.data.tables import Columns
 from onefold.jobs.data.tsv import Line
 from onefold.jobs.named_weights import find_weights
-from onefold.jobs.options import SHARE, Optimizer, TrainOptions, again, expect, option, within
+from onefold.jobs.options import SHARE, TrainOptions, again, expect, option, within
 from onefold.jobs.runfolder import kept_facts, read_run
 from onefold.jobs.targets import (
     LabelOptions,
@@ -66,8 +66,6 @@ class TextOptions(LabelOptions, TrainOptions):
 
     lr: float | None = again("lr", shown="0.0005, or 0.00003 with --pretrained")
     epochs: int | None = again("epochs", shown="10, or 3 with --pretrained")
-    optimizer: Optimizer = again("optimizer", "adamw")
-    weight_decay: float = again("weight_decay", 0.01)
     clip_norm: float | None = again("clip_norm", 1.0, shown=None)
     dev: str | None = option(
         None, "File to score on.", shown="dev in the folder, or a share of the texts"
