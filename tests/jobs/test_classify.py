@@ -53,7 +53,7 @@ def test_the_size_is_chosen_by_pictures_and_model(data: Path, run: Path) -> None
         assert (chosen.image_size, chosen.augment, chosen.flip) == (size, augment, "yes")
         assert (chosen.epochs, chosen.lr) == (10, 0.001)
     fine, _ = settled(data, pretrained=str(run))
-    assert (fine.epochs, fine.lr) == (5, pytest.approx(0.01))
+    assert (fine.epochs, fine.lr) == (5, 0.0002)
 
 
 def test_pictures_are_normalised_by_the_training_set(data: Path) -> None:
