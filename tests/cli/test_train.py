@@ -182,6 +182,25 @@ def test_an_evaluation_is_told_or_printed_as_json(tmp_path: Path, monkeypatch: A
     assert "dog 81.0% 100.0% 89.5% 81" in lines
     assert lines[-1] == "Warning: no better"
     assert json.loads(data.output) == json.loads(json.dumps(found.as_dict()))
+    # Every sample goes to a file whose ending says how, whatever is printed.
+    table = tmp_path / "all.csv"
+    CliRunner().invoke(app, ["evaluate", "run", "photos", "--json", "--output", str(table)])
+    assert table.read_text().splitlines()[:2] == ["file", "1.png"]
+
+
+def test_predictions_are_json_where_that_is_asked_for(tmp_path: Path, monkeypatch: Any) -> None:
+    rows = [{"file": "1.png", "class": "cat"}]
+    monkeypatch.setattr(train, "predict_run", lambda run, paths, options: Prediction(rows, []))
+    photo = tmp_path / "1.png"
+    photo.touch()
+
+    def printed(*given: str) -> str:
+        return CliRunner().invoke(app, ["predict", "run", str(photo), *given]).output
+
+    assert printed() == "file,class\n1.png,cat\n"
+    assert json.loads(printed("--json")) == json.loads(printed("--format", "json")) == rows
+    both = CliRunner().invoke(app, ["predict", "run", str(photo), "--json", "--format", "csv"])
+    assert "--json: expected it without --format csv" in str(both.exception)
 
 
 @for_each(

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from onefold.core.flat import fingerprint_of, named_tensors, tensor_digests
+from onefold.core.flat import FlatTensors, fingerprint_of, lay_out, named_tensors, tensor_digests
 from tests.tables import for_each
 
 DTYPES = [
@@ -89,3 +89,24 @@ def test_tensors_count_under_their_own_names_and_tied_ones_once() -> None:
     parameters = ["0.weight", "0.bias", "1.weight", "1.bias"]
     buffers = ["passing", "1.running_mean", "1.running_var", "1.num_batches_tracked"]
     assert list(tensor_digests(named_tensors(module))) == parameters + buffers
+
+
+def test_a_copy_goes_from_dtype_to_dtype() -> None:
+    tensors = {"a": torch.tensor([1.5, -2.0]), "n": torch.tensor(7), "none": torch.zeros(0, 3)}
+    flat = FlatTensors(lay_out(tensors), device=torch.device("cpu"))
+    flat.write([*tensors.values()])
+    wide = FlatTensors(flat.layout.converted(lambda _: torch.float64), device=flat.device)
+    wide.copy_(flat)
+    assert [view.tolist() for view in wide.views] == [[1.5, -2.0], 7.0, []]
+    same = flat.clone()
+    flat.views[0].zero_()
+    flat.copy_(same)
+    assert [view.tolist() for view in flat.views] == [[1.5, -2.0], 7, []]
+
+
+def test_views_may_be_asked_for_in_inference_mode() -> None:
+    flat = FlatTensors(lay_out({"a": torch.zeros(2)}), device=torch.device("cpu"))
+    with torch.inference_mode():
+        assert flat.views
+    flat.views[0].add_(1.0)
+    assert flat.views[0].tolist() == [1.0, 1.0]

@@ -149,7 +149,7 @@ def test_a_weight_that_is_none_is_named_with_step_and_shard(devices: int, weight
 
 @each("known", ["late", "early"])
 def test_a_term_without_weight_gives_no_gradient_though_only_the_card_knows(known: str) -> None:
-    """One shard goes on to backward before weights are known, and runs again if one is 0."""
+    """Where one pass sees the whole batch, too."""
 
     def loss(model: torch.nn.Module, batch: Batch) -> onefold.LossTerms:
         images, labels = batch

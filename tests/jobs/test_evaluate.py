@@ -251,7 +251,12 @@ def test_a_file_to_test_with_comes_before_the_one_that_chose_the_best_epoch(
         (tmp_path / f"{name}.tsv").write_bytes((data["text"] / f"{name}.tsv").read_bytes())
     lines = (tmp_path / "dev.tsv").read_text().splitlines()[:3]
     (tmp_path / "test.tsv").write_text("\n".join(line.partition("\t")[0] for line in lines))
-    # That of a competition has no labels.
+    # That of a competition has no labels, or numbers its lines.
+    assert evaluated(runs["text"], tmp_path).data == tmp_path / "dev.tsv"
+    (tmp_path / "test.tsv").write_text("".join(f"{n}\t{x}\n" for n, x in enumerate(lines)))
+    assert evaluated(runs["text"], tmp_path).data == tmp_path / "dev.tsv"
+    (tmp_path / "test.tsv").unlink()
+    (tmp_path / "test.csv").write_text("text\nfine\n")
     assert evaluated(runs["text"], tmp_path).data == tmp_path / "dev.tsv"
     (tmp_path / "test.tsv").write_text("\n".join(lines))
     found = evaluated(runs["text"], tmp_path)

@@ -47,6 +47,12 @@ def test_the_batch_size_scales(rule: Any, batch_size: int, base: int, rate: floa
     assert scaled_rate(chosen) == rate
 
 
+@for_each(("name", "decay"), [("sgd", 5e-4), ("adam", 5e-4), ("adamw", 0.01)])
+def test_the_decay_suits_the_optimizer(name: Any, decay: float) -> None:
+    made = make_optimizer(TrainOptions(optimizer=name), [{"params": [torch.zeros(2)], "lr": 0.5}])
+    assert made.param_groups[0]["weight_decay"] == decay
+
+
 def test_an_optimizer_gets_what_was_chosen() -> None:
     for name, kind, rate in (("sgd", torch.optim.SGD, 0.05), ("adamw", torch.optim.AdamW, 1e-3)):
         options = TrainOptions(optimizer=name, momentum=0.75, weight_decay=0.125)  # type: ignore[arg-type]

@@ -54,7 +54,6 @@ WAITS: list[tuple[int, dict[str, Any]]] = [
     # Of a loss whose weight the card computes: when all passes are queued, for each of them.
     *((1, {"loss": masked, "shards": 1, "precision": name}) for name in (None, "bf16")),
     (2, {"loss": masked, "shards": 1, "precision": "fp16"}),
-    (2, {"loss": terms, "shards": 1}),
     (SHARDS, {"loss": masked}),
     (2 * SHARDS, {"loss": terms}),
     # Eighteen samples in pieces of nine.

@@ -29,6 +29,7 @@ from onefold.cli.running import print_json, tell_next
 from onefold.jobs.catalog import JOBS
 from onefold.jobs.data.files import readable
 from onefold.jobs.evaluate import EvaluateOptions, Evaluation, evaluate_run
+from onefold.jobs.options import expect
 from onefold.jobs.predict import PredictOptions, predict_run, write_prediction
 from onefold.jobs.run import Job, read_options, run_job
 from onefold.jobs.scores import Baseline, ClassScores, class_tables, no_better, spell
@@ -134,6 +135,8 @@ def _declare_predict(app: typer.Typer) -> None:
     def predict(run_folder: RunFolder, paths: Paths, **chosen: Any) -> None:
         """Predict the classes, labels or masks of new files: as CSV, JSON or PNG."""
         options = PredictOptions(**_given(chosen))
+        both = options.json and options.format == "csv"
+        expect(not both, "json", "", "it without --format csv")
         prediction = predict_run(run_folder, paths, options)
         for each in prediction.left_out:
             tell(f"left out: {each}")
@@ -158,7 +161,8 @@ def _declare_evaluate(app: typer.Typer) -> None:
         for each in found.prediction.left_out:
             tell(f"left out: {each}")
         if options.output is not None:
-            write_prediction(found.prediction, options, sys.stdout)
+            # --json is about the scores.
+            write_prediction(found.prediction, dataclasses.replace(options, json=False), sys.stdout)
         if options.json:
             print_json(found.as_dict())
         else:

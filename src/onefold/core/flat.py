@@ -224,7 +224,9 @@ class FlatTensors:
     def views(self) -> list[torch.Tensor]:
         """One view of each entry, in its own shape and strides."""
         if self._views is None:
-            self._views = [self._view(entry) for entry in self.layout.entries]
+            # Whoever asks first: what is made in inference mode may not be written to outside.
+            with torch.inference_mode(mode=False):
+                self._views = [self._view(entry) for entry in self.layout.entries]
         return self._views
 
     def clone(self) -> FlatTensors:

@@ -316,8 +316,7 @@ class Contribution:
     share: float
     """Weight of one element of ``root`` in the total: 1, or n if ``root`` is a mean over n."""
     weight: float | LateWeight
-    """The shard's part of the divisor; 1 for ``sum``, never added up; NaN for ``means``. Of terms
-    that were added up before their weights were known, it is 0 if one of these is."""
+    """The shard's part of the divisor; 1 for ``sum``, never added up; NaN for ``means``."""
     kind: Kind = "mean"
     """Whether it is divided by the batch's weight, by nothing, or each term by its own weight."""
     terms: tuple[Contribution, ...] = ()
@@ -489,18 +488,10 @@ def _weigh_terms(means: LossTerms, what: str, *, late: bool) -> Contribution:
         for number, term in enumerate(means.terms, 1)
     ]
     whole = _untouched(means)
-    if whole is not None and all(part.weight for part in parts):
-        # What only an accelerator knows is taken to be more than 0, and looked at when it is read.
-        coming = [part.weight for part in parts if isinstance(part.weight, LateWeight)]
-        there = functools.partial(_if_all, others=coming)
-        weight = coming[0].then(there) if coming else 1.0
-        return Contribution(whole, share=1.0, weight=weight, kind="sum")
+    if whole is not None and all(part.known_weight for part in parts):
+        return Contribution(whole, share=1.0, weight=1.0, kind="sum")
     root = functools.reduce(torch.add, (part.root for part in parts))
     return Contribution(root, share=1.0, weight=math.nan, kind="means", terms=tuple(parts))
-
-
-def _if_all(first: float, *, others: Sequence[LateWeight]) -> float:
-    return float(first > 0 and all(map(known, others)))
 
 
 def _untouched(term: Mean | LossTerms) -> torch.Tensor | None:

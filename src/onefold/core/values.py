@@ -478,9 +478,6 @@ def code_of(part: Contribution) -> float | LateWeight:
     if part.kind == "means":
         # One below SUM for a single term, so that no code is SUM itself.
         return SUM - len(part.parts)
-    if part.kind == "sum" and isinstance(part.weight, LateWeight):
-        # A term without weight is left out, in a new run: terms with a divisor each.
-        return part.weight.then(lambda weight: SUM if weight else SUM - 2)
     return SUM if part.kind == "sum" else part.weight
 
 

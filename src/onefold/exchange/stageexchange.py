@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -225,13 +225,15 @@ class StageExchange(ABC):
         piece = self.storage.pieces[number]
         return shape_piece(flat, piece, self.storage.gradients.entries[piece.entry])
 
-    def _fill(self, request: ParameterRequest, numbers: Sequence[int]) -> None:
+    def _fill(
+        self, request: ParameterRequest, numbers: Sequence[int], values: Iterable[torch.Tensor]
+    ) -> None:
         """Copy pieces of a stage that this process keeps to where they are requested."""
-        for number in numbers:
+        for number, each in zip(numbers, values, strict=True):
             place = self.sharded_layout.in_room(number, request.buffer)
             # What has no place there is at hand, where it is kept.
             if place.numel():
-                place.copy_(self._values(number))
+                place.copy_(each)
 
 
 class LocalStageExchange(StageExchange):
@@ -251,7 +253,8 @@ class LocalStageExchange(StageExchange):
         if call is None:
             return [Delivery(DONE)]
         if isinstance(call, ParameterRequest):
-            self._fill(call, self.sharded_layout.pieces[call.stage])
+            numbers = self.sharded_layout.pieces[call.stage]
+            self._fill(call, numbers, map(self._values, numbers))
             return [Delivery(call.header)]
         # The gradients are nobody else's, so they may take sums.
         at_home = {

@@ -25,9 +25,10 @@ from onefold.jobs.data.maskclasses import MaskClass
 from onefold.jobs.data.masks import MaskRule
 from onefold.jobs.data.pairs import Pair, read_pairs_to_test
 from onefold.jobs.data.pictures import ArrayPictures, require_folder
-from onefold.jobs.data.samples import file_to_score, files_to_test, read_file
+from onefold.jobs.data.samples import files_to_test, read_to_score
 from onefold.jobs.data.scan import Scanning
 from onefold.jobs.data.tables import Columns
+from onefold.jobs.data.tsv import Line
 from onefold.jobs.options import option, read_config
 from onefold.jobs.predict import (
     Input,
@@ -281,8 +282,7 @@ def _pictures(run: Path, data: Path, facts: _Facts, options: EvaluateOptions) ->
     """Read pictures in class folders or a table, or the IDX files of a test set."""
     require("reading pictures", "images", "PIL")
     if files_to_test(data):
-        columns = _columns(run, "image", options)
-        return _listed(file_to_score(data, columns.label), columns, facts)
+        return _listed(*_read_to_score(run, "image", data, facts, options), facts)
     require_folder(data, "a folder of class folders, or a table")
     if any(data.glob("*-images-idx3-ubyte*")):
         return _arrays(data, facts)
@@ -300,8 +300,14 @@ def _pictures(run: Path, data: Path, facts: _Facts, options: EvaluateOptions) ->
     return _Labelled(folder, readable_pictures(inputs, bad), bad)
 
 
-def _listed(table: Path, columns: Columns, facts: _Facts) -> _Labelled:
-    lines, bad, _ = read_file(table, columns, facts.target.task)
+def _read_to_score(
+    run: Path, kind: str, data: Path, facts: _Facts, options: EvaluateOptions
+) -> tuple[Path, list[Line], list[BadFile]]:
+    columns = _columns(run, kind, options)
+    return read_to_score(data, columns, facts.target.task, lambda x: facts.known(x) is not None)
+
+
+def _listed(table: Path, lines: list[Line], bad: list[BadFile], facts: _Facts) -> _Labelled:
     found = listed_files(lines, table, bad)
     inputs = []
     for path, named in found:
@@ -330,9 +336,7 @@ def _arrays(data: Path, facts: _Facts) -> _Labelled:
 
 def _texts(run: Path, data: Path, facts: _Facts, options: EvaluateOptions) -> _Labelled:
     """Read the texts of a file, or of the one to test with in a folder."""
-    columns = _columns(run, "text", options)
-    path = file_to_score(data, columns.label)
-    lines, bad, _ = read_file(path, columns, facts.target.task)
+    path, lines, bad = _read_to_score(run, "text", data, facts, options)
     inputs = []
     for line in lines:
         label = facts.known(line.label)

@@ -187,8 +187,11 @@ class TrainOptions:
     lr: float | None = option(None, "Learning rate.", FACTOR, shown="0.001, or 0.05 with sgd")
     optimizer: Optimizer = option("adamw", "Optimizer.")
     momentum: float = option(0.9, "Momentum (sgd only).", SHARE)
-    weight_decay: float = option(
-        0.01, "Weight decay: pull of the parameters towards zero.", within(0, MOST_FACTOR)
+    weight_decay: float | None = option(
+        None,
+        "Weight decay: pull of the parameters towards zero.",
+        within(0, MOST_FACTOR),
+        shown="0.01 with adamw, else 0.0005",
     )
     clip_norm: float | None = option(
         None,
@@ -504,6 +507,9 @@ def make_optimizer(
         groups: parameters by group, each group with its learning rate ``lr``.
     """
     parameters, decay = [*groups], options.weight_decay
+    if decay is None:
+        # That of Adam and SGD is a part of the gradient, that of AdamW is scaled by the rate.
+        decay = 0.01 if options.optimizer == "adamw" else 5e-4
     if options.optimizer == "sgd":
         return torch.optim.SGD(parameters, momentum=options.momentum, weight_decay=decay)
     kind = torch.optim.AdamW if options.optimizer == "adamw" else torch.optim.Adam

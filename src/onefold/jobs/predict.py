@@ -194,8 +194,7 @@ def write_prediction(
 ) -> Path | None:
     """Write the rows where the options say; return the file, or None if they were printed."""
     path = options.output
-    ending = None if path is None else path.suffix
-    is_json = ending == ".json" or (options.json and ending != ".csv")
+    is_json = options.json or (path is not None and path.suffix == ".json")
     format = options.format or ("json" if is_json else "csv")
     content = as_json(prediction.rows) if format == "json" else as_csv(prediction.rows)
     if path is None:

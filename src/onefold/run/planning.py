@@ -204,7 +204,7 @@ class Footprint:
     >>> sizes.pipelining(4, 30, together=True), sizes.on_disk
     (205, 700)
     >>> sizes.offloading(4, together=True), sizes.offloading(4, together=False)
-    (20, 33)
+    (20, 34)
     """
 
     parameters: int
@@ -287,7 +287,9 @@ class Footprint:
         """The same for devices whose model is in a file, or, if not ``together``, is brought."""
         if together:
             return _OF_A_STAGE * self.stage
-        return self.other + self._underway(devices, begun=True)
+        # What it sends of a stage it must have there, as well.
+        sent = self.stage // devices if devices > 1 else 0
+        return self.other + self._underway(devices, begun=True) + sent
 
     def _underway(self, devices: int, *, begun: bool) -> int:
         """Of stages on their way, where devices have no memory in common.

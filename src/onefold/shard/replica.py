@@ -354,8 +354,7 @@ class Replica:
             self._refuse_leftovers(where)
             loss, values, outputs = split(result, f"the loss of {where}")
             refuse_uneven(batch, (loss, *values.values()), where)
-            # Those that shards trade in their forward passes are read there.
-            late = not task.reads_weights and (gatherer is None or isinstance(gatherer, Refusing))
+            late = gatherer is None or isinstance(gatherer, Refusing)
             part = weigh(loss, piece.samples, f"the loss of {where}", late=late)
         if not task.is_plain(batch) and not (gatherer and gatherer.sees_batch):
             self.loss_watch.look(

@@ -59,9 +59,6 @@ class ShardTask:
     """Whether to make the checks that cost more."""
     divisors: Sequence[float] | None = None
     """The divisor of each term of the loss, if it has several; None while they are not known."""
-    reads_weights: bool = False
-    """Whether weights are read before backward where a pass sees the whole batch, as that of one of
-    several terms has been 0."""
     microbatch: int | None = None
     """The most samples of a shard that run at once; None for all of them."""
     left_out: Sequence[int] = ()
@@ -127,7 +124,7 @@ class ShardTask:
             part.backward(weight.divisor(self.scale), beside)
             return
         # Not read unless it divides: on an accelerator this would wait for it.
-        own = part.known_weight if plain and part.kind != "sum" else math.nan
+        own = part.known_weight if plain else math.nan
         divisor = 1.0 if part.kind == "sum" else self.divisor(batch, own)
         if divisor:
             part.backward(divisor / self.scale, beside)

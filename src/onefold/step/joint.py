@@ -73,7 +73,7 @@ class JointShards:
             LossError: shards do not gather alike, or have different numbers of terms.
         """
         if task.is_plain(batch):
-            return replace(task, reads_weights=objective.several_terms), {}
+            return task, {}
         if objective.gathers and self._once:
             run = _JointRun(self._context, batch, task)
             run.drive()

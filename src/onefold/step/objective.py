@@ -28,7 +28,7 @@ class Objective:
     left_out: tuple[int, ...]
     """Numbers of the trained parameters that its optimizer does not update."""
     several_terms: bool = False
-    """Whether it has returned a sum of several terms whose weights are read before backward."""
+    """Whether it has returned a sum of several terms."""
     gathers: bool = False
     """Whether it has called `onefold.gather`."""
 

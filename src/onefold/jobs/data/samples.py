@@ -6,10 +6,9 @@ that of pictures is made by `onefold.jobs.data.classes`. `hold_out` sets samples
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -28,13 +27,12 @@ from onefold.jobs.data.labels import (
     spelt,
 )
 from onefold.jobs.data.tables import TABLES, Columns, column_names, is_table, read_table
-from onefold.jobs.data.tsv import Line, none_of, read_lines, read_tsv
+from onefold.jobs.data.tsv import Line, none_of, read_tsv
 from onefold.system.words import listed
 
 __all__ = [
     "ListedSamples",
     "TextSplits",
-    "file_to_score",
     "files_to_test",
     "find_splits",
     "hold_out",
@@ -42,6 +40,7 @@ __all__ = [
     "read_file",
     "read_listed",
     "read_splits",
+    "read_to_score",
     "strata",
 ]
 
@@ -119,17 +118,22 @@ def files_to_test(data: Path) -> list[Path]:
     return [each for name in _TEST_NAMES for each in _named(data, name)] if data.is_dir() else []
 
 
-def file_to_score(data: Path, label: Sequence[str]) -> Path:
-    """Find the file to score a finished run on: the path itself, or one in a folder.
+def read_to_score(
+    data: Path, columns: Columns, task: TaskName, is_known: Callable[[Label], bool]
+) -> tuple[Path, list[Line], list[BadFile]]:
+    """Read the samples to score a finished run on: those of a file, or of one in a folder.
 
-    That is ``test`` if it has labels, as the others may have chosen the best epoch.
+    That is ``test`` if labels are in it, as the others may have chosen the best epoch.
 
     Args:
         data: the path.
-        label: columns of the labels in a table.
+        columns: which columns of a table hold what.
+        task: what the labels are.
+        is_known: whether the run has learnt a label.
 
     Raises:
-        DataError: there is none.
+        OSError: a file cannot be read.
+        DataError: there is no such file, or it has no valid row.
     """
     found = files_to_test(data)
     if not found:
@@ -137,13 +141,14 @@ def file_to_score(data: Path, label: Sequence[str]) -> Path:
             f"{readable(data)}: expected a TSV file or a table, or a folder with dev.tsv in it; "
             f"there is none"
         )
-    return next(filter(partial(_has_labels, label=label), reversed(found)), found[0])
-
-
-def _has_labels(path: Path, label: Sequence[str]) -> bool:
-    if is_table(path):
-        return set(label) <= set(column_names(path))
-    return any(b"\t" in line for line in islice(read_lines(path), 1))
+    for path in _named(data, "test") if data.is_dir() else ():
+        # That of a competition has none.
+        with suppress(DataError):
+            lines, bad, _ = read_file(path, columns, task)
+            if any(is_known(line.label) for line in lines):
+                return path, lines, bad
+    lines, bad, _ = read_file(found[0], columns, task)
+    return found[0], lines, bad
 
 
 def _is_read(path: Path) -> bool:
