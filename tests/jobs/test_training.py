@@ -132,7 +132,7 @@ def test_the_command_trains_and_predicts(tmp_path: Path) -> None:
     assert "Report: runs/first/report.html" in trained
     assert (tmp_path / "runs" / "first" / "report.html").is_file()
     rows = onefold_("predict", "runs/first", str(data / "test"), "--devices", "2").splitlines()
-    assert rows[0] == "file,class,confidence"
+    assert rows[0] == "file,label,class,confidence"
     assert len(rows) == 13
 
 
