@@ -82,7 +82,9 @@ class PredictOptions:
     )
     workers: int = again("workers", 0)
     text_column: str | None = option(
-        None, "Column of the texts in a table.", shown="that of the run, or the one of a usual name"
+        None,
+        "Column of the texts in a table, or several: title,body.",
+        shown="that of the run, or the one of a usual name",
     )
     skip_bad: bool = option(False, "Leave out what cannot be read, rather than refuse it.")
 

@@ -74,7 +74,9 @@ class TextOptions(LabelOptions, TrainOptions):
         "holdout", 0.1, help="Share of each class to score on, where there is no file for it."
     )
     text_column: str | None = option(
-        None, "Column of the texts in a table.", shown="the one of a usual name"
+        None,
+        "Column of the texts in a table, or several: title,body.",
+        shown="the one of a usual name",
     )
     model: str = option(
         TINY, "tiny, made from the options below, or a folder with a pretrained model."

@@ -150,6 +150,26 @@ def test_columns_are_found_by_their_names_or_named(tmp_path: Path) -> None:
     assert column_names(tmp_path / "nowhere.csv") == []
 
 
+def test_a_text_may_be_in_several_columns(tmp_path: Path) -> None:
+    table = tmp_path / "posts.csv"
+    table.write_text('title,body,kind\nHi,"Fine, and long",good\nOh,,bad\n,,bad\n')
+    lines, bad, columns = read_table(table, Columns("text", "title, body", ("kind",)))
+    assert [line.text for line in lines] == ["Hi\nFine, and long", "Oh"]
+    assert [(each.line, each.reason) for each in bad] == [(4, "expected a text, got nothing")]
+    assert columns.sample == "title, body"
+    for named, words in (
+        ("title,text", "expected a column 'text'"),
+        ("title,kind", "in two columns"),
+    ):
+        with pytest.raises(DataError, match=words):
+            read_table(table, Columns("text", named, ("kind",)))
+    # A name with a comma in it is one column, and numbers name those of a file without a header.
+    table.write_text('"title, body",kind\nHi,good\n')
+    assert read_table(table, Columns("text", "title, body"))[0][0].text == "Hi"
+    table.write_text("Hi,Fine,good\n")
+    assert read_table(table, Columns("text", "1,2", ("3",)))[0][0].text == "Hi\nFine"
+
+
 def test_parquet_and_the_folders_of_datasets_are_read(tmp_path: Path) -> None:
     arrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")

@@ -63,8 +63,16 @@ class Columns(NamedTuple):
     kind: str
     """What the samples are: ``text`` or ``image``."""
     sample: str | None = None
+    """One column; for texts also several, with commas between them."""
     label: tuple[str, ...] = ()
     """One column; for ``multi-label`` also one of 0 and 1 for each class."""
+
+    def samples(self, names: Sequence[str]) -> list[str]:
+        """The columns of a sample, in a table that has columns of these names."""
+        if self.sample is None:
+            return []
+        one = self.kind != "text" or self.sample in names
+        return [self.sample] if one else [part.strip() for part in self.sample.split(",")]
 
 
 Row = tuple[int, dict[str, Any] | str]
@@ -131,7 +139,11 @@ def read_table(
             try:
                 if isinstance(cells, str):
                     raise ValueError(cells)
-                text = _sample_of(cells[columns.sample or ""], columns.kind)
+                parts = [cells[name] for name in columns.samples(table.names)]
+                # Of several, such as a title and a text, some may be empty.
+                filled = [each for each in parts if each is not None and str(each).strip()]
+                of_kind = (_sample_of(each, columns.kind) for each in filled or parts[:1])
+                text = "\n".join(of_kind)
                 label = _label_of(cells, columns.label, task)
                 lines.append(Line(text, label, number))
             except ValueError as wrong:
@@ -176,7 +188,7 @@ def _settled(table: _Table, columns: Columns, task: TaskName | None) -> Columns:
             f"{len(columns.label)}: --task multi-label predicts a class by each of them"
         )
     _require(table, columns.label if task else (), "label")
-    _require(table, [columns.sample] if columns.sample else (), columns.kind)
+    _require(table, columns.samples(table.names), columns.kind)
     # Of two columns the other one is the sample, whatever its name.
     usual = usual_column(table.names, "label")
     others = columns.label or ((usual,) if usual else ())
@@ -184,7 +196,7 @@ def _settled(table: _Table, columns: Columns, task: TaskName | None) -> Columns:
     if task is None:
         return columns._replace(sample=sample)
     label = columns.label or (_usual(table, "label", (sample,)),)
-    if sample in label:
+    if {*label} & {*columns._replace(sample=sample).samples(table.names)}:
         raise DataError(
             f"{readable(table.path)}: expected the {columns.kind} and the label in two columns, "
             f"got {sample} for both"
@@ -231,7 +243,7 @@ def _open(path: Path, columns: Columns) -> _Table:
         return _open_arrow(path)
     if path.suffix.lower() in (".json", ".jsonl", ".ndjson"):
         return _open_jsonl(path)
-    return _open_csv(path, [*columns.label, *([columns.sample] if columns.sample else [])])
+    return _open_csv(path, columns)
 
 
 class _Decoded(Iterator[str]):
@@ -264,7 +276,7 @@ def _longer_fields() -> Iterator[None]:
         csv.field_size_limit(before)
 
 
-def _open_csv(path: Path, named: Sequence[str]) -> _Table:
+def _open_csv(path: Path, columns: Columns) -> _Table:
     first = next(read_lines(path), b"").decode(errors="replace")
     delimiter = max(_DELIMITERS, key=first.count)
     rows = _csv_rows(path, delimiter)
@@ -272,6 +284,7 @@ def _open_csv(path: Path, named: Sequence[str]) -> _Table:
     if isinstance(head, str):
         raise DataError(f"{readable(path)}: expected a line with names of columns, got {head}")
     names = [name.strip() for name in head]
+    named = [*columns.label, *columns.samples(names)]
     # Columns by number, from 1, are those of a file without a header: unless its first line is one
     # of numbers, as pandas gives to columns without names.
     numbers = all(map(str.isdecimal, names)) and set(named) <= set(names)
