@@ -244,7 +244,7 @@ class FlatTensors:
 
     def let_go(self) -> None:
         """Do without memory until `get_back`; it is freed unless somebody else has views of it."""
-        self.memory = self.memory[:0].clone()
+        self.memory = self.memory.new_empty(0)
         self.sections, self._views, self.is_there = [], [], False
 
     def get_back(self) -> None:

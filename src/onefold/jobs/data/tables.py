@@ -135,11 +135,12 @@ def read_table(
     with _longer_fields():
         table = _open(path, columns)
         columns = _settled(table, columns, task)
+        names = columns.samples(table.names)
         for number, cells in table.rows:
             try:
                 if isinstance(cells, str):
                     raise ValueError(cells)
-                parts = [cells[name] for name in columns.samples(table.names)]
+                parts = [cells[name] for name in names]
                 # Of several, such as a title and a text, some may be empty.
                 filled = [each for each in parts if each is not None and str(each).strip()]
                 of_kind = (_sample_of(each, columns.kind) for each in filled or parts[:1])
