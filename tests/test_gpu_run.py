@@ -36,5 +36,6 @@ def test_the_whole_way_on_the_processor(tmp_path: Path) -> None:
     assert "failed" not in page.partition("</style>")[2].replace("passed  failed", "")
     (only,) = found["parts"]
     assert (only["name"], only["ended"]) == ("tests: timing", "well")
-    assert {line["outcome"] for line in only["lines"]} == {"passed"}
+    # Some need a GPU, and say so.
+    assert {line["outcome"] for line in only["lines"]} - {"skipped"} == {"passed"}
     assert found["machine"]["versions"]["torch"] == torch.__version__
