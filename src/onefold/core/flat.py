@@ -196,8 +196,6 @@ class FlatTensors:
         if memory is None:
             memory = torch.zeros(layout.nbytes * there, dtype=torch.uint8, device=device)
         self.layout = layout
-        self.memory = memory
-        """(layout.nbytes,) uint8, if it is there."""
         self.device = memory.device
         if there:
             self._fill(memory)
@@ -206,6 +204,7 @@ class FlatTensors:
 
     def _fill(self, memory: torch.Tensor) -> None:
         self.memory = memory
+        """(layout.nbytes,) uint8, if it is there."""
         # One flat tensor for each dtype, (numel,): views of `memory`, which they keep alive.
         self.sections: list[torch.Tensor] = []
         layout = self.layout
@@ -244,7 +243,7 @@ class FlatTensors:
 
     def let_go(self) -> None:
         """Do without memory until `get_back`; it is freed unless somebody else has views of it."""
-        self.memory = self.memory.new_empty(0)
+        self.memory = torch.empty(0, dtype=torch.uint8, device=self.device)
         self.sections, self._views, self.is_there = [], [], False
 
     def get_back(self) -> None:

@@ -310,13 +310,17 @@ class GroupStageExchange(StageExchange):
     def exchange(self, call: StageMessage) -> list[Delivery]:
         transport = self._transport
         if isinstance(call, ParameterRequest) and self._is_alone_with(call.stage):
-            self._fill(call, *self._own_values(call.stage))
+            self._fill(call, self._numbered(self._kept[self.rank][call.stage]))
             return []
         headers = self._all_gather_headers(transport, self._among, call)
         others = [header for rank, header in headers.items() if rank != self.rank]
         # One copy for all that request a stage, where it is kept elsewhere than on the device.
         requested = {header.stage for header in others if header.is_request}
-        own = {stage: self._own_values(stage, transport.device) for stage in requested}
+        kept = self._kept[self.rank]
+        own = {
+            stage: [(n, each.to(transport.device)) for n, each in self._numbered(kept[stage])]
+            for stage in requested
+        }
         # For each pair of devices, what one end sends is listed as the other lists its receipts.
         at_once: list[Operation] = []
         ahead: list[Operation] = []
@@ -327,14 +331,14 @@ class GroupStageExchange(StageExchange):
             at_once += _swap(peer, map(storage_order, leaving.values()), coming[peer].values())
             asked = ahead if headers[peer].is_ahead else at_once
             if headers[peer].is_request:
-                asked += _swap(peer, own[headers[peer].stage][1], [])
+                asked += _swap(peer, (each for _, each in own[headers[peer].stage]), [])
             awaited = ahead if headers[self.rank].is_ahead else at_once
             awaited += _swap(peer, [], self._awaited(call, peer))
         # In one order everywhere, and begun before anything is waited for.
         moving, prefetched = transport.move(at_once), transport.move(ahead)
         self._underway += [prefetched] if ahead else []
         if isinstance(call, ParameterRequest):
-            self._fill(call, *own.get(call.stage) or self._own_values(call.stage))
+            self._fill(call, own.get(call.stage) or self._numbered(kept[call.stage]))
             if not call.ahead:
                 moving.finish()
         found = []
@@ -356,14 +360,6 @@ class GroupStageExchange(StageExchange):
         kept, everything = self._kept[self.rank][stage], self.sharded_layout.pieces[stage]
         # What lies in no stage all devices request, and so its owner takes part as well.
         return self._among != self._column and stage != ROOT and len(kept) == len(everything) > 0
-
-    def _own_values(
-        self, stage: int, device: torch.device | None = None
-    ) -> tuple[Sequence[int], list[torch.Tensor]]:
-        """What this device keeps of a stage, by number; on a device, if one is named."""
-        numbers = self._kept[self.rank][stage]
-        values = map(self._values, numbers)
-        return numbers, [each if device is None else each.to(device) for each in values]
 
     def _awaited(self, call: StageMessage, peer: int) -> list[torch.Tensor]:
         """Where what a device has of the parameters that this one requests is to lie."""

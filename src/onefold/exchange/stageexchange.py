@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -225,15 +225,17 @@ class StageExchange(ABC):
         piece = self.storage.pieces[number]
         return shape_piece(flat, piece, self.storage.gradients.entries[piece.entry])
 
-    def _fill(
-        self, request: ParameterRequest, numbers: Sequence[int], values: Iterable[torch.Tensor]
-    ) -> None:
-        """Copy pieces of a stage that this process keeps to where they are requested."""
-        for number, each in zip(numbers, values, strict=True):
+    def _fill(self, request: ParameterRequest, kept: Iterable[tuple[int, torch.Tensor]]) -> None:
+        """Copy pieces of a stage, by number, to where they are requested."""
+        for number, values in kept:
             place = self.sharded_layout.in_room(number, request.buffer)
             # What has no place there is at hand, where it is kept.
             if place.numel():
-                place.copy_(each)
+                place.copy_(values)
+
+    def _numbered(self, numbers: Iterable[int]) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield pieces that this process keeps, one by one: each may be converted for this."""
+        return ((number, self._values(number)) for number in numbers)
 
 
 class LocalStageExchange(StageExchange):
@@ -253,8 +255,7 @@ class LocalStageExchange(StageExchange):
         if call is None:
             return [Delivery(DONE)]
         if isinstance(call, ParameterRequest):
-            numbers = self.sharded_layout.pieces[call.stage]
-            self._fill(call, numbers, map(self._values, numbers))
+            self._fill(call, self._numbered(self.sharded_layout.pieces[call.stage]))
             return [Delivery(call.header)]
         # The gradients are nobody else's, so they may take sums.
         at_home = {
