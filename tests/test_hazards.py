@@ -2,7 +2,8 @@
 
 Who adds one adds it below, and says why it is harmless. What to look for: whether another user can
 decide what it runs, reads or writes; whether a link is followed; whether what it removes or ends is
-surely ours; whether it waits for somebody for ever, without a word.
+surely ours; whether it waits for somebody for ever, without a word; and of a thread, whether it may
+come back from PyTorch while Python ends, which aborts the process.
 """
 
 import ast
@@ -163,6 +164,18 @@ WAITS = """
     testing/network.py work.wait: the same
 """
 
+THREADS = """
+    checkpoint/background.py threading.Thread: no daemon, so Python waits for it
+    deferred/values.py ThreadPoolExecutor: ends with the block
+    exchange/connections.py threading.Thread: waited for when Python ends
+    exchange/group.py threading.Thread: in PyTorch until a stranger at the port answers; the run has
+        failed by then
+    jobs/data/pictures.py ThreadPoolExecutor: ends with the block
+    run/hostwatch.py threading.Thread: waited for when Python ends
+    shard/gather.py threading.Thread: ended with its step; else it waits outside of PyTorch
+    testing/scheduler.py threading.Thread: no daemon
+"""
+
 ENVIRONMENT = """
     cli/replay.py os.environ: what a launched bundle is asked, taken out afterwards
     run/context.py environment.pop: takes the run's record out
@@ -186,6 +199,7 @@ _CALLS = {
     "TemporaryDirectory SharedMemory write_text write_bytes touch fdopen savefig",
     "ends": "kill killpg pidfd_open pidfd_send_signal send_signal terminate signal _exit abort",
     "locks": "flock lockf Lock RLock Semaphore",
+    "threads": "Thread ThreadPoolExecutor start_new_thread",
     "waits": "wait join recv accept bind listen connect sleep communicate waitpid poll select",
 }
 _KIND = {name: kind for kind, names in _CALLS.items() for name in names.split()}
@@ -194,6 +208,7 @@ LEDGERS = {
     "files": WRITES_OR_REMOVES,
     "ends": ENDS,
     "locks": LOCKS,
+    "threads": THREADS,
     "waits": WAITS,
     "environment": ENVIRONMENT,
 }

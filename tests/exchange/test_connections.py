@@ -2,6 +2,8 @@
 
 import os
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -55,3 +57,33 @@ def test_a_number_of_somebody_else_is_let_be(pair: Pair, monkeypatch: pytest.Mon
             assert held.sockets == {}
             stranger.sendall(b"still open")
             assert end.recv(16) == b"still open"
+
+
+SLOW = """
+import sys, threading, time
+from torch.distributed import TCPStore
+from onefold.exchange.connections import Connections, Lateness, PeerWatch
+
+class Slow(Lateness):
+    def look(self):
+        inside.set()
+        limit = time.monotonic() + 1
+        while time.monotonic() < limit:
+            store.check(["key"])
+
+inside = threading.Event()
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+watch = PeerWatch({}, Connections(), Slow(store, 0, 1))
+inside.wait()
+if "close" in sys.argv:
+    watch.close()
+if "fail" in sys.argv:
+    raise SystemExit(3)
+"""
+"""The thread comes and goes between Python and PyTorch when the script ends."""
+
+
+@pytest.mark.parametrize(("how", "code"), [("leave open", 0), ("close", 0), ("fail", 3)])
+def test_a_watch_does_not_abort_a_process_that_ends(how: str, code: int) -> None:
+    done = subprocess.run([sys.executable, "-c", SLOW, how], capture_output=True, text=True)
+    assert done.returncode == code, done.stderr

@@ -29,6 +29,7 @@ one.
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
 import threading
@@ -52,6 +53,7 @@ __all__ = [
 
 
 _ASKED_KEY = "onefold/who-waits"
+_CLOSE_S = 2.0
 ANSWERS_S = LOOK_S
 """How long to wait for answers; whoever asks has already waited for a failure to be reported."""
 
@@ -183,14 +185,19 @@ class PeerWatch:
         self._lateness: Lateness | None = lateness
         self._end = threading.Event()
         self._peers = {rank: Stillness(pid) for rank, pid in pids.items()}
-        _watches.add(self)
         # A daemon, so that a script that never closes its Trainer can end.
-        threading.Thread(target=self._watch, name="onefold peers", daemon=True).start()
+        self._thread = threading.Thread(target=self._watch, name="onefold peers", daemon=True)
+        _watches.add(self)
+        self._thread.start()
 
     def close(self) -> None:
-        """End the thread, and drop the store."""
+        """Have the thread end, and drop the store."""
         self._end.set()
         self._lateness = None
+
+    def join(self, limit_s: float) -> None:
+        """Wait for the end of the thread, which a stopped store may keep waiting."""
+        self._thread.join(limit_s)
 
     def _watch(self) -> None:
         while not self._end.wait(LOOK_S):
@@ -216,10 +223,18 @@ class PeerWatch:
 _watches: weakref.WeakSet[PeerWatch] = weakref.WeakSet()
 
 
+@atexit.register
 def close_watches() -> None:
-    """Close the watches of Trainers that were never closed."""
-    for watch in list(_watches):
+    """Close the watches of all Trainers, and wait for their threads.
+
+    A thread that comes back from PyTorch while Python ends would abort the process.
+    """
+    watches = list(_watches)  # a thread that runs holds its watch
+    for watch in watches:
         watch.close()
+    limit = time.monotonic() + _CLOSE_S
+    for watch in watches:
+        watch.join(max(0.0, limit - time.monotonic()))
 
 
 def host_identity() -> str:
