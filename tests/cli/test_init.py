@@ -163,6 +163,34 @@ def test_masks_are_a_job(tmp_path: Path, part: str) -> None:
         write_script(tmp_path / "data", tmp_path / "train.py")
 
 
+@pytest.mark.processes
+def test_the_folder_to_test_with_is_used(tmp_path: Path) -> None:
+    data = photos(tmp_path)
+    shutil.copytree(data / "train" / "c", data / "val" / "c")
+    # Of a class that has no test sample, the others keep their numbers.
+    check(lambda _: data, f'test = data, Pictures(Path("{data / "val"}"), classes)', tmp_path)
+    (data / "val" / "d").mkdir()
+    with pytest.raises(DataError, match=r"val: expected the classes of .*train, got also d"):
+        write_script(data, tmp_path / "other.py")
+
+
+@for_each("mode", ["I;16", "F"])
+def test_pictures_that_a_script_would_make_white_are_a_job(mode: str, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        Image.new(mode, (4, 4), 999).save(tmp_path / name / "1.tif")
+    with pytest.raises(DataError, match=r"8 bits a pixel, .* onefold train classify --data"):
+        write_script(tmp_path, tmp_path / "train.py")
+
+
+@for_each("path", ["photos/train/c/1.PNG", "photos\\train\\c\\1.PNG"])
+def test_a_table_that_names_pictures_is_a_job(path: str, tmp_path: Path) -> None:
+    photos(tmp_path)
+    rows = "path,findings,n\n" + "".join(f"{path},{'ab'[n % 2]},{n}\n" for n in range(20))
+    with pytest.raises(DataError, match=r"onefold train classify --data .* --image-column path"):
+        write_script(table(rows)(tmp_path), tmp_path / "train.py")
+
+
 def test_parts_of_a_data_set_are_no_classes(tmp_path: Path) -> None:
     photos(tmp_path)
     for name, part in (("a b", "train_images"), ("c", "test_images")):

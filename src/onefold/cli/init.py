@@ -7,6 +7,8 @@ the public names of onefold alone, and whatever is in it can be changed.
 from __future__ import annotations
 
 import csv
+from collections.abc import Collection, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,12 +16,14 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from onefold.errors import DataError
+from onefold.jobs import require
+from onefold.jobs.data.classes import test_folder
 from onefold.jobs.data.layouts import refuse_other_layouts
+from onefold.jobs.data.pictures import is_picture, picture_paths, visible_folders
 from onefold.system.words import listed
 
 __all__ = ["write_script"]
 
-_PICTURES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
 _MOST_ROWS = 1000
 """Rows of a table that are looked at."""
 _TABLES = {".parquet": "read_parquet", ".xlsx": "read_excel", ".feather": "read_feather"}
@@ -42,6 +46,10 @@ class Data:
     kind: str
     """``none``, ``pictures``, ``table`` or ``arrays``."""
     path: str = ""
+    test: str = ""
+    """Of pictures, the folder to test with; empty where a share of them is drawn for that."""
+    suffixes: tuple[str, ...] = ()
+    """Of pictures, the endings of their names."""
     classes: bool = True
     """Whether the targets are classes, or else numbers."""
     target: str = ""
@@ -112,8 +120,8 @@ def _folder(path: Path) -> Data:
             f"{path} has images and masks: no script is needed, use onefold train segment "
             f"--data {path}"
         )
-    classes = [each for each in inside.iterdir() if each.is_dir() and not each.name.startswith(".")]
-    with_pictures = [each for each in classes if _has_picture(each)]
+    found = {each: picture_paths(each, []) for each in visible_folders(inside)}
+    with_pictures = [each for each, files in found.items() if files]
     if len(with_pictures) < 2:
         raise DataError(
             f"{inside}: expected two or more class folders with pictures, found "
@@ -132,11 +140,36 @@ def _folder(path: Path) -> Data:
             f"so the classes may be either: expected one folder for each class. For one part, "
             f"onefold init {inside / first}; for all, move the pictures of each class together"
         )
-    return Data("pictures", str(inside))
+    files = [file for each in found.values() for file in each]
+    _refuse_deep(path, files)
+    suffixes = tuple(sorted({each.suffix.lower() for each in files}))
+    return Data("pictures", str(inside), test=_tested(path, inside, found), suffixes=suffixes)
 
 
-def _has_picture(folder: Path) -> bool:
-    return any(each.suffix.lower() in _PICTURES for each in folder.rglob("*"))
+def _tested(path: Path, inside: Path, classes: Collection[Path]) -> str:
+    """The folder with the test set, as the jobs find it; empty if there is none with labels."""
+    known, folder, tested = {each.name for each in classes}, path, set[str]()
+    if inside != path:
+        with suppress(DataError):
+            folder = test_folder(path, choosing=True)
+            tested = {each.name for each in visible_folders(folder)}
+    if strange := sorted(tested - known):
+        raise DataError(f"{folder}: expected the classes of {inside}, got also {listed(strange)}")
+    return str(folder) if tested else ""
+
+
+def _refuse_deep(path: Path, files: Iterable[Path]) -> None:
+    """Refuse pictures of more than 8 bits a pixel: Pillow makes all above 255 white."""
+    require("reading pictures", "images", "PIL")
+    from PIL import Image
+
+    for file in files:
+        with Image.open(file) as picture:
+            if picture.mode.startswith(("I", "F")):
+                raise DataError(
+                    f"{file}: expected pictures of 8 bits a pixel, this one has more: no script "
+                    f"is needed, as onefold train classify --data {path} reads them"
+                )
 
 
 def _arrays(path: Path) -> Data:
@@ -189,6 +222,14 @@ def _table(path: Path) -> Data:
             raise DataError(
                 f"{path}, row {number}: expected {len(names)} columns, as in the first row, got "
                 f"{len(row)}"
+            )
+    for place, name in enumerate(names):
+        # As Windows writes paths, too.
+        paths = (path.parent / row[place].replace("\\", "/") for row in rows)
+        if any(is_picture(each) and each.is_file() for each in paths):
+            raise DataError(
+                f"{path}: the column {name} names pictures: no script is needed, use onefold train "
+                f"classify --data {path} --image-column {name}, and --label-column for the target"
             )
     texts = {
         name: len({row[place] for row in rows})
@@ -244,7 +285,6 @@ def _script(data: Data) -> str:
     )
     return environment.get_template("train.py.j2").render(
         data=data,
-        suffixes=sorted(_PICTURES),
         missing=_MISSING,
         quoted=_quoted,
         listed=lambda texts: ", ".join(map(_quoted, texts)),
