@@ -112,6 +112,8 @@ def test_words_are_completed(words: str, expected: set[str]) -> None:
 @for_each(
     ("words", "error"),
     [
+        ("train text --early-stopping 3", "--early-stopping (Possible options: --patience)"),
+        ("train text --bs 3", "--bs (Possible options: --batch-size)"),
         ("train text --mixup 0.2", "in onefold train text: it is one of onefold train classify\n"),
         ("train segment --dev a", "of onefold train classify, onefold train text\n"),
         ("train text --crop 3", "of onefold train segment\n"),

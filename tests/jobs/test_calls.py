@@ -27,7 +27,8 @@ def test_a_job_is_a_function(tmp_path: Path) -> None:
     assert result.scores == read_run(result.folder).epochs[result.epoch].scores
     assert result.report is None or result.report.is_file()
     assert onefold.load_run(result.folder).classes == ("bad", "good")
-    with pytest.raises(ValueError, match="options: there is no option mixup; known are "):
+    words = r"no option mixup in onefold\.jobs\.text: it is one of onefold\.jobs\.classify$"
+    with pytest.raises(ValueError, match=words):
         onefold.jobs.text(data=data, mixup=0.2)
     with pytest.raises(AttributeError, match=r"module 'onefold\.jobs' has no attribute 'cook'"):
         onefold.jobs.cook  # noqa: B018

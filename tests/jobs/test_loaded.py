@@ -67,6 +67,22 @@ def test_a_loaded_run_says_what_predict_says(job: str, runs: Any) -> None:
     assert run.description["classes"] == list(run.classes)
 
 
+@for_each("job", ["classify", "segment", "text"])
+def test_what_is_no_list_of_inputs_is_refused(job: str, runs: Any) -> None:
+    run = onefold.load_run(runs[job][1])
+    pixels = np.zeros((9, 7, 3), np.uint8)
+    for single in ("a.png", Path("a.png"), pixels, Image.fromarray(pixels), 3):
+        with pytest.raises(TypeError, match="expected a list of inputs, got "):
+            run.preprocess(single)
+    with pytest.raises(ValueError, match="a list of one input or more, got none"):
+        run.preprocess([])
+    if job != "text":
+        (one, other) = (run.preprocess([x])["images"] for x in (pixels, Image.fromarray(pixels)))
+        assert one.equal(other)
+        with pytest.raises(TypeError, match=r"float64.* to .*uint8"):
+            run.preprocess([pixels / 255])
+
+
 def test_a_loaded_run_draws_the_masks_that_predict_draws(runs: Any, tmp_path: Path) -> None:
     data, folder = runs["segment"]
     paths = sorted(data.glob(TESTED["segment"]))

@@ -116,21 +116,40 @@ def test_an_option_out_of_range_is_refused(kind: Any, names: str, values: Any, w
             kind(**{name: value})
 
 
-def test_a_name_that_is_no_option_is_refused_and_the_known_ones_told() -> None:
-    words = r"^c\.toml: there is no option speed, Lr; known are "
-    with pytest.raises(ValueError, match=words) as no:
-        from_mapping(TEXT, {"speed": 1, "lr": 0.1, "Lr": 0.1}, "c.toml")
-    listed = str(no.value).partition("known are ")[2].split(", ")
-    assert listed == [field.name for field in dataclasses.fields(TEXT)]
-    assert set(listed) >= RUN_OPTIONS
+@for_each(
+    ("name", "meant"),
+    [
+        ("xyz", ""),
+        ("batchsize", "; did you mean batch_size?"),
+        ("early_stopping", "; did you mean patience?"),
+        ("learning_rate", "; did you mean lr?"),
+    ],
+)
+def test_a_name_that_is_no_option_is_refused_and_similar_ones_told(name: str, meant: str) -> None:
+    words = re.escape(f"c.toml: there is no option {name}{meant}")
+    with pytest.raises(ValueError, match=f"^{words}$"):
+        from_mapping(TEXT, {name: 1, "lr": 0.1}, "c.toml")
+    assert {field.name for field in dataclasses.fields(TEXT)} >= RUN_OPTIONS
+
+
+@for_each(
+    ("value", "read"),
+    [
+        *[("auto", ("auto",)), ("a=1,b", ("a=1", "b")), (["a,b", "c"], ("a,b", "c")), ("", ())],
+        *[(255, ("255",)), ([1, "2"], ("1", "2")), ((0.5,), ("0.5",))],
+    ],
+)
+def test_a_list_is_given_as_on_the_command_line_too(value: object, read: Any) -> None:
+    assert from_mapping(Odd, {"freeze": value}, "options").freeze == read
+    assert from_mapping(Odd, {"microbatch": 4}, "options").microbatch == "4"
 
 
 WHOLE, NUMBER, FEW, LIST = "a whole number", "a number", "sgd, adam, adamw", "a list of texts"
 TYPES = [("epochs", 1.0, WHOLE), ("epochs", "3", WHOLE), ("epochs", True, WHOLE)]
 TYPES += [("shards", None, WHOLE), ("lr", "0.1", NUMBER), ("lr", False, NUMBER)]
-TYPES += [("weight_decay", {}, NUMBER), ("data", 3, "text"), ("freeze_until", 4, "text")]
+TYPES += [("weight_decay", {}, NUMBER), ("data", [3], "text"), ("freeze_until", True, "text")]
 TYPES += [("resume", 1, "true or false"), ("optimizer", ["sgd"], FEW), ("optimizer", "\udce9", FEW)]
-TYPES += [("freeze", "layer1", LIST), ("freeze", ["a", 2], LIST), ("colour", "green", "red, blue")]
+TYPES += [("freeze", True, LIST), ("freeze", ["a", None], LIST), ("colour", "green", "red, blue")]
 
 
 @for_each(("name", "value", "expected"), TYPES)

@@ -7,13 +7,14 @@ text, so that it looks the same on a terminal, in a file and in the documentatio
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from onefold.system.words import listed
+from onefold.system.words import listed, usual_option
 
 __all__ = ["Command", "Commands", "declare", "with_examples"]
 
@@ -95,10 +96,12 @@ class Command(TyperCommand):
             name = getattr(error, "option_name", "")
             have = [each for each, its in others.items() if any(name in p.opts for p in its.params)]
             # Of the library's errors, that of an unknown option alone names similar ones.
-            if 0 < len(have) <= _FEW and hasattr(error, "possibilities"):
-                error.possibilities = []
+            if hasattr(error, "possibilities"):
+                few = 0 < len(have) <= _FEW
+                own = () if few else [each for p in self.params for each in p.opts]
+                error.possibilities = difflib.get_close_matches(f"--{usual_option(name)}", own, 1)
                 named = listed(f"{ctx.parent.command_path} {each}" for each in have)
-                error.message += f" in {ctx.command_path}: it is one of {named}"
+                error.message += f" in {ctx.command_path}: it is one of {named}" if few else ""
             raise
 
     def format_options(self, ctx: Any, formatter: Any) -> None:

@@ -48,7 +48,9 @@ def classify(*, data: str | Path, devices: int | str = "auto", **options: Any) -
     Args:
         data: a folder with class folders, or what else that command takes.
         devices: how many devices of this machine, or which.
-        options: those of the command: ``batch_size=32`` for ``--batch-size 32``.
+        options: those of the command, which ``onefold train classify --help`` and docs/do/jobs.md
+            list: ``batch_size=32`` for ``--batch-size 32``. A list such as
+            ``freeze=["layer1", "layer2"]`` may also be a text, ``freeze="layer1,layer2"``.
 
     Raises:
         ValueError: there is no such option, or it has a value that it cannot have.
@@ -87,13 +89,20 @@ def text(*, data: str | Path, devices: int | str = "auto", **options: Any) -> Jo
         >>> onefold.jobs.text(data="reviews", mixup=0.2)
         Traceback (most recent call last):
             ...
-        ValueError: options: there is no option mixup; known are ...
+        ValueError: options: there is no option mixup in onefold.jobs.text: ...
     """
     return _run("text", data, devices, options)
 
 
 def _run(name: str, data: str | Path, devices: int | str, options: dict[str, Any]) -> JobResult:
-    (job,) = (each for each in JOBS if each.name == name)
+    job, *others = sorted(JOBS, key=lambda each: each.name != name)
+    for option in options.keys() - job.options.__dataclass_fields__:
+        have = [each.name for each in others if option in each.options.__dataclass_fields__]
+        if have:
+            raise ValueError(
+                f"options: there is no option {option} in onefold.jobs.{name}: it is one of "
+                f"{' and '.join(f'onefold.jobs.{each}' for each in have)}"
+            )
     given = {"data": data, "devices": str(devices), **options}
     # Options are text and numbers, as in a file of them.
     plain = {

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
+import numpy as np
 import torch
 from torch import nn
 
@@ -37,8 +39,9 @@ class LoadedRun:
     logits: (n, classes) float32, or (n, 1 or classes, h, w) of masks. Of a number it gives (n, 1)
     float32, in standard deviations from the mean, as ``description["target"]`` has them."""
     preprocess: Callable[[Sequence[Any]], Batch]
-    """Makes a batch of paths, of Pillow's pictures, or of texts; each by itself, as in training
-    without augmentation. Pictures for masks are padded on the right and below to a common size."""
+    """Makes a batch of a list of texts, or of pictures: paths, Pillow's pictures, or arrays (h, w)
+    or (h, w, 3) uint8. Each is prepared by itself, as in training without augmentation. Pictures
+    for masks are padded on the right and below to a common size."""
     classes: tuple[str, ...]
     """Names of the classes, in the order of the logits; none for numbers and plain masks."""
     weights: Path
@@ -82,7 +85,7 @@ def load_run(folder: str | Path, *, weights: Literal["best", "last"] = "best") -
     return LoadedRun(
         job=job,
         module=module,
-        preprocess=preprocess,
+        preprocess=partial(_preprocessed, preprocess),
         classes=tuple(facts.get("classes", ())),
         weights=checkpoint,
         description={**common, **facts},
@@ -91,6 +94,15 @@ def load_run(folder: str | Path, *, weights: Literal["best", "last"] = "best") -
 
 _Loaded = tuple[nn.Module, nn.Module, Callable[[Sequence[Any]], Batch], dict[str, Any]]
 """The model with the names of its weights, how it is called, and what comes before and after."""
+
+
+def _preprocessed(preprocess: Callable[[Sequence[Any]], Batch], inputs: Iterable[Any]) -> Batch:
+    """Make a batch of a list, and of nothing else: a text would be read letter by letter."""
+    if isinstance(inputs, str | Path | np.ndarray) or not isinstance(inputs, Iterable):
+        raise TypeError(f"preprocess: expected a list of inputs, got {type(inputs).__name__}")
+    if not (several := [*inputs]):
+        raise ValueError("preprocess: expected a list of one input or more, got none")
+    return preprocess(several)
 
 
 def _load_pictures(run: Path) -> _Loaded:
@@ -166,12 +178,18 @@ def _tensors(
 ) -> list[torch.Tensor]:
     """Make each picture or file a tensor, as in tests."""
     require("reading pictures", "images", "PIL")
-    opened: Any = [
-        open_picture(Path(each), white=kind.white) if isinstance(each, str | Path) else each
-        for each in pictures
-    ]
+    opened: Any = [_opened(each, kind.white) for each in pictures]
     data = LabelledPictures(opened, range(len(opened)), mode, changes, kind.normalise)
     return [data[number][0] for number in range(len(data))]
+
+
+def _opened(picture: Any, white: int | None) -> Any:
+    from PIL import Image
+
+    if isinstance(picture, np.ndarray):
+        # Floating point numbers would be cut off without a word.
+        return Image.fromarray(picture.astype(np.uint8, casting="safe", copy=False))
+    return open_picture(Path(picture), white=white) if isinstance(picture, str | Path) else picture
 
 
 def _numbers(kind: KeptModel) -> dict[str, Any]:

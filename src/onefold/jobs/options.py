@@ -18,6 +18,7 @@ far above anything sensible.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 import operator
 import re
@@ -36,7 +37,7 @@ import torch
 from onefold.jobs.data.files import read_whole
 from onefold.jobs.loggers import LoggerName
 from onefold.system.ownfiles import nested_too_deeply, write_whole
-from onefold.system.words import seconds_of
+from onefold.system.words import seconds_of, usual_option
 
 __all__ = [
     "RUN_OPTIONS",
@@ -351,9 +352,10 @@ def from_mapping(kind: type[_Options], values: Mapping[str, Any], source: str) -
     fields = [field.name for field in dataclasses.fields(kind)]
     unknown = [name for name in values if name not in fields]
     if unknown:
-        raise ValueError(
-            f"{source}: there is no option {', '.join(unknown)}; known are {', '.join(fields)}"
-        )
+        ours = {name.replace("_", "-"): name for name in fields}
+        close = (difflib.get_close_matches(usual_option(name), ours, 1) for name in unknown)
+        meant = "".join(f"; did you mean {ours[each[0]]}?" for each in close if each)
+        raise ValueError(f"{source}: there is no option {', '.join(unknown)}{meant}")
     checked = {name: _typed(name, value, hints[name], source) for name, value in values.items()}
     return kind(**checked)
 
@@ -361,18 +363,31 @@ def from_mapping(kind: type[_Options], values: Mapping[str, Any], source: str) -
 def _typed(name: str, value: Any, hint: Any, source: str) -> Any:
     """Convert a value to its option's type.
 
+    Numbers do for texts, and for a list a text as on the command line does.
+
     Raises:
         ValueError: the value has another type.
     """
+    plain, several = value, typing.get_origin(hint) is tuple
+    if str in (hint, *typing.get_args(hint)):
+        plain = (
+            [*map(_spelt, value)] if several and isinstance(value, list | tuple) else _spelt(value)
+        )
+    if several and isinstance(plain, str):
+        plain = [part for part in plain.split(",") if part]
     try:
         # Strict: "1" is no number, and true is not 1. A whole number does for a float, and TOML's
         # lists become tuples.
-        return msgspec.convert(value, hint)
+        return msgspec.convert(plain, hint)
     # With UnicodeEncodeError: msgspec reads no text with lone surrogates, which stand on a command
     # line for bytes that are not UTF-8.
     except ValueError:
         got = _short(repr(value))
         raise ValueError(f"{source}: {name}: expected {_words(hint)}, got {got}") from None
+
+
+def _spelt(value: object) -> object:
+    return str(value) if type(value) in (int, float) else value
 
 
 def _short(value: object) -> str:

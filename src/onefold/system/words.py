@@ -16,10 +16,14 @@ __all__ = [
     "script_line",
     "seconds_of",
     "tell",
+    "usual_option",
     "words_of_failure",
 ]
 
 _LONGEST_MESSAGE = 4000
+_ELSEWHERE = {"bs": "batch-size", "early-stopping": "patience", "learning-rate": "lr"}
+_ELSEWHERE |= dict.fromkeys(("max-epochs", "num-epochs", "num-train-epochs"), "epochs")
+"""What other programs call an option, and what we do."""
 
 
 def seconds_of(time: str) -> float:
@@ -80,6 +84,16 @@ def cause_of(error: BaseException) -> str:
         innermost = each if isinstance(each, OSError) else innermost
         each = each.__cause__ or each.__context__
     return message_of(innermost).partition("\n")[0]
+
+
+def usual_option(name: str) -> str:
+    """Our name of an option, by that which other programs have; a name of no other is returned.
+
+    >>> usual_option("learning_rate"), usual_option("patince")
+    ('lr', 'patince')
+    """
+    plain = name.lstrip("-").replace("_", "-")
+    return _ELSEWHERE.get(plain, plain)
 
 
 def tell(text: str) -> None:
