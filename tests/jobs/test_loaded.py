@@ -40,7 +40,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path
 
 
 def predicted(run: Path, paths: list[Path], output: Path | None = None) -> list[dict[str, Any]]:
-    return predict_run(run, paths, PredictOptions(output=output, top=9)).rows
+    return predict_run(run, paths, PredictOptions(output=output, top=1 if output else 9)).rows
 
 
 @pytest.fixture(autouse=True)

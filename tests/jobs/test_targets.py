@@ -61,7 +61,9 @@ def write_shades(root: Path, count: int = 40) -> None:
         has, level = draw.integers(0, 2, 3), float(draw.uniform(0, 100))
         pixels = draw.integers(0, 40, (16, 16, 3)) + has * 120 + int(level)
         Image.fromarray(pixels.astype(np.uint8)).save(root / f"{number}.png")
-        names = [name for name, each in zip(("red", "green", "blue"), has, strict=True) if each]
+        names = [
+            name for name, each in zip(("red", "green", "blue, dark"), has, strict=True) if each
+        ]
         tags.append(json.dumps({"image": f"{number}.png", "labels": names}))
         numbers.append([f"{number}.png", str(round(level, 2))])
     (root / "tags.jsonl").write_text("\n".join(tags))
@@ -106,7 +108,7 @@ def test_several_classes_of_pictures_are_predicted(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"got the list .*--task multi-label"):
         run_here("classify", table, tmp_path, **PICTURES)
     run, said = run_here("classify", table, tmp_path, task="multi-label", **PICTURES)
-    assert (said["best"]["score"], said["classes"]) == ("micro-f1", ["blue", "green", "red"])
+    assert (said["best"]["score"], said["classes"]) == ("micro-f1", ["blue, dark", "green", "red"])
     rows = predict_run(run, [table.parent], PredictOptions(devices="cpu:1")).rows
     assert [*rows[0]] == ["file", "labels", *(f"confidence {c}" for c in said["classes"])]
     found = evaluate_run(run, table, EvaluateOptions(devices="cpu:1"))
@@ -117,6 +119,17 @@ def test_several_classes_of_pictures_are_predicted(tmp_path: Path) -> None:
     ]
     expected = label_scores(given.astype(float), np.array(sure))
     assert {name: found.scores[name] for name in expected} == pytest.approx(expected)
+    # In a text a bar is a stronger sign than the comma of a name.
+    bars = tmp_path / "data" / "tags.csv"
+    lines = (f'{n}.png,"{"|".join(names)}"' for n, names in enumerate(truth))
+    bars.write_text("\n".join(("image,labels", *lines)))
+    again = evaluate_run(run, bars, EvaluateOptions(devices="cpu:1"))
+    assert again.scores == found.scores
+    labels = {row["label"] for row in again.prediction.rows}
+    assert {"red|green|blue, dark", "blue, dark", ""} <= labels
+    for table in (bars, tmp_path / "data"):
+        with pytest.raises(ValueError, match=r"^--top 2: expected a run that predicts one class"):
+            predict_run(run, [table], PredictOptions(devices="cpu:1", top=2))
     assert [each["support"] for each in found.by_class] == given.sum(axis=0).tolist()
     # The same data for training and for this: so is what answering alike scores.
     shares = np.array(said["class_counts"][0]) / said["train_samples"]

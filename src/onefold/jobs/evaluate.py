@@ -20,7 +20,7 @@ from onefold.jobs import classify_job, require, segment_job, text_job
 from onefold.jobs.data.arrays import read_labelled
 from onefold.jobs.data.classes import class_files, listed_files, test_folder
 from onefold.jobs.data.files import BadFile, name_below, readable, refuse
-from onefold.jobs.data.labels import Label, at_spaces, numbered, parts_of, read_label, spelt
+from onefold.jobs.data.labels import SEPARATORS, Label, divided, numbered, parts_of, spelt
 from onefold.jobs.data.maskclasses import MaskClass
 from onefold.jobs.data.masks import MaskRule
 from onefold.jobs.data.pairs import Pair, read_pairs_to_test
@@ -149,11 +149,12 @@ class _Facts(msgspec.Struct):
         return msgspec.convert(kept, Target)
 
     def known(self, label: Label) -> Label | None:
-        """The label in classes of the run, which may have spaces between them; None if it is not.
+        """The label in classes of the run, with any sign between several; None if it is not.
 
         Of a number, itself.
         """
-        for each in (label, at_spaces(label)):
+        several = self.target.task == "multi-label"
+        for each in (divided(label, x) for x in ("", *SEPARATORS)) if several else (label,):
             if all(name in self.classes for name in parts_of(each)):
                 return each
         return None
@@ -221,11 +222,11 @@ def _trained_with(run: Path, job: str, found: _Labelled) -> str | None:
     )
 
 
-def _sum_up_targets(found: Measured, labels: list[str], facts: _Facts) -> dict[str, Any]:
+def _sum_up_targets(found: Measured, labels: list[Label], facts: _Facts) -> dict[str, Any]:
     """Score one class for each sample, several, or a number; and the baseline if there is one."""
     target, classes, counts = facts.target, facts.classes, facts.class_counts
     baseline = None
-    truth = np.array(numbered([read_label(each, target.task) for each in labels], classes))
+    truth = np.array(numbered(labels, classes))
     summed: dict[str, Any] = {"scores": scores_of(found, truth, target)}
     if target.task == "regression":
         baseline = number_baseline(truth, target)
@@ -252,7 +253,7 @@ def _compared(summed: dict[str, Any], baseline: Baseline | None, facts: _Facts) 
     return {**summed, "baseline": baseline, "warning": warning}
 
 
-def _sum_up_masks(found: Measured, labels: list[str], facts: _Facts) -> dict[str, Any]:
+def _sum_up_masks(found: Measured, labels: list[Label], facts: _Facts) -> dict[str, Any]:
     classes = msgspec.convert(facts.mask_model.get("classes", ()), tuple[MaskClass, ...])
     baseline, counts = None, facts.class_counts
     if counts is not None:
@@ -293,7 +294,7 @@ def _pictures(run: Path, data: Path, facts: _Facts, options: EvaluateOptions) ->
     for path, named in class_files(folder, {}, bad, facts.target.task):
         label = spelt(named)
         if facts.known(named) is not None:
-            inputs.append(Input(path, str(path.relative_to(folder)), label=label))
+            inputs.append(Input(path, str(path.relative_to(folder)), label=named))
         else:
             strange.setdefault(label, _strange(folder / label, label, facts))
     bad += strange.values()
@@ -315,7 +316,7 @@ def _listed(table: Path, lines: list[Line], bad: list[BadFile], facts: _Facts) -
         if label is None:
             bad.append(_strange(path, spelt(named), facts))
         else:
-            inputs.append(Input(path, name_below(path, table.parent), label=spelt(label)))
+            inputs.append(Input(path, name_below(path, table.parent), label=label))
     return _Labelled(table, readable_pictures(inputs, bad), bad)
 
 
@@ -343,7 +344,7 @@ def _texts(run: Path, data: Path, facts: _Facts, options: EvaluateOptions) -> _L
         if label is None:
             bad.append(_strange(path, spelt(line.label), facts, line.line_number))
         else:
-            inputs.append(Input(path, str(path), line.text, line.line_number, spelt(label)))
+            inputs.append(Input(path, str(path), line.text, line.line_number, label))
     return _Labelled(path, inputs, bad)
 
 
@@ -403,7 +404,7 @@ class _Job(NamedTuple):
     """Finds the samples, of a run and in the data."""
     score: Callable[[Use], Predicted]
     """Predicts them, on every device."""
-    sum_up: Callable[[Measured, list[str], _Facts], dict[str, Any]]
+    sum_up: Callable[[Measured, list[Label], _Facts], dict[str, Any]]
     """What was measured amounts to, with these labels: the scores of an `Evaluation`."""
 
 

@@ -19,14 +19,14 @@ from onefold.jobs import classify_job, require, segment_job, text_job
 from onefold.jobs.data.augment import LabelledPictures
 from onefold.jobs.data.classes import listed_files
 from onefold.jobs.data.files import BadFile, name_below, refuse
-from onefold.jobs.data.labels import numbered, read_label
+from onefold.jobs.data.labels import Label, numbered, spelt
 from onefold.jobs.data.maskclasses import coloured_mask
 from onefold.jobs.data.pictures import ArrayPictures, PictureFiles, picture_paths
 from onefold.jobs.data.scan import Scanning, Seen, scan_pictures
 from onefold.jobs.data.tables import Columns, is_table, read_table
 from onefold.jobs.data.tsv import decoded, read_lines
 from onefold.jobs.finetune import KeptModel, chosen_checkpoint, load_finite
-from onefold.jobs.options import COUNT, MOST_SHARDS, again, check_limits, option
+from onefold.jobs.options import COUNT, MOST_SHARDS, again, check_limits, expect, option
 from onefold.jobs.predictions import (
     MASK_NOTE,
     as_csv,
@@ -111,8 +111,8 @@ class Input:
     """The name of the file, counted from the path that was given."""
     text: str = ""
     line: int = 0
-    label: str = ""
-    """The name of its class, where it has one."""
+    label: Label = ""
+    """The name of its class, or what else it is labelled with; empty where that is not known."""
     mask: Path | None = None
     """The mask that it should have, where that is known."""
 
@@ -166,7 +166,16 @@ def chosen_weights(run: Path, options: PredictOptions) -> Path:
     Raises:
         CheckpointError: the run has no weights yet, or they are damaged.
         DataError: the folder is not that of a run, or its ``run.json`` is damaged.
+        ValueError: the run has not one class for each sample, of which several could be reported.
     """
+    if options.top > 1:
+        kinds: dict[str, Any] = {
+            classify_job.JOB: classify_job.PictureModel,
+            text_job.JOB: text_job.TextModel,
+        }
+        kind = kinds.get(str(read_run(run).get("job")))
+        single = kind is not None and kind.of_run(run).target.task == "single-label"
+        expect(single, "top", options.top, "a run that predicts one class of each sample")
     weights = chosen_checkpoint(run, options.weights)
     # Every byte is compared now, rather than by each device after all the rest.
     check_weights(weights)
@@ -402,9 +411,9 @@ class Use:
         """Report the number of each sample, or its classes: all that it has, or the surest."""
         found = self.measured(model, target_measure(answer, kind.target), data, collate)
         rows = target_rows(found, kind.target, kind.classes, self.options.top)
-        labelled = any(each.label for each in self.inputs)
+        labelled = any(each.label != "" for each in self.inputs)
         return [
-            {**each.row, **({"label": each.label} if labelled else {}), **own}
+            {**each.row, **({"label": spelt(each.label)} if labelled else {}), **own}
             for each, own in zip(self.inputs, rows, strict=True)
         ], found
 
@@ -463,10 +472,9 @@ class Use:
             nothing = torch.zeros(len(self.inputs), len(classes))
             if not self.scored:
                 return nothing if classes else nothing.sum(dim=1)
-            labels = [read_label(each.label, target.task) for each in self.inputs]
-            return targets(numbered(labels, classes))
+            return targets(numbered([each.label for each in self.inputs], classes))
         numbers = {name: number for number, name in enumerate(classes)}
-        return [numbers.get(each.label, 0) for each in self.inputs]
+        return [numbers.get(spelt(each.label), 0) for each in self.inputs]
 
     def _files(self, kind: KeptModel) -> PictureFiles:
         return PictureFiles([each.path for each in self.inputs], Path(), kind.white)

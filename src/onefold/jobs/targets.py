@@ -301,7 +301,7 @@ def target_rows(
         ]
     return [
         {
-            "labels": ", ".join(n for n, p in zip(classes, sure, strict=True) if p >= _THRESHOLD),
+            "labels": "|".join(n for n, p in zip(classes, sure, strict=True) if p >= _THRESHOLD),
             # Of all classes, so that everybody may choose a threshold of his own.
             **{f"confidence {n}": round(p, 6) for n, p in zip(classes, sure, strict=True)},
         }

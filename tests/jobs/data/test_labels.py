@@ -8,7 +8,7 @@ from onefold.jobs.data.labels import (
     check_labels,
     check_same,
     read_label,
-    spaced,
+    separator,
 )
 from onefold.jobs.data.pictures import Look, Sums, white_of
 from tests.tables import for_each
@@ -46,7 +46,7 @@ def test_labels_of_classes_pass_without_a_word(counts: dict[str, int]) -> None:
     ],
 )
 def test_spaces_between_classes_are_found(texts: list[str], expected: bool) -> None:
-    assert spaced([read_label(text, "multi-label") for text in texts]) == expected
+    assert (separator([read_label(text, "multi-label") for text in texts]) == " ") == expected
 
 
 def test_a_decimal_comma_is_named() -> None:

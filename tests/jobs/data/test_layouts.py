@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -167,6 +168,27 @@ def test_spaces_between_several_classes_divide_them_in_all_tables(tmp_path: Path
     assert "'rust scab' is 2 of them; --labels-as-is makes one of it" in found.notes[-1]
     as_is = read_listed(train, str(dev), columns, "multi-label", labels_as_is=True)
     assert as_is.train[1].label == ("rust scab",)
+
+
+@for_each(
+    ("labels", "read"),
+    [
+        ("a|b; c, d\n2,a", [("a", "b; c, d"), ("a",)]),
+        ("a; b, c\n2,b, c", [("a", "b, c"), ("b, c",)]),
+        ("a,b (c)\n2,[a]", [("a", "b (c)"), ("a",)]),
+    ],
+)
+def test_the_strongest_sign_between_classes_is_the_only_one(
+    labels: str, read: Any, tmp_path: Path
+) -> None:
+    rows = (row.split(",", 1) for row in f"1,{labels}\n3,\n".splitlines())
+    text = "image,labels\n" + "".join(f'{image},"{label}"\n' for image, label in rows)
+    put(tmp_path / "train.csv", text)
+    for as_is in (False, True):
+        found = read_listed(
+            tmp_path / "train.csv", None, Columns("image"), "multi-label", labels_as_is=as_is
+        )
+        assert [x.label for x in found.train] == [*read, ()]
 
 
 def test_a_table_to_test_with_is_used_unless_it_has_no_labels(tmp_path: Path) -> None:

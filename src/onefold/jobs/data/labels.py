@@ -24,19 +24,20 @@ from onefold.jobs.data.files import readable
 from onefold.system.words import listed
 
 __all__ = [
+    "SEPARATORS",
     "Label",
     "Sample",
     "TaskName",
-    "at_spaces",
     "check_labels",
     "check_same",
     "check_task",
     "classes_of",
+    "divided",
     "numbered",
     "parts_of",
     "read_label",
+    "separator",
     "shortened",
-    "spaced",
     "spelt",
     "untested",
 ]
@@ -61,7 +62,10 @@ _LISTED = 3
 _NUMBER = re.compile(r"[-+]?\d+(?:[.,]\d+)?(?:[eE][-+]?\d+)?")
 _FRACTION = re.compile(r"[-+]?\d+[.,]\d*[1-9]")
 _WHOLE = re.compile(r"[-+]?\d+")
+SEPARATORS = ("|", ";", ",", " ")
+"""What may stand between the classes of a sample, the strongest first."""
 _SEVERAL = re.compile(r"[,;|]")
+_BRACKETS = re.compile(r"\[.*\]|\(.*\)")
 _SWITCHES = re.compile(r"[\[(]?[01](?:[ ,;|]+[01])+[\])]?")
 _OTHERWISE = "; or accept each of them as a class with --labels-as-is"
 
@@ -70,15 +74,15 @@ def read_label(value: object, task: TaskName = "single-label") -> Label:
     """Read a label from what a file has.
 
     Args:
-        value: a text, a number, or a list of texts; for ``multi-label`` a text names classes with
-            commas, semicolons or bars between them.
+        value: a text, a number, or a list of texts; for ``multi-label`` a text may name several
+            classes, which `divided` makes of it once their `separator` is known.
         task: what is to be predicted.
 
     Raises:
         ValueError: the value is no label of this task.
 
     Example:
-        >>> read_label(" good "), read_label("toxic, rude", "multi-label")
+        >>> read_label(" good "), read_label(["toxic", "rude"], "multi-label")
         ('good', ('toxic', 'rude'))
         >>> read_label("3.5", "regression")
         3.5
@@ -89,26 +93,22 @@ def read_label(value: object, task: TaskName = "single-label") -> Label:
                 f"expected one label, got the list {shortened(value)}: --task multi-label predicts "
                 f"several classes for a sample"
             )
-        names = [str(part).strip() for part in value]
+        text, names = "", [str(part).strip() for part in value]
     else:
         # A number as JSON and Parquet have it is spelt as in CSV; null is a cell without anything.
         text = "" if value is None else str(value).strip()
         if task == "regression":
             return _number(text)
-        names = [text]
-        if task == "multi-label":
-            # As Python and pandas write a list to CSV, too: "['toxic', 'rude']".
-            parts = _SEVERAL.split(text.strip("[]()"))
-            names = [name for part in parts if (name := part.strip(" '\""))]
-        elif not text:
+        if not text and task == "single-label":
             raise ValueError("expected a label, got nothing")
+        names = [*filter(None, _SEVERAL.split(text))] if task == "multi-label" else [text]
     for name in names:
         if not name or len(name) > _LONGEST_LABEL:
             raise ValueError(
                 f"expected a label of at most {_LONGEST_LABEL} characters, got {len(name):,}: "
                 f"{shortened(name)}"
             )
-    return tuple(dict.fromkeys(names)) if task == "multi-label" else names[0]
+    return tuple(dict.fromkeys(names)) if isinstance(value, list | tuple) else text
 
 
 def _number(text: str) -> float:
@@ -141,12 +141,12 @@ def parts_of(label: Label) -> tuple[str, ...]:
 
 
 def spelt(label: Label) -> str:
-    """Spell a label so that `read_label` reads it.
+    """Spell a label, with bars between several classes.
 
     >>> spelt(("rude", "toxic")), spelt(0.5)
-    ('rude, toxic', '0.5')
+    ('rude|toxic', '0.5')
     """
-    return ", ".join(label) if isinstance(label, tuple) else str(label)
+    return "|".join(label) if isinstance(label, tuple) else str(label)
 
 
 def classes_of(labels: Iterable[Label]) -> list[str]:
@@ -163,30 +163,42 @@ def classes_of(labels: Iterable[Label]) -> list[str]:
     return sorted(names)
 
 
-def spaced(labels: Iterable[Label]) -> bool:
-    """Whether labels of several classes have nothing but spaces between these.
+def separator(labels: Sequence[Label], *, spaces: bool = True) -> str:
+    """Find what stands between the classes of labels: the strongest sign that any of them has.
 
-    As for commas, the same words are combined again and again then; names of two words are not.
+    It is a space if they have nothing else, and, as for commas, the same words are combined again
+    and again; names of two words are not.
 
-    >>> spaced([("cat",), ("cat dog",), ("dog cow",), ("cow",)]), spaced([("hot dog",), ("bun",)])
-    (True, False)
+    Args:
+        labels: as `read_label` returned them.
+        spaces: whether it may be a space.
+
+    >>> separator(["cell|cell, dead", "a, b"]), separator(["a, b", "c"]), separator(["hot dog"])
+    ('|', ',', '')
+    >>> separator(["cat", "cat dog", "dog cow", "cow"])
+    ' '
     """
+    signs = (sign for sign in SEPARATORS[:-1] if any(sign in x for x in labels if type(x) is str))
     parts = [parts_of(label) for label in labels]
     names = {name for each in parts for name in each}
     words = {word for name in names for word in name.split()}
     combined = len(words) < len(names) or len(_spaced(names)) > 1
-    return combined and all(len(each) < 2 for each in parts) and any(" " in each for each in names)
+    alone = combined and all(len(each) < 2 for each in parts) and any(" " in each for each in names)
+    return next(signs, " " if spaces and alone else "")
 
 
-def at_spaces(label: Label) -> Label:
-    """Divide the names of several classes at their spaces.
+def divided(label: Label, sign: str) -> tuple[str, ...]:
+    """Divide what names several classes, at a sign, or nowhere if that is empty.
 
-    >>> at_spaces(("cat dog",)), at_spaces("hot dog")
-    (('cat', 'dog'), 'hot dog')
+    >>> divided("cell|cell, dead", "|"), divided("['toxic', 'rude']", ","), divided("(a) b", "")
+    (('cell', 'cell, dead'), ('toxic', 'rude'), ('(a) b',))
     """
-    if not isinstance(label, tuple):
-        return label
-    return tuple(dict.fromkeys(word for name in label for word in name.split()))
+    around = " "
+    # As Python and pandas write a list to CSV.
+    if isinstance(label, str) and _BRACKETS.fullmatch(label):
+        label, around = label[1:-1], " '\""
+    parts = (part for name in parts_of(label) for part in (name.split(sign) if sign else [name]))
+    return tuple(dict.fromkeys(name for part in parts if (name := part.strip(around))))
 
 
 def numbered(labels: Sequence[Label], classes: Sequence[str]) -> list[Any]:

@@ -19,11 +19,11 @@ from onefold.jobs.data.files import BadFile, ReadData, digest_of, readable
 from onefold.jobs.data.labels import (
     Label,
     TaskName,
-    at_spaces,
     classes_of,
+    divided,
     parts_of,
+    separator,
     shortened,
-    spaced,
     spelt,
 )
 from onefold.jobs.data.tables import TABLES, Columns, column_names, is_table, read_table
@@ -199,11 +199,15 @@ def read_listed(
         label = ", ".join(settled.label)
         found = f"the {settled.kind} is in column {settled.sample}, the label in {label}"
         notes.append(f"{readable(train_path)}: {found}")
-    asked = task == "multi-label" and not labels_as_is and len(settled.label) < 2
-    divide = asked and spaced(line.label for line in train)
-    if divide:
-        several = next(spelt(line.label) for line in train if " " in spelt(line.label))
-        train = [replace(line, label=at_spaces(line.label)) for line in train]
+    sign = separator([line.label for line in train], spaces=not labels_as_is)
+
+    def divide(lines: list[Line]) -> list[Line]:
+        several = task == "multi-label" and len(settled.label) < 2
+        return [replace(x, label=divided(x.label, sign)) for x in lines] if several else lines
+
+    whole, train = train, divide(train)
+    if whole != train and sign == " ":
+        several = next(spelt(line.label) for line in whole if " " in spelt(line.label))
         notes.append(
             f"{readable(train_path)}: classes have spaces between them, so that {several!r} is "
             f"{len(several.split())} of them; --labels-as-is makes one of it"
@@ -216,9 +220,9 @@ def read_listed(
             notes.append(f"{readable(other)}: not used, as it has no column {lacking[0]}")
             continue
         test, test_bad, _ = read_file(other, settled, task)
-        if divide:
-            test = [replace(line, label=at_spaces(line.label)) for line in test]
-        return ListedSamples(train, test, (train_path, other), [*bad, *test_bad], notes, settled)
+        return ListedSamples(
+            train, divide(test), (train_path, other), [*bad, *test_bad], notes, settled
+        )
     return ListedSamples(train, None, (train_path, train_path), bad, notes, settled)
 
 
