@@ -128,7 +128,7 @@ def test_several_classes_of_pictures_are_predicted(tmp_path: Path) -> None:
     labels = {row["label"] for row in again.prediction.rows}
     assert {"red|green|blue, dark", "blue, dark", ""} <= labels
     for table in (bars, tmp_path / "data"):
-        with pytest.raises(ValueError, match=r"^--top 2: expected a run that predicts one class"):
+        with pytest.raises(ValueError, match=r"^--top 2: expected a run of one class for each"):
             predict_run(run, [table], PredictOptions(devices="cpu:1", top=2))
     assert [each["support"] for each in found.by_class] == given.sum(axis=0).tolist()
     # The same data for training and for this: so is what answering alike scores.

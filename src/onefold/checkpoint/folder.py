@@ -438,7 +438,7 @@ def _has_right_sizes(folder: Path, record: Mapping[str, Any]) -> bool:
 
 
 def best_of(records: Mapping[Path, Mapping[str, Any]], rule: str) -> set[Path]:
-    """Find the best checkpoint by a rule, of equal ones the newest; none if none has its score.
+    """Find the best checkpoint by a rule, of equal ones the oldest; none if none has its score.
 
     Args:
         records: the ``run.json`` of each checkpoint.
@@ -449,11 +449,11 @@ def best_of(records: Mapping[Path, Mapping[str, Any]], rule: str) -> set[Path]:
     """
     name, sign = _read_rule(rule)
     scored = [
-        (sign * value, _age(record), folder)
+        (-sign * value, _age(record), folder)
         for folder, record in records.items()
         if not math.isnan(value := from_json(record["scores"]).get(name, math.nan))
     ]
-    return {max(scored)[2]} if scored else set()
+    return {min(scored)[2]} if scored else set()
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,10 +6,10 @@ the public names of onefold alone, and whatever is in it can be changed.
 
 from __future__ import annotations
 
-import csv
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from onefold.jobs import require
 from onefold.jobs.data.classes import test_folder
 from onefold.jobs.data.layouts import refuse_other_layouts
 from onefold.jobs.data.pictures import is_picture, picture_paths, visible_folders
+from onefold.jobs.data.tables import open_table
 from onefold.system.words import listed
 
 __all__ = ["write_script"]
@@ -140,22 +141,15 @@ def _folder(path: Path) -> Data:
             f"so the classes may be either: expected one folder for each class. For one part, "
             f"onefold init {inside / first}; for all, move the pictures of each class together"
         )
-    files = [file for each in found.values() for file in each]
-    _refuse_deep(path, files)
-    suffixes = tuple(sorted({each.suffix.lower() for each in files}))
-    return Data("pictures", str(inside), test=_tested(path, inside, found), suffixes=suffixes)
-
-
-def _tested(path: Path, inside: Path, classes: Collection[Path]) -> str:
-    """The folder with the test set, as the jobs find it; empty if there is none with labels."""
-    known, folder, tested = {each.name for each in classes}, path, set[str]()
+    test = ""
     if inside != path:
         with suppress(DataError):
             folder = test_folder(path, choosing=True)
-            tested = {each.name for each in visible_folders(folder)}
-    if strange := sorted(tested - known):
-        raise DataError(f"{folder}: expected the classes of {inside}, got also {listed(strange)}")
-    return str(folder) if tested else ""
+            test = str(folder) if visible_folders(folder) else ""
+    files = [file for each in found.values() for file in each]
+    _refuse_deep(path, files)
+    suffixes = tuple(sorted({each.suffix.lower() for each in files}))
+    return Data("pictures", str(inside), test=test, suffixes=suffixes)
 
 
 def _refuse_deep(path: Path, files: Iterable[Path]) -> None:
@@ -203,38 +197,30 @@ def _form(inputs: Any) -> str | None:
 
 
 def _table(path: Path) -> Data:
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            delimiter = max(",;\t|", key=file.readline().count)
-            file.seek(0)
-            reader = csv.reader(file, delimiter=delimiter)
-            names = next(reader, [])
-            rows = [row for row, _ in zip(reader, range(_MOST_ROWS), strict=False) if row]
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"{path}: expected a table in UTF-8: {error}") from error
+    table = open_table(path)
+    names, delimiter = table.names, table.delimiter
+    rows = []
+    for number, cells in islice(table.rows, _MOST_ROWS):
+        if isinstance(cells, str):
+            raise DataError(f"{path}, row {number}: {cells}")
+        rows.append(cells)
     if len(names) < 2 or not rows or all(map(_is_number, names)):
         raise DataError(
             f"{path}: expected a first row with two or more column names, and rows of data, got "
             f"{listed(names) or 'nothing'}"
         )
-    for number, row in enumerate(rows, 2):
-        if len(row) != len(names):
-            raise DataError(
-                f"{path}, row {number}: expected {len(names)} columns, as in the first row, got "
-                f"{len(row)}"
-            )
-    for place, name in enumerate(names):
+    for name in names:
         # As Windows writes paths, too.
-        paths = (path.parent / row[place].replace("\\", "/") for row in rows)
+        paths = (path.parent / row[name].replace("\\", "/") for row in rows)
         if any(is_picture(each) and each.is_file() for each in paths):
             raise DataError(
                 f"{path}: the column {name} names pictures: no script is needed, use onefold train "
                 f"classify --data {path} --image-column {name}, and --label-column for the target"
             )
     texts = {
-        name: len({row[place] for row in rows})
-        for place, name in enumerate(names[:-1])
-        if not all(_is_number(row[place], delimiter) for row in rows)
+        name: len({row[name] for row in rows})
+        for name in names[:-1]
+        if not all(_is_number(row[name], delimiter) for row in rows)
     }
     # A text of its own in each row, such as a name, says nothing of other rows.
     choices = tuple(name for name, count in texts.items() if 1 < count <= min(_FEW, len(rows) // 2))
@@ -245,7 +231,7 @@ def _table(path: Path) -> Data:
             f"not so {listed(left_out)}. Texts with a label are a job: onefold train text --data "
             f"{path}; so are pictures: onefold train classify --help"
         )
-    targets = [row[-1] for row in rows if row[-1].strip()]
+    targets = [row[names[-1]] for row in rows if row[names[-1]].strip()]
     whole = all(target.strip().lstrip("-").isdecimal() for target in targets)
     classes = (whole and len(set(targets)) <= _FEW) or not all(
         _is_number(target, delimiter) for target in targets

@@ -169,7 +169,8 @@ def prepare(options: ClassifyOptions, scanning: Scanning | None = None) -> Pictu
         require_folder(directory, f"a folder, a table, or digits, {', '.join(FETCHED)}")
     if any(directory.glob("*-images-idx3-ubyte*")):
         names = FASHION_CLASSES if options.data == "fashion-mnist" else None
-        return read_idx_folder(directory, names, labels_as_is=options.labels_as_is)
+        data = read_idx_folder(directory, names, labels_as_is=options.labels_as_is)
+        return replace(data, own_test=True)
     task, as_is = options.task, options.labels_as_is
     return read_classes(
         read_listed(directory, options.dev, columns, task, labels_as_is=as_is)

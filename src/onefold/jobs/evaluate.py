@@ -27,7 +27,6 @@ from onefold.jobs.data.pairs import Pair, read_pairs_to_test
 from onefold.jobs.data.pictures import ArrayPictures, require_folder
 from onefold.jobs.data.samples import files_to_test, read_to_score
 from onefold.jobs.data.scan import Scanning
-from onefold.jobs.data.tables import Columns
 from onefold.jobs.data.tsv import Line
 from onefold.jobs.options import option, read_config
 from onefold.jobs.predict import (
@@ -73,11 +72,6 @@ class EvaluateOptions(PredictOptions):
 
     output: Path | None = option(
         None, "File for the label and the prediction of every sample.", shown="none"
-    )
-    image_column: str | None = option(
-        None,
-        "Column with the paths of the pictures in a table.",
-        shown="that of the run, or the one of a usual name",
     )
     label_column: tuple[str, ...] = option(
         (), "Column of the labels in a table.", shown="that of the run, or the one of a usual name"
@@ -193,7 +187,7 @@ def evaluate_run(run: Path, data: Path, options: EvaluateOptions) -> Evaluation:
     require_output(options.output, masks=False)
     found = job.read(run, data, facts, options)
     if not options.skip_bad:
-        refuse(found.left_out)
+        refuse(found.left_out, found.inputs)
     if not found.inputs:
         raise DataError(f"{readable(found.where)}: expected labelled samples, found none")
     if options.output is not None:
@@ -270,15 +264,6 @@ def _strange(path: Path, label: str, facts: _Facts, line: int | None = None) -> 
     return BadFile(path, f"{expected}, got {label!r}", line)
 
 
-def _columns(run: Path, kind: str, options: EvaluateOptions) -> Columns:
-    """The columns that were named, and otherwise those of the run."""
-    columns = columns_of(run, kind)
-    named = options.text_column if kind == "text" else options.image_column
-    return columns._replace(
-        sample=named or columns.sample, label=options.label_column or columns.label
-    )
-
-
 def _pictures(run: Path, data: Path, facts: _Facts, options: EvaluateOptions) -> _Labelled:
     """Read pictures in class folders or a table, or the IDX files of a test set."""
     require("reading pictures", "images", "PIL")
@@ -304,7 +289,8 @@ def _pictures(run: Path, data: Path, facts: _Facts, options: EvaluateOptions) ->
 def _read_to_score(
     run: Path, kind: str, data: Path, facts: _Facts, options: EvaluateOptions
 ) -> tuple[Path, list[Line], list[BadFile]]:
-    columns = _columns(run, kind, options)
+    columns = columns_of(run, kind, options)
+    columns = columns._replace(label=options.label_column or columns.label)
     return read_to_score(data, columns, facts.target.task, lambda x: facts.known(x) is not None)
 
 

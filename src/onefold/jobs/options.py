@@ -223,7 +223,7 @@ class TrainOptions:
         256, "With --scale-lr: the batch size that --lr is meant for.", COUNT
     )
     patience: int | None = option(
-        None, "Stop after so many epochs without a better score.", COUNT, shown="no limit"
+        None, "Early stopping: after so many epochs without a better score.", COUNT, shown="never"
     )
     max_time: str | None = option(
         None, "Stop training after this time, such as 45m or 1h30m.", shown="no limit"
@@ -370,9 +370,7 @@ def _typed(name: str, value: Any, hint: Any, source: str) -> Any:
     """
     plain, several = value, typing.get_origin(hint) is tuple
     if str in (hint, *typing.get_args(hint)):
-        plain = (
-            [*map(_spelt, value)] if several and isinstance(value, list | tuple) else _spelt(value)
-        )
+        plain = [*map(_spelt, value)] if isinstance(value, list | tuple) else _spelt(value)
     if several and isinstance(plain, str):
         plain = [part for part in plain.split(",") if part]
     try:

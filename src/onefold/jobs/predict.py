@@ -26,7 +26,7 @@ from onefold.jobs.data.scan import Scanning, Seen, scan_pictures
 from onefold.jobs.data.tables import Columns, is_table, read_table
 from onefold.jobs.data.tsv import decoded, read_lines
 from onefold.jobs.finetune import KeptModel, chosen_checkpoint, load_finite
-from onefold.jobs.options import COUNT, MOST_SHARDS, again, check_limits, expect, option
+from onefold.jobs.options import COUNT, MOST_SHARDS, again, check_limits, option, read_config
 from onefold.jobs.predictions import (
     MASK_NOTE,
     as_csv,
@@ -35,7 +35,7 @@ from onefold.jobs.predictions import (
     require_predictions,
 )
 from onefold.jobs.progress import reading_bar
-from onefold.jobs.runfolder import kept_facts, read_run, require_writable
+from onefold.jobs.runfolder import CONFIG, kept_facts, read_run, require_writable
 from onefold.jobs.scores import Measured
 from onefold.jobs.segment_pictures import Padded, predicted_numbers, whole_logits
 from onefold.jobs.targets import Answer, Target, target_measure, target_rows, targets
@@ -77,13 +77,18 @@ class PredictOptions:
     json: bool = option(False, "Print JSON: short for --format json.")
     weights: Literal["best", "last"] = option("best", "Checkpoint of the run to use.")
     top: int = option(1, "How many classes to report for each, the surest first.", COUNT)
-    batch_size: int | None = option(
-        None, "Samples of a batch, over all devices.", COUNT, shown="that of the job's evaluation"
+    batch_size: int | None = again(
+        "batch_size", shown="that of the job's evaluation", heading="Devices"
     )
     workers: int = again("workers", 0)
     text_column: str | None = option(
         None,
         "Column of the texts in a table, or several: title,body.",
+        shown="that of the run, or the one of a usual name",
+    )
+    image_column: str | None = option(
+        None,
+        "Column of the pictures' paths in a table.",
         shown="that of the run, or the one of a usual name",
     )
     skip_bad: bool = option(False, "Leave out what cannot be read, rather than refuse it.")
@@ -144,16 +149,16 @@ def predict_run(run: Path, paths: Sequence[Path], options: PredictOptions) -> Pr
     require_output(options.output, masks=masks)
     classes = read_run(run).get("classes") or ()
     # The inputs are read whole only after everything that is quickly refused.
-    columns = columns_of(run, "text" if job == text_job.JOB else "image")
+    columns = columns_of(run, "text" if job == text_job.JOB else "image", options)
     if job == text_job.JOB:
-        columns = columns._replace(sample=options.text_column or columns.sample)
         inputs, left_out = _read_texts(paths, columns)
     else:
         inputs, left_out = _read_pictures(paths, {*map(str, classes)}, columns, masks=masks)
     if not options.skip_bad:
-        refuse(left_out)
+        refuse(left_out, inputs)
     if not inputs:
-        raise DataError(f"{', '.join(map(str, paths))}: expected something to look at, found none")
+        kind = "texts" if job == text_job.JOB else "pictures"
+        raise DataError(f"{', '.join(map(str, paths))}: expected {kind}, found none")
     if options.output is not None:
         check_files_stay(inputs, options.output, masks=masks)
     rows, _ = start(Use(job, run, weights, inputs, options))
@@ -169,13 +174,10 @@ def chosen_weights(run: Path, options: PredictOptions) -> Path:
         ValueError: the run has not one class for each sample, of which several could be reported.
     """
     if options.top > 1:
-        kinds: dict[str, Any] = {
-            classify_job.JOB: classify_job.PictureModel,
-            text_job.JOB: text_job.TextModel,
-        }
-        kind = kinds.get(str(read_run(run).get("job")))
-        single = kind is not None and kind.of_run(run).target.task == "single-label"
-        expect(single, "top", options.top, "a run that predicts one class of each sample")
+        job = str(read_run(run).get("job"))
+        task = "masks" if job == segment_job.JOB else read_config(run / CONFIG, job).get("task")
+        if task not in (None, "single-label"):
+            raise ValueError(f"--top {options.top}: expected a run of one class for each sample")
     weights = chosen_checkpoint(run, options.weights)
     # Every byte is compared now, rather than by each device after all the rest.
     check_weights(weights)
@@ -262,19 +264,22 @@ def readable_pictures(inputs: Sequence[Input], bad: list[BadFile]) -> list[Input
     return [one for one, each in zip(inputs, seen, strict=True) if isinstance(each, Seen)]
 
 
-def columns_of(run: Path, kind: str) -> Columns:
-    """The columns of the tables that a run was trained on.
+def columns_of(run: Path, kind: str, options: PredictOptions) -> Columns:
+    """The columns that were named, and otherwise those of the tables that a run was trained on.
 
     Args:
         run: folder of the run.
-        kind: what the samples are, if it was trained on something else.
+        kind: what the samples are.
+        options: the names of columns are read.
 
     Raises:
         DataError: the run's ``run.json`` is damaged.
     """
     kept = read_run(run).get("columns")
     with kept_facts(run):
-        return msgspec.convert(kept, Columns) if kept else Columns(kind)
+        columns = msgspec.convert(kept, Columns) if kept else Columns(kind)
+    named = options.text_column if kind == "text" else options.image_column
+    return columns._replace(sample=named or columns.sample)
 
 
 def _read_texts(paths: Sequence[Path], columns: Columns) -> tuple[list[Input], list[BadFile]]:
@@ -315,10 +320,8 @@ def require_output(output: Path | None, *, masks: bool) -> None:
             raise ValueError("expected --output with a folder for the masks")
         return
     if output.exists() and output.is_dir() != masks:
-        wanted = "a folder for the masks, this is a file"
-        if not masks:
-            wanted = "a file for the predictions, not a folder"
-        raise ValueError(f"--output {output}: expected {wanted}")
+        kinds = "a file for the predictions, not a folder", "a folder for the masks, this is a file"
+        raise ValueError(f"--output {output}: expected {kinds[masks]}")
     require_writable(output if masks else output.parent, "--output names another one")
 
 

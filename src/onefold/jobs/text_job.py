@@ -152,7 +152,7 @@ def prepare(options: TextOptions, scanning: Scanning | None = None) -> TextSplit
     notes = check_task(labels, options.task, where, labels_as_is=as_is)
     splits = read_splits(samples, holdout=options.holdout, seed=options.seed)
     if not options.skip_bad:
-        refuse(splits.left_out)
+        refuse(splits.left_out, splits.train)
     tested = {name for line in splits.dev for name in parts_of(line.label)}
     notes += untested(splits.classes, tested, readable(splits.paths[1]))
     # A text that is trained on and scored on would make the score too good.

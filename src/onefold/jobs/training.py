@@ -320,7 +320,7 @@ class Training:
             lines.append(f"goes on after step {trainer.steps:,}, in epoch {epoch}")
         total = self.steps * self.epochs
         if total < _FEW_STEPS and not trainer.steps:
-            lines.append(f"only {total} steps in all: a smaller --batch-size gives more of them")
+            lines.append(f"only {total} steps in all: more --epochs or smaller --batch-size help")
         return lines
 
     def _train(self) -> None:
@@ -490,11 +490,11 @@ class Training:
         value = scores[name]
         sign = 1 if direction == "highest" else -1
         before = self.saved["best"]["value"] if self.saved["best"] else math.nan
-        # A tie goes to the later epoch, as it does where old checkpoints are deleted; the other
-        # way round, run.json would name one that is gone. A score that is NaN beats nothing.
+        # A tie stays with the earlier epoch, as it does where old checkpoints are deleted; the
+        # other way round, run.json would name one that is gone. A score that is NaN beats nothing.
         if done:
             self._note_peak(value, sign)
-        if math.isnan(before) or sign * value >= sign * before:
+        if math.isnan(before) or sign * value > sign * before:
             self.saved["best"] = Best(
                 epoch=epoch, score=name, value=value, checkpoint=self._checkpoint
             )

@@ -145,13 +145,14 @@ def read_classes(
     parts = _looked_through(found, directory, scanning, bad)
     train, test = _divided(parts, readable(trained), bad, holdout=holdout, seed=seed)
     if not skip_bad:
-        refuse(bad)
+        refuse(bad, train)
     # Of what can be used, or a class without a readable picture would keep a logit for nothing.
     # Sorted: the number of a class must not depend on the order in which a file system lists.
     classes = tuple(sorted({name for picture in train for name in parts_of(picture.label)}))
     _check_enough(directory, train, test)
     data = _of_pictures(directory, classes, train, test, bad, notes, where)
-    return replace(data, columns=source.columns) if isinstance(source, ListedSamples) else data
+    columns = source.columns if isinstance(source, ListedSamples) else None
+    return replace(data, columns=columns, own_test=len(found) > 1)
 
 
 def _of_pictures(
@@ -234,6 +235,8 @@ def listed_files(
     files = []
     for line in lines:
         path = table.parent / line.text
+        # As Windows writes paths.
+        path = path if path.is_file() else table.parent / line.text.replace("\\", "/")
         if not path.is_file() and Path(line.text).name == line.text:
             # Looked for once, and only where a name alone is given, as in tables of competitions.
             if not by_name:
@@ -384,7 +387,7 @@ def _check_enough(directory: Path, train: Collection[_Picture], test: Collection
     labels = {picture.label for picture in train}
     if len(labels) < 2:
         listed = f"only {min(labels)!r}" if labels else "none"
-        raise DataError(f"{directory}: expected pictures of two classes or more, found {listed}")
+        raise DataError(f"{directory}: expected pictures of two labels or more, found {listed}")
     if not train or not test:
         raise DataError(
             f"{directory}: expected pictures to train and to test with, found {len(train)} "

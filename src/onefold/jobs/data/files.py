@@ -8,7 +8,7 @@ import os
 import stat
 import tempfile
 import unicodedata
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -66,6 +66,8 @@ class ReadData:
     """Files and lines that cannot be used."""
     notes: list[str] = field(default_factory=list)
     """What to mention before training."""
+    own_test: bool = False
+    """Whether there was a test set, so that no share was held out for it."""
     columns: tuple[str, str | None, tuple[str, ...]] | None = None
     """The `onefold.jobs.data.tables.Columns` of its tables, if it has been read from some."""
     scan: str = ""
@@ -106,10 +108,14 @@ def visible(text: str) -> str:
     return text.translate({ord(each): repr(each)[1:-1] for each in controls}) if controls else text
 
 
-def refuse(bad: Sequence[BadFile]) -> None:
+def refuse(bad: Sequence[BadFile], others: Sized) -> None:
     """Raise one error that names the first bad files and lines, if there are any.
 
     If there are more, all of them are written to a file, which the error names.
+
+    Args:
+        bad: what cannot be used.
+        others: what can be; if there is nothing, leaving out the bad ones is no way out.
 
     Raises:
         DataError: ``bad`` is not empty.
@@ -120,10 +126,9 @@ def refuse(bad: Sequence[BadFile]) -> None:
     more = ""
     if len(bad) > _TOLD:
         more = f"\n  and {len(bad) - _TOLD:,} more{_written(bad)}"
-    raise DataError(
-        f"{counted_bad(bad)} cannot be used:\n{named}{more}\n"
-        f"mend or remove them, or leave them out with --skip-bad"
-    )
+    advice = "mend or remove them, or leave them out with --skip-bad"
+    advice = advice if others else "there are no others: mend them, or do what the first line says"
+    raise DataError(f"{counted_bad(bad)} cannot be used:\n{named}{more}\n{advice}")
 
 
 def _shortly(bad: Sequence[BadFile]) -> list[str]:

@@ -54,7 +54,7 @@ _MANY = 20
 """With more classes than these, labels may be refused as measured numbers, or as no classes."""
 _FEW_EACH = 5
 """Samples of a class, on average: whole numbers that have fewer are measured, not chosen."""
-_NOTED = 50
+_NOTED = 10
 """With more classes than these, whole numbers are worth a note, whatever samples they have."""
 _SHOWN_CHARACTERS = 40
 _LISTED = 3
@@ -238,18 +238,19 @@ def check_labels(counts: Mapping[str, int], where: str) -> list[str]:
     _refuse_names(counts, where)
     _refuse_lists(counts, where)
     samples = sum(counts.values())
+    whole = all(map(_WHOLE.fullmatch, counts))
+    measured = counts if whole else [label for label in counts if _FRACTION.fullmatch(label)]
+    note = (
+        f"{where}: labels are numbers, such as {_some(measured)}, and taken for {len(counts)} "
+        f"classes: --task regression predicts them as values"
+    )
+    notes = [note] if measured and (not whole or len(counts) > _NOTED) else []
     if len(counts) <= _MANY:
-        fractions = [label for label in counts if _FRACTION.fullmatch(label)]
-        note = (
-            f"{where}: labels are numbers, such as {_some(fractions)}, and taken for classes: "
-            f"--task regression predicts them as values"
-        )
-        return [note] if fractions else []
+        return notes
     many = f"{where}: expected labels that name classes, got {len(counts):,} different ones"
     # Fractions are measured however often they occur; whole numbers may well be names of classes,
     # such as article numbers, as long as each has its samples.
     numbers = all(map(_NUMBER.fullmatch, counts))
-    whole = all(map(_WHOLE.fullmatch, counts))
     if numbers and (not whole or samples < _FEW_EACH * len(counts)):
         raise DataError(
             f"{many} on {samples:,} samples, all of them numbers, such as {_some(counts)}: "
@@ -262,13 +263,7 @@ def check_labels(counts: Mapping[str, int], where: str) -> list[str]:
             f"{many} on {samples:,} samples, {once:,} of them only once, such as {_some(counts)}: "
             f"check that these are the labels{_OTHERWISE}"
         )
-    if not whole or len(counts) <= _NOTED:
-        return []
-    note = (
-        f"{where}: {len(counts)} classes, all of them whole numbers: if these are measured values, "
-        "note that the model is not told which of them are close to each other"
-    )
-    return [note]
+    return notes
 
 
 def check_task(

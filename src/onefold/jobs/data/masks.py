@@ -325,8 +325,8 @@ def _require_classes(
         strange = _counted(pixels.codes[~void & (_numbers(pixels, rule) == VOID_NUMBER)])
         if strange:
             raise DataError(
-                f"{readable(path)}: expected values of --classes, got "
-                f"{_told(pixels, strange)} of other ones: name them there, or with --void"
+                f"{readable(path)}: expected values that --classes or --void names, got "
+                f"{_told(pixels, strange, pixels.codes.size)}: name them as well"
             )
     elif len(values) > MOST_CLASSES:
         raise DataError(
@@ -411,9 +411,9 @@ def _require_two_values(pixels: _Pixels, counted: _Array, path: Path) -> None:
     if doubt:
         raise DataError(
             f"{readable(path)}: expected a mask of 0 and 1, or of 0 and 255, got "
-            f"{_told(pixels, codes)}: {doubt}. Name the foreground, such as --foreground "
-            f"{_example(pixels, codes)}, and with --void what counts as neither; or train a class "
-            f"for each of them with --classes auto"
+            f"{_told(pixels, codes, codes.total())}: {doubt}. Name the foreground, such as "
+            f"--foreground {_example(pixels, codes)}, and with --void what counts as neither; or "
+            f"train a class for each of them with --classes auto"
         )
 
 
@@ -507,9 +507,8 @@ def _most_frequent(counts: Counter[int]) -> list[int]:
     return sorted(code for code, _ in counts.most_common(_LISTED))
 
 
-def _told(pixels: _Pixels, counts: Counter[int]) -> str:
-    """List the most frequent values, each with its share of the pixels."""
-    whole = counts.total()
+def _told(pixels: _Pixels, counts: Counter[int], whole: int) -> str:
+    """List the most frequent values, each with its share of the whole."""
     named = [f"{pixels.word(c)} ({_percent(counts[c] / whole)})" for c in _most_frequent(counts)]
     more = len(counts) - len(named)
     kind = "the palette's " if pixels.palette is not None else ""

@@ -94,7 +94,7 @@ def read_pairs(
         train, test = hold_out(whole, ["pair"] * len(whole), share=holdout, seed=seed)
     looks = _look_through([*train, *test], directory, rule, scanning, bad)
     if not skip_bad:
-        refuse(bad)
+        refuse(bad, looks)
     _require_one_scale(looks)
     _require_named(directory, rule, looks)
     # Divided again, for both sets were looked through at once, and some of their pairs are gone.
@@ -111,7 +111,8 @@ def read_pairs(
             f"{directory}: expected masks to score with, none of the {len(parts[1])} to test with "
             f"has a foreground pixel"
         )
-    return _of_looks(directory, parts[0], parts[1], bad, rule)
+    data = _of_looks(directory, parts[0], parts[1], bad, rule)
+    return replace(data, own_test=(directory / "train").is_dir())
 
 
 def read_pairs_to_test(

@@ -199,19 +199,17 @@ def read_listed(
         label = ", ".join(settled.label)
         found = f"the {settled.kind} is in column {settled.sample}, the label in {label}"
         notes.append(f"{readable(train_path)}: {found}")
-    sign = separator([line.label for line in train], spaces=not labels_as_is)
-
-    def divide(lines: list[Line]) -> list[Line]:
-        several = task == "multi-label" and len(settled.label) < 2
-        return [replace(x, label=divided(x.label, sign)) for x in lines] if several else lines
-
-    whole, train = train, divide(train)
-    if whole != train and sign == " ":
-        several = next(spelt(line.label) for line in whole if " " in spelt(line.label))
+    divide = task == "multi-label" and len(settled.label) < 2
+    sign = separator([line.label for line in train], spaces=divide and not labels_as_is)
+    if sign == " ":
+        several = next(spelt(line.label) for line in train if " " in spelt(line.label))
         notes.append(
             f"{readable(train_path)}: classes have spaces between them, so that {several!r} is "
             f"{len(several.split())} of them; --labels-as-is makes one of it"
         )
+    if divide:
+        train = [replace(line, label=divided(line.label, sign)) for line in train]
+    notes += settled.part_note(train_path) if settled.label else []
     for other in others:
         # A test set of a competition has no labels: it is none to score on, unless it was named.
         names = column_names(other) if settled.label else []
@@ -220,9 +218,9 @@ def read_listed(
             notes.append(f"{readable(other)}: not used, as it has no column {lacking[0]}")
             continue
         test, test_bad, _ = read_file(other, settled, task)
-        return ListedSamples(
-            train, divide(test), (train_path, other), [*bad, *test_bad], notes, settled
-        )
+        if divide:
+            test = [replace(line, label=divided(line.label, sign)) for line in test]
+        return ListedSamples(train, test, (train_path, other), [*bad, *test_bad], notes, settled)
     return ListedSamples(train, None, (train_path, train_path), bad, notes, settled)
 
 
@@ -310,6 +308,7 @@ def read_splits(listed_samples: ListedSamples, *, holdout: float, seed: int) -> 
             [*bad, *strange], key=lambda each: (each.path != train_path, each.line or 0)
         ),
         notes=notes,
+        own_test=listed_samples.test is not None,
         digest=digest_of(*samples),
     )
 

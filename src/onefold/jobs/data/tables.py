@@ -29,13 +29,16 @@ from onefold.jobs.data.tsv import LONGEST_LINE_BYTES, Line, decoded, none_of, re
 from onefold.system.ownfiles import open_plain, parse_json
 from onefold.system.words import listed
 
-__all__ = ["TABLES", "Columns", "column_names", "is_table", "read_table", "usual_column"]
+__all__ = ["TABLES", "Columns", "column_names", "is_table"]
+__all__ += ["open_table", "read_table", "usual_column"]
 
 TABLES = (".csv", ".json", ".jsonl", ".ndjson", ".parquet")
 """Endings of files that are tables; a TSV file is one if its columns are named."""
 _DELIMITERS = ",;\t|"
 _DATASET = "state.json"
 """What ``datasets`` writes beside the Arrow files of a data set."""
+_PARTS = ("train", "test", "val", "dev")
+"""What the names of the parts of a data set begin with."""
 _SHOWN = 30
 """Columns that an error names."""
 _MOST_JSON_BYTES = 1 << 24
@@ -53,6 +56,7 @@ _USUAL = {
         "label", "labels", "class", "classname", "labelname", "target", "category", "sentiment",
         "tags", "score", "rating",
     }),
+    "part": frozenset({"fold", "part", "partition", "set", "split", "subset"}),
 }  # fmt: skip
 """Names that columns usually have, in lower case without spaces, lines and dots."""
 
@@ -74,31 +78,48 @@ class Columns(NamedTuple):
         one = self.kind != "text" or self.sample in names
         return [self.sample] if one else [part.strip() for part in self.sample.split(",")]
 
+    def part_note(self, path: Path) -> list[str]:
+        """Mention a column that says of each row of a table to which part of the data it belongs.
+
+        Nothing reads that.
+        """
+        name = usual_column(column_names(path), "part")
+        if name in (None, self.sample, *self.label):
+            return []
+        rows, _, _ = read_table(path, Columns("image", name), None)
+        parts = {row.text.casefold() for row in rows}
+        note = (
+            f"{readable(path)}: column {name} is not used: --dev names a file of rows to test with"
+        )
+        return [note] if len(parts) > 1 and all(x.startswith(_PARTS) for x in parts) else []
+
 
 Row = tuple[int, dict[str, Any] | str]
 """The number of a row, and its cells by column, or what is wrong with it."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Table:
+class Table:
     """A table that is open: its columns, and its rows, which can be read once."""
 
     path: Path
     names: list[str]
     rows: Iterator[Row]
+    delimiter: str = ","
+    """Of a CSV file."""
 
 
 def is_table(path: Path) -> bool:
     """Whether a path is a file, or a folder of ``datasets``, that is read as a table."""
     if path.is_dir():
         return (path / _DATASET).is_file()
-    return path.suffix.lower() in TABLES
+    return path.is_file() and path.suffix.lower() in TABLES
 
 
 def column_names(path: Path) -> list[str]:
     """Read the names of a table's columns; none if it cannot be read."""
     with suppress(DataError, OSError):
-        return _open(path, Columns("")).names
+        return open_table(path).names
     return []
 
 
@@ -133,7 +154,7 @@ def read_table(
     lines: list[Line] = []
     bad: list[BadFile] = []
     with _longer_fields():
-        table = _open(path, columns)
+        table = open_table(path, columns)
         columns = _settled(table, columns, task)
         names = columns.samples(table.names)
         for number, cells in table.rows:
@@ -181,7 +202,7 @@ def _label_of(cells: dict[str, Any], names: Sequence[str], task: TaskName | None
     return tuple(name for name in names if _SWITCHES[str(cells[name]).strip()])
 
 
-def _settled(table: _Table, columns: Columns, task: TaskName | None) -> Columns:
+def _settled(table: Table, columns: Columns, task: TaskName | None) -> Columns:
     """Find the columns that nobody has named."""
     if len(columns.label) > 1 and task not in ("multi-label", None):
         raise DataError(
@@ -205,7 +226,7 @@ def _settled(table: _Table, columns: Columns, task: TaskName | None) -> Columns:
     return columns._replace(sample=sample, label=label)
 
 
-def _usual(table: _Table, kind: str, others: Sequence[str]) -> str:
+def _usual(table: Table, kind: str, others: Sequence[str]) -> str:
     """Find the one column whose name is usual for what it holds, or the only one that is left."""
     left = [name for name in table.names if name not in others]
     found = left[0] if len(left) == 1 else usual_column(left, kind)
@@ -229,7 +250,7 @@ def usual_column(names: Sequence[str], kind: str) -> str | None:
     return found[0] if len(found) == 1 else None
 
 
-def _require(table: _Table, names: Sequence[str], kind: str) -> None:
+def _require(table: Table, names: Sequence[str], kind: str) -> None:
     for name in names:
         if table.names.count(name) != 1:
             came = "two of them" if name in table.names else f"only {listed(table.names, _SHOWN)}"
@@ -239,7 +260,13 @@ def _require(table: _Table, names: Sequence[str], kind: str) -> None:
             )
 
 
-def _open(path: Path, columns: Columns) -> _Table:
+def open_table(path: Path, columns: Columns = Columns("")) -> Table:  # noqa: B008
+    """Open a table, whose rows are read one by one.
+
+    Raises:
+        OSError: the file cannot be read.
+        DataError: the file is damaged, or has no names of columns.
+    """
     if path.is_dir() or path.suffix.lower() == ".parquet":
         return _open_arrow(path)
     if path.suffix.lower() in (".json", ".jsonl", ".ndjson"):
@@ -277,7 +304,7 @@ def _longer_fields() -> Iterator[None]:
         csv.field_size_limit(before)
 
 
-def _open_csv(path: Path, columns: Columns) -> _Table:
+def _open_csv(path: Path, columns: Columns) -> Table:
     first = next(read_lines(path), b"").decode(errors="replace")
     delimiter = max(_DELIMITERS, key=first.count)
     rows = _csv_rows(path, delimiter)
@@ -292,7 +319,8 @@ def _open_csv(path: Path, columns: Columns) -> _Table:
     if named and all(map(str.isdecimal, named)) and not numbers:
         names = [str(number) for number in range(1, len(names) + 1)]
         rows = _csv_rows(path, delimiter)
-    return _Table(path, names, ((number, _by_name(names, cells)) for number, cells in rows))
+    named_rows = ((number, _by_name(names, cells)) for number, cells in rows)
+    return Table(path, names, named_rows, delimiter)
 
 
 def _by_name(names: Sequence[str], cells: list[str] | str) -> dict[str, Any] | str:
@@ -332,7 +360,7 @@ def _csv_rows(path: Path, delimiter: str) -> Iterator[tuple[int, list[str] | str
             yield lines.wrong[0] if lines.wrong else (start, cells)
 
 
-def _open_jsonl(path: Path) -> _Table:
+def _open_jsonl(path: Path) -> Table:
     _, first = next(_jsonl_rows(path), (1, "an empty file"))
     # Of all lines: the first one may lack what others have, such as a label.
     found = (cells for _, cells in _jsonl_rows(path) if isinstance(cells, dict))
@@ -342,7 +370,7 @@ def _open_jsonl(path: Path) -> _Table:
         raise DataError(f"{readable(path)}, line 1: {first}")
     rows = _jsonl_rows(path)
     completed = ((n, cells if isinstance(cells, str) else lacking | cells) for n, cells in rows)
-    return _Table(path, list(lacking), completed)
+    return Table(path, list(lacking), completed)
 
 
 def _jsonl_rows(path: Path) -> Iterator[Row]:
@@ -370,12 +398,12 @@ def _flat(cells: dict[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
             yield before + name, value
 
 
-def _open_arrow(path: Path) -> _Table:
+def _open_arrow(path: Path) -> Table:
     """Open a Parquet file, or the Arrow files of one data set of ``datasets``."""
     require(f"reading {readable(path)}", "tables", "pyarrow")
     parts = _arrow_parts(path)
     schema = next(parts)
-    return _Table(path, list(schema.names), _arrow_rows(parts, _class_names(schema)))
+    return Table(path, list(schema.names), _arrow_rows(parts, _class_names(schema)))
 
 
 def _arrow_parts(path: Path) -> Iterator[Any]:

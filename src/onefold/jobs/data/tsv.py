@@ -142,8 +142,8 @@ def decoded(content: bytes) -> str:
     except UnicodeDecodeError as wrong:
         byte = f"{content[wrong.start]:02x}"
         raise ValueError(
-            f"expected UTF-8, got {byte} as byte {wrong.start + 1} (if it is Latin-1: iconv -f "
-            f"WINDOWS-1252 -t UTF-8 converts the file)"
+            f"expected UTF-8, got {byte} as byte {wrong.start + 1}: if it is Latin-1, iconv -f "
+            f"WINDOWS-1252 -t UTF-8 converts the file"
         ) from None
     # Valid UTF-8, but in practice the mark of a binary file.
     if "\0" in line:
