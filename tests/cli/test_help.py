@@ -76,6 +76,14 @@ def test_what_an_option_takes_is_not_its_own_name() -> None:
             assert taken != each.name.casefold(), (words, each.name)
 
 
+def test_what_trains_nothing_has_no_options_of_training() -> None:
+    for command in ("predict", "evaluate"):
+        text = shown(command)
+        assert "--batch-size" in text
+        assert "Training:" not in text
+    assert "early stopping" in shown("train", "text").casefold()
+
+
 def test_the_list_of_commands_is_grouped_and_whole() -> None:
     text = shown()
     names = re.findall(r"^  (\w+)  +[A-Z].*\.$", text, re.MULTILINE)

@@ -248,6 +248,7 @@ SHARED = "devices cannot share {} shards: a shard is never divided. Use --device
         ("text --data x --devices cuda:0", "cuda:0 is not there: this machine has no GPU"),
         ("classify --data data.zip", "; this is a file"),
         ("classify --data data", "there is no such folder in "),
+        ("classify --data data.csv", "expected a folder, a table, or digits, mnist"),
         ("text --data data", "--data data: expected a folder with train.tsv and dev.tsv"),
     ],
 )

@@ -214,6 +214,8 @@ def test_a_table_is_read_by_the_columns_that_are_named(
     named.write_text("image\n" + "".join(f"{path}\n" for path in pictures))
     rows = predict_run(runs["classify"], [named], PredictOptions()).rows
     assert [row["classes"] for row in rows] == [row["classes"] for row in usual]
+    rows = predict_run(runs["classify"], [table], PredictOptions(image_column="shot")).rows
+    assert [row["classes"] for row in rows] == [row["classes"] for row in usual]
 
 
 @here

@@ -15,6 +15,7 @@ from onefold.jobs.scores import (
     ClassScores,
     class_baseline,
     class_tables,
+    count_line,
     no_better,
     spell,
 )
@@ -119,6 +120,16 @@ def lines_of(counts: np.ndarray, classes: list[str]) -> list[str]:
         for part in class_tables([*ClassScores(counts).rows(classes)], counts.tolist()):
             console.print(part)
     return [" ".join(line.split()) for line in shown.get().splitlines()]
+
+
+def test_no_single_class_is_hidden_among_many() -> None:
+    for count, hidden in ((13, False), (14, True)):
+        names = [f"c{number}" for number in range(count)]
+        line = count_line(names, range(count), [0] * count)
+        assert ("... 2 others ..." in line, all(name in line for name in names)) == (
+            hidden,
+            not hidden,
+        )
 
 
 def test_a_terminal_has_the_scores_and_the_matrix_or_the_worst_of_many() -> None:

@@ -226,22 +226,25 @@ def test_a_training_that_is_over_ends_without_one_of_its_checkpoints(
 
 
 @for_each(
-    ("scores", "patience", "ended"),
+    ("scores", "ended", "best"),
     [
-        ((0.5, 0.5, 0.5, 0.5), 2, 3),
-        ((0.5, 0.6, 0.6, 0.7), 2, 4),
-        ((math.nan, 0.1, 0.1, 0.1), 2, 4),
-        ((math.nan, math.nan, 0.1, 0.2), 2, 2),
-        ((0.2, 0.1, 0.2, 0.3), 2, 3),
+        ((0.5, 0.5, 0.5, 0.5), 3, 0),
+        ((0.5, 0.6, 0.6, 0.7), 4, 3),
+        ((math.nan, 0.1, 0.1, 0.1), 4, 1),
+        ((math.nan, math.nan, 0.1, 0.2), 2, 1),
+        ((0.2, 0.1, 0.2, 0.3), 3, 0),
     ],
 )
 def test_patience_ends_a_run_that_gets_no_better(
-    scores: Any, patience: int, ended: int, tmp_path: Path, chosen_scores: list[float]
+    scores: Any, ended: int, best: int, tmp_path: Path, chosen_scores: list[float]
 ) -> None:
     chosen_scores[:] = scores
     data, runs = write_texts(tmp_path / "data"), tmp_path / "runs"
-    folder, said = run_here("text", data, runs, name="it", epochs=4, patience=patience)
+    folder, said = run_here("text", data, runs, name="it", epochs=4, patience=2)
     assert [line.epoch for line in read_run(folder).epochs] == list(range(ended))
+    # The first of equal epochs, from which patience counts.
+    assert said["best"]["epoch"] == best
+    assert (folder / said["best"]["checkpoint"]).is_dir()
     # After the last epoch nothing is left to end.
     assert said["ended"] == (None if ended == 4 else "patience")
     if ended < 4:

@@ -202,7 +202,7 @@ def _table(path: Path) -> Data:
     rows = []
     for number, cells in islice(table.rows, _MOST_ROWS):
         if isinstance(cells, str):
-            raise DataError(f"{path}, row {number}: {cells}")
+            raise DataError(f"{path}, line {number}: {cells}")
         rows.append(cells)
     if len(names) < 2 or not rows or all(map(_is_number, names)):
         raise DataError(

@@ -10,6 +10,7 @@ import pytest
 from onefold.errors import DataError
 from onefold.jobs.data.files import BadFile, left_out_notes, readable, refuse, visible
 from onefold.jobs.data.pictures import picture_paths, visible_folders
+from onefold.jobs.data.tsv import read_tsv
 
 
 def test_any_name_can_be_shown() -> None:
@@ -27,7 +28,10 @@ def test_what_is_expected_of_many_files_is_said_once() -> None:
     bad += [BadFile(Path("a.png"), "there is no mask"), BadFile(Path("b.png"), "there is no mask")]
     bad += [BadFile(Path("c.png"), words.format("c"))] * 2
     with pytest.raises(DataError) as caught:
-        refuse(bad)
+        refuse(bad, ["good.png"])
+    assert str(caught.value).endswith("\nmend or remove them, or leave them out with --skip-bad")
+    with pytest.raises(DataError, match="there are no others: mend them, or do what the first"):
+        refuse(bad, [])
     assert str(caught.value).splitlines()[:-2] == [
         "7 files cannot be used:",
         f"  {bad[0]}",
@@ -40,6 +44,14 @@ def test_what_is_expected_of_many_files_is_said_once() -> None:
         "left out: 1.png: likewise, got 1 (9.0%)",
         "left out: 2.png: likewise, got 2 (9.0%)",
     ]
+
+
+def test_what_is_left_of_a_repeated_reason_is_whole(tmp_path: Path) -> None:
+    (tmp_path / "a.tsv").write_bytes(b"fine\t1\n" + b"caf\xe9\t1\n" * 3)
+    _, bad = read_tsv(tmp_path / "a.tsv")
+    first, *others = (note.partition(".tsv, ")[2] for note in left_out_notes(bad))
+    assert first.endswith("if it is Latin-1, iconv -f WINDOWS-1252 -t UTF-8 converts the file")
+    assert others == [f"line {n}: likewise, got e9 as byte 4" for n in (3, 4)]
 
 
 def test_what_may_not_be_looked_at_is_bad(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -139,6 +139,8 @@ def test_pictures_are_found_by_their_paths_in_a_table(tmp_path: Path) -> None:
     assert (by_path.classes, len(by_path.train), len(by_path.test)) == (("even", "odd"), 6, 2)
     assert by_path.train.pictures.name(0).startswith("shots/")
     assert by_path.notes == [f"{table}: the image is in column path, the label in label"]
+    put(table, "path,label\n" + "".join(rows).replace("/", "\\"))
+    assert pictures(table).digest == by_path.digest
     # By names without folder and ending, as in tables of competitions: the same pictures.
     # Of two columns the one that is no label has the pictures.
     put(table, "id,label\n" + "".join(rows).replace("shots/", "").replace(".png", ""))
@@ -189,6 +191,32 @@ def test_the_strongest_sign_between_classes_is_the_only_one(
             tmp_path / "train.csv", None, Columns("image"), "multi-label", labels_as_is=as_is
         )
         assert [x.label for x in found.train] == [*read, ()]
+
+
+@for_each(
+    ("name", "values", "noted"),
+    [("Split", "train test", True), ("fold", "0 1", False), ("set", "train train", False)],
+)
+def test_a_column_of_parts_is_noted(name: str, values: str, noted: bool, tmp_path: Path) -> None:
+    rows = (f"{number},{'ab'[number]},{part}\n" for number, part in enumerate(values.split()))
+    put(tmp_path / "a.csv", f"image,label,{name}\n{''.join(rows)}")
+    found = read_listed(tmp_path / "a.csv", None, Columns("image"))
+    said = f"column {name} is not used: --dev names a file of rows to test with"
+    assert any(said in note for note in found.notes) == noted
+
+
+@for_each(
+    ("job", "write"),
+    [("classify", write_pictures), ("segment", write_masks), ("text", write_texts)],
+)
+def test_whether_data_have_a_test_set_is_known(job: str, write: Any, tmp_path: Path) -> None:
+    write(tmp_path)
+    for data, own in (
+        (tmp_path, True),
+        (tmp_path / ("train.tsv" if job == "text" else "train"), False),
+    ):
+        options = read_options(job_of(job), {"data": str(data), "holdout": 0.4}, None)
+        assert job_of(job).prepare(options).own_test == own
 
 
 def test_a_table_to_test_with_is_used_unless_it_has_no_labels(tmp_path: Path) -> None:

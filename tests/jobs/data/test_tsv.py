@@ -21,8 +21,8 @@ def read_splits(train: Path, dev: Path) -> TextSplits:
 UNSPLIT = st.characters(exclude_categories=["Cs"], exclude_characters="\t\n\r\0\ufeff")
 TEXTS = st.text(UNSPLIT, min_size=1).filter(str.strip)
 LATIN_1 = (
-    "expected UTF-8, got e9 as byte 4 (if it is Latin-1: iconv -f WINDOWS-1252 -t UTF-8 converts "
-    "the file)"
+    "expected UTF-8, got e9 as byte 4: if it is Latin-1, iconv -f WINDOWS-1252 -t UTF-8 converts "
+    "the file"
 )
 
 
