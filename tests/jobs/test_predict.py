@@ -257,9 +257,9 @@ def test_what_cannot_be_looked_at_is_refused(kinds: Kinds, tmp_path: Path) -> No
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty.txt").write_bytes(b"\n")
     save(tmp_path / "bad" / "x.png", grey(2, 2)).write_bytes(b"")
-    refused("empty: expected pictures, found none", run, tmp_path / "empty")
+    refused("empty: expected images, found none", run, tmp_path / "empty")
     refused(r"empty\.txt: expected texts, found none", text, tmp_path / "empty.txt")
-    refused("expected pictures, found none", run, tmp_path / "bad", skip_bad=True)
+    refused("expected images, found none", run, tmp_path / "bad", skip_bad=True)
     refused("x: expected a file or folder, there is none", run, tmp_path / "x")
     refused(f"{tmp_path}: expected a file with one text a line", text, tmp_path)
 

@@ -123,7 +123,7 @@ def compare_runs(one: Path, two: Path, *, devices: str, as_json: bool = False) -
     found = first_difference(runs[0].record, runs[1].record)
     steps = len(runs[0].record.by_step)
     if found is None:
-        console.print(f"[bold green]{steps} steps and all results are equal.[/]")
+        console.print(f"[bold green]Same runs: {steps} steps and all results are equal.[/]")
         causes = _print_causes(console, runs, 1, differ=False)
         if as_json:
             print_json({"equal": True, "steps": steps, "first": None, "causes": causes})
@@ -221,7 +221,7 @@ def _print_causes(console: Console, runs: Sequence[Rerun], step: int, *, differ:
     one, two = (run.begun(step) for run in runs)
     lines = list(_causes(one, two))
     if lines:
-        console.print("Likely causes:" if differ else "Other than in the first run:")
+        console.print("Likely causes:" if differ else "What differs without changing a bit:")
     for line in lines:
         console.print(f"  {line}", markup=False)
     if differ and not lines:

@@ -99,7 +99,7 @@ class Command(TyperCommand):
             if hasattr(error, "possibilities"):
                 few = 0 < len(have) <= _FEW
                 own = () if few else [each for p in self.params for each in p.opts]
-                error.possibilities = difflib.get_close_matches(f"--{usual_option(name)}", own, 1)
+                error.possibilities = difflib.get_close_matches(usual_option(name), own, 1)
                 named = listed(f"{ctx.parent.command_path} {each}" for each in have)
                 error.message += f" in {ctx.command_path}: it is one of {named}" if few else ""
             raise

@@ -17,9 +17,9 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from onefold.errors import DataError
 from onefold.jobs import require
-from onefold.jobs.data.classes import test_folder
+from onefold.jobs.data.classes import class_files, test_folder
 from onefold.jobs.data.layouts import refuse_other_layouts
-from onefold.jobs.data.pictures import is_picture, picture_paths, visible_folders
+from onefold.jobs.data.pictures import is_picture, visible_folders
 from onefold.jobs.data.tables import open_table
 from onefold.system.words import listed
 
@@ -116,21 +116,17 @@ def _folder(path: Path) -> Data:
     refuse_other_layouts(path, "classify")
     names = {each.name for each in path.iterdir()}
     inside = path / "train" if "train" in names else path
-    if {"images", "masks"} <= {each.name for each in inside.iterdir()}:
-        raise DataError(
-            f"{path} has images and masks: no script is needed, use onefold train segment "
-            f"--data {path}"
-        )
-    found = {each: picture_paths(each, []) for each in visible_folders(inside)}
-    with_pictures = [each for each, files in found.items() if files]
+    # Pictures with masks are refused there.
+    files = class_files(inside, {}, []) if visible_folders(inside) else []
+    with_pictures = sorted({str(label) for _, label in files})
     if len(with_pictures) < 2:
         raise DataError(
             f"{inside}: expected two or more class folders with pictures, found "
-            f"{listed(sorted(each.name for each in with_pictures)) or 'none'}. Texts with a label "
+            f"{listed(with_pictures) or 'none'}. Texts with a label "
             f"are a job: onefold train text --data {path}"
         )
     within = {
-        each.name: {deeper.name for deeper in each.iterdir() if deeper.is_dir()}
+        each: {deeper.name for deeper in (inside / each).iterdir() if deeper.is_dir()}
         for each in with_pictures
     }
     shared = set.intersection(*within.values())
@@ -146,9 +142,8 @@ def _folder(path: Path) -> Data:
         with suppress(DataError):
             folder = test_folder(path, choosing=True)
             test = str(folder) if visible_folders(folder) else ""
-    files = [file for each in found.values() for file in each]
-    _refuse_deep(path, files)
-    suffixes = tuple(sorted({each.suffix.lower() for each in files}))
+    _refuse_deep(path, [file for file, _ in files])
+    suffixes = tuple(sorted({file.suffix.lower() for file, _ in files}))
     return Data("pictures", str(inside), test=test, suffixes=suffixes)
 
 

@@ -9,7 +9,6 @@ from typing import Any
 from onefold.jobs import classify_job, segment_job, text_job
 from onefold.jobs.report.folder import read_run
 from onefold.jobs.run import Job, read_options, run_job
-from onefold.system.words import listed
 
 __all__ = ["JOBS", "JobResult", "classify", "segment", "text"]
 
@@ -100,7 +99,7 @@ def _run(name: str, data: str | Path, devices: int | str, options: dict[str, Any
     for option in options.keys() - job.options.__dataclass_fields__:
         have = [each.name for each in others if option in each.options.__dataclass_fields__]
         if have:
-            where = listed(f"onefold.jobs.{each}" for each in have)
+            where = " and ".join(f"onefold.jobs.{each}" for each in have)
             words = f"there is no option {option} in onefold.jobs.{name}: it is one of {where}"
             raise ValueError(f"options: {words}")
     given = {"data": data, "devices": str(devices), **options}

@@ -180,6 +180,9 @@ class TrainOptions:
         "Where parameters lie: replicate, shard, offload, pipeline or pipeline:N.",
         variable="ONEFOLD_PLACEMENT",
     )
+    holdout: float = option(
+        0.1, "Share (of each class) to test with, where there is no test set.", PART
+    )
     shards: int = option(
         8, "Parts of every batch: the most devices that may share one.", within(1, MOST_SHARDS)
     )
@@ -303,9 +306,6 @@ class TrainOptions:
 class PictureOptions(TrainOptions):
     """The options that the jobs of pictures have besides."""
 
-    holdout: float = option(
-        0.1, "Share (of each class) to test with, where there is no test set.", PART
-    )
     normalise: Normalisation = option(
         "auto",
         "Normalise pictures by the numbers of ImageNet or of the data; auto: as pretrained "
@@ -352,9 +352,8 @@ def from_mapping(kind: type[_Options], values: Mapping[str, Any], source: str) -
     fields = [field.name for field in dataclasses.fields(kind)]
     unknown = [name for name in values if name not in fields]
     if unknown:
-        ours = {name.replace("_", "-"): name for name in fields}
-        close = (difflib.get_close_matches(usual_option(name), ours, 1) for name in unknown)
-        meant = "".join(f"; did you mean {ours[each[0]]}?" for each in close if each)
+        close = (difflib.get_close_matches(usual_option(name), fields, 1) for name in unknown)
+        meant = "".join(f"; did you mean {each[0]}?" for each in close if each)
         raise ValueError(f"{source}: there is no option {', '.join(unknown)}{meant}")
     checked = {name: _typed(name, value, hints[name], source) for name, value in values.items()}
     return kind(**checked)

@@ -61,6 +61,7 @@ __all__ = [
 
 
 Format = Literal["csv", "json"]
+_OF_RUN = "that of the run, or the one of a usual name"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,14 +83,10 @@ class PredictOptions:
     )
     workers: int = again("workers", 0)
     text_column: str | None = option(
-        None,
-        "Column of the texts in a table, or several: title,body.",
-        shown="that of the run, or the one of a usual name",
+        None, "Column of the texts in a table, or several: title,body.", shown=_OF_RUN
     )
     image_column: str | None = option(
-        None,
-        "Column of the pictures' paths in a table.",
-        shown="that of the run, or the one of a usual name",
+        None, "Column with the paths of the pictures in a table.", shown=_OF_RUN
     )
     skip_bad: bool = option(False, "Leave out what cannot be read, rather than refuse it.")
 
@@ -157,8 +154,7 @@ def predict_run(run: Path, paths: Sequence[Path], options: PredictOptions) -> Pr
     if not options.skip_bad:
         refuse(left_out, inputs)
     if not inputs:
-        kind = "texts" if job == text_job.JOB else "pictures"
-        raise DataError(f"{', '.join(map(str, paths))}: expected {kind}, found none")
+        raise DataError(f"{', '.join(map(str, paths))}: expected {columns.kind}s, found none")
     if options.output is not None:
         check_files_stay(inputs, options.output, masks=masks)
     rows, _ = start(Use(job, run, weights, inputs, options))

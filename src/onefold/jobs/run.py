@@ -148,9 +148,8 @@ def run_job(job: Job, options: TrainOptions) -> dict[str, Any]:
     job.check_early(options)
     data = _read_data(job, options)
     notes = [*left_out_notes(data.left_out), *data.notes]
-    share = getattr(options, "holdout", None)
-    if data.own_test and share != type(options).__dataclass_fields__["holdout"].default:
-        notes.append(f"--holdout {share} is not used: the data have a test set of their own")
+    if data.own_test and options.holdout != TrainOptions.__dataclass_fields__["holdout"].default:
+        notes.append(f"--holdout {options.holdout} is not used: the data have a test set")
     drawn = importlib.util.find_spec("matplotlib") is not None
     if not drawn:
         notes.append(

@@ -249,8 +249,7 @@ def count_line(
     """
     order = sorted(range(len(classes)), key=lambda number: -train[number])
     # Of many, the ends are shown: what is rare is what a score may hide.
-    ends = [*order[:_SHOWN], *order[-_SHOWN:]]
-    shown = ends if len(order) > len(ends) + 1 else order
+    shown = [*order[:_SHOWN], *order[-_SHOWN:]] if order[2 * _SHOWN + 1 :] else order
     told = [f"{classes[number]}: {train[number]:,} + {test[number]:,}" for number in shown]
     if len(shown) < len(order):
         told.insert(_SHOWN, f"... {len(order) - len(shown):,} others ...")

@@ -70,9 +70,6 @@ class TextOptions(LabelOptions, TrainOptions):
     dev: str | None = option(
         None, "File to score on.", shown="dev in the folder, or a share of the texts"
     )
-    holdout: float = again(
-        "holdout", 0.1, help="Share of each class to score on, where there is no file for it."
-    )
     text_column: str | None = option(
         None,
         "Column of the texts in a table, or several: title,body.",

@@ -21,8 +21,8 @@ __all__ = [
 ]
 
 _LONGEST_MESSAGE = 4000
-_ELSEWHERE = {"bs": "batch-size", "early-stopping": "patience", "learning-rate": "lr"}
-_ELSEWHERE |= dict.fromkeys(("max-epochs", "num-epochs", "num-train-epochs"), "epochs")
+_ELSEWHERE = {"bs": "batch_size", "early_stopping": "patience", "learning_rate": "lr"}
+_ELSEWHERE |= {"max_epochs": "epochs", "num_train_epochs": "epochs"}
 """What other programs call an option, and what we do."""
 
 
@@ -89,11 +89,10 @@ def cause_of(error: BaseException) -> str:
 def usual_option(name: str) -> str:
     """Our name of an option, by that which other programs have; a name of no other is returned.
 
-    >>> usual_option("learning_rate"), usual_option("patince")
-    ('lr', 'patince')
+    >>> usual_option("--early-stopping"), usual_option("patince")
+    ('patience', 'patince')
     """
-    plain = name.lstrip("-").replace("_", "-")
-    return _ELSEWHERE.get(plain, plain)
+    return _ELSEWHERE.get(name.lstrip("-").replace("-", "_"), name)
 
 
 def tell(text: str) -> None:

@@ -123,9 +123,7 @@ def refuse(bad: Sequence[BadFile], others: Sized) -> None:
     if not bad:
         return
     named = "\n".join(f"  {each}" for each in _shortly(bad))
-    more = ""
-    if len(bad) > _TOLD:
-        more = f"\n  and {len(bad) - _TOLD:,} more{_written(bad)}"
+    more = f"\n  and {len(bad) - _TOLD:,} more{_written(bad)}" if len(bad) > _TOLD else ""
     advice = "mend or remove them, or leave them out with --skip-bad"
     advice = advice if others else "there are no others: mend them, or do what the first line says"
     raise DataError(f"{counted_bad(bad)} cannot be used:\n{named}{more}\n{advice}")

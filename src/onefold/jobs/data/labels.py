@@ -187,12 +187,14 @@ def separator(labels: Sequence[Label], *, spaces: bool = True) -> str:
     return next(signs, " " if spaces and alone else "")
 
 
-def divided(label: Label, sign: str) -> tuple[str, ...]:
-    """Divide what names several classes, at a sign, or nowhere if that is empty.
+def divided(label: Label, sign: str | None) -> Label:
+    """Divide what names several classes, at a sign or, if it is empty, nowhere; None leaves it.
 
     >>> divided("cell|cell, dead", "|"), divided("['toxic', 'rude']", ","), divided("(a) b", "")
     (('cell', 'cell, dead'), ('toxic', 'rude'), ('(a) b',))
     """
+    if sign is None:
+        return label
     around = " "
     # As Python and pandas write a list to CSV.
     if isinstance(label, str) and _BRACKETS.fullmatch(label):

@@ -199,16 +199,16 @@ def read_listed(
         label = ", ".join(settled.label)
         found = f"the {settled.kind} is in column {settled.sample}, the label in {label}"
         notes.append(f"{readable(train_path)}: {found}")
-    divide = task == "multi-label" and len(settled.label) < 2
-    sign = separator([line.label for line in train], spaces=divide and not labels_as_is)
+    sign = None
+    if task == "multi-label" and len(settled.label) < 2:
+        sign = separator([line.label for line in train], spaces=not labels_as_is)
     if sign == " ":
         several = next(spelt(line.label) for line in train if " " in spelt(line.label))
         notes.append(
             f"{readable(train_path)}: classes have spaces between them, so that {several!r} is "
             f"{len(several.split())} of them; --labels-as-is makes one of it"
         )
-    if divide:
-        train = [replace(line, label=divided(line.label, sign)) for line in train]
+    train = [replace(line, label=divided(line.label, sign)) for line in train]
     notes += settled.part_note(train_path) if settled.label else []
     for other in others:
         # A test set of a competition has no labels: it is none to score on, unless it was named.
@@ -218,8 +218,7 @@ def read_listed(
             notes.append(f"{readable(other)}: not used, as it has no column {lacking[0]}")
             continue
         test, test_bad, _ = read_file(other, settled, task)
-        if divide:
-            test = [replace(line, label=divided(line.label, sign)) for line in test]
+        test = [replace(line, label=divided(line.label, sign)) for line in test]
         return ListedSamples(train, test, (train_path, other), [*bad, *test_bad], notes, settled)
     return ListedSamples(train, None, (train_path, train_path), bad, notes, settled)
 
@@ -316,9 +315,8 @@ def read_splits(listed_samples: ListedSamples, *, holdout: float, seed: int) -> 
 def _require_two(labels: Sequence[Label], path: Path, bad: Sequence[BadFile]) -> None:
     """Refuse a training set of which nothing can be learnt, as all labels are one."""
     if len(set(labels)) < 2:
-        what = "two classes or more" if isinstance(labels[0], str) else "two values or more"
         others = f"; {len(bad)} others cannot, the first of them: {bad[0]}" if bad else ""
         raise DataError(
-            f"{path}: expected labels of {what}, got {labels[0]!r} on all {len(labels)} lines "
-            f"that can be used{others}"
+            f"{path}: expected labels of two kinds or more, got {labels[0]!r} on all {len(labels)} "
+            f"lines that can be used{others}"
         )

@@ -131,9 +131,8 @@ def deep_note(looks: Sequence[Look]) -> list[str]:
     if not deep:
         return []
     largest = max(look.largest or 0.0 for look in deep)
-    count = "1 picture has" if len(deep) == 1 else f"{len(deep):,} pictures have"
     note = (
-        f"{count} more than 8 bits a pixel, of {len(looks):,}, and values up to "
+        f"{len(deep):,} of {len(looks):,} pictures have more than 8 bits a pixel and values up to "
         f"{largest:g}: {white_of(deep)} is used as white for all of these"
     )
     return [note]

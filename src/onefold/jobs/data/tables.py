@@ -86,8 +86,7 @@ class Columns(NamedTuple):
         name = usual_column(column_names(path), "part")
         if name in (None, self.sample, *self.label):
             return []
-        rows, _, _ = read_table(path, Columns("image", name), None)
-        parts = {row.text.casefold() for row in rows}
+        parts = {x.text.casefold() for x in read_table(path, Columns("image", name), None)[0]}
         note = (
             f"{readable(path)}: column {name} is not used: --dev names a file of rows to test with"
         )
