@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from safetensors import safe_open
 import onefold
 from onefold.errors import CheckpointError, DataError, LaunchError
 from onefold.jobs import export
+from onefold.jobs.evaluate import EvaluateOptions, evaluate_run
 from onefold.jobs.export import Target, export_run
 from onefold.jobs.finetune import chosen_checkpoint
 from onefold.jobs.predict import PredictOptions, predict_run
@@ -81,6 +83,29 @@ def test_a_loaded_run_draws_the_masks_that_predict_draws(runs: Any, tmp_path: Pa
             expected = np.asarray(drawn) == 255
         height, width = expected.shape
         assert np.array_equal(mask[:height, :width].numpy(), expected)
+
+
+@for_each("job", ["classify", "segment"])
+def test_a_picture_that_would_be_black_is_refused(job: str, runs: Any, tmp_path: Path) -> None:
+    """Of another range than the pictures of the run had, such as fractions instead of 12 bits."""
+    data, run = runs[job][0], shutil.copytree(runs[job][1], tmp_path / "run")
+    facts = json.loads((run / "run.json").read_text())
+    facts["picture_model" if job == "classify" else "mask_model"]["white"] = 4095
+    (run / "run.json").write_text(json.dumps(facts))
+    tested = shutil.copytree(data / "test", tmp_path / "test")
+    path = next(path for path in tested.rglob("*.png") if path.parent.name != "masks")
+    path.unlink()
+    fractions = np.linspace(0, 1, 40 * 48, dtype=np.float32).reshape(40, 48)
+    Image.fromarray(fractions).save(path.with_suffix(".tiff"))
+    uses: list[Callable[[Path], object]] = [
+        lambda _: evaluate_run(run, tested, EvaluateOptions()),
+        lambda path: predicted(run, [path.parent], tmp_path / "out" if job == "segment" else None),
+        lambda path: onefold.load_run(run).preprocess([path]),
+        lambda path: onefold.load_run(run).preprocess([Image.open(path)]),
+    ]
+    for use in uses:
+        with pytest.raises(DataError, match=r"0 to 1 would all become black: .* of white \(4095\)"):
+            use(path.with_suffix(".tiff"))
 
 
 def test_the_last_weights_may_be_loaded_and_what_is_no_run_is_refused(

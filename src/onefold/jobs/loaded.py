@@ -15,7 +15,7 @@ import onefold
 from onefold.errors import DataError
 from onefold.jobs import classify_job, require, segment_job, text_job
 from onefold.jobs.data.augment import LabelledPictures
-from onefold.jobs.data.pictures import open_picture
+from onefold.jobs.data.pictures import in_bytes, open_picture
 from onefold.jobs.finetune import KeptModel, chosen_checkpoint, load_finite
 from onefold.jobs.runfolder import read_run
 from onefold.jobs.segment_pictures import Padded
@@ -167,8 +167,10 @@ def _tensors(
     """Make each picture or file a tensor, as in tests."""
     require("reading pictures", "images", "PIL")
     opened: Any = [
-        open_picture(Path(each), white=kind.white) if isinstance(each, str | Path) else each
-        for each in pictures
+        open_picture(Path(each), white=kind.white)
+        if isinstance(each, str | Path)
+        else in_bytes(each, Path(f"picture {number}"), kind.white)
+        for number, each in enumerate(pictures)
     ]
     data = LabelledPictures(opened, range(len(opened)), mode, changes, kind.normalise)
     return [data[number][0] for number in range(len(data))]

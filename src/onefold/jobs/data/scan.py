@@ -71,14 +71,14 @@ class Seen(msgspec.Struct, Generic[_AnyLook], frozen=True, array_like=True):
             raise ValueError(f"expected what was seen of a {self.kind:.40}, got {self.look!r:.80}")
 
 
-_Found = TypeVar("_Found", bound=Seen[Any] | BadFile)
+_Item = TypeVar("_Item", bound=Any)
 
 
 class _Scan(msgspec.Struct):
     """The file that `pack_scan` writes."""
 
     files: dict[str, Seen[Look | MaskLook]]
-    format: Literal[3]
+    format: Literal[4]
     """Raised whenever what is kept changes its form or meaning; older scans are then ignored."""
 
 
@@ -90,6 +90,8 @@ class Scanning:
     """What was seen before, by the path below the root of the data."""
     watch: Callable[[int, int], None] | None = None
     """Called after every file with how many have been looked at, and how many there are."""
+    white: int | None = None
+    """White of the pictures, as `look_at` takes it."""
 
 
 def scan_pictures(
@@ -105,35 +107,41 @@ def scan_pictures(
     Returns:
         What was seen of each picture, or why it cannot be used, in the order of the paths.
     """
-    found = scan_files([(path, "picture", look_at) for path in paths], root, scanning)
-    return by_one_white(paths, found)
+    scanning = scanning or Scanning()
+    look = partial(look_at, white=scanning.white)
+    return scan_files([(path, "picture", look) for path in paths], root, scanning)
 
 
-def by_one_white(paths: Sequence[Path], found: Sequence[_Found]) -> list[_Found]:
-    """Make the sums of all readable pictures hold for the white that they have in common.
+def by_one_white(items: Sequence[_Item], white: int | None, bad: list[BadFile]) -> list[_Item]:
+    """Make the sums of pictures hold for the white of their data set; None is the usual one.
 
     Each look took the white of its picture alone, as the common one is only known after the last.
-    Pictures of 8 bits have none; of the others, those with another white are read again.
+    Pictures of 8 bits have none; of the others, those with another white are read again. Those that
+    are too dark for it are added to bad.
+
+    Args:
+        items: named tuples with the ``path`` of each picture, and what was ``seen`` of it.
+        white: what `white_of` found.
+        bad: list to which the pictures that cannot be used are added.
     """
-    looks = {n: each.look for n, each in enumerate(found) if isinstance(each, Seen)}
-    white = white_of(looks.values())
-    others = [number for number, look in looks.items() if look.white not in (None, white)]
-    again = look_through(partial(look_at, white=white), [paths[number] for number in others])
-    aligned: list[Any] = list(found)
-    for number, look in zip(others, again, strict=True):
-        aligned[number] = msgspec.structs.replace(aligned[number], look=look)
-    return aligned
+    others = [each for each in items if each.seen.look.white not in (None, white or 0)]
+    scanning = Scanning(white=white or 0)
+    again = scan_pictures([each.path for each in others], scanning=scanning)
+    renewed = {each.path: seen for each, seen in zip(others, again, strict=True)}
+    bad += [seen for seen in again if isinstance(seen, BadFile)]
+    found = [each._replace(seen=renewed.get(each.path, each.seen)) for each in items]
+    return [each for each in found if isinstance(each.seen, Seen)]
 
 
 def deep_note(looks: Sequence[Look]) -> list[str]:
-    """Mention the white of the pictures with more than 8 bits a pixel, if there are any."""
-    deep = [look for look in looks if look.largest is not None]
+    """Mention the white of training pictures with more than 8 bits a pixel, if there are any."""
+    deep = [look.bright for look in looks if look.bright is not None]
     if not deep:
         return []
-    largest = max(look.largest or 0.0 for look in deep)
     note = (
-        f"{len(deep):,} of {len(looks):,} pictures have more than 8 bits a pixel and values up to "
-        f"{largest:g}: {white_of(deep)} is used as white for all of these"
+        f"{len(deep):,} of {len(looks):,} training pictures have more than 8 bits a pixel, and "
+        f"99.9% of each one's values are at most {max(deep):g}: {white_of(looks)} is used as white "
+        f"for all pictures, and brighter values become white"
     )
     return [note]
 
@@ -201,7 +209,7 @@ def pack_scan(files: Iterable[tuple[Path, Seen[Any]]], root: Path) -> str:
     """
     named = {name_below(path, root): seen for path, seen in files}
     # Not by msgspec alone, which refuses names that are not UTF-8.
-    return json.dumps(msgspec.to_builtins(_Scan(named, 3)))
+    return json.dumps(msgspec.to_builtins(_Scan(named, 4)))
 
 
 def _stamp(path: Path) -> tuple[int, ...] | None:
