@@ -108,6 +108,22 @@ def test_a_picture_that_would_be_black_is_refused(job: str, runs: Any, tmp_path:
             use(path.with_suffix(".tiff"))
 
 
+@for_each("job", ["classify", "segment"])
+def test_pages_that_are_not_read_are_noted(
+    job: str, runs: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, run = runs[job]
+    tested = shutil.copytree(data / "test", tmp_path / "test")
+    path = next(path for path in tested.rglob("*.png") if path.parent.name != "masks")
+    page = Image.open(path)
+    page.save(path.with_suffix(".tiff"), save_all=True, append_images=[page])
+    path.unlink()
+    evaluate_run(run, tested, EvaluateOptions())
+    predicted(run, [path.parent], tmp_path / "out" if job == "segment" else None)
+    words = "onefold: 1 picture with several pages or frames: only the first is used\n"
+    assert capsys.readouterr().err.count(words) == 2
+
+
 def test_the_last_weights_may_be_loaded_and_what_is_no_run_is_refused(
     runs: Any, tmp_path: Path
 ) -> None:

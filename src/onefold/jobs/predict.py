@@ -22,7 +22,7 @@ from onefold.jobs.data.files import BadFile, name_below, refuse
 from onefold.jobs.data.labels import numbered, read_label
 from onefold.jobs.data.maskclasses import coloured_mask
 from onefold.jobs.data.pictures import ArrayPictures, PictureFiles, picture_paths
-from onefold.jobs.data.scan import Scanning, Seen, scan_pictures
+from onefold.jobs.data.scan import Scanning, Seen, notes_of, scan_pictures
 from onefold.jobs.data.tables import Columns, is_table, read_table
 from onefold.jobs.data.tsv import decoded, read_lines
 from onefold.jobs.finetune import KeptModel, chosen_checkpoint, load_finite
@@ -41,6 +41,7 @@ from onefold.jobs.segment_pictures import Padded, predicted_numbers, whole_logit
 from onefold.jobs.targets import Answer, Target, target_measure, target_rows, targets
 from onefold.jobs.text_models import EncodedTexts
 from onefold.system.ownfiles import aside_of, write_whole
+from onefold.system.words import tell
 from onefold.weights.file import check_weights
 
 __all__ = [
@@ -252,6 +253,8 @@ def readable_pictures(run: Path, inputs: Sequence[Input], bad: list[BadFile]) ->
         scanning = Scanning(watch=watch, white=white_of_run(run))
         seen = scan_pictures([each.path for each in inputs], scanning=scanning)
     bad += [each for each in seen if isinstance(each, BadFile)]
+    for note in notes_of([each.look for each in seen if isinstance(each, Seen)]):
+        tell(note)
     return [one for one, each in zip(inputs, seen, strict=True) if isinstance(each, Seen)]
 
 

@@ -29,7 +29,7 @@ from onefold.jobs.data.pictures import (
     picture_paths,
     sum_looks,
 )
-from onefold.jobs.data.scan import Seen, scan_pictures
+from onefold.jobs.data.scan import Seen, notes_of, scan_pictures
 from tests.jobs.data.pictures import WAYS_TO_BE_BAD, noise, write_cut_jpeg, write_page
 from tests.tables import for_each
 
@@ -262,6 +262,23 @@ def test_a_look_through_says_what_is_sound_and_what_is_bad(tmp_path: Path) -> No
     arrays = [np.asarray(open_picture(path))[..., None] for path in paths[3:36:3]]
     assert_true(sum_looks(grey, grey=True), arrays)
     assert scan_pictures([]) == []
+
+
+@for_each("suffix", ["tiff", "gif", "webp", "png", "mpo"])
+def test_what_has_several_pages_is_noted_and_the_first_is_read(suffix: str, tmp_path: Path) -> None:
+    frames = [noise(SIZE, seed=number) for number in range(3)]
+    for name, more in (("one", []), ("two", frames[1:])):
+        path = tmp_path / f"{name}.{suffix}"
+        frames[0].save(path, save_all=True, append_images=more, lossless=True)
+    # That of a telephone has a preview or the depths, and is a photograph called .jpg.
+    if suffix == "mpo":
+        path.rename(tmp_path / "two.jpg")
+    paths = sorted(tmp_path.iterdir())
+    looks = [each.look for each in scan_pictures(paths) if isinstance(each, Seen)]
+    assert [look.several for look in looks] == [False, suffix != "mpo"]
+    assert open_picture(paths[0]).tobytes() == open_picture(paths[1]).tobytes()
+    said = ["1 picture with several pages or frames: only the first is used"]
+    assert notes_of(looks) == (said if suffix != "mpo" else [])
 
 
 def test_files_are_named_from_the_root_and_read_when_asked_for(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from onefold.errors import DataError
 from onefold.jobs.data.classes import PictureClasses, read_classes
@@ -56,6 +57,9 @@ def read(
 def test_hot_pixels_do_not_decide_white(layout: str, tmp_path: Path) -> None:
     write(tmp_path / "plain", layout)
     write(tmp_path / "hot", layout, train=lambda n: plate(n, hot=1), test=lambda n: plate(n, hot=9))
+    for path in list((tmp_path / "hot").rglob("*.tiff"))[:2]:
+        first = Image.fromarray(np.asarray(Image.open(path)))
+        first.save(path, save_all=True, append_images=[first])
     plain, hot = read(tmp_path / "plain", layout), read(tmp_path / "hot", layout)
     assert plain.white == hot.white == 255
     for one, other in zip(plain.sums.mean_and_std(), hot.sums.mean_and_std(), strict=True):
@@ -64,6 +68,7 @@ def test_hot_pixels_do_not_decide_white(layout: str, tmp_path: Path) -> None:
         "6 of 6 training pictures have more than 8 bits a pixel, and 99.9% of each one's values "
         "are at most 250: 255 is used as white for all pictures, and brighter values become white"
     ) in hot.notes
+    assert "2 pictures with several pages or frames: only the first is used" in hot.notes
     # Two in 1,600 are more than one in 1,000, and of 400 pixels none may be left out.
     for number, two in enumerate((lambda n: plate(n, hot=2), lambda n: plate(n, side=20, hot=1))):
         write(tmp_path / f"{number}", layout, train=two, test=two)

@@ -39,7 +39,7 @@ from onefold.jobs.data.pictures import (
     white_of,
 )
 from onefold.jobs.data.samples import ListedSamples, hold_out, strata
-from onefold.jobs.data.scan import Scanning, Seen, by_one_white, deep_note, pack_scan, scan_pictures
+from onefold.jobs.data.scan import Scanning, Seen, by_one_white, notes_of, pack_scan, scan_pictures
 from onefold.jobs.data.tsv import Line
 
 __all__ = [
@@ -193,7 +193,7 @@ def _of_pictures(
         white=white,
         notes=[
             *notes,
-            *deep_note(looks[: len(train)]),
+            *notes_of(looks, len(train)),
             *untested(classes, tested, where),
             *check_same(samples, where),
         ],

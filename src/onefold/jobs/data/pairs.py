@@ -24,8 +24,8 @@ from onefold.jobs.data.pictures import (
     white_of,
 )
 from onefold.jobs.data.samples import hold_out
-from onefold.jobs.data.scan import Scanning, Seen, by_one_white, deep_note, pack_scan, scan_files
-from onefold.system.words import listed
+from onefold.jobs.data.scan import Scanning, Seen, by_one_white, notes_of, pack_scan, scan_files
+from onefold.system.words import listed, tell
 
 __all__ = ["MaskedPictures", "Pair", "read_pairs", "read_pairs_to_test"]
 
@@ -132,6 +132,8 @@ def read_pairs_to_test(
     """
     looks = _look_through(_pairs(directory, bad), directory, rule, scanning, bad)
     _require_one_scale(looks)
+    for note in notes_of([look.seen.look for look in looks]):
+        tell(note)
     return [look.pair for look in looks]
 
 
@@ -167,11 +169,7 @@ def _of_looks(
         rule=rule,
         classes=classes,
         white=white_of(pictures[: len(train)]),
-        notes=[
-            *notes,
-            *deep_note(pictures[: len(train)]),
-            *check_same(labelled, readable(directory)),
-        ],
+        notes=[*notes, *notes_of(pictures, len(train)), *check_same(labelled, readable(directory))],
         scan=pack_scan(files, directory),
         digest=digest_of(*samples, str(rule), size_bytes=16),
     )

@@ -459,6 +459,8 @@ class Look(msgspec.Struct, frozen=True, array_like=True, tag="picture"):
     """Whether it holds floating point values, and that value is at most 1."""
     white: int | None = None
     """The white by which the sums were taken, where it has more than 8 bits a pixel."""
+    several: bool = False
+    """Whether the file has further pages or frames, which nobody reads."""
 
 
 def white_of(looks: Iterable[Look]) -> int | None:
@@ -550,7 +552,7 @@ def look_at(path: Path, white: int | None = None) -> Look:
     Raises:
         DataError: the picture cannot be read; the message names the file.
     """
-    picture, size, factor = _load_small(path)
+    picture, size, factor, several = _load_small(path)
     bright, fractions = None, False
     with _reading(path):
         values = deep_values(picture)
@@ -566,15 +568,15 @@ def look_at(path: Path, white: int | None = None) -> Look:
     picture = in_bytes(picture, path, white)
     sums = Sums()
     sums.add_picture(picture, times=factor)
-    return Look(size, picture.mode == "L", sums, bright, fractions, white)
+    return Look(size, picture.mode == "L", sums, bright, fractions, white, several)
 
 
-def _load_small(path: Path) -> tuple[Image, tuple[int, int], int]:
+def _load_small(path: Path) -> tuple[Image, tuple[int, int], int, bool]:
     """Read a picture with as little detail as will do.
 
     Returns:
-        The picture, its full width and height, and how many full pixels each of its pixels stands
-        for.
+        The picture, its full width and height, how many full pixels each of its pixels stands for,
+        and whether others follow it in the file.
     """
     with _reading(path), _opened(path) as opened:
         width, height = opened.size
@@ -582,11 +584,13 @@ def _load_small(path: Path) -> tuple[Image, tuple[int, int], int]:
         if opened.format in ("JPEG", "MPO"):
             opened.draft(None, (_LOOKED_AT, _LOOKED_AT))
         step = round(width / opened.width)
+        # Decodes nothing. A telephone's MPO is a photograph that has a preview or depths behind it.
+        several = opened.format != "MPO" and bool(getattr(opened, "is_animated", False))
         picture = _loaded(opened)
         # Those were the sides before `_loaded` turned the picture.
         if opened.getexif().get(_ORIENTATION) in _TURNED:
             width, height = height, width
-        return picture, (width, height), step * step
+        return picture, (width, height), step * step, several
 
 
 def count_levels(

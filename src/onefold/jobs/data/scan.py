@@ -29,12 +29,13 @@ from onefold.jobs.data.files import BadFile, name_below, read_whole, readable
 from onefold.jobs.data.masks import MaskLook
 from onefold.jobs.data.pictures import Look, look_at, look_through, white_of
 from onefold.system.ownfiles import open_plain, parse_json
+from onefold.system.words import counted
 
 __all__ = [
     "Scanning",
     "Seen",
     "by_one_white",
-    "deep_note",
+    "notes_of",
     "pack_scan",
     "read_scan",
     "scan_files",
@@ -133,17 +134,19 @@ def by_one_white(items: Sequence[_Item], white: int | None, bad: list[BadFile]) 
     return [each for each in found if isinstance(each.seen, Seen)]
 
 
-def deep_note(looks: Sequence[Look]) -> list[str]:
-    """Mention the white of training pictures with more than 8 bits a pixel, if there are any."""
-    deep = [look.bright for look in looks if look.bright is not None]
-    if not deep:
-        return []
-    note = (
-        f"{len(deep):,} of {len(looks):,} training pictures have more than 8 bits a pixel, and "
-        f"99.9% of each one's values are at most {max(deep):g}: {white_of(looks)} is used as white "
-        f"for all pictures, and brighter values become white"
-    )
-    return [note]
+def notes_of(looks: Sequence[Look], trained: int = 0) -> list[str]:
+    """Mention the white of training pictures, the first of all, and pages that are left unread."""
+    notes, train = [], looks[:trained]
+    if deep := [look.bright for look in train if look.bright is not None]:
+        notes.append(
+            f"{len(deep):,} of {len(train):,} training pictures have more than 8 bits a pixel, and "
+            f"99.9% of each one's values are at most {max(deep):g}: {white_of(train)} is used as "
+            f"white for all pictures, and brighter values become white"
+        )
+    if several := sum(look.several for look in looks):
+        words = f"{counted(several, 'picture')} with several pages or frames"
+        notes.append(f"{words}: only the first is used")
+    return notes
 
 
 def scan_files(
