@@ -3,13 +3,17 @@
 import importlib
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from docs import execute
 from PIL import Image
 from safetensors import safe_open
 
@@ -21,6 +25,7 @@ from onefold.jobs.export import Target, export_run
 from onefold.jobs.finetune import chosen_checkpoint
 from onefold.jobs.predict import PredictOptions, predict_run
 from tests.capabilities import needs_text
+from tests.jobs.data.pictures import noise
 from tests.jobs.tiny import CLASSES, WRITERS, run_here
 from tests.tables import for_each
 
@@ -187,6 +192,67 @@ def test_onnx_needs_packages(runs: Any, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(LaunchError, match=r"--to onnx needs .*pip install \"onefold\[export\]\""):
         export_run(runs["text"][1], "onnx")
+
+
+def test_numbers_are_made_of_logits_as_the_description_says(tmp_path: Path) -> None:
+    data = WRITERS["classify"](tmp_path / "data")
+    paths = sorted(data.glob("train/*/*.png"))
+    rows = "".join(f"{path.relative_to(data)},{7 * n + 0.5}\n" for n, path in enumerate(paths))
+    (data / "all.csv").write_text(f"image,label\n{rows}")
+    options = {"task": "regression", "model": "lenet", "epochs": 1}
+    folder, _ = run_here("classify", data / "all.csv", tmp_path / "runs", **options)
+    run = onefold.load_run(folder)
+    logits, target = (
+        run.module(**run.preprocess(paths)),
+        SimpleNamespace(**run.description["target"]),
+    )
+    found = eval(run.description["value"], {"logits": logits, "target": target})
+    expected = [row["value"] for row in predicted(folder, paths)]
+    assert found.flatten().tolist() == pytest.approx(expected, rel=1e-5)
+
+
+def test_masks_are_padded_as_the_description_says(runs: Any) -> None:
+    run = onefold.load_run(runs["segment"][1])
+    how = run.description["preprocessing"]
+    assert how["padded"].startswith("zeros after normalisation, on the right and below, ")
+    picture = noise((70, 9))
+    (found,) = run.preprocess([picture])["images"]
+    height, width = (
+        max(2, -(-side // how["side_multiple"])) * how["side_multiple"] for side in (9, 70)
+    )
+    expected = np.zeros((3, height, width), np.float32)
+    numbers = (np.float32(picture) / 255 - np.float32(how["mean"])) / np.float32(how["std"])
+    expected[:, :9, :70] = numbers.transpose(2, 0, 1)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.full
+@for_each("side", [32, 100])
+def test_the_script_of_the_page_gives_the_same_predictions(
+    side: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without onefold: of large and small pictures, wide and tall, and turned by EXIF."""
+    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # which would leave a thread
+    pytest.importorskip("onnxruntime")
+    data = WRITERS["classify"](tmp_path / "data")
+    options = {"model": "resnet18", "image_size": side, "epochs": 1}
+    folder, _ = run_here("classify", data, tmp_path / "runs", **options)
+    made = export_run(folder, "onnx", tmp_path / "model.onnx")
+    paths = [tmp_path / f"{number}.png" for number in range(5)]
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    sizes = [(700, 300), (333, 801), (20, 31), (150, 97), (640, 480)]
+    for number, (path, size) in enumerate(zip(paths, sizes, strict=True)):
+        noise(size, seed=number).save(path, exif=turned if number == 4 else None)
+    script = tmp_path / "predict_onnx.py"
+    script.write_text(execute.files(execute.ROOT / "docs/do/jobs.md")[script.name])
+    command = [sys.executable, script, made.file, *paths]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    for row, line in zip(predicted(folder, paths), printed.splitlines(), strict=True):
+        path, name, confidence = line.split()
+        best = row["classes"][0]
+        assert (Path(path).name, name) == (row["file"], best["class"])
+        assert float(confidence) == pytest.approx(best["confidence"], abs=1e-4)
 
 
 EXPORTS: list[tuple[str, Target]] = [

@@ -453,7 +453,8 @@ class Use:
                 shares.append(counts.to(torch.float64) / pixels.numel())
             return {"share": torch.stack(shares)}
 
-        data = LabelledPictures(self._files(kind), self._numbers, "RGB", (), kind.normalise)
+        numbers = range(len(self.inputs))
+        data = LabelledPictures(self._files(kind), numbers, "RGB", (), kind.normalise)
         collate = partial(_numbered, padded=padded)
         size = segment_job.EVALUATION_BATCH_SIZE
         found = self.measured(model, draw, data, collate, batch_size=size)
@@ -464,10 +465,6 @@ class Use:
             {**each.row, "mask": _mask_name(each.name), **dict(zip(names, own, strict=True))}
             for each, own in zip(self.inputs, shares, strict=True)
         ], found
-
-    @property
-    def _numbers(self) -> range:
-        return range(len(self.inputs))
 
     def _labels(self, classes: Sequence[str], target: Target) -> Any:
         """The number of each input's class; 0 where it is not known, so that its loss is void."""

@@ -144,8 +144,7 @@ def read_classes(
     notes += check_task([label for _, label in found[0]], task, where, labels_as_is=labels_as_is)
     parts = _looked_through(found, directory, scanning, bad)
     if len(parts) == 1:
-        labels = strata([x.label for x in parts[0]])
-        parts = [*hold_out(parts[0], labels, share=holdout, seed=seed)]
+        parts = [*hold_out(parts[0], strata([x.label for x in parts[0]]), share=holdout, seed=seed)]
     white = white_of(picture.seen.look for picture in parts[0])
     train, test = (by_one_white(part, white, bad) for part in parts)
     test = _learnt(train, test, readable(trained), bad)

@@ -298,12 +298,10 @@ def _require_named(directory: Path, rule: MaskRule, looks: Sequence[_Look]) -> N
     for option in ("foreground", "void"):
         for text in getattr(rule, option):
             if looks and text not in found:
-                values = list(dict.fromkeys(value for x in looks for value in x.mask.look.values))[
-                    :8
-                ]
+                values = dict.fromkeys(value for x in looks for value in x.mask.look.values)
                 raise DataError(
                     f"--{option} {text}: expected a value of the masks, none in "
-                    f"{readable(directory)} has it; among theirs are {', '.join(values)}"
+                    f"{readable(directory)} has it; among theirs are {', '.join([*values][:8])}"
                 )
 
 

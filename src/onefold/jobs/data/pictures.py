@@ -329,9 +329,7 @@ def in_bytes(picture: Image, path: Path, white: int | None) -> Image:
 
 def _usual_white(mode: str, largest: float) -> int:
     """Guess the white of a single picture; only a mode of 16 bits states it."""
-    whites = [65535] if mode.startswith("I;16") else [255, 65535]
-    if mode == "F":
-        whites.insert(0, 1)
+    whites = [1, 255] if mode == "F" else [] if mode.startswith("I;16") else [255]
     return next((white for white in whites if largest <= white), 65535)
 
 
