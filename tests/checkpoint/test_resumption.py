@@ -249,6 +249,25 @@ def test_a_run_that_ended_goes_on_for_longer(runs: Runs, caplog: pytest.LogCaptu
     assert "has changed nothing" not in caplog.text
 
 
+def test_a_run_goes_on_for_longer_again_and_again(runs: Runs) -> None:
+    """What its script asked for in the end counts no more, each time."""
+
+    def tested(epochs: int) -> Script:
+        def script(life: Life) -> str:
+            trainer, loader = begun(life)
+            scores = []
+            for _ in trainer.epochs(epochs):
+                through(life, trainer, loader)
+                scores.append(trainer.evaluate(score, data(), batch_size=8))
+            scores.append(trainer.evaluate(score, data(), batch_size=4))
+            return f"{result(trainer)} {scores}"
+
+        return script
+
+    for epochs, devices in ((2, 1), (3, 2), (4, 1), (5, 3), (5, 2)):
+        assert runs.start(tested(epochs), devices) == runs.whole(tested(epochs))
+
+
 @pytest.mark.parametrize("counted", [False, True])
 def test_an_earlier_end_says_so(
     runs: Runs, caplog: pytest.LogCaptureFixture, counted: bool

@@ -325,6 +325,8 @@ class Resumption:
         """Answers what the script asks for once more; None where no record knows it."""
         self._quiet = ExitStack()
         """What is undone where the script comes to the place where its run goes on."""
+        self.note_left_out: Callable[[int], None] | None = None
+        """Called on the lead of a recorded run with `Replay.left_out`."""
         self._place: Place = None
         self._shown = self._over = self._warned = False
         self._block = ""
@@ -351,6 +353,8 @@ class Resumption:
             assert self.replay is not None
             if self.replay.knows(kind, call):
                 return self.replay
+            if self.note_left_out is not None and self.replay.left_out is not None:
+                self.note_left_out(self.replay.left_out)
         self.catch_up()
         return None
 

@@ -213,13 +213,13 @@ class Checkpoints:
             raise CheckpointError(told["error"])
         return Found(StoredCheckpoint(Path(told["folder"]), told["run"]), files, changed)
 
-    def entries_of(self, found: Found, path: Path) -> list[Entry]:
-        """What the record of a run has up to a checkpoint; nothing where that is not all of it.
+    def entries_of(self, found: Found, path: Path) -> list[tuple[int, Entry]]:
+        """What the record of a run has up to a checkpoint; see `onefold.record.whole_run`.
 
         Raises:
             RecordError: the record is damaged; raised on the lead alone.
         """
-        entries: list[Entry] = []
+        entries: list[tuple[int, Entry]] = []
         if self._lead.is_here:
             kept = found.stored.run["recorded"]
             if kept and not found.changed:
@@ -233,7 +233,9 @@ class Checkpoints:
                         *(path, len(frames), kept, found.stored.folder),
                     )
         text = broadcast(self._exchange, written(encode(entries)) if self._lead.is_here else None)
-        return entries if self._lead.is_here else msgspec.msgpack.decode(text, type=list[Entry])
+        if self._lead.is_here:
+            return entries
+        return msgspec.msgpack.decode(text, type=list[tuple[int, Entry]])
 
     def adopt_place(self, found: Found) -> None:
         """Have the run stand where a checkpoint was made, and bear its name."""

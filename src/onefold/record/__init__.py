@@ -184,28 +184,35 @@ _OF_SHARDS = {
 
 def standing(entries: Iterable[Entry]) -> list[Entry]:
     """Those entries that led to where the run is: it may have gone back, and forward again."""
+    return [entry for _, entry in _standing(entries)]
+
+
+def _standing(entries: Iterable[Entry]) -> list[tuple[int, Entry]]:
     counted = [each for each in entries if not isinstance(each, Hang)]
-    found: list[Entry] = []
+    found: list[tuple[int, Entry]] = []
     end = len(counted)
     while end:
-        found.append(entry := counted[end - 1])
-        end = min(entry.kept, end - 1) if isinstance(entry, Begun) else end - 1
+        end, entry = end - 1, counted[end - 1]
+        found.append((end, entry))
+        if isinstance(entry, Begun):
+            end = min(entry.kept, end)
     return found[::-1]
 
 
-def whole_run(bodies: Sequence[bytes], kept: int) -> list[Entry]:
+def whole_run(bodies: Sequence[bytes], kept: int) -> list[tuple[int, Entry]]:
     """The entries by which a run can be gone through again, up to a checkpoint that saw ``kept``.
 
-    Nothing where the record does not have all of it: it was begun later than the run, or the script
-    has gone back by `Trainer.load`, or has used gradients that no record keeps.
+    Each with the number of entries before it in the record. Nothing where the record does not have
+    all of it: it was begun later than the run, or the script has gone back by `Trainer.load`, or
+    has used gradients that no record keeps.
     """
     entries = [decode(body, "the record") for body in bodies]
     seen = [entry for entry in entries if not isinstance(entry, Hang)][:kept]
-    counted = standing(seen)
-    begins = [entry for entry in counted if isinstance(entry, Begun)]
+    counted = _standing(seen)
+    begins = [entry for _, entry in counted if isinstance(entry, Begun)]
     if len(seen) < kept or begins[0].step > 0 or any(each.anew for each in begins):
         return []
-    if any(isinstance(entry, StepEntry) and entry.gradient for entry in counted):
+    if any(isinstance(entry, StepEntry) and entry.gradient for _, entry in counted):
         return []
     return counted
 

@@ -193,8 +193,8 @@ _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[Entry] = msgspec.msgpack.Decoder(Entry)
 
 
-def encode(entry: Entry | list[Entry]) -> bytes:
-    """Write an entry as MessagePack, or several as a list."""
+def encode(entry: Entry | list[tuple[int, Entry]]) -> bytes:
+    """Write an entry as MessagePack, or several with their numbers as a list."""
     return _ENCODER.encode(entry)
 
 

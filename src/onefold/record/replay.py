@@ -9,7 +9,8 @@ early stop or a set chosen by a prediction is what it was. A script that asks fo
 than it did before is told the first place where it does.
 
 A run that had come to its end may go on for longer, with more epochs say. What its script asked for
-behind its last step is then left out as soon as the script asks for something else.
+behind its last step is then left out as soon as the script asks for something else, now and
+whenever the run is resumed: the record says where.
 """
 
 from __future__ import annotations
@@ -52,25 +53,32 @@ class Replay:
     """What a script asked for up to the place where its run goes on; alike on all devices.
 
     Args:
-        entries: those that the checkpoint has seen, in order.
+        entries: those that the checkpoint has seen, in order, as `onefold.record.whole_run` returns
+            them.
         device: where the tensors of a step's result lie.
         ended: whether the run had come to the end of its script.
     """
 
-    def __init__(self, entries: Iterable[Entry], device: torch.device, *, ended: bool) -> None:
+    def __init__(
+        self, entries: Iterable[tuple[int, Entry]], device: torch.device, *, ended: bool
+    ) -> None:
         self._device, self._ended = device, ended
         # Checkpoints of the launcher's lie between any two entries, and nobody asks for them.
-        self._entries = deque(
-            each
-            for each in entries
+        asked_for = [
+            (number, each)
+            for number, each in entries
             if not isinstance(each, Found | Begun)
             and (not isinstance(each, SavedEntry) or each.line)
-        )
+        ]
+        self._entries = deque(entry for _, entry in asked_for)
+        self._numbers = [number for number, _ in asked_for]
         self._coming: dict[tuple[int, int], deque[tuple[int, int]]] = defaultdict(deque)
         for entry in self._entries:
             for loader, number, *place in entry.place if isinstance(entry, StepEntry) else ():
                 self._coming[loader, number].append((place[0], place[1]))
         self._steps = sum(isinstance(entry, StepEntry) for entry in self._entries)
+        self.left_out: int | None = None
+        """How many entries of the record come before those that were left out, if any were."""
 
     def knows(self, kind: type[Entry], call: str = "") -> bool:
         """Whether the script is still in the part that is done, now that it makes a call.
@@ -84,6 +92,7 @@ class Replay:
         entry = self._entries[0]
         asked = kind, call, script_line()
         if asked != (type(entry), getattr(entry, "call", ""), getattr(entry, "line", "")):
+            self.left_out = self._numbers[-len(self._entries)]
             self._entries.clear()
         return not self.over
 

@@ -92,6 +92,7 @@ class RecordedCalls:
         self._recorder = Recorder(folder / FILE, context.update.optimizer)
         self._checkpoints.noted = self._recorder.note_checkpoint
         self._note_begin(anew=resumption.step > 0 and resumption.replay is None)
+        resumption.note_left_out = lambda kept: self._note_begin(kept, anew=False)
         at_good_end(self._recorder.close)
 
     def inspect(self, asked: Path, datasets: Mapping[int, Any]) -> None:
@@ -115,10 +116,11 @@ class RecordedCalls:
         """Note that the script has had the run go on from elsewhere."""
         self._note_begin(anew=True)
 
-    def _note_begin(self, *, anew: bool) -> None:
+    def _note_begin(self, kept: int | None = None, *, anew: bool) -> None:
         if self._recorder is None:
             return
-        step, kept = max(self._position.step, self._resumption.step), self._checkpoints.recorded
+        step = max(self._position.step, self._resumption.step)
+        kept = self._checkpoints.recorded if kept is None else kept
         run = self._checkpoints.run, step, self._devices, self._engine.description
         self._recorder.note(begun(*run, kernel_flags(), STARTED_IN, kept=kept, anew=anew))
 
