@@ -171,15 +171,13 @@ def test_a_block_that_changed_the_model_is_named(tmp_path: Path) -> None:
     code, text = onefold(tmp_path, "compare", "one", "six")
     assert code == 1, text
     assert "Before step 7 the model differs in 0.weight." in text
-    words = "All operations of step 6 have equal results; before step 7, "
-    alone = f"/six/run.record alone ran trainer.modifying, at train.py:{line}."
-    assert words in text, text
-    assert alone in text, text
+    assert "All operations of step 6 have equal results. /" in text, text
+    assert f"/six/run.record alone then ran trainer.modifying, at train.py:{line}." in text, text
     _, text = onefold(tmp_path, "compare", "six", "more")
     assert f"or what trainer.modifying changed next, at train.py:{line}." in text, text
     _, text = onefold(tmp_path, "compare", "begin", "one")
-    assert "No step was made yet; before step 1, " in text, text
-    assert f"/begin/run.record alone ran trainer.modifying, at train.py:{line}." in text, text
+    assert "No step was made yet. /" in text, text
+    assert f"/begin/run.record alone then ran trainer.modifying, at train.py:{line}." in text, text
 
 
 def test_the_commit_that_changed_the_bits_is_named(tmp_path: Path) -> None:

@@ -326,10 +326,7 @@ def _connect(
             )
         # The first may fail by a stranger who has come between.
         level = logging.INFO if attempt == 1 else logging.WARNING
-        advice = (
-            f"is there a firewall? Otherwise set {_GLOO_INTERFACE} on each machine to the network "
-            f"interface by which the others reach it"
-        )
+        advice = "is there a firewall? Else set GLOO_SOCKET_IFNAME to the interface to the others"
         _log.log(
             level, "attempt %d to connect all devices failed (%s): %s", attempt, advice, outcomes
         )
@@ -543,7 +540,6 @@ def _serve(context: LaunchContext, place: tuple[str, int], timeout_s: float) -> 
 
 
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
-_SIOCGIFADDR = 0x8915  # the kernel's request for an interface's IPv4 address; Python has no name
 
 
 @contextmanager
@@ -573,18 +569,17 @@ def gloo_interface(context: LaunchContext, hosts: Sequence[str]) -> Iterator[Non
 
 def _interface_towards(hosts: Sequence[str]) -> str:
     """The interface to the first of some hosts that is another; empty if gloo needs none."""
-    try:
-        with socket.socket() as probe:
-            probe.bind((socket.gethostname(), 0))  # what gloo does if no interface is set
-            if not ip_address(probe.getsockname()[0]).is_loopback:
-                return ""
-    except OSError:
-        _log.debug("the name of this machine is none of its addresses: gloo would use loopback")
+    # What gloo does if no interface is set; where it cannot, it uses loopback.
+    with suppress(OSError), socket.socket() as probe:
+        probe.bind((socket.gethostname(), 0))
+        if not ip_address(probe.getsockname()[0]).is_loopback:
+            return ""
     own = next(filter(None, map(_address_towards, hosts)), "0.0.0.0")
     with socket.socket() as probe:
         for _, name in socket.if_nameindex():
             with suppress(OSError):  # an interface without an address
-                found = fcntl.ioctl(probe, _SIOCGIFADDR, name.encode().ljust(40, b"\0"))
+                # SIOCGIFADDR, the kernel's request for an interface's IPv4 address.
+                found = fcntl.ioctl(probe, 0x8915, name.encode().ljust(40, b"\0"))
                 if found[20:24] == socket.inet_aton(own):
                     return name
     return ""
