@@ -122,16 +122,14 @@ def complete_hooks(optimizer: torch.optim.Optimizer) -> None:
     """
     # Not by Optimizer.__setstate__, which would also wrap the step of the class: other instances
     # of it, which lack the tables, could then no longer step.
-    for name in torch.optim.Optimizer.__annotations__:
-        if name.endswith("_hooks"):
-            vars(optimizer).setdefault(name, OrderedDict())
+    names = (each for each in torch.optim.Optimizer.__annotations__ if each.endswith("_hooks"))
+    vars(optimizer).update({name: OrderedDict() for name in names} | vars(optimizer))
 
 
 def step_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
     """The hooks on an optimizer's step, those on the steps of all optimizers among them."""
     of_all = _OPTIMIZER._global_optimizer_pre_hooks, _OPTIMIZER._global_optimizer_post_hooks
-    complete_hooks(optimizer)
-    own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    own = (vars(optimizer).get(f"_optimizer_step_{w}_hooks", {}) for w in ("pre", "post"))
     return [hook for hooks in (*of_all, *own) for hook in hooks.values()]
 
 

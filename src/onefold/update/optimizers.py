@@ -181,7 +181,6 @@ def explain_state_dict(optimizers: _Several, is_whole: Callable[[], bool]) -> No
             )
 
     for optimizer in optimizers:
-        complete_hooks(optimizer)
         optimizer.register_state_dict_pre_hook(refuse)
         optimizer.register_load_state_dict_pre_hook(refuse)
 
@@ -210,7 +209,6 @@ def refuse_own_steps(optimizers: _Several, is_ours: Callable[[], bool | None]) -
             )
 
     for optimizer in optimizers:
-        complete_hooks(optimizer)
         optimizer.register_step_pre_hook(refuse)
 
 
@@ -288,6 +286,7 @@ class DividedState(MutableMapping[Any, Any]):
 def _with_inner(optimizers: Iterable[object]) -> Iterator[Optimizer]:
     for one in optimizers:
         if isinstance(one, Optimizer):
+            complete_hooks(one)
             yield one
             yield from _with_inner(vars(one).values())
 
