@@ -27,7 +27,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from onefold.core.randomness import GeneratorStates
 from onefold.data_order.held import held_states
 from onefold.errors import StateError
-from onefold.system.hooks import replaces_step, step_hooks, steps_a_schedule
+from onefold.system.hooks import complete_hooks, replaces_step, step_hooks, steps_a_schedule
 
 __all__ = [
     "TAKEN",
@@ -189,7 +189,7 @@ def refuse_own_steps(optimizers: _Several, is_ours: Callable[[], bool | None]) -
     """Refuse the script's own ``optimizer.step()``, which would silently update nothing.
 
     Args:
-        optimizers: those of the user.
+        optimizers: those of the user, and those inside of them.
         is_ours: whether it is the trainer that calls; None if the trainer is no more.
     """
 
@@ -283,6 +283,14 @@ class DividedState(MutableMapping[Any, Any]):
         self._optimizer.state = defaultdict(dict)
 
 
+def _with_inner(optimizers: Iterable[object]) -> Iterator[Optimizer]:
+    for one in optimizers:
+        if isinstance(one, Optimizer):
+            complete_hooks(one)
+            yield one
+            yield from _with_inner(vars(one).values())
+
+
 class StateView:
     """Decides what the ``state`` of the user's optimizers is at any time.
 
@@ -291,12 +299,12 @@ class StateView:
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        each = list(optimizers_in(optimizer).values())
-        parts = [part for one in each for part in vars(one).values() if isinstance(part, Optimizer)]
+        self.optimizers = list(_with_inner(optimizers_in(optimizer).values()))
+        """Those of the user, and those inside of them."""
         self.kept: State = optimizer.state
         """The state by piece, which the optimizers see while they step."""
         self._all: list[tuple[Any, State]] = [
-            (one, one.state) for one in (*each, *parts) if "state" in vars(one)
+            (one, one.state) for one in self.optimizers if "state" in vars(one)
         ]
         self.others = [type(one).__name__ for one, kept in self._all if kept is not self.kept]
         """Optimizers inside of one, which keep state beside it."""
