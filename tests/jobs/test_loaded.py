@@ -46,8 +46,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path
     return made
 
 
-def predicted(run: Path, paths: list[Path], output: Path | None = None) -> list[dict[str, Any]]:
-    return predict_run(run, paths, PredictOptions(output=output, top=1 if output else 9)).rows
+def predicted(
+    run: Path, paths: list[Path], output: Path | None = None, top: int = 1
+) -> list[dict[str, Any]]:
+    return predict_run(run, paths, PredictOptions(output=output, top=top)).rows
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +69,7 @@ def test_a_loaded_run_says_what_predict_says(job: str, runs: Any) -> None:
     if job == "text":
         inputs = [line.split("\t")[0] for line in paths[0].read_text().splitlines()]
     sure = run.module(**run.preprocess(inputs)).softmax(dim=1)
-    for row, values in zip(predicted(folder, paths), sure, strict=True):
+    for row, values in zip(predicted(folder, paths, top=9), sure, strict=True):
         found = {each["class"]: each["confidence"] for each in row["classes"]}
         expected = dict(zip(run.classes, values.tolist(), strict=True))
         assert found == pytest.approx(expected, abs=1e-5)
