@@ -283,12 +283,15 @@ class DividedState(MutableMapping[Any, Any]):
         self._optimizer.state = defaultdict(dict)
 
 
-def _with_inner(optimizers: Iterable[object]) -> Iterator[Optimizer]:
-    for one in optimizers:
-        if isinstance(one, Optimizer):
+def _with_inner(optimizers: Iterable[object]) -> list[Optimizer]:
+    found: list[Optimizer] = []
+    waiting = [*optimizers]
+    for one in waiting:  # which grows
+        if isinstance(one, Optimizer) and all(one is not each for each in found):
             complete_hooks(one)
-            yield one
-            yield from _with_inner(vars(one).values())
+            found.append(one)
+            waiting += vars(one).values()
+    return found
 
 
 class StateView:
@@ -299,7 +302,7 @@ class StateView:
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizers = list(_with_inner(optimizers_in(optimizer).values()))
+        self.optimizers = _with_inner(optimizers_in(optimizer).values())
         """Those of the user, and those inside of them."""
         self.kept: State = optimizer.state
         """The state by piece, which the optimizers see while they step."""
