@@ -4,7 +4,14 @@ from typing import Any
 import pytest
 import torch
 
-from onefold.jobs.options import ScaleRate, TrainOptions, make_optimizer, rate_factor, scaled_rate
+from onefold.jobs.options import (
+    ScaleRate,
+    TrainOptions,
+    full_rate,
+    make_optimizer,
+    rate_factor,
+    scaled_rate,
+)
 from tests.tables import for_each
 
 HALF = math.sqrt(2) / 2
@@ -51,6 +58,19 @@ def test_the_batch_size_scales(rule: Any, batch_size: int, base: int, rate: floa
 def test_the_decay_suits_the_optimizer(name: Any, decay: float) -> None:
     made = make_optimizer(TrainOptions(optimizer=name), [{"params": [torch.zeros(2)], "lr": 0.5}])
     assert made.param_groups[0]["weight_decay"] == decay
+
+
+RATES: list[tuple[str, bool, bool, float]] = [
+    ("sgd", False, True, 0.05), ("sgd", True, False, 0.01), ("adamw", False, False, 0.001),
+    ("adamw", True, False, 0.0002), ("adamw", False, True, 0.003), ("adamw", True, True, 0.0006),
+]  # fmt: skip
+
+
+@for_each(("name", "fine", "small", "rate"), RATES)
+def test_the_rate_suits_optimizer_and_model(name: Any, fine: Any, small: Any, rate: float) -> None:
+    found = full_rate(TrainOptions(optimizer=name), fine=fine, small=small)
+    assert found == pytest.approx(rate)
+    assert full_rate(TrainOptions(optimizer=name, lr=0.5), fine=fine, small=small) == 0.5
 
 
 def test_an_optimizer_gets_what_was_chosen() -> None:

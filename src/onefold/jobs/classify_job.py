@@ -216,7 +216,7 @@ def settle(options: ClassifyOptions, data: PictureClasses) -> ClassifyOptions:
         model=model,
         image_size=size,
         epochs=options.epochs or (5 if fine else 10),
-        lr=full_rate(options, fine=fine),
+        lr=full_rate(options, fine=fine, small=model in FIXED),
         best_by=best_by_of(options),
         **{name: each for name, each in usual.items() if getattr(options, name) == "auto"},
     )
@@ -392,7 +392,9 @@ class ClassifyOptions(LabelOptions, PictureOptions):
     """Options of ``onefold train classify``."""
 
     epochs: int | None = again("epochs", shown="10, or 5 with --pretrained")
-    lr: float | None = again("lr", shown="0.001, or 0.05 with sgd; a fifth with --pretrained")
+    lr: float | None = again(
+        "lr", shown="0.001 (lenet, mnist-cnn: 0.003), or 0.05 with sgd; a fifth with --pretrained"
+    )
     model: str | None = option(
         None,
         f"{', '.join(MODELS)}, or timm:NAME where timm is installed.",

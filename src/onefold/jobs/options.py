@@ -466,18 +466,19 @@ def scaled_rate(options: TrainOptions) -> float:
     return full_rate(options) * scale[options.scale_lr]
 
 
-def full_rate(options: TrainOptions, *, fine: bool = False) -> float:
+def full_rate(options: TrainOptions, *, fine: bool = False, small: bool = False) -> float:
     """The learning rate, or that of the optimizer if none was given; a fifth of it when ``fine``.
 
     Args:
         options: of the run.
         fine: whether the run begins with trained weights.
+        small: whether the model is a small one.
     """
     if options.lr is not None:
         return options.lr
     # Adam divides by the size of its gradients, so its steps are as long as the rate says.
-    sgd, adaptive = (0.01, 0.0002) if fine else (0.05, 0.001)
-    return sgd if options.optimizer == "sgd" else adaptive
+    usual = 0.05 if options.optimizer == "sgd" else 0.003 if small else 0.001
+    return usual / 5 if fine else usual
 
 
 def rate_factor(options: TrainOptions, *, epochs: int, steps: int) -> Callable[[int], float]:
