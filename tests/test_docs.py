@@ -169,9 +169,13 @@ def surroundings_of_fragment() -> dict[str, Any]:
     self, embedded = SimpleNamespace(lstm=torch.nn.LSTM(4, 4)), torch.randn(3, 2, 4).bfloat16()
     log, clock, batch = io.StringIO(), time.monotonic, train_set[:64]
     width, depth, config = 4, 2, {"in_features": 4, "out_features": 1}
+    moved = (ROOT / "examples/move/with_lightning.py").read_text()
+    LightningModule = type("LightningModule", (torch.nn.Module,), {"log": lambda *a, **k: None})
+    data = torch.utils.data.TensorDataset(torch.randn(128, 2), torch.arange(128) % 2)
     names |= {"Net": torch.nn.Linear}
     names |= {"AutoModelForCausalLM": SimpleNamespace(from_config=lambda c: torch.nn.Linear(**c))}
-    names |= {**globals(), **locals()}
+    names |= {**globals(), **locals(), "nn": torch.nn}
+    exec(moved[moved.index("\nclass ") : moved.index("\ndef ")], names)
     return names
 
 

@@ -128,7 +128,8 @@ _CAUSES = {
     "others": "a sample's loss depends on the other samples of its batch (a contrastive loss, "
     "negatives from the batch, a norm or a mean over the batch, padding that is not masked out), "
     "and a shard has only its own samples: with V shards that is another loss, of batches V times "
-    "smaller. Compute it from each sample alone, or use shards=1",
+    "smaller. Gather what it compares by onefold.gather, compute it from each sample alone, or use "
+    "shards=1",
 }
 """By the relation that a scalar loss shows, or else by what makes samples depend on each other."""
 _NOTES = {
