@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from onefold.system.words import counted
 from onefold.core.shard import Plan, Search, cut_bounds, pieces_of, rows_of
 
 SIZES = st.integers(1, 300)
@@ -26,7 +27,7 @@ def test_shards_are_cut_as_tensor_split_does(samples: int, shards: int) -> None:
 @given(shards=st.integers(1, 70), devices=st.integers(1, 70))
 def test_an_even_plan_gives_each_device_a_share(shards: int, devices: int) -> None:
     if devices > shards:
-        with pytest.raises(ValueError, match=f"{devices} devices cannot share {shards} shards"):
+        with pytest.raises(ValueError, match=f"cannot share {counted(shards, 'shard')}: "):
             Plan.even(shards=shards, devices=devices)
         return
     plan = Plan.even(shards=shards, devices=devices)

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from onefold.core.structure import has_fields, parts_of, with_parts
+from onefold.system.words import counted
 
 __all__ = ["Plan", "Search", "cut_bounds", "join_rows", "pieces_of", "rows_of", "runs_of"]
 
@@ -96,7 +97,7 @@ class Plan:
         Raises:
             ValueError: there are more devices than shards.
         """
-        return cls(_even_shares(shards, devices, "devices"))
+        return cls(_even_shares(shards, devices, "device"))
 
     @classmethod
     def in_pipelines(cls, *, shards: int, devices: int, pipeline: int) -> Plan:
@@ -111,7 +112,7 @@ class Plan:
         (3, 0, 2, 0)
         """
         counts = [0] * devices
-        counts[::pipeline] = _even_shares(shards, devices // pipeline, "pipelines")
+        counts[::pipeline] = _even_shares(shards, devices // pipeline, "pipeline")
         return cls(tuple(counts), in_rounds=True, pipeline=pipeline)
 
     @classmethod
@@ -175,8 +176,8 @@ class Plan:
 def _even_shares(shards: int, number: int, what: str) -> tuple[int, ...]:
     if not 1 <= number <= shards:
         raise ValueError(
-            f"{number} {what} cannot share {shards} shards: a shard is never divided. Use at most "
-            f"{shards} {what}, or give Trainer more shards"
+            f"{counted(number, what)} cannot share {counted(shards, 'shard')}: a shard is never "
+            f"divided. Use at most {counted(shards, what)}, or give Trainer more shards"
         )
     return tuple(stop - start for start, stop in cut_bounds(shards, number))
 
