@@ -79,7 +79,7 @@ def _of_the_state(
     if not generators and not attributes:
         yield (
             "the same samples give another loss when it is computed again: the loss keeps "
-            "something from call to call, or draws from a generator that is not the global one of "
+            "something from call to call (a hidden state?), or draws from a generator that is not the global one of "
             "torch, random or NumPy"
         )
 
@@ -104,7 +104,7 @@ def _of_the_numbers(found: Comparison) -> Iterator[str]:
         found.relation == "unclear" and found.differentiates
     )
     if depends and not found.time_first and not excused:
-        others = "places" if found.ordered else "others"
+        others = "places" if found.ordered and not found.dim else "others"
         kind = "gradients" if found.differentiates else others
         second = f"; all tensors of the batch have {found.second} in their second dimension"
         yield _CAUSES[kind].format("" if found.second is None else second)
@@ -136,7 +136,7 @@ _NOTES = {
     "unmatched": "the loss draws random numbers that have no counterpart for a part of the batch "
     "({}, such as a permutation of the shard's samples), so this difference may be chance: the "
     "mathematics could not be compared",
-    "carried": "{} has the rule 'shard': every shard goes on with its own value, and there is none "
+    "carried": "with the rule 'shard' of {}, every shard goes on with its own value, and there is none "
     "for a batch that is computed as one shard: the mathematics could not be compared. Without the "
     "carried state they can be",
     "norms": "{} keeps no running statistics, so that it computes with those of its shard, as it "
