@@ -227,6 +227,30 @@ def test_samples_of_the_training_are_told(job: str, runs: Any, data: Any) -> Non
 
 
 @here
+@for_each("job", JOBS)
+def test_what_a_run_held_out_is_scored_again(job: str, data: Any, tmp_path: Path) -> None:
+    train = data[job] / {"text": "train.tsv"}.get(job, "train")
+    whole = tmp_path / train.name
+    (shutil.copytree if train.is_dir() else shutil.copyfile)(train, whole)
+    run, said = run_here(job, whole, tmp_path, name=job, **{**SMALL[job], "holdout": 0.3})
+    found = evaluated(run, whole)
+    assert len(found.prediction.rows) == said["test_samples"] < said["train_samples"]
+    assert {name: found.scores[name] for name in of_training(run)} == pytest.approx(
+        of_training(run), rel=1e-5
+    )
+    assert "what the run held out is scored" in str(found.note)
+    # Changed, nobody knows which were held out.
+    if train.is_dir():
+        first = min(path for path in whole.rglob("*") if path.is_file())
+        for path in whole.rglob(f"{first.stem}.*"):
+            path.unlink()
+    else:
+        whole.write_text("".join(whole.read_text().splitlines(keepends=True)[3:]))
+    found = evaluated(run, whole)
+    assert "was trained with samples of" in str(found.note)
+
+
+@here
 def test_idx_files_are_scored(runs: Any, tmp_path: Path) -> None:
     def write(name: str, values: np.ndarray[Any, Any]) -> None:
         head = bytes([0, 0, 8, values.ndim]) + struct.pack(f">{values.ndim}I", *values.shape)

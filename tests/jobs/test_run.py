@@ -142,6 +142,28 @@ def test_a_run_whose_checkpoints_are_damaged_is_one_line(tmp_path: Path) -> None
     assert told.startswith(f"onefold: no checkpoint of {folder}/checkpoints can be used: ")
 
 
+@pytest.mark.processes
+def test_a_copy_of_a_run_is_a_run_of_its_own(tmp_path: Path) -> None:
+    data, runs = write_pictures(tmp_path / "data"), tmp_path / "runs"
+    folder, _ = run_here("classify", data, runs, name="it", model="lenet", augment="none")
+    shutil.copytree(folder, runs / "copy")
+    before = (folder / "run.json").read_bytes()
+    said = run_job(job_of("classify"), resumed(runs, "copy", epochs=2))
+    assert (said["folder"], said["epochs"]) == (str(runs / "copy"), 2)
+    assert (folder / "run.json").read_bytes() == before
+
+
+@pytest.mark.processes
+def test_a_run_that_ended_early_is_replayed(tmp_path: Path) -> None:
+    data, still = write_texts(tmp_path / "data"), {"lr": 1e-12, "patience": 1, "epochs": 4}
+    folder, said = run_here("text", data, tmp_path / "runs", name="it", max_time="9m", **still)
+    assert said["ended"] == "patience"
+    replay = [sys.executable, "-m", "onefold", "replay", str(folder), "--step", "1"]
+    done = subprocess.run(replay, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "computed again" in done.stdout
+
+
 @pytest.mark.full
 def test_no_picture_is_read_a_second_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data, runs = write_pictures(tmp_path / "data"), tmp_path / "runs"

@@ -20,6 +20,7 @@ Values = Any
 Loss = Callable[[Values], object]
 
 SAMPLES, CLASSES, LENGTH = 6, 3, 4
+WHOLE = 4 * SAMPLES
 
 
 @pytest.fixture
@@ -83,6 +84,18 @@ FOUND: dict[str, dict[str, Loss]] = {
         "by hand": lambda v: squares(v).sum(),
         "of samples": lambda v: squares(v).mean(1).sum(0),
     },
+    "whole": {
+        "by hand": lambda v: squares(v).sum() / WHOLE,
+        "a method": lambda v: squares(v).sum().div(WHOLE),
+        "half": lambda v: 0.5 * squares(v).sum() / WHOLE,
+        "a factor": lambda v: squares(v).sum() * (1 / WHOLE),
+        "mse": lambda v: mse_sum(v) / WHOLE,
+        "cross entropy": lambda v: F.cross_entropy(v.x, v.y, reduction="sum") / WHOLE,
+        "tokens": lambda v: token_losses(v).sum() / (WHOLE * LENGTH),
+        "all values": lambda v: squares(v).sum() / (WHOLE * CLASSES),
+        "of a variational autoencoder": lambda v: (mse_sum(v) + v.x.exp().sum()) / WHOLE,
+        "beside a penalty": lambda v: squares(v).sum() / WHOLE + penalty(v),
+    },
     "weights": {
         "of classes": lambda v: F.cross_entropy(v.x, v.y, v.w),
         "of tokens": lambda v: F.cross_entropy(v.seq, v.tokens, v.w),
@@ -116,11 +129,14 @@ NOT_FOUND: dict[str, Loss] = {
     ),
     "values": ce_values,
     "a sum over the samples": lambda v: mse_sum(v) / len(v.x),
+    "a sum over all values": lambda v: squares(v).sum() / v.x.numel(),
+    "a sum of tokens over all of them": lambda v: token_losses(v).sum() / v.mask.numel(),
     "a sum times one over the samples": lambda v: squares(v).sum() * (1.0 / SAMPLES),
     "a sum of each sample": lambda v: squares(v).sum(1),
     "a mean of each sample's own tokens": lambda v: (
         (token_losses(v) * v.mask).sum(1) / v.mask.sum(1)
     ),
+    "a penalty by the batch": lambda v: squares(v).mean() + penalty(v) / WHOLE,
     "a penalty beside a mean": lambda v: squares(v).mean() + penalty(v),
     "a learned factor": lambda v: squares(v).sum() * v.parameter[0],
     "no graph": lambda v: v.y.float().sum(),
@@ -132,7 +148,7 @@ NOT_FOUND: dict[str, Loss] = {
 
 
 def kind_of(loss: object, samples: int = SAMPLES) -> str | None:
-    finding = inspect_loss(loss, samples)
+    finding = inspect_loss(loss, samples, WHOLE)
     return finding and finding.kind
 
 
@@ -153,6 +169,7 @@ def test_what_is_read_as_it_was_meant_is_not_blamed(values: Values) -> None:
         ("sum", "mse", ("mse_loss with reduction='sum'", "6 samples", "onefold.Sum(total)")),
         ("sum", "nll", ("cross_entropy or nll_loss with reduction", "losses.cross_entropy(..., ")),
         ("maybe-sum", "by hand", ("added up and not", "as many times too small", "onefold.Sum(")),
+        ("whole", "mse", ("divided by 24, a count of the batch's 24", "Return onefold.Sum(loss)")),
         ("weights", "of classes", ("nll_loss with weight=", "onefold.losses.cross_entropy(...)")),
         ("ignored", "targets", ("of which 2 are ignored", "onefold.losses.cross_entropy(...)")),
         ("tokens", "chosen", ("a mean over 15 targets", "6 samples", "losses.cross_entropy(...)")),
@@ -161,7 +178,7 @@ def test_what_is_read_as_it_was_meant_is_not_blamed(values: Values) -> None:
     ],
 )
 def test_a_finding_says_what_to_write(values: Values, kind: str, name: str, words: Any) -> None:
-    finding = inspect_loss(FOUND[kind][name](values), SAMPLES)
+    finding = inspect_loss(FOUND[kind][name](values), SAMPLES, WHOLE)
     assert finding is not None
     assert [word for word in words if word not in finding.text] == []
 
@@ -197,7 +214,7 @@ def test_one_sample_is_no_excuse(values: Values) -> None:
 
 
 @for_each(("shards", "microbatch"), [(4, None), (1, 1), (2, None), (1, None)])
-@for_each("kind", ["mean", "sum", "sum, divided", "each, added up"])
+@for_each("kind", ["mean", "sum", "sum, divided", "each, added up", "each, by the batch"])
 def test_a_step_is_that_of_the_plain_loop_or_the_loss_is_refused_or_mentioned(
     kind: str, shards: int, microbatch: int | None, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -205,8 +222,9 @@ def test_a_step_is_that_of_the_plain_loop_or_the_loss_is_refused_or_mentioned(
 
     def loss(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
         out, y = model(batch[0]), batch[1]
-        if kind == "each, added up":
-            return F.mse_loss(out, y, reduction="none").sum()
+        if kind[0] == "e":
+            total = F.mse_loss(out, y, reduction="none").sum()
+            return total / 4 if "batch" in kind else total
         total = F.mse_loss(out, y, reduction=kind.partition(",")[0])
         return total / len(y) if "divided" in kind else total
 
@@ -221,7 +239,8 @@ def test_a_step_is_that_of_the_plain_loop_or_the_loss_is_refused_or_mentioned(
         return
     misread = kind[0] == "e" and not alone
     assert (float(trainer.step(batch).loss) == pytest.approx(expected)) is not misread
-    said = [text for text in caplog.messages if "a scalar that was added up" in text]
+    words = "a count of the batch's 4" if "batch" in kind else "a scalar that was added up"
+    said = [text for text in caplog.messages if words in text]
     assert len(said) == misread
 
 
@@ -250,7 +269,7 @@ def look(
     where: str = "step 2, shard 1",
 ) -> None:
     loss = next(iter(FOUND[kind].values()))(v)
-    watch.look(loss, samples=SAMPLES, run_checks=run_checks, where=where)
+    watch.look(loss, samples=SAMPLES, whole=WHOLE, run_checks=run_checks, where=where)
 
 
 @for_each("kind", [*CERTAIN, *MAYBE])

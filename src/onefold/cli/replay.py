@@ -129,7 +129,7 @@ class Rerun:
             if not found.exists():
                 text = log.read_text(errors="replace")[-4000:]
                 ended = "ended before it came to" if code in (0, STOPPED_CODE) else "failed before"
-                raise RunFailed(f"{text}\nthe run {ended} step {step}: {' '.join(command)}", 2)
+                raise RunFailed(f"the run {ended} step {step}: {' '.join(command)}\n{text}", 2)
             return msgspec.json.decode(found.read_bytes(), type=Findings)
 
     def _command(self, begun: Begun, step: int, folder: Path) -> list[str]:
@@ -140,7 +140,8 @@ class Rerun:
             job = read_run(self._run)["job"]
             copy = self._copy_of_job(folder, step)
             named = ["--runs", str(folder), "--name", copy.name, "--devices", devices]
-            return [python, "-m", "onefold", "train", job, "--resume", *named]
+            no_limit = ["--max-time", "999999h"]
+            return [python, "-m", "onefold", "train", job, "--resume", *named, *no_limit]
         if not begun.module and not begun.script:
             raise RecordError(
                 f"{self.record.path} does not know which script began the run ("
@@ -181,7 +182,7 @@ class Rerun:
             if (self._run / name).is_file():
                 shutil.copyfile(self._run / name, copy / name)
         facts = read_run(self._run)
-        (copy / RUN).write_text(json.dumps({**facts, "finished": None}))
+        (copy / RUN).write_text(json.dumps({**facts, "finished": None, "ended": None}))
         if nearest := self._nearest(self._run / CHECKPOINTS, step, of_job=True):
             (copy / CHECKPOINTS / nearest.name).symlink_to(nearest)
         return copy

@@ -6,8 +6,9 @@ predictions amount to. `evaluate_run` does all of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,8 +16,9 @@ import msgspec
 import numpy as np
 import torch
 
-from onefold.errors import DataError
+from onefold.errors import DataError, OnefoldError
 from onefold.jobs import classify_job, require, segment_job, text_job
+from onefold.jobs.catalog import JOBS
 from onefold.jobs.data.arrays import read_labelled
 from onefold.jobs.data.classes import class_files, listed_files, test_folder
 from onefold.jobs.data.files import BadFile, name_below, readable, refuse
@@ -26,10 +28,10 @@ from onefold.jobs.data.masks import MaskRule
 from onefold.jobs.data.pairs import Pair, read_pairs_to_test
 from onefold.jobs.data.pictures import ArrayPictures, require_folder
 from onefold.jobs.data.samples import files_to_test, read_to_score
-from onefold.jobs.data.scan import Scanning
+from onefold.jobs.data.scan import Scanning, read_scan
 from onefold.jobs.data.tables import Columns
 from onefold.jobs.data.tsv import Line
-from onefold.jobs.options import option, read_config
+from onefold.jobs.options import from_mapping, option, read_config
 from onefold.jobs.predict import (
     Input,
     Predicted,
@@ -44,7 +46,7 @@ from onefold.jobs.predict import (
     start,
 )
 from onefold.jobs.progress import reading_bar
-from onefold.jobs.runfolder import CONFIG, kept_facts, read_run
+from onefold.jobs.runfolder import CONFIG, SCAN, kept_facts, read_run
 from onefold.jobs.scores import Baseline, Measured, class_baseline, no_better
 from onefold.jobs.segment_pictures import (
     Padded,
@@ -108,7 +110,7 @@ class Evaluation:
     warning: str | None = None
     """That the model is no better than the baseline."""
     note: str | None = None
-    """That the run was trained on samples of these data."""
+    """That the run was trained on these samples, or on others of the same data."""
 
     def as_dict(self) -> dict[str, Any]:
         """All but the samples, for JSON."""
@@ -133,6 +135,7 @@ class _Facts(msgspec.Struct):
     """What is needed of a run's ``run.json``."""
 
     job: str
+    data: str = ""
     classes: tuple[str, ...] = ()
     score: str = ""
     class_counts: tuple[list[int], list[int]] | None = None
@@ -174,8 +177,9 @@ def evaluate_run(run: Path, data: Path, options: EvaluateOptions) -> Evaluation:
 
     Args:
         run: folder of a run.
-        data: a data set as the run's job reads it, of which the test set is used; or class folders,
-            or ``images`` and ``masks``, alone; for texts, a TSV file or a folder with dev.tsv.
+        data: a data set as the run's job reads it, of which the test set is used, or the share that
+            the run held out; or class folders, or ``images`` and ``masks``, alone; for texts, a TSV
+            file or a folder with dev.tsv.
         options: devices, checkpoint, output and the like.
 
     Raises:
@@ -191,6 +195,8 @@ def evaluate_run(run: Path, data: Path, options: EvaluateOptions) -> Evaluation:
     weights = chosen_weights(run, options)
     require_output(options.output, masks=False)
     found = job.read(run, data, facts, options)
+    unseen, note = _unseen(run, facts, found)
+    found = replace(found, inputs=unseen)
     if not options.skip_bad:
         refuse(found.left_out)
     if not found.inputs:
@@ -202,22 +208,35 @@ def evaluate_run(run: Path, data: Path, options: EvaluateOptions) -> Evaluation:
     with kept_facts(run):
         scores = job.sum_up(measured, [each.label for each in found.inputs], facts)
     prediction = Prediction(rows, found.left_out)
-    note = _trained_with(run, facts.job, found)
     return Evaluation(
         run=run, data=found.where, weights=weights, prediction=prediction, note=note, **scores
     )
 
 
-def _trained_with(run: Path, job: str, found: _Labelled) -> str | None:
-    """Note that what was scored is what a run was trained with; None if it is not, or is arrays."""
-    data = Path(str(read_config(run / CONFIG, job).get("data")))
+def _unseen(run: Path, facts: _Facts, found: _Labelled) -> tuple[list[Input], str | None]:
+    """Of data that a run was trained with, the share that it held out; and a note of that."""
+    config = read_config(run / CONFIG, facts.job)
+    data = Path(str(config.get("data")))
     # Of arrays, those of the test set are scored.
     trained = {path.resolve() for path in (data, data / "train", data / "train.tsv")}
     if found.arrays is not None or found.where.resolve() not in trained:
-        return None
-    return (
-        f"The run was trained with samples of {readable(found.where)}, so that it scores better "
-        f"here than on new ones: evaluate it on samples that it has not seen"
+        return found.inputs, None
+    where = readable(found.where)
+    (job,) = (each for each in JOBS if each.name == facts.job)
+    options = from_mapping(job.options, config, str(run / CONFIG))
+    # Where they are no longer what they were, nobody knows which were held out.
+    with suppress(OnefoldError, OSError, ValueError):
+        prepared = job.prepare(options, Scanning(known=read_scan(run / SCAN)))
+        held_out = set(_JOBS[facts.job].tested(prepared))
+        unseen = [each for each in found.inputs if (each.path.resolve(), each.line) in held_out]
+        if prepared.digest == facts.data and unseen:
+            return (
+                unseen,
+                f"Of {where}, what the run held out is scored: it was trained on the rest",
+            )
+    return found.inputs, (
+        f"The run was trained with samples of {where}, so that it scores better here than on new "
+        f"ones: evaluate it on samples that it has not seen"
     )
 
 
@@ -396,6 +415,10 @@ def _score_masks(use: Use) -> Predicted:
     ], found
 
 
+def _files(paths: Iterable[Path]) -> Iterator[tuple[Path, int]]:
+    return ((path.resolve(), 0) for path in paths)
+
+
 class _Job(NamedTuple):
     """What a job's evaluation is made of."""
 
@@ -405,10 +428,21 @@ class _Job(NamedTuple):
     """Predicts them, on every device."""
     sum_up: Callable[[Measured, list[str], _Facts], dict[str, Any]]
     """What was measured amounts to, with these labels: the scores of an `Evaluation`."""
+    tested: Callable[[Any], Iterable[tuple[Path, int]]]
+    """Path and line of what a run with these data was tested on."""
 
 
 _JOBS = {
-    classify_job.JOB: _Job(_pictures, Use.pictures, _sum_up_targets),
-    text_job.JOB: _Job(_texts, Use.texts, _sum_up_targets),
-    segment_job.JOB: _Job(_masks, _score_masks, _sum_up_masks),
+    classify_job.JOB: _Job(
+        _pictures, Use.pictures, _sum_up_targets, lambda data: _files(data.test.pictures.paths)
+    ),
+    text_job.JOB: _Job(
+        _texts,
+        Use.texts,
+        _sum_up_targets,
+        lambda data: ((data.paths[1].resolve(), line.line_number) for line in data.dev),
+    ),
+    segment_job.JOB: _Job(
+        _masks, _score_masks, _sum_up_masks, lambda data: _files(x.image for x in data.test)
+    ),
 }

@@ -51,9 +51,9 @@ from onefold.system.words import counted, tell
 
 __all__ = ["Job", "read_options", "run_job"]
 
-_MAY_CHANGE = RUN_OPTIONS | {"cache", "dev", "labels_as_is"}
-"""The options of all jobs that may change, with those of single jobs: where data lie, and which
-labels are refused."""
+_MAY_CHANGE = RUN_OPTIONS | {"name", "cache", "dev", "labels_as_is"}
+"""The options of all jobs that may change, with those of single jobs: where run and data lie, and
+which labels are refused."""
 _GRACE_S = 60.0
 """How many seconds a run may take to save itself when it is asked to stop."""
 _STOPPED = frozenset({STOPPED_CODE, *(128 + number for number in (*STOP_SIGNALS, *NOTICES))})
@@ -116,7 +116,7 @@ def read_options(job: Job, given: dict[str, Any], config: Path | None) -> TrainO
     for name in named:
         now, then = getattr(asked, name), getattr(before, name)
         # The saved options are settled: "auto" has become something else in them.
-        if name not in _MAY_CHANGE | {"name"} and now not in ("auto", then):
+        if name not in _MAY_CHANGE and now not in ("auto", then):
             raise ValueError(
                 f"--{name.replace('_', '-')} {now}: the run {asked.name} was begun with {then}, "
                 f"and --resume goes on with the same; a new --name begins another run"

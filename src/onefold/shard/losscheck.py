@@ -21,6 +21,8 @@ import logging
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import accumulate
+from operator import mul
 from typing import Any, Literal
 
 import torch
@@ -35,7 +37,7 @@ _log = logging.getLogger("onefold")
 
 
 FindingKind = Literal[
-    "sum", "maybe-sum", "weights", "ignored", "tokens", "weights-none", "ignored-none"
+    "sum", "maybe-sum", "whole", "weights", "ignored", "tokens", "weights-none", "ignored-none"
 ]
 
 _NODES_LOOKED_AT = 48
@@ -97,7 +99,7 @@ class _Place:
     be a scale as well as one over a count."""
 
 
-def inspect_loss(result: object, samples: int) -> LossFinding | None:
+def inspect_loss(result: object, samples: int, whole: int = 0) -> LossFinding | None:
     """Report what a loss is, where it is not what onefold would read it as.
 
     Where the loss has targets of classes, one number is read from its device.
@@ -105,6 +107,7 @@ def inspect_loss(result: object, samples: int) -> LossFinding | None:
     Args:
         result: what a loss returned for a shard; nothing is found in what is not a tensor.
         samples: number of samples in the shard.
+        whole: number of samples in the batch that it is a shard of; 0 if that is not known.
 
     Returns:
         The first finding, or None.
@@ -121,7 +124,7 @@ def inspect_loss(result: object, samples: int) -> LossFinding | None:
     # All at once, as what is found in one depends on whether there is a mean among the others.
     places = list(_places(result.grad_fn, samples, scalar=scalar))
     for place in places:
-        found = _inspect_scalar(place, samples) if scalar else _inspect_each(place)
+        found = _inspect_scalar(place, samples, whole) if scalar else _inspect_each(place)
         if found is not None and found.kind == "sum" and any(map(_is_mean, places)):
             return _maybe_sum(samples)  # beside a mean, it may be a penalty on the parameters
         if found is not None:
@@ -194,10 +197,13 @@ def _inverse(factor: float, samples: int) -> float:
     return 0.0 if is_scale and (samples > 1 or factor != 1.0) else math.inf
 
 
-def _inspect_scalar(place: _Place, samples: int) -> LossFinding | None:
+def _inspect_scalar(place: _Place, samples: int, whole: int) -> LossFinding | None:
     name = place.node.name()
     function = _LOSSES.get(name)
     reduction = _saved(place.node, "reduction") if function else None
+    if (reduction == _SUM or name in _SUMS) and _is_of_whole(place, samples, whole):
+        divided = f"{abs(place.divisor or 0.0):g}"
+        return _found("whole", divided=divided, samples=samples, whole=whole)
     if reduction == _SUM and place.divisor is None:
         return _found("sum", function, samples=_of(samples))
     if reduction == _SUM:
@@ -264,6 +270,25 @@ def _quotient(
     return _tokens(f"a scalar divided by {abs(divisor):g}", abs(divisor), samples, function)
 
 
+def _is_of_whole(place: _Place, samples: int, whole: int) -> bool:
+    """Whether a sum was divided by a count of the whole batch, of samples or of their values."""
+    if not whole or place.divisor is None or not math.isfinite(place.divisor):
+        return False
+    values = _saved(place.node, "target")
+    values = _saved(place.node, "self") if values is None else values
+    sizes = _saved(place.node, "self_sym_sizes") if values is None else values.shape
+    # Beside other terms, a sum that is not of samples is most likely a penalty on the parameters.
+    if not place.whole and (not sizes or sizes[0] != samples):
+        return False
+    counts = [samples, *accumulate(sizes or (), mul)]
+
+    def is_of_shard(number: float) -> bool:
+        return any(math.isclose(number, each, rel_tol=1e-5) for each in counts)
+
+    count = abs(place.divisor)
+    return is_of_shard(count * samples / whole) and not is_of_shard(count)
+
+
 def _is_multiple(count: float, samples: int) -> bool:
     """Whether each sample may have the same share in a count: one value, or a fixed number."""
     # With a tolerance, as divisors may have been float32 tensors.
@@ -310,6 +335,12 @@ _WORDS: dict[FindingKind, str] = {
         "shard's {samples}; were it a sum over them, loss and gradient would become as many times "
         "too small as the batch has shards. Return onefold.Sum(total) if it is a sum over the "
         "batch, onefold.Mean(total, weight) if it is to be divided, or one value a sample"
+    ),
+    "whole": (
+        "a scalar divided by {divided}, a count of the batch's {whole} samples, and there are "
+        "{samples} in the shard. onefold reads a scalar as the mean over the shard's, so that loss "
+        "and gradient become as many times too small as the batch has shards. Return "
+        "onefold.Sum(loss), or divide by the number of samples that the loss is given"
     ),
     "tokens": (
         "{seen}, which is no multiple of the shard's {samples} samples. onefold weighs a scalar by "
@@ -384,12 +415,15 @@ class LossWatch:
         """The kinds that were found, each warned of once."""
         self._doubted = False
 
-    def look(self, result: object, *, samples: int, run_checks: bool, where: str) -> None:
+    def look(
+        self, result: object, *, samples: int, whole: int, run_checks: bool, where: str
+    ) -> None:
         """Inspect the loss of one shard of several; with one, nothing could be read wrongly.
 
         Args:
             result: what the loss returned.
             samples: number of samples in the shard.
+            whole: number of samples in the batch.
             run_checks: whether to make the checks that cost more.
             where: step and shard, for errors.
 
@@ -400,7 +434,7 @@ class LossWatch:
             return
         if (result.dim() or result.device.type != "cpu") and not run_checks:
             return  # on a GPU, looking waits for the work that is under way
-        finding = inspect_loss(result, samples)
+        finding = inspect_loss(result, samples, whole)
         if finding is None:
             return
         if self.refuses and finding.kind in _CERTAIN:

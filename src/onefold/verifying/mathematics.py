@@ -267,7 +267,7 @@ class Mathematics:
         if torch.is_grad_enabled():
             self._shards[shard] = found = _read(result, left, f"the loss of shard {shard}")
             kept = self._comparison
-            kept.finding = kept.finding or inspect_loss(found.result, left)
+            kept.finding = kept.finding or inspect_loss(found.result, left, kept.samples)
             self._buffers_after[shard] = KeptBuffers(model)
         return result
 
