@@ -170,11 +170,11 @@ def surroundings_of_fragment() -> dict[str, Any]:
     log, clock, batch = io.StringIO(), time.monotonic, train_set[:64]
     width, depth, config = 4, 2, {"in_features": 4, "out_features": 1}
     moved = (ROOT / "examples/move/with_lightning.py").read_text()
-    LightningModule = type("LightningModule", (torch.nn.Module,), {"log": lambda *a, **k: None})
     data = torch.utils.data.TensorDataset(torch.randn(128, 2), torch.arange(128) % 2)
     names |= {"Net": torch.nn.Linear}
     names |= {"AutoModelForCausalLM": SimpleNamespace(from_config=lambda c: torch.nn.Linear(**c))}
     names |= {**globals(), **locals(), "nn": torch.nn}
+    names["LightningModule"] = type("", (torch.nn.Module,), {"log": lambda *a, **k: None})
     exec(moved[moved.index("\nclass ") : moved.index("\ndef ")], names)
     return names
 

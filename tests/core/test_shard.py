@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onefold.system.words import counted
 from onefold.core.shard import Plan, Search, cut_bounds, pieces_of, rows_of
+from onefold.system.words import counted
 
 SIZES = st.integers(1, 300)
 COUNTS = st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(any).map(tuple)

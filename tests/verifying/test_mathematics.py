@@ -216,7 +216,7 @@ OTHERS = "a sample's loss depends on the other samples"
         (Counting, of_each, points(), "attribute calls of module model (Counting)"),
         (Carrying, of_each, points(), "attribute hidden of module model (Carrying)"),
         (classifier, drawing, points(), "a generator of its own"),
-        (classifier, keeping, points(), "the loss keeps something from call to call (a hidden state?)"),
+        (classifier, keeping, points(), "the loss keeps something from call to call"),
         (lambda: TimeFirst(nn.LSTM(4, 4)), squares, series(8, 3, 1), "layer (LSTM)"),
         (attentive, squares, series(8, 3, 1), "layer.self_attn (MultiheadAttention)"),
     ],

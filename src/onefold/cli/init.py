@@ -15,7 +15,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from onefold.errors import DataError
 from onefold.jobs.data.layouts import refuse_other_layouts
-from onefold.system.words import listed
+from onefold.system.words import in_shell, listed
 
 __all__ = ["write_script"]
 
@@ -110,7 +110,7 @@ def _folder(path: Path) -> Data:
     if {"images", "masks"} <= {each.name for each in inside.iterdir()}:
         raise DataError(
             f"{path} has images and masks: no script is needed, use onefold train segment "
-            f"--data {path}"
+            f"--data {in_shell(path)}"
         )
     classes = [each for each in inside.iterdir() if each.is_dir() and not each.name.startswith(".")]
     with_pictures = [each for each in classes if _has_picture(each)]
@@ -118,7 +118,7 @@ def _folder(path: Path) -> Data:
         raise DataError(
             f"{inside}: expected two or more class folders with pictures, found "
             f"{listed(sorted(each.name for each in with_pictures)) or 'none'}. Texts with a label "
-            f"are a job: onefold train text --data {path}"
+            f"are a job: onefold train text --data {in_shell(path)}"
         )
     within = {
         each.name: {deeper.name for deeper in each.iterdir() if deeper.is_dir()}
@@ -130,7 +130,8 @@ def _folder(path: Path) -> Data:
         raise DataError(
             f"{inside}: all of {listed(sorted(within))} have the folders {listed(sorted(shared))}, "
             f"so the classes may be either: expected one folder for each class. For one part, "
-            f"onefold init {inside / first}; for all, move the pictures of each class together"
+            f"onefold init {in_shell(inside / first)}; for all, move the pictures of each class "
+            f"together"
         )
     return Data("pictures", str(inside))
 
@@ -202,7 +203,7 @@ def _table(path: Path) -> Data:
         raise DataError(
             f"{path}: expected numbers in one or more columns before the last, which is predicted; "
             f"not so {listed(left_out)}. Texts with a label are a job: onefold train text --data "
-            f"{path}; so are pictures: onefold train classify --help"
+            f"{in_shell(path)}; so are pictures: onefold train classify --help"
         )
     targets = [row[-1] for row in rows if row[-1].strip()]
     whole = all(target.strip().lstrip("-").isdecimal() for target in targets)

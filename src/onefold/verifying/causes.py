@@ -79,8 +79,8 @@ def _of_the_state(
     if not generators and not attributes:
         yield (
             "the same samples give another loss when it is computed again: the loss keeps "
-            "something from call to call (a hidden state?), or draws from a generator that is not the global one of "
-            "torch, random or NumPy"
+            "something from call to call (a hidden state?), or draws from a generator that is not "
+            "the global one of torch, random or NumPy"
         )
 
 
@@ -136,9 +136,9 @@ _NOTES = {
     "unmatched": "the loss draws random numbers that have no counterpart for a part of the batch "
     "({}, such as a permutation of the shard's samples), so this difference may be chance: the "
     "mathematics could not be compared",
-    "carried": "with the rule 'shard' of {}, every shard goes on with its own value, and there is none "
-    "for a batch that is computed as one shard: the mathematics could not be compared. Without the "
-    "carried state they can be",
+    "carried": "with the rule 'shard' of {}, every shard goes on with its own value, and there is "
+    "none for a batch that is computed as one shard: the mathematics could not be compared. "
+    "Without the carried state they can be",
     "norms": "{} keeps no running statistics, so that it computes with those of its shard, as it "
     "does elsewhere with those of a device: the mathematics could not be compared. With "
     "track_running_stats=True they can be",
