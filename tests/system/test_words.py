@@ -37,7 +37,7 @@ def test_the_end_of_a_device_is_told_as_what_it_was() -> None:
 COMMAND = re.compile(
     rf"(onefold ({'|'.join(get_command(app).commands)})|--runs|truncate)( [^.;:,()]*)?$"
 )
-NO_PATHS = {"job.name", "job", "where", "other", "what", "_EXAMPLES[job.name]"}
+NO_PATHS = {"at", "job.name", "job", "where", "other", "what", "_EXAMPLES[job.name]"}
 
 
 def values_in_commands(tree: ast.AST) -> Iterator[tuple[int, str]]:
