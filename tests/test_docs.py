@@ -259,6 +259,20 @@ def test_the_gradient_without_the_update(tmp_path: Path) -> None:
     assert trainer.step((inputs, inputs.flip(0))).number == 1
 
 
+SHOWN = [*((p, t) for p, kind, t in BLOCKS if kind in ("python", "py"))]
+SHOWN += [(p, p.read_text()) for p in sorted((ROOT / "examples").rglob("*.py"))]
+
+
+@for_each(("page", "text"), SHOWN)
+def test_no_script_calls_the_trainer_on_the_lead_alone(page: Path, text: str) -> None:
+    """With a placement that partitions the model, not even its fingerprint."""
+    assert len(SHOWN) > 50
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "trainer.is_lead":
+            called = {ast.unparse(n.func) for n in ast.walk(node) if isinstance(n, ast.Call)}
+            assert not [n for n in called if re.fullmatch(r"trainer\.(?!fork_rng)\w+", n)], page
+
+
 # Docstrings
 
 MODULES = sorted(
