@@ -24,7 +24,6 @@ import numpy as np
 import torch
 
 from onefold.core.structure import has_fields, parts_of, with_parts
-from onefold.system.words import counted
 
 __all__ = ["Plan", "Search", "cut_bounds", "join_rows", "pieces_of", "rows_of", "runs_of"]
 
@@ -175,9 +174,10 @@ class Plan:
 
 def _even_shares(shards: int, number: int, what: str) -> tuple[int, ...]:
     if not 1 <= number <= shards:
+        s = "s" * (shards > 1)
         raise ValueError(
-            f"{counted(number, what)} cannot share {counted(shards, 'shard')}: a shard is never "
-            f"divided. Use at most {counted(shards, what)}, or give Trainer more shards"
+            f"{number} {what}s cannot share {shards} shard{s}: a shard is never divided. Use at "
+            f"most {shards} {what}{s}, or give Trainer more shards"
         )
     return tuple(stop - start for start, stop in cut_bounds(shards, number))
 

@@ -299,8 +299,8 @@ def _refuse_names(labels: Collection[str], where: str) -> None:
         if any(unicodedata.category(letter) == "Cc" for letter in label):
             raise DataError(
                 f"{where}: expected names of classes in letters, got {label!r} with a control "
-                f"character, such as a tab or an end of line: if it is no label, name the column that has "
-                f"them with --label-column; else give it another name{_OTHERWISE}"
+                f"character, such as a tab or an end of line: if it is no label, name the column "
+                f"that has them with --label-column; else give it another name{_OTHERWISE}"
             )
 
 
