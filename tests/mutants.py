@@ -283,8 +283,8 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "settings of the optimizer are compared as they were first",
         "step/agreement.py",
-        "        if now != self._last:",
-        "        if not self._last:",
+        "        if now != self.last:",
+        "        if not self.last:",
     ),
     Mutant(
         "a trained parameter may share memory with a frozen one",

@@ -185,11 +185,32 @@ def library(n: int) -> None:
         torch.set_float32_matmul_precision(before)
 
 
+class OfAllParameters(torch.optim.SGD):
+    """As Prodigy: its groups hold sums over all parameters, and some that it makes only later."""
+
+    def step(self, closure: Any = None) -> None:
+        (group,) = self.param_groups
+        seen = sum(float(p.grad.abs().sum()) for p in group["params"] if p.grad is not None)
+        group["d"] = group.get("d", 0.0) + seen
+        if any(p.dim() > 1 for p in group["params"]):
+            group["d_hat"] = seen
+        super().step()
+
+
+def of_all_parameters() -> None:
+    model = line()
+    trainer = stepped(model, optimizer=OfAllParameters(model.parameters(), lr=0.1))
+    trainer.step(points(8))
+
+
 FROM_THE_START: dict[str, Callable[[int], object]] = {
     r"the plan is \(3, 1\) on .* \(1, 3\) on": lambda n: stepped(plan=(3 - 2 * n, 1 + 2 * n)),
     "deterministic is True on .* and False on": lambda n: stepped(deterministic=n == 0),
     "the threads of a device is 1 .* and 2 .* on device 1": lambda n: stepped(threads=1 + n),
-    "step 2.*optimizer's settings of device 1 .* differ": other_rate,
+    "step 2.*settings of device 1 differ from .* device 0, in lr of group 0 of SGD:": other_rate,
+    "step 2.*in d of group 0, d_hat of group 0 of OfAllParameters: .* trainer.gradient": lambda n: (
+        of_all_parameters()
+    ),
     "the state of the schedule is .* on device 0 and .* on device 1": lambda n: scheduled(3 + n),
     "schedule_every is epoch on .* and script": lambda n: scheduled(3, ("epoch", "script")[n]),
     "a module that the loss uses .* other values on device 1": unseeded_teacher,

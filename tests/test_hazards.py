@@ -143,6 +143,8 @@ WAITS = """
     exchange/mailbox.py listener.bind: an abstract name that was drawn at random
     exchange/mailbox.py listener.listen: for processes of the same user
     exchange/mailbox.py time.sleep: in a loop with a limit
+    exchange/group.py probe.bind: to any port of the host's own name, and listens to nobody
+    exchange/group.py probe.connect: of a datagram socket, which sends nothing
     exchange/group.py store.wait: a farewell, for seconds
     exchange/group.py time.sleep: in a loop with a limit
     exchange/group.py time.sleep: in a loop with a limit

@@ -210,6 +210,41 @@ class Lookahead(Optimizer):
             p.copy_(slow.lerp_(p, 0.5))
 
 
+class Bare(Optimizer):
+    """As that of torch_optimizer: never calls ``Optimizer.__init__``, and has state of its own."""
+
+    def __init__(self, base: Optimizer) -> None:
+        self.base, self.param_groups = base, base.param_groups
+        self.state = defaultdict(dict)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        self.base.step()
+        for p in self.param_groups[0]["params"]:
+            slow = self.state[p].setdefault("slow", p.clone())
+            p.copy_(slow.lerp_(p, 0.5))
+
+
+@for_each("make", [lambda base: Bare(base), lambda base: Bare(Bare(base))])
+def test_an_optimizer_that_does_not_initialize_its_base_class_trains(make: Change) -> None:
+    plain = make(polyak(model := model_of()))
+    for _ in range(2):
+        model.zero_grad()
+        loss(model, points(12, INPUTS)).backward()
+        plain.step()
+    found = []
+    for devices in (1, 3):
+        trainer, optimizer = stepped(lambda model: make(polyak(model)), devices=devices)
+        trainer.step(points(12, INPUTS))
+        found.append(bits(trainer.model))
+        for name, value in trainer.model.state_dict().items():
+            torch.testing.assert_close(value, model.state_dict()[name])
+        with pytest.raises(RuntimeError, match="step\\(\\) was called by the script"):
+            optimizer.step()
+    assert found[0] == found[1]
+    plain.step()  # Trainer has left the class alone
+
+
 def test_an_optimizer_in_another_is_not_taken_for_one(tmp_path: Path) -> None:
     found = []
     for devices in (1, 2):

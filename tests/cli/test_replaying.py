@@ -34,6 +34,10 @@ data = torch.utils.data.TensorDataset(inputs, targets)
 loader = trainer.loader(data, batch_size=16, shuffle=True)
 for epoch in trainer.epochs(3):
     for batch in loader:
+        for word in sys.argv[1:]:
+            if word.startswith(f"shift={trainer.steps}:"):
+                with trainer.modifying():
+                    model[0].weight.data[0, 0] += float(word.split(":")[1])
         trainer.step(batch)
     torch.save(model.state_dict(), "model.pt")
 """
@@ -157,6 +161,23 @@ def test_two_runs_are_compared_down_to_sample_and_operation(tmp_path: Path) -> N
     code, text = onefold(tmp_path, "compare", "one", "bad")
     assert code == 1, text
     assert "(numbers 41, 41 of the data)" in text
+
+
+def test_a_block_that_changed_the_model_is_named(tmp_path: Path) -> None:
+    for name, words in (("one", []), ("six", ["shift=6:0.1"]), ("more", ["shift=6:0.2"])):
+        trained(tmp_path, name, *words)
+    trained(tmp_path, "begin", "shift=0:0.1")
+    line = 1 + SCRIPT[: SCRIPT.index("with trainer.modifying")].count("\n")
+    code, text = onefold(tmp_path, "compare", "one", "six")
+    assert code == 1, text
+    assert "Before step 7 the model differs in 0.weight." in text
+    assert "All operations of step 6 have equal results. /" in text, text
+    assert f"/six/run.record alone then ran trainer.modifying, at train.py:{line}." in text, text
+    _, text = onefold(tmp_path, "compare", "six", "more")
+    assert f"or what trainer.modifying changed next, at train.py:{line}." in text, text
+    _, text = onefold(tmp_path, "compare", "begin", "one")
+    assert "No step was made yet. /" in text, text
+    assert f"/begin/run.record alone then ran trainer.modifying, at train.py:{line}." in text, text
 
 
 def test_the_commit_that_changed_the_bits_is_named(tmp_path: Path) -> None:

@@ -122,8 +122,10 @@ def test_a_model_that_says_one_thing_has_a_warning(asked: Train, monkeypatch: An
     baseline = {"answer": "dog", "scores": {"accuracy": 0.81}}
     best = {**RESULT["best"], "value": 0.81}
     result = {**RESULT, "best": best, "baseline": baseline, "classes": ["cat", "dog"]}
-    monkeypatch.setattr(train, "run_job", lambda *_: {**result, "confusion": COUNTS})
+    result |= {"confusion": COUNTS, "shrunk": True}
+    monkeypatch.setattr(train, "run_job", lambda *_: result)
     output = invoke("text", "--data", "x").output
+    assert ". More --epochs, a larger --image-size, another --lr, --class-weights" in output
     assert "Best: accuracy 81.0% after epoch 5" in output
     assert "Warning: This model is no better than the baseline, which answers 'dog'" in output
     assert "cat         0.0%    0.0%   0.0%       19" in output

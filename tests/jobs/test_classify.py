@@ -56,6 +56,16 @@ def test_the_size_is_chosen_by_pictures_and_model(data: Path, run: Path) -> None
     assert (fine.epochs, fine.lr) == (5, 0.0002)
 
 
+def test_the_size_is_told_and_whether_pictures_were_made_smaller(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for size, smaller in ((12, True), (16, False)):
+        _, result = run_here("classify", data, tmp_path, epochs=1, model="lenet", image_size=size)
+        told = f"lenet of {result['parameters']:,} parameters for pictures of {size}x{size} pixels;"
+        assert told in capsys.readouterr().out
+        assert result["shrunk"] is smaller
+
+
 def test_pictures_are_normalised_by_the_training_set(data: Path) -> None:
     task = task_of(data, augment="none", flip="no")
     pixels = torch.stack([task.train_set[i][0] for i in range(len(task.train_set))])

@@ -2,23 +2,30 @@
 
 import importlib
 import json
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from docs import execute
 from PIL import Image
 from safetensors import safe_open
 
 import onefold
 from onefold.errors import CheckpointError, DataError, LaunchError
 from onefold.jobs import export
+from onefold.jobs.evaluate import EvaluateOptions, evaluate_run
 from onefold.jobs.export import Target, export_run
 from onefold.jobs.finetune import chosen_checkpoint
 from onefold.jobs.predict import PredictOptions, predict_run
 from tests.capabilities import needs_text
+from tests.jobs.data.pictures import noise
 from tests.jobs.tiny import CLASSES, WRITERS, run_here
 from tests.tables import for_each
 
@@ -81,6 +88,45 @@ def test_a_loaded_run_draws_the_masks_that_predict_draws(runs: Any, tmp_path: Pa
             expected = np.asarray(drawn) == 255
         height, width = expected.shape
         assert np.array_equal(mask[:height, :width].numpy(), expected)
+
+
+@for_each("job", ["classify", "segment"])
+def test_a_picture_that_would_be_black_is_refused(job: str, runs: Any, tmp_path: Path) -> None:
+    """Of another range than the pictures of the run had, such as fractions instead of 12 bits."""
+    data, run = runs[job][0], shutil.copytree(runs[job][1], tmp_path / "run")
+    facts = json.loads((run / "run.json").read_text())
+    facts["picture_model" if job == "classify" else "mask_model"]["white"] = 4095
+    (run / "run.json").write_text(json.dumps(facts))
+    tested = shutil.copytree(data / "test", tmp_path / "test")
+    path = next(path for path in tested.rglob("*.png") if path.parent.name != "masks")
+    path.unlink()
+    fractions = np.linspace(0, 1, 40 * 48, dtype=np.float32).reshape(40, 48)
+    Image.fromarray(fractions).save(path.with_suffix(".tiff"))
+    uses: list[Callable[[Path], object]] = [
+        lambda _: evaluate_run(run, tested, EvaluateOptions()),
+        lambda path: predicted(run, [path.parent], tmp_path / "out" if job == "segment" else None),
+        lambda path: onefold.load_run(run).preprocess([path]),
+        lambda path: onefold.load_run(run).preprocess([Image.open(path)]),
+    ]
+    for use in uses:
+        with pytest.raises(DataError, match=r"0 to 1 would all become black: .* of white \(4095\)"):
+            use(path.with_suffix(".tiff"))
+
+
+@for_each("job", ["classify", "segment"])
+def test_pages_that_are_not_read_are_noted(
+    job: str, runs: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, run = runs[job]
+    tested = shutil.copytree(data / "test", tmp_path / "test")
+    path = next(path for path in tested.rglob("*.png") if path.parent.name != "masks")
+    page = Image.open(path)
+    page.save(path.with_suffix(".tiff"), save_all=True, append_images=[page])
+    path.unlink()
+    evaluate_run(run, tested, EvaluateOptions())
+    predicted(run, [path.parent], tmp_path / "out" if job == "segment" else None)
+    words = "onefold: 1 picture with several pages or frames: only the first is used\n"
+    assert capsys.readouterr().err.count(words) == 2
 
 
 def test_the_last_weights_may_be_loaded_and_what_is_no_run_is_refused(
@@ -146,6 +192,67 @@ def test_onnx_needs_packages(runs: Any, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(LaunchError, match=r"--to onnx needs .*pip install \"onefold\[export\]\""):
         export_run(runs["text"][1], "onnx")
+
+
+def test_numbers_are_made_of_logits_as_the_description_says(tmp_path: Path) -> None:
+    data = WRITERS["classify"](tmp_path / "data")
+    paths = sorted(data.glob("train/*/*.png"))
+    rows = "".join(f"{path.relative_to(data)},{7 * n + 0.5}\n" for n, path in enumerate(paths))
+    (data / "all.csv").write_text(f"image,label\n{rows}")
+    options = {"task": "regression", "model": "lenet", "epochs": 1}
+    folder, _ = run_here("classify", data / "all.csv", tmp_path / "runs", **options)
+    run = onefold.load_run(folder)
+    logits, target = (
+        run.module(**run.preprocess(paths)),
+        SimpleNamespace(**run.description["target"]),
+    )
+    found = eval(run.description["value"], {"logits": logits, "target": target})
+    expected = [row["value"] for row in predicted(folder, paths)]
+    assert found.flatten().tolist() == pytest.approx(expected, rel=1e-5)
+
+
+def test_masks_are_padded_as_the_description_says(runs: Any) -> None:
+    run = onefold.load_run(runs["segment"][1])
+    how = run.description["preprocessing"]
+    assert how["padded"].startswith("zeros after normalisation, on the right and below, ")
+    picture = noise((70, 9))
+    (found,) = run.preprocess([picture])["images"]
+    height, width = (
+        max(2, -(-side // how["side_multiple"])) * how["side_multiple"] for side in (9, 70)
+    )
+    expected = np.zeros((3, height, width), np.float32)
+    numbers = (np.float32(picture) / 255 - np.float32(how["mean"])) / np.float32(how["std"])
+    expected[:, :9, :70] = numbers.transpose(2, 0, 1)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.full
+@for_each("side", [32, 100])
+def test_the_script_of_the_page_gives_the_same_predictions(
+    side: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without onefold: of large and small pictures, wide and tall, and turned by EXIF."""
+    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # which would leave a thread
+    pytest.importorskip("onnxruntime")
+    data = WRITERS["classify"](tmp_path / "data")
+    options = {"model": "resnet18", "image_size": side, "epochs": 1}
+    folder, _ = run_here("classify", data, tmp_path / "runs", **options)
+    made = export_run(folder, "onnx", tmp_path / "model.onnx")
+    paths = [tmp_path / f"{number}.png" for number in range(5)]
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    sizes = [(700, 300), (333, 801), (20, 31), (150, 97), (640, 480)]
+    for number, (path, size) in enumerate(zip(paths, sizes, strict=True)):
+        noise(size, seed=number).save(path, exif=turned if number == 4 else None)
+    script = tmp_path / "predict_onnx.py"
+    script.write_text(execute.files(execute.ROOT / "docs/do/jobs.md")[script.name])
+    command = [sys.executable, script, made.file, *paths]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    for row, line in zip(predicted(folder, paths), printed.splitlines(), strict=True):
+        path, name, confidence = line.split()
+        best = row["classes"][0]
+        assert (Path(path).name, name) == (row["file"], best["class"])
+        assert float(confidence) == pytest.approx(best["confidence"], abs=1e-4)
 
 
 EXPORTS: list[tuple[str, Target]] = [

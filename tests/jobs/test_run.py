@@ -156,9 +156,10 @@ def test_a_copy_of_a_run_is_a_run_of_its_own(tmp_path: Path) -> None:
 @pytest.mark.processes
 def test_a_run_that_ended_early_is_replayed(tmp_path: Path) -> None:
     data, still = write_texts(tmp_path / "data"), {"lr": 1e-12, "patience": 1, "epochs": 4}
-    folder, said = run_here("text", data, tmp_path / "runs", name="it", max_time="9m", **still)
+    options = options_of("text", data, tmp_path / "runs", name="it", max_time="9m", **still)
+    said = run_job(job_of("text"), options)
     assert said["ended"] == "patience"
-    replay = [sys.executable, "-m", "onefold", "replay", str(folder), "--step", "1"]
+    replay = [sys.executable, "-m", "onefold", "replay", said["folder"], "--step", "1"]
     done = subprocess.run(replay, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "computed again" in done.stdout

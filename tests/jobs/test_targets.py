@@ -110,7 +110,10 @@ def test_several_classes_of_pictures_are_predicted(tmp_path: Path) -> None:
     rows = predict_run(run, [table.parent], PredictOptions(devices="cpu:1")).rows
     assert [*rows[0]] == ["file", "labels", *(f"confidence {c}" for c in said["classes"])]
     found = evaluate_run(run, table, EvaluateOptions(devices="cpu:1"))
-    truth = [json.loads(line)["labels"] for line in table.read_text().splitlines()]
+    lines = [json.loads(line) for line in table.read_text().splitlines()]
+    labels = {line["image"]: line["labels"] for line in lines}
+    truth = [labels[row["file"]] for row in found.prediction.rows]
+    assert len(truth) == said["test_samples"]
     given = np.array([[name in names for name in said["classes"]] for names in truth])
     sure = [
         [row[f"confidence {name}"] for name in said["classes"]] for row in found.prediction.rows

@@ -148,6 +148,20 @@ def test_a_gpu_that_failed_is_lost(
     assert (outcome.lost, outcome.final, outcome.exit_code) == (lost, final, 1)
 
 
+@for_each(("traces", "named"), [("'T'", 0), ("str(context['rank'])", 1)])
+def test_of_devices_that_raise_the_same_the_lowest_is_named(
+    start: Start, traces: str, named: int
+) -> None:
+    """Device 1 reports first."""
+    outcome = start(f"""
+report = dict(time_s=-float(context["rank"]), kind="LossError", text="the loss is nan",
+    traceback={traces}, caused_by_peer=False)
+os.write(context["report_descriptor"], json.dumps(report).encode() + b"\\n")
+sys.exit(1)
+""")
+    assert outcome.message.startswith(f"device {named} ("), outcome.message
+
+
 def test_children_of_a_worker_that_has_ended_are_ended(start: Start, tmp_path: Path) -> None:
     lines = f"""
 child = subprocess.Popen(["sleep", "600"])

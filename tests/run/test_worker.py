@@ -147,3 +147,28 @@ def test_a_call_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     assert onefold.launch(clean_up_and_return, devices="cpu:1") != os.getpid()
     assert [each for each in tmp_path.iterdir() if not each.name.startswith("torch")] == []
+
+
+RAISES = """
+import torch, onefold
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+trainer = onefold.Trainer(model, optimizer, lambda m, b: m(b).mean(1) * {factor}, shards={shards})
+trainer.step(torch.ones(4, 2))
+"""
+
+
+@pytest.mark.parametrize(
+    ("factor", "shards", "error", "ours"),
+    [('float("nan")', 2, "onefold.errors.LossError: ", 0), ("1.0", 0, "ValueError: ", 1)],
+)
+def test_errors_of_ours_come_without_frames_of_ours(
+    tmp_path: Path, factor: str, shards: int, error: str, ours: int
+) -> None:
+    """All other errors keep them: they may be a mistake in onefold."""
+    (tmp_path / "train.py").write_text(RAISES.format(factor=factor, shards=shards))
+    done = run(tmp_path, "--devices", "cpu:2", "train.py")
+    trace = done.stderr[done.stderr.index("Traceback") : done.stderr.index("\nonefold: device 0")]
+    assert f"\n{error}" in trace
+    assert trace.count('train.py", line') == 1
+    assert (f'File "{SOURCE}/onefold/' in trace) == bool(ours), trace

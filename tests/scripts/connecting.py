@@ -16,11 +16,11 @@ LIMIT_S = 20.0
 
 
 def main(rank: int, broken: list[int], wrong: list[int]) -> None:
-    prove, on_loopback, attempts = group.prove, group.gloo_on_loopback, []
+    prove, interface, attempts = group.prove, group.gloo_interface, []
 
-    def noted(context: LaunchContext) -> object:
+    def noted(*args: object) -> object:
         attempts.append(len(attempts) + 1)
-        return on_loopback(context)
+        return interface(*args)  # type: ignore[arg-type]
 
     def disturbed(*args: object) -> None:
         if attempts[-1] in broken:
@@ -29,7 +29,7 @@ def main(rank: int, broken: list[int], wrong: list[int]) -> None:
             raise DisagreementError(f"device {rank} knows somebody who does not belong to us")
         prove(*args)  # type: ignore[arg-type]
 
-    group.gloo_on_loopback = noted  # type: ignore[assignment]
+    group.gloo_interface = noted  # type: ignore[assignment]
     group.prove = disturbed  # type: ignore[assignment, attr-defined]
     store = os.open("store", os.O_RDWR | os.O_CREAT)
     context = LaunchContext(run_id="run", rank=rank, size=2, local_size=2, store_descriptor=store)

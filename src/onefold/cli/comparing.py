@@ -158,6 +158,7 @@ def _look_closer(console: Console, runs: Sequence[Rerun], found: FirstDifference
             f"  Before step {before} the model differs in {listed(names, _FEW)}.", markup=False
         )
         if before == 1:
+            console.print(f"  No step was made yet. {_blocks(runs, 0)}", markup=False)
             return not (one.differs or two.differs)
         # The step before has left other parameters: its gradients or its update differ.
         step = before - 1
@@ -168,8 +169,22 @@ def _look_closer(console: Console, runs: Sequence[Rerun], found: FirstDifference
     differ = [_print_shard(console, *both) for both in zip(one.shards, two.shards, strict=False)]
     repeats = not (one.differs or two.differs)
     if not any(differ) and repeats:
-        console.print(f"  All operations of step {step} have equal results: its update differs.")
+        cause = _blocks(runs, step) or "Its update differs."
+        console.print(f"  All operations of step {step} have equal results. {cause}", markup=False)
     return repeats
+
+
+def _blocks(runs: Sequence[Rerun], step: int) -> str:
+    """What blocks of trainer.modifying may have made the difference after a step, if any."""
+    one, two = ({b.line for b in alike(run.record, BlockEntry) if b.step == step} for run in runs)
+    alone = [
+        f"{run.record.path} alone then ran trainer.modifying, at {listed(lines)}."
+        for run, lines in zip(runs, (sorted(one - two), sorted(two - one)), strict=True)
+        if lines
+    ]
+    if alone or not one:
+        return " ".join(alone)
+    return f"Its update differs, or what trainer.modifying changed next, at {listed(sorted(one))}."
 
 
 def _both(

@@ -275,7 +275,8 @@ def _tell(result: dict[str, Any], folder: Path) -> None:
         weighed = ", --class-weights auto or --balanced" if confusion else ""
         weighed = weighed or (" or --class-weights auto" if result["ious"] else "")
         also = weighed or " or --batch-size"
-        console.print(f"Warning: {no}. More --epochs, another --lr{also} may help")
+        larger = " a larger --image-size," if result.get("shrunk") else ""
+        console.print(f"Warning: {no}. More --epochs,{larger} another --lr{also} may help")
     console.print(f"Fingerprint: {result['fingerprint']}")
     none = f"No report, without matplotlib; later: onefold report {in_shell(folder)}"
     console.print(f"Report: {result['report']}" if result["report"] else none)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple, Self
@@ -127,11 +127,12 @@ class Agreed(NamedTuple):
     """Whether any device has been asked to stop."""
 
 
-def read_agreed(words: Sequence[bytes]) -> Agreed:
+def read_agreed(words: Sequence[bytes], settings: Callable[[], str] = str) -> Agreed:
     """Compare the heads of all devices, and return what they report beside them.
 
     Args:
         words: the `CallDigest.word` of every process, in the order of their devices.
+        settings: finds the names of the optimizer's settings that differ, on all devices alike.
 
     Raises:
         DisagreementError: the heads differ; the message names who differs, and in what.
@@ -141,11 +142,11 @@ def read_agreed(words: Sequence[bytes]) -> Agreed:
     # This runs in every step, so equal heads are recognised as bytes, without being unpacked.
     first = words[0][: _HEAD.size]
     if any(word[: _HEAD.size] != first for word in words):
-        _refuse_difference(words, changed=any(agreed.changed))
+        _refuse_difference(words, settings, any(agreed.changed))
     return agreed
 
 
-def _refuse_difference(words: Sequence[bytes], *, changed: bool) -> None:
+def _refuse_difference(words: Sequence[bytes], settings: Callable[[], str], changed: int) -> None:
     """Name the first field that differs, and the devices that differ from device 0 in it."""
     heads = [CallDigest(*_HEAD.unpack_from(word)) for word in words]
     # Not knowing a module beside the model is no difference: a device without shards has never seen
@@ -163,6 +164,7 @@ def _refuse_difference(words: Sequence[bytes], *, changed: bool) -> None:
     who = f"device{'s' if len(others) > 1 else ''} {', '.join(map(str, others))}"
     where = f"step {lead.step}, {Call(lead.call).words}"
     theirs, ours = (_shown(name, head[places[0]]) for head in (heads[others[0]], lead))
+    theirs = settings() if name == "settings" else theirs
     raise DisagreementError(_WORDS[name].format(who=who, where=where, theirs=theirs, ours=ours))
 
 
@@ -218,8 +220,10 @@ _WORDS = {
     "batch": "{where}: {who} was given another batch than device 0: a batch that the script cuts "
     "itself must be the same whole batch on every device. Did the lead draw random numbers that "
     "the others did not? What one device draws alone belongs in `with trainer.fork_rng():`",
-    "settings": "{where}: the optimizer's settings of {who} (such as the learning rate) differ "
-    "from those of device 0: change them alike on every device, or in trainer.modifying()",
+    "settings": "{where}: the optimizer's settings of {who} differ from those of device 0, in "
+    "{theirs}: change them alike on every device, or in trainer.modifying(). One that computes "
+    "them from all parameters (Prodigy, D-Adaptation) works with Trainer(model, None, ...): call "
+    "trainer.gradient(batch) and optimizer.step() in trainer.modifying()",
     "modes": "{where}: {who} has modules in another mode (train, eval), with other numbers (the p "
     "of dropout, the momentum of batch norm), or other frozen parameters than device 0: set them "
     "alike on every device",

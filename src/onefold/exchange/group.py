@@ -21,6 +21,7 @@ lead's machine is not up yet. So neither ends the wait, but both are named while
 from __future__ import annotations
 
 import atexit
+import fcntl
 import json
 import logging
 import os
@@ -28,10 +29,11 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cached_property, partial
+from ipaddress import ip_address
 from typing import NamedTuple
 
 import torch
@@ -292,12 +294,13 @@ def _connect(
     context, timeout_s = meeting.context, meeting.timeout_s
     for attempt in range(1, _ATTEMPTS + 1):
         name = f"{trainer}/{attempt}"
-        meeting.all_gather(f"begins/{name}", "")  # or the first would listen for long
+        # Waits for all, or the first would listen for long.
+        hosts = meeting.all_gather(f"begins/{name}", _address_towards(context.address))
         limit_s = min(timeout_s, _CONNECTED_S * 2**attempt) if attempt < _ATTEMPTS else timeout_s
         group = None
         connections, problem = Connections(), None
         try:
-            with noted_connections(connections), gloo_on_loopback(context):
+            with noted_connections(connections), gloo_interface(context, hosts):
                 group, store = _make_group(meeting, kind, limit_s, trainer, attempt)
             # Ahead of every other message: nothing that a stranger sends is used before its proof.
             trade = partial(all_gather_objects, group, most=_MOST_OF_PROOF)
@@ -323,7 +326,7 @@ def _connect(
             )
         # The first may fail by a stranger who has come between.
         level = logging.INFO if attempt == 1 else logging.WARNING
-        advice = "is there a firewall, or does the name of a machine not resolve there?"
+        advice = "is there a firewall? Else set GLOO_SOCKET_IFNAME to the interface to the others"
         _log.log(
             level, "attempt %d to connect all devices failed (%s): %s", attempt, advice, outcomes
         )
@@ -540,18 +543,52 @@ _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 @contextmanager
-def gloo_on_loopback(context: LaunchContext) -> Iterator[None]:
-    """Keep gloo from opening ports that other hosts can reach, if all processes are on one host.
+def gloo_interface(context: LaunchContext, hosts: Sequence[str]) -> Iterator[None]:
+    """Have gloo listen where all other processes reach it, and where nobody else does.
 
-    A choice that the user has made in the environment takes precedence.
+    On one host that is loopback. On several it is the address of the host's own name, unless that
+    is a loopback address, as on Debian: then that of the interface towards the others. A choice
+    that the user has made in the environment takes precedence.
+
+    Args:
+        context: how this process was started.
+        hosts: an address of each process; empty for those that know none.
     """
-    if not context.one_host or _GLOO_INTERFACE in os.environ:
+    name = "lo" if context.one_host else _interface_towards([context.address, *hosts])
+    if not name or _GLOO_INTERFACE in os.environ:
         yield
         return
     # gloo reads the variable while a group is made, and init_process_group has no argument for it.
     # It is removed again, as programs that the script starts may make groups of their own.
-    os.environ[_GLOO_INTERFACE] = "lo"
+    os.environ[_GLOO_INTERFACE] = name
     try:
         yield
     finally:
         del os.environ[_GLOO_INTERFACE]
+
+
+def _interface_towards(hosts: Sequence[str]) -> str:
+    """The interface to the first of some hosts that is another; empty if gloo needs none."""
+    # What gloo does if no interface is set; where it cannot, it uses loopback.
+    with suppress(OSError), socket.socket() as probe:
+        probe.bind((socket.gethostname(), 0))
+        if not ip_address(probe.getsockname()[0]).is_loopback:
+            return ""
+    own = next(filter(None, map(_address_towards, hosts)), "0.0.0.0")
+    with socket.socket() as probe:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # an interface without an address
+                # SIOCGIFADDR, the kernel's request for an interface's IPv4 address.
+                found = fcntl.ioctl(probe, 0x8915, name.encode().ljust(40, b"\0"))
+                if found[20:24] == socket.inet_aton(own):
+                    return name
+    return ""
+
+
+def _address_towards(place: str) -> str:
+    """The own IPv4 address from which a host is reached; empty if none, or if it is loopback."""
+    with socket.socket(type=socket.SOCK_DGRAM) as probe, suppress(OSError):
+        probe.connect((place.partition(":")[0], 9))  # sends nothing
+        own: str = probe.getsockname()[0]
+        return "" if ip_address(own).is_loopback else own
+    return ""

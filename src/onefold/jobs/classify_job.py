@@ -221,10 +221,14 @@ def settle(options: ClassifyOptions, data: PictureClasses) -> ClassifyOptions:
     )
 
 
-def _side(model: str, data: PictureClasses) -> int:
+def _shorter(data: PictureClasses) -> int:
+    """The shorter side of the training pictures, in pixels."""
     # The median: a few huge pictures, or tiny ones, should not decide for all.
-    shorter = [min(size) for size in data.sizes]
-    usual = round(median(shorter))
+    return round(median(min(size) for size in data.sizes))
+
+
+def _side(model: str, data: PictureClasses) -> int:
+    usual = _shorter(data)
     if model in FIXED:
         # LeNet halves its pictures twice and takes four pixels off in between: 12 is its least.
         fits = len(set(data.sizes)) == 1 and usual % 4 == 0 and 12 <= usual <= SMALL
@@ -281,6 +285,7 @@ def make_task(options: ClassifyOptions, data: PictureClasses) -> Task:
             "classes": list(kind.classes),
             "model": kind.name,
             "picture_model": msgspec.to_builtins(kind),
+            "shrunk": kind.image_size < _shorter(data),
         },
     )
 
@@ -403,7 +408,7 @@ class ClassifyOptions(LabelOptions, PictureOptions):
         None,
         "Side of the square that pictures are brought to, in pixels.",
         within(8, MOST_SIDE),
-        shown="by the data",
+        shown="the median shorter side, at most 224; lenet, mnist-cnn: mostly 28",
     )
     stem: Stem = option(
         "auto", "Beginning of a ResNet: for small pictures (up to 64 pixels) or large ones."

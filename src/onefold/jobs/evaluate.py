@@ -44,6 +44,7 @@ from onefold.jobs.predict import (
     readable_pictures,
     require_output,
     start,
+    white_of_run,
 )
 from onefold.jobs.progress import reading_bar
 from onefold.jobs.runfolder import CONFIG, SCAN, kept_facts, read_run
@@ -301,7 +302,7 @@ def _pictures(run: Path, data: Path, facts: _Facts, options: EvaluateOptions) ->
     """Read pictures in class folders or a table, or the IDX files of a test set."""
     require("reading pictures", "images", "PIL")
     if files_to_test(data):
-        return _listed(*_read_to_score(run, "image", data, facts, options), facts)
+        return _listed(run, facts, *_read_to_score(run, "image", data, facts, options))
     require_folder(data, "a folder of class folders, or a table")
     if any(data.glob("*-images-idx3-ubyte*")):
         return _arrays(data, facts)
@@ -316,7 +317,7 @@ def _pictures(run: Path, data: Path, facts: _Facts, options: EvaluateOptions) ->
         else:
             strange.setdefault(label, _strange(folder / label, label, facts))
     bad += strange.values()
-    return _Labelled(folder, readable_pictures(inputs, bad), bad)
+    return _Labelled(folder, readable_pictures(run, inputs, bad), bad)
 
 
 def _read_to_score(
@@ -326,8 +327,10 @@ def _read_to_score(
     return read_to_score(data, columns, facts.target.task, lambda x: facts.known(x) is not None)
 
 
-def _listed(table: Path, lines: list[Line], bad: list[BadFile], facts: _Facts) -> _Labelled:
-    found = listed_files(lines, table, bad)
+def _listed(
+    run: Path, facts: _Facts, table: Path, rows: list[Line], bad: list[BadFile]
+) -> _Labelled:
+    found = listed_files(rows, table, bad)
     inputs = []
     for path, named in found:
         label = facts.known(named)
@@ -335,7 +338,7 @@ def _listed(table: Path, lines: list[Line], bad: list[BadFile], facts: _Facts) -
             bad.append(_strange(path, spelt(named), facts))
         else:
             inputs.append(Input(path, name_below(path, table.parent), label=spelt(label)))
-    return _Labelled(table, readable_pictures(inputs, bad), bad)
+    return _Labelled(table, readable_pictures(run, inputs, bad), bad)
 
 
 def _arrays(data: Path, facts: _Facts) -> _Labelled:
@@ -374,7 +377,7 @@ def _masks(run: Path, data: Path, facts: _Facts, options: EvaluateOptions) -> _L
     folder = test_folder(data, choosing=False) if (data / "train").is_dir() else data
     bad: list[BadFile] = []
     with reading_bar() as watch:
-        scanning = Scanning(watch=watch)
+        scanning = Scanning(watch=watch, white=white_of_run(run))
         pairs = read_pairs_to_test(folder, _mask_rule(run), bad, scanning)
     inputs = [
         Input(pair.image, str(pair.image.relative_to(folder / "images")), mask=pair.mask)

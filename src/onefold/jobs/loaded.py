@@ -15,7 +15,7 @@ import onefold
 from onefold.errors import DataError
 from onefold.jobs import classify_job, require, segment_job, text_job
 from onefold.jobs.data.augment import LabelledPictures
-from onefold.jobs.data.pictures import open_picture
+from onefold.jobs.data.pictures import in_bytes, open_picture
 from onefold.jobs.finetune import KeptModel, chosen_checkpoint, load_finite
 from onefold.jobs.runfolder import read_run
 from onefold.jobs.segment_pictures import Padded
@@ -24,6 +24,21 @@ from onefold.weights.file import check_weights
 __all__ = ["LoadedRun", "load_run"]
 
 Batch = dict[str, torch.Tensor]
+_OPENED = (
+    "turned upright by EXIF; more than 8 bits: clip(0, white) * 255 / white, rounded down; "
+    "transparent pixels put on white; converted to mode by Pillow"
+)
+_RESIZED = (
+    "Pillow's resize((centre_crop, centre_crop), BILINEAR, box, reducing_gap=2.0): antialiased, "
+    "rounded to 8 bits; of both sides resized = max(shorter_side, round(side * shorter_side / "
+    "shorter of both)), start = (resized - centre_crop) // 2, and the box reaches from start * "
+    "side / resized to (start + centre_crop) * side / resized"
+)
+_NORMALISED = "images (n, channels, h, w) float32: (pixels / 255 - mean) / std, by channel"
+_PADDED = (
+    "zeros after normalisation, on the right and below, to a common height and width that are "
+    "multiples of side_multiple, and twice it at least"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,8 +116,8 @@ def _load_pictures(run: Path) -> _Loaded:
 
     (cut,) = kind.test_changes
     shorter = round(cut.size * cut.margin)
-    before = {"mode": kind.mode, "shorter_side": shorter, "centre_crop": cut.size, **_numbers(kind)}
-    return model, model, preprocess, _facts(kind, before)
+    before = {"mode": kind.mode, "shorter_side": shorter, "centre_crop": cut.size}
+    return model, model, preprocess, _facts(kind, {**before, **_numbers(kind), "resized": _RESIZED})
 
 
 def _load_masks(run: Path) -> _Loaded:
@@ -113,7 +128,7 @@ def _load_masks(run: Path) -> _Loaded:
         mask = torch.zeros(1, 1)
         return {"images": Padded(model.stride)([(image, mask) for image in images])["images"]}
 
-    before = {"mode": "RGB", "side_multiple": model.stride, **_numbers(kind)}
+    before = {"mode": "RGB", "side_multiple": model.stride, **_numbers(kind), "padded": _PADDED}
     facts = {"threshold": kind.threshold, "classes": [each.name for each in kind.classes]}
     return model, model, preprocess, {**facts, "preprocessing": before}
 
@@ -122,7 +137,9 @@ def _facts(
     kind: classify_job.PictureModel | text_job.TextModel, before: dict[str, Any]
 ) -> dict[str, Any]:
     target = msgspec.to_builtins(kind.target)
-    return {"target": target, "classes": list(kind.classes), "preprocessing": before}
+    facts = {"target": target, "classes": list(kind.classes), "preprocessing": before}
+    number = kind.target.task == "regression"
+    return {**facts, "value": "logits * target.std + target.mean"} if number else facts
 
 
 def _load_texts(run: Path) -> _Loaded:
@@ -167,13 +184,16 @@ def _tensors(
     """Make each picture or file a tensor, as in tests."""
     require("reading pictures", "images", "PIL")
     opened: Any = [
-        open_picture(Path(each), white=kind.white) if isinstance(each, str | Path) else each
-        for each in pictures
+        open_picture(Path(each), white=kind.white)
+        if isinstance(each, str | Path)
+        else in_bytes(each, Path(f"picture {number}"), kind.white)
+        for number, each in enumerate(pictures)
     ]
     data = LabelledPictures(opened, range(len(opened)), mode, changes, kind.normalise)
     return [data[number][0] for number in range(len(data))]
 
 
 def _numbers(kind: KeptModel) -> dict[str, Any]:
-    """How pixels become numbers: divided by 255 (or white), less the mean, by the deviation."""
-    return {"white": kind.white or 255, "mean": list(kind.mean), "std": list(kind.std)}
+    """How a file becomes pixels, and pixels numbers."""
+    numbers = {"white": kind.white or 255, "mean": list(kind.mean), "std": list(kind.std)}
+    return {**numbers, "opened": _OPENED, "normalised": _NORMALISED}

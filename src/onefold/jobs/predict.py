@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from onefold.jobs.data.files import BadFile, name_below, refuse
 from onefold.jobs.data.labels import numbered, read_label
 from onefold.jobs.data.maskclasses import coloured_mask
 from onefold.jobs.data.pictures import ArrayPictures, PictureFiles, picture_paths
-from onefold.jobs.data.scan import Scanning, Seen, scan_pictures
+from onefold.jobs.data.scan import Scanning, Seen, notes_of, scan_pictures
 from onefold.jobs.data.tables import Columns, is_table, read_table
 from onefold.jobs.data.tsv import decoded, read_lines
 from onefold.jobs.finetune import KeptModel, chosen_checkpoint, load_finite
@@ -41,6 +41,7 @@ from onefold.jobs.segment_pictures import Padded, predicted_numbers, whole_logit
 from onefold.jobs.targets import Answer, Target, target_measure, target_rows, targets
 from onefold.jobs.text_models import EncodedTexts
 from onefold.system.ownfiles import aside_of, write_whole
+from onefold.system.words import tell
 from onefold.weights.file import check_weights
 
 __all__ = [
@@ -56,6 +57,7 @@ __all__ = [
     "readable_pictures",
     "require_output",
     "start",
+    "white_of_run",
     "write_prediction",
 ]
 
@@ -142,14 +144,13 @@ def predict_run(run: Path, paths: Sequence[Path], options: PredictOptions) -> Pr
     masks = job == segment_job.JOB
     weights = chosen_weights(run, options)
     require_output(options.output, masks=masks)
-    classes = read_run(run).get("classes") or ()
     # The inputs are read whole only after everything that is quickly refused.
     columns = columns_of(run, "text" if job == text_job.JOB else "image")
     if job == text_job.JOB:
         columns = columns._replace(sample=options.text_column or columns.sample)
         inputs, left_out = _read_texts(paths, columns)
     else:
-        inputs, left_out = _read_pictures(paths, {*map(str, classes)}, columns, masks=masks)
+        inputs, left_out = _read_pictures(run, paths, columns, masks=masks)
     if not options.skip_bad:
         refuse(left_out)
     if not inputs:
@@ -215,10 +216,11 @@ def write_prediction(
 
 
 def _read_pictures(
-    paths: Sequence[Path], classes: Collection[str], columns: Columns, *, masks: bool
+    run: Path, paths: Sequence[Path], columns: Columns, *, masks: bool
 ) -> tuple[list[Input], list[BadFile]]:
     """Find all pictures, and read each once; return those that can be read, and the others."""
     require("reading pictures", "images", "PIL")
+    classes = {*map(str, read_run(run).get("classes") or ())}
     found: dict[Path, Input] = {}
     bad: list[BadFile] = []
     # By path, so that a file that was named, and its folder as well, counts once.
@@ -242,15 +244,25 @@ def _read_pictures(
     if not masks and len({each.name for each in inputs}) < len(inputs):
         # Of one name in several folders: nobody could tell their rows apart.
         inputs = [replace(each, name=str(each.path)) for each in inputs]
-    return readable_pictures(inputs, bad), bad
+    return readable_pictures(run, inputs, bad), bad
 
 
-def readable_pictures(inputs: Sequence[Input], bad: list[BadFile]) -> list[Input]:
-    """Read each picture once; return those that can be read, and add the others to ``bad``."""
+def readable_pictures(run: Path, inputs: Sequence[Input], bad: list[BadFile]) -> list[Input]:
+    """Read each picture once; return those that the run can use, and add the others to ``bad``."""
     with reading_bar() as watch:
-        seen = scan_pictures([each.path for each in inputs], scanning=Scanning(watch=watch))
+        scanning = Scanning(watch=watch, white=white_of_run(run))
+        seen = scan_pictures([each.path for each in inputs], scanning=scanning)
     bad += [each for each in seen if isinstance(each, BadFile)]
+    for note in notes_of([each.look for each in seen if isinstance(each, Seen)]):
+        tell(note)
     return [one for one, each in zip(inputs, seen, strict=True) if isinstance(each, Seen)]
+
+
+def white_of_run(run: Path) -> int:
+    """The white of a run's pictures; 0, for the usual one of each, if they have 8 bits."""
+    masks = read_run(run).get("job") == segment_job.JOB
+    kind = segment_job.MaskModel if masks else classify_job.PictureModel
+    return kind.of_run(run).white or 0
 
 
 def columns_of(run: Path, kind: str) -> Columns:
@@ -441,7 +453,8 @@ class Use:
                 shares.append(counts.to(torch.float64) / pixels.numel())
             return {"share": torch.stack(shares)}
 
-        data = LabelledPictures(self._files(kind), self._numbers, "RGB", (), kind.normalise)
+        numbers = range(len(self.inputs))
+        data = LabelledPictures(self._files(kind), numbers, "RGB", (), kind.normalise)
         collate = partial(_numbered, padded=padded)
         size = segment_job.EVALUATION_BATCH_SIZE
         found = self.measured(model, draw, data, collate, batch_size=size)
@@ -452,10 +465,6 @@ class Use:
             {**each.row, "mask": _mask_name(each.name), **dict(zip(names, own, strict=True))}
             for each, own in zip(self.inputs, shares, strict=True)
         ], found
-
-    @property
-    def _numbers(self) -> range:
-        return range(len(self.inputs))
 
     def _labels(self, classes: Sequence[str], target: Target) -> Any:
         """The number of each input's class; 0 where it is not known, so that its loss is void."""

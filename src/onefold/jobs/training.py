@@ -297,10 +297,12 @@ class Training:
         """Lines to begin with: what is trained on what, and anything that looks wrong."""
         facts, trainer = self._facts(), self.trainer
         classes = f" in {counted(len(facts['classes']), 'class')}" if facts.get("classes") else ""
+        side = facts.get("picture_model", {}).get("image_size")
+        pixels = f" for pictures of {side}x{side} pixels" if side else ""
         opening = (
             f"{self.folder.path}: {facts['train_samples']:,} samples to train with, "
             f"{facts['test_samples']:,} to test with{classes}; {facts['model']} of "
-            f"{facts['parameters']:,} parameters; {counted(len(trainer.devices), 'device')}"
+            f"{facts['parameters']:,} parameters{pixels}; {counted(len(trainer.devices), 'device')}"
         )
         lines = [opening]
         if self.task.class_counts:

@@ -41,7 +41,7 @@ from typing import NoReturn
 from onefold.checkpoint.background import finish_all
 from onefold.core.context import LaunchContext
 from onefold.core.options import RECORD_FILE
-from onefold.errors import PeerError
+from onefold.errors import OnefoldError, PeerError
 from onefold.exchange.progress import progress_of
 from onefold.run.context import current_context
 from onefold.run.membership import advice_on_one_file, end_well, leave
@@ -216,7 +216,7 @@ def _leave_word(error: BaseException) -> None:
         time_s=time.time(),
         kind=type(error).__name__,
         text=". ".join(filter(None, words)),
-        traceback="".join(traceback.format_exception(_of_the_user(error))),
+        traceback=_traceback_of(error),
         caused_by_peer=isinstance(error, PeerError),
     )
     write_report(context.report_descriptor, report)
@@ -239,6 +239,15 @@ def _end_child(end: BaseException) -> NoReturn:
         print(end.code, file=sys.stderr)
     # Not by sys.exit: the functions of atexit are the parent's, and would run a second time.
     _end_at_once(code & 0xFF)
+
+
+def _traceback_of(error: BaseException) -> str:
+    """The traceback as Python prints it; that of our own errors without frames of our own."""
+    shown = traceback.TracebackException.from_exception(_of_the_user(error))
+    if isinstance(error, OnefoldError):
+        ours = f"{Path(__file__).parents[1]}{os.sep}"
+        shown.stack[:] = [each for each in shown.stack if not each.filename.startswith(ours)]
+    return "".join(shown.format())
 
 
 def _of_the_user(error: BaseException) -> BaseException:

@@ -337,8 +337,10 @@ class WorkerGroup:
             return Outcome(0, final=True)
         # False sorts before True: a device's own failure counts before any that a peer caused, even
         # if that was reported earlier.
-        _, _, outcome = min(failures, key=lambda failure: failure[:2])
-        return replace(outcome, failed=True)
+        _, _, first = min(failures, key=lambda failure: failure[:2])
+        # What all devices raise alike, in any order, is told of the lowest.
+        alike = (f for *_, f in failures if first.traceback and f.traceback == first.traceback)
+        return replace(next(alike, first), failed=True)
 
     def _failure(self, worker: Worker) -> tuple[bool, float, Outcome] | None:
         """Whether a peer made the worker fail, when, and what to say of it; None if it did not."""

@@ -30,6 +30,8 @@ from onefold.errors import DisagreementError, PeerError, PeerLost, PeerTimeout
 from onefold.placement.base import Placement
 from onefold.placement.context import StepContext
 from onefold.shard.modelparts import ExternalModules
+from onefold.system.words import listed
+from onefold.update.optimizers import name_of
 
 __all__ = ["Agreement", "digest_of", "refuse_unfrozen"]
 
@@ -120,7 +122,7 @@ class Agreement:
             if call is Call.STEP:
                 raise
             raise self._with_advice(error, call) from error
-        agreed = read_agreed(words)
+        agreed = read_agreed(words, self._differing_settings)
         if any(agreed.changed):
             raise DisagreementError(self._words_of_change(agreed, head))
         return agreed
@@ -198,6 +200,14 @@ class Agreement:
             changed = len(self._context.parts.named) + 1
         return changed, values
 
+    def _differing_settings(self) -> str:
+        """Compare the settings one by one; every device calls this once their checksums differ."""
+        own = {f"{key} of group {n}": repr(value) for (n, key), value in self.settings.last.items()}
+        given = dict.fromkeys(self._context.own, own)
+        first, *others = self._context.exchange.transport.all_gather_values(given)
+        names = {name for each in others for name, _ in first.items() ^ each.items()}
+        return f"{listed(sorted(names))} of {name_of(self._context.update.optimizer)}"
+
     def _words_of_change(self, said: Agreed, head: CallDigest) -> str:
         """Say which parameter was changed, and by whom."""
         device, changed = next((n, c) for n, c in enumerate(said.changed) if c)
@@ -227,7 +237,8 @@ class GroupSettings:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._last: list[Any] = []
+        self.last: dict[tuple[int, str], Any] = {}
+        """The values by group and name, as of the last call."""
         self._checksum = 0
 
     def checksum(self, *, run_checks: bool = True) -> int:
@@ -237,14 +248,14 @@ class GroupSettings:
             run_checks: whether to read numbers that lie on a GPU as well, which waits for it.
         """
         # Comparing the values costs far less in every step than writing them out as text.
-        now = [
-            value if not isinstance(value, torch.Tensor) else _number(value, run_checks=run_checks)
-            for group in self._optimizer.param_groups
+        now = {
+            (n, key): _number(value, run_checks=run_checks) if torch.is_tensor(value) else value
+            for n, group in enumerate(self._optimizer.param_groups)
             for key, value in group.items()
             if key != "params"
-        ]
-        if now != self._last:
-            self._last = now
+        }
+        if now != self.last:
+            self.last = now
             self._checksum = checksum(repr(now).encode())
         return self._checksum
 

@@ -21,6 +21,7 @@ __all__ = [
     "ProcessHooks",
     "buffers_of",
     "children_of",
+    "complete_hooks",
     "has_backward_hooks",
     "hide_backward_hooks",
     "hooked",
@@ -114,10 +115,21 @@ class ProcessHooks:
         _CHECKPOINT._enable_checkpoint_early_stop = self._stops_early
 
 
+def complete_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Give an optimizer the tables of hooks that its class has not made.
+
+    Some that wrap another (Lookahead) never call ``Optimizer.__init__``.
+    """
+    # Not by Optimizer.__setstate__, which would also wrap the step of the class: other instances
+    # of it, which lack the tables, could then no longer step.
+    names = (each for each in torch.optim.Optimizer.__annotations__ if each.endswith("_hooks"))
+    vars(optimizer).update({name: OrderedDict() for name in names} | vars(optimizer))
+
+
 def step_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
     """The hooks on an optimizer's step, those on the steps of all optimizers among them."""
     of_all = _OPTIMIZER._global_optimizer_pre_hooks, _OPTIMIZER._global_optimizer_post_hooks
-    own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    own = (vars(optimizer).get(f"_optimizer_step_{w}_hooks", {}) for w in ("pre", "post"))
     return [hook for hooks in (*of_all, *own) for hook in hooks.values()]
 
 

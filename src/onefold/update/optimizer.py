@@ -134,7 +134,7 @@ class PartitionedOptimizer:
         explain_state_dict(self._each, lambda: view.is_whole)
         # Weakly, or the optimizer, which a script may keep, would keep the run's memory with it.
         this = weakref.ref(self)
-        refuse_own_steps(self._each, lambda: None if (it := this()) is None else it._stepping)
+        refuse_own_steps(view.optimizers, lambda: None if (it := this()) is None else it._stepping)
 
     def _with_others(self, device: int) -> list[OwnedPiece]:
         """All pieces, of which a device owns some and updates all."""

@@ -27,7 +27,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from onefold.core.randomness import GeneratorStates
 from onefold.data_order.held import held_states
 from onefold.errors import StateError
-from onefold.system.hooks import replaces_step, step_hooks, steps_a_schedule
+from onefold.system.hooks import complete_hooks, replaces_step, step_hooks, steps_a_schedule
 
 __all__ = [
     "TAKEN",
@@ -189,7 +189,7 @@ def refuse_own_steps(optimizers: _Several, is_ours: Callable[[], bool | None]) -
     """Refuse the script's own ``optimizer.step()``, which would silently update nothing.
 
     Args:
-        optimizers: those of the user.
+        optimizers: those of the user, and those inside of them.
         is_ours: whether it is the trainer that calls; None if the trainer is no more.
     """
 
@@ -283,6 +283,17 @@ class DividedState(MutableMapping[Any, Any]):
         self._optimizer.state = defaultdict(dict)
 
 
+def _with_inner(optimizers: Iterable[object]) -> list[Optimizer]:
+    found: list[Optimizer] = []
+    waiting = [*optimizers]
+    for one in waiting:  # which grows
+        if isinstance(one, Optimizer) and all(one is not each for each in found):
+            complete_hooks(one)
+            found.append(one)
+            waiting += vars(one).values()
+    return found
+
+
 class StateView:
     """Decides what the ``state`` of the user's optimizers is at any time.
 
@@ -291,12 +302,12 @@ class StateView:
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        each = list(optimizers_in(optimizer).values())
-        parts = [part for one in each for part in vars(one).values() if isinstance(part, Optimizer)]
+        self.optimizers = _with_inner(optimizers_in(optimizer).values())
+        """Those of the user, and those inside of them."""
         self.kept: State = optimizer.state
         """The state by piece, which the optimizers see while they step."""
         self._all: list[tuple[Any, State]] = [
-            (one, one.state) for one in (*each, *parts) if "state" in vars(one)
+            (one, one.state) for one in self.optimizers if "state" in vars(one)
         ]
         self.others = [type(one).__name__ for one, kept in self._all if kept is not self.kept]
         """Optimizers inside of one, which keep state beside it."""

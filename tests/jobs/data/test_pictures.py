@@ -16,10 +16,12 @@ from PIL import Image
 
 from onefold.errors import DataError
 from onefold.jobs.data.files import BadFile
+from onefold.jobs.data.masks import MaskRule, read_mask
 from onefold.jobs.data.pictures import (
     ArrayPictures,
     PictureFiles,
     Sums,
+    in_bytes,
     is_picture,
     load_picture,
     look_at,
@@ -27,7 +29,7 @@ from onefold.jobs.data.pictures import (
     picture_paths,
     sum_looks,
 )
-from onefold.jobs.data.scan import Seen, scan_pictures
+from onefold.jobs.data.scan import Seen, notes_of, scan_pictures
 from tests.jobs.data.pictures import WAYS_TO_BE_BAD, noise, write_cut_jpeg, write_page
 from tests.tables import for_each
 
@@ -75,6 +77,59 @@ def test_pixels_are_pillows(tmp_path: Path, mode: str, suffixes: list[str], expe
         if mode not in ("F", "I"):
             with Image.open(path) as plain:
                 assert picture.tobytes() == plain.convert(expected).tobytes()
+
+
+def hide(mode: str, hidden: int) -> tuple[Image.Image, dict[str, object]]:
+    """A picture whose left half is transparent above a colour; and how it is to be saved."""
+    picture, left = Image.new(mode.removesuffix("A"), SIZE, 9), (0, 0, 6, 10)
+    colour: int | tuple[int, ...] = (hidden, 3, 3) if mode.startswith("RGB") else hidden
+    if mode == "P":  # entry 7 of the palette is transparent, whatever its colour
+        picture.putpalette([0, 0, 0] * 7 + [hidden, 3, 3, 4, 4, 4, 9, 9, 9])
+        picture.paste(7, left)
+        return picture, {"transparency": 7}
+    picture.paste(colour, left)
+    if not mode.endswith("A"):  # pixels of this colour are
+        return picture, {"transparency": colour}
+    alpha = Image.new("L", SIZE, 255)
+    alpha.paste(0, left)
+    picture.putalpha(alpha)
+    return picture, {}
+
+
+@for_each(
+    ("mode", "suffix"),
+    [
+        *(("RGBA", each) for each in ("png", "webp", "gif", "tiff")),
+        *(("LA", "png"), ("LA", "tiff"), ("P", "png"), ("P", "gif"), ("L", "png"), ("RGB", "png")),
+    ],
+)
+def test_what_is_transparent_lies_on_white(mode: str, suffix: str, tmp_path: Path) -> None:
+    """Pictures that look alike are alike, whatever colours their transparent pixels have."""
+    for hidden in (40, 200):
+        path, (picture, how) = tmp_path / f"a.{suffix}", hide(mode, hidden)
+        picture.save(path, **({"lossless": True, "exact": True} if suffix == "webp" else how))
+        seen = np.asarray(open_picture(path).convert("RGB"))
+        assert seen[:, :6].min() == 255
+        assert tuple(seen[0, -1]) == ((9, 0, 0) if mode.startswith("RGB") else (9, 9, 9))
+        in_program = in_bytes(load_picture(path), path, None)
+        assert np.array_equal(np.asarray(in_program.convert("RGB")), seen)
+        (found,) = scan_pictures([path])
+        assert isinstance(found, Seen)
+        assert found.look.sums.totals[0] == 60 * 255 + 60 * 9
+        # Of a mask the values count, as they are stored.
+        if mode == "P" and suffix == "png":
+            mask = read_mask(path, MaskRule(("7",)))
+            assert np.array_equal(np.asarray(mask)[0], [255] * 6 + [0] * 6)
+
+
+def test_pictures_without_transparency_are_put_on_nothing(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Image, "alpha_composite", lambda *_: pytest.fail("composited"))
+    for mode in ("1", "L", "P", "RGB", "I;16"):
+        picture = noise(SIZE, mode) if mode != "I;16" else Image.new(mode, SIZE)
+        picture.save(file)
+        assert open_picture(file).size == SIZE
 
 
 @for_each("orientation", range(1, 9))
@@ -207,6 +262,23 @@ def test_a_look_through_says_what_is_sound_and_what_is_bad(tmp_path: Path) -> No
     arrays = [np.asarray(open_picture(path))[..., None] for path in paths[3:36:3]]
     assert_true(sum_looks(grey, grey=True), arrays)
     assert scan_pictures([]) == []
+
+
+@for_each("suffix", ["tiff", "gif", "webp", "png", "mpo"])
+def test_what_has_several_pages_is_noted_and_the_first_is_read(suffix: str, tmp_path: Path) -> None:
+    frames = [noise(SIZE, seed=number) for number in range(3)]
+    for name, more in (("one", []), ("two", frames[1:])):
+        path = tmp_path / f"{name}.{suffix}"
+        frames[0].save(path, save_all=True, append_images=more, lossless=True)
+    # That of a telephone has a preview or the depths, and is a photograph called .jpg.
+    if suffix == "mpo":
+        path.rename(tmp_path / "two.jpg")
+    paths = sorted(tmp_path.iterdir())
+    looks = [each.look for each in scan_pictures(paths) if isinstance(each, Seen)]
+    assert [look.several for look in looks] == [False, suffix != "mpo"]
+    assert open_picture(paths[0]).tobytes() == open_picture(paths[1]).tobytes()
+    said = ["1 picture with several pages or frames: only the first is used"]
+    assert notes_of(looks) == (said if suffix != "mpo" else [])
 
 
 def test_files_are_named_from_the_root_and_read_when_asked_for(tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ def test_a_damaged_memory_is_none(tmp_path: Path) -> None:
 
     def remembered(kind: str, look: list[Any]) -> int:
         files = {"a.png": [kind, "digest", None, look]}
-        path.write_text(json.dumps({"format": 3, "files": files}))
+        path.write_text(json.dumps({"format": 4, "files": files}))
         return len(read_scan(path))
 
     for kind, look, other in (("picture", picture, mask), ("mask:", mask, picture)):

@@ -39,7 +39,7 @@ from onefold.jobs.data.pictures import (
     white_of,
 )
 from onefold.jobs.data.samples import ListedSamples, hold_out, strata
-from onefold.jobs.data.scan import Scanning, Seen, deep_note, pack_scan, scan_pictures
+from onefold.jobs.data.scan import Scanning, Seen, by_one_white, notes_of, pack_scan, scan_pictures
 from onefold.jobs.data.tsv import Line
 from onefold.system.words import in_shell
 
@@ -144,7 +144,11 @@ def read_classes(
     notes = list(source.notes) if isinstance(source, ListedSamples) else []
     notes += check_task([label for _, label in found[0]], task, where, labels_as_is=labels_as_is)
     parts = _looked_through(found, directory, scanning, bad)
-    train, test = _divided(parts, readable(trained), bad, holdout=holdout, seed=seed)
+    if len(parts) == 1:
+        parts = [*hold_out(parts[0], strata([x.label for x in parts[0]]), share=holdout, seed=seed)]
+    white = white_of(picture.seen.look for picture in parts[0])
+    train, test = (by_one_white(part, white, bad) for part in parts)
+    test = _learnt(train, test, readable(trained), bad)
     if not skip_bad:
         refuse(bad)
     # Of what can be used, or a class without a readable picture would keep a logit for nothing.
@@ -165,8 +169,7 @@ def _of_pictures(
     where: str,
 ) -> PictureClasses:
     looks = [picture.seen.look for picture in (*train, *test)]
-    # Over both sets, so that a test picture is scaled as the training pictures are.
-    white, grey = white_of(looks), all(look.grey for look in looks)
+    white, grey = white_of(looks[: len(train)]), all(look.grey for look in looks)
     samples = [
         [Sample(name_below(x.path, directory), x.label, x.seen.content) for x in part]
         for part in (train, test)
@@ -190,7 +193,7 @@ def _of_pictures(
         white=white,
         notes=[
             *notes,
-            *deep_note(looks),
+            *notes_of(looks, len(train)),
             *untested(classes, tested, where),
             *check_same(samples, where),
         ],
@@ -263,7 +266,7 @@ def _looked_through(
     bad: list[BadFile],
 ) -> list[list[_Picture]]:
     """Return the readable pictures of each set; add the files that cannot be read to ``bad``."""
-    # All sets in one scan: their pictures need one white, and their progress is one count.
+    # All sets in one scan: their progress is one count.
     seen = iter(scan_pictures([path for part in found for path, _ in part], root, scanning))
     parts = []
     for part in found:
@@ -273,31 +276,20 @@ def _looked_through(
     return parts
 
 
-def _divided(
-    parts: Sequence[list[_Picture]], where: str, bad: list[BadFile], *, holdout: float, seed: int
-) -> tuple[list[_Picture], list[_Picture]]:
-    """Return a training and a test set.
-
-    Args:
-        parts: the two sets, or one of which a share is held out.
-        where: name of the training set's folder.
-        bad: list to which the pictures that fit in neither are added.
-        holdout: that share.
-        seed: seed of the generator that draws it.
-    """
-    if len(parts) == 1:
-        return hold_out(parts[0], strata([x.label for x in parts[0]]), share=holdout, seed=seed)
-    # Nothing is learnt about a class that has no training picture.
-    learnt = {name for picture in parts[0] for name in parts_of(picture.label)}
+def _learnt(
+    train: Sequence[_Picture], test: Sequence[_Picture], where: str, bad: list[BadFile]
+) -> list[_Picture]:
+    """Return the test pictures whose classes have training pictures; add the others to ``bad``."""
+    learnt = {name for picture in train for name in parts_of(picture.label)}
     known = []
-    for picture in parts[1]:
+    for picture in test:
         others = [name for name in parts_of(picture.label) if name not in learnt]
         if others:
             reason = f"no picture of its class {others[0]!r} in {where} can be used"
             bad.append(BadFile(picture.path, reason))
         else:
             known.append(picture)
-    return parts[0], known
+    return known
 
 
 def class_files(

@@ -24,8 +24,8 @@ from onefold.jobs.data.pictures import (
     white_of,
 )
 from onefold.jobs.data.samples import hold_out
-from onefold.jobs.data.scan import Scanning, Seen, by_one_white, deep_note, pack_scan, scan_files
-from onefold.system.words import listed
+from onefold.jobs.data.scan import Scanning, Seen, by_one_white, notes_of, pack_scan, scan_files
+from onefold.system.words import listed, tell
 
 __all__ = ["MaskedPictures", "Pair", "read_pairs", "read_pairs_to_test"]
 
@@ -93,12 +93,14 @@ def read_pairs(
         # One class for all: pairs have no labels by which the share could be taken.
         train, test = hold_out(whole, ["pair"] * len(whole), share=holdout, seed=seed)
     looks = _look_through([*train, *test], directory, rule, scanning, bad)
+    # Divided again, for both sets were looked through at once, and some of their pairs are gone.
+    known = set(train)
+    white = white_of(x.seen.look for x in looks if x.pair in known)
+    looks = by_one_white(looks, white, bad)
     if not skip_bad:
         refuse(bad)
     _require_one_scale(looks)
     _require_named(directory, rule, looks)
-    # Divided again, for both sets were looked through at once, and some of their pairs are gone.
-    known = set(train)
     parts = [[look for look in looks if (look.pair in known) is first] for first in (True, False)]
     if not parts[0] or not parts[1]:
         raise DataError(
@@ -130,6 +132,8 @@ def read_pairs_to_test(
     """
     looks = _look_through(_pairs(directory, bad), directory, rule, scanning, bad)
     _require_one_scale(looks)
+    for note in notes_of([look.seen.look for look in looks]):
+        tell(note)
     return [look.pair for look in looks]
 
 
@@ -141,7 +145,7 @@ def _of_looks(
     rule: MaskRule,
 ) -> MaskedPictures:
     both = [*train, *test]
-    pictures = [look.picture.look for look in both]
+    pictures = [look.seen.look for look in both]
     files: list[tuple[Path, Seen[Any]]] = []
     for pair, picture, mask in both:
         files += [(pair.image, picture), (pair.mask, mask)]
@@ -164,8 +168,8 @@ def _of_looks(
         left_out=bad,
         rule=rule,
         classes=classes,
-        white=white_of(pictures),
-        notes=[*notes, *deep_note(pictures), *check_same(labelled, readable(directory))],
+        white=white_of(pictures[: len(train)]),
+        notes=[*notes, *notes_of(pictures, len(train)), *check_same(labelled, readable(directory))],
         scan=pack_scan(files, directory),
         digest=digest_of(*samples, str(rule), size_bytes=16),
     )
@@ -220,13 +224,19 @@ class _Look(NamedTuple):
     """A pair that can be used, and what was seen of its two files."""
 
     pair: Pair
-    picture: Seen[Look]
+    seen: Seen[Look]
+    """Of the picture."""
     mask: Seen[MaskLook]
+
+    @property
+    def path(self) -> Path:
+        """The picture's."""
+        return self.pair.image
 
     def sample(self, root: Path) -> list[str]:
         """List the names and the digests of the contents of picture and mask."""
-        names = [str(path.relative_to(root)) for path in (self.pair.image, self.pair.mask)]
-        return [*names, self.picture.content, self.mask.content]
+        names = [str(path.relative_to(root)) for path in (self.path, self.pair.mask)]
+        return [*names, self.seen.content, self.mask.content]
 
 
 def _look_through(
@@ -238,8 +248,9 @@ def _look_through(
 ) -> list[_Look]:
     """Look at all pairs; return the usable ones, and add the files that cannot be used to bad."""
     # The rule is part of the masks' kind: under another rule what was seen of them does not hold.
-    see_mask = partial(look_at_mask, rule=rule)
-    files = [(pair.image, "picture", look_at) for pair in pairs]
+    scanning = scanning or Scanning()
+    see, see_mask = partial(look_at, white=scanning.white), partial(look_at_mask, rule=rule)
+    files = [(pair.image, "picture", see) for pair in pairs]
     masks = [(pair.mask, f"mask:{rule}", see_mask) for pair in pairs]
     found = scan_files([*files, *masks], directory, scanning)
     looks = []
@@ -254,8 +265,7 @@ def _look_through(
             came = "x".join(map(str, mask.look.size))
             bad.append(BadFile(pair.mask, f"expected a mask of {expected}, got {came}"))
         bad += [each for each in (picture, mask) if isinstance(each, BadFile)]
-    pictures = by_one_white([x.pair.image for x in looks], [x.picture for x in looks])
-    return [x._replace(picture=each) for x, each in zip(looks, pictures, strict=True)]
+    return looks
 
 
 def _require_one_scale(looks: Sequence[_Look]) -> None:
@@ -288,12 +298,10 @@ def _require_named(directory: Path, rule: MaskRule, looks: Sequence[_Look]) -> N
     for option in ("foreground", "void"):
         for text in getattr(rule, option):
             if looks and text not in found:
-                values = list(dict.fromkeys(value for x in looks for value in x.mask.look.values))[
-                    :8
-                ]
+                values = dict.fromkeys(value for x in looks for value in x.mask.look.values)
                 raise DataError(
                     f"--{option} {text}: expected a value of the masks, none in "
-                    f"{readable(directory)} has it; among theirs are {', '.join(values)}"
+                    f"{readable(directory)} has it; among theirs are {', '.join([*values][:8])}"
                 )
 
 

@@ -17,8 +17,10 @@ Note: more than 8 bits
 ----------------------
 A file of 16 bits does not tell how many of them its camera used. If white were 65535 for all, data
 of 12 bits would come down to 16 greys; if each picture had its own white, a dark one would become
-as bright as the others. So a data set has one white, `white_of` all its pictures: the largest
-number of as many bits as its largest value needs. It is kept with the run, for new pictures.
+as bright as the others. So a data set has one white, `white_of` its training pictures: the largest
+number of as many bits as their values need. It is kept with the run, for new pictures. A single hot
+pixel must not decide it, so a picture counts by the value that 99.9 % of its pixels do not exceed;
+what is brighter than white becomes white.
 
 Note: large JPEGs
 -----------------
@@ -71,6 +73,7 @@ __all__ = [
     "Sums",
     "count_levels",
     "deep_values",
+    "in_bytes",
     "load_picture",
     "look_at",
     "look_through",
@@ -130,7 +133,7 @@ def open_picture(path: Path, *, white: int | None = None) -> Image:
         DataError: the picture cannot be read; the message names the file.
     """
     with _pillow_quiet():
-        return _in_bytes(load_picture(path), path, white)
+        return in_bytes(load_picture(path), path, white)
 
 
 @contextmanager
@@ -289,8 +292,17 @@ def deep_values(picture: Image) -> np.ndarray[tuple[int, ...], np.dtype[np.float
     return np.nan_to_num(np.asarray(picture, dtype=np.float64), posinf=0, neginf=0)
 
 
-def _in_bytes(picture: Image, path: Path, white: int | None) -> Image:
-    """Bring a picture to mode ``L`` or ``RGB``; see `open_picture` for ``white``."""
+def in_bytes(picture: Image, path: Path, white: int | None) -> Image:
+    """Bring a picture to mode ``L`` or ``RGB``, on white where it is transparent.
+
+    Args:
+        picture: what `load_picture` returned, or any of Pillow's.
+        path: path of the file, or a name for the error.
+        white: as `open_picture` takes it.
+
+    Raises:
+        DataError: its values would all become black.
+    """
     from PIL import Image
 
     with _reading(path):
@@ -299,17 +311,25 @@ def _in_bytes(picture: Image, path: Path, white: int | None) -> Image:
         values = deep_values(picture)
         if values is not None:
             white = white or _usual_white(picture.mode, values.max())
-            scaled = values.clip(0, white) * (255 / white)
-            picture = Image.fromarray(scaled.astype(np.uint8))
+            scaled = (values.clip(0, white) * (255 / white)).astype(np.uint8)
+            least, most = values.min(), values.max()
+            if least < most and not scaled.any():
+                raise ValueError(
+                    f"its values of {least:g} to {most:g} would all become black: expected some "
+                    f"of {white / 255:g} or more, 1/255 of white ({white})"
+                )
+            picture = Image.fromarray(scaled)
         mode = "L" if picture.mode in _GREY_MODES else "RGB"
+        # Colours of transparent pixels are arbitrary, and nobody sees them.
+        if picture.has_transparency_data:
+            white_page = Image.new("RGBA", picture.size, "white")
+            picture = Image.alpha_composite(white_page, picture.convert("RGBA"))
         return picture if picture.mode == mode else picture.convert(mode)
 
 
 def _usual_white(mode: str, largest: float) -> int:
     """Guess the white of a single picture; only a mode of 16 bits states it."""
-    whites = [65535] if mode.startswith("I;16") else [255, 65535]
-    if mode == "F":
-        whites.insert(0, 1)
+    whites = [1, 255] if mode == "F" else [] if mode.startswith("I;16") else [255]
     return next((white for white in whites if largest <= white), 65535)
 
 
@@ -431,28 +451,30 @@ class Look(msgspec.Struct, frozen=True, array_like=True, tag="picture"):
     grey: bool
     sums: Sums
     """Over its pixels, of one channel if it is grey."""
-    largest: float | None = None
-    """The largest value, where it has more than 8 bits a pixel."""
+    bright: float | None = None
+    """The value that 99.9 % of its pixels do not exceed, where it has more than 8 bits a pixel."""
     fractions: bool = False
-    """Whether it holds floating point values, none of them above 1."""
+    """Whether it holds floating point values, and that value is at most 1."""
     white: int | None = None
     """The white by which the sums were taken, where it has more than 8 bits a pixel."""
+    several: bool = False
+    """Whether the file has further pages or frames, which nobody reads."""
 
 
 def white_of(looks: Iterable[Look]) -> int | None:
     """Find the common white of the pictures with more than 8 bits a pixel; None without any.
 
-    >>> deep = [Look((1, 1), True, Sums(), largest=value) for value in (90.0, 4000.0)]
+    >>> deep = [Look((1, 1), True, Sums(), bright=value) for value in (90.0, 4000.0)]
     >>> white_of(deep)
     4095
     """
-    deep = [look for look in looks if look.largest is not None]
+    deep = [look for look in looks if look.bright is not None]
     if not deep:
         return None
     if all(look.fractions for look in deep):
         return 1
-    largest = max(look.largest or 0.0 for look in deep)
-    bits = max(8, math.ceil(largest).bit_length())
+    brightest = max(look.bright or 0.0 for look in deep)
+    bits = max(8, math.ceil(brightest).bit_length())
     return int((1 << bits) - 1)
 
 
@@ -522,34 +544,37 @@ def look_at(path: Path, white: int | None = None) -> Look:
 
     Args:
         path: path of the file.
-        white: white of a picture of more than 8 bits; None takes that of this picture alone.
+        white: white of a picture of more than 8 bits; None takes that of this picture alone, 0 the
+            usual one, as `open_picture` does without one.
 
     Raises:
         DataError: the picture cannot be read; the message names the file.
     """
-    picture, size, factor = _load_small(path)
-    largest, fractions = None, False
+    picture, size, factor, several = _load_small(path)
+    bright, fractions = None, False
     with _reading(path):
         values = deep_values(picture)
         if values is None:
             white = None
         else:
-            largest = float(values.max())
-            fractions = picture.mode == "F" and largest <= 1
-            alone = Look(size, True, Sums(), largest, fractions)
+            # In whole numbers, so that no rounding decides; of fewer than 1,000 it is the largest.
+            at = -(-values.size * 999 // 1000) - 1
+            bright = float(np.partition(values, at, axis=None)[at])
+            fractions = picture.mode == "F" and bright <= 1
+            alone = Look(size, True, Sums(), bright, fractions)
             white = white_of([alone]) if white is None else white
-    picture = _in_bytes(picture, path, white)
+    picture = in_bytes(picture, path, white)
     sums = Sums()
     sums.add_picture(picture, times=factor)
-    return Look(size, picture.mode == "L", sums, largest, fractions, white)
+    return Look(size, picture.mode == "L", sums, bright, fractions, white, several)
 
 
-def _load_small(path: Path) -> tuple[Image, tuple[int, int], int]:
+def _load_small(path: Path) -> tuple[Image, tuple[int, int], int, bool]:
     """Read a picture with as little detail as will do.
 
     Returns:
-        The picture, its full width and height, and how many full pixels each of its pixels stands
-        for.
+        The picture, its full width and height, how many full pixels each of its pixels stands for,
+        and whether others follow it in the file.
     """
     with _reading(path), _opened(path) as opened:
         width, height = opened.size
@@ -557,11 +582,13 @@ def _load_small(path: Path) -> tuple[Image, tuple[int, int], int]:
         if opened.format in ("JPEG", "MPO"):
             opened.draft(None, (_LOOKED_AT, _LOOKED_AT))
         step = round(width / opened.width)
+        # Decodes nothing. A telephone's MPO is a photograph that has a preview or depths behind it.
+        several = opened.format != "MPO" and bool(getattr(opened, "is_animated", False))
         picture = _loaded(opened)
         # Those were the sides before `_loaded` turned the picture.
         if opened.getexif().get(_ORIENTATION) in _TURNED:
             width, height = height, width
-        return picture, (width, height), step * step
+        return picture, (width, height), step * step, several
 
 
 def count_levels(

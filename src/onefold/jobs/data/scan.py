@@ -29,12 +29,13 @@ from onefold.jobs.data.files import BadFile, name_below, read_whole, readable
 from onefold.jobs.data.masks import MaskLook
 from onefold.jobs.data.pictures import Look, look_at, look_through, white_of
 from onefold.system.ownfiles import open_plain, parse_json
+from onefold.system.words import counted
 
 __all__ = [
     "Scanning",
     "Seen",
     "by_one_white",
-    "deep_note",
+    "notes_of",
     "pack_scan",
     "read_scan",
     "scan_files",
@@ -71,14 +72,14 @@ class Seen(msgspec.Struct, Generic[_AnyLook], frozen=True, array_like=True):
             raise ValueError(f"expected what was seen of a {self.kind:.40}, got {self.look!r:.80}")
 
 
-_Found = TypeVar("_Found", bound=Seen[Any] | BadFile)
+_Item = TypeVar("_Item", bound=Any)
 
 
 class _Scan(msgspec.Struct):
     """The file that `pack_scan` writes."""
 
     files: dict[str, Seen[Look | MaskLook]]
-    format: Literal[3]
+    format: Literal[4]
     """Raised whenever what is kept changes its form or meaning; older scans are then ignored."""
 
 
@@ -90,6 +91,8 @@ class Scanning:
     """What was seen before, by the path below the root of the data."""
     watch: Callable[[int, int], None] | None = None
     """Called after every file with how many have been looked at, and how many there are."""
+    white: int | None = None
+    """White of the pictures, as `look_at` takes it."""
 
 
 def scan_pictures(
@@ -105,37 +108,45 @@ def scan_pictures(
     Returns:
         What was seen of each picture, or why it cannot be used, in the order of the paths.
     """
-    found = scan_files([(path, "picture", look_at) for path in paths], root, scanning)
-    return by_one_white(paths, found)
+    scanning = scanning or Scanning()
+    look = partial(look_at, white=scanning.white)
+    return scan_files([(path, "picture", look) for path in paths], root, scanning)
 
 
-def by_one_white(paths: Sequence[Path], found: Sequence[_Found]) -> list[_Found]:
-    """Make the sums of all readable pictures hold for the white that they have in common.
+def by_one_white(items: Sequence[_Item], white: int | None, bad: list[BadFile]) -> list[_Item]:
+    """Make the sums of pictures hold for the white of their data set; None is the usual one.
 
     Each look took the white of its picture alone, as the common one is only known after the last.
-    Pictures of 8 bits have none; of the others, those with another white are read again.
+    Pictures of 8 bits have none; of the others, those with another white are read again. Those that
+    are too dark for it are added to bad.
+
+    Args:
+        items: named tuples with the ``path`` of each picture, and what was ``seen`` of it.
+        white: what `white_of` found.
+        bad: list to which the pictures that cannot be used are added.
     """
-    looks = {n: each.look for n, each in enumerate(found) if isinstance(each, Seen)}
-    white = white_of(looks.values())
-    others = [number for number, look in looks.items() if look.white not in (None, white)]
-    again = look_through(partial(look_at, white=white), [paths[number] for number in others])
-    aligned: list[Any] = list(found)
-    for number, look in zip(others, again, strict=True):
-        aligned[number] = msgspec.structs.replace(aligned[number], look=look)
-    return aligned
+    others = [each for each in items if each.seen.look.white not in (None, white or 0)]
+    scanning = Scanning(white=white or 0)
+    again = scan_pictures([each.path for each in others], scanning=scanning)
+    renewed = {each.path: seen for each, seen in zip(others, again, strict=True)}
+    bad += [seen for seen in again if isinstance(seen, BadFile)]
+    found = [each._replace(seen=renewed.get(each.path, each.seen)) for each in items]
+    return [each for each in found if isinstance(each.seen, Seen)]
 
 
-def deep_note(looks: Sequence[Look]) -> list[str]:
-    """Mention the white of the pictures with more than 8 bits a pixel, if there are any."""
-    deep = [look for look in looks if look.largest is not None]
-    if not deep:
-        return []
-    largest = max(look.largest or 0.0 for look in deep)
-    note = (
-        f"{len(deep):,} of {len(looks):,} pictures have more than 8 bits a pixel and values up to "
-        f"{largest:g}: {white_of(deep)} is used as white for all of these"
-    )
-    return [note]
+def notes_of(looks: Sequence[Look], trained: int = 0) -> list[str]:
+    """Mention the white of training pictures, the first of all, and pages that are left unread."""
+    notes, train = [], looks[:trained]
+    if deep := [look.bright for look in train if look.bright is not None]:
+        notes.append(
+            f"{len(deep):,} of {len(train):,} training pictures have more than 8 bits a pixel, and "
+            f"99.9% of each one's values are at most {max(deep):g}: {white_of(train)} is used as "
+            f"white for all pictures, and brighter values become white"
+        )
+    if several := sum(look.several for look in looks):
+        words = f"{counted(several, 'picture')} with several pages or frames"
+        notes.append(f"{words}: only the first is used")
+    return notes
 
 
 def scan_files(
@@ -201,7 +212,7 @@ def pack_scan(files: Iterable[tuple[Path, Seen[Any]]], root: Path) -> str:
     """
     named = {name_below(path, root): seen for path, seen in files}
     # Not by msgspec alone, which refuses names that are not UTF-8.
-    return json.dumps(msgspec.to_builtins(_Scan(named, 3)))
+    return json.dumps(msgspec.to_builtins(_Scan(named, 4)))
 
 
 def _stamp(path: Path) -> tuple[int, ...] | None:
