@@ -106,11 +106,9 @@ def _print(console: Console, found: dict[str, Any]) -> None:
     needed = found["rows"][0]["offload"]
     if needed > found["available_bytes"]:
         console.print(
-            f"[bold red]Too large[/] for a device, which has at most "
-            f"{_mebibytes(found['available_bytes'])} MiB: "
-            f"{escape(largest['name'])} takes {_mebibytes(needed)} MiB at a time. Cut it with "
-            f"Trainer(stages=[...]), or cut its largest layer into modules of their own: "
-            f"docs/do/large-models.md."
+            f"[bold red]Too large[/] for a device: {escape(largest['name'])} takes "
+            f"{_mebibytes(needed)} MiB at a time. Cut it with Trainer(stages=[...]), or cut its "
+            f"largest layer into modules of their own: docs/do/large-models.md."
         )
 
 

@@ -277,11 +277,9 @@ class Mathematics:
     ) -> Iterator[Comparison]:
         """Surround the engine's step; the comparison that it yields is complete afterwards."""
         self._whole = whole
+        own = batch.data_pass is None
         self._comparison = Comparison(
-            batch.plan.shards,
-            batch.samples,
-            own_batch=batch.data_pass is None,
-            dim=batch.dim,
+            batch.plan.shards, batch.samples, own_batch=own, dim=batch.dim
         )
         self._seed = derive_seed("mathematics", engine.context.settings.seed, number)
         # As the shards of the step have it, for what they draw alike.
