@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import onefold
-from onefold.errors import CheckpointError, PeerError
+from onefold.errors import CheckpointError, DisagreementError, PeerError
 from onefold.run.membership import advice_on_one_file
 from onefold.testing import simulate
 from tests.checkpoint.folders import seal
@@ -39,6 +39,21 @@ def test_a_save_of_the_lead_alone_is_named(tmp_path: Path, exchange: Any) -> Non
     with pytest.raises(PeerError, match=words):
         simulate(saved_by_the_lead, 2, args=(str(tmp_path),), exchange=exchange)
     assert not list(tmp_path.iterdir())
+
+
+def fingerprint_of_the_lead() -> None:
+    trainer = make_trainer(devices=None)
+    for _ in range(2):
+        trainer.step(points(8))
+        if trainer.is_lead:
+            trainer.fingerprint()
+
+
+def test_a_fingerprint_of_the_lead_alone_is_named() -> None:
+    """Where devices keep their partitions; see `trainer.unsharded`."""
+    words = "device 1 calls trainer.step .*device 0 calls trainer.fingerprint"
+    with pytest.raises(DisagreementError, match=words):
+        simulate(fingerprint_of_the_lead, 2, placement="shard", exchange="collective")
 
 
 def test_only_errors_of_files_that_somebody_else_may_have_made_are_explained() -> None:

@@ -169,9 +169,13 @@ def surroundings_of_fragment() -> dict[str, Any]:
     self, embedded = SimpleNamespace(lstm=torch.nn.LSTM(4, 4)), torch.randn(3, 2, 4).bfloat16()
     log, clock, batch = io.StringIO(), time.monotonic, train_set[:64]
     width, depth, config = 4, 2, {"in_features": 4, "out_features": 1}
+    moved = (ROOT / "examples/move/with_lightning.py").read_text()
+    data = torch.utils.data.TensorDataset(torch.randn(128, 2), torch.arange(128) % 2)
     names |= {"Net": torch.nn.Linear}
     names |= {"AutoModelForCausalLM": SimpleNamespace(from_config=lambda c: torch.nn.Linear(**c))}
-    names |= {**globals(), **locals()}
+    names |= {**globals(), **locals(), "nn": torch.nn}
+    names["LightningModule"] = type("", (torch.nn.Module,), {"log": lambda *a, **k: None})
+    exec(moved[moved.index("\nclass ") : moved.index("\ndef ")], names)
     return names
 
 
@@ -253,6 +257,20 @@ def test_the_gradient_without_the_update(tmp_path: Path) -> None:
     )
     inputs = script["batch"][0]
     assert trainer.step((inputs, inputs.flip(0))).number == 1
+
+
+SHOWN = [*((p, t) for p, kind, t in BLOCKS if kind in ("python", "py"))]
+SHOWN += [(p, p.read_text()) for p in sorted((ROOT / "examples").rglob("*.py"))]
+
+
+@for_each(("page", "text"), SHOWN)
+def test_no_script_calls_the_trainer_on_the_lead_alone(page: Path, text: str) -> None:
+    """With a placement that partitions the model, not even its fingerprint."""
+    assert len(SHOWN) > 50
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "trainer.is_lead":
+            called = {ast.unparse(n.func) for n in ast.walk(node) if isinstance(n, ast.Call)}
+            assert not [n for n in called if re.fullmatch(r"trainer\.(?!fork_rng)\w+", n)], page
 
 
 # Docstrings

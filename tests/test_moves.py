@@ -77,3 +77,9 @@ def test_every_script_is_shown_on_a_page_and_run(script: Path) -> None:
     name = script.stem.removeprefix("with_")
     assert name in {*WAYS, *NEEDS_A_GPU} or name.startswith("onefold")
     compile(script.read_text(), script.name, "exec")
+
+
+def test_every_page_leads_to_verify() -> None:
+    pages = {page.stem: page.read_text() for page in (ROOT / "docs" / "move").glob("*.md")}
+    assert "## Run `onefold verify` first" in pages.pop("index")
+    assert all(text.count("(index.md#run-onefold-verify-first)") == 1 for text in pages.values())

@@ -205,7 +205,11 @@ def test_settings_are_the_checkpoints(tmp_path: Path, caplog: pytest.LogCaptureF
         assert optimizer.param_groups[0]["lr"] == 0.025
         assert optimizer.param_groups[0]["fused"] is False
         other.step(points(8))
-    assert "lr of the optimizer's group 0 was 0.1 when the run began and is 0.3 in" in caplog.text
+    assert (
+        "lr of the optimizer's group 0 was 0.1 in the script that saved the checkpoint and is 0.3"
+        in caplog.text
+    )
+    assert "after trainer.load" in caplog.text
 
 
 def with_buffer(value: torch.Tensor, persistent: bool = True) -> nn.Module:

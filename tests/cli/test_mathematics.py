@@ -1,6 +1,7 @@
 """What is printed of a comparison of V shards with one."""
 
 import io
+import math
 from dataclasses import asdict
 from typing import Any
 
@@ -47,6 +48,7 @@ TABLE: list[tuple[list[dict[str, Any]], bool, str]] = [
     ),
     ([{"worst": "w", "worst_difference": 0.1}], False, "the losses agree and the gradients do not"),
     ([CHANCE], True, "Not compared: the loss draws random numbers"),
+    ([{"carried": ["h", "c"]}], True, "Not compared: with the rule 'shard' of h, c, every shard"),
     (
         [{"buffers": {"seen": "3 with the shards, 10 with one"}}],
         False,
@@ -73,3 +75,11 @@ def test_one_shard_is_the_plain_loop() -> None:
     agree, said = report({}, precision="float32")
     assert agree
     assert "The script does not run in float64" in said
+
+
+def test_no_table_is_shown_of_what_was_not_compared() -> None:
+    said = report({"carried": ["h"], "skipped": True}, {"carried": ["h"], "skipped": True})[1]
+    assert said.startswith("Not compared")
+    said = report({"skipped": True, "loss": math.nan})[1]
+    assert "skipped" in said
+    assert "Not compared" not in said

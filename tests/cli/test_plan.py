@@ -1,11 +1,16 @@
 """``onefold plan`` tells the stages of a script's model and what they take."""
 
+import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
+from onefold import RunOptions, list_devices
+from onefold.cli.plan import plan_script
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "planned.py"
 
@@ -72,3 +77,35 @@ def test_what_cannot_be_planned_is_told(what: str, options: str, text: str) -> N
     done = planned(what, *options.split())
     assert done.returncode == 2
     assert text in re.sub(r"\s+", " ", done.stderr)
+
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize(
+    ("free_bytes", "shards", "text"),
+    [
+        (2**30, 1, "with 1 device all."),
+        (5 * MIB, 4, "with 1 device all; with 4 devices offload."),
+        (8 * MIB, 4, "with 1 device all; with 4 devices shard, pipeline, offload."),
+        (MIB, 4, "with 1 device nothing; with 4 devices nothing. Too large for a device"),
+    ],
+)
+def test_what_fits_is_told_of_as_many_devices_as_shards(
+    free_bytes: int,
+    shards: int,
+    text: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    machine = [replace(list_devices()[-1], free_bytes=free_bytes)]
+    monkeypatch.setattr("onefold.cli.plan.list_devices", lambda: machine)
+    for as_json in (False, True):
+        options = RunOptions(placement="offload")
+        assert not plan_script([str(SCRIPT), str(shards)], "1,4", options=options, as_json=as_json)
+    shown, _, found = capsys.readouterr().out.partition("{")
+    assert text in " ".join(shown.split())
+    for row in json.loads("{" + found)["rows"]:
+        assert row["devices"] <= shards
+        fits = [size * row["devices"] <= free_bytes for size in (row["shard"], row["offload"])]
+        assert fits == [each in row["fits"] for each in ("shard", "offload")]

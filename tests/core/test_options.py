@@ -21,7 +21,7 @@ def test_options_that_make_no_sense_are_refused_by_name() -> None:
         ({"keep_last": 0}, "^expected keep_last of at least 1, got 0"),
         (
             {"placement": 3},
-            "^expected placement to be one of replicate, shard, .*, got 3; .* --keep-last",
+            "^expected placement to be one of replicate, shard, .*, got 3; pipelines of 2",
         ),
         (
             {"placement": "most"},

@@ -257,6 +257,39 @@ def test_a_script_that_asks_for_something_else_is_told_where(
     refused(runs, steps, partial(steps, between=between), words)
 
 
+def test_what_was_changed_on_purpose_can_be_named(runs: Runs) -> None:
+    other = partial(steps, samples=4)
+    refused(runs, steps, other, "onefold run --changed batch_size .* goes on from the checkpoint")
+    assert runs.start(other, changed=("batch_size",)) is not None
+
+
+def test_a_rate_is_changed_as_the_warning_says(
+    runs: Runs, caplog: pytest.LogCaptureFixture
+) -> None:
+    def at(rate: float, life: Life) -> str:
+        net = model()
+        optimizer = torch.optim.SGD(net.parameters(), lr=rate)
+        trainer = life.trainer(net, loss, optimizer=optimizer, shards=2)
+        rates = []
+        for batch in trainer.loader(data(), batch_size=6):
+            life.tick()
+            if not trainer.replaying and rate == 0.1:
+                optimizer.param_groups[0]["lr"] = rate
+            trainer.step(batch)
+            rates.append(optimizer.param_groups[0]["lr"])
+        return str(rates[-1])
+
+    for rate, dies in ((0.01, 3), (0.02, 4)):
+        assert runs.start(partial(at, rate), dies=dies) is None
+    said = (
+        "lr of the optimizer's group 0 was {} in the script that saved the checkpoint and is {} in"
+    )
+    assert said.format(0.01, 0.02) in caplog.text
+    assert "['lr'] in the loop, under `if not trainer.replaying:`" in caplog.text
+    assert runs.start(partial(at, 0.1)) == "0.1"
+    assert said.format(0.02, 0.1) in caplog.text
+
+
 def change(trainer: onefold.Trainer) -> None:
     with trainer.modifying(), torch.no_grad():
         next(trainer.model.parameters()).mul_(0.5)

@@ -57,7 +57,7 @@ def test_the_leads_result_comes_back(capfd: pytest.CaptureFixture[str]) -> None:
 @processes
 @for_each(
     ("devices", "code", "words"),
-    [("auto", 0, ""), ("2", 1, "ValueError: 2 devices cannot share 1 shards")],
+    [("auto", 0, ""), ("2", 1, "ValueError: 2 devices cannot share 1 shard: ")],
 )
 def test_no_more_devices_than_shards(devices: str, code: int, words: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAINING.format(shards=1))

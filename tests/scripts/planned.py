@@ -31,6 +31,12 @@ model = onefold.build(Model)
 kinds = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "own": Own, "lbfgs": torch.optim.LBFGS}
 optimizer = kinds.get(what, torch.optim.AdamW)(model.parameters(), lr=0.1)
 precision = "bf16-params" if what == "bf16" else None
-onefold.Trainer(model, optimizer, lambda m, b: m(b), shards=4, precision=precision)
+onefold.Trainer(
+    model,
+    optimizer,
+    lambda m, b: m(b),
+    shards=int(what) if what.isdecimal() else 4,
+    precision=precision,
+)
 print("nothing after it runs")
 sys.exit(3)

@@ -1,4 +1,12 @@
+import ast
+import re
+from collections.abc import Iterator
+
+from typer.main import get_command
+
+from onefold.cli.main import app
 from onefold.system.words import cause_of, message_of, words_of_failure
+from tests.conftest import ROOT
 
 
 class Silent(Exception):
@@ -24,3 +32,33 @@ def test_the_end_of_a_device_is_told_as_what_it_was() -> None:
     assert words_of_failure(KeyError("a"), 2) == "failed in step 2: KeyError: 'a'"
     assert words_of_failure(Silent(), 2).startswith("failed in step 2: Silent: its message cannot")
     assert words_of_failure(SystemExit(0), 2).startswith("ended by sys.exit(0) in step 2, which")
+
+
+COMMAND = re.compile(
+    rf"(onefold ({'|'.join(get_command(app).commands)})|--runs|truncate)( [^.;:,()]*)?$"
+)
+NO_PATHS = {"at", "job.name", "job", "where", "other", "what", "_EXAMPLES[job.name]"}
+
+
+def values_in_commands(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """What messages put into a command for the shell, and the line."""
+    for node in ast.walk(tree):
+        text = ""
+        for part in node.values if isinstance(node, ast.JoinedStr) else ():
+            if isinstance(part, ast.Constant):
+                text += str(part.value)
+            elif isinstance(part, ast.FormattedValue):
+                if COMMAND.search(text):
+                    yield part.lineno, ast.unparse(part.value)
+                text += "VALUE"
+
+
+def test_every_command_in_a_message_can_be_pasted() -> None:
+    found = [
+        (path.name, *value)
+        for path in sorted((ROOT / "src" / "onefold").rglob("*.py"))
+        for value in values_in_commands(ast.parse(path.read_text()))
+    ]
+    assert len(found) > 20
+    unquoted = [each for each in found if not each[2].startswith("in_shell(")]
+    assert {each[2] for each in unquoted} <= NO_PATHS, unquoted

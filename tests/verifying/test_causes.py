@@ -63,6 +63,7 @@ def test_a_finding_is_believed_with_numbers_that_fit_it(kind: FindingKind, relat
         ({"relation": "sum"}, "is a sum: that of two parts of the batch is the sum of theirs."),
         ({"relation": "weighted"}, "a mean that is not divided by the number of samples"),
         ({"relation": "dependent", "ordered": True}, "when the samples of the batch change places"),
+        ({"relation": "dependent", "ordered": True, "dim": 1}, "depends on the other samples of"),
         (
             {"relation": "dependent", "ordered": True, "second": 16},
             "all tensors of the batch have 16 in their second dimension",

@@ -170,6 +170,19 @@ class Counting(nn.Linear):
         return super().forward(x) * (1 + 0.1 * self.calls)
 
 
+class Carrying(nn.Linear):
+    """As hidden states are often carried: until a batch of another size comes."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 3)
+        self.hidden = torch.zeros(0, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        before = self.hidden if len(self.hidden) == len(x) else torch.zeros_like(x)
+        self.hidden = (x + before).detach()
+        return super().forward(x + before)
+
+
 def drawing(model: nn.Module, batch: Any) -> object:
     """From a generator of the script's own."""
     return each(model(batch[0] + torch.from_numpy(GENERATOR.normal(size=4))), batch[1])
@@ -201,6 +214,7 @@ OTHERS = "a sample's loss depends on the other samples"
         (classifier, partial(balanced, scalar=False), points(), "takes gradients itself"),
         (classifier, partial(balanced, scalar=True), points(), "takes gradients itself"),
         (Counting, of_each, points(), "attribute calls of module model (Counting)"),
+        (Carrying, of_each, points(), "attribute hidden of module model (Carrying)"),
         (classifier, drawing, points(), "a generator of its own"),
         (classifier, keeping, points(), "the loss keeps something from call to call"),
         (lambda: TimeFirst(nn.LSTM(4, 4)), squares, series(8, 3, 1), "layer (LSTM)"),

@@ -34,6 +34,12 @@ def with_global(model: nn.Module, batch: Any) -> Any:
     return helper(model(batch))
 
 
+def with_several(model: nn.Module, batch: Any) -> Any:
+    """A hidden state of two tensors, say."""
+    HISTORY[:] = [len(HISTORY), len(HISTORY) + 1.0, *HISTORY]
+    return model(batch)
+
+
 def closing() -> Any:
     generator = torch.Generator().manual_seed(0)
     return lambda model, batch: model(batch) + torch.rand(1, generator=generator)
@@ -84,8 +90,9 @@ def changed_by(model: nn.Module, loss: Callable[..., Any]) -> StateWatch:
 def test_attributes_of_modules_are_named_and_nothing_else() -> None:
     watch = changed_by(nn.Linear(1, 1), plain)
     assert (watch.attributes, watch.generators) == ([], [])
-    (found,) = changed_by(nn.Linear(1, 1), with_global).attributes
-    assert found.startswith("the global HISTORY, which with_global (")
+    for loss in (with_global, with_several):  # once, however much has changed inside of it
+        (found,) = changed_by(nn.Linear(1, 1), loss).attributes
+        assert found.startswith(f"the global HISTORY, which {loss.__name__} (")
     watch = changed_by(nn.Sequential(nn.Linear(1, 1), Keeping()), plain)
     assert watch.attributes == [
         "attribute count of module 1 (Keeping)",

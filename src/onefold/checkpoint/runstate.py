@@ -254,15 +254,18 @@ class RunState:
                     "from here on may not be",
                     *(stored.folder, name, saved[name], now),
                 )
+        where = "after trainer.load"
+        if self._devices.context.options.checkpoint:
+            where = "in the loop, under `if not trainer.replaying:`"
         pairs = zip(run["optimizer"]["settings_at_start"], self._at_start, strict=False)
         for number, (began, begins) in enumerate(pairs):
-            for key in began.keys() & begins.keys():
+            for key in sorted(began.keys() & begins.keys() - {"initial_lr"}):
                 if began[key] != begins[key]:
                     _log.warning(
-                        "%s of the optimizer's group %d was %s when the run began and is %s in "
-                        "this script; the checkpoint's value is used. To change it, set "
-                        "optimizer.param_groups[%d][%r] after trainer.load",
-                        *(key, number, began[key], begins[key], number, key),
+                        "%s of the optimizer's group %d was %s in the script that saved the "
+                        "checkpoint and is %s in this one; the checkpoint's value is used. To "
+                        "change it, set optimizer.param_groups[%d][%r] %s",
+                        *(key, number, began[key], begins[key], number, key, where),
                     )
 
 

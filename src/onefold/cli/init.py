@@ -21,7 +21,7 @@ from onefold.jobs.data.classes import class_files, test_folder
 from onefold.jobs.data.layouts import refuse_other_layouts
 from onefold.jobs.data.pictures import is_picture, visible_folders
 from onefold.jobs.data.tables import open_table
-from onefold.system.words import listed
+from onefold.system.words import in_shell, listed
 
 __all__ = ["write_script"]
 
@@ -123,7 +123,7 @@ def _folder(path: Path) -> Data:
         raise DataError(
             f"{inside}: expected two or more class folders with pictures, found "
             f"{listed(with_pictures) or 'none'}. Texts with a label "
-            f"are a job: onefold train text --data {path}"
+            f"are a job: onefold train text --data {in_shell(path)}"
         )
     within = {
         each: {deeper.name for deeper in (inside / each).iterdir() if deeper.is_dir()}
@@ -135,7 +135,8 @@ def _folder(path: Path) -> Data:
         raise DataError(
             f"{inside}: all of {listed(sorted(within))} have the folders {listed(sorted(shared))}, "
             f"so the classes may be either: expected one folder for each class. For one part, "
-            f"onefold init {inside / first}; for all, move the pictures of each class together"
+            f"onefold init {in_shell(inside / first)}; for all, move the pictures of each class "
+            f"together"
         )
     test = ""
     if inside != path:
@@ -157,7 +158,7 @@ def _refuse_deep(path: Path, files: Iterable[Path]) -> None:
             if picture.mode.startswith(("I", "F")):
                 raise DataError(
                     f"{file}: expected pictures of 8 bits a pixel, this one has more: no script "
-                    f"is needed, as onefold train classify --data {path} reads them"
+                    f"is needed, as onefold train classify --data {in_shell(path)} reads them"
                 )
 
 
@@ -210,7 +211,8 @@ def _table(path: Path) -> Data:
         if any(is_picture(each) and each.is_file() for each in paths):
             raise DataError(
                 f"{path}: the column {name} names pictures: no script is needed, use onefold train "
-                f"classify --data {path} --image-column {name}, and --label-column for the target"
+                f"classify --data {in_shell(path)} --image-column {in_shell(name)}, and --label-column "
+                f"for the target"
             )
     texts = {
         name: len({row[name] for row in rows})
@@ -224,7 +226,7 @@ def _table(path: Path) -> Data:
         raise DataError(
             f"{path}: expected numbers in one or more columns before the last, which is predicted; "
             f"not so {listed(left_out)}. Texts with a label are a job: onefold train text --data "
-            f"{path}; so are pictures: onefold train classify --help"
+            f"{in_shell(path)}; so are pictures: onefold train classify --help"
         )
     targets = [row[names[-1]] for row in rows if row[names[-1]].strip()]
     whole = all(target.strip().lstrip("-").isdecimal() for target in targets)

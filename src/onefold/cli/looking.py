@@ -11,6 +11,7 @@ from typer import Argument, Option
 from onefold.cli.help import Commands, declare
 from onefold.cli.running import SCRIPT, AsJson, PlacementOption, tell_next
 from onefold.errors import LaunchError
+from onefold.system.words import in_shell
 
 __all__ = ["looking"]
 
@@ -61,7 +62,7 @@ def show(
     from onefold.cli.record import show_record
 
     show_record(folder, as_json=as_json, step=step)
-    tell_next(f"onefold why {folder}")
+    tell_next(f"onefold why {in_shell(folder)}")
 
 
 @declare(
@@ -90,7 +91,7 @@ def why(
 
     code = explain(folder, step, devices=devices, placement=placement, as_json=as_json)
     if not code:
-        tell_next(f"onefold replay {folder} --step N --pdb")
+        tell_next(f"onefold replay {in_shell(folder)} --step N --pdb")
     raise typer.Exit(code)
 
 
@@ -149,7 +150,7 @@ def replay(
         as_json=as_json,
     )
     if bundle is not None:
-        tell_next(f"onefold replay {bundle}")
+        tell_next(f"onefold replay {in_shell(bundle)}")
     raise typer.Exit(code)
 
 
@@ -197,5 +198,5 @@ def compare(
         )
     code = compare_runs(*map(Path, given), devices=devices, as_json=as_json)
     if code:
-        tell_next(f"onefold replay {given[0]} --step N --shard K")
+        tell_next(f"onefold replay {in_shell(given[0])} --step N --shard K")
     raise typer.Exit(code)

@@ -11,7 +11,6 @@ command is its help; its first sentence fits a line of the list of commands.
 
 from __future__ import annotations
 
-import shlex
 import signal
 import sys
 from contextlib import AbstractContextManager, nullcontext
@@ -43,7 +42,7 @@ from onefold.cli.running import (
 )
 from onefold.errors import OnefoldError, RunFailed
 from onefold.system.process import Stopped, stopped_by_signals
-from onefold.system.words import tell
+from onefold.system.words import in_shell, tell
 
 __all__ = ["main"]
 
@@ -142,7 +141,7 @@ def init(
 
     write_script(data, output)
     print(output)
-    tell_next(f"onefold verify --devices 1,2 {output}")
+    tell_next(f"onefold verify --devices 1,2 {in_shell(output)}")
 
 
 @declare(app, "demo", group=_TRAIN, examples=[("onefold demo", "takes a minute")])
@@ -252,7 +251,7 @@ def verify(
             command, devices, placement=placement, options=options, as_json=as_json
         )
     if not code:
-        tell_next(f"onefold run {shlex.join(command)}")
+        tell_next(f"onefold run {in_shell(*command)}")
     raise typer.Exit(code)
 
 
@@ -284,7 +283,7 @@ def plan(
     options = RunOptions(placement="offload", home=folder_of(home, "offload"))
     code = plan_script(command, devices, options=options, as_json=as_json)
     if not code:
-        tell_next(f"onefold run --placement shard {shlex.join(command)}")
+        tell_next(f"onefold run --placement shard {in_shell(*command)}")
     raise typer.Exit(code)
 
 
@@ -386,7 +385,7 @@ def report(
         print_json({"pages": [str(page) for page in pages]})
     else:
         print(*pages, sep="\n")
-    tell_next(f"open {pages[-1]} in a browser")
+    tell_next(f"open {in_shell(pages[-1])} in a browser")
 
 
 app.add_typer(looking)

@@ -57,7 +57,10 @@ def _report(
     who: str,
 ) -> bool:
     limit = max(about["tolerance"], *(line["tolerance"] for line in lines))
-    console.print(_table(about["shards"], lines, limit))
+    errors, notes = _causes(lines, "error"), _causes(lines, "note")
+    # With carried state there is nothing to compare, and no number to be shown.
+    if compared := [line for line in lines if not line["carried"]]:
+        console.print(_table(about["shards"], compared, limit))
     why = ""
     if precision != "float64":
         why = "The script does not run in float64[/], so this is in its own precision, and"
@@ -74,7 +77,6 @@ def _report(
             "[yellow]The loss cannot be computed in evaluation mode[/]: dropout and batch norm "
             "alone were in it."
         )
-    errors, notes = _causes(lines, "error"), _causes(lines, "note")
     # A note is something that could not be compared: no error, but agreement cannot be claimed.
     for text in notes if not errors else ():
         console.print(f"[yellow]Not compared{who}[/]: {escape(text)}.")

@@ -19,9 +19,11 @@ from rich.table import Column, Table
 from onefold import RunOptions, list_devices, select_devices, supervise
 from onefold.cli.running import print_json
 from onefold.system.ownfiles import PrivateFolder
-from onefold.system.words import tell
+from onefold.system.words import counted, tell
 
 __all__ = ["plan_script", "read_counts", "show_devices"]
+
+_PLACEMENTS = ("replicate", "replicate:state", "shard", "pipeline", "offload")
 
 
 def plan_script(command: Sequence[str], devices: str, *, options: RunOptions, as_json: bool) -> int:
@@ -48,6 +50,14 @@ def plan_script(command: Sequence[str], devices: str, *, options: RunOptions, as
             tell(outcome.message or "the script made no Trainer")
             return 2
         found = json.loads(path.read_text())
+    *gpus, processor = list_devices()
+    together = found["together"]
+    # CPU devices share what the host has left; what a card has, its device has alone.
+    memory = processor.free_bytes if together else min(gpu.total_bytes for gpu in gpus)
+    found["available_bytes"] = memory
+    for row in found["rows"]:
+        share = memory // (row["devices"] if together else 1)
+        row["fits"] = [each for each in _PLACEMENTS if row[each] is not None and row[each] <= share]
     if as_json:
         print_json(found)
     else:
@@ -71,7 +81,7 @@ def _print(console: Console, found: dict[str, Any]) -> None:
     console.print(
         f"{escape(found['model'])}: {found['parameters']:,} trained parameters, "
         f"{_mebibytes(found['parameter_bytes'])} MiB; {escape(found['optimizer'])}; "
-        f"{found['shards']} shards"
+        f"{counted(found['shards'], 'shard')}"
     )
     console.print(_stages(found["stages"]))
     console.print(_rows(found["rows"]))
@@ -82,15 +92,23 @@ def _print(console: Console, found: dict[str, Any]) -> None:
         console.print("CPU devices of one host have the parameters once; each counts its part.")
     if not found["state_is_known"]:
         console.print("What this optimizer keeps is not known: two numbers a parameter are taken.")
+    room = f"{found['available_bytes'] / 2**30:.1f} GiB"
+    if found["together"]:
+        room = f"The CPU devices of this machine together have {room} available"
+    else:
+        room = f"The smallest GPU of this machine has {room}"
+    fits = []
+    for row in found["rows"]:
+        some = "all" if len(row["fits"]) == len(_PLACEMENTS) else ", ".join(row["fits"])
+        fits.append(f"with {counted(row['devices'], 'device')} {some or 'nothing'}")
+    console.print(f"{room}. What fits: {'; '.join(fits)}.")
     largest = max(found["stages"], key=lambda stage: int(stage["bytes"]))
-    least = min(device.total_bytes for device in list_devices())
     needed = found["rows"][0]["offload"]
-    if needed > least:
+    if needed > found["available_bytes"]:
         console.print(
-            f"[bold red]Too large[/] for a device, which has {_mebibytes(least)} MiB: "
-            f"{escape(largest['name'])} takes {_mebibytes(needed)} MiB at a time. Cut it with "
-            f"Trainer(stages=[...]), or cut its largest layer into modules of their own: "
-            f"docs/do/large-models.md."
+            f"[bold red]Too large[/] for a device: {escape(largest['name'])} takes "
+            f"{_mebibytes(needed)} MiB at a time. Cut it with Trainer(stages=[...]), or cut its "
+            f"largest layer into modules of their own: docs/do/large-models.md."
         )
 
 
@@ -109,12 +127,13 @@ def _stages(stages: Sequence[dict[str, Any]]) -> Table:
 
 def _rows(rows: Sequence[dict[str, Any]]) -> Table:
     title = "Memory of a device, MiB, by --placement"
-    sizes = ("replicate", "replicate:state", "shard", "pipeline", "offload")
     # In two lines, so that the table fits 80 columns.
-    headings = [size.replace(":", ":\n") for size in (*sizes, "offload:file")]
+    headings = [size.replace(":", ":\n") for size in (*_PLACEMENTS, "offload:file")]
     table = _table(title, "devices", *headings)
     for row in rows:
-        table.add_row(str(row["devices"]), *(_mebibytes(row[each]) for each in (*sizes, "disk")))
+        table.add_row(
+            str(row["devices"]), *(_mebibytes(row[each]) for each in (*_PLACEMENTS, "disk"))
+        )
     return table
 
 

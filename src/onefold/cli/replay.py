@@ -14,7 +14,6 @@ import json
 import math
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -41,7 +40,7 @@ from onefold.record.frames import FrameWriter
 from onefold.record.history import RULE, Departure, first_departure
 from onefold.system.ownfiles import PrivateFolder
 from onefold.system.process import INSPECTION_VARIABLE, STOPPED_CODE
-from onefold.system.words import listed, tell
+from onefold.system.words import in_shell, listed, tell
 
 __all__ = ["Rerun", "explain", "replay_step"]
 
@@ -114,7 +113,7 @@ class Rerun:
             path = folder / "inspection.json"
             path.write_bytes(msgspec.json.encode(asks))
             command = self._command(begun, step, folder)
-            tell(f"computing step {step} again: {shlex.join(command)}")
+            tell(f"computing step {step} again: {in_shell(*command)}")
             log = folder / "output"
             with log.open("wb") as output:
                 code = subprocess.run(

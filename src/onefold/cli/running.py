@@ -7,7 +7,6 @@ script, whatever it is called. ``--`` may stand between the two.
 
 from __future__ import annotations
 
-import shlex
 import sys
 from collections.abc import Collection, Sequence
 from functools import partial
@@ -22,7 +21,7 @@ from onefold import Outcome, RunOptions, Selection, select_devices, supervise
 from onefold.errors import LaunchError
 from onefold.system.ownfiles import json_text
 from onefold.system.process import STOPPED_CODE
-from onefold.system.words import seconds_of, tell
+from onefold.system.words import in_shell, seconds_of, tell
 
 __all__ = [
     "SCRIPT",
@@ -354,9 +353,9 @@ def _tell_what_is_next(outcome: Outcome, command: Sequence[str], options: RunOpt
     if outcome.exit_code == STOPPED_CODE:
         tell_next("the same command, which resumes the run")
     elif not outcome.exit_code and record:
-        tell_next(f"onefold record show {record}")
+        tell_next(f"onefold record show {in_shell(record)}")
     elif not outcome.exit_code:
-        tell_next(f"onefold verify --devices 1,2 {shlex.join(command)}")
+        tell_next(f"onefold verify --devices 1,2 {in_shell(*command)}")
 
 
 def _tell_of_late_options(context: typer.Context, command: list[str], outcome: Outcome) -> None:

@@ -33,7 +33,7 @@ from onefold.jobs.options import expect
 from onefold.jobs.predict import PredictOptions, predict_run, write_prediction
 from onefold.jobs.run import Job, read_options, run_job
 from onefold.jobs.scores import Baseline, ClassScores, class_tables, no_better, spell
-from onefold.system.words import counted, tell
+from onefold.system.words import counted, in_shell, tell
 
 __all__ = ["GROUPS", "job_commands"]
 
@@ -278,6 +278,6 @@ def _tell(result: dict[str, Any], folder: Path) -> None:
         larger = " a larger --image-size," if result.get("shrunk") else ""
         console.print(f"Warning: {no}. More --epochs,{larger} another --lr{also} may help")
     console.print(f"Fingerprint: {result['fingerprint']}")
-    none = f"No report, without matplotlib; later: onefold report {folder}"
+    none = f"No report, without matplotlib; later: onefold report {in_shell(folder)}"
     console.print(f"Report: {result['report']}" if result["report"] else none)
-    tell_next(f"onefold predict {folder} PATH")
+    tell_next(f"onefold predict {in_shell(folder)} PATH")

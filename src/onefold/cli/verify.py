@@ -41,7 +41,7 @@ from onefold.cli.plan import read_counts
 from onefold.cli.running import print_json, screen
 from onefold.system.ownfiles import PrivateFolder
 from onefold.system.record import read_record
-from onefold.system.words import listed, tell
+from onefold.system.words import counted, listed, tell
 
 __all__ = ["Difference", "Way", "first_difference", "read_ways", "verify_script"]
 
@@ -283,7 +283,7 @@ class _Comparison:
         made = [len(lines) - 1 for lines in reference]
         several = f"{len(made)} Trainers, at most {self.options.probe_steps} of each"
         of = several if len(made) > 1 else "1 Trainer"
-        self.console.print(f"Compared: {sum(made)} steps of {of}.")
+        self.console.print(f"Compared: {counted(sum(made), 'step')} of {of}.")
         return max(codes)
 
     def of_mathematics(self, way: Way) -> int:

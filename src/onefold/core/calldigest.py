@@ -61,6 +61,7 @@ class Call(IntEnum):
     WHOLE = 16, "the beginning of trainer.unsharded"
     CLOSE = 17, "trainer.close"
     RECORD = 18, "trainer.record"
+    FINGERPRINT = 19, "trainer.fingerprint"
 
 
 class CallDigest(NamedTuple):

@@ -135,9 +135,8 @@ class RunOptions:
         ):
             raise ValueError(
                 f"expected placement to be one of {', '.join(get_args(PlacementName))}, got "
-                f"{self.placement!r}; how many checkpoints are kept is --keep-last, pipelines of 2 "
-                f"devices or more side by side are pipeline:2 and so on, and replicate:state keeps "
-                f"the optimizer's state on each device as well"
+                f"{self.placement!r}; pipelines of 2 devices or more side by side are pipeline:2 "
+                f"and so on, and replicate:state keeps the optimizer's state on each device as well"
             )
         check_choice("the exchange", self.exchange, ExchangeName)
 

@@ -96,7 +96,7 @@ class Plan:
         Raises:
             ValueError: there are more devices than shards.
         """
-        return cls(_even_shares(shards, devices, "devices"))
+        return cls(_even_shares(shards, devices, "device"))
 
     @classmethod
     def in_pipelines(cls, *, shards: int, devices: int, pipeline: int) -> Plan:
@@ -111,7 +111,7 @@ class Plan:
         (3, 0, 2, 0)
         """
         counts = [0] * devices
-        counts[::pipeline] = _even_shares(shards, devices // pipeline, "pipelines")
+        counts[::pipeline] = _even_shares(shards, devices // pipeline, "pipeline")
         return cls(tuple(counts), in_rounds=True, pipeline=pipeline)
 
     @classmethod
@@ -174,9 +174,10 @@ class Plan:
 
 def _even_shares(shards: int, number: int, what: str) -> tuple[int, ...]:
     if not 1 <= number <= shards:
+        s = "s" * (shards > 1)
         raise ValueError(
-            f"{number} {what} cannot share {shards} shards: a shard is never divided. Use at most "
-            f"{shards} {what}, or give Trainer more shards"
+            f"{number} {what}s cannot share {shards} shard{s}: a shard is never divided. Use at "
+            f"most {shards} {what}{s}, or give Trainer more shards"
         )
     return tuple(stop - start for start, stop in cut_bounds(shards, number))
 

@@ -47,7 +47,7 @@ from onefold.system.process import (
     Stopped,
     ctrl_c_later,
 )
-from onefold.system.words import counted, tell
+from onefold.system.words import counted, in_shell, tell
 
 __all__ = ["Job", "read_options", "run_job"]
 
@@ -177,16 +177,16 @@ def run_job(job: Job, options: TrainOptions) -> dict[str, Any]:
             raise
         where = "there" if failure.exit_code == STOPPED_CODE else "its last checkpoint"
         raise RunFailed(
-            f"{failure}: onefold train {job.name} --runs {options.runs} --name {options.name} "
-            f"--resume goes on from {where}",
+            f"{failure}: onefold train {job.name} --runs {in_shell(options.runs)} --name "
+            f"{in_shell(options.name)} --resume goes on from {where}",
             failure.exit_code,
         ) from None
     if isinstance(result, OSError):
         place = f"{result.filename}: " if result.filename else ""
         raise RunFailed(
             f"{options.folder}: the run cannot be written any more: {place}{result.strerror}. Once "
-            f"that is mended, --runs {options.runs} --name {options.name} --resume goes on from "
-            f"its last checkpoint",
+            f"that is mended, --runs {in_shell(options.runs)} --name {in_shell(options.name)} "
+            f"--resume goes on from its last checkpoint",
             _REFUSED,
         )
     if isinstance(result, Exception):
@@ -263,7 +263,7 @@ def _check_same_data(options: TrainOptions, before: dict[str, Any], digest: str)
             f"{options.data}: expected the data that the run {options.name} was begun with, these "
             f"are others (digest {digest}, then {then}): samples were added, left out, renamed "
             f"or changed, and a test set may now hold what was trained with. A new --name begins "
-            f"another run; --pretrained {options.folder} begins it with these weights"
+            f"another run; --pretrained {in_shell(options.folder)} begins it with these weights"
         )
 
 

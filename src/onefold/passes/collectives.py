@@ -154,7 +154,7 @@ def model_digests(engine: Engine, step: int) -> dict[str, str]:
     # Or they would be those of a part that was not trained.
     engine.context.replicas[0].parts.check_held()
     if engine.placement.sharded:
-        engine.agree(CallDigest(Call.WHOLE, step))
+        engine.agree(CallDigest(Call.FINGERPRINT, step))
     return agreed_digests(engine)
 
 

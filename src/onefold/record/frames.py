@@ -20,6 +20,7 @@ from zlib import crc32
 
 from onefold.errors import RecordError
 from onefold.system.ownfiles import open_plain, open_regular, write_all
+from onefold.system.words import in_shell
 
 __all__ = ["HEAD", "FrameWriter", "append_beside", "read_frames"]
 
@@ -140,5 +141,5 @@ def read_frames(path: Path) -> tuple[list[bytes], int, int]:
 def _damaged(path: Path, at: int, whole: int) -> RecordError:
     return RecordError(
         f"{path} is damaged: the frame at byte {at} does not check. The {whole} frames before it "
-        f"are whole: to use these, cut the file there by truncate --size {at}"
+        f"are whole: to use these, cut the file there by truncate --size {at} {in_shell(path)}"
     )

@@ -182,8 +182,9 @@ class Replay:
 
 
 _ADVICE = (
-    "a resumed script must ask for the same as before, as it is answered from the record. To begin "
-    "anew, name another directory"
+    "a resumed script must ask for the same as before, as it is answered from the record. If "
+    "that was changed on purpose, onefold run --changed batch_size (or dataset) goes on from the "
+    "checkpoint without these answers. To begin anew, name another directory"
 )
 
 

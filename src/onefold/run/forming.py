@@ -225,8 +225,9 @@ def _check_together(devices: Sequence[torch.device], shards: int, pipeline: int)
         raise ValueError(f"the devices of a run must be of one kind, got {listed}")
     if pipeline == 1 and len(devices) > shards:
         raise ValueError(
-            f"{len(devices)} devices cannot share {shards} shards: a shard is never divided. Use "
-            f"at most {shards} devices, or give Trainer more shards (that changes the result)"
+            f"{counted(len(devices), 'device')} cannot share {counted(shards, 'shard')}: a shard "
+            f"is never divided. Use at most {counted(shards, 'device')}, or give Trainer more "
+            f"shards (that changes the result)"
         )
 
 

@@ -73,7 +73,10 @@ def plan_instead(
                 "offload": sizes.offloading(count, together=together),
                 "disk": sizes.on_disk,
             }
-            for count in context.options.plan_devices
+            # No more devices than shards can be used.
+            for count in dict.fromkeys(
+                min(each, settings.shards) for each in context.options.plan_devices
+            )
         ],
     }
     replace_file(Path(context.options.plan), json.dumps(found))

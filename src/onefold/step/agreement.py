@@ -174,7 +174,7 @@ class Agreement:
                 f"{call.words} was called inside `with trainer.modifying():`, where devices may "
                 f"differ: expected the block to end first"
             )
-        if self.left and call is not Call.WHOLE:
+        if self.left and call not in (Call.WHOLE, Call.FINGERPRINT):
             raise RuntimeError(f"{call.words} was called after {self.left}")
         if self.averaged and call not in _WITH_AVERAGES:
             raise RuntimeError(

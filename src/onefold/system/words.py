@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import shlex
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 __all__ = [
     "cause_of",
     "counted",
+    "in_shell",
     "listed",
     "message_of",
     "script_line",
@@ -46,6 +48,15 @@ def counted(number: int, noun: str) -> str:
     if number == 1:
         return f"{number} {noun}"
     return f"{number:,} {noun}{'es' if noun.endswith('s') else 's'}"
+
+
+def in_shell(*words: object) -> str:
+    """Words of a command as a shell takes them: every command in a message is made by it.
+
+    >>> in_shell("predict", "my runs/a", "PATH")
+    "predict 'my runs/a' PATH"
+    """
+    return shlex.join(map(str, words))
 
 
 def listed(names: Iterable[str], most: int = 5) -> str:

@@ -79,8 +79,8 @@ def _of_the_state(
     if not generators and not attributes:
         yield (
             "the same samples give another loss when it is computed again: the loss keeps "
-            "something from call to call, or draws from a generator that is not the global one of "
-            "torch, random or NumPy"
+            "something from call to call (a hidden state?), or draws from a generator that is not "
+            "the global one of torch, random or NumPy"
         )
 
 
@@ -104,7 +104,7 @@ def _of_the_numbers(found: Comparison) -> Iterator[str]:
         found.relation == "unclear" and found.differentiates
     )
     if depends and not found.time_first and not excused:
-        others = "places" if found.ordered else "others"
+        others = "places" if found.ordered and not found.dim else "others"
         kind = "gradients" if found.differentiates else others
         second = f"; all tensors of the batch have {found.second} in their second dimension"
         yield _CAUSES[kind].format("" if found.second is None else second)
@@ -128,16 +128,17 @@ _CAUSES = {
     "others": "a sample's loss depends on the other samples of its batch (a contrastive loss, "
     "negatives from the batch, a norm or a mean over the batch, padding that is not masked out), "
     "and a shard has only its own samples: with V shards that is another loss, of batches V times "
-    "smaller. Compute it from each sample alone, or use shards=1",
+    "smaller. Gather what it compares by onefold.gather, compute it from each sample alone, or use "
+    "shards=1",
 }
 """By the relation that a scalar loss shows, or else by what makes samples depend on each other."""
 _NOTES = {
     "unmatched": "the loss draws random numbers that have no counterpart for a part of the batch "
     "({}, such as a permutation of the shard's samples), so this difference may be chance: the "
     "mathematics could not be compared",
-    "carried": "{} has the rule 'shard': every shard goes on with its own value, and there is none "
-    "for a batch that is computed as one shard: the mathematics could not be compared. Without the "
-    "carried state they can be",
+    "carried": "with the rule 'shard' of {}, every shard goes on with its own value, and there is "
+    "none for a batch that is computed as one shard: the mathematics could not be compared. "
+    "Without the carried state they can be",
     "norms": "{} keeps no running statistics, so that it computes with those of its shard, as it "
     "does elsewhere with those of a device: the mathematics could not be compared. With "
     "track_running_stats=True they can be",

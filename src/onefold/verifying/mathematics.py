@@ -198,6 +198,8 @@ class Comparison:
     """Modules for which the batch was cut along time."""
     carried: list[str] = field(default_factory=list)
     """Buffers of which every shard has its own, so that there is none for the whole batch."""
+    dim: int = 0
+    """The dimension along which the batch was cut."""
     differentiates: bool = False
     """Whether the loss takes gradients itself, by `torch.autograd.grad`."""
     norms: list[str] = field(default_factory=list)
@@ -275,8 +277,9 @@ class Mathematics:
     ) -> Iterator[Comparison]:
         """Surround the engine's step; the comparison that it yields is complete afterwards."""
         self._whole = whole
+        own = batch.data_pass is None
         self._comparison = Comparison(
-            batch.plan.shards, batch.samples, own_batch=batch.data_pass is None
+            batch.plan.shards, batch.samples, own_batch=own, dim=batch.dim
         )
         self._seed = derive_seed("mathematics", engine.context.settings.seed, number)
         # As the shards of the step have it, for what they draw alike.
@@ -444,10 +447,12 @@ class Mathematics:
         found = self._comparison
         found.time_first = self._time_first.cut_along_time()
         found.norms = norms_of_the_batch(self._model)
-        if found.own_batch:
+        if found.own_batch and not found.dim:
             found.second = second_dimension(self._whole(range(found.samples)))
         try:
-            found.repeats = self._gives_the_same(range(found.samples), self.tolerance)
+            # Twice: state of a shard's shape is left out by the first that has another one.
+            again = [range(found.samples)] * 2
+            found.repeats = all(self._gives_the_same(each, self.tolerance) for each in again)
             found.relation = self._relation() if found.repeats else "unclear"
             if found.repeats and found.relation in ("dependent", "unclear"):
                 # A generator of its own: the global ones belong to the run.

@@ -32,8 +32,9 @@ _MOST = 2000
 """How many values are looked at in one search."""
 _OF_TORCH = {*vars(torch.nn.Module()), "_is_full_backward_hook", "_compiled_call_impl"}
 
-_Seen = dict[str, tuple[str, str]]
-"""For each place where something was found, its kind and a digest of its value."""
+_Seen = dict[tuple[str, str], tuple[str, str]]
+"""For each place where something was found, and the path to it inside of that, its kind and a
+digest of its value."""
 
 
 class StateWatch:
@@ -67,14 +68,18 @@ class StateWatch:
         # Data sets are read between the steps, model and loss work within them.
         pairs = ((self._data_before, data), (before, self._look()))
         self._data_before = self._look_at_data()
-        changed = {
-            where: kind
-            for then, now in pairs
-            for where, (kind, value) in now.items()
-            if where in then and then[where][1] != value
-        }
-        self.attributes = [where for where, kind in changed.items() if kind == "value"]
-        self.generators = [where for where, kind in changed.items() if kind == "generator"]
+        changed: dict[tuple[str, str], list[str]] = {}
+        for then, now in pairs:
+            for (place, path), (kind, value) in now.items():
+                if (place, path) in then and then[place, path][1] != value:
+                    changed.setdefault((kind, place), []).append(path)
+        # Each place once, however much has changed inside of it.
+        named = [
+            (kind, place + paths[0] if len(paths) == 1 else place)
+            for (kind, place), paths in changed.items()
+        ]
+        self.attributes = [place for kind, place in named if kind == "value"]
+        self.generators = [place for kind, place in named if kind == "generator"]
 
     def _look(self) -> _Seen:
         found: _Seen = {}
@@ -118,9 +123,10 @@ def _search_attributes(values: Mapping[str, object], place: str, found: _Seen) -
             _search(value, f"attribute {key} of {place}", found, 0)
 
 
-def _search(value: object, where: str, found: _Seen, depth: int) -> None:
+def _search(value: object, place: str, found: _Seen, depth: int, path: str = "") -> None:
     """Note the values and generators in an object, and in what it contains."""
     # Objects may hold each other: only these limits end the search.
+    where = place, path
     if len(found) >= _MOST or depth > _DEEPEST or where in found:
         return
     if isinstance(value, GENERATORS):
@@ -128,14 +134,14 @@ def _search(value: object, where: str, found: _Seen, depth: int) -> None:
     elif (digest := _digest(value)) is not None:
         found[where] = ("value", digest)
     elif isinstance(value, list | tuple | Mapping) and len(value) <= _MOST:
-        for path, each in parts_of(value) or ():
-            _search(each, where + path, found, depth + 1)
+        for inside, each in parts_of(value) or ():
+            _search(each, place, found, depth + 1, path + inside)
         if not isinstance(value, tuple):
             found[where] = ("value", str(len(value)))
     elif hasattr(value, "__dict__") and not isinstance(value, _NOT_SEARCHED):
         for key, each in vars(value).items():
             if key not in _OF_TORCH:
-                _search(each, f"{where}.{key}", found, depth + 1)
+                _search(each, place, found, depth + 1, f"{path}.{key}")
 
 
 _NOT_SEARCHED = (

@@ -112,7 +112,7 @@ def test_pictures_beside_a_table_are_told_apart_from_class_folders(tmp_path: Pat
         put(tmp_path / name)
     put(tmp_path / "sample_submission.csv", "id,breed\nc,pug\n")
     put(tmp_path / "labels.csv", "id,label\na,pug\nb,boxer\n")
-    words = r"beside the table labels\.csv with the columns id, label: .*--data '.*labels\.csv' "
+    words = r"beside the table labels\.csv with the columns id, label: .*--data .*labels\.csv "
     with pytest.raises(DataError, match=f"{words}--image-column id --label-column label"):
         refuse_other_layouts(tmp_path, "classify")
     refuse_other_layouts(tmp_path, "text")

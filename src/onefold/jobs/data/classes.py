@@ -41,6 +41,7 @@ from onefold.jobs.data.pictures import (
 from onefold.jobs.data.samples import ListedSamples, hold_out, strata
 from onefold.jobs.data.scan import Scanning, Seen, by_one_white, notes_of, pack_scan, scan_pictures
 from onefold.jobs.data.tsv import Line
+from onefold.system.words import in_shell
 
 __all__ = [
     "PictureClasses",
@@ -371,7 +372,7 @@ def _refuse_masks(directory: Path, names: Sequence[str]) -> None:
         raise DataError(
             f"{readable(directory)}: expected a folder for each class, got {images[0]} and "
             f"{masks[0]}, which look like pictures with a mask each: for these there is onefold "
-            f"train segment --data {readable(data)}{other}"
+            f"train segment --data {in_shell(readable(data))}{other}"
         )
 
 

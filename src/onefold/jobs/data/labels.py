@@ -307,8 +307,9 @@ def _refuse_names(labels: Collection[str], where: str) -> None:
             )
         if any(unicodedata.category(letter) == "Cc" for letter in label):
             raise DataError(
-                f"{where}: expected names of classes in letters, got {label!r} with a character "
-                f"that controls a screen: give it another name{_OTHERWISE}"
+                f"{where}: expected names of classes in letters, got {label!r} with a control "
+                f"character, such as a tab or an end of line: if it is no label, name the column "
+                f"that has them with --label-column; else give it another name{_OTHERWISE}"
             )
 
 

@@ -16,7 +16,7 @@ from onefold.jobs.data.files import readable
 from onefold.jobs.data.pictures import is_picture, visible_folders
 from onefold.jobs.data.tables import column_names, is_table, usual_column
 from onefold.system.ownfiles import open_plain
-from onefold.system.words import listed
+from onefold.system.words import in_shell, listed
 
 __all__ = ["refuse_other_layouts"]
 
@@ -152,8 +152,8 @@ def _refuse_table(directory: Path, job: str) -> None:
     raise DataError(
         f"{readable(directory)}: expected {wanted}, got pictures beside the table {found.name} "
         f"with the columns {listed(names, 12)}: name the table and two of its columns, such as "
-        f"onefold train classify --data {readable(found)!r} --image-column {image} --label-column "
-        f"{label}"
+        f"onefold train classify --data {in_shell(readable(found))} --image-column "
+        f"{in_shell(image)} --label-column {in_shell(label)}"
     )
 
 
