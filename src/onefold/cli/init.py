@@ -211,8 +211,8 @@ def _table(path: Path) -> Data:
         if any(is_picture(each) and each.is_file() for each in paths):
             raise DataError(
                 f"{path}: the column {name} names pictures: no script is needed, use onefold train "
-                f"classify --data {in_shell(path)} --image-column {in_shell(name)}, and --label-column "
-                f"for the target"
+                f"classify --data {in_shell(path)} --image-column {in_shell(name)}, and "
+                f"--label-column for the target"
             )
     texts = {
         name: len({row[name] for row in rows})
