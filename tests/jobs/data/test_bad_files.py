@@ -27,6 +27,8 @@ def test_what_is_expected_of_many_files_is_said_once() -> None:
     bad = [BadFile(Path(f"{n}.png"), words.format(n)) for n in range(3)]
     bad += [BadFile(Path("a.png"), "there is no mask"), BadFile(Path("b.png"), "there is no mask")]
     bad += [BadFile(Path("c.png"), words.format("c"))] * 2
+    mixed = [bad[0], bad[3], bad[1]]
+    assert left_out_notes(mixed) == [f"left out: {each}" for each in mixed]
     with pytest.raises(DataError) as caught:
         refuse(bad, ["good.png"])
     assert str(caught.value).endswith("\nmend or remove them, or leave them out with --skip-bad")

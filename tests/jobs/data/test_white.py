@@ -65,7 +65,7 @@ def test_hot_pixels_do_not_decide_white(layout: str, tmp_path: Path) -> None:
     for one, other in zip(plain.sums.mean_and_std(), hot.sums.mean_and_std(), strict=True):
         assert one == pytest.approx(other, abs=0.002)
     assert (
-        "6 of 6 training pictures have more than 8 bits a pixel, and 99.9% of each one's values "
+        "more than 8 bits a pixel in 6 of 6 pictures to train with: 99.9% of each one's values "
         "are at most 250: 255 is used as white for all pictures, and brighter values become white"
     ) in hot.notes
     assert "2 pictures with several pages or frames: only the first is used" in hot.notes

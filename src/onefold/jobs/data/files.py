@@ -132,13 +132,13 @@ def refuse(bad: Sequence[BadFile], others: Sized) -> None:
 def _shortly(bad: Sequence[BadFile]) -> list[str]:
     """Describe the first bad files and lines; what was expected, and what to do, only once."""
     lines: list[str] = []
-    known: set[str] = set()
+    before = ""
     for each in bad[:_TOLD]:
         expected, got, came = each.reason.partition(", got ")
         # Behind the colon is what to do.
         again = replace(each, reason=f"likewise{got}{came.partition(': ')[0]}")
-        lines.append(str(again if expected in known else each))
-        known.add(expected)
+        lines.append(str(again if expected == before else each))
+        before = expected
     return lines
 
 

@@ -28,7 +28,7 @@ from onefold.jobs.data.labels import (
 )
 from onefold.jobs.data.tables import TABLES, Columns, column_names, is_table, read_table
 from onefold.jobs.data.tsv import Line, none_of, read_tsv
-from onefold.system.words import listed
+from onefold.system.words import counted, listed
 
 __all__ = [
     "ListedSamples",
@@ -317,6 +317,6 @@ def _require_two(labels: Sequence[Label], path: Path, bad: Sequence[BadFile]) ->
     if len(set(labels)) < 2:
         others = f"; {len(bad)} others cannot, the first of them: {bad[0]}" if bad else ""
         raise DataError(
-            f"{path}: expected labels of two kinds or more, got {labels[0]!r} on all {len(labels)} "
-            f"lines that can be used{others}"
+            f"{path}: expected labels of two kinds or more, got {labels[0]!r} alone, on "
+            f"{counted(len(labels), 'line')} that can be used{others}"
         )

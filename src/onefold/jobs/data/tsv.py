@@ -17,6 +17,7 @@ from onefold.errors import DataError
 from onefold.jobs.data.files import BadFile
 from onefold.jobs.data.labels import Label, TaskName, read_label, shortened
 from onefold.system.ownfiles import open_plain
+from onefold.system.words import in_shell
 
 __all__ = ["LONGEST_LINE_BYTES", "Line", "decoded", "none_of", "read_lines", "read_tsv"]
 
@@ -91,7 +92,7 @@ def read_lines(path: Path) -> Iterator[bytes]:
         if file.peek(2).startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
             raise DataError(
                 f"{path}: expected text in UTF-8, this is UTF-16: convert it, such as with iconv "
-                f"-f UTF-16 -t UTF-8"
+                f"-f UTF-16 -t UTF-8 {in_shell(path)} > utf8{path.suffix}"
             )
         if file.peek(3).startswith(codecs.BOM_UTF8):
             file.read(3)
