@@ -84,7 +84,7 @@ FOUND: dict[str, dict[str, Loss]] = {
         "by hand": lambda v: squares(v).sum(),
         "of samples": lambda v: squares(v).mean(1).sum(0),
     },
-    "whole": {
+    "maybe-whole": {
         "by hand": lambda v: squares(v).sum() / WHOLE,
         "a method": lambda v: squares(v).sum().div(WHOLE),
         "half": lambda v: 0.5 * squares(v).sum() / WHOLE,
@@ -94,7 +94,7 @@ FOUND: dict[str, dict[str, Loss]] = {
         "tokens": lambda v: token_losses(v).sum() / (WHOLE * LENGTH),
         "all values": lambda v: squares(v).sum() / (WHOLE * CLASSES),
         "of a variational autoencoder": lambda v: (mse_sum(v) + v.x.exp().sum()) / WHOLE,
-        "beside a penalty": lambda v: squares(v).sum() / WHOLE + penalty(v),
+        "beside a penalty": lambda v: mse_sum(v) / WHOLE + penalty(v),
     },
     "weights": {
         "of classes": lambda v: F.cross_entropy(v.x, v.y, v.w),
@@ -136,6 +136,11 @@ NOT_FOUND: dict[str, Loss] = {
     "a mean of each sample's own tokens": lambda v: (
         (token_losses(v) * v.mask).sum(1) / v.mask.sum(1)
     ),
+    "half a mean": lambda v: squares(v).sum() / (2 * len(v.x)),
+    "a mean over as many steps as shards": lambda v: squares(v).sum() / len(v.x) / 4,
+    "what makes up for the shards": lambda v: squares(v).sum() / WHOLE * 4,
+    "that, first": lambda v: 4 * squares(v).sum() / WHOLE,
+    "a penalty of many rows": lambda v: squares(v).mean() + v.seq.square().sum() / WHOLE,
     "a penalty by the batch": lambda v: squares(v).mean() + penalty(v) / WHOLE,
     "a penalty beside a mean": lambda v: squares(v).mean() + penalty(v),
     "a learned factor": lambda v: squares(v).sum() * v.parameter[0],
@@ -169,7 +174,7 @@ def test_what_is_read_as_it_was_meant_is_not_blamed(values: Values) -> None:
         ("sum", "mse", ("mse_loss with reduction='sum'", "6 samples", "onefold.Sum(total)")),
         ("sum", "nll", ("cross_entropy or nll_loss with reduction", "losses.cross_entropy(..., ")),
         ("maybe-sum", "by hand", ("added up and not", "as many times too small", "onefold.Sum(")),
-        ("whole", "mse", ("divided by 24, a count of the batch's 24", "Return onefold.Sum(loss)")),
+        ("maybe-whole", "mse", ("divided by 24, and", "were 24 a count of", "return onefold.Sum(")),
         ("weights", "of classes", ("nll_loss with weight=", "onefold.losses.cross_entropy(...)")),
         ("ignored", "targets", ("of which 2 are ignored", "onefold.losses.cross_entropy(...)")),
         ("tokens", "chosen", ("a mean over 15 targets", "6 samples", "losses.cross_entropy(...)")),
@@ -239,7 +244,11 @@ def test_a_step_is_that_of_the_plain_loop_or_the_loss_is_refused_or_mentioned(
         return
     misread = kind[0] == "e" and not alone
     assert (float(trainer.step(batch).loss) == pytest.approx(expected)) is not misread
-    words = "a count of the batch's 4" if "batch" in kind else "a scalar that was added up"
+    words = (
+        "a sum divided by 4, and the batch has 4"
+        if "batch" in kind
+        else "a scalar that was added up"
+    )
     said = [text for text in caplog.messages if words in text]
     assert len(said) == misread
 
@@ -269,7 +278,7 @@ def look(
     where: str = "step 2, shard 1",
 ) -> None:
     loss = next(iter(FOUND[kind].values()))(v)
-    watch.look(loss, samples=SAMPLES, whole=WHOLE, run_checks=run_checks, where=where)
+    watch.look(loss, samples=SAMPLES, batch_samples=WHOLE, run_checks=run_checks, where=where)
 
 
 @for_each("kind", [*CERTAIN, *MAYBE])

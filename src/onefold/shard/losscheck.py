@@ -37,7 +37,14 @@ _log = logging.getLogger("onefold")
 
 
 FindingKind = Literal[
-    "sum", "maybe-sum", "whole", "weights", "ignored", "tokens", "weights-none", "ignored-none"
+    "sum",
+    "maybe-sum",
+    "maybe-whole",
+    "weights",
+    "ignored",
+    "tokens",
+    "weights-none",
+    "ignored-none",
 ]
 
 _NODES_LOOKED_AT = 48
@@ -97,9 +104,13 @@ class _Place:
     divisor: float | None = None
     """What it was divided by, if it was; NaN where only a GPU knows, infinity where a factor may
     be a scale as well as one over a count."""
+    divisions: int = 0
+    """How many counts it was divided by."""
+    enlarged: bool = False
+    """Whether it was multiplied by more than 1."""
 
 
-def inspect_loss(result: object, samples: int, whole: int = 0) -> LossFinding | None:
+def inspect_loss(result: object, samples: int, batch_samples: int = 0) -> LossFinding | None:
     """Report what a loss is, where it is not what onefold would read it as.
 
     Where the loss has targets of classes, one number is read from its device.
@@ -107,7 +118,7 @@ def inspect_loss(result: object, samples: int, whole: int = 0) -> LossFinding | 
     Args:
         result: what a loss returned for a shard; nothing is found in what is not a tensor.
         samples: number of samples in the shard.
-        whole: number of samples in the batch that it is a shard of; 0 if that is not known.
+        batch_samples: number of samples in the batch that it is a shard of; 0 if not known.
 
     Returns:
         The first finding, or None.
@@ -124,11 +135,15 @@ def inspect_loss(result: object, samples: int, whole: int = 0) -> LossFinding | 
     # All at once, as what is found in one depends on whether there is a mean among the others.
     places = list(_places(result.grad_fn, samples, scalar=scalar))
     for place in places:
-        found = _inspect_scalar(place, samples, whole) if scalar else _inspect_each(place)
+        found = _inspect_scalar(place, samples) if scalar else _inspect_each(place)
         if found is not None and found.kind == "sum" and any(map(_is_mean, places)):
             return _maybe_sum(samples)  # beside a mean, it may be a penalty on the parameters
         if found is not None:
             return found
+    for place in places:
+        if _may_be_of_batch(place, samples, batch_samples):
+            divided = f"{abs(place.divisor or 0):g}"
+            return _found("maybe-whole", divided=divided, samples=samples, batch=batch_samples)
     return None
 
 
@@ -155,7 +170,16 @@ def _places(node: Any, samples: int, *, scalar: bool) -> Iterator[_Place]:
             # With a graph on both sides it is a product of two results, and no mere factor.
             if number is not None and len(inner) == 1:
                 by = number if name.startswith("Div") else _inverse(number, samples)
-                waiting.append(replace(place, node=inner[0], divisor=_times(place, by, samples)))
+                divisor = _times(place, by, samples)
+                waiting.append(
+                    replace(
+                        place,
+                        node=inner[0],
+                        divisor=divisor,
+                        divisions=place.divisions + (divisor != place.divisor),
+                        enlarged=place.enlarged or 1.0 < abs(number) != abs(by),
+                    )
+                )
         else:
             yield place
 
@@ -197,13 +221,10 @@ def _inverse(factor: float, samples: int) -> float:
     return 0.0 if is_scale and (samples > 1 or factor != 1.0) else math.inf
 
 
-def _inspect_scalar(place: _Place, samples: int, whole: int) -> LossFinding | None:
+def _inspect_scalar(place: _Place, samples: int) -> LossFinding | None:
     name = place.node.name()
     function = _LOSSES.get(name)
     reduction = _saved(place.node, "reduction") if function else None
-    if (reduction == _SUM or name in _SUMS) and _is_of_whole(place, samples, whole):
-        divided = f"{abs(place.divisor or 0.0):g}"
-        return _found("whole", divided=divided, samples=samples, whole=whole)
     if reduction == _SUM and place.divisor is None:
         return _found("sum", function, samples=_of(samples))
     if reduction == _SUM:
@@ -270,23 +291,24 @@ def _quotient(
     return _tokens(f"a scalar divided by {abs(divisor):g}", abs(divisor), samples, function)
 
 
-def _is_of_whole(place: _Place, samples: int, whole: int) -> bool:
+def _may_be_of_batch(place: _Place, samples: int, batch_samples: int) -> bool:
     """Whether a sum was divided by a count of the whole batch, of samples or of their values."""
-    if not whole or place.divisor is None or not math.isfinite(place.divisor):
+    if batch_samples <= samples or place.divisions != 1 or place.enlarged:
+        return False
+    of_function = _saved(place.node, "reduction") == _SUM
+    # Beside other terms, a sum is most likely a penalty on the parameters.
+    if not of_function and (place.node.name() not in _SUMS or not place.whole):
         return False
     values = _saved(place.node, "target")
     values = _saved(place.node, "self") if values is None else values
     sizes = _saved(place.node, "self_sym_sizes") if values is None else values.shape
-    # Beside other terms, a sum that is not of samples is most likely a penalty on the parameters.
-    if not place.whole and (not sizes or sizes[0] != samples):
-        return False
     counts = [samples, *accumulate(sizes or (), mul)]
 
     def is_of_shard(number: float) -> bool:
         return any(math.isclose(number, each, rel_tol=1e-5) for each in counts)
 
-    count = abs(place.divisor)
-    return is_of_shard(count * samples / whole) and not is_of_shard(count)
+    count = abs(place.divisor or 0.0)
+    return is_of_shard(count * samples / batch_samples) and not is_of_shard(count)
 
 
 def _is_multiple(count: float, samples: int) -> bool:
@@ -336,11 +358,11 @@ _WORDS: dict[FindingKind, str] = {
         "too small as the batch has shards. Return onefold.Sum(total) if it is a sum over the "
         "batch, onefold.Mean(total, weight) if it is to be divided, or one value a sample"
     ),
-    "whole": (
-        "a scalar divided by {divided}, a count of the batch's {whole} samples, and there are "
-        "{samples} in the shard. onefold reads a scalar as the mean over the shard's, so that loss "
-        "and gradient become as many times too small as the batch has shards. Return "
-        "onefold.Sum(loss), or divide by the number of samples that the loss is given"
+    "maybe-whole": (
+        "a sum divided by {divided}, and the batch has {batch} samples, of which {samples} are in "
+        "the shard. onefold reads a scalar as the mean over the shard; were {divided} a count of "
+        "the whole batch, loss and gradient would become as many times too small as the batch has "
+        "shards. Then return onefold.Sum(loss), or divide by the samples that the loss is given"
     ),
     "tokens": (
         "{seen}, which is no multiple of the shard's {samples} samples. onefold weighs a scalar by "
@@ -416,14 +438,14 @@ class LossWatch:
         self._doubted = False
 
     def look(
-        self, result: object, *, samples: int, whole: int, run_checks: bool, where: str
+        self, result: object, *, samples: int, batch_samples: int, run_checks: bool, where: str
     ) -> None:
         """Inspect the loss of one shard of several; with one, nothing could be read wrongly.
 
         Args:
             result: what the loss returned.
             samples: number of samples in the shard.
-            whole: number of samples in the batch.
+            batch_samples: number of samples in the batch.
             run_checks: whether to make the checks that cost more.
             where: step and shard, for errors.
 
@@ -434,7 +456,7 @@ class LossWatch:
             return
         if (result.dim() or result.device.type != "cpu") and not run_checks:
             return  # on a GPU, looking waits for the work that is under way
-        finding = inspect_loss(result, samples, whole)
+        finding = inspect_loss(result, samples, batch_samples)
         if finding is None:
             return
         if self.refuses and finding.kind in _CERTAIN:

@@ -19,6 +19,7 @@ _SEEN_IN = {
     "ignored": _ANY,
     "tokens": ("weighted", "mean", "unclear"),
     "maybe-sum": ("sum",),
+    "maybe-whole": ("sum",),
 }
 """By kind of finding, the relations of the numbers with which it is believed."""
 
