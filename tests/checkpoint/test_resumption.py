@@ -13,7 +13,7 @@ from torch.utils.data import Subset, TensorDataset
 import onefold
 from onefold.checkpoint import autosave
 from onefold.checkpoint.runstate import RunState
-from onefold.errors import CheckpointError, LossError
+from onefold.errors import CheckpointError, LossError, RecordError
 from onefold.record import FILE
 from tests.checkpoint.folders import full_disk, names_in, steps_in
 from tests.checkpoint.inprocess import Died, Life, Runs, Script, new_progress
@@ -266,6 +266,25 @@ def test_a_run_goes_on_for_longer_again_and_again(runs: Runs) -> None:
 
     for epochs, devices in ((2, 1), (3, 2), (4, 1), (5, 3), (5, 2)):
         assert runs.start(tested(epochs), devices) == runs.whole(tested(epochs))
+
+
+def test_a_run_that_ended_with_a_change_does_not_go_on(runs: Runs) -> None:
+    """Its checkpoint has the change, which the longer run does not make there."""
+
+    def changed(epochs: int) -> Script:
+        def script(life: Life) -> str:
+            trainer, loader = begun(life)
+            for _ in trainer.epochs(epochs):
+                through(life, trainer, loader)
+            trainer.evaluate(score, data(), batch_size=4)
+            change(trainer)
+            return result(trainer)
+
+        return script
+
+    assert runs.start(changed(2), 1) == runs.start(changed(2), 2) == runs.whole(changed(2))
+    with pytest.raises(RecordError, match="by trainer.modifying at .*test_resumption"):
+        runs.start(changed(3), 1)
 
 
 @pytest.mark.parametrize("counted", [False, True])

@@ -326,7 +326,7 @@ class Resumption:
         self._quiet = ExitStack()
         """What is undone where the script comes to the place where its run goes on."""
         self.note_left_out: Callable[[int], None] | None = None
-        """Called on the lead of a recorded run with `Replay.left_out`."""
+        """Called on the lead of a recorded run with `Replay.kept_entries`."""
         self._place: Place = None
         self._shown = self._over = self._warned = False
         self._block = ""
@@ -353,8 +353,8 @@ class Resumption:
             assert self.replay is not None
             if self.replay.knows(kind, call):
                 return self.replay
-            if self.note_left_out is not None and self.replay.left_out is not None:
-                self.note_left_out(self.replay.left_out)
+            if self.note_left_out is not None and self.replay.kept_entries is not None:
+                self.note_left_out(self.replay.kept_entries)
         self.catch_up()
         return None
 

@@ -77,7 +77,7 @@ class Replay:
             for loader, number, *place in entry.place if isinstance(entry, StepEntry) else ():
                 self._coming[loader, number].append((place[0], place[1]))
         self._steps = sum(isinstance(entry, StepEntry) for entry in self._entries)
-        self.left_out: int | None = None
+        self.kept_entries: int | None = None
         """How many entries of the record come before those that were left out, if any were."""
 
     def knows(self, kind: type[Entry], call: str = "") -> bool:
@@ -86,13 +86,24 @@ class Replay:
         Args:
             kind: of the entry that answers it.
             call: for results.
+
+        Raises:
+            RecordError: the run had ended with a change to the model, which cannot be left out.
         """
         if self.over or not self._ended or self._steps:
             return not self.over
         entry = self._entries[0]
         asked = kind, call, script_line()
         if asked != (type(entry), getattr(entry, "call", ""), getattr(entry, "line", "")):
-            self.left_out = self._numbers[-len(self._entries)]
+            for each in self._entries:
+                if isinstance(each, BlockEntry):
+                    raise RecordError(
+                        f"{script_line()}: the script goes on behind the end of its run, which had "
+                        f"changed the model by trainer.modifying at {each.line} before its last "
+                        f"checkpoint was made: expected no such change behind the last step of a "
+                        f"run that is to go on. To begin anew, name another directory"
+                    )
+            self.kept_entries = self._numbers[-len(self._entries)]
             self._entries.clear()
         return not self.over
 
