@@ -85,13 +85,13 @@ MIB = 2**20
 @pytest.mark.parametrize(
     ("free_bytes", "shards", "text"),
     [
-        (2**30, 1, "with 1 device all."),
+        (2**30, 1, "with 1 device all; with 4 devices pipeline."),
         (5 * MIB, 4, "with 1 device all; with 4 devices offload."),
         (8 * MIB, 4, "with 1 device all; with 4 devices shard, pipeline, offload."),
         (MIB, 4, "with 1 device nothing; with 4 devices nothing. Too large for a device"),
     ],
 )
-def test_what_fits_is_told_of_as_many_devices_as_shards(
+def test_what_fits_is_told_by_placement(
     free_bytes: int,
     shards: int,
     text: str,
@@ -106,6 +106,20 @@ def test_what_fits_is_told_of_as_many_devices_as_shards(
     shown, _, found = capsys.readouterr().out.partition("{")
     assert text in " ".join(shown.split())
     for row in json.loads("{" + found)["rows"]:
-        assert row["devices"] <= shards
-        fits = [size * row["devices"] <= free_bytes for size in (row["shard"], row["offload"])]
-        assert fits == [each in row["fits"] for each in ("shard", "offload")]
+        for each in ("shard", "pipeline", "offload"):
+            # Only a pipeline can use more devices than shards.
+            assert (row[each] is None) == (row["devices"] > shards and each != "pipeline")
+            fits = row[each] is not None and row[each] * row["devices"] <= free_bytes
+            assert fits == (each in row["fits"])
+
+
+def test_nothing_fits_a_gpu_that_is_gone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    read = json.loads
+    monkeypatch.setattr("onefold.cli.plan.list_devices", lambda: list_devices()[-1:])
+    monkeypatch.setattr("onefold.cli.plan.json.loads", lambda text: read(text) | {"together": 0})
+    assert not plan_script([str(SCRIPT), "1"], "4,1", options=RunOptions(), as_json=False)
+    shown = " ".join(capsys.readouterr().out.split())
+    # Where the first row has no offload, no stage is too large for it.
+    assert shown.endswith("alone: with 4 devices nothing; with 1 device nothing."), shown

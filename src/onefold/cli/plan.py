@@ -53,7 +53,7 @@ def plan_script(command: Sequence[str], devices: str, *, options: RunOptions, as
     *gpus, processor = list_devices()
     together = found["together"]
     # CPU devices share what the host has left; what a card has, its device has alone.
-    memory = processor.free_bytes if together else min(gpu.total_bytes for gpu in gpus)
+    memory = processor.free_bytes if together else min((gpu.total_bytes for gpu in gpus), default=0)
     found["available_bytes"] = memory
     for row in found["rows"]:
         share = memory // (row["devices"] if together else 1)
@@ -88,27 +88,25 @@ def _print(console: Console, found: dict[str, Any]) -> None:
     console.print(
         "Besides, a device needs PyTorch itself, its batch, and the activations of one shard."
     )
+    owner = "The smallest GPU of this machine has"
     if found["together"]:
         console.print("CPU devices of one host have the parameters once; each counts its part.")
+        owner = "The CPU devices of this machine can together use"
     if not found["state_is_known"]:
         console.print("What this optimizer keeps is not known: two numbers a parameter are taken.")
-    room = f"{found['available_bytes'] / 2**30:.1f} GiB"
-    if found["together"]:
-        room = f"The CPU devices of this machine together have {room} available"
-    else:
-        room = f"The smallest GPU of this machine has {room}"
     fits = []
     for row in found["rows"]:
         some = "all" if len(row["fits"]) == len(_PLACEMENTS) else ", ".join(row["fits"])
         fits.append(f"with {counted(row['devices'], 'device')} {some or 'nothing'}")
-    console.print(f"{room}. What fits: {'; '.join(fits)}.")
+    alone = "by parameters, gradients and optimizer state alone"
+    gibibytes = f"{found['available_bytes'] / 2**30:.1f} GiB"
+    console.print(f"{owner} {gibibytes}. What fits, {alone}: {'; '.join(fits)}.")
     largest = max(found["stages"], key=lambda stage: int(stage["bytes"]))
-    needed = found["rows"][0]["offload"]
-    if needed > found["available_bytes"]:
+    if (first := found["rows"][0])["offload"] and not first["fits"]:
         console.print(
             f"[bold red]Too large[/] for a device: {escape(largest['name'])} takes "
-            f"{_mebibytes(needed)} MiB at a time. Cut it with Trainer(stages=[...]), or cut its "
-            f"largest layer into modules of their own: docs/do/large-models.md."
+            f"{_mebibytes(first['offload'])} MiB at a time. Cut it with Trainer(stages=[...]), or "
+            f"cut its largest layer into modules of their own: docs/do/large-models.md."
         )
 
 

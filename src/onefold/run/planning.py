@@ -31,6 +31,7 @@ from onefold.update.optimizers import name_of, optimizers_in
 __all__ = ["plan_instead"]
 
 
+_BY_SHARDS = ("replicate", WITH_STATE, "shard", "offload", "disk")
 _USUAL_STATE = 2
 """Numbers that an optimizer is taken to keep for each parameter if that is not known."""
 
@@ -66,17 +67,17 @@ def plan_instead(
         "rows": [
             {
                 "devices": count,
-                "replicate": sizes.replicating(count, together=together),
-                WITH_STATE: sizes.replicating(count, together=together, state=True),
-                "shard": sizes.sharding(count, together=together),
+                "replicate": sizes.replicating(used, together=together),
+                WITH_STATE: sizes.replicating(used, together=together, state=True),
+                "shard": sizes.sharding(used, together=together),
                 "pipeline": _in_pipeline(sizes, stages, count, together=together),
-                "offload": sizes.offloading(count, together=together),
+                "offload": sizes.offloading(used, together=together),
                 "disk": sizes.on_disk,
             }
-            # No more devices than shards can be used.
-            for count in dict.fromkeys(
-                min(each, settings.shards) for each in context.options.plan_devices
-            )
+            # Only a pipeline can use more devices than shards.
+            | dict.fromkeys(_BY_SHARDS if used < count else ())
+            for count in dict.fromkeys(context.options.plan_devices)
+            for used in [min(count, settings.shards)]
         ],
     }
     replace_file(Path(context.options.plan), json.dumps(found))
