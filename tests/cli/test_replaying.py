@@ -58,10 +58,13 @@ def read_json(text: str) -> Any:
     return json.loads(line)
 
 
-def trained(folder: Path, name: str, *words: str, devices: str = "cpu:2") -> None:
-    (folder / "train.py").write_text(SCRIPT)
+def trained(
+    folder: Path, name: str, *words: str, devices: str = "cpu:2", script: str = SCRIPT
+) -> None:
+    file = "train.py" if script == SCRIPT else f"{name}.py"
+    (folder / file).write_text(script)
     command = ["run", "--devices", devices, "--checkpoint", name, "--every", "5"]
-    code, text = onefold(folder, *command, "train.py", *words)
+    code, text = onefold(folder, *command, file, *words)
     assert code == 0, text
 
 
@@ -174,10 +177,25 @@ def test_a_block_that_changed_the_model_is_named(tmp_path: Path) -> None:
     assert "All operations of step 6 have equal results. /" in text, text
     assert f"/six/run.record alone then ran trainer.modifying, at train.py:{line}." in text, text
     _, text = onefold(tmp_path, "compare", "six", "more")
-    assert f"or what trainer.modifying changed next, at train.py:{line}." in text, text
+    what = f"or what trainer.modifying changed next differs, at train.py:{line}"
+    assert f"Its update differs, {what}." in text, text
     _, text = onefold(tmp_path, "compare", "begin", "one")
     assert "No step was made yet. /" in text, text
     assert f"/begin/run.record alone then ran trainer.modifying, at train.py:{line}." in text, text
+    trained(tmp_path, "wide", "shift=0:0.2")
+    _, text = onefold(tmp_path, "compare", "begin", "wide")
+    assert f"No step was made yet. The models differ from the start, {what}." in text, text
+    trained(tmp_path, "twice", "shift=0:0.1", "shift=0:0.1")
+    _, text = onefold(tmp_path, "compare", "begin", "twice")
+    alone = "/twice/run.record alone then ran trainer.modifying 2 times, not 1, at train.py"
+    assert f"{alone}:{line}." in text, text
+    # A line above the block is edited; and a model that the script has made otherwise.
+    trained(tmp_path, "edited", "shift=6:0.2", script=f"# A comment.\n{SCRIPT}")
+    _, text = onefold(tmp_path, "compare", "six", "edited")
+    assert f"Its update differs, {what}, edited.py:{line + 1}." in text, text
+    trained(tmp_path, "seeded", script=SCRIPT.replace("manual_seed(0)", "manual_seed(1)"))
+    _, text = onefold(tmp_path, "compare", "one", "seeded")
+    assert "No step was made yet. The models differ from the start.\n" in text, text
 
 
 def test_the_commit_that_changed_the_bits_is_named(tmp_path: Path) -> None:

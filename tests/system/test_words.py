@@ -48,8 +48,9 @@ def values_in_commands(tree: ast.AST) -> Iterator[tuple[int, str]]:
             if isinstance(part, ast.Constant):
                 text += str(part.value)
             elif isinstance(part, ast.FormattedValue):
-                if COMMAND.search(text):
-                    yield part.lineno, ast.unparse(part.value)
+                value = ast.unparse(part.value)
+                if COMMAND.search(text) or re.match(r"' '.join\(.*(command|given|argv)", value):
+                    yield part.lineno, value
                 text += "VALUE"
 
 

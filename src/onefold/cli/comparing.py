@@ -28,7 +28,7 @@ from onefold.record import Record, alike, shards_of
 from onefold.record.entries import Begun, BlockEntry, Result, StepEntry
 from onefold.record.findings import Findings, ShardFinding
 from onefold.system.ownfiles import PrivateFolder
-from onefold.system.words import listed, tell
+from onefold.system.words import in_shell, listed, tell
 
 __all__ = ["compare_runs", "find_commit", "first_difference"]
 
@@ -169,22 +169,24 @@ def _look_closer(console: Console, runs: Sequence[Rerun], found: FirstDifference
     differ = [_print_shard(console, *both) for both in zip(one.shards, two.shards, strict=False)]
     repeats = not (one.differs or two.differs)
     if not any(differ) and repeats:
-        cause = _blocks(runs, step) or "Its update differs."
+        cause = _blocks(runs, step)
         console.print(f"  All operations of step {step} have equal results. {cause}", markup=False)
     return repeats
 
 
 def _blocks(runs: Sequence[Rerun], step: int) -> str:
-    """What blocks of trainer.modifying may have made the difference after a step, if any."""
-    one, two = ({b.line for b in alike(run.record, BlockEntry) if b.step == step} for run in runs)
-    alone = [
-        f"{run.record.path} alone then ran trainer.modifying, at {listed(lines)}."
-        for run, lines in zip(runs, (sorted(one - two), sorted(two - one)), strict=True)
-        if lines
-    ]
-    if alone or not one:
-        return " ".join(alone)
-    return f"Its update differs, or what trainer.modifying changed next, at {listed(sorted(one))}."
+    """Say what may have made a difference after a step: its update, or trainer.modifying."""
+    ran = [[b.line for b in alike(run.record, BlockEntry) if b.step == step] for run in runs]
+    # Not by their lines, which differ where anything above them was edited.
+    (fewer, _), (more, run) = sorted(zip(ran, runs, strict=True), key=lambda each: len(each[0]))
+    lines = listed(dict.fromkeys(fewer + more))
+    if len(more) > len(fewer):
+        times = f" {len(more)} times, not {len(fewer)}" if fewer else ""
+        return f"{run.record.path} alone then ran trainer.modifying{times}, at {lines}."
+    what = "Its update differs" if step else "The models differ from the start"
+    return what + (
+        f", or what trainer.modifying changed next differs, at {lines}." if lines else "."
+    )
 
 
 def _both(
@@ -248,7 +250,7 @@ def _print_causes(console: Console, runs: Sequence[Rerun], step: int, *, differ:
 
 
 def _causes(one: Begun, two: Begun) -> list[str]:
-    lines, words = [], [" ".join(each.command[1:]) or "none" for each in (one, two)]
+    lines, words = [], [in_shell(*each.command[1:]) or "none" for each in (one, two)]
     if words[0] != words[1]:
         lines.append(f"the arguments: {words[0]}, and {words[1]}")
     of_runs = ((b.description, b.libraries, b.flags) for b in (one, two))
@@ -293,7 +295,7 @@ def find_commit(span: str, command: Sequence[str]) -> int:
         raise LaunchError(f"--git {span}: expected GOOD..BAD, two commits of this repository")
     if list(command[:2]) != ["onefold", "run"]:
         raise LaunchError(
-            f"expected onefold run ... behind --, got {' '.join(command) or 'nothing'}"
+            f"expected onefold run ... behind --, got {in_shell(*command) or 'nothing'}"
         )
     commits = [_git("rev-parse", "--verify", f"{good}^{{commit}}").strip()]
     commits += _git("rev-list", "--reverse", "--first-parent", span).split()

@@ -194,7 +194,7 @@ def compare(
         raise typer.Exit(find_commit(git, given[given[0] == "--" :] if given else []))
     if len(given) != 2:
         raise LaunchError(
-            f"expected two runs to compare, behind all options, got {' '.join(given) or 'none'}"
+            f"expected two runs to compare, behind all options, got {in_shell(*given) or 'none'}"
         )
     code = compare_runs(*map(Path, given), devices=devices, as_json=as_json)
     if code:

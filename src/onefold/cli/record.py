@@ -11,7 +11,7 @@ from rich.table import Table
 from onefold.cli.running import print_json
 from onefold.record import Record, shards_of
 from onefold.record.entries import Begun, Result, StepEntry
-from onefold.system.words import counted
+from onefold.system.words import counted, in_shell
 
 __all__ = ["show_record"]
 
@@ -55,7 +55,7 @@ def _show(record: Record) -> None:
     for begun in begins:
         console.print(
             f"{begun['time']}  from step {begun['step']} on {', '.join(begun['devices'])}: "
-            f"{' '.join(begun['command'])}",
+            f"{in_shell(*begun['command'])}",
             markup=False,
         )
     steps, others = record.steps, [each for each in record.entries if not isinstance(each, Begun)]

@@ -128,7 +128,7 @@ class Rerun:
             if not found.exists():
                 text = log.read_text(errors="replace")[-4000:]
                 ended = "ended before it came to" if code in (0, STOPPED_CODE) else "failed before"
-                raise RunFailed(f"the run {ended} step {step}: {' '.join(command)}\n{text}", 2)
+                raise RunFailed(f"the run {ended} step {step}: {in_shell(*command)}\n{text}", 2)
             return msgspec.json.decode(found.read_bytes(), type=Findings)
 
     def _command(self, begun: Begun, step: int, folder: Path) -> list[str]:
@@ -144,7 +144,7 @@ class Rerun:
         if not begun.module and not begun.script:
             raise RecordError(
                 f"{self.record.path} does not know which script began the run ("
-                f"{' '.join(begun.command)!r}): expected a run that was begun from a file, by "
+                f"{in_shell(*begun.command)}): expected a run that was begun from a file, by "
                 f"onefold run, python or another launcher"
             )
         _warn_of_change(begun)
