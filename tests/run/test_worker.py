@@ -158,6 +158,26 @@ trainer.step(torch.ones(4, 2))
 """
 
 
+CAUSED = """
+import torch, onefold
+open("model.safetensors", "wb").write((8).to_bytes(8, "little") + b"{{broken}}")
+try:
+    onefold.load_weights(torch.nn.Linear(2, 1), "model.safetensors")
+except onefold.errors.OnefoldError as error:
+    raise {error}
+"""
+
+
+@pytest.mark.parametrize("error", ["", "RuntimeError() from error", "RuntimeError()"])
+def test_causes_of_our_errors_come_without_frames_of_ours(tmp_path: Path, error: str) -> None:
+    (tmp_path / "train.py").write_text(CAUSED.format(error=error))
+    done = run(tmp_path, "--devices", "cpu:1", "train.py")
+    trace = done.stderr[done.stderr.index("Traceback") : done.stderr.index("\nonefold: device 0")]
+    assert trace.count("Traceback") == 2 + bool(error), trace
+    assert trace.count('train.py", line') == 1 + bool(error), trace
+    assert f'File "{SOURCE}/onefold/' not in trace, trace
+
+
 @pytest.mark.parametrize(
     ("factor", "shards", "error", "ours"),
     [('float("nan")', 2, "onefold.errors.LossError: ", 0), ("1.0", 0, "ValueError: ", 1)],

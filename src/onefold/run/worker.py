@@ -36,7 +36,7 @@ import threading
 import time
 import traceback
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from onefold.checkpoint.background import finish_all
 from onefold.core.context import LaunchContext
@@ -242,11 +242,13 @@ def _end_child(end: BaseException) -> NoReturn:
 
 
 def _traceback_of(error: BaseException) -> str:
-    """The traceback as Python prints it; that of our own errors without frames of our own."""
-    shown = traceback.TracebackException.from_exception(_of_the_user(error))
-    if isinstance(error, OnefoldError):
-        ours = f"{Path(__file__).parents[1]}{os.sep}"
-        shown.stack[:] = [each for each in shown.stack if not each.filename.startswith(ours)]
+    """The traceback as Python prints it; our own errors and their causes without our frames."""
+    shown: Any = traceback.TracebackException.from_exception(_of_the_user(error))
+    ours, known, pair = f"{Path(__file__).parents[1]}{os.sep}", False, [shown, error]
+    while None not in pair:
+        known |= isinstance(pair[1], OnefoldError)
+        pair[0].stack[:] = [f for f in pair[0].stack if not (known and f.filename.startswith(ours))]
+        pair = [each.__cause__ or each.__context__ for each in pair]
     return "".join(shown.format())
 
 
