@@ -57,6 +57,16 @@ def adam(rate: float | torch.Tensor = 0.1) -> torch.optim.Adam:
     return torch.optim.Adam(groups, lr=rate, betas=(0.9, 0.99))
 
 
+def test_settings_in_another_order_are_the_same() -> None:
+    """Or devices would differ in none that could be named."""
+    one, other = adam(), adam()
+    for group in other.param_groups:
+        group["lr"] = group.pop("lr")
+    assert GroupSettings(one).checksum() == GroupSettings(other).checksum()
+    other.param_groups[0]["lr"] = 0.2
+    assert GroupSettings(one).checksum() != GroupSettings(other).checksum()
+
+
 def test_a_rate_in_a_tensor_counts_by_its_value_and_keeps_its_identity() -> None:
     """A schedule, or a graph of a GPU, may hold it."""
     lead, other = adam(torch.tensor(0.3)), adam(torch.tensor(0.1))

@@ -31,7 +31,7 @@ from onefold.placement.base import Placement
 from onefold.placement.context import StepContext
 from onefold.shard.modelparts import ExternalModules
 from onefold.system.words import listed
-from onefold.update.optimizers import name_of
+from onefold.update.optimizers import name_of, optimizers_in, steps_by_parameter
 
 __all__ = ["Agreement", "digest_of", "refuse_unfrozen"]
 
@@ -47,6 +47,7 @@ _WITH_AVERAGES = (
     Call.AVERAGED_END,
 )
 """The calls that are allowed while the model holds its averages."""
+_OF_ALL = ". If it sums over all parameters, use Trainer(model, None, ...) and trainer.gradient"
 
 
 class Agreement:
@@ -206,7 +207,9 @@ class Agreement:
         given = dict.fromkeys(self._context.own, own)
         first, *others = self._context.exchange.transport.all_gather_values(given)
         names = {name for each in others for name, _ in first.items() ^ each.items()}
-        return f"{listed(sorted(names))} of {name_of(self._context.update.optimizer)}"
+        optimizer = self._context.update.optimizer
+        alone = steps_by_parameter(optimizers_in(optimizer).values())
+        return f"{listed(sorted(names))} of {name_of(optimizer)}" + ("" if alone else _OF_ALL)
 
     def _words_of_change(self, said: Agreed, head: CallDigest) -> str:
         """Say which parameter was changed, and by whom."""
@@ -256,7 +259,7 @@ class GroupSettings:
         }
         if now != self.last:
             self.last = now
-            self._checksum = checksum(repr(now).encode())
+            self._checksum = checksum("".join(sorted(map(repr, now.items()))).encode())
         return self._checksum
 
     def as_json(self) -> list[dict[str, Any]]:
