@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from benchmarks.network import Cable, two_hosts, why_not
@@ -33,6 +34,44 @@ def test_gloo_stays_on_one_host_while_the_group_is_made(
         assert os.environ.get(NAME) == inside
         raise ArithmeticError
     assert os.environ.get(NAME) == said
+
+
+class Probe(contextlib.AbstractContextManager["Probe"]):
+    """A socket on a machine whose name has no address, and that sends from a secondary one."""
+
+    asked: ClassVar[list[str]] = []
+
+    def __init__(self, **_: object) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def bind(self, place: object) -> None:
+        raise OSError
+
+    def connect(self, place: tuple[str, int]) -> None:
+        self.asked.append(place[0])
+        if ":" in place[0]:
+            raise OSError("an address of another family")
+
+    def getsockname(self) -> tuple[str, int]:
+        return "10.9.9.9", 1
+
+
+def test_an_address_of_no_interface_is_reported(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv(NAME, raising=False)
+    monkeypatch.setattr("onefold.exchange.group.socket.socket", Probe)
+    monkeypatch.setattr("onefold.exchange.group.socket.if_nameindex", list)
+    caplog.set_level("INFO", "onefold")
+    here = LaunchContext(one_host=False, address="[fe80::1]:29500")
+    with gloo_interface(here, []):
+        assert NAME not in os.environ
+    assert caplog.text == ""
+    with gloo_interface(here, ["10.9.9.8", "node"]):
+        assert NAME not in os.environ
+    assert Probe.asked == ["fe80::1", "fe80::1", "10.9.9.8"]
+    assert f"no interface has 10.9.9.9 as its first address: gloo may need {NAME}" in caplog.text
 
 
 APART = Path(__file__).parent.parent / "scripts" / "apart.py"

@@ -547,8 +547,8 @@ def gloo_interface(context: LaunchContext, hosts: Sequence[str]) -> Iterator[Non
     """Have gloo listen where all other processes reach it, and where nobody else does.
 
     On one host that is loopback. On several it is the address of the host's own name, unless that
-    is a loopback address, as on Debian: then that of the interface towards the others. A choice
-    that the user has made in the environment takes precedence.
+    is a loopback address, as on Debian: then that of the interface towards the others, which is
+    found for IPv4 only. A choice that the user has made in the environment takes precedence.
 
     Args:
         context: how this process was started.
@@ -582,13 +582,17 @@ def _interface_towards(hosts: Sequence[str]) -> str:
                 found = fcntl.ioctl(probe, 0x8915, name.encode().ljust(40, b"\0"))
                 if found[20:24] == socket.inet_aton(own):
                     return name
+    if own != "0.0.0.0":
+        _log.info(
+            "no interface has %s as its first address: gloo may need %s", own, _GLOO_INTERFACE
+        )
     return ""
 
 
 def _address_towards(place: str) -> str:
     """The own IPv4 address from which a host is reached; empty if none, or if it is loopback."""
     with socket.socket(type=socket.SOCK_DGRAM) as probe, suppress(OSError):
-        probe.connect((place.partition(":")[0], 9))  # sends nothing
+        probe.connect(((place.rpartition(":")[0] or place).strip("[]"), 9))  # sends nothing
         own: str = probe.getsockname()[0]
         return "" if ip_address(own).is_loopback else own
     return ""
