@@ -357,8 +357,7 @@ class Replica:
             late = gatherer is None or isinstance(gatherer, Refusing)
             part = weigh(loss, piece.samples, f"the loss of {where}", late=late)
         if not task.is_plain(batch) and not (gatherer and gatherer.sees_batch):
-            sizes = {"samples": piece.samples, "batch_samples": batch.samples}
-            self.loss_watch.look(loss, **sizes, run_checks=task.run_checks, where=where)
+            self._look(loss, piece, batch, run_checks=task.run_checks, where=where)
             if task.run_checks:
                 self.loss_watch.look_at_count(loss, batch.count_of(piece.shard), where)
         if gatherer is not None and not isinstance(gatherer, Refusing):
@@ -444,9 +443,11 @@ class Replica:
             result = task.loss(self.module, payload)
         loss = split(result, f"the loss of {where}")[0]
         if inspected:
-            sizes = {"samples": piece.samples, "batch_samples": batch.samples}
-            self.loss_watch.look(loss, **sizes, run_checks=True, where=where)
+            self._look(loss, piece, batch, run_checks=True, where=where)
         return weigh(loss, piece.samples, f"the loss of {where}", late=not inspected)
+
+    def _look(self, loss: object, piece: ShardPiece, batch: ShardedBatch, **how: Any) -> None:
+        self.loss_watch.look(loss, samples=piece.samples, batch_samples=batch.samples, **how)
 
     def begin_shard(self, shard: int, task: ShardTask) -> str:
         """Reset a shard's surroundings, whatever ran before it; return its name for errors."""
