@@ -583,9 +583,7 @@ def _interface_towards(hosts: Sequence[str]) -> str:
                 if found[20:24] == socket.inet_aton(own):
                     return name
     if own != "0.0.0.0":
-        _log.info(
-            "no interface has %s as its first address: gloo may need %s", own, _GLOO_INTERFACE
-        )
+        _log.info("%s is no interface's first address: gloo may need %s", own, _GLOO_INTERFACE)
     return ""
 
 
