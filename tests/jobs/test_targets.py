@@ -130,6 +130,10 @@ def test_several_classes_of_pictures_are_predicted(tmp_path: Path) -> None:
     assert again.scores == found.scores
     labels = {row["label"] for row in again.prediction.rows}
     assert {"red|green|blue, dark", "blue, dark", ""} <= labels
+    # One sign divides all rows, as in training.
+    bars.write_text(bars.read_text().replace('"red|green|blue, dark"', '"red, green"'))
+    with pytest.raises(DataError, match=r"expected a class of the run .*, got 'red, green'"):
+        evaluate_run(run, bars, EvaluateOptions(devices="cpu:1"))
     for table in (bars, tmp_path / "data"):
         with pytest.raises(ValueError, match=r"^--top 2: expected a run of one class for each"):
             predict_run(run, [table], PredictOptions(devices="cpu:1", top=2))

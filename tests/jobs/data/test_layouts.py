@@ -178,6 +178,8 @@ def test_spaces_between_several_classes_divide_them_in_all_tables(tmp_path: Path
         ("a|b; c, d\n2,a", [("a", "b; c, d"), ("a",)]),
         ("a; b, c\n2,b, c", [("a", "b, c"), ("b, c",)]),
         ("a,b (c)\n2,[a]", [("a", "b (c)"), ("a",)]),
+        ("(a) b (c)|x\n2,(a) b (c)\n4,(a)", [("(a) b (c)", "x"), ("(a) b (c)",), ("(a)",)]),
+        ("['a' 'b, c']\n2,('b, c',)\n4,(1, 2)", [("a", "b, c"), ("b, c",), ("1", "2")]),
     ],
 )
 def test_the_strongest_sign_between_classes_is_the_only_one(
@@ -191,6 +193,14 @@ def test_the_strongest_sign_between_classes_is_the_only_one(
             tmp_path / "train.csv", None, Columns("image"), "multi-label", labels_as_is=as_is
         )
         assert [x.label for x in found.train] == [*read, ()]
+
+
+def test_a_list_is_not_divided_as_texts_are(tmp_path: Path) -> None:
+    labels = '["x, y", "z"]', '"z, w"', "[]", "\"['x, y']\""
+    rows = (f'{{"text": "{number}", "label": {each}}}\n' for number, each in enumerate(labels))
+    put(tmp_path / "train.jsonl", "".join(rows))
+    found = read_listed(tmp_path / "train.jsonl", None, Columns("text"), "multi-label")
+    assert [x.label for x in found.train] == [("x, y", "z"), ("z", "w"), (), ("x, y",)]
 
 
 @for_each(
