@@ -155,9 +155,9 @@ def test_a_class_that_cannot_be_learnt_or_tested_is_bad(given_test: Path, tmp_pa
 
 def test_too_little_is_refused_even_where_bad_ones_are_left_out(tmp_path: Path) -> None:
     for classes, train, test, spoilt, words in (
-        (["cat"], 4, 0, "", "pictures of two labels or more, found only 'cat'"),
+        (["cat"], 4, 0, "", "pictures of two different labels, found only 'cat'"),
         (PETS, 1, 0, "", "to train and to test with, found 2 and 0"),
-        (PETS, 2, 1, "*/*/*", "pictures of two labels or more, found none"),
+        (PETS, 2, 1, "*/*/*", "pictures of two different labels, found none"),
         (PETS, 6, 3, "test/*/*", "to train and to test with, found 12 and 0"),
         ([], 0, 0, "", "data: expected a folder"),
     ):

@@ -380,7 +380,7 @@ def _check_enough(directory: Path, train: Collection[_Picture], test: Collection
     labels = {picture.label for picture in train}
     if len(labels) < 2:
         listed = f"only {min(labels)!r}" if labels else "none"
-        raise DataError(f"{directory}: expected pictures of two labels or more, found {listed}")
+        raise DataError(f"{directory}: expected pictures of two different labels, found {listed}")
     if not train or not test:
         raise DataError(
             f"{directory}: expected pictures to train and to test with, found {len(train)} "

@@ -317,6 +317,6 @@ def _require_two(labels: Sequence[Label], path: Path, bad: Sequence[BadFile]) ->
     if len(set(labels)) < 2:
         others = f"; {len(bad)} others cannot, the first of them: {bad[0]}" if bad else ""
         raise DataError(
-            f"{path}: expected labels of two kinds or more, got {labels[0]!r} alone, on "
+            f"{path}: expected two different labels, got {labels[0]!r} alone, on "
             f"{counted(len(labels), 'line')} that can be used{others}"
         )
