@@ -175,3 +175,19 @@ def test_a_hook_beside_a_schedule_sees_whole_parameters(first: str) -> None:
             wrap(optimizer, look)
     make_trainer(model, mean_square, optimizer=optimizer).step(points(12, 130))
     assert seen == [p.shape for p in model.parameters()]
+
+
+def test_an_optimizer_that_another_merely_knows_stays_the_scripts() -> None:
+    """Of another Trainer, or of a model beside; also where they know one another."""
+    models = [model_of(), model_of()]
+    both = [adam(model) for model in models]
+    beside = adam(own := model_of())
+    for one, other in ((both[0], both[1]), (both[1], both[0])):
+        one.other, one.beside = other, beside  # type: ignore[attr-defined]
+    for model, optimizer in zip(models, both, strict=True):
+        trainer = make_trainer(model, mean_square, optimizer=optimizer)
+        trainer.step(points(12, 130))
+    own(points(12, 130)[0]).sum().backward()
+    before = [parameter.detach().clone() for parameter in own.parameters()]
+    beside.step()
+    assert not any(map(torch.equal, before, own.parameters()))

@@ -135,6 +135,7 @@ class _Facts(msgspec.Struct):
     score: str = ""
     class_counts: tuple[list[int], list[int]] | None = None
     train_samples: int = 0
+    test_samples: int = 0
     pos_weight: float = 1.0
     mask_model: dict[str, Any] = {}
     picture_model: dict[str, Any] = {}
@@ -192,8 +193,7 @@ def evaluate_run(run: Path, data: Path, options: EvaluateOptions) -> Evaluation:
     weights = chosen_weights(run, options)
     require_output(options.output, masks=False)
     found = job.read(run, data, facts, options)
-    unseen, note = _unseen(run, facts, found)
-    found = replace(found, inputs=unseen)
+    found, note = _unseen(run, data, facts, found)
     if not options.skip_bad:
         refuse(found.left_out, found.inputs)
     if not found.inputs:
@@ -210,30 +210,31 @@ def evaluate_run(run: Path, data: Path, options: EvaluateOptions) -> Evaluation:
     )
 
 
-def _unseen(run: Path, facts: _Facts, found: _Labelled) -> tuple[list[Input], str | None]:
-    """Of data that a run was trained with, the share that it held out; and a note of that."""
+def _unseen(run: Path, data: Path, facts: _Facts, found: _Labelled) -> tuple[_Labelled, str | None]:
+    """Of the data of a run, the share that it held out; and a note of what it was trained with."""
     config = read_config(run / CONFIG, facts.job)
-    data = Path(str(config.get("data")))
     # Of arrays, those of the test set are scored.
-    trained = {path.resolve() for path in (data, data / "train", data / "train.tsv")}
-    if found.arrays is not None or found.where.resolve() not in trained:
-        return found.inputs, None
-    where = readable(found.where)
-    (job,) = (each for each in JOBS if each.name == facts.job)
-    options = from_mapping(job.options, config, str(run / CONFIG))
-    # Where they are no longer what they were, nobody knows which were held out.
-    with suppress(OnefoldError, OSError, ValueError):
-        prepared = job.prepare(options, Scanning(known=read_scan(run / SCAN)))
-        held_out = set(_JOBS[facts.job].tested(prepared))
-        unseen = [each for each in found.inputs if (each.path.resolve(), each.line) in held_out]
-        if prepared.digest == facts.data and unseen:
-            return (
-                unseen,
-                f"Of {where}, what the run held out is scored: it was trained on the rest",
-            )
-    return found.inputs, (
-        f"The run was trained with samples of {where}, so that it scores better here than on new "
-        f"ones: evaluate it on samples that it has not seen"
+    if found.arrays is None and len(found.inputs) == facts.train_samples + facts.test_samples:
+        (job,) = (each for each in JOBS if each.name == facts.job)
+        options = from_mapping(job.options, {**config, "data": str(data)}, str(run / CONFIG))
+        # Other data may be none that the job takes.
+        with suppress(OnefoldError, OSError, ValueError), reading_bar() as watch:
+            scanning = Scanning(known=read_scan(run / SCAN), watch=watch)
+            prepared = job.prepare(options, scanning)
+            tested = set(_JOBS[facts.job].tested(prepared))
+            unseen = [each for each in found.inputs if (each.path.resolve(), each.line) in tested]
+            if prepared.digest == facts.data and unseen:
+                # Whatever else is there was left out of the run.
+                return replace(found, inputs=unseen, left_out=[]), (
+                    f"Only the samples of {readable(data)} that the run held out were scored: it "
+                    f"was trained on the others"
+                )
+    where, trained = found.where.resolve(), Path(str(config.get("data"))).resolve()
+    if where != trained and (where.parent, where.stem) != (trained, "train"):
+        return found, None
+    return found, (
+        f"The run was trained with samples of {readable(found.where)}, so that it scores better "
+        f"here than on new ones: evaluate it on samples that it has not seen"
     )
 
 

@@ -284,14 +284,22 @@ class DividedState(MutableMapping[Any, Any]):
 
 
 def _with_inner(optimizers: Iterable[object]) -> list[Optimizer]:
+    """Some optimizers, and those inside of them that update the same parameters."""
     found: list[Optimizer] = []
-    waiting = [*optimizers]
-    for one in waiting:  # which grows
-        if isinstance(one, Optimizer) and all(one is not each for each in found):
+    waiting = [(each, _parameters_of(each)) for each in optimizers]
+    for one, of_outer in waiting:  # which grows
+        own = _parameters_of(one)
+        if own and own <= of_outer and all(one is not each for each in found):
+            assert isinstance(one, Optimizer)
             complete_hooks(one)
             found.append(one)
-            waiting += vars(one).values()
+            waiting += [(each, own) for each in vars(one).values()]
     return found
+
+
+def _parameters_of(one: object) -> set[int]:
+    groups = one.param_groups if isinstance(one, Optimizer) else []
+    return {id(parameter) for group in groups for parameter in group["params"]}
 
 
 class StateView:

@@ -123,7 +123,8 @@ def read_to_score(
 ) -> tuple[Path, list[Line], list[BadFile]]:
     """Read the samples to score a finished run on: those of a file, or of one in a folder.
 
-    That is ``test`` if labels are in it, as the others may have chosen the best epoch.
+    That is ``test`` if labels are in it, as the others may have chosen the best epoch; where there
+    is none to test with, it is ``train``, of which the run held out a share.
 
     Args:
         data: the path.
@@ -135,7 +136,7 @@ def read_to_score(
         OSError: a file cannot be read.
         DataError: there is no such file, or it has no valid row.
     """
-    found = files_to_test(data)
+    found = files_to_test(data) or (_named(data, "train") if data.is_dir() else [])
     if not found:
         raise DataError(
             f"{readable(data)}: expected a TSV file or a table, or a folder with dev.tsv in it; "
