@@ -317,8 +317,7 @@ def _read_to_score(
         data, columns, facts.target.task, lambda x: facts.known(*facts.divided([x]))
     )
     labels = facts.divided([line.label for line in lines])
-    rows = zip(lines, labels, strict=True)
-    return path, [replace(line, label=label) for line, label in rows], bad
+    return path, [replace(line, label=x) for line, x in zip(lines, labels, strict=True)], bad
 
 
 def _listed(
