@@ -167,8 +167,31 @@ def test_masks_are_a_job(tmp_path: Path, part: str) -> None:
 def test_the_folder_to_test_with_is_used(tmp_path: Path) -> None:
     data = photos(tmp_path)
     shutil.copytree(data / "train" / "c", data / "val" / "c")
+    shutil.copytree(data / "train" / "c", data / "val" / "untrained")
     # Of a class that has no test sample, the others keep their numbers.
     check(lambda _: data, f'test = data, Pictures(Path("{data / "val"}"), classes)', tmp_path)
+
+
+def test_a_folder_to_test_with_that_has_no_classes_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = photos(tmp_path)
+    shutil.copytree(data / "train" / "c", data / "test")
+    write_script(data, tmp_path / "train.py")
+    assert "random_split" in (tmp_path / "train.py").read_text()
+    words = f"onefold: {data / 'test'}: not used, as it has no folder for each class\n"
+    assert capsys.readouterr().err == words
+
+
+def test_the_first_picture_of_each_class_is_looked_at(tmp_path: Path) -> None:
+    data = photos(tmp_path)
+    (data / "train" / "c" / "7.PNG").write_text("broken")
+    write_script(data, tmp_path / "train.py")
+    (data / "train" / "c" / "0.PNG").write_text("broken")
+    with pytest.raises(
+        DataError, match=r"c/0\.PNG: expected a picture that can be read: a file of"
+    ):
+        write_script(data, tmp_path / "other.py")
 
 
 @for_each("mode", ["I;16", "F"])

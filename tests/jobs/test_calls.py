@@ -29,7 +29,7 @@ def test_a_job_is_a_function(tmp_path: Path) -> None:
     assert onefold.load_run(result.folder).classes == ("bad", "good")
     words = r"no option mixup in onefold\.jobs\.text: it is one of onefold\.jobs\.classify$"
     with pytest.raises(ValueError, match=words):
-        onefold.jobs.text(data=data, mixup=0.2)
+        onefold.jobs.text(data=data, mixup=0.2, cutmix=0.2, foreground="1")
     with pytest.raises(AttributeError, match=r"module 'onefold\.jobs' has no attribute 'cook'"):
         onefold.jobs.cook  # noqa: B018
 

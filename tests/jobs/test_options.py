@@ -135,7 +135,7 @@ def test_a_name_that_is_no_option_is_refused_and_similar_ones_told(name: str, me
 @for_each(
     ("value", "read"),
     [
-        *[("auto", ("auto",)), ("a=1,b", ("a=1", "b")), (["a,b", "c"], ("a,b", "c")), ("", ())],
+        *[("auto", ("auto",)), ("a=1, b", ("a=1", "b")), (["a,b", "c"], ("a,b", "c")), ("", ())],
         *[(255, ("255",)), ([1, "2"], ("1", "2")), ((0.5,), ("0.5",))],
     ],
 )

@@ -111,11 +111,12 @@ def test_several_classes_of_pictures_are_predicted(tmp_path: Path) -> None:
     assert (said["best"]["score"], said["classes"]) == ("micro-f1", ["blue, dark", "green", "red"])
     rows = predict_run(run, [table.parent], PredictOptions(devices="cpu:1")).rows
     assert [*rows[0]] == ["file", "labels", *(f"confidence {c}" for c in said["classes"])]
-    # By another name all samples are scored, those that were trained with as well.
+    # Of other data than those of the run all samples are scored: here of all rows but the last.
     whole = table.with_name("all.jsonl")
-    whole.write_bytes(table.read_bytes())
+    lines = table.read_text().splitlines()[:-1]
+    whole.write_text("\n".join(lines))
     found = evaluate_run(run, whole, EvaluateOptions(devices="cpu:1"))
-    truth = [json.loads(line)["labels"] for line in table.read_text().splitlines()]
+    truth = [json.loads(line)["labels"] for line in lines]
     given = np.array([[name in names for name in said["classes"]] for names in truth])
     sure = [
         [row[f"confidence {name}"] for name in said["classes"]] for row in found.prediction.rows
@@ -124,12 +125,16 @@ def test_several_classes_of_pictures_are_predicted(tmp_path: Path) -> None:
     assert {name: found.scores[name] for name in expected} == pytest.approx(expected)
     # In a text a bar is a stronger sign than the comma of a name.
     bars = tmp_path / "data" / "tags.csv"
-    lines = (f'{n}.png,"{"|".join(names)}"' for n, names in enumerate(truth))
-    bars.write_text("\n".join(("image,labels", *lines)))
+    tags = (f'{n}.png,"{"|".join(names)}"' for n, names in enumerate(truth))
+    bars.write_text("\n".join(("image,labels", *tags)))
     again = evaluate_run(run, bars, EvaluateOptions(devices="cpu:1"))
     assert again.scores == found.scores
     labels = {row["label"] for row in again.prediction.rows}
     assert {"red|green|blue, dark", "blue, dark", ""} <= labels
+    # One sign divides all rows, as in training.
+    bars.write_text(bars.read_text().replace('"red|green|blue, dark"', '"red, green"'))
+    with pytest.raises(DataError, match=r"expected a class of the run .*, got 'red, green'"):
+        evaluate_run(run, bars, EvaluateOptions(devices="cpu:1"))
     for table in (bars, tmp_path / "data"):
         with pytest.raises(ValueError, match=r"^--top 2: expected a run of one class for each"):
             predict_run(run, [table], PredictOptions(devices="cpu:1", top=2))

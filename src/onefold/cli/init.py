@@ -19,9 +19,9 @@ from onefold.errors import DataError
 from onefold.jobs import require
 from onefold.jobs.data.classes import class_files, test_folder
 from onefold.jobs.data.layouts import refuse_other_layouts
-from onefold.jobs.data.pictures import is_picture, visible_folders
+from onefold.jobs.data.pictures import is_picture, load_picture, visible_folders
 from onefold.jobs.data.tables import open_table
-from onefold.system.words import in_shell, listed
+from onefold.system.words import in_shell, listed, tell
 
 __all__ = ["write_script"]
 
@@ -143,7 +143,9 @@ def _folder(path: Path) -> Data:
         with suppress(DataError):
             folder = test_folder(path, choosing=True)
             test = str(folder) if visible_folders(folder) else ""
-    _refuse_deep(path, [file for file, _ in files])
+            if not test:
+                tell(f"{folder}: not used, as it has no folder for each class")
+    _refuse_deep(path, {label: file for file, label in reversed(files)}.values())
     suffixes = tuple(sorted({file.suffix.lower() for file, _ in files}))
     return Data("pictures", str(inside), test=test, suffixes=suffixes)
 
@@ -151,15 +153,12 @@ def _folder(path: Path) -> Data:
 def _refuse_deep(path: Path, files: Iterable[Path]) -> None:
     """Refuse pictures of more than 8 bits a pixel: Pillow makes all above 255 white."""
     require("reading pictures", "images", "PIL")
-    from PIL import Image
-
     for file in files:
-        with Image.open(file) as picture:
-            if picture.mode.startswith(("I", "F")):
-                raise DataError(
-                    f"{file}: expected pictures of 8 bits a pixel, this one has more: no script "
-                    f"is needed, as onefold train classify --data {in_shell(path)} reads them"
-                )
+        if load_picture(file).mode.startswith(("I", "F")):
+            raise DataError(
+                f"{file}: expected pictures of 8 bits a pixel, this one has more: no script is "
+                f"needed, as onefold train classify --data {in_shell(path)} reads them"
+            )
 
 
 def _arrays(path: Path) -> Data:

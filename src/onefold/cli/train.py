@@ -205,7 +205,7 @@ def _given(chosen: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in chosen.items():
         # typer gives an empty list for a list that was not given. 0 and False were given.
         if isinstance(value, list) and value:
-            given[name] = tuple(part for each in value for part in each.split(",") if part)
+            given[name] = tuple(filter(None, map(str.strip, ",".join(value).split(","))))
         elif value not in (None, []):
             given[name] = value
     return given

@@ -96,7 +96,7 @@ def text(*, data: str | Path, devices: int | str = "auto", **options: Any) -> Jo
 
 def _run(name: str, data: str | Path, devices: int | str, options: dict[str, Any]) -> JobResult:
     job, *others = sorted(JOBS, key=lambda each: each.name != name)
-    for option in options.keys() - job.options.__dataclass_fields__:
+    for option in (each for each in options if each not in job.options.__dataclass_fields__):
         have = [each.name for each in others if option in each.options.__dataclass_fields__]
         if have:
             where = " and ".join(f"onefold.jobs.{each}" for each in have)

@@ -22,7 +22,7 @@ from onefold.jobs.catalog import JOBS
 from onefold.jobs.data.arrays import read_labelled
 from onefold.jobs.data.classes import class_files, listed_files, test_folder
 from onefold.jobs.data.files import BadFile, name_below, readable, refuse
-from onefold.jobs.data.labels import SEPARATORS, Label, divided, numbered, parts_of, spelt
+from onefold.jobs.data.labels import Label, divided, numbered, parts_of, separator, spelt
 from onefold.jobs.data.maskclasses import MaskClass
 from onefold.jobs.data.masks import MaskRule
 from onefold.jobs.data.pairs import Pair, read_pairs_to_test
@@ -147,16 +147,17 @@ class _Facts(msgspec.Struct):
         kept = (self.picture_model or self.text_model).get("target", {})
         return msgspec.convert(kept, Target)
 
-    def known(self, label: Label) -> Label | None:
-        """The label in classes of the run, with any sign between several; None if it is not.
+    def known(self, label: Label) -> bool:
+        """Whether a label is of classes of the run, or a number."""
+        return all(name in self.classes for name in parts_of(label))
 
-        Of a number, itself.
-        """
-        several = self.target.task == "multi-label"
-        for each in (divided(label, x) for x in ("", *SEPARATORS)) if several else (label,):
-            if all(name in self.classes for name in parts_of(each)):
-                return each
-        return None
+    def divided(self, labels: Sequence[Label]) -> Sequence[Label]:
+        """Divide labels of several classes as in training: at a sign that is in no class."""
+        if self.target.task != "multi-label":
+            return labels
+        sign = separator(labels, spaces=False) or " "
+        sign = "" if any(sign in name for name in self.classes) else sign
+        return [divided(label, sign) for label in labels]
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,7 +300,7 @@ def _pictures(run: Path, data: Path, facts: _Facts, options: EvaluateOptions) ->
     strange: dict[str, BadFile] = {}
     for path, named in class_files(folder, {}, bad, facts.target.task):
         label = spelt(named)
-        if facts.known(named) is not None:
+        if facts.known(named):
             inputs.append(Input(path, str(path.relative_to(folder)), label=named))
         else:
             strange.setdefault(label, _strange(folder / label, label, facts))
@@ -312,7 +313,11 @@ def _read_to_score(
 ) -> tuple[Path, list[Line], list[BadFile]]:
     columns = columns_of(run, kind, options)
     columns = columns._replace(label=options.label_column or columns.label)
-    return read_to_score(data, columns, facts.target.task, lambda x: facts.known(x) is not None)
+    path, lines, bad = read_to_score(
+        data, columns, facts.target.task, lambda x: facts.known(*facts.divided([x]))
+    )
+    labels = facts.divided([line.label for line in lines])
+    return path, [replace(line, label=x) for line, x in zip(lines, labels, strict=True)], bad
 
 
 def _listed(
@@ -320,12 +325,11 @@ def _listed(
 ) -> _Labelled:
     found = listed_files(rows, table, bad)
     inputs = []
-    for path, named in found:
-        label = facts.known(named)
-        if label is None:
-            bad.append(_strange(path, spelt(named), facts))
-        else:
+    for path, label in found:
+        if facts.known(label):
             inputs.append(Input(path, name_below(path, table.parent), label=label))
+        else:
+            bad.append(_strange(path, spelt(label), facts))
     return _Labelled(table, readable_pictures(run, inputs, bad), bad)
 
 
@@ -349,11 +353,10 @@ def _texts(run: Path, data: Path, facts: _Facts, options: EvaluateOptions) -> _L
     path, lines, bad = _read_to_score(run, "text", data, facts, options)
     inputs = []
     for line in lines:
-        label = facts.known(line.label)
-        if label is None:
-            bad.append(_strange(path, spelt(line.label), facts, line.line_number))
+        if facts.known(line.label):
+            inputs.append(Input(path, str(path), line.text, line.line_number, line.label))
         else:
-            inputs.append(Input(path, str(path), line.text, line.line_number, label))
+            bad.append(_strange(path, spelt(line.label), facts, line.line_number))
     return _Labelled(path, inputs, bad)
 
 

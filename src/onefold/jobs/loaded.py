@@ -26,6 +26,8 @@ from onefold.weights.file import check_weights
 __all__ = ["LoadedRun", "load_run"]
 
 Batch = dict[str, torch.Tensor]
+_ARRAYS = {(2, "uint8"), (2, "uint16"), (3, 3, "uint8")}
+"""Dimensions, channels if there are any, and dtype of those that are pictures."""
 _OPENED = (
     "turned upright by EXIF; more than 8 bits: clip(0, white) * 255 / white, rounded down; "
     "transparent pixels put on white; converted to mode by Pillow"
@@ -55,8 +57,8 @@ class LoadedRun:
     float32, in standard deviations from the mean, as ``description["target"]`` has them."""
     preprocess: Callable[[Sequence[Any]], Batch]
     """Makes a batch of a list of texts, or of pictures: paths, Pillow's pictures, or arrays (h, w)
-    or (h, w, 3) uint8. Each is prepared by itself, as in training without augmentation. Pictures
-    for masks are padded on the right and below to a common size."""
+    or (h, w, 3) uint8, or (h, w) uint16. Each is prepared by itself, as in training without
+    augmentation. Pictures for masks are padded on the right and below to a common size."""
     classes: tuple[str, ...]
     """Names of the classes, in the order of the logits; none for numbers and plain masks."""
     weights: Path
@@ -206,8 +208,10 @@ def _opened(picture: Any, number: int, white: int | None) -> Any:
     if isinstance(picture, str | Path):
         return open_picture(Path(picture), white=white)
     if isinstance(picture, np.ndarray):
-        # Floating point numbers would be cut off without a word.
-        picture = Image.fromarray(picture.astype(np.uint8, casting="safe", copy=False))
+        if (picture.ndim, *picture.shape[2:], picture.dtype.name) not in _ARRAYS:
+            words = "expected an array (h, w) or (h, w, 3) of uint8, or (h, w) of uint16, got"
+            raise TypeError(f"picture {number}: {words} {picture.shape} of {picture.dtype}")
+        picture = Image.fromarray(picture)
     return in_bytes(picture, Path(f"picture {number}"), white)
 
 

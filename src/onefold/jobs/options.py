@@ -371,7 +371,7 @@ def _typed(name: str, value: Any, hint: Any, source: str) -> Any:
     if str in (hint, *typing.get_args(hint)):
         plain = [*map(_spelt, value)] if isinstance(value, list | tuple) else _spelt(value)
     if several and isinstance(plain, str):
-        plain = [part for part in plain.split(",") if part]
+        plain = [part for part in map(str.strip, plain.split(",")) if part]
     try:
         # Strict: "1" is no number, and true is not 1. A whole number does for a float, and TOML's
         # lists become tuples.

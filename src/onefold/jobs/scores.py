@@ -245,7 +245,7 @@ def count_line(
         each: what is counted.
 
     >>> count_line(["cat", "dog"], [30, 90], [3, 9])
-    'samples by class, to train + to test: dog: 90 + 9, cat: 30 + 3'
+    'samples by class, to train + to test: dog: 90 + 9; cat: 30 + 3'
     """
     order = sorted(range(len(classes)), key=lambda number: -train[number])
     # Of many, the ends are shown: what is rare is what a score may hide.
@@ -253,7 +253,7 @@ def count_line(
     told = [f"{classes[number]}: {train[number]:,} + {test[number]:,}" for number in shown]
     if len(shown) < len(order):
         told.insert(_SHOWN, f"... {len(order) - len(shown):,} others ...")
-    return f"{each}s by class, to train + to test: {', '.join(told)}"
+    return f"{each}s by class, to train + to test: {'; '.join(told)}"
 
 
 def class_baseline(

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import onefold
-from onefold.jobs.data.labels import TaskName
+from onefold.jobs.data.labels import TaskName, spelt
 from onefold.jobs.options import SHARE, again, expect, option
 from onefold.jobs.scores import Baseline, ClassScores, Measure, Measured, Predict, class_baseline
 
@@ -374,9 +374,9 @@ def label_baseline(
         truth: (n, classes), 1 for each class of a test sample, and 0.
         classes: their names.
 
-    >>> baseline = label_baseline([3, 1], 4, np.array([[1.0, 0.0], [1.0, 1.0]]), ["cat", "dog"])
+    >>> baseline = label_baseline([3, 2], 4, np.array([[1.0, 0.0], [1.0, 1.0]]), ["cat", "dog"])
     >>> baseline.answer, round(baseline.scores["micro-f1"], 2)
-    ('cat', 0.8)
+    ('cat|dog', 0.86)
     """
     shares = np.asarray(counts) / samples
     often = [name for name, share in zip(classes, shares, strict=True) if share >= _THRESHOLD]
@@ -384,7 +384,7 @@ def label_baseline(
     given = torch.from_numpy(np.asarray(truth, dtype=np.float64))
     loss = float(F.binary_cross_entropy(torch.from_numpy(confidence), given))
     scores = {"loss": loss, **label_scores(truth, confidence)}
-    return Baseline(", ".join(often) or "no class", scores)
+    return Baseline(spelt(tuple(often)) or "no class", scores)
 
 
 def label_table(truth: _Array, confidence: _Array, classes: Sequence[str]) -> list[dict[str, Any]]:
@@ -508,7 +508,7 @@ def target_examples(
             return {**names, "confidence": float(sure[number])}
         said = found["confidence"][number].numpy() >= _THRESHOLD
         return {
-            name: ", ".join(c for c, has in zip(classes, row, strict=True) if has) or "no class"
+            name: spelt(tuple(c for c, has in zip(classes, row, strict=True) if has)) or "no class"
             for name, row in (("label", true), ("predicted", said))
         }
 

@@ -322,7 +322,8 @@ class Training:
             lines.append(f"goes on after step {trainer.steps:,}, in epoch {epoch}")
         total = self.steps * self.epochs
         if total < _FEW_STEPS and not trainer.steps:
-            lines.append(f"only {total} steps in all: more --epochs or smaller --batch-size help")
+            more = "more --epochs or a smaller --batch-size gives more of them"
+            lines.append(f"only {total} steps in all: {more}")
         return lines
 
     def _train(self) -> None:

@@ -155,10 +155,22 @@ def test_a_class_that_cannot_be_learnt_or_tested_is_bad(given_test: Path, tmp_pa
 
 def test_too_little_is_refused_even_where_bad_ones_are_left_out(tmp_path: Path) -> None:
     for classes, train, test, spoilt, words in (
-        (["cat"], 4, 0, "", "pictures of two labels or more, found only 'cat'"),
-        (PETS, 1, 0, "", "to train and to test with, found 2 and 0"),
-        (PETS, 2, 1, "*/*/*", "pictures of two labels or more, found none"),
-        (PETS, 6, 3, "test/*/*", "to train and to test with, found 12 and 0"),
+        (
+            ["cat"],
+            4,
+            0,
+            "",
+            "two different labels, got 'cat' alone, on 3 samples that can be used$",
+        ),
+        (PETS, 1, 0, "", "expected a picture to test with, found none"),
+        (
+            PETS,
+            2,
+            1,
+            "*/*/*",
+            r"two different labels, got 0 samples that can be used; \d+ others cannot, the first",
+        ),
+        (PETS, 6, 3, "test/*/*", "expected a picture to test with, found none"),
         ([], 0, 0, "", "data: expected a folder"),
     ):
         shutil.rmtree(tmp_path / "data", ignore_errors=True)

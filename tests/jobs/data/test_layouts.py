@@ -178,6 +178,8 @@ def test_spaces_between_several_classes_divide_them_in_all_tables(tmp_path: Path
         ("a|b; c, d\n2,a", [("a", "b; c, d"), ("a",)]),
         ("a; b, c\n2,b, c", [("a", "b, c"), ("b, c",)]),
         ("a,b (c)\n2,[a]", [("a", "b (c)"), ("a",)]),
+        ("(a) b (c)|x\n2,(a) b (c)\n4,(a)", [("(a) b (c)", "x"), ("(a) b (c)",), ("(a)",)]),
+        ("['a' 'b, c']\n2,('b, c',)\n4,(1, 2)", [("a", "b, c"), ("b, c",), ("1", "2")]),
     ],
 )
 def test_the_strongest_sign_between_classes_is_the_only_one(
@@ -193,15 +195,22 @@ def test_the_strongest_sign_between_classes_is_the_only_one(
         assert [x.label for x in found.train] == [*read, ()]
 
 
+def test_a_list_is_not_divided_as_texts_are(tmp_path: Path) -> None:
+    labels = '["x, y", "z"]', '"z, w"', "[]", "\"['x, y']\""
+    rows = (f'{{"text": "{number}", "label": {each}}}\n' for number, each in enumerate(labels))
+    put(tmp_path / "train.jsonl", "".join(rows))
+    found = read_listed(tmp_path / "train.jsonl", None, Columns("text"), "multi-label")
+    assert [x.label for x in found.train] == [("x, y", "z"), ("z", "w"), (), ("x, y",)]
+
+
 @for_each(
-    ("name", "values", "noted"),
-    [("Split", "train test", True), ("fold", "0 1", False), ("set", "train train", False)],
+    ("name", "noted"),
+    [("Split", True), ("fold", True), ("length", False)],
 )
-def test_a_column_of_parts_is_noted(name: str, values: str, noted: bool, tmp_path: Path) -> None:
-    rows = (f"{number},{'ab'[number]},{part}\n" for number, part in enumerate(values.split()))
-    put(tmp_path / "a.csv", f"image,label,{name}\n{''.join(rows)}")
+def test_a_column_of_parts_is_noted(name: str, noted: bool, tmp_path: Path) -> None:
+    put(tmp_path / "a.csv", f"image,label,{name}\n0,a,0\n1,b,1\n")
     found = read_listed(tmp_path / "a.csv", None, Columns("image"))
-    said = f"column {name} is not used: --dev names a file of rows to test with"
+    said = f"column {name} is not used: --dev names a file to test with"
     assert any(said in note for note in found.notes) == noted
 
 

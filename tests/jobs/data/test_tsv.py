@@ -124,7 +124,7 @@ def test_splits_that_cannot_be_trained_on_are_refused(tmp_path: Path) -> None:
         (
             "a\t1\nb\t1\n",
             "a\t1\n",
-            "train.tsv: expected labels of two .* '1' alone, on 2 lines that can",
+            "train.tsv: expected two different labels, got '1' alone, on 2 samples that can",
         ),
         ("a\t1\nb\t0\n", "", "dev.tsv: expected lines of text, tab and label, got an empty file"),
         ("a\t1\nb\t0\n", "a\t2\n", r"dev.tsv: expected a line that can .* \(0, 1\), got '2'"),

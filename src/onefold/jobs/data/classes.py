@@ -7,7 +7,7 @@ share is held out to test with. Pictures that come as arrays are read by `onefol
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -38,7 +38,7 @@ from onefold.jobs.data.pictures import (
     visible_folders,
     white_of,
 )
-from onefold.jobs.data.samples import ListedSamples, hold_out, strata
+from onefold.jobs.data.samples import ListedSamples, hold_out, require_two, strata
 from onefold.jobs.data.scan import Scanning, Seen, by_one_white, notes_of, pack_scan, scan_pictures
 from onefold.jobs.data.tsv import Line
 from onefold.system.words import in_shell
@@ -154,7 +154,9 @@ def read_classes(
     # Of what can be used, or a class without a readable picture would keep a logit for nothing.
     # Sorted: the number of a class must not depend on the order in which a file system lists.
     classes = tuple(sorted({name for picture in train for name in parts_of(picture.label)}))
-    _check_enough(directory, train, test)
+    require_two([picture.label for picture in train], directory, bad)
+    if not test:
+        raise DataError(f"{readable(directory)}: expected a picture to test with, found none")
     data = _of_pictures(directory, classes, train, test, bad, notes, where)
     columns = source.columns if isinstance(source, ListedSamples) else None
     return replace(data, columns=columns, own_test=len(found) > 1)
@@ -373,16 +375,4 @@ def _refuse_masks(directory: Path, names: Sequence[str]) -> None:
             f"{readable(directory)}: expected a folder for each class, got {images[0]} and "
             f"{masks[0]}, which look like pictures with a mask each: for these there is onefold "
             f"train segment --data {in_shell(readable(data))}{other}"
-        )
-
-
-def _check_enough(directory: Path, train: Collection[_Picture], test: Collection[_Picture]) -> None:
-    labels = {picture.label for picture in train}
-    if len(labels) < 2:
-        listed = f"only {min(labels)!r}" if labels else "none"
-        raise DataError(f"{directory}: expected pictures of two labels or more, found {listed}")
-    if not train or not test:
-        raise DataError(
-            f"{directory}: expected pictures to train and to test with, found {len(train)} "
-            f"and {len(test)}"
         )

@@ -125,7 +125,7 @@ def refuse(bad: Sequence[BadFile], others: Sized) -> None:
     named = "\n".join(f"  {each}" for each in _shortly(bad))
     more = f"\n  and {len(bad) - _TOLD:,} more{_written(bad)}" if len(bad) > _TOLD else ""
     advice = "mend or remove them, or leave them out with --skip-bad"
-    advice = advice if others else "there are no others: mend them, or do what the first line says"
+    advice = advice if others else "nothing else can be used"
     raise DataError(f"{counted_bad(bad)} cannot be used:\n{named}{more}\n{advice}")
 
 

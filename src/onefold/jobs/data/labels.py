@@ -24,7 +24,6 @@ from onefold.jobs.data.files import readable
 from onefold.system.words import listed
 
 __all__ = [
-    "SEPARATORS",
     "Label",
     "Sample",
     "TaskName",
@@ -62,10 +61,11 @@ _LISTED = 3
 _NUMBER = re.compile(r"[-+]?\d+(?:[.,]\d+)?(?:[eE][-+]?\d+)?")
 _FRACTION = re.compile(r"[-+]?\d+[.,]\d*[1-9]")
 _WHOLE = re.compile(r"[-+]?\d+")
-SEPARATORS = ("|", ";", ",", " ")
-"""What may stand between the classes of a sample, the strongest first."""
+_SEPARATORS = "|;,"
+"""What may stand between the classes of a sample besides spaces, the strongest first."""
 _SEVERAL = re.compile(r"[,;|]")
-_BRACKETS = re.compile(r"\[.*\]|\(.*\)")
+_QUOTED = re.compile(r"""(['"])(.*?)\1""")
+_LIST_OF_QUOTED = re.compile(r"\[[,\s]*\]|\([,\s]*\)")
 _SWITCHES = re.compile(r"[\[(]?[01](?:[ ,;|]+[01])+[\])]?")
 _OTHERWISE = "; or accept each of them as a class with --labels-as-is"
 
@@ -87,16 +87,20 @@ def read_label(value: object, task: TaskName = "single-label") -> Label:
         >>> read_label("3.5", "regression")
         3.5
     """
+    text = "" if value is None else str(value).strip()
+    # As Python, pandas and NumPy write a list to CSV.
+    as_list = isinstance(value, str) and _LIST_OF_QUOTED.fullmatch(_QUOTED.sub("", text))
+    if as_list and task == "multi-label":
+        value = [name for _, name in _QUOTED.findall(text) if name]
     if isinstance(value, list | tuple):
         if task != "multi-label":
             raise ValueError(
                 f"expected one label, got the list {shortened(value)}: --task multi-label predicts "
                 f"several classes for a sample"
             )
-        text, names = "", [str(part).strip() for part in value]
+        names = [str(part).strip() for part in value]
     else:
         # A number as JSON and Parquet have it is spelt as in CSV; null is a cell without anything.
-        text = "" if value is None else str(value).strip()
         if task == "regression":
             return _number(text)
         if not text and task == "single-label":
@@ -178,7 +182,7 @@ def separator(labels: Sequence[Label], *, spaces: bool = True) -> str:
     >>> separator(["cat", "cat dog", "dog cow", "cow"])
     ' '
     """
-    signs = (sign for sign in SEPARATORS[:-1] if any(sign in x for x in labels if type(x) is str))
+    signs = (sign for sign in _SEPARATORS if any(sign in x for x in labels if type(x) is str))
     parts = [parts_of(label) for label in labels]
     names = {name for each in parts for name in each}
     words = {word for name in names for word in name.split()}
@@ -188,19 +192,21 @@ def separator(labels: Sequence[Label], *, spaces: bool = True) -> str:
 
 
 def divided(label: Label, sign: str | None) -> Label:
-    """Divide what names several classes, at a sign or, if it is empty, nowhere; None leaves it.
+    """Divide a text that names several classes, at a sign or, if it is empty, nowhere.
 
-    >>> divided("cell|cell, dead", "|"), divided("['toxic', 'rude']", ","), divided("(a) b", "")
-    (('cell', 'cell, dead'), ('toxic', 'rude'), ('(a) b',))
+    None leaves it, and only spaces divide what comes from a list.
+
+    >>> divided("cell|cell, dead", "|"), divided("[1, 2]", ","), divided("(a) b (c)", "")
+    (('cell', 'cell, dead'), ('1', '2'), ('(a) b (c)',))
     """
-    if sign is None:
+    if sign is None or (isinstance(label, tuple) and sign != " "):
         return label
-    around = " "
-    # As Python and pandas write a list to CSV.
-    if isinstance(label, str) and _BRACKETS.fullmatch(label):
-        label, around = label[1:-1], " '\""
+    # As Python writes a list of numbers; with other brackets inside, they belong to names.
+    lists = rf"\[[^][]*\]|\([^()]*[{sign or ','}][^()]*\)"
+    if isinstance(label, str) and re.fullmatch(lists, label):
+        label = label[1:-1]
     parts = (part for name in parts_of(label) for part in (name.split(sign) if sign else [name]))
-    return tuple(dict.fromkeys(name for part in parts if (name := part.strip(around))))
+    return tuple(dict.fromkeys(filter(None, map(str.strip, parts))))
 
 
 def numbered(labels: Sequence[Label], classes: Sequence[str]) -> list[Any]:

@@ -267,12 +267,12 @@ def _reading(path: Path) -> Iterator[None]:
     """Turn whatever decoding raises into one error that names the file.
 
     Raises:
-        DataError: the block raised an exception other than MemoryError.
+        DataError: the block raised it, or any exception other than MemoryError.
     """
     try:
         yield
-    # Says nothing about the file: the next one may fit no better.
-    except MemoryError:
+    # The one says nothing about the file, as the next may fit no better; the other says it all.
+    except (MemoryError, DataError):
         raise
     # On crafted bytes decoders raise nearly anything: SyntaxError, struct.error, IndexError.
     except Exception as error:
@@ -314,9 +314,9 @@ def in_bytes(picture: Image, path: Path, white: int | None) -> Image:
             scaled = (values.clip(0, white) * (255 / white)).astype(np.uint8)
             least, most = values.min(), values.max()
             if least < most and not scaled.any():
-                raise ValueError(
-                    f"its values of {least:g} to {most:g} would all become black: expected some "
-                    f"of {white / 255:g} or more, 1/255 of white ({white})"
+                raise DataError(
+                    f"{readable(path)}: values of {least:g} to {most:g} would all become black, "
+                    f"as white is {white}: expected one of {white / 255:.3g} or more"
                 )
             picture = Image.fromarray(scaled)
         mode = "L" if picture.mode in _GREY_MODES else "RGB"

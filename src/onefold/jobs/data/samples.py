@@ -41,6 +41,7 @@ __all__ = [
     "read_listed",
     "read_splits",
     "read_to_score",
+    "require_two",
     "strata",
 ]
 
@@ -289,7 +290,7 @@ def read_splits(listed_samples: ListedSamples, *, holdout: float, seed: int) -> 
     train, dev, (train_path, dev_path), bad, notes, columns = listed_samples
     labels = [line.label for line in train]
     classes = classes_of(labels)
-    _require_two(labels, train_path, bad)
+    require_two(labels, train_path, bad)
     strange: list[BadFile] = []
     if dev is None:
         train, dev = hold_out(train, strata(labels), share=holdout, seed=seed)
@@ -313,11 +314,12 @@ def read_splits(listed_samples: ListedSamples, *, holdout: float, seed: int) -> 
     )
 
 
-def _require_two(labels: Sequence[Label], path: Path, bad: Sequence[BadFile]) -> None:
+def require_two(labels: Sequence[Label], path: Path, bad: Sequence[BadFile]) -> None:
     """Refuse a training set of which nothing can be learnt, as all labels are one."""
     if len(set(labels)) < 2:
+        alone = f"{labels[0]!r} alone, on " if labels else ""
         others = f"; {len(bad)} others cannot, the first of them: {bad[0]}" if bad else ""
         raise DataError(
-            f"{path}: expected labels of two kinds or more, got {labels[0]!r} alone, on "
-            f"{counted(len(labels), 'line')} that can be used{others}"
+            f"{readable(path)}: expected two different labels, got {alone}"
+            f"{counted(len(labels), 'sample')} that can be used{others}"
         )

@@ -139,9 +139,9 @@ def notes_of(looks: Sequence[Look], trained: int = 0) -> list[str]:
     notes, train = [], looks[:trained]
     if deep := [look.bright for look in train if look.bright is not None]:
         notes.append(
-            f"more than 8 bits a pixel in {len(deep):,} of {counted(len(train), 'picture')} to "
-            f"train with: 99.9% of each one's values are at most {max(deep):g}: {white_of(train)} "
-            f"is used as white for all pictures, and brighter values become white"
+            f"pictures of more than 8 bits a pixel, {len(deep):,} of {len(train):,} to train with, "
+            f"share one white, {white_of(train)}: 99.9% of each one's values are at most "
+            f"{max(deep):g}, and brighter values than white become white"
         )
     if several := sum(look.several for look in looks):
         words = f"{counted(several, 'picture')} with several pages or frames"

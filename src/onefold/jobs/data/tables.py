@@ -37,8 +37,6 @@ TABLES = (".csv", ".json", ".jsonl", ".ndjson", ".parquet")
 _DELIMITERS = ",;\t|"
 _DATASET = "state.json"
 """What ``datasets`` writes beside the Arrow files of a data set."""
-_PARTS = ("train", "test", "val", "dev")
-"""What the names of the parts of a data set begin with."""
 _SHOWN = 30
 """Columns that an error names."""
 _MOST_JSON_BYTES = 1 << 24
@@ -79,18 +77,11 @@ class Columns(NamedTuple):
         return [self.sample] if one else [part.strip() for part in self.sample.split(",")]
 
     def part_note(self, path: Path) -> list[str]:
-        """Mention a column that says of each row of a table to which part of the data it belongs.
-
-        Nothing reads that.
-        """
+        """Mention a column that is named as if it said to which part of the data a row belongs."""
         name = usual_column(column_names(path), "part")
         if name in (None, self.sample, *self.label):
             return []
-        parts = {x.text.casefold() for x in read_table(path, Columns("image", name), None)[0]}
-        note = (
-            f"{readable(path)}: column {name} is not used: --dev names a file of rows to test with"
-        )
-        return [note] if len(parts) > 1 and all(x.startswith(_PARTS) for x in parts) else []
+        return [f"{readable(path)}: column {name} is not used: --dev names a file to test with"]
 
 
 Row = tuple[int, dict[str, Any] | str]
