@@ -207,8 +207,8 @@ FROM_THE_START: dict[str, Callable[[int], object]] = {
     r"the plan is \(3, 1\) on .* \(1, 3\) on": lambda n: stepped(plan=(3 - 2 * n, 1 + 2 * n)),
     "deterministic is True on .* and False on": lambda n: stepped(deterministic=n == 0),
     "the threads of a device is 1 .* and 2 .* on device 1": lambda n: stepped(threads=1 + n),
-    "step 2.*settings of device 1 differ from .* device 0.* lr of group 0 of SGD$": other_rate,
-    r"step 2.*: d of group 0, d_hat of group 0 of OfAllParameters\. .*ner.gradient$": lambda n: (
+    "step 2.*settings of device 1 differ from .* device 0, in lr of group 0 of SGD: ": other_rate,
+    r"step 2.*, in d of group 0, d_hat of group 0 of OfAllParameters \(.*radient\): ": lambda n: (
         of_all_parameters()
     ),
     "the state of the schedule is .* on device 0 and .* on device 1": lambda n: scheduled(3 + n),

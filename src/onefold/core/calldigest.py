@@ -220,8 +220,8 @@ _WORDS = {
     "batch": "{where}: {who} was given another batch than device 0: a batch that the script cuts "
     "itself must be the same whole batch on every device. Did the lead draw random numbers that "
     "the others did not? What one device draws alone belongs in `with trainer.fork_rng():`",
-    "settings": "{where}: the optimizer's settings of {who} differ from those of device 0. Change "
-    "alike on every device, or in trainer.modifying(): {theirs}",
+    "settings": "{where}: the optimizer's settings of {who} differ from those of device 0, in "
+    "{theirs}: change them alike on every device, or in trainer.modifying()",
     "modes": "{where}: {who} has modules in another mode (train, eval), with other numbers (the p "
     "of dropout, the momentum of batch norm), or other frozen parameters than device 0: set them "
     "alike on every device",

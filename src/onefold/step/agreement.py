@@ -47,7 +47,7 @@ _WITH_AVERAGES = (
     Call.AVERAGED_END,
 )
 """The calls that are allowed while the model holds its averages."""
-_OF_ALL = ". If it sums over all parameters, use Trainer(model, None, ...) and trainer.gradient"
+_OF_ALL = " (if it sums over all parameters, use Trainer(model, None, ...) and trainer.gradient)"
 
 
 class Agreement:
