@@ -229,8 +229,8 @@ def _require_devices(options: TrainOptions) -> None:
     # With --devices auto, those that find no shard may leave.
     if count > options.shards and not chosen.may_leave:
         raise LaunchError(
-            f"--devices {options.devices}: {count} devices cannot share {options.shards} shards: a "
-            f"shard is never divided. Use --devices {options.shards} or fewer, or --shards {count}"
+            f"--devices {options.devices}: {count} devices cannot share "
+            f"{counted(options.shards, 'shard')}: a shard is never divided. Use --devices {options.shards} or fewer, or --shards {count}"
         )
 
 

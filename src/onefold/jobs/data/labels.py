@@ -63,7 +63,7 @@ _FRACTION = re.compile(r"[-+]?\d+[.,]\d*[1-9]")
 _WHOLE = re.compile(r"[-+]?\d+")
 _SEPARATORS = "|;,"
 """What may stand between the classes of a sample besides spaces, the strongest first."""
-_SEVERAL = re.compile(r"[,;|]")
+_SEVERAL = re.compile(f"[{_SEPARATORS}]")
 _QUOTED = re.compile(r"""(['"])(.*?)\1""")
 _LIST_OF_QUOTED = re.compile(r"\[[,\s]*\]|\([,\s]*\)")
 _SWITCHES = re.compile(r"[\[(]?[01](?:[ ,;|]+[01])+[\])]?")
