@@ -230,7 +230,8 @@ def _require_devices(options: TrainOptions) -> None:
     if count > options.shards and not chosen.may_leave:
         raise LaunchError(
             f"--devices {options.devices}: {count} devices cannot share "
-            f"{counted(options.shards, 'shard')}: a shard is never divided. Use --devices {options.shards} or fewer, or --shards {count}"
+            f"{counted(options.shards, 'shard')}: a shard is never divided. Use --devices "
+            f"{options.shards} or fewer, or --shards {count}"
         )
 
 
