@@ -97,10 +97,8 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "partial sums are added from left to right",
         "exchange/reduction.py",
-        "            total = fold(parts.get, Block(0, plan.shards), _add_in_place)",
-        "            total = parts[min(parts)]\n"
-        "            for block in sorted(parts)[1:]:\n"
-        "                total = _add_in_place(total, parts[block])",
+        "            for pairs in additions(plan):\n",
+        "            for pairs in [[(min(parts), block)] for block in sorted(parts)[1:]]:\n",
     ),
     Mutant(
         "large gradients are not shown to other processes",

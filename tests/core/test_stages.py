@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onefold.core.stages import Move, cut_pipeline, moves, waiting
+from onefold.core.stages import Move, cut_pipeline, merge, moves, waiting
 
 DEVICES = st.integers(1, 6)
 SIZES = st.lists(st.integers(0, 20), min_size=1, max_size=9)
@@ -70,3 +70,15 @@ def test_the_largest_share_is_as_small_as_can_be(sizes: list[int], devices: int)
         for cuts in combinations(range(1, len(sizes)), devices - 1)
     ]
     assert largest(places) == min(map(largest, every))
+
+
+@given(st.lists(st.integers(0, 1 << 26), max_size=12))
+def test_small_neighbours_are_merged(sizes: list[int]) -> None:
+    """From the end on; none that is large enough by itself takes another one behind it."""
+    stages = merge(sizes)
+    assert [stage for stage, _ in groupby(stages)] == list(range(len(set(stages))))
+    least = min(sum(sizes) / 8, 16 << 20)
+    for stage in set(stages):
+        own = [size for size, at in zip(sizes, stages, strict=True) if at == stage]
+        assert stage == 0 or sum(own) >= least
+        assert sum(own[1:]) < least or len(own) == 1

@@ -39,7 +39,8 @@ def main():
     pairs = [torch.nn.Sequential(torch.nn.Tanh(), layer) for layer in layers]
     model = torch.nn.Sequential(*pairs, Shifts())
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    trainer = onefold.Trainer(model, optimizer, loss, shards=4, threads=1)
+    # The last block of two devices: of one shard, and of two.
+    trainer = onefold.Trainer(model, optimizer, loss, shards=6, threads=1)
     generator = torch.Generator().manual_seed(1)
     for _ in range(3):
         batch = torch.randn(18, 20, generator=generator), torch.arange(18) % 5

@@ -2,6 +2,7 @@
 bits are those of one device, and most of the bytes leave early. With ``replicate:state`` they send
 all of it to all, and nothing else."""
 
+import copy
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -65,6 +66,20 @@ class Sharing(nn.Module):
         found = self.first(x)
         weight = self.parts[0].weight.t() + self.parts[1].weight.t()
         return (found @ weight).relu() + self.parts[2](found)
+
+
+class Narrow(nn.Module):
+    """Small stages that are merged with their neighbours, of which one is used without a call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4)] * 2
+        self.layers = nn.ModuleList(copy.deepcopy(layer) for layer in layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, norm, narrow, *others = self.layers
+        found = norm(first(x)) @ narrow.weight.t() @ others[2].weight
+        return others[1](others[0](found).relu())
 
 
 def scripted() -> nn.Module:
@@ -144,6 +159,7 @@ WAYS: list[dict[str, Any]] = [
     *({"shards": shards, "make": Sharing} for shards in (2, 3)),
     {"shards": 7, "make": Sharing, "plan": (1, 6)},
     {"shards": 4, "make": scripted},
+    *({"shards": shards, "make": Narrow} for shards in (4, 5)),
     {"shards": 7, "plan": (1, 0, 6)},
     {"shards": 7, "plan": (3, 3, 1)},
     {"shards": 4, "clip_norm": 0.1, "clip_value": 0.01},
@@ -219,7 +235,8 @@ def test_most_stages_leave_before_backward_ends(
             trainer.step(torch.randn(8, WIDTH))
 
     simulate(run, 2, options=RunOptions(exchange="collective", placement=placement))
-    assert left["early"] >= 0.7 * left.total(), left
+    # Of six: the first one, and what lies in none.
+    assert left["early"] >= 2 * left["late"] > 0, left
 
 
 def published(placement: str, monkeypatch: pytest.MonkeyPatch) -> int:

@@ -127,8 +127,8 @@ FAULTS: list[Mutant] = [
     Mutant(
         "sums of another card are added without being brought",
         "exchange/reduction.py",
-        "                parts = {block: part.to(home.device) for block, part in parts.items()}\n",
-        "                parts = dict(parts)\n",
+        "parts = {b: [each.to(home.device) for each in part] for b, part in parts.items()}\n",
+        "parts = dict(parts)\n",
         (CARDS,),
     ),
     Mutant(

@@ -5,8 +5,10 @@ other tests. Those of this folder prove the pretended accelerator itself; those 
 written for any GPU.
 """
 
+import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -64,6 +66,20 @@ def test_what_is_tested_on_a_gpu(module: str) -> None:
 
 
 @pytest.mark.full
+def test_what_processes_of_a_card_each_ask_of_it(tmp_path: Path) -> None:
+    """At most a launch for each parameter, no waits, and most of a gradient leaves early."""
+    output = tmp_path / "rows.json"
+    options = ["--workloads", "resnet18", "--devices", "2", "3", "--output", str(output)]
+    command = [sys.executable, str(ROOT / "benchmarks" / "counts.py"), *options]
+    subprocess.run(command, check=True, timeout=LIMIT_S)
+    for row in json.loads(output.read_text(encoding="utf-8")):
+        assert row["launches"] - row["own_launches"] <= row["parameters"], row
+        assert row["waits"] == 0
+        assert row["early"] >= 0.8 * row["gradients"], row
+        assert row["largest"] <= 128
+
+
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("devices", "shards", "placement"),
     [
@@ -84,6 +100,7 @@ def test_the_plan_tells_what_a_device_takes(devices: int, shards: int, placement
         state=2 * whole,
         scratch=whole,
         stage=layer,
+        sent=layer,
         shards=shards,
     )
     named = ",".join(f"pretend:{number}" for number in range(devices))

@@ -17,14 +17,18 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple, TypeVar
 
+import torch
+
 from onefold.core.shard import Plan
 
 __all__ = [
     "Block",
     "Published",
+    "additions",
     "before_last",
     "blocks_of",
     "fold",
+    "fold_rows",
     "fold_shards",
     "max_blocks",
     "published_by",
@@ -139,6 +143,48 @@ def before_last(node: Block) -> list[Block]:
         found.append(left)
         node = right
     return found[::-1]
+
+
+@lru_cache(maxsize=16)
+def additions(plan: Plan) -> tuple[tuple[tuple[Block, Block], ...], ...]:
+    """The additions in place that make one sum of all published ones, in rounds.
+
+    Those of a round depend on none of each other. The left block's memory takes the sum.
+
+    >>> plan = Plan.even(shards=5, devices=5)
+    >>> [[(left.start, right.start) for left, right in each] for each in additions(plan)]
+    [[(0, 1), (2, 3)], [(0, 2)], [(0, 4)]]
+    """
+    published, rounds = published_by(plan), list[list[tuple[Block, Block]]]()
+
+    def visit(node: Block) -> tuple[Block, int]:
+        if node in published:
+            return node, 0
+        left, right = _halves(node, _width(node.stop - node.start))
+        first, depth = visit(left)
+        if right is None:
+            return first, depth
+        second, other = visit(right)
+        depth = max(depth, other)
+        rounds.extend([] for _ in range(len(rounds), depth + 1))
+        rounds[depth].append((first, second))
+        return first, depth + 1
+
+    visit(Block(0, plan.shards))
+    return tuple(map(tuple, rounds))
+
+
+def fold_rows(rows: torch.Tensor) -> torch.Tensor:
+    """Add up one row per shard, (V, ...), in the tree's order: a kernel for each of its levels.
+
+    >>> fold_rows(torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]))
+    tensor([ 9., 12.])
+    """
+    while len(rows) > 1:
+        pairs = len(rows) // 2
+        sums = rows[: 2 * pairs : 2] + rows[1::2]
+        rows = sums if len(rows) == 2 * pairs else torch.cat([sums, rows[-1:]])
+    return rows[0]
 
 
 def fold_shards(values: Sequence[T], add: Callable[[T, T], T]) -> T:

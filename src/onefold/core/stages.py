@@ -23,7 +23,17 @@ import torch
 
 from onefold.core.flat import Layout, Piece, aligned
 
-__all__ = ["ROOT", "Move", "StageLayout", "Stages", "cut_pipeline", "in_groups", "moves", "waiting"]
+__all__ = [
+    "ROOT",
+    "Move",
+    "StageLayout",
+    "Stages",
+    "cut_pipeline",
+    "in_groups",
+    "merge",
+    "moves",
+    "waiting",
+]
 
 
 ROOT = 0
@@ -170,6 +180,34 @@ def waiting(devices: int, count: int) -> float:
     0.375
     """
     return (devices - 1) / count
+
+
+_MERGED_SHARE, _MERGED_BYTES = 1 / 8, 16 << 20
+"""Stages are merged up to this share of all of them, or this size."""
+
+
+def merge(sizes: Sequence[int]) -> list[int]:
+    """Make one stage of small neighbours, from the end of the model on, where backward begins.
+
+    What is left at the beginning stays small, as nothing is computed while it is sent.
+
+    Args:
+        sizes: of the stages in bytes, in the order of the model.
+
+    Returns:
+        The new number of each.
+
+    >>> merge((1, 1, 9, 20, 40, 1))
+    [0, 0, 1, 2, 3, 3]
+    """
+    least = min(sum(sizes) * _MERGED_SHARE, _MERGED_BYTES)
+    found, number, filled = [], 0, 0
+    for size in reversed(sizes):
+        found.append(number)
+        filled += size
+        if filled >= least:
+            number, filled = number - 1, 0
+    return [number - found[-1] for number in reversed(found)]
 
 
 def cut_pipeline(sizes: Sequence[int], devices: int) -> tuple[int, ...]:

@@ -53,7 +53,7 @@ import torch
 
 from onefold.core.calldigest import checksum
 from onefold.core.flat import FlatTensors
-from onefold.core.fold import fold_shards
+from onefold.core.fold import fold_rows, fold_shards
 from onefold.core.mean import Contribution, LateWeight, LossTerms, Mean, detached, known, weigh
 from onefold.errors import DisagreementError, LossError
 
@@ -248,7 +248,7 @@ class StepValues:
     def finished(self) -> dict[str, torch.Tensor]:
         """Add up and divide: () float64 for each name, in the order in which the loss has them."""
         # In the fold's order, as the loss is.
-        folded = fold_shards(list(self.table.unbind()), torch.add)
+        folded = fold_rows(self.table)
         terms: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for line, (total, weight) in zip(self.lines, folded, strict=True):
             divided, name = line.startswith(_MEAN), line.partition(" ")[2]

@@ -112,7 +112,7 @@ class GroupTransport(Transport):
         # torch.frombuffer refuses an empty buffer, so an empty message travels as one byte.
         own = torch.frombuffer(bytearray(message or b"\0"), dtype=torch.uint8)
         if among is None or len(among) == self.size:
-            found = self.gather(own)
+            found = [*self.gather(own)]
         else:
             parts = {peer: torch.empty_like(own) for peer in among if peer != self.rank}
             operations = [Operation(True, peer, own) for peer in parts]
@@ -124,14 +124,14 @@ class GroupTransport(Transport):
 
     def all_gather_rows(self, rows: Mapping[int, torch.Tensor]) -> torch.Tensor:
         (row,) = rows.values()
-        return torch.stack(self.gather(row))
+        return self.gather(row)
 
-    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Gather one tensor from every process, all of one shape and dtype, in device order."""
-        parts = [torch.empty_like(tensor) for _ in range(self.size)]
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Gather one tensor from every process, all of one shape and dtype: (devices, *shape)."""
+        rows = tensor.new_empty(self.size, *tensor.shape)
         with self._naming_the_lost():
-            dist.all_gather(parts, tensor, group=self._group)
-        return parts
+            dist.all_gather([*rows], tensor, group=self._group)
+        return rows
 
     def broadcast_from_lead(self, tensors: Iterable[torch.Tensor]) -> None:
         """Overwrite the tensors of every process with the lead's."""

@@ -42,6 +42,7 @@ from onefold.core.fold import Published
 from onefold.core.shard import Plan
 from onefold.core.stages import StageLayout
 from onefold.core.storage import Frozen, Storage, cut_chunks
+from onefold.core.values import Gradients
 from onefold.exchange.shardtable import ShardTable
 from onefold.system.allocator import DEFAULT_ALLOCATOR, TensorAllocator
 from onefold.system.compat import copy_each
@@ -131,6 +132,7 @@ class Partial:
     def __init__(self, flat: FlatTensors, *, copies_all: bool = False) -> None:
         self.flat = flat
         self._visible: list[Chunk] = []
+        self._copies_all = copies_all
         numbers = () if copies_all else range(len(flat.views))
         self._large = {n for n in numbers if flat.layout.is_large(n)}
         self._direct: dict[int, torch.Tensor] = {}
@@ -162,11 +164,29 @@ class Partial:
             targets = [self.flat.chunk(chunk) for chunk in shown]
             copy_each(targets, [self.chunk(chunk) for chunk in shown])
 
+    def hold(self, gradients: Gradients) -> Gradients:
+        """Move gradients, to which others are added, to where `write_some` would copy the sums.
+
+        Returns:
+            They, where they lie now: those stay that would not be copied, or change their dtype.
+        """
+        moved = {
+            number: (self.flat.views[number], gradient)
+            for number, gradient in enumerate(gradients)
+            if gradient is not None and gradient.dtype == self.flat.views[number].dtype
+        }
+        if not self._copies_all or not moved:
+            return gradients
+        copy_each(*map(list, zip(*moved.values(), strict=True)))
+        return [moved[n][0] if n in moved else each for n, each in enumerate(gradients)]
+
     def write_some(self, numbers: Iterable[int], gradients: Iterable[torch.Tensor | None]) -> None:
         """Take over the gradients of some entries, by number, beside those of others."""
         views, sources = [], []
         for number, gradient in zip(numbers, gradients, strict=True):
             view = self.flat.views[number]
+            if gradient is view:
+                continue
             # Zeroed, not skipped: the memory still holds the values of the step before.
             if gradient is None:
                 view.zero_()
@@ -449,8 +469,9 @@ class Memory(ABC):
         owned = [storage.pieces_of(each) for each in assignment.partitions]
         self.partitions = [storage.pieces] * len(owned) if storage.mirrors else owned
         """The pieces of which each device adds up the partial sums: those that it owns, or all."""
-        at_once = any(device.type != "cpu" for device in assignment.devices)
-        self._cut = partial(cut_chunks, at_once=at_once)
+        self.at_once = any(device.type != "cpu" for device in assignment.devices)
+        """Whether what lies side by side is moved and added as one, as each launch takes time."""
+        self._cut = partial(cut_chunks, at_once=self.at_once)
         self.summed = [self._cut(storage.gradients, each) for each in self.partitions]
         """For each device, the stretches of gradients that it adds up one after the other."""
         self._updated = [self._cut(storage.parameters, each) for each in owned]
@@ -480,6 +501,13 @@ class Memory(ABC):
     @abstractmethod
     def publish(self, device: int, slot: int, gradients: Sequence[torch.Tensor | None]) -> None:
         """Take over the partial sum of one of ``device``'s blocks; see `Exchange.publish`."""
+
+    def hold(self, slot: int, gradients: Gradients) -> Gradients:
+        """Move a sum, to which the last shard's is added, to where it is sent from; see `Partial`.
+
+        Called where `Storage.early` says so, ahead of `publish_stage`.
+        """
+        raise TypeError("expected whole partial sums: no stage is sent early")
 
     def publish_stage(
         self, slot: int, stage: int, gradients: Sequence[torch.Tensor | None]

@@ -39,6 +39,7 @@ from onefold.core.fold import Published, blocks_of
 from onefold.core.shard import Plan, runs_of
 from onefold.core.stages import ROOT
 from onefold.core.storage import Storage
+from onefold.core.values import Gradients
 from onefold.exchange.collective import GroupTransport, Moving, Operation
 from onefold.exchange.memory import (
     Arrivals,
@@ -143,6 +144,9 @@ class PrivateMemory(Memory):
     def publish(self, device: int, slot: int, gradients: Sequence[torch.Tensor | None]) -> None:
         self._own[slot].write(gradients)
         self._send(range(slot * len(self._turns), (slot + 1) * len(self._turns)))
+
+    def hold(self, slot: int, gradients: Gradients) -> Gradients:
+        return self._own[slot].hold(gradients)
 
     def publish_stage(
         self, slot: int, stage: int, gradients: Sequence[torch.Tensor | None]

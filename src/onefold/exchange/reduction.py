@@ -39,7 +39,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from onefold.core.fold import Block, fold, published_by
+from onefold.core.fold import Block, additions, published_by
 from onefold.core.shard import Plan
 from onefold.exchange.memory import Arrivals, Memory, PartitionSums, by_stage
 from onefold.exchange.stageexchange import (
@@ -81,7 +81,7 @@ class Reduction(ABC):
 class BlockReduction(Reduction):
     """Adds whole partial sums, one of each block of shards, over the partitions of this process.
 
-    It goes chunk by chunk: the sums of the tree's inner nodes are then still in the processor's
+    On processors it goes chunk by chunk: the sums of the tree's inner nodes are then still in the
     cache when they are added in turn, and a chunk can be added while later ones are on their way.
 
     Args:
@@ -120,24 +120,38 @@ class BlockReduction(Reduction):
         memories = {block: self.memory.partial(at) for block, at in published.items()}
         # A lone partial sum that is here, and may stay where it lies, is the total already.
         nothing_to_do = len(published) == 1 and arrivals is None and home is None
-        for number, chunk in enumerate(() if nothing_to_do else self.memory.summed[device]):
+        chunks = () if nothing_to_do else self.memory.summed[device]
+        for numbers in self._added_together(len(chunks)):
             if arrivals is not None:
-                arrivals.wait_for(number)
-            parts = {block: partial.chunk(chunk) for block, partial in memories.items()}
+                for number in numbers:
+                    arrivals.wait_for(number)
+            own = [chunks[number] for number in numbers]
+            parts = {
+                block: [each.chunk(chunk) for chunk in own] for block, each in memories.items()
+            }
             if home is not None:
-                parts = {block: part.to(home.device) for block, part in parts.items()}
+                parts = {b: [each.to(home.device) for each in part] for b, part in parts.items()}
             # In place, left before right: the leftmost part ends up as the total, and its own value
             # is gone. Each chunk is therefore folded exactly once a step.
-            total = fold(parts.get, Block(0, plan.shards), _add_in_place)
-            # `to` copies nothing on the same device, so the total may be in its place already.
-            if home is not None and total.data_ptr() != home.chunk(chunk).data_ptr():
-                home.chunk(chunk).copy_(total)
+            for pairs in additions(plan):
+                add_each(
+                    [each for left, _ in pairs for each in parts[left]],
+                    [each for _, right in pairs for each in parts[right]],
+                )
+            if home is not None:
+                for chunk, total in zip(own, parts[min(parts)], strict=True):
+                    # `to` copies nothing on the same device: the total may be in place already.
+                    if total.data_ptr() != home.chunk(chunk).data_ptr():
+                        home.chunk(chunk).copy_(total)
         source: PartitionSums = memories[min(memories)] if home is None else home
         return [source.piece(piece) for piece in self.memory.partitions[device]]
 
-
-def _add_in_place(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    return left.add_(right)
+    def _added_together(self, chunks: int) -> Iterable[Sequence[int]]:
+        """The numbers of chunks that are added by the same kernels."""
+        if not self.memory.at_once:
+            return [[number] for number in range(chunks)]
+        # The last one may be on its way for as long as it takes to add all others.
+        return filter(len, (range(chunks - 1), range(max(chunks - 1, 0), chunks)))
 
 
 T = TypeVar("T")

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 
 import torch
 
@@ -112,9 +113,9 @@ def _send_early(
     """Compute a block, and send each stage of its sum as soon as it is complete."""
     assert replica.stages is not None
     entries, record = replica.stages.stages.entries, partial(exchange.table.record, replica.number)
-    before = before_last(block)
-    # The leftmost first, as in `fold`.
-    sums = list(partial_sums(replica, batch, task, record, None, before[::-1]))[::-1]
+    # The leftmost first, as in `fold`, which takes what is added to it where it is sent from.
+    found = partial_sums(replica, batch, task, record, None, before_last(block)[::-1])
+    sums = [*map(partial(exchange.memory.hold, slot), islice(found, 1)), *found][::-1]
 
     def send(given: GradientSend) -> None:
         gradients = list(given.gradients)
@@ -171,7 +172,7 @@ class Replicated(Placement):
         if has_memory_in_common(self.devices) or self.settings.shards == 1:
             return PlacementPlan()
         mirrors = self.devices.context.options.placement == WITH_STATE
-        early = StageModules(parts.module, stages, parts.trained)
+        early = StageModules(parts.module, stages, parts.trained, merged=stages is None)
         return PlacementPlan(early=early, mirrors=mirrors)
 
     def run_shards(

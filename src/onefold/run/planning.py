@@ -113,6 +113,7 @@ def _measured(
         frozen[found.stage_of(parameter)] += parameter.nbytes
     kept = list(held_in(settings.precision, parts).values())
     gradients = [each.numel() * added_up_in(each.dtype).itemsize for each in kept]
+    sent = StageModules(user.module, user.stages, parts.trained, merged=user.stages is None).stages
     shown: list[dict[str, Any]] = [
         {
             "name": name,
@@ -132,6 +133,7 @@ def _measured(
         state=state,
         scratch=scratch,
         stage=max(stage["bytes"] for stage in shown),
+        sent=max(sum(gradients[number] for number in own) for own in sent.entries),
         shards=settings.shards,
         frozen=sum(frozen),
         frozen_stage=max(frozen),
@@ -226,6 +228,8 @@ class Footprint:
     """What the optimizer computes with besides, on a device with memory of its own."""
     frozen: int = 0
     """Frozen parameters that lie in stages."""
+    sent: int = 0
+    """The gradients of the largest stage that leaves while backward runs."""
     frozen_stage: int = 0
     """Those of the stage that has most of them."""
 
@@ -261,8 +265,12 @@ class Footprint:
         held = self.gradients * max(counts)
         came = self.gradients * (sum(counts) - max(counts)) // updating
         early = max(counts) == 1 and self.parameters >= LEAST_SENT_EARLY_BYTES
-        below = self.gradients * (largest - 1).bit_length()
-        below += _STAGES_AT_HAND * self.stage if early else self.gradients
+        levels = (largest - 1).bit_length()
+        below = self.gradients * (levels + 1)
+        if early:
+            # Before the last shard, one sum has moved to where it is sent from.
+            at_hand = max(self.gradients * min(levels, 1), _STAGES_AT_HAND * self.sent)
+            below = self.gradients * max(levels - 1, 0) + at_hand
         return held + came + max(below, self.scratch // updating)
 
     def sharding(self, devices: int, *, together: bool) -> int:

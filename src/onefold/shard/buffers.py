@@ -44,7 +44,7 @@ import torch
 
 from onefold.core.batch import ShardedBatch
 from onefold.core.flat import FlatTensors, Layout, as_words, lay_out, same_bits
-from onefold.core.fold import fold_shards
+from onefold.core.fold import fold_rows
 from onefold.core.numbers import check_choice
 from onefold.core.settings import BufferRule
 from onefold.core.values import ChangedBuffers
@@ -358,7 +358,7 @@ def _combine(
     wide = torch.int64 if whole else torch.complex128 if start.is_complex() else torch.float64
     if rule == "sum":
         base = start.to(wide)
-        return (base + fold_shards([v.to(wide) - base for v in filled], torch.add)).to(start.dtype)
+        return (base + fold_rows(torch.stack([v.to(wide) for v in filled]) - base)).to(start.dtype)
     return _mean(values, start, sizes, torch.float64 if whole else wide)
 
 
@@ -373,12 +373,13 @@ def _mean(
     # of positions) must not drift from step to step.
     alike = words == as_words(start) if start.element_size() == 1 else filled == start
     left_alone = alike.all(dim=0)
-    products = list(filled.to(wide).unbind())
-    multiply_each(products, [float(size) for size in sizes if size])
-    coming = iter(products)
-    # Zeros and not 0 times the value of an empty shard: 0 times infinity is not a number.
-    weighted = [next(coming) if size else torch.zeros_like(start, dtype=wide) for size in sizes]
-    mean = (fold_shards(weighted, torch.add) / sum(sizes)).to(start.dtype)
+    rows = filled.to(wide)
+    multiply_each(list(rows.unbind()), [float(size) for size in sizes if size])
+    if len(rows) < len(sizes):
+        # Zeros and not 0 times the value of an empty shard: 0 times infinity is not a number.
+        coming, zeros = iter(rows), torch.zeros_like(start, dtype=wide)
+        rows = torch.stack([next(coming) if size else zeros for size in sizes])
+    mean = (fold_rows(rows) / sum(sizes)).to(start.dtype)
     return torch.where(left_alone, start, mean)
 
 

@@ -12,14 +12,14 @@ called several times the first call counts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 
 from onefold.core.flat import lay_out
-from onefold.core.stages import ROOT, Stages, cut_pipeline
+from onefold.core.stages import ROOT, Stages, cut_pipeline, merge
 from onefold.core.storage import Frozen, cut_partitions, cut_pieces
 from onefold.core.structure import tensors_of
 
@@ -37,6 +37,8 @@ class StageModules:
         modules: the stages, in the order in which the model uses them; None to find them.
         trained: the parameters that the optimizer updates, by name.
         pipeline: how many devices compute the model one after the other, each some of its stages.
+        merged: whether small neighbours are one stage, as each stage that is sent by itself costs
+            launches and messages.
 
     Raises:
         TypeError: something that is no module was named as a stage.
@@ -50,24 +52,40 @@ class StageModules:
         modules: Sequence[torch.nn.Module] | None,
         trained: Mapping[str, torch.nn.Parameter],
         pipeline: int = 1,
+        *,
+        merged: bool = False,
     ) -> None:
         names = {id(part): name or "the model" for name, part in module.named_modules()}
         modules = cut_by_itself(module) if modules is None else modules
         _check(modules, names)
         self.modules = tuple(modules)
-        """The module of each stage but the root: stage 1 is the first."""
+        """The module of each stage but the root, from stage 1 on; merged stages have several."""
         self.last = {ROOT}
         """Stages that are handed over after all of backward: something uses their parameters
         before they run."""
         self._homes: dict[int, set[int]] = {}
-        for stage, part in enumerate(modules, start=ROOT + 1):
+        self._stages = list(range(ROOT + 1, len(self.modules) + ROOT + 1))
+        """The stage of each module."""
+        for stage, part in zip(self._stages, modules, strict=True):
             for parameter in part.parameters():
                 self._homes.setdefault(id(parameter), set()).add(stage)
+        if merged:
+            self._merge(self._sizes(trained.values()))
+        # The first module of merged ones gives its name.
+        called = {
+            s: names[id(part)] for s, part in zip(self._stages[::-1], modules[::-1], strict=True)
+        }
         self.stages = Stages(
-            names=("the rest of the model", *(names[id(part)] for part in modules)),
+            names=("the rest of the model", *(called[stage] for stage in sorted(called))),
             stage_of=tuple(map(self.stage_of, trained.values())),
             places=self._places(module, pipeline) if pipeline > 1 else (),
         )
+
+    def _merge(self, sizes: Sequence[int]) -> None:
+        """Number the stages anew, where some of these sizes in bytes become one."""
+        numbers = [ROOT, *(number + ROOT + 1 for number in merge(sizes[ROOT + 1 :]))]
+        self._stages = [numbers[stage] for stage in self._stages]
+        self._homes = {key: {numbers[s] for s in homes} for key, homes in self._homes.items()}
 
     def stage_of(self, parameter: torch.nn.Parameter) -> int:
         """The number of the stage that a parameter of the model lies in."""
@@ -75,12 +93,16 @@ class StageModules:
         # What several stages use is nobody's alone.
         return min(homes) if len(homes) == 1 else ROOT
 
+    def _sizes(self, parameters: Iterable[torch.nn.Parameter]) -> list[int]:
+        """Bytes of some parameters in each stage."""
+        sizes = [0] * (len(self.modules) + 1)
+        for parameter in parameters:
+            sizes[self.stage_of(parameter)] += parameter.numel() * parameter.element_size()
+        return sizes
+
     def _places(self, module: torch.nn.Module, pipeline: int) -> tuple[int, ...]:
         """The place in a pipeline of each stage, the root with the first device."""
-        sizes = [0] * (len(self.modules) + 1)
-        for parameter in module.parameters():
-            sizes[self.stage_of(parameter)] += parameter.numel() * parameter.element_size()
-        return 0, *cut_pipeline(sizes[ROOT + 1 :], pipeline)
+        return 0, *cut_pipeline(self._sizes(module.parameters())[ROOT + 1 :], pipeline)
 
     @contextmanager
     def watched(self, done: Callable[[Sequence[int]], None]) -> Iterator[Callable[[], None]]:
@@ -115,7 +137,7 @@ class StageModules:
 
         handles = [
             part.register_forward_hook(lambda *call, stage=stage: after(stage, call[-1]))
-            for stage, part in enumerate(self.modules, start=ROOT + 1)
+            for stage, part in zip(self._stages, self.modules, strict=True)
             # These take no hooks: their stages are handed over when backward is over.
             if not isinstance(part, torch.jit.ScriptModule)
         ]

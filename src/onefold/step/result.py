@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from onefold.core.calldigest import Agreed
-from onefold.core.fold import fold_shards
+from onefold.core.fold import fold_rows
 from onefold.core.values import StepValues, StepWeight
 from onefold.watch.timing import PhaseSeconds, Span
 
@@ -136,7 +136,7 @@ class StepResult:
         """See `Step.loss`."""
         # In the fold's order, as the gradients are: the loss has the same bits on any number of
         # devices too.
-        total = fold_shards(list(self.totals.unbind()), torch.add)
+        total = fold_rows(self.totals)
         # By a tensor: a GPU multiplies by the reciprocal of a number, which rounds otherwise.
         weight = total.new_full((), self.weight)
         return total / weight if self.weight else total * math.nan

@@ -38,7 +38,7 @@ import torch
 from onefold.core.batch import ShardedBatch, move
 from onefold.core.counting import count_of
 from onefold.core.flat import laid_out, storage_order
-from onefold.core.fold import fold_shards
+from onefold.core.fold import fold_rows
 from onefold.core.mean import Contribution, weigh
 from onefold.core.randomness import derive_seed, kept_generators, seed_generators
 from onefold.core.shard import cut_bounds
@@ -381,7 +381,7 @@ class Mathematics:
         found.skipped = False
         totals = table.totals.cpu()
         found.finding = found.finding or self._whole_finding
-        found.loss = float(fold_shards(list(totals.unbind()), torch.add)) / weight
+        found.loss = float(fold_rows(totals)) / weight
         found.loss_difference = self._relative_loss(float(totals.abs().sum()) / weight)
         self._compare_gradients()
         limit = self.tolerance
