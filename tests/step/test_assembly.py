@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
 
 import onefold
@@ -12,7 +13,7 @@ from onefold.core.shard import Plan
 from onefold.exchange.exchange import Exchange
 from onefold.placement import sharded
 from onefold.step import assembly
-from onefold.step.assembly import assemble
+from onefold.step.assembly import assemble, check_moves
 from tests.inside import engine_in
 from tests.small import bits, line, make_trainer, points, sgd, square
 from tests.step.assembled import devices_of, settings_of
@@ -90,3 +91,12 @@ def test_a_stage_that_no_device_can_have_is_named(
     expected = rf"stage 0 is larger .* at most {capacity:,} bytes, which cpu .*large-models\.md"
     with pytest.raises(ValueError, match=expected):
         make()
+
+
+def test_a_model_that_cannot_be_moved_in_place_is_refused() -> None:
+    """Accelerators of other parties are no kind that a tensor may change to; ``meta`` is none."""
+    model, meta = nn.Linear(2, 2), torch.device("meta")
+    check_moves(model, torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"to meta and keep them .* by model.to\('meta'\)"):
+        check_moves(model, meta)
+    check_moves(model.to(meta), meta)

@@ -48,7 +48,7 @@ from onefold.update.clipping import refuse_clipping
 from onefold.update.optimizer import PartitionedOptimizer
 from onefold.update.optimizers import optimizers_in, steps_by_parameter
 
-__all__ = ["LEAST_SENT_EARLY_BYTES", "assemble", "hold", "take_from_holders"]
+__all__ = ["LEAST_SENT_EARLY_BYTES", "assemble", "check_moves", "hold", "take_from_holders"]
 
 LEAST_SENT_EARLY_BYTES = 4 << 20
 """Parameters of a model whose partial sums are sent stage by stage."""
@@ -74,6 +74,25 @@ def hold(module: torch.nn.Module, close: Callable[[], None]) -> None:
         _holders[tensor] = reference
 
 
+def check_moves(module: torch.nn.Module, device: torch.device) -> None:
+    """Refuse a model on the host that cannot get memory of a device while it is the same objects.
+
+    PyTorch allows that for the kinds of accelerators that it has itself.
+
+    Raises:
+        ValueError: it is on the host, and the device of another kind.
+    """
+    if all(tensor.device == device for tensor in chain(module.parameters(), module.buffers())):
+        return
+    try:
+        torch.empty(0).data = torch.empty(0, device=device)
+    except RuntimeError as error:
+        raise ValueError(
+            f"PyTorch cannot move the parameters of a model to {device} and keep them the same "
+            f"objects: move the model before its optimizer is made, by model.to({str(device)!r})"
+        ) from error
+
+
 def assemble(
     module: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -93,10 +112,11 @@ def assemble(
     find that out.
 
     Raises:
-        ValueError: the optimizer holds no parameter that can be trained.
+        ValueError: the optimizer holds no parameter that can be trained; or see `check_moves`.
         DisagreementError: another device brought another model, optimizer or setting.
         PeerError: another device did not join in time.
     """
+    check_moves(module, devices.own_devices[devices.own[0]])
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     parts = _parts(module, held)
     # Before any device's memory takes the place of what the script has.
