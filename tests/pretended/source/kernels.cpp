@@ -258,13 +258,15 @@ void compute(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     if (value.isDevice()) value = c10::Device(c10::kCPU);
     if (value.isGenerator()) {
       draws = value.toGenerator();
+      TORCH_CHECK(draws->device().type() == KIND, "Expected a 'pretend' device type for generator "
+                  "but found '", draws->device().type(), "'");
       value = IValue();
     }
     value = replaced(value, [&](const Tensor& tensor) { return call.lend(tensor); });
   }
   {
     std::optional<Draws> drawing;
-    if (draws) drawing.emplace(generator_behind(*draws));
+    if (draws) drawing.emplace(*draws);
     at::AutoDispatchBelowADInplaceOrView below;
     c10::impl::ExcludeDispatchKeyGuard plain(c10::autocast_dispatch_keyset);
     op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);

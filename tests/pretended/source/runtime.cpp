@@ -384,22 +384,11 @@ void add_late(bool to_host, const at::Tensor& pinned, std::vector<char> bytes, L
 
 namespace {
 
-struct DeviceGenerator final : c10::GeneratorImpl {
-  at::Generator behind;
-
-  explicit DeviceGenerator(c10::DeviceIndex device)
-      : GeneratorImpl({KIND, device}, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)),
-        behind(at::make_generator<at::CPUGeneratorImpl>(c10::default_rng_seed_val)) {}
-  void set_current_seed(uint64_t seed) override { behind.set_current_seed(seed); }
-  void set_offset(uint64_t) override { TORCH_CHECK(false, "a pretended device has no offsets"); }
-  uint64_t get_offset() const override { TORCH_CHECK(false, "a pretended device has no offsets"); }
-  uint64_t current_seed() const override { return behind.current_seed(); }
-  uint64_t seed() override { return behind.seed(); }
-  void set_state(const c10::TensorImpl& state) override {
-    behind.unsafeGetGeneratorImpl()->set_state(state);
-  }
-  c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
-    return behind.unsafeGetGeneratorImpl()->get_state();
+// The processor's, under the name of a device.
+struct DeviceGenerator final : at::CPUGeneratorImpl {
+  explicit DeviceGenerator(c10::DeviceIndex device) {
+    device_ = {KIND, device};
+    key_set_ = c10::DispatchKeySet(c10::DispatchKey::PrivateUse1);
   }
   DeviceGenerator* clone_impl() const override {
     auto* copy = new DeviceGenerator(device_.index());
@@ -419,13 +408,6 @@ const at::Generator& default_generator(int device) {
     return made;
   }();
   return all.at(device < 0 ? device_here : device);
-}
-
-at::Generator generator_behind(const at::Generator& generator) {
-  auto* found = dynamic_cast<DeviceGenerator*>(generator.unsafeGetGeneratorImpl());
-  TORCH_CHECK(found, "Expected a 'pretend' device type for generator but found '",
-              generator.device().type(), "'");
-  return found->behind;
 }
 
 // ---------------------------------------------------------------- what PyTorch asks of a device

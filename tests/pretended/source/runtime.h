@@ -124,9 +124,7 @@ std::vector<char> bytes_for(const at::Tensor& pinned, Lane lane, const std::stri
 void add_late(bool to_host, const at::Tensor& pinned, std::vector<char> bytes, Lane lane,
               int64_t clock, const std::string& by);
 
-// Random numbers: the processor's generator behind the one of a device.
 const at::Generator& default_generator(int device);
-at::Generator generator_behind(const at::Generator& generator);
 
 // A tensor in the same memory, which the processor's kernels take for their own.
 at::Tensor as_host(const at::Tensor& tensor);
