@@ -45,6 +45,7 @@ TaskPlugin=task/none
 SelectType=select/linear
 MpiDefault=none
 ReturnToService=2
+FirstJobId=12000
 NodeName=node1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs={cores}
 NodeName=node2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs={cores}
 NodeName=nowhere NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[3]} CPUs={cores}
@@ -84,7 +85,10 @@ def running(command: list[str], log: Path, **environment: str) -> Iterator[None]
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """A cluster of three nodes on this machine, one of which has a name that does not resolve."""
+    """A cluster of three nodes on this machine, one of which has a name that does not resolve.
+
+    The ports of its jobs follow their numbers; those of the first ones Ray may have.
+    """
     missing = [name for name in PROGRAMS if shutil.which(name) is None]
     if missing or os.getuid() != 0:
         pytest.skip(f"Slurm on this machine needs root and slurm-wlm; missing: {missing}")
