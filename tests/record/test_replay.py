@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import IterableDataset, Subset, TensorDataset
 
 import onefold
-from onefold.errors import LossError, RecordError, StateError
+from onefold.errors import CheckpointError, LossError, RecordError, StateError
 from onefold.record import FILE
 from onefold.record.frames import FrameWriter
 from tests.checkpoint.inprocess import Life, Runs, Script
@@ -222,9 +222,9 @@ def refused(runs: Runs, before: Script, after: Script, words: str) -> None:
     assert f"{__file__}:" in str(caught.value)
 
 
-def steps(life: Life, *, samples: int = 6, between: Any = None) -> str:
+def steps(life: Life, *, between: Any = None) -> str:
     trainer = life.trainer(model(), loss, shards=2)
-    for batch in trainer.loader(data(), batch_size=samples):
+    for batch in trainer.loader(data(), batch_size=6):
         life.tick()
         step = trainer.step(batch)
         if between is not None:
@@ -257,10 +257,48 @@ def test_a_script_that_asks_for_something_else_is_told_where(
     refused(runs, steps, partial(steps, between=between), words)
 
 
-def test_what_was_changed_on_purpose_can_be_named(runs: Runs) -> None:
-    other = partial(steps, samples=4)
-    refused(runs, steps, other, "onefold run --changed batch_size .* goes on from the checkpoint")
-    assert runs.start(other, changed=("batch_size",)) is not None
+def loaded(life: Life, *, samples: int = 24, **options: Any) -> str:
+    trainer = life.trainer(model(), loss, shards=2)
+    loader = trainer.loader(data(samples), **{"batch_size": 6, **options})
+    for _ in trainer.epochs(2):
+        for batch in loader:
+            life.tick()
+            trainer.step(batch)
+    return trainer.fingerprint()
+
+
+@pytest.mark.parametrize("dies", [4, 6, None])
+@pytest.mark.parametrize(
+    ("options", "words", "changed"),
+    [
+        ({"batch_size": 4}, "batch_size 6, this run has 4", "batch_size"),
+        ({"drop_last": True}, "drop_last False, this run has True", "batch_size"),
+        ({"shuffle": True}, "shuffle False, this run has True", "dataset"),
+        ({"samples": 30}, "a data set of length 24, this run has 30", "dataset"),
+    ],
+)
+def test_another_loader_is_refused_by_name_and_taken_on_request(
+    runs: Runs, dies: int | None, options: dict[str, Any], words: str, changed: str
+) -> None:
+    """In the middle of a pass, at its end, and where the run has ended."""
+    assert (runs.start(loaded, dies=dies) is None) == (dies is not None)
+    other = partial(loaded, **options)
+    with pytest.raises(CheckpointError, match=rf"saved with {words}.*onefold run --changed"):
+        runs.start(other)
+    assert runs.start(other, changed=(changed,)) is not None
+
+
+def test_another_batch_is_refused(runs: Runs) -> None:
+    """One that the script makes itself."""
+
+    def own(samples: int, life: Life) -> str:
+        trainer = life.trainer(model(), loss, shards=2)
+        for start in range(0, 24, samples):
+            life.tick()
+            trainer.step(tuple(part[start : start + samples] for part in data().tensors))
+        return trainer.fingerprint()
+
+    refused(runs, partial(own, 6), partial(own, 4), "has 4 samples, and had 6 before: .*--changed")
 
 
 def test_a_rate_is_changed_as_the_warning_says(

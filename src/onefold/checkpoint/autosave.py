@@ -373,7 +373,7 @@ class Resumption:
         if not entries:
             self._checkpoints.adopt_place(found)
         else:
-            self._checkpoints.adopt_run(found)
+            self._checkpoints.adopt_loaders(found)
             device = self._engine.context.replicas[0].device
             self.replay = Replay(entries, device, ended=self._place == "end")
             self._position.replaying = lambda: self.answering

@@ -242,6 +242,11 @@ class Checkpoints:
         self._position.go_to(found.stored.run, found.changed)
         self.adopt_run(found)
 
+    def adopt_loaders(self, found: Found) -> None:
+        """Have the run come to where a checkpoint was made, with the same loaders; see `Replay`."""
+        self._position.expect(found.stored.run)
+        self.adopt_run(found)
+
     def adopt_run(self, found: Found) -> None:
         """Have the run bear the name of the one that was saved."""
         # Under the same name, so that pruning sees the checkpoints of both as one run's.

@@ -84,9 +84,11 @@ class Position:
         # count.
         self._visit = 0
         # The loaders that exist, and the saved ones that the script has not made yet. Keys are the
-        # epoch in which a loader was made (None: outside), and its number there.
+        # epoch in which a loader was made (None: outside), and its number there. Those that are
+        # expected have made what a record answers, so that they are where the script brings them.
         self._tracks: dict[tuple[int | None, int], LoaderTrack] = {}
         self._waiting: dict[tuple[int | None, int], SavedLoader] = {}
+        self._expected: dict[tuple[int | None, int], SavedLoader] = {}
         self._changed: Collection[str] = ()
         self.reached: Callable[[Reached], None] = lambda where: None
         """Called where a loop of the script gets to one of these places."""
@@ -148,12 +150,11 @@ class Position:
         # Loaders made in an epoch are numbered after those outside, and alike in every epoch: each
         # epoch's first loader has the same seeds but for the pass.
         track.number = place[1] if where is None else made[None] + place[1]
-        if place in self._waiting:
-            saved = self._waiting[place]
-            # The position is unchanged until the check has passed: a script may catch the error.
+        # The position is unchanged until the check has passed: a script may catch the error.
+        if saved := self._waiting.get(place) or self._expected.get(place):
             _check_loader(saved, track, self._changed)
+        if saved := self._waiting.pop(place, None):
             track.go_to(saved.passes, self._changed)
-            del self._waiting[place]
         self._tracks[place] = track
         track.position = self
 
@@ -247,6 +248,10 @@ class Position:
             if place in self._tracks:
                 _check_loader(loader, self._tracks[place], changed)
 
+    def expect(self, saved: Mapping[str, Any]) -> None:
+        """Refuse loaders that differ from those of a saved position, which the script comes to."""
+        self._expected = _by_place(saved)
+
     def go_to(self, saved: Mapping[str, Any], changed: Collection[str]) -> None:
         """Continue where `to_json` was called; loaders that are made later will follow.
 
@@ -258,7 +263,7 @@ class Position:
         self._epoch_used = False
         self._visit += 1
         self._changed = tuple(changed)
-        self._waiting = _by_place(saved)
+        self._waiting, self._expected = _by_place(saved), {}
         for place, track in list(self._tracks.items()):
             if place[0] is not None:
                 # Made in an epoch that begins again, where the script makes another in its place.
