@@ -7,12 +7,14 @@ check.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 
 import torch
 from torch.nn.parameter import is_lazy
 
 from onefold.core.flat import extent, is_dense
 from onefold.core.settings import Precision
+from onefold.deferred.access import NotResident
 from onefold.deferred.values import deferred_of
 from onefold.shard.modelparts import ModelParts
 from onefold.system.accelerator import name_of
@@ -137,7 +139,12 @@ def _check_memory(model: torch.nn.Module) -> None:
     held = [(name, t) for name, t in named.values() if t.numel() and t.layout is torch.strided]
     # What has no values yet has its memory to itself.
     held = [(name, tensor) for name, tensor in held if deferred_of(tensor) is None]
-    ranges = sorted((*extent(tensor), name, tensor) for name, tensor in held)
+    ranges = []
+    for name, tensor in held:
+        # What another Trainer has partitioned had memory of its own there.
+        with suppress(NotResident):
+            ranges.append((*extent(tensor), name, tensor))
+    ranges.sort()
     for place, (_, stop, name, tensor) in enumerate(ranges):
         # Sorted by their starts, so the first range that begins behind this one ends the search.
         for start, _, other_name, other in ranges[place + 1 :]:

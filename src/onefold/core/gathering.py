@@ -182,7 +182,9 @@ def gather(
 def join(tensor: torch.Tensor) -> GatheredRows:
     """Gather for a layer: what the loss is a mean over does not change by it."""
     if GATHERER.gatherer is None:
-        return GatheredRows(tensor, slice(0, len(tensor)))
+        # As where rows of other shards come: without a graph in ``torch.no_grad()``.
+        whole = tensor if torch.is_grad_enabled() else tensor.detach()
+        return GatheredRows(whole, slice(0, len(tensor)))
     return GATHERER.gatherer.gather(tensor)
 
 

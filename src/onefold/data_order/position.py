@@ -299,7 +299,8 @@ _PLAIN = "samples by number"
 PROMISES = {
     "seed": "dropout and augmentation come from other random numbers from here on, and the rest of "
     "this epoch from another order: some samples come twice in it and some not at all",
-    "shards": "the parameters are no longer, bit for bit, those of the run that never stopped",
+    "shards": "the parameters are no longer, bit for bit, those of the run that never stopped, and "
+    "buffers that each shard has for itself begin anew",
     "batch_size": "the rest of the run takes other steps than the run that never stopped; each "
     "sample still comes once an epoch",
     "dataset": "the rest of this epoch comes from another order: some samples come twice in it and "

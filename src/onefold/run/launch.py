@@ -162,6 +162,7 @@ _USELESS = {
     ("optuna", "Trial"): "an Optuna trial: ask it for values before, pass trial.params, and report "
     "what launch returns",
     ("optuna", "Study"): "an Optuna study: call launch from the objective that it optimizes",
+    ("_io", "TextIOWrapper"): "an open file: open it inside the function",
     ("onefold", "Trainer"): "a Trainer, which belongs to this process: make it inside the function",
 }
 """Objects of which every process would have a copy of its own, by package and class, and what to do
@@ -182,7 +183,7 @@ def _packed(function: Callable[..., Any], arguments: Sequence[Any]) -> bytes:
         def reducer_override(self, obj: Any) -> Any:
             kind = type(obj)
             words = _USELESS.get((kind.__module__.partition(".")[0], kind.__name__))
-            if words is not None:
+            if words is not None and obj not in (sys.stdout, sys.stderr):
                 useless.append(words)
                 raise pickle.PicklingError
             return super().reducer_override(obj)

@@ -191,11 +191,13 @@ def computing_in(
             raise
         layer = _layer_of(error.__traceback__, module)
         name = str(dtype).removeprefix("torch.")
+        short = "bf16" if dtype is torch.bfloat16 else "fp16"
         said = str(error).strip().splitlines()[0].rstrip(".")
         raise PrecisionError(
             f'{layer} cannot be computed in {name} on {_processor(device)}: PyTorch says "{said}". '
             f'Use Trainer(precision="fp32"), or compute this layer in float32: call it in a block '
-            f'of torch.autocast("{device.type}", enabled=False), with inputs that are .float()'
+            f'of torch.autocast("{device.type}", enabled=False), with inputs that are .float(). '
+            f'With precision="{short}-params", first choose "{short}": its weights are in float32'
         ) from error
 
 

@@ -5,7 +5,8 @@ Note: what a process has of its own
 Generators, settings of kernels, hooks on all modules and the list of open Trainers are one of a
 kind in a process, and a device takes them for its own. `Surroundings` takes them along when a
 device hands over, and puts those of the next one in their place. Modes of PyTorch (no_grad,
-autocast, function modes) belong to a thread anyway.
+autocast, function modes) belong to a thread anyway. The weights that autocast has converted cannot
+be taken along: a device that leaves autocast drops those of all.
 
 Note: time
 ----------
