@@ -259,7 +259,6 @@ def steps(life: Life, *, between: Any = None) -> str:
     [
         (lambda trainer, _: trainer.model(torch.ones(1, 3)), "calls the model itself, in the part"),
         (lambda trainer, _: trainer.model[0](torch.ones(1, 3)), "calls the model itself, in the"),
-        (lambda trainer, _: trainer.model.state_dict(), "takes the model's state_dict, in the"),
         (
             lambda trainer, _: trainer.gather(1),
             "asks for trainer.gather, where the run before had step 2",
@@ -312,6 +311,50 @@ def test_another_loader_is_refused_by_name_and_taken_on_request(
     with pytest.raises(CheckpointError, match=rf"saved with {words}.*onefold run --changed"):
         runs.start(other)
     assert runs.start(other, changed=(changed,)) is not None
+
+
+def best(file: Path, life: Life, *, in_memory: bool = False) -> str:
+    """The best weights of all epochs, in a file or in memory, and their score at the end."""
+    net = model()
+    trainer = life.trainer(net, loss, shards=2)
+    least, kept = math.inf, net.state_dict()
+    for _ in trainer.epochs(EPOCHS):
+        for batch in trainer.loader(data(), batch_size=6):
+            life.tick()
+            trainer.step(batch)
+        with trainer.modifying(), torch.no_grad():  # worse with every epoch
+            net[2].bias.add_(2.0 ** trainer.steps)
+        now = trainer.evaluate(score, data(), batch_size=8)["loss"]
+        if now < least:
+            least, kept = now, copy.deepcopy(net.state_dict())
+            torch.save(kept, file)
+    with trainer.modifying():
+        net.load_state_dict(kept if in_memory else torch.load(file))
+    last = trainer.evaluate(score, data(), batch_size=8)["loss"]
+    torch.save(net.state_dict(), file.with_name("last.pt"))
+    return f"{least} {last} {trainer.fingerprint()}"
+
+
+@pytest.mark.parametrize("dies", [8, 10, None])
+def test_a_file_of_the_best_weights_is_left_as_it_is(
+    runs: Runs, tmp_path: Path, dies: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "best.pt"
+    whole = runs.whole(partial(best, file))
+    weights, save = file.read_bytes(), torch.save
+    runs.start(partial(best, file), dies=dies)
+    (tmp_path / "last.pt").unlink(missing_ok=True)
+    assert runs.start(partial(best, file)) == whole
+    assert "is given the weights of that checkpoint. Files that torch.save wrote" in caplog.text
+    assert (file.read_bytes(), torch.save) == (weights, save)
+    assert (tmp_path / "last.pt").exists()
+
+
+def test_weights_that_are_kept_in_memory_are_refused(runs: Runs, tmp_path: Path) -> None:
+    script = partial(best, tmp_path / "best.pt", in_memory=True)
+    assert runs.start(script, dies=10) is None
+    with pytest.raises(StateError, match=r"taken by state_dict in the part .* not those of then"):
+        runs.start(script)
 
 
 class Drawn:

@@ -48,12 +48,14 @@ checkpoint's at the place, and a loader of another subset is refused
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -296,14 +298,8 @@ class Autosave:
         self._checkpoints.save(self._directory, keeping=self._keeping, wait=self._stop, place=place)
 
 
-_CALL = (
-    "Use trainer.evaluate or trainer.predict, whose results are kept; or make the call under `if "
-    "not trainer.replaying:`, and keep what follows by trainer.state"
-)
-_TAKE = (
-    "Write files under `if not trainer.replaying:`, as what is there would be overwritten; keep "
-    "the best values in a second model of the trainer's, or in its average"
-)
+_MARK = "onefold"
+"""In the metadata of a ``state_dict``."""
 
 
 class Resumption:
@@ -338,7 +334,7 @@ class Resumption:
         self.note_left_out: Callable[[int], None] | None = None
         """Called on the lead of a recorded run with `Replay.kept_entries`."""
         self._place: Place = None
-        self._shown = self._over = self._warned = self._is_taking = False
+        self._shown = self._over = self._warned = self._is_taking = self._has_taken = False
         self._block = ""
         """The line of the last block that acted on nothing, if it may have been meant to act."""
 
@@ -397,11 +393,19 @@ class Resumption:
             for module in self._engine.context.module.modules():
                 # A function, which a copy of the model shares: of a method it would copy `self`.
                 called = module.register_forward_pre_hook(lambda part, _: self._refuse_call(part))
-                taken = module.register_state_dict_pre_hook(  # type: ignore[no-untyped-call]
-                    lambda part, *_: self._refuse_taking(part)
-                )
                 self._quiet.callback(called.remove)
-                self._quiet.callback(taken.remove)
+                # These stay: what was taken is loaded later.
+                module.register_state_dict_post_hook(  # type: ignore[no-untyped-call]
+                    lambda _part, _state, prefix, about: self._note_taking(prefix, about)
+                )
+                module.register_load_state_dict_pre_hook(  # type: ignore[no-untyped-call]
+                    lambda _part, _state, _prefix, about, *_: self._refuse_loading(about)
+                )
+            write = torch.save
+            torch.save = lambda what, file, *given, **options: (
+                None if self._leaves(file) else write(what, file, *given, **options)
+            )
+            self._quiet.callback(setattr, torch, "save", write)
             if self._on_lead:
                 self._quiet.callback(show_output)
                 drop_output()
@@ -535,20 +539,49 @@ class Resumption:
         self._quiet.close()
 
     def _refuse_call(self, module: torch.nn.Module) -> None:
-        """Refuse a call of the model by the script: what it returned is in no record."""
-        self._refuse(module, "calls the model itself", _CALL)
-
-    def _refuse_taking(self, module: torch.nn.Module) -> None:
-        """Refuse to give a script weights of the checkpoint in the place of those of then."""
-        if not self._is_taking and self.replay is not None and self.replay.changes_model:
-            self._refuse(module, "takes the model's state_dict", _TAKE)
-
-    def _refuse(self, module: torch.nn.Module, use: str, advice: str) -> None:
+        """Refuse a call of the model by the script where its values are not those of then."""
         has_values = any(True for _ in chain(module.parameters(), module.buffers()))
         if self.answering and self._shown and has_values:
             raise StateError(
-                f"{script_line()}: the script {use}, in the part of the run that is done, "
-                f"{self._where}: what it returned there is in no record. {advice}"
+                f"{script_line()}: the script calls the model itself, in the part of the run that "
+                f"is done, {self._where}: what it returned there is in no record. Use "
+                f"trainer.evaluate or trainer.predict, whose results are kept; or make the call "
+                f"under `if not trainer.replaying:`, and keep what follows by trainer.state"
+            )
+
+    @property
+    def _has_later_values(self) -> bool:
+        """Whether the script finds the checkpoint's weights where it had others before."""
+        later = self.answering and self._shown and not self._is_taking
+        return later and self.replay is not None and self.replay.changes_model
+
+    def _leaves(self, file: object) -> bool:
+        """Whether a file that the script writes again is left as it is."""
+        return self._has_later_values and isinstance(file, str | os.PathLike)
+
+    def _note_taking(self, prefix: str, about: dict[str, Any]) -> None:
+        """Mark weights that are not those of then, and say so once."""
+        if prefix or not self._has_later_values:
+            return
+        about[_MARK] = self._where
+        if not self._has_taken:
+            self._warn(
+                "%s: the script takes the model's state_dict in the part of the run that is done, "
+                "%s, and is given the weights of that checkpoint. Files that torch.save wrote are "
+                "left as they are. Weights that the script keeps in memory are lost: keep them in "
+                "a file, or in one of several models of the trainer",
+                *(script_line(), self._where),
+            )
+        self._has_taken = True
+
+    def _refuse_loading(self, about: Mapping[str, Any]) -> None:
+        """Refuse weights that are not those that the script had taken; while all is undone, not."""
+        if _MARK in about and not self.replaying:
+            raise StateError(
+                f"{script_line()}: the weights that are loaded were taken by state_dict in the "
+                f"part of the run that was done, {about[_MARK]}: they are those of that "
+                f"checkpoint, and not those of then. Write the best weights to a file, which a "
+                f"resumed run leaves as it is, or keep them in one of several models of the trainer"
             )
 
     def _warn(self, text: str, *arguments: object) -> None:
