@@ -2,7 +2,12 @@
 
 from collections.abc import Callable
 
-from onefold.run.planning import Footprint
+import torch
+from torch import nn
+
+from onefold.core.settings import Settings
+from onefold.run.planning import Footprint, _measured
+from onefold.run.userparts import UserParts
 from tests.tables import for_each
 
 MIB = 1 << 20

@@ -153,6 +153,7 @@ class Position:
         # The position is unchanged until the check has passed: a script may catch the error.
         if saved := self._waiting.get(place) or self._expected.get(place):
             _check_loader(saved, track, self._changed)
+        self._expected.pop(place, None)
         if saved := self._waiting.pop(place, None):
             track.go_to(saved.passes, self._changed)
         self._tracks[place] = track
