@@ -153,10 +153,9 @@ class Position:
         # The position is unchanged until the check has passed: a script may catch the error.
         if saved := self._waiting.get(place) or self._expected.get(place):
             _check_loader(saved, track, self._changed)
-        self._expected.pop(place, None)
         if saved := self._waiting.pop(place, None):
             track.go_to(saved.passes, self._changed)
-        elif saved := self._expected.get(place):
+        elif saved := self._expected.pop(place, None):
             track.orders = {each.number: each.order for each in saved.passes.begun}
         self._tracks[place] = track
         track.position = self
