@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = Path("src", "onefold")
 FILE = Path(__file__).with_suffix(".json")
-_COUNT = 60
+_COUNT = 61
 GOLDEN, TESTS, NOBODY, TIME = "golden", "tests", "nobody", "time is up"
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+\.py.*?)(?: - .*)?$", re.MULTILINE)
 _NOT_RUN = (4, 5)  # of pytest: called wrongly, or with nothing to run
@@ -97,8 +97,14 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "partial sums are added from left to right",
         "exchange/reduction.py",
-        "            for pairs in additions(plan):\n",
+        "            for pairs in additions(plan, together=self.memory.at_once):\n",
         "            for pairs in [[(min(parts), block)] for block in sorted(parts)[1:]]:\n",
+    ),
+    Mutant(
+        "the first sum is not moved to where it is sent from",
+        "exchange/memory.py",
+        "        copy_each(*map(list, zip(*moved.values(), strict=True)))\n",
+        "",
     ),
     Mutant(
         "large gradients are not shown to other processes",

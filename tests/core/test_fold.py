@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onefold.core.fold import Block, fold, fold_shards, published_by
+from onefold.core import fold as folding
+from onefold.core.fold import Block, additions, fold, fold_shards, published_by
 from onefold.core.shard import Plan
 from onefold.exchange.reduction import RunningFold
 
@@ -35,6 +36,12 @@ def test_any_plan_adds_in_the_same_order(plan: Plan, data: st.DataObject) -> Non
 
     parts = {block: fold(leaf, block, named) for block in published_by(plan)}
     assert fold(parts.get, Block(0, plan.shards), named) == fold_shards(names, named)
+    for together in (True, False):
+        sums = parts.copy()
+        for pairs in additions(plan, together=together):
+            assert len({block for pair in pairs for block in pair}) == 2 * len(pairs)
+            sums |= {left: named(sums[left], sums[right]) for left, right in pairs}
+        assert sums[min(sums)] == fold_shards(names, named)
 
 
 def test_the_order_is_a_binary_tree_over_shard_numbers() -> None:
@@ -43,9 +50,12 @@ def test_the_order_is_a_binary_tree_over_shard_numbers() -> None:
     assert fold_shards(values, torch.add) != sum(values)
 
 
-def test_a_shard_that_nobody_publishes_is_noticed() -> None:
+def test_a_shard_that_nobody_publishes_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(KeyError, match="no part covers shard 1"):
         fold({Block(0, 1): "a"}.get, Block(0, 2), named)
+    monkeypatch.setattr(folding, "published_by", lambda _: {Block(0, 1): None})
+    with pytest.raises(KeyError, match="no part covers shard 1"):
+        additions.__wrapped__(Plan((1, 1)), together=True)
 
 
 @given(shards=st.integers(1, 40), data=st.data())

@@ -1,14 +1,31 @@
 """What a model takes of memory, against what was measured."""
 
+import json
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
-from onefold.run.planning import Footprint
+import pytest
+import torch
+from torch import nn
+
+from onefold.core.context import LaunchContext
+from onefold.core.options import WITH_STATE, RunOptions
+from onefold.run.planning import Footprint, plan_instead
+from onefold.run.userparts import UserParts
+from tests.step.assembled import settings_of
 from tests.tables import for_each
 
 MIB = 1 << 20
 # A text model with AdamW; as in docs/do/large-models.md.
 MEASURED = Footprint(
-    parameters=289 * MIB, other=0, gradients=289 * MIB, state=578 * MIB, stage=12 * MIB, shards=8
+    parameters=289 * MIB,
+    other=0,
+    gradients=289 * MIB,
+    state=578 * MIB,
+    stage=12 * MIB,
+    sent=12 * MIB,
+    shards=8,
 )
 
 
@@ -41,3 +58,40 @@ def test_devices_apart_have_their_own_parameters_and_two_stages() -> None:
     # The others' sums come there, and there is no whole gradient beside those that are added up.
     sums = MEASURED.gradients * 3 // 4 - MEASURED.gradients
     assert more(MEASURED.replicating, 4) == MEASURED.parameters * 3 // 4 + sums
+
+
+@for_each(
+    ("optimizer", "settings", "early"),
+    [
+        (torch.optim.SGD, {}, {"replicate": [2, 3], WITH_STATE: [2, 3]}),
+        (torch.optim.SGD, {"compile": True}, {}),
+        (torch.optim.SGD, {"microbatch": 1}, {}),
+        # Of three parameters that cannot be cut, one of two devices would have two.
+        (torch.optim.Adafactor, {}, {"replicate": [3], WITH_STATE: [2, 3]}),
+    ],
+)
+def test_whole_sums_take_more_than_stages(
+    optimizer: Callable[..., torch.optim.Optimizer],
+    settings: dict[str, Any],
+    early: dict[str, list[int]],
+    tmp_path: Path,
+) -> None:
+    """On cards, of which a device has two shards at most, and so one partial sum."""
+    module = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(3)))
+    made, target = optimizer(module.parameters(), lr=0.1), tmp_path / "plan"
+    context = LaunchContext(
+        devices=("cuda:0",), options=RunOptions(plan=str(target), plan_devices=(2, 3))
+    )
+    user = UserParts.of(module, made, lambda *_: None, None)
+    with pytest.raises(SystemExit):
+        plan_instead(context, user, made, settings_of(shards=4, **settings))
+    size, found = 12 * MIB, json.loads(target.read_text())
+    # PyTorch's SGD keeps nothing, and Adafactor is not known.
+    state = 0 if found["state_is_known"] else 2 * size
+    for row in found["rows"]:
+        devices = row["devices"]
+        for name, updating in (("replicate", devices), (WITH_STATE, 1)):
+            beside = 1 if devices in early.get(name, ()) else 2
+            # Parameters, the sum, the shards beside it, and what came of the others.
+            expected = size * (2 + beside) + (size * (devices - 1) + state) // updating
+            assert row[name] == expected, (devices, name)

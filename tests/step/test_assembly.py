@@ -99,4 +99,7 @@ def test_a_model_that_cannot_be_moved_in_place_is_refused() -> None:
     check_moves(model, torch.device("cpu"))
     with pytest.raises(ValueError, match=r"to meta and keep them .* by model.to\('meta'\)"):
         check_moves(model, meta)
+    mixed = nn.Sequential(model, nn.Linear(2, 2, device=meta))
+    with pytest.raises(ValueError, match=r"to cpu and keep them .* by model.to\('cpu'\)"):
+        check_moves(mixed, torch.device("cpu"))
     check_moves(model.to(meta), meta)

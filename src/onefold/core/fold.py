@@ -146,26 +146,35 @@ def before_last(node: Block) -> list[Block]:
 
 
 @lru_cache(maxsize=16)
-def additions(plan: Plan) -> tuple[tuple[tuple[Block, Block], ...], ...]:
+def additions(plan: Plan, *, together: bool) -> tuple[tuple[tuple[Block, Block], ...], ...]:
     """The additions in place that make one sum of all published ones, in rounds.
 
-    Those of a round depend on none of each other. The left block's memory takes the sum.
+    Those of a round depend on none of each other; if they are not done ``together``, each is a
+    round, and adds what is still in the cache. The left block's memory takes the sum.
+
+    Raises:
+        KeyError: some shard is covered by no published block.
 
     >>> plan = Plan.even(shards=5, devices=5)
-    >>> [[(left.start, right.start) for left, right in each] for each in additions(plan)]
+    >>> for together in (True, False):
+    ...     rounds = additions(plan, together=together)
+    ...     [[(left.start, right.start) for left, right in each] for each in rounds]
     [[(0, 1), (2, 3)], [(0, 2)], [(0, 4)]]
+    [[(0, 1)], [(2, 3)], [(0, 2)], [(0, 4)]]
     """
     published, rounds = published_by(plan), list[list[tuple[Block, Block]]]()
 
     def visit(node: Block) -> tuple[Block, int]:
         if node in published:
             return node, 0
+        if node.stop - node.start == 1:
+            raise KeyError(f"no part covers shard {node.start}")
         left, right = _halves(node, _width(node.stop - node.start))
         first, depth = visit(left)
         if right is None:
             return first, depth
         second, other = visit(right)
-        depth = max(depth, other)
+        depth = max(depth, other) if together else len(rounds)
         rounds.extend([] for _ in range(len(rounds), depth + 1))
         rounds[depth].append((first, second))
         return first, depth + 1

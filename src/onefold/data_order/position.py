@@ -155,7 +155,7 @@ class Position:
             _check_loader(saved, track, self._changed)
         if saved := self._waiting.pop(place, None):
             track.go_to(saved.passes, self._changed)
-        elif saved := self._expected.get(place):
+        elif saved := self._expected.pop(place, None):
             track.orders = {each.number: each.order for each in saved.passes.begun}
         self._tracks[place] = track
         track.position = self

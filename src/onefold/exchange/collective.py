@@ -127,7 +127,7 @@ class GroupTransport(Transport):
         return self.gather(row)
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Gather one tensor from every process, all of one shape and dtype: (devices, *shape)."""
+        """Gather one contiguous tensor from each process, all of a shape and dtype: (D, *shape)."""
         rows = tensor.new_empty(self.size, *tensor.shape)
         with self._naming_the_lost():
             dist.all_gather([*rows], tensor, group=self._group)

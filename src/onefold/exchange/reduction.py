@@ -133,7 +133,7 @@ class BlockReduction(Reduction):
                 parts = {b: [each.to(home.device) for each in part] for b, part in parts.items()}
             # In place, left before right: the leftmost part ends up as the total, and its own value
             # is gone. Each chunk is therefore folded exactly once a step.
-            for pairs in additions(plan):
+            for pairs in additions(plan, together=self.memory.at_once):
                 add_each(
                     [each for left, _ in pairs for each in parts[left]],
                     [each for _, right in pairs for each in parts[right]],

@@ -7,7 +7,7 @@ PyTorch takes for itself, come on top: nobody knows them before a step.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,17 @@ from typing import Any
 import torch
 
 from onefold.checks.model import held_in
+from onefold.checks.optimizer import updates_by_element
 from onefold.core.context import LaunchContext
+from onefold.core.flat import lay_out
 from onefold.core.fold import blocks_of
 from onefold.core.options import WITH_STATE
 from onefold.core.settings import Settings, added_up_in
 from onefold.core.shard import Plan
 from onefold.core.stages import cut_pipeline
+from onefold.core.storage import cut_pieces, divides_evenly
 from onefold.run.userparts import UserParts
+from onefold.shard.kernels import Compilers
 from onefold.shard.modelparts import ModelParts
 from onefold.shard.stages import StageModules
 from onefold.step.assembly import LEAST_SENT_EARLY_BYTES
@@ -52,7 +56,8 @@ def plan_instead(
     """
     if not context.options.plan:
         return
-    stages, sizes, known = _measured(user, optimizer, settings)
+    counts = {count: min(count, settings.shards) for count in context.options.plan_devices}
+    stages, sizes, known = _measured(user, optimizer, settings, counts.values())
     # CPU devices of a host share memory, and so have the parameters once.
     together = all(device.startswith("cpu") for device in context.devices)
     found = {
@@ -76,8 +81,7 @@ def plan_instead(
             }
             # Only a pipeline can use more devices than shards.
             | dict.fromkeys(_BY_SHARDS if used < count else ())
-            for count in dict.fromkeys(context.options.plan_devices)
-            for used in [min(count, settings.shards)]
+            for count, used in counts.items()
         ],
     }
     replace_file(Path(context.options.plan), json.dumps(found))
@@ -99,7 +103,10 @@ def _in_pipeline(
 
 
 def _measured(
-    user: UserParts, optimizer: torch.optim.Optimizer, settings: Settings
+    user: UserParts,
+    optimizer: torch.optim.Optimizer,
+    settings: Settings,
+    devices: Iterable[int],
 ) -> tuple[list[dict[str, Any]], Footprint, bool]:
     """The stages, all sizes, and whether that of the optimizer's state is more than a guess."""
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -111,9 +118,14 @@ def _measured(
     frozen = [0] * len(stages)
     for parameter in parts.frozen.values():
         frozen[found.stage_of(parameter)] += parameter.nbytes
-    kept = list(held_in(settings.precision, parts).values())
+    layout = held_in(settings.precision, parts)
+    kept = list(layout.values())
     gradients = [each.numel() * added_up_in(each.dtype).itemsize for each in kept]
-    sent = StageModules(user.module, user.stages, parts.trained, merged=user.stages is None).stages
+    early = StageModules(user.module, user.stages, parts.trained, merged=user.stages is None).stages
+    pieces = cut_pieces(lay_out(layout), by_element=updates_by_element(optimizer))
+    # With a microbatch nobody knows before a step whether a shard runs in pieces.
+    compiled = Compilers(user.module, *user.losses.values(), compiles=settings.compile).compiled
+    whole = compiled or settings.microbatch is not None
     shown: list[dict[str, Any]] = [
         {
             "name": name,
@@ -133,7 +145,8 @@ def _measured(
         state=state,
         scratch=scratch,
         stage=max(stage["bytes"] for stage in shown),
-        sent=max(sum(gradients[number] for number in own) for own in sent.entries),
+        sent=0 if whole else max(sum(gradients[n] for n in own) for own in early.entries),
+        uneven=frozenset(n for n in devices if not divides_evenly(pieces, n, early)),
         shards=settings.shards,
         frozen=sum(frozen),
         frozen_stage=max(frozen),
@@ -229,7 +242,9 @@ class Footprint:
     frozen: int = 0
     """Frozen parameters that lie in stages."""
     sent: int = 0
-    """The gradients of the largest stage that leaves while backward runs."""
+    """The gradients of the largest stage that leaves while backward runs; 0 if none does."""
+    uneven: frozenset[int] = frozenset()
+    """The numbers of devices among which no partitions with a part of each stage are even."""
     frozen_stage: int = 0
     """Those of the stage that has most of them."""
 
@@ -264,10 +279,10 @@ class Footprint:
         # of these; then the sums below the largest, or what the optimizer computes with.
         held = self.gradients * max(counts)
         came = self.gradients * (sum(counts) - max(counts)) // updating
-        early = max(counts) == 1 and self.parameters >= LEAST_SENT_EARLY_BYTES
+        early = max(counts) == 1 and self.sent and self.parameters >= LEAST_SENT_EARLY_BYTES
         levels = (largest - 1).bit_length()
         below = self.gradients * (levels + 1)
-        if early:
+        if early and (to_all or devices not in self.uneven):
             # Before the last shard, one sum has moved to where it is sent from.
             at_hand = max(self.gradients * min(levels, 1), _STAGES_AT_HAND * self.sent)
             below = self.gradients * max(levels - 1, 0) + at_hand

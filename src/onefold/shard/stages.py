@@ -138,7 +138,7 @@ class StageModules:
         handles = [
             part.register_forward_hook(lambda *call, stage=stage: after(stage, call[-1]))
             for stage, part in zip(self._stages, self.modules, strict=True)
-            # These take no hooks: their stages are handed over when backward is over.
+            # These take no hooks: a stage of none but these is handed over when backward is over.
             if not isinstance(part, torch.jit.ScriptModule)
         ]
         try:

@@ -75,17 +75,17 @@ def hold(module: torch.nn.Module, close: Callable[[], None]) -> None:
 
 
 def check_moves(module: torch.nn.Module, device: torch.device) -> None:
-    """Refuse a model on the host that cannot get memory of a device while it is the same objects.
+    """Refuse a model that cannot get memory of a device while it is the same objects.
 
     PyTorch allows that for the kinds of accelerators that it has itself.
 
     Raises:
-        ValueError: it is on the host, and the device of another kind.
+        ValueError: a part of it is on a device of another kind.
     """
-    if all(tensor.device == device for tensor in chain(module.parameters(), module.buffers())):
-        return
+    found = {tensor.device for tensor in chain(module.parameters(), module.buffers())}
     try:
-        torch.empty(0).data = torch.empty(0, device=device)
+        for each in found - {device}:
+            torch.empty(0, device=each).data = torch.empty(0, device=device)
     except RuntimeError as error:
         raise ValueError(
             f"PyTorch cannot move the parameters of a model to {device} and keep them the same "
