@@ -323,7 +323,7 @@ def best(file: Path, life: Life, *, in_memory: bool = False) -> str:
             life.tick()
             trainer.step(batch)
         with trainer.modifying(), torch.no_grad():  # worse with every epoch
-            net[2].bias.add_(2.0 ** trainer.steps)
+            net[2].bias.add_(2.0**trainer.steps)
         now = trainer.evaluate(score, data(), batch_size=8)["loss"]
         if now < least:
             least, kept = now, copy.deepcopy(net.state_dict())
