@@ -257,6 +257,29 @@ def test_a_script_that_asks_for_something_else_is_told_where(
     refused(runs, steps, partial(steps, between=between), words)
 
 
+def test_new_calls_are_made_as_the_error_says(runs: Runs) -> None:
+    """Also when the run is resumed once more."""
+
+    def script(life: Life, *, after: float) -> str:
+        trainer = life.trainer(model(), loss, shards=2)
+        loader = trainer.loader(data(), batch_size=6)
+        for _ in trainer.epochs(2):
+            for batch in loader:
+                life.tick()
+                trainer.step(batch)
+                if trainer.steps > after:
+                    trainer.evaluate(score, data(), batch_size=8)
+        return trainer.fingerprint()
+
+    before = partial(script, after=math.inf)
+    assert runs.start(before, dies=4) is None
+    with pytest.raises(RecordError, match=r"new ones under `if trainer.steps > 2:`") as caught:
+        runs.start(partial(script, after=0))
+    assert "--changed" not in str(caught.value)
+    assert runs.start(partial(script, after=2), dies=7) is None
+    assert runs.start(partial(script, after=2), devices=2) == runs.whole(before)
+
+
 def loaded(life: Life, *, samples: int = 24, **options: Any) -> str:
     trainer = life.trainer(model(), loss, shards=2)
     loader = trainer.loader(data(samples), **{"batch_size": 6, **options})
