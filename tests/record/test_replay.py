@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau
 from torch.utils.data import IterableDataset, Subset, TensorDataset
 
 import onefold
@@ -349,6 +349,31 @@ def test_a_rate_is_changed_as_the_warning_says(
     assert "['lr'] in the loop, under `if not trainer.replaying:`" in caplog.text
     assert runs.start(partial(at, 0.1)) == "0.1"
     assert said.format(0.02, 0.1) in caplog.text
+
+
+def test_a_longer_run_is_told_that_its_schedule_is_not(
+    runs: Runs, caplog: pytest.LogCaptureFixture
+) -> None:
+    def script(life: Life, *, epochs: int) -> str:
+        optimizer = sgd(net := model())
+        schedule = CosineAnnealingLR(optimizer, 4 * epochs)
+        trainer = life.trainer(net, loss, optimizer=optimizer, schedule=schedule, shards=2)
+        for _ in trainer.epochs(epochs):
+            for batch in trainer.loader(data(), batch_size=6):
+                trainer.step(batch)
+        return str(schedule.T_max)
+
+    said = (
+        "schedule.T_max was 4 in the script that saved the checkpoint and is 8 in this one; the "
+        "checkpoint's value is used. To change it, set schedule.T_max in the loop, under `if not "
+        "trainer.replaying:`, or begin the schedule anew with the script's settings: onefold run "
+        "--changed schedule"
+    )
+    assert runs.start(partial(script, epochs=1)) == "4"
+    assert runs.start(partial(script, epochs=2)) == "4"
+    assert caplog.text.count(said) == 1
+    assert runs.start(partial(script, epochs=3), changed=("schedule",)) == "12"
+    assert caplog.text.count("schedule.T_max was") == 1
 
 
 def change(trainer: onefold.Trainer) -> None:
