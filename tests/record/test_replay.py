@@ -461,6 +461,35 @@ def test_what_no_record_keeps_is_refused_where_it_is_read(
         other.start(guarded)
 
 
+def test_what_is_too_large_is_left_out_as_the_error_says(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def script(life: Life) -> str:
+        trainer = life.trainer(model(), loss, shards=2)
+        loader = trainer.loader(data(), batch_size=6)
+        kept: list[object] = []
+        for _ in trainer.epochs(EPOCHS):
+            for batch in loader:
+                life.tick()
+                trainer.step(batch)
+            if not trainer.replaying:
+                said = trainer.predict(lambda m, b: {"out": m(b[0])}, data(), batch_size=8)["out"]
+            kept.append(trainer.state("sum", None if trainer.replaying else float(said.sum())))
+            if not trainer.replaying:
+                trainer.predict(lambda m, b: {"out": m(b[0])}, data(), batch_size=8)
+            life.tick()
+        return f"{trainer.fingerprint()} {kept}"
+
+    monkeypatch.setattr("onefold.record.recorder.LARGEST_BYTES", 64)
+    expected = runs.whole(script)
+    for dies in range(1, runs.ticks + 1):
+        again = Runs(runs.folder / str(dies), monkeypatch)
+        again.folder.mkdir()
+        assert again.start(script, dies=dies) is None
+        assert again.start(script, devices=2) == expected, dies
+        assert again.start(script) == expected
+
+
 def test_what_was_printed_is_printed_once(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
     """By a run that is stopped four times, also as an epoch ends."""
     stops = (2, 5, 8, 11)

@@ -91,6 +91,10 @@ class Replay:
         Raises:
             RecordError: the run had ended with a change to the model, which cannot be left out.
         """
+        while self._entries and isinstance(entry := self._entries[0], Result):
+            if entry.value is not None or entry.call == call:
+                break
+            self._entries.popleft()  # it could not be answered, and need not be asked for
         if self.over or not self._ended or self._steps:
             return not self.over
         entry = self._entries[0]
