@@ -62,7 +62,8 @@ def in_a_chain(model: nn.Module, batch: Batch) -> torch.Tensor:
     ones, rows = onefold.gather(one, rows=True)
     others = onefold.gather(other * ones.mean(dim=0))
     with torch.no_grad():
-        middle = onefold.gather(other).mean(dim=0)
+        middle = onefold.gather(other)
+    middle = middle.mean(dim=0)
     signs = onefold.gather(batch[0][:, 0] > 0)
     own = (ones[rows] - other).square().sum(dim=1) * (1 + signs[rows].to(one.dtype))
     return own + (others - middle).square().sum() * model.sharpness

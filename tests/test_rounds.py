@@ -105,6 +105,19 @@ def test_every_device_has_the_same_rounds(exchange: Any, placement: str) -> None
     assert found == [run(ways, devices=2 if exchange == "shared" else 1)] * 2
 
 
+@for_each("placement", ["shard", "pipeline"])
+def test_the_next_trainer_takes_a_model_that_is_partitioned(placement: Any) -> None:
+    def run() -> str:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+        for seed in range(2):
+            last = trained(model, None, seed)
+        return last.fingerprint()
+
+    found = simulate(run, 2, exchange="collective", placement=placement)
+    assert set(found) == set(simulate(run, 1))
+
+
 def written(where: str, end: Closes, name: str) -> None:
     """Write to a model on one device or on all, and go on with another Trainer."""
     model = nn.Sequential(nn.BatchNorm1d(3), line())

@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar, Unpack, overload
 import torch
 
 from onefold.checkpoint.folder import Checkpoint, Keeping
+from onefold.core import wire
 from onefold.core.averaging import AverageRule
 from onefold.core.calldigest import Call, CallDigest
 from onefold.core.flat import fingerprint_of
@@ -495,7 +496,8 @@ class Trainer:
             value: what `gather` may have.
 
         Returns:
-            The value; in a resumed script, up to where its run goes on, the one of the run before.
+            A copy of the value, with dicts for mappings and tensors on the host; in a resumed
+            script, up to where its run goes on, that of the run before.
 
         >>> best = trainer.state("best", 0.5)
         >>> best
@@ -503,7 +505,10 @@ class Trainer:
         """
         session = self._session
         with session.telling_others():
-            return session.recording.answered(f"trainer.state of {name}", lambda: value)
+            what = f"trainer.state of {name}"
+            # The same kinds as a resumed script is given.
+            kept: _State = wire.decode(wire.encode(value, what))
+            return session.recording.answered(what, lambda: kept)
 
     @property
     def steps(self) -> int:

@@ -152,7 +152,9 @@ def test_an_order_that_does_not_repeat_is_noticed_when_a_run_goes_on() -> None:
     script.step(next(iter(begun(script, 2))))
     saved = script.position.to_json()
     list(begun(Script(saved), 2))
-    with pytest.raises(CheckpointError, match=r"in pass 0 the sampler gave another order .* 3 pla"):
+    with pytest.raises(
+        CheckpointError, match=r"in pass 0 the sampler gave another order .* some pla"
+    ):
         list(begun(Script(saved), 5))
 
 

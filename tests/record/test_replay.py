@@ -4,6 +4,8 @@ import copy
 import errno
 import math
 import tempfile
+from collections import OrderedDict
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -12,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau
-from torch.utils.data import IterableDataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, IterableDataset, Subset, TensorDataset
 
 import onefold
 from onefold.errors import CheckpointError, LossError, RecordError, StateError
@@ -191,8 +193,28 @@ def averaged(life: Life) -> str:
         return f"{trainer.fingerprint()} {kept}"
 
 
+def statistics(life: Life) -> str:
+    """Averages with statistics of their own; a value that was given another kind; weights."""
+    net = torch.nn.Sequential(torch.nn.BatchNorm1d(3), *model())
+    trainer = life.trainer(net, loss, shards=2)
+    trainer.average(mean=True)
+    kept = []
+    for epoch in trainer.epochs(EPOCHS):
+        for batch in trainer.loader(data(), batch_size=6):
+            life.tick()
+            trainer.step(batch)
+        with trainer.averaged(update_bn=data(), batch_size=8):
+            kept.append(trainer.evaluate(score, data(), batch_size=8)["loss"])
+        state = trainer.state("state", OrderedDict(epoch=torch.ones(2, 3).t(), kept=kept))
+        state["kept"].append(float(epoch))
+        kept.append(f"{type(state).__name__} {state['epoch'].stride()} {len(kept)}")
+        life.tick()
+    return f"{trainer.fingerprint()} {kept} {float(net.state_dict()['1.weight'].sum())}"
+
+
 SCRIPTS = [
     (averaged, 1),
+    (statistics, 2),
     (history, 1),
     (history, 3),
     (chosen, 1),
@@ -237,6 +259,7 @@ def steps(life: Life, *, between: Any = None) -> str:
     [
         (lambda trainer, _: trainer.model(torch.ones(1, 3)), "calls the model itself, in the part"),
         (lambda trainer, _: trainer.model[0](torch.ones(1, 3)), "calls the model itself, in the"),
+        (lambda trainer, _: trainer.model.state_dict(), "takes the model's state_dict, in the"),
         (
             lambda trainer, _: trainer.gather(1),
             "asks for trainer.gather, where the run before had step 2",
@@ -280,9 +303,11 @@ def test_new_calls_are_made_as_the_error_says(runs: Runs) -> None:
     assert runs.start(partial(script, after=2), devices=2) == runs.whole(before)
 
 
-def loaded(life: Life, *, samples: int = 24, **options: Any) -> str:
+def loaded(life: Life, *, samples: int = 24, first: int = 0, **options: Any) -> str:
     trainer = life.trainer(model(), loss, shards=2)
-    loader = trainer.loader(data(samples), **{"batch_size": 6, **options})
+    inner = Subset(data(samples + 1), range(first, samples + first))
+    whole = ConcatDataset([Subset(inner, range(samples))])
+    loader = trainer.loader(whole, **{"batch_size": 6, **options})
     for _ in trainer.epochs(2):
         for batch in loader:
             life.tick()
@@ -298,6 +323,7 @@ def loaded(life: Life, *, samples: int = 24, **options: Any) -> str:
         ({"drop_last": True}, "drop_last False, this run has True", "batch_size"),
         ({"shuffle": True}, "shuffle False, this run has True", "dataset"),
         ({"samples": 30}, "a data set of length 24, this run has 30", "dataset"),
+        ({"first": 1}, "a subset of samples, as a digest, ", "dataset"),
     ],
 )
 def test_another_loader_is_refused_by_name_and_taken_on_request(
@@ -309,6 +335,41 @@ def test_another_loader_is_refused_by_name_and_taken_on_request(
     with pytest.raises(CheckpointError, match=rf"saved with {words}.*onefold run --changed"):
         runs.start(other)
     assert runs.start(other, changed=(changed,)) is not None
+
+
+class Drawn:
+    """A sampler whose order another start of the script does not give."""
+
+    def __init__(self, start: int) -> None:
+        self.start = start
+
+    def __len__(self) -> int:
+        return 24
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([(self.start + 5 * number) % 24 for number in range(24)])
+
+
+def test_another_order_is_refused_in_the_middle_of_a_pass(runs: Runs) -> None:
+    assert runs.start(partial(loaded, sampler=Drawn(0)), dies=7) is None
+    with pytest.raises(CheckpointError, match="in pass 1 the sampler gave another order"):
+        runs.start(partial(loaded, sampler=Drawn(1)))
+    assert runs.start(partial(loaded, sampler=Drawn(0))) is not None
+
+
+def test_another_average_is_refused(runs: Runs) -> None:
+    def kept(decay: float, life: Life) -> str:
+        trainer = life.trainer(model(), loss, shards=2)
+        trainer.average(decay=decay)
+        for batch in trainer.loader(data(), batch_size=6):
+            life.tick()
+            trainer.step(batch)
+        return trainer.fingerprint()
+
+    assert runs.start(partial(kept, 0.9), dies=3) is None
+    with pytest.raises(ValueError, match=r"holds an average of decay=0.9, .*called: expected the"):
+        runs.start(partial(kept, 0.5))
+    assert runs.start(partial(kept, 0.5), changed=("average",)) is not None
 
 
 def test_another_batch_is_refused(runs: Runs) -> None:

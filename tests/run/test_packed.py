@@ -2,6 +2,8 @@
 
 import threading
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,10 +16,13 @@ from tests.tables import for_each
     ("make", "text"),
     [
         (threading.Lock, "cannot pickle '_thread.lock' object. It, or one of its arguments, refe"),
+        (Path(__file__).open, "refers to an open file: open it inside the function"),
         (make_trainer, "refers to a Trainer, which belongs to this process: make it inside"),
     ],
 )
 def test_what_cannot_be_sent_is_refused(make: Callable[[], object], text: str) -> None:
-    made = make()
+    made: Any = make()
     with pytest.raises(TypeError, match=f"<lambda> cannot be sent to the devices' .*{text}"):
         onefold.launch(lambda: made, devices="cpu:2")
+    if hasattr(made, "close"):
+        made.close()

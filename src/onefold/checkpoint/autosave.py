@@ -296,6 +296,16 @@ class Autosave:
         self._checkpoints.save(self._directory, keeping=self._keeping, wait=self._stop, place=place)
 
 
+_CALL = (
+    "Use trainer.evaluate or trainer.predict, whose results are kept; or make the call under `if "
+    "not trainer.replaying:`, and keep what follows by trainer.state"
+)
+_TAKE = (
+    "Write files under `if not trainer.replaying:`, as what is there would be overwritten; keep "
+    "the best values in a second model of the trainer's, or in its average"
+)
+
+
 class Resumption:
     """The part of a resumed script that is done; all devices make the same calls.
 
@@ -328,7 +338,7 @@ class Resumption:
         self.note_left_out: Callable[[int], None] | None = None
         """Called on the lead of a recorded run with `Replay.kept_entries`."""
         self._place: Place = None
-        self._shown = self._over = self._warned = False
+        self._shown = self._over = self._warned = self._is_taking = False
         self._block = ""
         """The line of the last block that acted on nothing, if it may have been meant to act."""
 
@@ -367,9 +377,11 @@ class Resumption:
         """
         self._found, self._place = found, found.stored.run["place"]
         step, folder = found.stored.run["step"], found.stored.folder
-        if self._on_lead:
-            print(f"onefold: going on after step {step}: {folder}", file=sys.stderr)
+        self._checkpoints.expect_average(found)
         entries = self._checkpoints.entries_of(found, record)
+        if self._on_lead:
+            note = "" if entries or not step else ", without a record that answers the script"
+            print(f"onefold: going on after step {step}: {folder}{note}", file=sys.stderr)
         if not entries:
             self._checkpoints.adopt_place(found)
         else:
@@ -384,8 +396,12 @@ class Resumption:
             # All of its parts: a script may call one of several models, or a layer.
             for module in self._engine.context.module.modules():
                 # A function, which a copy of the model shares: of a method it would copy `self`.
-                hook = module.register_forward_pre_hook(lambda part, _: self._refuse_call(part))
-                self._quiet.callback(hook.remove)
+                called = module.register_forward_pre_hook(lambda part, _: self._refuse_call(part))
+                taken = module.register_state_dict_pre_hook(  # type: ignore[no-untyped-call]
+                    lambda part, *_: self._refuse_taking(part)
+                )
+                self._quiet.callback(called.remove)
+                self._quiet.callback(taken.remove)
             if self._on_lead:
                 self._quiet.callback(show_output)
                 drop_output()
@@ -519,14 +535,20 @@ class Resumption:
         self._quiet.close()
 
     def _refuse_call(self, module: torch.nn.Module) -> None:
-        """Refuse a call of the model by the script where its values are not those of then."""
+        """Refuse a call of the model by the script: what it returned is in no record."""
+        self._refuse(module, "calls the model itself", _CALL)
+
+    def _refuse_taking(self, module: torch.nn.Module) -> None:
+        """Refuse to give a script weights of the checkpoint in the place of those of then."""
+        if not self._is_taking and self.replay is not None and self.replay.changes_model:
+            self._refuse(module, "takes the model's state_dict", _TAKE)
+
+    def _refuse(self, module: torch.nn.Module, use: str, advice: str) -> None:
         has_values = any(True for _ in chain(module.parameters(), module.buffers()))
         if self.answering and self._shown and has_values:
             raise StateError(
-                f"{script_line()}: the script calls the model itself, in the part of the run that "
-                f"is done, {self._where}: what it returned there is in no record. Use "
-                f"trainer.evaluate or trainer.predict, whose results are kept; or make the call "
-                f"under `if not trainer.replaying:`, and keep what follows by trainer.state"
+                f"{script_line()}: the script {use}, in the part of the run that is done, "
+                f"{self._where}: what it returned there is in no record. {advice}"
             )
 
     def _warn(self, text: str, *arguments: object) -> None:
@@ -546,6 +568,10 @@ class Resumption:
         # The rates of a script that is answered from the record are what they were at each step.
         settings |= self.replay is None
         # A loop may stand in a block of changes, as may a gradient.
-        with self._modifying.closed(self._position.step + 1):
-            self._checkpoints.take(found, settings=settings)
+        self._is_taking = True
+        try:
+            with self._modifying.closed(self._position.step + 1):
+                self._checkpoints.take(found, settings=settings)
+        finally:
+            self._is_taking = False
         self._shown = True

@@ -239,6 +239,10 @@ class Checkpoints:
         self._position.go_to(found.stored.run, found.changed)
         self.adopt_run(found)
 
+    def expect_average(self, found: Found) -> None:
+        """Refuse another average than that of a checkpoint whose values are taken later."""
+        self._averaging.expected = saved_rule(found.stored.run, found.changed)
+
     def adopt_loaders(self, found: Found) -> None:
         """Have the run come to where a checkpoint was made, with the same loaders; see `Replay`."""
         self._position.expect(found.stored.run)

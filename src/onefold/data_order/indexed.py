@@ -18,7 +18,7 @@ from typing import Any, ClassVar, TypedDict
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from onefold.core.batch import DataPass, cut_batch
 from onefold.core.numbers import check_whole
@@ -224,9 +224,19 @@ def _digest(lengths: torch.Tensor) -> str:
 
 
 def _subset(dataset: object) -> str:
-    places = np.asarray(dataset.indices) if isinstance(dataset, Subset) else np.array([""])
-    # Samples may have other names than numbers.
-    return _digest(torch.from_numpy(places.astype(np.int64))) if places.dtype.kind in "iu" else ""
+    """A digest of the samples of all subsets in a data set; empty if there are none."""
+    if isinstance(dataset, ConcatDataset):
+        own, inner = "", list(map(_subset, dataset.datasets))
+    elif isinstance(dataset, Subset):
+        places = np.asarray(dataset.indices)
+        # Samples may have other names than numbers.
+        known = places.dtype.kind in "iu"
+        own = _digest(torch.from_numpy(places.astype(np.int64))) if known else ""
+        inner = [_subset(dataset.dataset)]
+    else:
+        return ""
+    both = " ".join([own, *inner]).encode()
+    return hashlib.blake2b(both, digest_size=8).hexdigest() if any(inner) else own
 
 
 BatchRule = Callable[[int, torch.Generator], object]

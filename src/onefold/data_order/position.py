@@ -155,6 +155,8 @@ class Position:
             _check_loader(saved, track, self._changed)
         if saved := self._waiting.pop(place, None):
             track.go_to(saved.passes, self._changed)
+        elif saved := self._expected.get(place):
+            track.orders = {each.number: each.order for each in saved.passes.begun}
         self._tracks[place] = track
         track.position = self
 
@@ -454,6 +456,8 @@ class LoaderTrack:
         self._passes: list[DataPass] = []
         # All of a pass, where its length is not known from the start.
         self._whole = WHOLE if size.kind else size.samples
+        self.orders: dict[int, str] = {}
+        """Digests of the orders of passes that are expected, where a record answers the script."""
         self.position: Position | None = None
         """What follows it, if a run may go on in the middle of a pass; it is told of their ends."""
 
@@ -474,7 +478,8 @@ class LoaderTrack:
         epoch = None if self.position is None else self.position.here
         used = coming.used
         end = self._end_of(self._whole, used)
-        begun = DataPass(coming.number, used, epoch, end, given=used, order=coming.order)
+        order = coming.order or self.orders.get(coming.number, "")
+        begun = DataPass(coming.number, used, epoch, end, given=used, order=order)
         if coming.state is not None:
             begun.states[used] = coming.state
         self._passes.append(begun)
@@ -501,7 +506,7 @@ class LoaderTrack:
         if this.order not in ("", order):
             raise CheckpointError(
                 f"in pass {this.number} the sampler gave another order than in the run that was "
-                f"saved: expected the same, of which {this.used} places are used already. An "
+                f"saved: expected the same, of which some places are used already. An "
                 f"order may depend on the generators of PyTorch, Python and NumPy, on one that the "
                 f"sampler holds, and on set_epoch(epoch), but not on passes before it. To go on "
                 f'with another order, give changed=["dataset"] to trainer.load; then '

@@ -44,6 +44,8 @@ class Averaging:
         self.asked: AverageRule | None = None
         """The average that the script has asked for; None if it has not."""
         self._loaded = False
+        self.expected: AverageRule | None = None
+        """That of a checkpoint whose values are not taken yet."""
         self._kept: FlatTensors | None = None
         """The training values of all parameters, while averages are shown."""
         self._put_aside: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -58,10 +60,10 @@ class Averaging:
             RuntimeError: the script is inside a block that shows the average.
         """
         self._agreement.refuse_inside(Call.AVERAGE)
-        ours = self._averages.rule
+        ours = self._averages.rule or self.expected
         if ours is None:
             return
-        if not self._loaded:
+        if not self._loaded and self.expected is None:
             raise ValueError(
                 f"trainer.average({rule.words}) was called while the average of {ours.words} is "
                 f"kept: a trainer keeps one average, so call it once"
@@ -166,7 +168,7 @@ class Averaging:
             steps: how many steps it had followed.
             buffers: the averages of buffers, by number.
         """
-        self._loaded = True
+        self._loaded, self.expected = True, None
         brought = dict(self._averages.pieces)
         self._averages.end()
         if rule is not None:

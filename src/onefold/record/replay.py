@@ -117,6 +117,11 @@ class Replay:
         """Whether the script has come to the place where its run goes on."""
         return not self._entries
 
+    @property
+    def changes_model(self) -> bool:
+        """Whether the model was another one where the script is, as it changed later."""
+        return any(isinstance(each, StepEntry | BlockEntry) for each in self._entries)
+
     def next_batch(self, loader: int, number: int, given: int) -> tuple[int, int] | None:
         """The next batch of a loader's pass that a step has used: where it ends, and its samples.
 

@@ -273,7 +273,9 @@ class Session:
         with self.verifying.another_model(), self.averaging.block(step, recomputes=True):
             size = batches.track.size
             call = DataCall(Call.UPDATE_BN, step, size.samples, size.batch_size, self.engine.loss)
-            recompute_statistics(self.engine, batches, call)
+            # In the part that is done all that is asked of the averages comes from the record.
+            if not self.resumption.answering:
+                recompute_statistics(self.engine, batches, call)
             yield
 
     def step(self, batch: object, loss: str | None = None, dim: int = 0) -> Step:
