@@ -1,5 +1,6 @@
 """When the schedule is stepped: after steps, at the end of epochs, or by the script."""
 
+import json
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch.utils.data import TensorDataset
 import onefold
 from onefold.errors import CheckpointError
 from onefold.testing import simulate
+from tests.checkpoint.folders import reseal
 from tests.small import Batch, line, make_trainer, points, sgd, square
 from tests.tables import for_each
 
@@ -159,3 +161,74 @@ def test_what_makes_no_sense_is_refused() -> None:
     for every in ("step", "epoch"):
         with pytest.raises(TypeError, match=r'needs a score .*schedule_every="script", and call'):
             make_trainer(model, optimizer=optimizer, schedule=plateau, schedule_every=every)
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What the warnings name that another script had set."""
+    lines = [record.getMessage() for record in caplog.records]
+    caplog.clear()
+    return [text for text in lines if "in the script that saved" in text]
+
+
+def decay(optimizer: torch.optim.Optimizer, gamma: float) -> lrs.SequentialLR:
+    parts = [lrs.ConstantLR(optimizer, 1.0), lrs.MultiStepLR(optimizer, [3], gamma)]
+    return lrs.SequentialLR(optimizer, parts, [2])
+
+
+def by_rule(optimizer: torch.optim.Optimizer, factor: float) -> lrs.LambdaLR:
+    return lrs.LambdaLR(optimizer, lambda _: factor)
+
+
+@for_each(
+    ("make", "was", "now", "words"),
+    [
+        (lrs.CosineAnnealingLR, 20, 40, "schedule.T_max was 20 in {} 40"),
+        (lrs.MultiStepLR, [3], [4], "schedule.milestones was Counter({{3: 1}}) in {} Counter({{4:"),
+        (decay, 0.5, 0.1, "schedule._schedulers[1].gamma was 0.5 in {} 0.1"),
+        (by_rule, 1.0, 0.5, "lr of the optimizer's group 0 was 0.1 in {} 0.05"),
+    ],
+)
+def test_other_settings_are_named_and_taken_on_request(
+    make: Callable[[Any, Any], Any],
+    was: Any,
+    now: Any,
+    words: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def start(value: Any) -> tuple[onefold.Trainer, Any]:
+        optimizer = torch.optim.SGD((model := line()).parameters(), lr=0.1)
+        schedule = make(optimizer, value)
+        return make_trainer(model, optimizer=optimizer, schedule=schedule), schedule
+
+    trainer, _ = start(was)
+    trainer.step(points(8))
+    trainer.save(tmp_path)
+    for value, changed in ((was, ()), (now, ["schedule"])):
+        trainer, schedule = start(value)
+        before = schedule.state_dict()
+        trainer.load(tmp_path, changed=changed)
+        assert not said(caplog)
+        assert (schedule.state_dict() == before) == bool(changed)
+    start(now)[0].load(tmp_path)
+    (text,) = said(caplog)
+    assert text.startswith(words.format("the script that saved the checkpoint and is"))
+    assert "; the checkpoint's value is used" in text
+    assert text.endswith(
+        "after trainer.load, or begin the schedule anew with the script's settings: "
+        "trainer.load(..., changed=['schedule'])"
+    )
+
+
+def test_an_older_checkpoint_does_not_say_what_was_set(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer, _ = halving("step")
+    trainer.step(points(8))
+    folder = trainer.save(tmp_path)
+    written = json.loads((folder / "run.json").read_text())["schedule"]
+    assert written.pop("settings_at_start")["schedule.gamma"] == 0.5
+    reseal(folder, schedule=written)
+    other, schedule = halving("step")
+    other.load(tmp_path)
+    assert (schedule.last_epoch, said(caplog)) == (1, [])

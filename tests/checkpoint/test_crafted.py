@@ -171,6 +171,8 @@ BAD: list[tuple[Path_, object, str]] = [
     (("seed",), 1 << 64, "expected seed to be below"),
     (("libraries",), {}, "libraries.torch is missing"),
     (("schedule", "state", "step"), 3, "StepLR has step, which is no state"),
+    (("schedule", "settings_at_start"), {"a": {KIND: "code"}}, "schedule: a value is not as a"),
+    (("optimizer", "settings_at_start", 0, "lr"), {KIND: "code"}, "no kind of value 'code'"),
     (("schedule", "every"), "week", "schedule.every to be `str` matching regex"),
     (
         ("optimizer", "parameters"),

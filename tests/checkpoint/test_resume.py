@@ -191,7 +191,8 @@ def test_settings_are_the_checkpoints(tmp_path: Path, caplog: pytest.LogCaptureF
     """But for how a device computes, which is the script's choice."""
 
     def make(rate: float, fused: bool) -> tuple[onefold.Trainer, torch.optim.Optimizer]:
-        optimizer = torch.optim.AdamW((model := line()).parameters(), lr=rate, fused=fused)
+        settings = {"lr": rate, "betas": (0.9, 1 - rate / 100), "fused": fused}
+        optimizer = torch.optim.AdamW((model := line()).parameters(), **settings)
         return make_trainer(model, optimizer=optimizer), optimizer
 
     trainer, optimizer = make(0.1, True)
@@ -199,7 +200,7 @@ def test_settings_are_the_checkpoints(tmp_path: Path, caplog: pytest.LogCaptureF
     optimizer.param_groups[0]["lr"] = 0.025
     trainer.save(tmp_path)
     for rate in (0.1, 0.3):
-        assert "lr of" not in caplog.text
+        assert "in the script that saved" not in caplog.text
         other, optimizer = make(rate, False)
         other.load(tmp_path)
         assert optimizer.param_groups[0]["lr"] == 0.025
@@ -209,7 +210,13 @@ def test_settings_are_the_checkpoints(tmp_path: Path, caplog: pytest.LogCaptureF
         "lr of the optimizer's group 0 was 0.1 in the script that saved the checkpoint and is 0.3"
         in caplog.text
     )
-    assert "after trainer.load" in caplog.text
+    assert "betas of the optimizer's group 0 was (0.9, 0.999) in the script" in caplog.text
+    assert "['lr'] after trainer.load" in caplog.text
+    caplog.clear()
+    other, optimizer = make(0.3, False)
+    other.load(tmp_path, changed=["optimizer"])
+    assert optimizer.param_groups[0]["lr"] == 0.3
+    assert "in the script that saved" not in caplog.text
 
 
 def with_buffer(value: torch.Tensor, persistent: bool = True) -> nn.Module:

@@ -281,5 +281,6 @@ def _digest_of(checkpoint: Path) -> str:
     }
     told = json.loads((checkpoint / "run.json").read_text())
     kept = {key: told[key] for key in _CHECKPOINT_TELLS}
-    kept["optimizer"].pop("settings_at_start")
+    for part in filter(None, (kept["optimizer"], kept["schedule"])):
+        part.pop("settings_at_start")
     return json.dumps([tensors, kept], sort_keys=True)

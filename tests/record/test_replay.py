@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau
 from torch.utils.data import ConcatDataset, IterableDataset, Subset, TensorDataset
 
 import onefold
@@ -279,6 +279,29 @@ def test_a_script_that_asks_for_something_else_is_told_where(
     refused(runs, steps, partial(steps, between=between), words)
 
 
+def test_new_calls_are_made_as_the_error_says(runs: Runs) -> None:
+    """Also when the run is resumed once more."""
+
+    def script(life: Life, *, after: float) -> str:
+        trainer = life.trainer(model(), loss, shards=2)
+        loader = trainer.loader(data(), batch_size=6)
+        for _ in trainer.epochs(2):
+            for batch in loader:
+                life.tick()
+                trainer.step(batch)
+                if trainer.steps > after:
+                    trainer.evaluate(score, data(), batch_size=8)
+        return trainer.fingerprint()
+
+    before = partial(script, after=math.inf)
+    assert runs.start(before, dies=4) is None
+    with pytest.raises(RecordError, match=r"new ones under `if trainer.steps > 2:`") as caught:
+        runs.start(partial(script, after=0))
+    assert "--changed" not in str(caught.value)
+    assert runs.start(partial(script, after=2), dies=7) is None
+    assert runs.start(partial(script, after=2), devices=2) == runs.whole(before)
+
+
 def loaded(life: Life, *, samples: int = 24, first: int = 0, **options: Any) -> str:
     trainer = life.trainer(model(), loss, shards=2)
     inner = Subset(data(samples + 1), range(first, samples + first))
@@ -432,6 +455,31 @@ def test_a_rate_is_changed_as_the_warning_says(
     assert said.format(0.02, 0.1) in caplog.text
 
 
+def test_a_longer_run_is_told_that_its_schedule_is_not(
+    runs: Runs, caplog: pytest.LogCaptureFixture
+) -> None:
+    def script(life: Life, *, epochs: int) -> str:
+        optimizer = sgd(net := model())
+        schedule = CosineAnnealingLR(optimizer, 4 * epochs)
+        trainer = life.trainer(net, loss, optimizer=optimizer, schedule=schedule, shards=2)
+        for _ in trainer.epochs(epochs):
+            for batch in trainer.loader(data(), batch_size=6):
+                trainer.step(batch)
+        return str(schedule.T_max)
+
+    said = (
+        "schedule.T_max was 4 in the script that saved the checkpoint and is 8 in this one; the "
+        "checkpoint's value is used. To change it, set schedule.T_max in the loop, under `if not "
+        "trainer.replaying:`, or begin the schedule anew with the script's settings: onefold run "
+        "--changed schedule"
+    )
+    assert runs.start(partial(script, epochs=1)) == "4"
+    assert runs.start(partial(script, epochs=2)) == "4"
+    assert caplog.text.count(said) == 1
+    assert runs.start(partial(script, epochs=3), changed=("schedule",)) == "12"
+    assert caplog.text.count("schedule.T_max was") == 1
+
+
 def change(trainer: onefold.Trainer) -> None:
     with trainer.modifying(), torch.no_grad():
         next(trainer.model.parameters()).mul_(0.5)
@@ -515,6 +563,35 @@ def test_what_no_record_keeps_is_refused_where_it_is_read(
     assert other.start(guarded) is not None
     with pytest.raises(RecordError, match=r"what trainer\.predict returned after step 4 was too"):
         other.start(guarded)
+
+
+def test_what_is_too_large_is_left_out_as_the_error_says(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def script(life: Life) -> str:
+        trainer = life.trainer(model(), loss, shards=2)
+        loader = trainer.loader(data(), batch_size=6)
+        kept: list[object] = []
+        for _ in trainer.epochs(EPOCHS):
+            for batch in loader:
+                life.tick()
+                trainer.step(batch)
+            if not trainer.replaying:
+                said = trainer.predict(lambda m, b: {"out": m(b[0])}, data(), batch_size=8)["out"]
+            kept.append(trainer.state("sum", None if trainer.replaying else float(said.sum())))
+            if not trainer.replaying:
+                trainer.predict(lambda m, b: {"out": m(b[0])}, data(), batch_size=8)
+            life.tick()
+        return f"{trainer.fingerprint()} {kept}"
+
+    monkeypatch.setattr("onefold.record.recorder.LARGEST_BYTES", 64)
+    expected = runs.whole(script)
+    for dies in range(1, runs.ticks + 1):
+        again = Runs(runs.folder / str(dies), monkeypatch)
+        again.folder.mkdir()
+        assert again.start(script, dies=dies) is None
+        assert again.start(script, devices=2) == expected, dies
+        assert again.start(script) == expected
 
 
 def test_what_was_printed_is_printed_once(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:

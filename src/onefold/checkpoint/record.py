@@ -83,6 +83,7 @@ class _Optimizer(Struct, rename={"kind": "class"}):
 
     def __post_init__(self) -> None:
         from_json([*self.settings, *self.other_state.values()])
+        from_json([list(group.values()) for group in (*self.settings, *self.settings_at_start)])
         if any(group.keys() & {"params", "param_names"} for group in self.settings):
             raise ValueError("expected settings of the optimizer, got its parameters among them")
 
@@ -92,6 +93,10 @@ class _Schedule(Struct, rename={"kind": "class"}):
     state: _Values
     every: Annotated[str, _one_of(get_args(ScheduleEvery))]
     open: Count | None
+    settings_at_start: _Values = {}
+
+    def __post_init__(self) -> None:
+        from_json([*self.settings_at_start.values()])
 
 
 class _Average(Struct):

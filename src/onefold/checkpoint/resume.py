@@ -40,7 +40,7 @@ from onefold.checkpoint.folder import (
 )
 from onefold.checkpoint.model import StoredStates, left_by_shard, saved_rule, sorted_values
 from onefold.checkpoint.record import Place, check_run
-from onefold.checkpoint.runstate import OF_THE_SCRIPT, RunState, settings_of
+from onefold.checkpoint.runstate import RunState, settings_of
 from onefold.checkpoint.saving import Lead, Saving
 from onefold.core.assignment import Devices
 from onefold.core.calldigest import Call, CallDigest, digest
@@ -60,9 +60,6 @@ from onefold.update.state import AVERAGE, unpack
 __all__ = ["Checkpoints", "Found"]
 
 _log = logging.getLogger("onefold")
-
-_WITH_SCHEDULE = ("lr", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum")
-"""Settings of an optimizer that its schedule sets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +254,7 @@ class Checkpoints:
         self._state.run = found.stored.run["run"]
         self.recorded = found.stored.run["recorded"]
         if self._lead.is_here:
-            self._state.warn_of_differences(found.stored)
+            self._state.warn_of_differences(found.stored, found.changed)
 
     def take(self, found: Found, *, settings: bool = True) -> None:
         """Make the values of a checkpoint the model's, the optimizer's and the schedule's.
@@ -377,23 +374,17 @@ class Checkpoints:
         *,
         settings: bool,
     ) -> None:
-        """Adopt states and settings; those that a schedule sets come and go with the schedule."""
+        """Adopt states and settings."""
         partitions = self._engine.assignment.partitions
         if self._update.storage.mirrors:
             partitions = (range(len(self._update.storage.pieces)),) * len(partitions)
         make = None if files is None else partial(self._for_owner, files.pieces, partitions)
         shown = self._take_values(files) if self._engine.placement.sharded else None
         self._update.take_states(unpack(self._lead.scatter_from_lead(make)), shown)
-        followed = self.schedule.followed()
         groups = self._update.optimizer.param_groups if settings else ()
-        for group, follows, values in zip(groups, followed, saved["settings"], strict=False):
-            set_by_schedule = set(_WITH_SCHEDULE) if follows else set()
-            taken = set_by_schedule if "optimizer" in changed else set(values)
-            taken -= set(OF_THE_SCRIPT)
-            # Without a schedule now, the saved run may have had one.
-            if "schedule" in changed and (follows or self.schedule.schedule is None):
-                taken -= set(_WITH_SCHEDULE)
-            group.update({key: from_json(v) for key, v in values.items() if key in taken})
+        taken = self._state.taken(saved["settings"], changed)
+        for group, keys, values in zip(groups, taken, saved["settings"], strict=False):
+            group.update({key: from_json(v) for key, v in values.items() if key in keys})
 
     def _take_buffers(
         self, run: Mapping[str, Any], files: StoredStates | None, changed: Collection[str]

@@ -30,11 +30,13 @@ from onefold.system.words import listed, message_of
 from onefold.update.optimizers import name_of, optimizers_in
 from onefold.update.schedule import RunSchedule
 
-__all__ = ["OF_THE_SCRIPT", "RunState", "settings_of"]
+__all__ = ["RunState", "settings_of"]
 
 _log = logging.getLogger("onefold")
-OF_THE_SCRIPT = ("capturable", "differentiable", "foreach", "fused")
+_OF_THE_SCRIPT = ("capturable", "differentiable", "foreach", "fused")
 """Settings that say how a device computes, and are therefore the resuming script's."""
+_WITH_SCHEDULE = ("lr", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum")
+"""Settings of an optimizer that its schedule sets."""
 _SAME = ("seed", "shards", "clip_norm", "clip_value", "compile")
 """Settings that a run keeps."""
 _LIBRARIES = ("onefold", "torch", "numpy", "safetensors")
@@ -182,7 +184,7 @@ class RunState:
         kinds = [type(each) for each in given for _ in each.param_groups]
         groups = zip(kinds, self._optimizer.param_groups, saved, strict=False)
         for number, (kind, group, values) in enumerate(groups):
-            read = {k: from_json(v) for k, v in values.items() if k not in OF_THE_SCRIPT}
+            read = {k: from_json(v) for k, v in values.items() if k not in _OF_THE_SCRIPT}
             for key, value in read.items():
                 if not _is_alike(value, group.get(key)):
                     raise CheckpointError(
@@ -207,6 +209,21 @@ class RunState:
                     f"another checkpoint, or begin with a new optimizer: trainer.load(..., "
                     f"changed=['optimizer'])"
                 )
+
+    def taken(self, saved: Sequence[Mapping[str, Any]], changed: Collection[str]) -> list[set[str]]:
+        """For each of the optimizer's groups, which of its settings are the checkpoint's.
+
+        Those that a schedule sets come and go with the schedule.
+        """
+        each = []
+        for follows, values in zip(self._schedule.followed(), saved, strict=False):
+            set_by_schedule = set(_WITH_SCHEDULE) if follows else set()
+            taken = set_by_schedule if "optimizer" in changed else set(values)
+            # Without a schedule now, the saved run may have had one.
+            if "schedule" in changed and (follows or self._schedule.schedule is None):
+                taken -= set(_WITH_SCHEDULE)
+            each.append((taken & set(values)) - set(_OF_THE_SCRIPT))
+        return each
 
     def adopt(self, run: Mapping[str, Any], changed: Collection[str]) -> None:
         """Go on with what a saved run had found: the scale of its losses, and pieces that fit."""
@@ -241,7 +258,7 @@ class RunState:
                 "; ".join(words),
             )
 
-    def warn_of_differences(self, stored: StoredCheckpoint) -> None:
+    def warn_of_differences(self, stored: StoredCheckpoint, changed: Collection[str]) -> None:
         """Log differences that do not keep a run from being resumed, but are worth knowing."""
         run = stored.run
         here = {"device": self._devices.all[0].type, "threads": torch.get_num_threads()}
@@ -254,19 +271,38 @@ class RunState:
                     "from here on may not be",
                     *(stored.folder, name, saved[name], now),
                 )
-        where = "after trainer.load"
+        where, anew = "after trainer.load", "trainer.load(..., changed=['schedule'])"
         if self._devices.context.options.checkpoint:
             where = "in the loop, under `if not trainer.replaying:`"
-        pairs = zip(run["optimizer"]["settings_at_start"], self._at_start, strict=False)
-        for number, (began, begins) in enumerate(pairs):
-            for key in sorted(began.keys() & begins.keys() - {"initial_lr"}):
-                if began[key] != begins[key]:
-                    _log.warning(
-                        "%s of the optimizer's group %d was %s in the script that saved the "
-                        "checkpoint and is %s in this one; the checkpoint's value is used. To "
-                        "change it, set optimizer.param_groups[%d][%r] %s",
-                        *(key, number, began[key], begins[key], number, key, where),
-                    )
+            anew = "onefold run --changed schedule"
+        anew = f", or begin the schedule anew with the script's settings: {anew}"
+        optimizer, schedule = run["optimizer"], run["schedule"] or {}
+        taken = self.taken(optimizer["settings"], changed)
+        pairs = zip(optimizer["settings_at_start"], self._at_start, taken, strict=False)
+        for number, (began, begins, keys) in enumerate(pairs):
+            for key in _differing(began, begins, keys - {"initial_lr"}):
+                name = f"{key} of the optimizer's group {number}"
+                place = f"optimizer.param_groups[{number}][{key!r}] {where}"
+                follows = self._schedule.followed()[number] and key in _WITH_SCHEDULE
+                _warn_of(name, began[key], begins[key], place + anew * follows)
+        began, begins = schedule.get("settings_at_start", {}), self._schedule.at_start
+        for key in () if "schedule" in changed else _differing(began, begins, began.keys()):
+            _warn_of(key, began[key], begins[key], f"{key} {where}{anew}")
+
+
+def _differing(
+    began: Mapping[str, Any], begins: Mapping[str, Any], keys: Collection[str]
+) -> list[str]:
+    """Which of some settings two scripts both have, and not alike."""
+    return sorted(k for k in keys if k in began and k in begins and began[k] != begins[k])
+
+
+def _warn_of(name: str, was: object, now: object, place: str) -> None:
+    _log.warning(
+        "%s was %s in the script that saved the checkpoint and is %s in this one; the checkpoint's "
+        "value is used. To change it, set %s",
+        *(name, from_json(was), from_json(now), place),
+    )
 
 
 def _is_alike(came: object, here: object) -> bool:

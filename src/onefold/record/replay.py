@@ -76,7 +76,8 @@ class Replay:
         for entry in self._entries:
             for loader, number, *place in entry.place if isinstance(entry, StepEntry) else ():
                 self._coming[loader, number].append((place[0], place[1]))
-        self._steps = sum(isinstance(entry, StepEntry) for entry in self._entries)
+        steps = [entry.step for entry in self._entries if isinstance(entry, StepEntry)]
+        self._steps, self._last = len(steps), steps[-1] if steps else 0
         self.kept_entries: int | None = None
         """How many entries of the record come before those that were left out, if any were."""
 
@@ -90,6 +91,10 @@ class Replay:
         Raises:
             RecordError: the run had ended with a change to the model, which cannot be left out.
         """
+        while self._entries and isinstance(entry := self._entries[0], Result):
+            if entry.value is not None or entry.call == call:
+                break
+            self._entries.popleft()  # it could not be answered, and need not be asked for
         if self.over or not self._ended or self._steps:
             return not self.over
         entry = self._entries[0]
@@ -154,13 +159,14 @@ class Replay:
         if (entry.samples, entry.name) != (batch.samples, name):
             raise RecordError(
                 f"{script_line()}: step {entry.step} of the resumed run has {batch.samples} "
-                f"samples{_of(name)}, and had {entry.samples}{_of(entry.name)} before: {_ADVICE}"
+                f"samples{_of(name)}, and had {entry.samples}{_of(entry.name)} before: "
+                f"{_SAME}{_CHANGED}"
             )
         if entry.place != (here := places_of(batch)):
             raise RecordError(
                 f"{script_line()}: step {entry.step} of the resumed run has the batch at {here} "
                 f"(loader, pass, its end in the pass, samples), and had that at {entry.place} "
-                f"before: {_ADVICE}"
+                f"before: {_SAME}{_CHANGED}"
             )
         return _Known(entry, self._device)
 
@@ -172,7 +178,7 @@ class Replay:
         """
         entry = self._next(Result, call)
         if entry.call != call:
-            raise _other(entry, call)
+            raise self._other(entry, call)
         if entry.value is None:
             raise RecordError(
                 f"{script_line()}: what {call} returned after step {entry.step} was too large for "
@@ -192,34 +198,35 @@ class Replay:
     def _next(self, kind: type[_Kind], call: str) -> _Kind:
         entry = self._entries.popleft()
         if not isinstance(entry, kind):
-            raise _other(entry, call)
+            raise self._other(entry, call)
         self._steps -= isinstance(entry, StepEntry)
         return entry
 
+    def _other(self, entry: Entry, call: str) -> RecordError:
+        if isinstance(entry, StepEntry):
+            was = f"step {entry.step}"
+        else:
+            names = {BlockEntry: "a block of trainer.modifying", SavedEntry: "trainer.save"}
+            names |= {Failed: "a step that raised an error"}
+            name = names.get(type(entry)) or getattr(entry, "call", "")
+            was = f"{name} after step {entry.step} at {getattr(entry, 'line', '')}"
+        # Not `trainer.replaying`, which is another each time that the run is resumed.
+        return RecordError(
+            f"{script_line()}: the resumed script asks for {call}, where the run before had {was}: "
+            f"{_SAME}. Keep the calls that the run made, and make new ones under `if trainer.steps "
+            f"> {self._last}:`. To begin anew, name another directory"
+        )
 
-_ADVICE = (
-    "a resumed script must ask for the same as before, as it is answered from the record. If "
-    "that was changed on purpose, onefold run --changed batch_size (or dataset) goes on from the "
-    "checkpoint without these answers. To begin anew, name another directory"
+
+_SAME = "a resumed script must ask for the same as before, as it is answered from the record"
+_CHANGED = (
+    ". If that was changed on purpose, onefold run --changed batch_size (or dataset) goes on from "
+    "the checkpoint without these answers. To begin anew, name another directory"
 )
 
 
 def _of(name: str) -> str:
     return f" of loss {name}" if name else ""
-
-
-def _other(entry: Entry, call: str) -> RecordError:
-    if isinstance(entry, StepEntry):
-        was = f"step {entry.step}"
-    else:
-        names = {BlockEntry: "a block of trainer.modifying", SavedEntry: "trainer.save"}
-        names |= {Failed: "a step that raised an error"}
-        name = names.get(type(entry)) or getattr(entry, "call", "")
-        was = f"{name} after step {entry.step} at {getattr(entry, 'line', '')}"
-    return RecordError(
-        f"{script_line()}: the resumed script asks for {call}, where the run before had {was}: "
-        f"{_ADVICE}"
-    )
 
 
 class _Known(StepResult):

@@ -53,6 +53,8 @@ class RunSchedule:
         self, schedule: LRScheduler | None, every: ScheduleEvery, optimizer: torch.optim.Optimizer
     ) -> None:
         self.schedule = schedule
+        self.at_start = {} if schedule is None else _settings_of(schedule)
+        """The settings that the script gave it, as JSON, by how a script would write them."""
         self._optimizer = optimizer
         self._every = every
         self._open: int | None = None
@@ -140,7 +142,9 @@ class RunSchedule:
         """Write down the schedule's state and what it waits for; None if there is no schedule."""
         if self.schedule is None:
             return None
-        return {**write_schedule(self.schedule), "every": self._every, "open": self._open}
+        written = write_schedule(self.schedule)
+        waits = {"every": self._every, "open": self._open}
+        return {**written, "settings_at_start": self.at_start, **waits}
 
     def check_fits(self, saved: Mapping[str, Any]) -> None:
         """Refuse a saved schedule that must not be loaded into this one.
@@ -259,6 +263,25 @@ def _check_one(
             f"several optimizers give a dict of schedules, under the same names, or a list beside "
             f"a list"
         )
+
+
+def _settings_of(schedule: LRScheduler) -> dict[str, Any]:
+    """What a schedule's state holds, and that of schedules inside of it.
+
+    Rates are left out: they follow from those of the optimizer.
+    """
+    found = {}
+    states = [
+        (f"schedule[{name!r}]" if name else "schedule", each.state_dict())
+        for name, each in schedules_in(schedule).items()
+    ]
+    for place, state in states:  # which grows
+        parts = state.get("_schedulers", ())
+        states += [(f"{place}._schedulers[{number}]", part) for number, part in enumerate(parts)]
+        for key, value in state.items():
+            if key not in ("_schedulers", "base_lrs", "_last_lr"):
+                found[f"{place}.{key}"] = to_json(value, key)
+    return found
 
 
 def write_schedule(schedule: LRScheduler) -> dict[str, Any]:
