@@ -53,18 +53,29 @@ def make_loader(
     return Loader(dataset, own=own, **{**usual, **choices})
 
 
+class Shaken:
+    """A transform with a generator of its own."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(4)
+
+    def __call__(self, value: float) -> float:
+        return value + torch.rand((), generator=self.generator).item()
+
+
 class Augmented(Dataset[tuple[int, float]]):
-    """Draws from every generator that a data set may draw from."""
+    """Draws from every generator that a data set may draw from, and those that it holds."""
 
     def __init__(self, samples: int = 20) -> None:
         self._samples = samples
+        self.rng, self.transforms = np.random.default_rng(4), [Shaken()]
 
     def __len__(self) -> int:
         return self._samples
 
     def __getitem__(self, index: int) -> tuple[int, float]:
         noise = torch.rand(()).item() + random.random() + np.random.rand() + np.random.randn()
-        return index, noise + torch.randn(3).sum().item()
+        return index, self.transforms[0](noise + torch.randn(3).sum().item() + self.rng.random())
 
 
 class Items(Augmented):
@@ -495,3 +506,12 @@ def test_a_pass_without_a_batch_is_told_once(caplog: pytest.LogCaptureFixture) -
     (warning,) = caplog.messages
     assert "pass 0 of a loader of" in warning
     assert "had no batch of 6 samples, with drop_last" in warning
+
+
+def test_generators_that_a_data_set_holds_stay_where_they_were() -> None:
+    """The script may draw from them as well."""
+    data = Augmented()
+    before = data.rng.bit_generator.state, data.transforms[0].generator.get_state().tolist()
+    list(make_loader(data, Plan((2,)), digest=True))
+    found = data.rng.bit_generator.state, data.transforms[0].generator.get_state().tolist()
+    assert found == before

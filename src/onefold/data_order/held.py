@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import Dataset
 
 from onefold.core.randomness import comparable_state, derive_seed
 
@@ -16,6 +18,7 @@ __all__ = [
     "GENERATORS",
     "MOST",
     "held_states",
+    "holders_in",
     "kept_apart",
     "put_back",
     "seed_held",
@@ -48,6 +51,21 @@ def within(owner: object, inner: Callable[[str, Any], list[object]]) -> list[obj
         for name, value in getattr(each, "__dict__", {}).items():
             waiting += inner(name, value)
     return found
+
+
+def holders_in(dataset: object) -> list[object]:
+    """Those that hold a generator of a data set and what it is made of: data sets, transforms."""
+
+    def inner(_name: str, value: Any) -> list[object]:
+        parts = value if isinstance(value, list | tuple) else (value,)
+        return [
+            part
+            for part in parts[:MOST]
+            if isinstance(part, Dataset)
+            or (callable(part) and not isinstance(part, type | FunctionType | torch.nn.Module))
+        ]
+
+    return [each for each in within(dataset, inner) if _held_by([each])]
 
 
 def seed_held(owners: Iterable[object], seed: int, domain: str) -> None:

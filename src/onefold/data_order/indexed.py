@@ -29,6 +29,7 @@ from onefold.core.randomness import (
     sample_order,
     seed_generators,
 )
+from onefold.data_order.held import holders_in, kept_apart, seed_held
 from onefold.data_order.order import (
     Order,
     changes_with_epoch,
@@ -291,8 +292,14 @@ class Items:
         """Read a whole batch."""
         # By the place in the pass, for a sampler may give an item twice.
         numbers = seed, request.epoch, request.stop
-        seed_generators(loader_seed("item", *numbers, loader=request.loader))
-        return self.dataset[request.item]
+        drawn, holders = (
+            loader_seed("item", *numbers, loader=request.loader),
+            holders_in(self.dataset),
+        )
+        seed_generators(drawn)
+        with kept_apart(holders):
+            seed_held(holders, drawn, "held by a data set")
+            return self.dataset[request.item]
 
 
 class _WholeReader(Dataset[Answer]):

@@ -36,6 +36,7 @@ from torch.utils.data import Dataset, TensorDataset, default_collate
 from onefold.core.flat import bits_of
 from onefold.core.randomness import derive_seed, loader_seed, seed_generators
 from onefold.core.shard import Plan
+from onefold.data_order.held import holders_in, kept_apart, seed_held
 from onefold.system.words import message_of
 
 __all__ = [
@@ -130,8 +131,14 @@ class Reader(Dataset[Any]):
         self._dataset = self.dataset = dataset
         self._collate = collate
         self._seed = seed
+        self._holders = holders_in(dataset)
 
     def __getitem__(self, request: Request) -> Answer:
+        # The script, or a sampler, may draw from the same generators.
+        with kept_apart(self._holders):
+            return self._answer(request)
+
+    def _answer(self, request: Request) -> Answer:
         payloads, digest = {}, 0
         if request.digest is not None:
             found = self._read_digest(request.epoch, request.digest)
@@ -149,7 +156,7 @@ class Reader(Dataset[Any]):
         digests = []
         for index in digest_samples(len(self._dataset)):
             # Without the epoch: the digest is that of the data, whenever a process computes it.
-            seed_generators(derive_seed("digest", self._seed, index))
+            self._seed_all(derive_seed("digest", self._seed, index))
             # Returned rather than raised, as in `_read_shard`: DataLoader would wrap the exception
             # in one of its own, and the user would not learn which sample it was.
             try:
@@ -173,7 +180,7 @@ class Reader(Dataset[Any]):
         kind = "sample" if first is None else "place"
         numbers = indices if first is None else range(first, first + len(indices))
         for number, index in zip(numbers, indices, strict=True):
-            seed_generators(loader_seed(kind, seed, epoch, number, loader=loader), common=common)
+            self._seed_all(loader_seed(kind, seed, epoch, number, loader=loader), common)
             try:
                 samples.append(self._dataset[index])
             except Exception as error:
@@ -184,6 +191,10 @@ class Reader(Dataset[Any]):
         drawn = loader_seed(kind, seed, epoch, numbers[0], loader=loader)
         seed_generators(drawn, common=common)
         return (self._collate or default_collate)(samples)
+
+    def _seed_all(self, seed: int, common: tuple[str, tuple[int, ...]] | None = None) -> None:
+        seed_generators(seed, common=common)
+        seed_held(self._holders, seed, "held by a data set")
 
 
 def take(iterator: Iterator[Any], most: int) -> Iterator[Any]:
