@@ -355,6 +355,7 @@ def best(file: Path, life: Life, *, in_memory: bool = False) -> str:
         net.load_state_dict(kept if in_memory else torch.load(file))
     last = trainer.evaluate(score, data(), batch_size=8)["loss"]
     torch.save(net.state_dict(), file.with_name("last.pt"))
+    torch.save(net, file.with_name("whole.pt"))
     return f"{least} {last} {trainer.fingerprint()}"
 
 
@@ -364,12 +365,12 @@ def test_a_file_of_the_best_weights_is_left_as_it_is(
 ) -> None:
     file = tmp_path / "best.pt"
     whole = runs.whole(partial(best, file))
-    weights, save = file.read_bytes(), torch.save
+    weights, before = file.read_bytes(), (torch.save, torch.nn.Module.load_state_dict)
     runs.start(partial(best, file), dies=dies)
     (tmp_path / "last.pt").unlink(missing_ok=True)
     assert runs.start(partial(best, file)) == whole
     assert "is given the weights of that checkpoint. Files that torch.save wrote" in caplog.text
-    assert (file.read_bytes(), torch.save) == (weights, save)
+    assert (file.read_bytes(), torch.save, torch.nn.Module.load_state_dict) == (weights, *before)
     assert (tmp_path / "last.pt").exists()
 
 

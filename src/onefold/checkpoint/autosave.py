@@ -53,6 +53,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import wraps
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -331,6 +332,8 @@ class Resumption:
         """Answers what the script asks for once more; None where no record knows it."""
         self._quiet = ExitStack()
         """What is undone where the script comes to the place where its run goes on."""
+        self._to_finish = ExitStack()
+        """What is undone where the script ends."""
         self.note_left_out: Callable[[int], None] | None = None
         """Called on the lead of a recorded run with `Replay.kept_entries`."""
         self._place: Place = None
@@ -394,13 +397,11 @@ class Resumption:
                 # A function, which a copy of the model shares: of a method it would copy `self`.
                 called = module.register_forward_pre_hook(lambda part, _: self._refuse_call(part))
                 self._quiet.callback(called.remove)
-                # These stay: what was taken is loaded later.
-                module.register_state_dict_post_hook(  # type: ignore[no-untyped-call]
+                taken = module.register_state_dict_post_hook(  # type: ignore[no-untyped-call]
                     lambda _part, _state, prefix, about: self._note_taking(prefix, about)
                 )
-                module.register_load_state_dict_pre_hook(  # type: ignore[no-untyped-call]
-                    lambda _part, _state, _prefix, about, *_: self._refuse_loading(about)
-                )
+                self._quiet.callback(taken.remove)
+            self._watch_loading()
             write = torch.save
             torch.save = lambda what, file, *given, **options: (
                 None if self._leaves(file) else write(what, file, *given, **options)
@@ -509,6 +510,7 @@ class Resumption:
                 *(script_line(), self._where),
             )
         self.end()
+        self._to_finish.close()
 
     def finish(self) -> None:
         """Warn at the end of a script that has not come to the place where its run goes on."""
@@ -532,6 +534,7 @@ class Resumption:
                 else "its model has the values that the script gave it, and not the checkpoint's",
             )
         self.end()
+        self._to_finish.close()
 
     def end(self) -> None:
         """Take nothing more from the checkpoint."""
@@ -557,7 +560,9 @@ class Resumption:
 
     def _leaves(self, file: object) -> bool:
         """Whether a file that the script writes again is left as it is."""
-        return self._has_later_values and isinstance(file, str | os.PathLike)
+        if not isinstance(file, str | os.PathLike) or not self.answering:
+            return False
+        return self._has_later_values or os.path.exists(file)
 
     def _note_taking(self, prefix: str, about: dict[str, Any]) -> None:
         """Mark weights that are not those of then, and say so once."""
@@ -573,6 +578,21 @@ class Resumption:
                 *(script_line(), self._where),
             )
         self._has_taken = True
+
+    def _watch_loading(self) -> None:
+        """Look at what is loaded, until the script ends."""
+        load = torch.nn.Module.load_state_dict
+
+        @wraps(load)
+        def checked(
+            module: torch.nn.Module, state: Mapping[str, Any], *given: Any, **by: Any
+        ) -> Any:
+            self._refuse_loading(getattr(state, "_metadata", {}).get("", {}))
+            return load(module, state, *given, **by)
+
+        # No hook of a module, which would be pickled with it.
+        torch.nn.Module.load_state_dict = checked  # type: ignore[assignment,method-assign]
+        self._to_finish.callback(setattr, torch.nn.Module, "load_state_dict", load)
 
     def _refuse_loading(self, about: Mapping[str, Any]) -> None:
         """Refuse weights that are not those that the script had taken; while all is undone, not."""
