@@ -377,7 +377,9 @@ def test_a_file_of_the_best_weights_is_left_as_it_is(
 def test_weights_that_are_kept_in_memory_are_refused(runs: Runs, tmp_path: Path) -> None:
     script = partial(best, tmp_path / "best.pt", in_memory=True)
     assert runs.start(script, dies=10) is None
-    with pytest.raises(StateError, match=r"taken by state_dict in the part .* not those of then"):
+    with pytest.raises(
+        StateError, match=r"taken by state_dict in the part .* not those of that moment"
+    ):
         runs.start(script)
 
 

@@ -554,7 +554,7 @@ class Resumption:
 
     @property
     def _has_later_values(self) -> bool:
-        """Whether the script finds the checkpoint's weights where it had others before."""
+        """Whether the model has the checkpoint's weights where the script had others before."""
         later = self.answering and self._shown and not self._is_taking
         return later and self.replay is not None and self.replay.changes_model
 
@@ -595,13 +595,13 @@ class Resumption:
         self._to_finish.callback(setattr, torch.nn.Module, "load_state_dict", load)
 
     def _refuse_loading(self, about: Mapping[str, Any]) -> None:
-        """Refuse weights that are not those that the script had taken; while all is undone, not."""
+        """Refuse marked weights, except in the part that is done: changes there are undone."""
         if _MARK in about and not self.replaying:
             raise StateError(
-                f"{script_line()}: the weights that are loaded were taken by state_dict in the "
-                f"part of the run that was done, {about[_MARK]}: they are those of that "
-                f"checkpoint, and not those of then. Write the best weights to a file, which a "
-                f"resumed run leaves as it is, or keep them in one of several models of the trainer"
+                f"{script_line()}: these weights were taken by state_dict in the part of the run "
+                f"that was done, {about[_MARK]}: they are the checkpoint's weights, not those of "
+                f"that moment. Write the best weights to a file, which a resumed run leaves as it "
+                f"is, or keep them in one of several models of the trainer"
             )
 
     def _warn(self, text: str, *arguments: object) -> None:

@@ -82,8 +82,7 @@ class _Optimizer(Struct, rename={"kind": "class"}):
     strides: dict[str, list[Count]]
 
     def __post_init__(self) -> None:
-        from_json([*self.settings, *self.other_state.values()])
-        from_json([list(group.values()) for group in (*self.settings, *self.settings_at_start)])
+        from_json([*self.settings, *self.settings_at_start, *self.other_state.values()])
         if any(group.keys() & {"params", "param_names"} for group in self.settings):
             raise ValueError("expected settings of the optimizer, got its parameters among them")
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypedDict
 
 import numpy as np
@@ -284,6 +284,10 @@ class Items:
     sampler: Iterable[int] | None = None
     """The script's own order of the items; None for that of their numbers, or shuffled."""
     kind: ClassVar = "batches as items"
+    _holders: list[object] = field(init=False, default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._holders.extend(holders_in(self.dataset))
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -292,13 +296,10 @@ class Items:
         """Read a whole batch."""
         # By the place in the pass, for a sampler may give an item twice.
         numbers = seed, request.epoch, request.stop
-        drawn, holders = (
-            loader_seed("item", *numbers, loader=request.loader),
-            holders_in(self.dataset),
-        )
+        drawn = loader_seed("item", *numbers, loader=request.loader)
         seed_generators(drawn)
-        with kept_apart(holders):
-            seed_held(holders, drawn, "held by a data set")
+        with kept_apart(self._holders):
+            seed_held(self._holders, drawn, "held by a data set")
             return self.dataset[request.item]
 
 
