@@ -44,7 +44,8 @@ def blocks(workload: str, shards: int, rounds: int, seconds: float) -> dict[str,
         if name == "audited":
             engine = trainer._session.engine
             options = RunOptions(audit=RATE)
-            engine.auditor = Auditor(engine.context, engine.placement, options, print)
+            auditor = Auditor(engine.context, engine.placement, options, print)
+            engine.hooks.replace([*engine.hooks.every, auditor])
         batches = itertools.cycle(WORKLOADS[workload].batches())
         made[name] = lambda trainer=trainer, batches=batches: trainer.step(next(batches))
         trainers.append(trainer)

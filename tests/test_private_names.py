@@ -9,7 +9,6 @@ SOURCE = TESTS.parent / "src" / "onefold"
 
 EXCEPTIONS: dict[tuple[str, str], str] = {
     ("apart.py", "_live"): "tells in which memory a tensor lies",
-    ("checkpoint/inprocess.py", "_autosave"): "a script that dies in a test gives its lock back",
     ("checkpoint/inprocess.py", "_trainers"): "each of its starts counts trainers anew",
     ("placement/test_early.py", "_start_next"): "tells when a part of a sum leaves",
     ("step/test_finite.py", "_finite"): "to look late happens on accelerators alone",

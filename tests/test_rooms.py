@@ -56,7 +56,7 @@ WITHOUT_PLACEMENTS = (
     *("update", "shard", "checks", "step", "passes", "checkpoint", "verifying", "trainer"),
 )
 
-LIMIT_FILES = 250
+LIMIT_FILES = 260
 LIMIT_FILES_OF_A_ROOM = 25
 LIMIT_CODE_LINES = 400
 LIMIT_BODY_LINES = 60

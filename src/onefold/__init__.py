@@ -18,8 +18,6 @@ from onefold import errors
 from onefold.core.options import RunOptions
 from onefold.run.context import current_context, is_launched
 from onefold.run.devices import DeviceInfo, Selection, list_devices, select_devices
-from onefold.run.launch import launch, supervise
-from onefold.run.workers import Outcome
 
 if TYPE_CHECKING:
     from onefold import losses
@@ -31,6 +29,8 @@ if TYPE_CHECKING:
     from onefold.data_order.loader import Loader
     from onefold.record import Record
     from onefold.run.build import build
+    from onefold.run.launch import launch, supervise
+    from onefold.run.workers import Outcome
     from onefold.step.result import Step
     from onefold.trainer import Trainer
     from onefold.weights.load import load_weights
@@ -74,6 +74,7 @@ _HOMES = {
     "Loader": "onefold.data_order.loader",
     "Mean": "onefold.core.mean",
     "LossTerms": "onefold.core.mean",
+    "Outcome": "onefold.run.workers",
     "OwnLength": "onefold.core.structure",
     "Record": "onefold.record",
     "Shared": "onefold.core.structure",
@@ -84,12 +85,14 @@ _HOMES = {
     "build": "onefold.run.build",
     "gather": "onefold.core.gathering",
     "jobs": "onefold.jobs",
+    "launch": "onefold.run.launch",
     "load_run": "onefold.jobs.loaded",
     "load_weights": "onefold.weights.load",
     "losses": "onefold.losses",
     "same_in_all_shards": "onefold.core.randomness",
+    "supervise": "onefold.run.launch",
 }
-"""Where the names are that need PyTorch."""
+"""Where the names are that need PyTorch, or start processes."""
 
 
 def __getattr__(name: str) -> Any:

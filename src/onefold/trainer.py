@@ -7,13 +7,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, overload
 
 import torch
 
-from onefold.checkpoint.folder import Checkpoint, Keeping
 from onefold.core import wire
-from onefold.core.averaging import AverageRule
 from onefold.core.calldigest import Call, CallDigest
 from onefold.core.flat import fingerprint_of
 from onefold.core.jsonvalue import to_json
@@ -31,16 +29,17 @@ from onefold.data_order.indexed import BatchRule, Rule
 from onefold.data_order.loader import Loader
 from onefold.data_order.reader import Collate, SizedDataset, as_it_is
 from onefold.data_order.takeover import DataSource, TorchNames, choose
-from onefold.errors import CheckpointError
 from onefold.exchange.memory import Memory
 from onefold.passes.collectives import broadcast, gather, model_digests, written
-from onefold.passes.evaluation import ScoreFunction, evaluate, predict
 from onefold.run.context import current_context
 from onefold.run.session import Session
 from onefold.run.userparts import GivenOptimizer, GivenSchedule, UserParts
 from onefold.shard.replica import LossFunction
 from onefold.step.result import Step
-from onefold.system.words import script_line
+
+if TYPE_CHECKING:
+    from onefold.checkpoint.folder import Checkpoint
+    from onefold.passes.evaluation import ScoreFunction
 
 __all__ = ["Trainer"]
 
@@ -363,7 +362,7 @@ class Trainer:
             >>> step = trainer.step(torch.ones(6, 2))
             step 1
         """
-        self._session.observers.add(observe)
+        self._session.on_step.add(observe)
 
     def evaluate(
         self,
@@ -397,6 +396,8 @@ class Trainer:
         >>> trainer.evaluate(score, torch.ones(5, 2), batch_size=4)
         {'positive': 1.0}
         """
+        from onefold.passes.evaluation import evaluate
+
         chosen = choose(
             dataset, names, batch_size=batch_size, workers=workers, collate=collate, in_order=True
         )
@@ -435,6 +436,8 @@ class Trainer:
         >>> said["sum"]
         tensor([2., 2., 2., 2., 2.])
         """
+        from onefold.passes.evaluation import predict
+
         chosen = choose(
             dataset, names, batch_size=batch_size, workers=workers, collate=collate, in_order=True
         )
@@ -468,7 +471,7 @@ class Trainer:
         True
         """
         with self._session.telling_others():
-            self._session.recording.record(Path(directory))
+            self._session.tools.record(Path(directory))
 
     @property
     def replaying(self) -> bool:
@@ -483,7 +486,7 @@ class Trainer:
         ...     trainer.steps
         0
         """
-        return self._session.resumption.replaying
+        return self._session.replaying
 
     def state(self, name: str, value: _State) -> _State:
         """Keep a value of the script in the record, for when it is resumed; called on every device.
@@ -508,7 +511,7 @@ class Trainer:
             what = f"trainer.state of {name}"
             # The same kinds as a resumed script is given.
             kept: _State = wire.decode(wire.encode(value, what))
-            return session.recording.answered(what, lambda: kept)
+            return session.result(what, lambda: kept)
 
     @property
     def steps(self) -> int:
@@ -589,6 +592,8 @@ class Trainer:
         >>> said["y"].shape
         torch.Size([5, 1])
         """
+        from onefold.core.averaging import AverageRule
+
         session = self._session
         loss = "" if after is None else session.parts.loss_name(after)
         rule = AverageRule.chosen(decay=decay, mean=mean, every=every, after=loss)
@@ -668,7 +673,7 @@ class Trainer:
         session = self._session
         with session.telling_others():
             text = written(value) if session.devices.has_lead else None
-            return session.recording.answered("trainer.broadcast", partial(self._broadcast, text))
+            return session.result("trainer.broadcast", partial(self._broadcast, text))
 
     def gather(self, value: object) -> list[Any]:
         """A value of every device's process, such as seconds or a score; called on every device.
@@ -695,7 +700,7 @@ class Trainer:
         session = self._session
         with session.telling_others():
             text = written(value)
-            return session.recording.answered("trainer.gather", partial(self._gather, text))
+            return session.result("trainer.gather", partial(self._gather, text))
 
     def fork_rng(self) -> AbstractContextManager[None]:
         """A block whose random numbers do not shift those that come after it.
@@ -731,9 +736,7 @@ class Trainer:
         session = self._session
         digests = partial(model_digests, session.engine, self.steps + 1)
         with session.telling_others():
-            return session.recording.answered(
-                "trainer.fingerprint", lambda: fingerprint_of(digests())
-            )
+            return session.result("trainer.fingerprint", lambda: fingerprint_of(digests()))
 
     def save(
         self,
@@ -774,20 +777,12 @@ class Trainer:
         >>> trainer.load(directory).extra
         {'note': 'first try'}
         """
+        from onefold.checkpoint.folder import Keeping
+
         keeping = Keeping.checked(keep, best, scores or {})
         copied = to_json(extra, "extra")
         session = self._session
-        with session.telling_others():
-            if (before := session.recording.saved(Path(directory))) is not None:
-                return before
-            session.resumption.begin_save()
-            place, line = session.verifying.writes_to(directory), script_line()
-            save = partial(
-                session.checkpoints.save, keeping=keeping, wait=wait, extra=copied, line=line
-            )
-            what = (place, keeping, copied)
-            saved: Path = session.verifying.result(what, None, lambda: save(place))
-            return saved
+        return session.save(Path(directory), keeping=keeping, wait=wait, extra=copied)
 
     @overload
     def load(self, directory: str | Path, *, changed: Collection[str] = ...) -> Checkpoint: ...
@@ -828,18 +823,8 @@ class Trainer:
         0
         """
         names = (changed,) if isinstance(changed, str) else tuple(changed)
-        session = self._session
-        try:
-            with session.telling_others(but=CheckpointError):
-                place = session.verifying.reads_from(directory, if_any=if_any)
-                found = session.checkpoints.load(place, changed=names, if_any=if_any)
-                if found is not None:
-                    session.resumption.begin_anew()
-                    session.recording.note_load()
-                return found
-        finally:
-            session.gradients.forget()
-            session.note_progress()
+        found: Checkpoint | None = self._session.load(Path(directory), changed=names, if_any=if_any)
+        return found
 
     def close(self) -> None:
         """Leave the run, and have the model be the script's; called on every device.

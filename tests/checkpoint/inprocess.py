@@ -95,7 +95,7 @@ class Runs:
             life = Life(devices, dies, progress)
             patch.setattr("onefold.trainer.current_context", lambda: LaunchContext(options=options))
             for name in ("progress_of", "places_of"):
-                patch.setattr(f"onefold.run.session.{name}", lambda context: progress)
+                patch.setattr(f"onefold.run.tools.{name}", lambda context: progress)
             patch.setattr(forming, "_trainers", itertools.count())
             patch.setattr(membership, "members", membership.Members())
             try:
@@ -113,9 +113,6 @@ def _leave(life: Life) -> None:
     if life.made is None:
         return
     session = session_in(life.made)
-    session.checkpoints.finish()
-    if session._autosave is not None:
-        session._autosave.leave()
-    session.resumption.end()
-    session.recording.close()
+    session.tools.run.checkpoints.finish()
+    session.hooks.close()
     session.engine.context.exchange.close()

@@ -12,7 +12,7 @@ from onefold.core.assignment import Devices
 from onefold.core.context import LaunchContext
 from onefold.core.options import RunOptions
 from onefold.errors import DisagreementError, PeerFailed
-from onefold.exchange import joining
+from onefold.exchange import others
 from onefold.exchange.exchange import Exchange
 from onefold.exchange.joining import join
 from onefold.exchange.shared import HostMemory, HostTransport
@@ -45,13 +45,13 @@ def joined(
 @for_each(("asked", "launcher"), [("auto", "onefold"), ("shared", "onefold"), ("auto", "torch")])
 def test_one_host_shares_memory(asked: Any, launcher: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     addresses: list[str] = []
-    connect = joining.connected
+    connect = others.connected
 
     def noted(address: str, *options: Any) -> object:
         addresses.append(address)
         return connect(address, *options)
 
-    monkeypatch.setattr(joining, "connected", noted)
+    monkeypatch.setattr(others, "connected", noted)
     seen: dict[int, list[int]] = {}
     with worlds(2, options=RunOptions(exchange=asked)) as made:
         made = [replace(context, launcher=launcher) for context in made]
@@ -104,7 +104,7 @@ def test_what_the_lead_finds_or_lacks_ends_all(
 def test_memory_that_cannot_be_shared_is_refused(
     device: torch.device, one_host: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(joining, "agree_on_devices", lambda *_: None)
+    monkeypatch.setattr(others, "agree_on_devices", lambda *_: None)
     monkeypatch.setattr(accelerator, "card_of", lambda device: "")
     context = LaunchContext(
         size=2, local_size=2, one_host=one_host, options=RunOptions(exchange="shared")

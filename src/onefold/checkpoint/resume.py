@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -50,12 +50,12 @@ from onefold.data_order.position import PROMISES, Position
 from onefold.errors import CheckpointError, StateError
 from onefold.passes.averaged import Averaging
 from onefold.passes.collectives import agreed_digests, broadcast, written
-from onefold.record import whole_run
-from onefold.record.entries import Entry, encode
-from onefold.record.frames import read_frames
 from onefold.step.engine import Engine
 from onefold.update.schedule import RunSchedule
 from onefold.update.state import AVERAGE, unpack
+
+if TYPE_CHECKING:
+    from onefold.record.entries import Entry
 
 __all__ = ["Checkpoints", "Found"]
 
@@ -216,6 +216,10 @@ class Checkpoints:
         Raises:
             RecordError: the record is damaged; raised on the lead alone.
         """
+        from onefold.record import whole_run
+        from onefold.record.entries import Entry, encode
+        from onefold.record.frames import read_frames
+
         entries: list[tuple[int, Entry]] = []
         if self._lead.is_here:
             kept = found.stored.run["recorded"]

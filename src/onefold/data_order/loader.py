@@ -20,19 +20,21 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from onefold.core.batch import DataPass, ShardedBatch
 from onefold.core.shard import Plan
 from onefold.data_order.indexed import Choices, Indexed, Items, Rule
 from onefold.data_order.order import Order
 from onefold.data_order.position import LoaderTrack
-from onefold.data_order.reader import Answer, BadSample, Collate
-from onefold.data_order.stream import Stream, is_stream
+from onefold.data_order.reader import Answer, BadSample, Collate, is_stream
 from onefold.data_order.workers import Requests, Workers, disown
 from onefold.errors import SampleError
 from onefold.system.process import ctrl_c_later
 from onefold.watch.timing import host_now_s
+
+if TYPE_CHECKING:
+    from onefold.data_order.stream import Stream
 
 __all__ = ["Loader"]
 
@@ -394,6 +396,8 @@ def source_of(
             f"shuffle in it: a buffer from which it yields at random, or the order of its files"
         )
     drop_last = bool(choices.get("drop_last"))
+    from onefold.data_order.stream import Stream
+
     return Stream(dataset, collate, seed, own, choices.get("batch_size"), drop_last=drop_last)
 
 

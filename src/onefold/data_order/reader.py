@@ -31,7 +31,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, TensorDataset, default_collate
+from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
 
 from onefold.core.flat import bits_of
 from onefold.core.randomness import derive_seed, loader_seed, seed_generators
@@ -50,10 +50,28 @@ __all__ = [
     "bad_sample",
     "digest_of",
     "digest_samples",
+    "is_stream",
     "join_digests",
     "one_thread",
     "take",
 ]
+
+_ONCE = ("_io", "builtins", "itertools")
+"""Modules whose iterators can be gone through a single time."""
+
+
+def is_stream(dataset: object) -> bool:
+    """Whether a data set is to be read as a stream.
+
+    An `IterableDataset` may inherit or define both methods of a data set with an index. A set has
+    an order that differs between processes, and an iterator has no second pass.
+    """
+    if isinstance(dataset, IterableDataset):
+        return True
+    indexed = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    once = hasattr(dataset, "__next__") and type(dataset).__module__ in _ONCE
+    unordered = isinstance(dataset, set | frozenset)
+    return hasattr(dataset, "__iter__") and not (indexed or once or unordered)
 
 
 Collate = Callable[[list[Any]], Any]

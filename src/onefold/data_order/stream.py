@@ -33,7 +33,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 import torch
-from torch.utils.data import Dataset, IterableDataset, default_collate
+from torch.utils.data import Dataset, default_collate
 
 from onefold.core.batch import DataPass
 from onefold.core.jsonvalue import from_json, to_json
@@ -54,29 +54,13 @@ from onefold.data_order.reader import (
     take,
 )
 
-__all__ = ["Stream", "is_stream"]
+__all__ = ["Stream"]
 
 _log = logging.getLogger("onefold")
 
 _KEPT = 4
 """Batches whose samples are kept: one in use, two that the one worker reads ahead, one more."""
 _HOST = torch.device("cpu")
-_ONCE = ("_io", "builtins", "itertools")
-"""Modules whose iterators can be gone through a single time."""
-
-
-def is_stream(dataset: object) -> bool:
-    """Whether a data set is to be read as a stream.
-
-    An `IterableDataset` may inherit or define both methods of a data set with an index. A set has
-    an order that differs between processes, and an iterator has no second pass.
-    """
-    if isinstance(dataset, IterableDataset):
-        return True
-    indexed = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
-    once = hasattr(dataset, "__next__") and type(dataset).__module__ in _ONCE
-    unordered = isinstance(dataset, set | frozenset)
-    return hasattr(dataset, "__iter__") and not (indexed or once or unordered)
 
 
 class Stream:

@@ -27,8 +27,7 @@ from torch.utils.data import (
 
 from onefold.data_order.indexed import Items
 from onefold.data_order.order import check_sampler
-from onefold.data_order.reader import Collate, SizedDataset
-from onefold.data_order.stream import is_stream
+from onefold.data_order.reader import Collate, SizedDataset, is_stream
 from onefold.data_order.workers import Workers
 
 __all__ = ["DataSource", "TorchNames", "choose"]

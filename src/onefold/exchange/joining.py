@@ -18,29 +18,19 @@ the calls is the order of reads and writes, though the host never waits for it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 
 from onefold.core.assignment import Assignment, Devices
-from onefold.core.context import LaunchContext
 from onefold.core.flat import FlatTensors
 from onefold.core.fold import Published
 from onefold.core.shard import Plan
 from onefold.core.storage import Storage
-from onefold.exchange.collective import GroupTransport
-from onefold.exchange.connections import host_identity
 from onefold.exchange.exchange import Exchange
-from onefold.exchange.group import Rendezvous, agree_on_devices, agree_on_name, join_group
-from onefold.exchange.mailbox import Mailbox, connected
 from onefold.exchange.memory import AsGiven, Memory, Partial, Start
-from onefold.exchange.private import GroupStageExchange, PrivateMemory
-from onefold.exchange.progress import NoteWait, places_of
 from onefold.exchange.reduction import BlockReduction, StageReduction
-from onefold.exchange.shared import HostMemory, HostStageExchange, HostTransport
 from onefold.exchange.stageexchange import LocalStageExchange, StageExchange
 from onefold.exchange.transport import Alone, Transport
-from onefold.system import accelerator
 from onefold.system.allocator import DEFAULT_ALLOCATOR, TensorAllocator
 
 __all__ = ["exchange_over", "has_memory_in_common", "join"]
@@ -78,24 +68,10 @@ def join(
     if len(devices.own) == len(devices.all):
         alone = Alone(assignment.devices[0], allocator)
         return exchange_over(alone, storage, start, assignment)
-    kind, context = devices.all[devices.own[0]].type, devices.context
-    meeting = Rendezvous(context, len(devices.all), timeout_s)
+    from onefold.exchange.others import join_others
+
     shares = has_memory_in_common(devices)
-    if (context.launcher == "torch" or not shares) and not context.network:
-        # Under PyTorch's launcher each process has chosen its device by itself. Compared before the
-        # branch below, or processes of two kinds would wait in two different exchanges.
-        agree_on_devices(meeting, kind, _card_of(devices))
-    if context.options.exchange == "shared" and not shares:
-        raise ValueError(
-            "the shared exchange is for CPU processes of one host; use --exchange collective"
-        )
-    transport: HostTransport | GroupTransport
-    if shares:
-        transport = HostTransport(_mailbox(devices, meeting), allocator, assignment.plan.pipeline)
-    else:
-        joined = join_group(meeting, kind, devices.trainer)
-        device = assignment.devices[joined.group.rank()]
-        transport = GroupTransport(device, joined, timeout_s, allocator, _noting_waits(context))
+    transport = join_others(assignment, devices, timeout_s, allocator, shares=shares)
     try:
         compare(transport.all_gather_objects({devices.own[0]: description}))
         return exchange_over(transport, storage, start, assignment)
@@ -105,43 +81,12 @@ def join(
         raise
 
 
-def _card_of(devices: Devices) -> str:
-    """The card that this process drives, on whichever machine it is; empty for a processor."""
-    card = accelerator.card_of(devices.all[devices.own[0]])
-    return card and f"{card} of {host_identity()}"
-
-
 def has_memory_in_common(devices: Devices) -> bool:
     """Whether all devices of a run use the same memory."""
     if len(devices.own) == len(devices.all):
         return True
     can_share = devices.all[devices.own[0]].type == "cpu" and devices.context.one_host
     return can_share and devices.context.options.exchange != "collective"
-
-
-def _mailbox(devices: Devices, meeting: Rendezvous) -> Mailbox:
-    """Connections to the other processes of this host, for one Trainer."""
-    context, rank, timeout_s = devices.context, devices.own[0], meeting.timeout_s
-    if context.network:
-        simulated: Mailbox = context.network.mailbox(devices.trainer)
-        return simulated
-    # Drawn at random by onefold's launcher and known to its workers alone. PyTorch's launcher has
-    # an id that others can guess, so there the lead draws a name.
-    is_drawn = context.launcher != "torch"
-    drawn = context.run_id if is_drawn else agree_on_name(meeting, devices.trainer)
-    address = f"{drawn}-{devices.trainer}"
-    peers = connected(address, rank, meeting.size, timeout_s, meeting.has_ended)
-    mailbox = Mailbox(peers, rank=rank, timeout_s=timeout_s)
-    mailbox.note_wait = _noting_waits(context)
-    return mailbox
-
-
-def _noting_waits(context: LaunchContext) -> NoteWait:
-    """Notes waits in the table of this process, if it has one."""
-    progress = places_of(context)
-    if progress is None:
-        return lambda peer: None
-    return partial(progress.set_waiting, context.rank)
 
 
 def exchange_over(
@@ -156,24 +101,17 @@ def exchange_over(
         start: this process's values, replaced by the lead's.
         assignment: who takes part.
     """
-    memory: Memory
-    stages: StageExchange | None = None
     has_stages = storage.stages is not None
-    if isinstance(transport, HostTransport):
-        memory = common = HostMemory(storage, start, transport, assignment)
-        # In one pipeline each device owns the stages that it computes: their gradients go nowhere.
-        if has_stages and len(assignment.plan.column_of(transport.mailbox.rank)) == 1:
-            stages = LocalStageExchange(storage, assignment)
-        elif has_stages:
-            stages = HostStageExchange(common)
-    elif isinstance(transport, GroupTransport):
-        memory = private = PrivateMemory(storage, start, transport, assignment)
-        stages = GroupStageExchange(private) if has_stages else None
-    else:
+    if isinstance(transport, Alone):
         allocator = transport.allocator
-        memory = LocalMemory(storage, start, assignment, allocator)
+        memory: Memory = LocalMemory(storage, start, assignment, allocator)
+        stages: StageExchange | None = None
         if has_stages:
             stages = LocalStageExchange(storage, assignment, copies=allocator.on_disk)
+    else:
+        from onefold.exchange.others import memory_with_others
+
+        memory, stages = memory_with_others(transport, storage, start, assignment)
     reduction = BlockReduction(memory) if stages is None else StageReduction(stages, memory)
     return Exchange(memory, transport, reduction)
 

@@ -21,10 +21,10 @@ from onefold.core.randomness import derive_seed, seed_generators
 from onefold.core.values import Column, Rows, StepValues, columns_of, names_of, values_by_name
 from onefold.errors import DisagreementError, LossError
 from onefold.passes.collectives import check_names
-from onefold.placement.parameters import QUICK
 from onefold.shard.kernels import calls_compiled
 from onefold.shard.modelparts import modules_of
 from onefold.shard.replica import Replica
+from onefold.shard.stages import QUICK
 from onefold.step.engine import Engine
 
 __all__ = [

@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -31,13 +31,15 @@ from onefold.exchange.exchange import Exchange
 from onefold.exchange.memory import Start
 from onefold.placement.context import StepContext
 from onefold.placement.distribute import distribute_entries, distribute_masters
-from onefold.placement.pipeline.shapetensor import LossProgress
 from onefold.shard.modelparts import ModelParts
 from onefold.shard.replica import Replica
 from onefold.shard.stages import StageModules
 from onefold.shard.task import ShardTask
 from onefold.system.allocator import DEFAULT_ALLOCATOR, TensorAllocator
 from onefold.update.optimizer import PartitionedOptimizer
+
+if TYPE_CHECKING:
+    from onefold.placement.pipeline.shapetensor import LossProgress
 
 __all__ = [
     "Before",

@@ -2,24 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from onefold.core.assignment import Devices
 from onefold.core.options import PlacementName
 from onefold.core.settings import Settings
 from onefold.placement.base import Placement
-from onefold.placement.offload import Offloaded
-from onefold.placement.pipeline.placement import Pipelined
 from onefold.placement.replicated import Replicated
-from onefold.placement.sharded import Sharded
 
 __all__ = ["PLACEMENTS", "placement_of"]
 
 
-PLACEMENTS: dict[PlacementName, type[Placement]] = {
+# Loaded when they are chosen: a run without them needs none of what they are made of.
+def _sharded(devices: Devices, settings: Settings) -> Placement:
+    from onefold.placement.sharded import Sharded
+
+    return Sharded(devices, settings)
+
+
+def _offloaded(devices: Devices, settings: Settings) -> Placement:
+    from onefold.placement.offload import Offloaded
+
+    return Offloaded(devices, settings)
+
+
+def _pipelined(devices: Devices, settings: Settings) -> Placement:
+    from onefold.placement.pipeline.placement import Pipelined
+
+    return Pipelined(devices, settings)
+
+
+PLACEMENTS: dict[PlacementName, Callable[[Devices, Settings], Placement]] = {
     "replicate": Replicated,
-    "shard": Sharded,
-    "offload": Offloaded,
-    "pipeline": Pipelined,
+    "shard": _sharded,
+    "offload": _offloaded,
+    "pipeline": _pipelined,
 }
+"""What makes each of them."""
 
 
 def placement_of(devices: Devices, settings: Settings) -> Placement:

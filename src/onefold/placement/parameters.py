@@ -48,17 +48,16 @@ from onefold.placement.context import StepContext
 from onefold.placement.stagebuffers import StageBuffers
 from onefold.shard.advice import is_about_hooks
 from onefold.shard.gradients import keeping_gradients
+from onefold.shard.stages import QUICK
 from onefold.shard.task import ShardTask
 
-__all__ = ["QUICK", "ShardedParameters"]
+__all__ = ["ShardedParameters"]
 
 
 _AT_HAND = 2
 """Stages, besides the root, that are in use at one time in backward; one more is on its way."""
 
 
-QUICK = torch.nn.TransformerEncoderLayer, torch.nn.MultiheadAttention
-"""Modules for which PyTorch has quick paths; see the head."""
 _WITH_ALL = (
     "devices that do not keep all parameters (--placement) have them brought by such hooks, which "
     "torch.func does not allow: use torch.autograd.grad, or call trainer.evaluate and "

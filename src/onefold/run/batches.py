@@ -6,16 +6,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from onefold.checkpoint.autosave import Resumption
 from onefold.core.assignment import Devices
-from onefold.core.batch import ShardedBatch, checked_dim, cut_batch, map_parts
+from onefold.core.batch import ShardedBatch, checked_dim, cut_batch
 from onefold.core.shard import Plan
-from onefold.data_order.indexed import Items, Rule
 from onefold.data_order.loader import Loader
 from onefold.data_order.position import Position
 from onefold.data_order.reader import Collate
 from onefold.step.engine import Engine
-from onefold.verifying import Verifying
+from onefold.step.hook import Asked
 from onefold.watch.timing import Moment, host_now_s
 
 __all__ = ["Batches", "Wait", "read_now"]
@@ -31,8 +29,6 @@ class Batches:
         engine: the devices of this process.
         devices: who takes part.
         position: where the run is.
-        verifying: sees the batches of a run that is compared.
-        resumption: knows whether batches need to be read.
         gather: brings the payloads of a batch's shards to every device.
     """
 
@@ -41,13 +37,10 @@ class Batches:
         engine: Engine,
         devices: Devices,
         position: Position,
-        verifying: Verifying,
-        resumption: Resumption,
         gather: Callable[[ShardedBatch], Any],
     ) -> None:
         self._engine, self._devices, self._position = engine, devices, position
-        self._verifying, self._resumption, self._gather = verifying, resumption, gather
-        self._settings = engine.context.settings
+        self._settings, self._gather = engine.context.settings, gather
         self.note_reading: Callable[[bool], None] = lambda reads: None
         """Called as a wait for a batch of a loader begins, and as it ends."""
         self.datasets: dict[int, Any] = {}
@@ -55,26 +48,29 @@ class Batches:
 
     def loader(self, dataset: Any, collate: Collate | None, **choices: Any) -> Loader:
         """Make a loader for `evaluate` and `predict`; see `Loader` for ``choices``."""
-        own = self._verifying.collate(collate)
         # What a device computes of each batch is then one stretch of it.
-        return self._loader(
-            dataset, own, plan=lambda: self._engine.assignment.plan.in_a_row(), **choices
-        )
+        choices |= {"dataset": dataset, "collate": collate}
+        choices["plan"] = lambda: self._engine.assignment.plan.in_a_row()
+        return self._asked(Asked("pass", given=choices), lambda: self._made(**choices))
 
     def loader_of_steps(self, dataset: Any, collate: Collate | None, **choices: Any) -> Loader:
         """Make a loader for `step`, whose place in the data is part of a checkpoint."""
-        # Whole batches are not made of samples that could be kept.
-        keeps = not isinstance(dataset, Rule | Items)
-        collate = self._verifying.collate(collate, keeps=keeps)
         choices |= {"plan": lambda: self._engine.assignment.plan, "gather": self._gather}
-        choices["repeats"] = self._verifying.repeats
-        made = self._loader(dataset, collate, **choices)
-        self._position.add(made.track)
-        self.datasets[made.track.number] = dataset
-        self._verifying.add(made, collate)
+        choices |= {"dataset": dataset, "collate": collate}
+
+        def make() -> Loader:
+            made = self._made(**choices)
+            self._position.add(made.track)
+            self.datasets[made.track.number] = dataset
+            return made
+
+        return self._asked(Asked("loader", given=choices), make)
+
+    def _asked(self, asked: Asked, make: Callable[[], Loader]) -> Loader:
+        made: Loader = self._engine.hooks.call(asked, make)
         return made
 
-    def _loader(self, dataset: Any, collate: Collate | None, **choices: Any) -> Loader:
+    def _made(self, dataset: Any, collate: Collate | None, **choices: Any) -> Loader:
         made = Loader(
             dataset,
             **choices,
@@ -92,9 +88,7 @@ class Batches:
     def cut(self, batch: object, dim: int) -> tuple[ShardedBatch, Wait]:
         """Cut a step's batch; return it with the time in which it was waited for."""
         start, plan = host_now_s(), self._engine.assignment.plan
-        batch, dim = self._verifying.batch(batch), checked_dim(dim)
-        if self._resumption.replay is not None and not self._resumption.answering:
-            batch = map_parts(batch, read_now)
+        dim = checked_dim(dim)
         if isinstance(batch, ShardedBatch):
             cut = self._checked(batch, plan)
             cut = cut if cut.dim == dim else replace(cut, dim=dim)

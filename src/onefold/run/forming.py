@@ -38,7 +38,6 @@ from onefold.errors import LaunchError
 from onefold.run.context import allocator_chosen, have_cublas_repeat, visible_gpus
 from onefold.run.devices import cores, emptiest_gpu
 from onefold.run.membership import hush_and_report
-from onefold.shard.compiling import check_compiler
 from onefold.system import accelerator
 from onefold.system.words import counted
 
@@ -236,6 +235,8 @@ def check_devices(devices: Iterable[torch.device], settings: Settings) -> None:
     for device in devices:
         check_device(settings.precision, device)
         if settings.compile:
+            from onefold.shard.compiling import check_compiler
+
             check_compiler(device)
 
 

@@ -39,7 +39,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -48,15 +47,13 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # it is expor
 from onefold.core.context import LaunchContext
 from onefold.exchange.connections import host_identity
 from onefold.exchange.group import Rendezvous
-from onefold.exchange.progress import TABLE_LABEL, WAITING, Progress, own_table, places_of
-from onefold.run.batches import Batches
+from onefold.exchange.progress import TABLE_LABEL, WAITING, Progress, own_table
 from onefold.run.hang import AGAIN_S, DeviceStanding, HostDevice, Waits, late_of, report_of
 from onefold.run.stacks import STACKS_LABEL, answer_with_stacks
-from onefold.step.engine import Engine
 from onefold.system.ownfiles import memory_file
 from onefold.system.process import LOOK_S
 
-__all__ = ["HostWatch", "note_places"]
+__all__ = ["HostWatch", "watch_for_hangs"]
 
 _log = logging.getLogger("onefold")
 _screen = logging.getLogger(WAITING)
@@ -87,7 +84,7 @@ class _Question(msgspec.Struct, frozen=True, array_like=True):
 
 
 @functools.cache
-def _watch_for_hangs(context: LaunchContext) -> None:
+def watch_for_hangs(context: LaunchContext) -> None:
     """Have this process report devices that wait in vain, from now on, and answer those that ask.
 
     Called once the process has joined the others.
@@ -98,25 +95,6 @@ def _watch_for_hangs(context: LaunchContext) -> None:
     own = HostDevice(context.rank, os.getpid(), progress, stacks)
     store = Rendezvous(context, size, context.options.timeout_s).apart("waits")
     atexit.register(HostWatch(own, table, store=store, size=size).close)
-
-
-def note_places(context: LaunchContext, engine: Engine, batches: Batches) -> None:
-    """Have whoever looks for devices that wait know where this process is.
-
-    Args:
-        context: how this process was started.
-        engine: its devices.
-        batches: the batches of the run.
-    """
-    places, rank = places_of(context), context.rank
-    if places is None:
-        return
-    for replica in engine.context.replicas:
-        replica.note_shard = partial(places.set_shard, rank)
-    engine.agreement.note_call = partial(places.set_call, rank)
-    batches.note_reading = partial(places.set_reading, rank)
-    if context.launcher == "torch" and engine.context.with_others:
-        _watch_for_hangs(context)
 
 
 class HostWatch:

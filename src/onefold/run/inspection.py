@@ -45,13 +45,14 @@ from onefold.shard.operations import (
 from onefold.shard.replica import Replica
 from onefold.shard.task import ShardTask
 from onefold.step.engine import Engine
+from onefold.step.hook import Asked, Hook, Spans, Surrounds
 from onefold.step.result import Step, StepResult
 from onefold.system.process import STOPPED_CODE
 
 __all__ = ["Inspector"]
 
 
-class Inspector:
+class Inspector(Hook):
     """Compares the steps of a run with its record, and looks into one of them.
 
     Args:
@@ -88,6 +89,17 @@ class Inspector:
             failed = [each for each in record.entries if isinstance(each, Failed)]
             if self._found.made:
                 self._failures = sum(each.step + 1 == self._asked.step for each in failed)
+
+    def around(self, asked: Asked) -> Surrounds:
+        """Look into a step that begins, if it is the one; see `look`."""
+        if asked.cut is not None and asked.begins:
+            self.look(asked.cut, asked.number, asked.name)
+        return None
+
+    def after_step(self, asked: Asked, step: Step, spans: Spans) -> None:
+        """Compare a step that is done with the record."""
+        if asked.computed:
+            self.note(step)
 
     def begin_step(self, number: int) -> None:
         """Digest the model before a step, if that was asked for."""

@@ -1,13 +1,10 @@
-"""Makes what watches the steps of a run: the timeline, the comparison of runs.
-
-`Profile` writes the timeline, and `Probe` what a comparison needs.
-"""
+"""Watches the steps of a run: `Profile` writes the timeline, `Probing` what a comparison needs."""
 
 from __future__ import annotations
 
 import atexit
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +14,14 @@ from safetensors.torch import load_file, save_file
 from onefold.core.assignment import Devices
 from onefold.core.flat import fingerprint_of, named_tensors, own_name, same_bits, tensor_digests
 from onefold.core.options import RunOptions
-from onefold.core.randomness import forked_generators
+from onefold.step.engine import Engine
+from onefold.step.hook import Asked, Hook, Spans
 from onefold.step.result import Step
 from onefold.system.record import append_line
 from onefold.watch.timeline import TimelinePart, name_row, slice_of
 from onefold.watch.timing import Moment, Span, Stopwatch, elapsed_s, host_now_s, is_past
 
-__all__ = ["Observers"]
+__all__ = ["Probing", "Profile", "timeline_of"]
 
 _log = logging.getLogger("onefold")
 
@@ -32,7 +30,7 @@ PROFILED_STEPS = 1000
 """How many steps, the first of the run, a timeline holds; viewers cannot open many more."""
 
 
-class Profile:
+class Profile(Hook):
     """Writes the spans of each step to this process's part of the timeline.
 
     On a GPU a step is written when the next one is done: by then its times are known, in most cases
@@ -55,6 +53,11 @@ class Profile:
             name = f"device {number} ({devices.all[number]})"
             self._part.append(name_row(group=self._group, row=number, name=name))
         atexit.register(self._write_rest)
+
+    def after_step(self, asked: Asked, step: Step, spans: Spans) -> None:
+        """Add a step that was computed."""
+        if asked.computed:
+            self.add_step(step.number, spans)
 
     def add_step(self, step: int, spans: Mapping[int, Sequence[Span]]) -> None:
         """Add what each device of this process did in a step."""
@@ -119,85 +122,41 @@ def _origin(watch: Stopwatch) -> tuple[float, Moment]:
     return host_now_s(), moment
 
 
-Observer = Callable[[Step, Mapping[int, Sequence[Span]]], None]
-"""Called with every finished step, and with what each device of this process did in it."""
+def timeline_of(devices: Devices, watches: Mapping[int, Stopwatch]) -> Profile | None:
+    """Make the timeline of a Trainer in the run's folder, if that is there."""
+    parts = devices.context.timeline_parts
+    try:
+        return Profile(Path(parts), devices, watches)
+    except FileNotFoundError:  # a cleaner of temporary files was here: no reason to end the run
+        _log.warning("%s was removed meanwhile: this trainer is missing in the timeline", parts)
+        return None
 
 
-class Observers:
-    """All that is called with every finished step of a run, in order.
+class Probing(Hook):
+    """Has the lead compare each step, with all parameters of the model.
 
     Args:
-        devices: who takes part.
-        model: the model of this process.
-        watches: the stopwatches of this process's devices, by number.
+        engine: the devices of this process.
+        devices: who takes part; all of them make this hook.
     """
 
-    def __init__(
-        self, devices: Devices, model: torch.nn.Module, watches: Mapping[int, Stopwatch]
-    ) -> None:
-        self._devices = devices
-        self._of_script: list[Callable[[Step], object]] = []
-        self._of_launcher = list(_of_launcher(devices, model, watches))
+    def __init__(self, engine: Engine, devices: Devices) -> None:
+        self._engine, options = engine, devices.context.options
+        self._probe = Probe(options, devices.trainer) if devices.has_lead else None
+        self._steps, self._done = options.probe_steps, 0
+        self._observe(None)
 
-    def add(self, observe: Callable[[Step], object]) -> None:
-        """Call a function of the script with every step as well; see `Trainer.on_step`.
+    def after_step(self, asked: Asked, step: Step, spans: Spans) -> None:
+        """Compare a step."""
+        if asked.computed:
+            self._done += 1  # not step.number, which starts elsewhere after a checkpoint
+            if self._done <= self._steps:
+                self._observe(float(step.loss))
 
-        Raises:
-            TypeError: it is no function.
-        """
-        if not callable(observe):
-            raise TypeError(
-                f"on_step expects a function that takes a step, got {type(observe).__name__}"
-            )
-        if self._devices.has_lead:
-            self._of_script.append(observe)
-
-    def tell_script(self, step: Step) -> None:
-        """Call the functions of the script with a step."""
-        if self._of_script:
-            with forked_generators(*self._devices.own_devices.values()):
-                for tell in self._of_script:
-                    tell(step)
-
-    def observe(self, step: Step, spans: Mapping[int, Sequence[Span]]) -> None:
-        """Call all of them with a step, and with what each device of this process did in it."""
-        self.tell_script(step)
-        for observe in self._of_launcher:
-            observe(step, spans)
-
-
-def _of_launcher(
-    devices: Devices, model: torch.nn.Module, watches: Mapping[int, Stopwatch]
-) -> Iterator[Observer]:
-    """Make the observers that `onefold run` and `onefold verify` asked for, in order.
-
-    A comparison follows every trainer of a script, on the lead.
-    """
-    options, parts = devices.context.options, devices.context.timeline_parts
-    if parts:
-        try:
-            profile = Profile(Path(parts), devices, watches)
-        except FileNotFoundError:  # a cleaner of temporary files was here: no reason to end the run
-            _log.warning("%s was removed meanwhile: this trainer is missing in the timeline", parts)
-        else:
-            yield lambda step, spans: profile.add_step(step.number, spans)
-    if not devices.has_lead:
-        return
-    if options.probe and not options.probe_mathematics:
-        yield _prober(Probe(options, devices.trainer), model, options.probe_steps)
-
-
-def _prober(probe: Probe, model: torch.nn.Module, steps: int) -> Observer:
-    probe.observe(0, model, None)
-    done = 0
-
-    def observe(step: Step, spans: Mapping[int, Sequence[Span]]) -> None:
-        nonlocal done
-        done += 1  # not step.number, which starts elsewhere if the script loads a checkpoint
-        if done <= steps:
-            probe.observe(done, model, float(step.loss))
-
-    return observe
+    def _observe(self, loss: float | None) -> None:
+        with self._engine.placement.unsharded():
+            if self._probe is not None:
+                self._probe.observe(self._done, self._engine.context.module, loss)
 
 
 class Probe:

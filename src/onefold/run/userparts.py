@@ -15,7 +15,6 @@ from onefold.checks.optimizer import check_optimizer
 from onefold.core.settings import Settings
 from onefold.run.context import have_private_caches
 from onefold.run.membership import folder_until_the_end
-from onefold.shard.compiling import check_layers
 from onefold.shard.kernels import calls_compiled
 from onefold.shard.task import LossFunction
 from onefold.system.compilers import keep_code_in
@@ -103,6 +102,8 @@ class UserParts:
                     f"expected {where} to be a function of model and batch, got {loss!r}"
                 )
         if settings.compile:
+            from onefold.shard.compiling import check_layers
+
             check_layers(self.module)
         if len(self.losses) > 1 and settings.microbatch == "auto":
             raise ValueError(

@@ -58,6 +58,10 @@ class GradientSample(NamedTuple):
     stop: int
     """In elements, as they lie in memory."""
 
+    def digest_of(self, gradient: torch.Tensor) -> Digest:
+        """The digest of the stretch; waits for no device."""
+        return digest_of(gradient, self.start, self.stop)
+
 
 class GradientDigests:
     """Draws the sample of each step.

@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -47,9 +47,7 @@ from onefold.core.values import (
 )
 from onefold.errors import GradientError, LossError
 from onefold.exchange.stageexchange import GradientSend
-from onefold.shard.advice import advice_on
 from onefold.shard.buffers import BufferSet
-from onefold.shard.digest import Digest, GradientSample, WholeDigests, digest_of
 from onefold.shard.gradients import (
     HandedOver,
     ParameterSet,
@@ -65,6 +63,9 @@ from onefold.shard.stages import StageModules
 from onefold.shard.task import LossFunction, ShardPiece, ShardTask, with_next_piece
 from onefold.system.hooks import hooked
 from onefold.watch.timing import Stopwatch
+
+if TYPE_CHECKING:
+    from onefold.shard.digest import Digest, GradientSample, WholeDigests
 
 __all__ = ["LossFunction", "Replica", "ShardTask", "Weighed"]
 
@@ -304,9 +305,8 @@ class Replica:
     ) -> None:
         """Digest the sample of a step, if it is among some gradients."""
         for place in taken.places_of([sample.parameter]):
-            gradient = gradients[place]
-            if gradient is not None:
-                self._digest = digest_of(gradient, sample.start, sample.stop)
+            if (gradient := gradients[place]) is not None:
+                self._digest = sample.digest_of(gradient)
 
     def take_digest(self) -> Digest | None:
         """Return the digest of the gradients that were taken since the last call."""
@@ -452,7 +452,7 @@ class Replica:
     def begin_shard(self, shard: int, task: ShardTask) -> str:
         """Reset a shard's surroundings, whatever ran before it; return its name for errors."""
         self.note_shard(shard)
-        self._whole = WholeDigests() if shard in task.audited else None
+        self._whole = task.whole_digests(shard)
         self.buffers.restore(shard)
         if torch.is_autocast_enabled(self.device.type):
             # One that the script has opened around its loop keeps the weights of earlier steps.
@@ -474,6 +474,8 @@ class Replica:
     def explain(self, error: Exception, shard: int, batch: ShardedBatch, where: str) -> None:
         """Note where an error was raised; raise its cause instead, if a buffer was resized."""
         error.add_note(f"raised in {where}, on device {self.number} ({self.device})")
+        from onefold.shard.advice import advice_on
+
         advice = advice_on(error, samples=batch.count_of(shard).samples, shards=batch.plan.shards)
         if advice:
             error.add_note(advice)

@@ -23,7 +23,11 @@ from onefold.core.stages import ROOT, Stages, cut_pipeline, merge
 from onefold.core.storage import Frozen, cut_partitions, cut_pieces
 from onefold.core.structure import tensors_of
 
-__all__ = ["StageModules", "cut_by_itself", "frozen_of"]
+__all__ = ["QUICK", "StageModules", "cut_by_itself", "frozen_of"]
+
+
+QUICK = torch.nn.TransformerEncoderLayer, torch.nn.MultiheadAttention
+"""Modules for which PyTorch has quick paths; see the head."""
 
 
 _LISTS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)

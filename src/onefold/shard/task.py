@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -21,8 +21,10 @@ from onefold.core.mean import Contribution, LateWeight, known
 from onefold.core.values import LATE, ShardResult, total_weight
 from onefold.errors import LossError
 from onefold.exchange.stageexchange import GradientSend
-from onefold.shard.digest import GradientSample, sum_of
 from onefold.shard.gradients import add_gradients
+
+if TYPE_CHECKING:
+    from onefold.shard.digest import Digest, GradientSample, WholeDigests
 
 __all__ = ["LossFunction", "ShardPiece", "ShardTask", "with_next_piece"]
 
@@ -80,6 +82,14 @@ class ShardTask:
     def is_plain(self, batch: ShardedBatch) -> bool:
         """Whether one forward pass sees the whole batch, as in a plain loop."""
         return self.shards == 1 and (self.microbatch is None or batch.samples <= self.microbatch)
+
+    def whole_digests(self, shard: int) -> WholeDigests | None:
+        """What all gradients of a shard are noted in; None where nobody asks for that."""
+        if shard not in self.audited:
+            return None
+        from onefold.shard.digest import WholeDigests
+
+        return WholeDigests()
 
     def gatherer_of(self, piece: ShardPiece, batch: ShardedBatch) -> Gatherer | None:
         """Find what `onefold.gather` does in a piece; None where it sees the whole batch anyway."""
@@ -163,8 +173,16 @@ def with_next_piece(result: ShardResult, piece: ShardResult, step: int) -> Shard
         _weight_of_both(result.weight, piece.weight, step),
         values=values and values.plus(others, f"step {step}"),
         given=[one or other for one, other in zip(result.given, piece.given, strict=True)],
-        digest=sum_of(result.digest, piece.digest),
+        digest=_digest_of_both(result.digest, piece.digest),
     )
+
+
+def _digest_of_both(one: Digest | None, other: Digest | None) -> Digest | None:
+    if one is None or other is None:
+        return other if one is None else one
+    from onefold.shard.digest import sum_of
+
+    return sum_of(one, other)
 
 
 def _weight_of_both(

@@ -55,6 +55,7 @@ from onefold.placement.base import Placement
 from onefold.placement.context import StepContext
 from onefold.shard.replica import Replica
 from onefold.shard.task import ShardTask
+from onefold.step.hook import Attempt, Hook, Update
 from onefold.system.child import Child, ChildError, has_idle_cores, on_other_cores
 from onefold.update.optimizers import has_own_step
 
@@ -101,7 +102,7 @@ class SameProcess(NamedTuple):
         )
 
 
-class Auditor:
+class Auditor(Hook):
     """Audits a share of all shards; all devices make the same calls.
 
     Args:
@@ -133,6 +134,33 @@ class Auditor:
         self._early: Child | None = None
         """Computes the audited shards of the step while this process does."""
         self._began, self._limit_s = 0.0, self.least_limit_s
+
+    def task(self, task: ShardTask) -> ShardTask:
+        """Have the shards that are audited note all of their gradients."""
+        return replace(task, audited=self.chosen(task.step, task.shards))
+
+    @contextmanager
+    def around_compute(self, attempt: Attempt) -> Iterator[None]:
+        """Keep what the audit needs, and audit a computation that is whole."""
+        batch, task = attempt.batch, attempt.task
+        with self.keeping(batch, task):
+            yield
+        if attempt.whole and task.audited:
+            with self._context.timed("exchange", "audit"):
+                attempt.again |= not self.is_sound(batch, task)
+
+    def around_update(
+        self,
+        task: ShardTask,
+        optimizer: torch.optim.Optimizer,
+        pieces: Sequence[torch.Tensor],
+        update: Update,
+    ) -> None:
+        """Audit the update of one of the pieces, in a step of which shards were audited."""
+        if task.audited:
+            self.update(optimizer, pieces, update)
+        else:
+            update()
 
     def chosen(self, step: int, shards: int) -> frozenset[int]:
         """The shards of a step that are audited: the same on all devices."""
@@ -332,12 +360,18 @@ class Auditor:
         )
         return WrongResult(task.step, shard, wrong, persistent=True, healed=False)
 
-    def update(self, optimizer: torch.optim.Optimizer, pieces: Sequence[torch.Tensor]) -> None:
+    def update(
+        self,
+        optimizer: torch.optim.Optimizer,
+        pieces: Sequence[torch.Tensor],
+        update: Update,
+    ) -> None:
         """Make an optimizer's step, and the update of one of its pieces once more.
 
         Args:
             optimizer: has the gradients.
             pieces: the values that it updates, on this process.
+            update: makes the step.
 
         Raises:
             AuditError: two updates of the piece differ, and the run is not to go on.
@@ -347,13 +381,13 @@ class Auditor:
         known = type(optimizer).__module__.startswith("torch.optim.")
         known = known and not has_own_step(optimizer)
         if not gradients or not known:
-            optimizer.step()
+            update()
             return
         drawn = derive_seed("audit piece", self._context.settings.seed, self._step)
         piece, own = gradients[(drawn + self._context.first.number) % len(gradients)]
         gradient = own.clone()
         values, state = piece.detach().clone(), copy.deepcopy(optimizer.state.get(piece))
-        optimizer.step()
+        update()
         updated = piece.detach().clone()
         # Once more, of this piece alone.
         for each, _ in gradients:
@@ -365,7 +399,7 @@ class Auditor:
         if state is not None:
             optimizer.state[piece] = state
         with on_other_cores() if self._context.first.device.type == "cpu" else nullcontext():
-            optimizer.step()
+            update()
         for each, kept in gradients:
             each.grad = kept
         if not same_bits(updated, piece.detach()):

@@ -15,40 +15,40 @@ script's, lives as long as one of them does, and no later call overwrites it. A 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
+from typing import TYPE_CHECKING
 
 import torch
 
 from onefold.core.assignment import Assignment
 from onefold.core.batch import ShardedBatch
 from onefold.core.calldigest import Agreed, Call, CallDigest
-from onefold.core.flat import FlatTensors
 from onefold.core.values import ShardResult, StepWeight, total_weight
 from onefold.errors import DisagreementError
-from onefold.placement.base import Placement, StepTotals
+from onefold.placement.base import Before, Placement, StepTotals
 from onefold.placement.context import StepContext
-from onefold.shard.compiling import EagerComparison
-from onefold.shard.digest import GradientDigests
 from onefold.shard.gradients import keeping_gradients
 from onefold.shard.modelparts import ExternalModules, in_mode
-from onefold.shard.replica import LossFunction, ShardTask
+from onefold.shard.replica import LossFunction, Replica, ShardTask
 from onefold.step.agreement import Agreement, digest_of, refuse_unfrozen
-from onefold.step.audit import Auditor
 from onefold.step.finite import FiniteCheck, bad_gradient
-from onefold.step.joint import JointShards
-from onefold.step.microbatch import MicrobatchSearch
+from onefold.step.hook import Attempt, Hooks
 from onefold.step.objective import objectives_of
 from onefold.step.result import StepResult, verdict_of
-from onefold.step.rows import ValueTrade
-from onefold.step.rules import GradientRules
+from onefold.step.rules import GradientRules, check_gradient, write_gradient
 from onefold.update.clipping import allow_clipping
-from onefold.update.optimizer import PartitionedOptimizer
 from onefold.update.optimizers import Optimizers
-from onefold.watch.launches import LaunchWatch
 from onefold.watch.timing import Span
+
+if TYPE_CHECKING:
+    from onefold.shard.compiling import EagerComparison
+    from onefold.step.joint import JointShards
+    from onefold.step.microbatch import MicrobatchSearch
+    from onefold.step.rows import ValueTrade
+    from onefold.watch.launches import LaunchWatch
 
 __all__ = ["Engine", "StepResult"]
 
@@ -92,27 +92,29 @@ class Engine:
         """Modules that the losses use beside the model."""
         self.agreement = Agreement(context, placement, self.external)
         """Meets the other devices."""
-        self._comparison = EagerComparison(
-            settings, self.external, notes=not context.compilers.by_user
-        )
+        self._comparison: EagerComparison | None = None
+        if settings.compile:
+            from onefold.shard.compiling import EagerComparison
+
+            by_user = context.compilers.by_user
+            self._comparison = EagerComparison(settings, self.external, notes=not by_user)
         self.rules = GradientRules(settings, update)
         """What is done to each gradient."""
-        self.microbatches = MicrobatchSearch(context)
-        """Into pieces of how many samples shards are run."""
+        self._cuts_shards = settings.microbatch is not None
         self._finite = FiniteCheck(settings, self.rules, context.table)
-        self._joint = JointShards(context)
-        self._values = ValueTrade(context)
         last = context.replicas[-1]
         # Where a device waits for nothing else: it has all parameters, and no other process.
         watched = not context.with_others and context.table.storage.stages is None
         watched &= last.device.type != "cpu"
-        self._launches = LaunchWatch(last.number, last.watch) if watched else None
+        self._launches: LaunchWatch | None = None
+        if watched:
+            from onefold.watch.launches import LaunchWatch
+
+            self._launches = LaunchWatch(last.number, last.watch)
         self._has_warned = False
         self._updating = self._interrupted = False
-        self.digests: GradientDigests | None = None
-        """Draws what is digested of each shard's gradient, where the run is recorded."""
-        self.auditor: Auditor | None = None
-        """Has some shards computed on another device as well, where the run asks for it."""
+        self.hooks = Hooks()
+        """The tools around the steps of the run."""
         self.gradient_ready: Callable[[float], None] | None = None
         """Called before clipping and update with the weight that the gradient is divided by."""
 
@@ -156,10 +158,10 @@ class Engine:
                 self.follow_parameters()
                 self.rules.clip(outcome.norm)
                 self._updating = True
-                audited = self.auditor is not None and bool(self._task.audited)
-                context.update.audit = self.auditor.update if self.auditor and audited else None
+                context.update.around = self._around_update if self.hooks.updates else None
                 context.update.step()
-            self.microbatches.note_update()
+            if self._cuts_shards:
+                self.microbatches.note_update()
         else:
             context.update.drop()
         # Shards' gradients go before the next step makes its own.
@@ -272,9 +274,9 @@ class Engine:
             scale=self.rules.loss_scale,
             run_checks=run_checks,
             left_out=objective.left_out,
-            audited=frozenset() if self.auditor is None else self.auditor.chosen(number, shards),
-            sample=None if self.digests is None else self.digests.sample_of(number),
         )
+        for add in self.hooks.tasks:
+            task = add(task)
         if context.alone and not self.placement.may_write(shards):
             # What the user has changed since the last step is the user's affair.
             context.guard.note(values=run_checks)
@@ -284,42 +286,78 @@ class Engine:
             context.computing(run_checks=run_checks),
             self.noting(f"step {number}, the loss", wanted=watched),
         ):
-            with self._unsharded_if_needed():
-                task = self.microbatches.fitted(task, batch)
+            if self._cuts_shards:
+                with self._unsharded_if_needed():
+                    task = self.microbatches.fitted(task, batch)
             while True:
                 with self._unsharded_if_needed():
-                    task, done = self._joint.prepared(objective, batch, task)
+                    done: dict[int, ShardResult] = {}
+                    if objective.gathers or objective.several_terms:
+                        task, done = self._joint.prepared(objective, batch, task)
                     self._task = task
-                    before = partial(
-                        self._comparison.before, batch=batch, task=task, table=context.table
-                    )
-                    with self.auditor.keeping(batch, task) if self.auditor else nullcontext():
+                    before = self._before(batch, task)
+                    attempt = Attempt(batch, task)
+                    with self.hooks.around_compute(attempt):
                         totals = self.placement.compute(batch, task, done, before)
-                if self._launches is not None:
-                    self._launches.look(len(batch.plan.shards_of(context.own[-1])))
-                weight = total_weight(context.table.weights.tolist(), batch.sizes, number)
-                if weight.terms == 1 and not weight.gathers and not weight.late:
-                    if not task.audited or self._is_sound(batch, task):
-                        return totals, weight
+                        if self._launches is not None:
+                            self._launches.look(len(batch.plan.shards_of(context.own[-1])))
+                        weight = total_weight(context.table.weights.tolist(), batch.sizes, number)
+                        known = not weight.gathers and not weight.late
+                        attempt.whole = weight.terms == 1 and known
+                if attempt.whole and not attempt.again:
+                    return totals, weight
+                if attempt.whole:
                     self.placement.publish()  # computed again, as a result was wrong
                     continue
                 objective.several_terms |= weight.terms > 1
                 objective.gathers |= weight.gathers
-                self._comparison.check_gathering(gathers=weight.gathers)
+                if self._comparison is not None:
+                    self._comparison.check_gathering(gathers=weight.gathers)
                 self.placement.publish()  # nothing was updated; the table is free again
 
-    def _is_sound(self, batch: ShardedBatch, task: ShardTask) -> bool:
-        assert self.auditor is not None
-        with self.context.timed("exchange", "audit"):
-            return self.auditor.is_sound(batch, task)
+    def _before(self, batch: ShardedBatch, task: ShardTask) -> Before:
+        """What surrounds all shards of a device."""
+        if self._comparison is None:
+            return _nothing_before
+        return partial(self._comparison.before, batch=batch, task=task, table=self.context.table)
+
+    @cached_property
+    def microbatches(self) -> MicrobatchSearch:
+        """Into pieces of how many samples shards are run."""
+        from onefold.step.microbatch import MicrobatchSearch
+
+        return MicrobatchSearch(self.context)
+
+    @cached_property
+    def _joint(self) -> JointShards:
+        """Computes shards that see each other, or that need several divisors."""
+        from onefold.step.joint import JointShards
+
+        return JointShards(self.context)
+
+    @cached_property
+    def _values(self) -> ValueTrade:
+        """Knows what losses return beside themselves."""
+        from onefold.step.rows import ValueTrade
+
+        return ValueTrade(self.context)
+
+    def _around_update(
+        self, optimizer: torch.optim.Optimizer, pieces: Sequence[torch.Tensor]
+    ) -> None:
+        """Have hooks surround the update of some pieces."""
+        update: Callable[[], object] = optimizer.step
+        for hook in reversed(self.hooks.updates):
+            update = partial(hook, self._task, optimizer, pieces, update)
+        update()
 
     def _unsharded_if_needed(self) -> AbstractContextManager[None]:
         """Have all parameters here in a step that cannot do with those of one stage."""
         # Gathering and several terms run shards outside of the rounds in which devices bring each
         # other something; compiled code takes all of its parameters as arguments.
         known = self.objective
-        tries = self.context.compilers.compiled or self.microbatches.trials
-        all_of_it = tries or known.gathers or known.several_terms
+        tries = self._cuts_shards and self.microbatches.trials
+        all_of_it = tries or self.context.compilers.compiled or known.gathers or known.several_terms
         return self.placement.unsharded() if all_of_it else nullcontext()
 
     def _judge(
@@ -360,7 +398,8 @@ class Engine:
                 self.rules.end_step(overflow=bool(failure))
         verdict = verdict_of(weight, agreed, failure)
         # A copy, as `Step.loss` may be asked for long after the table is written again.
-        values = self._values.of_step(batch, number)
+        beside = any(context.table.kinds.tolist())
+        values = self._values.of_step(batch, number) if beside else None
         numbers, weights = context.table.numbers.clone(), context.table.weights.tolist()
         return StepResult(numbers, weights, weight.value, verdict, norm, values), failure
 
@@ -513,42 +552,5 @@ class Engine:
             )
 
 
-def write_gradient(context: StepContext) -> None:
-    """Set ``.grad`` from the gradients that were taken, in every process; called on all devices.
-
-    Parameters to which no shard gave a gradient have None.
-    """
-    update, first = context.update, context.first
-    whole = FlatTensors(update.storage.gradients, device=first.device)
-    for item, gradient in zip(update.updated, update.gradients, strict=True):
-        if gradient is not None:
-            whole.piece(item.piece).copy_(gradient)
-    # Read before the exchange is over: from then on the table is no longer ours to read.
-    gave = context.table.times_given()
-    context.exchange.all_gather_gradient(whole)
-    update.drop()
-    trained = first.parts.trained.values()
-    for parameter, view, given in zip(trained, whole.views, gave, strict=True):
-        # Rounded only now, where the model is in low precision: sums are in float32.
-        parameter.grad = view.to(parameter.dtype) if given else None
-
-
-def check_gradient(update: PartitionedOptimizer) -> None:
-    """Refuse a gradient without an update where that would not be what it seems.
-
-    Raises:
-        ValueError: the model holds rounded values of those that the optimizer updates, or an
-            average is kept.
-    """
-    if update.storage.rounds:
-        raise ValueError(
-            "trainer.gradient was called in a precision in which Trainer's optimizer updates "
-            "float32 values, of which the model holds rounded ones: an update of the script's "
-            'would be lost in rounding. Expected precision="bf16", "fp16", "fp32" or None'
-        )
-    if update.averages.rule is not None:
-        raise ValueError(
-            "trainer.gradient was called while trainer.average keeps an average, which follows the "
-            "updates that trainer.step makes and would not see the script's: keep it in the "
-            "script, by torch.optim.swa_utils.AveragedModel, or use trainer.step"
-        )
+def _nothing_before(replica: Replica) -> AbstractContextManager[None]:
+    return nullcontext()

@@ -30,7 +30,6 @@ from onefold.core.values import ShardResult
 from onefold.errors import GradientError, LossError
 from onefold.exchange.shardtable import ShardTable
 from onefold.placement.context import StepContext
-from onefold.shard.advice import ONE_SAMPLE
 from onefold.shard.replica import Replica, ShardTask
 from onefold.step.rules import GradientRules
 from onefold.system.accelerator import HostCopy
@@ -190,6 +189,8 @@ def _bad_loss(totals: torch.Tensor, batch: ShardedBatch, step: int) -> str:
     """
     for shard, total in enumerate(totals.tolist()):
         if not math.isfinite(total):
+            from onefold.shard.advice import ONE_SAMPLE
+
             alone = f". {ONE_SAMPLE}" if batch.size_of(shard) == 1 < batch.samples else ""
             return (
                 f"the loss of step {step}, shard {shard} is {total}: expected a finite number for "

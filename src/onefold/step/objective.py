@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 
 from onefold.core.settings import Settings
-from onefold.shard.compiling import compiled
 from onefold.shard.task import LossFunction
 from onefold.update.optimizers import Optimizers
 
@@ -48,13 +47,15 @@ def objectives_of(
         settings: the settings of the run.
     """
     made = {}
+    if settings.compile:
+        from onefold.shard.compiling import compiled
+
+        losses = {name: compiled(loss, settings) for name, loss in losses.items()}
     for number, (name, loss) in enumerate(losses.items()):
         left_out: tuple[int, ...] = ()
         if isinstance(optimizer, Optimizers):
             used = [optimizer.given[each].param_groups for each in optimizer.of_loss(name)]
             held = {id(p) for groups in used for group in groups for p in group["params"]}
             left_out = tuple(n for n, p in enumerate(trained) if id(p) not in held)
-        made[name] = Objective(
-            name=name, number=number, run=compiled(loss, settings), left_out=left_out
-        )
+        made[name] = Objective(name=name, number=number, run=loss, left_out=left_out)
     return made

@@ -16,15 +16,17 @@ import math
 import torch
 
 from onefold.core.batch import ShardedBatch
+from onefold.core.flat import FlatTensors
 from onefold.core.settings import LossScale, Settings
 from onefold.core.values import StepWeight
 from onefold.errors import LossError
 from onefold.placement.base import StepTotals
+from onefold.placement.context import StepContext
 from onefold.shard.replica import ShardTask
 from onefold.update.norms import Share, exact_norms, exact_total, plain_norm
 from onefold.update.optimizer import PartitionedOptimizer
 
-__all__ = ["GradientRules"]
+__all__ = ["GradientRules", "check_gradient", "write_gradient"]
 
 
 class GradientRules:
@@ -110,3 +112,44 @@ class GradientRules:
         """Note how a step ended that had a gradient."""
         if self.scale is not None:
             self.scale = self.scale.after(overflow=overflow)
+
+
+def write_gradient(context: StepContext) -> None:
+    """Set ``.grad`` from the gradients that were taken, in every process; called on all devices.
+
+    Parameters to which no shard gave a gradient have None.
+    """
+    update, first = context.update, context.first
+    whole = FlatTensors(update.storage.gradients, device=first.device)
+    for item, gradient in zip(update.updated, update.gradients, strict=True):
+        if gradient is not None:
+            whole.piece(item.piece).copy_(gradient)
+    # Read before the exchange is over: from then on the table is no longer ours to read.
+    gave = context.table.times_given()
+    context.exchange.all_gather_gradient(whole)
+    update.drop()
+    trained = first.parts.trained.values()
+    for parameter, view, given in zip(trained, whole.views, gave, strict=True):
+        # Rounded only now, where the model is in low precision: sums are in float32.
+        parameter.grad = view.to(parameter.dtype) if given else None
+
+
+def check_gradient(update: PartitionedOptimizer) -> None:
+    """Refuse a gradient without an update where that would not be what it seems.
+
+    Raises:
+        ValueError: the model holds rounded values of those that the optimizer updates, or an
+            average is kept.
+    """
+    if update.storage.rounds:
+        raise ValueError(
+            "trainer.gradient was called in a precision in which Trainer's optimizer updates "
+            "float32 values, of which the model holds rounded ones: an update of the script's "
+            'would be lost in rounding. Expected precision="bf16", "fp16", "fp32" or None'
+        )
+    if update.averages.rule is not None:
+        raise ValueError(
+            "trainer.gradient was called while trainer.average keeps an average, which follows the "
+            "updates that trainer.step makes and would not see the script's: keep it in the "
+            "script, by torch.optim.swa_utils.AveragedModel, or use trainer.step"
+        )

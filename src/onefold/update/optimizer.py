@@ -100,9 +100,8 @@ class PartitionedOptimizer:
         self._cuts = not all(piece.whole for piece in storage.pieces)
         TAKEN.update(self._each)
         self._draws = UpdateDraws(self._each, {flat.device for flat in memory.values()})
-        self.audit: Callable[[torch.optim.Optimizer, Sequence[torch.Tensor]], None] | None = None
-        """Makes the step of the optimizer, and looks at one of its pieces; None to make it alone.
-        """
+        self.around: Callable[[torch.optim.Optimizer, Sequence[torch.Tensor]], None] | None = None
+        """Makes the step of the optimizer for some pieces; None to make it as it is."""
         self._stepping: bool | None = False
         """Whether this runs the optimizer just now; None once nobody may."""
         # First the pieces, then the state that is cut as they are.
@@ -331,8 +330,8 @@ class PartitionedOptimizer:
             # of the groups: what it does to the gradient there must reach the stand-in.
             if item.piece.whole and item.home is None and values.device == item.parameter.device:
                 item.parameter.grad = gradient
-        if self.audit is not None and not moves and steps_by_parameter(self._each):
-            self.audit(self.optimizer, [self.updated[place].values for place in part.places])
+        if self.around is not None and not moves and steps_by_parameter(self._each):
+            self.around(self.optimizer, [self.updated[place].values for place in part.places])
         else:
             self.optimizer.step()
 

@@ -30,12 +30,11 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from onefold.core.averaging import AverageRule
 from onefold.core.flat import (
     FlatTensors,
     Layout,
@@ -52,6 +51,9 @@ from onefold.exchange.transport import Message, head_of, read_message, write_mes
 from onefold.system.allocator import DEFAULT_ALLOCATOR, TensorAllocator
 from onefold.system.tensorfile import DTYPES, Bytes, TensorParts
 from onefold.update.staging import Staging
+
+if TYPE_CHECKING:
+    from onefold.core.averaging import AverageRule
 
 __all__ = [
     "AVERAGE",

@@ -38,11 +38,12 @@ from onefold.core.assignment import Devices
 from onefold.core.batch import ShardedBatch, map_parts
 from onefold.core.context import LaunchContext
 from onefold.core.structure import OwnLength, Shared
+from onefold.data_order.indexed import Items, Rule
 from onefold.data_order.loader import Loader
-from onefold.data_order.reader import Collate
-from onefold.data_order.stream import is_stream
+from onefold.data_order.reader import Collate, is_stream
 from onefold.shard.replica import LossFunction
 from onefold.step.engine import Engine
+from onefold.step.hook import Asked, Hook, Make, Spans
 from onefold.step.result import Step
 from onefold.system.record import append_line
 from onefold.verifying.causes import causes_of
@@ -78,6 +79,9 @@ _progress: list[_Progress] = []
 
 _saved: set[Path] = set()
 """Directories that the script has saved to; alike on all devices, which the disk may not be."""
+
+
+Count = Callable[[Asked, Step, ShardedBatch | None], Step]
 
 
 @dataclass
@@ -138,7 +142,7 @@ def _place_of(path: str | os.PathLike[str], context: LaunchContext) -> Path:
     return Path(context.directory) / "checkpoints" / absolute.relative_to(absolute.anchor)
 
 
-class Verifying:
+class Verifying(Hook):
     """One trainer's part in a comparison.
 
     Args:
@@ -174,9 +178,15 @@ class Verifying:
             self._mathematics = Mathematics(model, next(iter(losses.values())))
             self.losses = dict.fromkeys(losses, self._mathematics.loss)
 
-    def begin(self, engine: Engine, devices: Devices) -> None:
-        """Begin the comparison, now that the trainer has its engine."""
-        self._engine, self._devices = engine, devices
+    def begin(self, engine: Engine, devices: Devices, count: Count) -> None:
+        """Begin the comparison, now that the trainer has its engine.
+
+        Args:
+            engine: the devices of this process.
+            devices: who takes part.
+            count: counts a step that is not computed; see `onefold.run.runparts`.
+        """
+        self._engine, self._devices, self._count = engine, devices, count
         if not self._on:
             return
         _progress.append(self._progress)
@@ -191,6 +201,70 @@ class Verifying:
             limit = tolerance_of(engine.context.replicas[0].module)
             header = {"step": 0, "function": function, "shards": shards, "tolerance": limit}
             append_line(self._path("mathematics"), header)
+
+    def call(self, asked: Asked, make: Make) -> Any:
+        """Have a call compute in the comparison's precision, write aside, or compute nothing."""
+        match asked.kind:
+            case "step" | "gradient":
+                return self._step(asked, make)
+            case "result" if asked.data is not None:
+                return self.result(asked.key, asked.data, make)
+            case "save":
+                asked.given = self.writes_to(asked.given)
+                what = asked.given, asked.choices["keeping"], asked.choices["extra"]
+                return self.result(what, None, make)
+            case "load":
+                asked.given = self.reads_from(asked.given, if_any=asked.choices["if_any"])
+            case "payloads":
+                asked.given = self.plain(asked.given)
+            case "loader" | "pass":
+                return self._loader(asked, make)
+        return make()
+
+    def _step(self, asked: Asked, make: Make) -> Step:
+        batch = asked.given
+        if (same := self.step_again(asked.name)) is not None:
+            asked.computed = False
+            if not asked.begins:
+                return same
+            return self._count(asked, same, batch if isinstance(batch, ShardedBatch) else None)
+        asked.given = self.batch(batch)
+        step: Step = make()
+        if asked.kind == "gradient":
+            self.note_gradients()
+        return step
+
+    def _loader(self, asked: Asked, make: Make) -> Loader:
+        choices, for_steps = asked.given, asked.kind == "loader"
+        # Whole batches are not made of samples that could be kept.
+        keeps = for_steps and not isinstance(choices["dataset"], Rule | Items)
+        choices["collate"] = self.collate(choices["collate"], keeps=keeps)
+        if for_steps:
+            choices["repeats"] = self.repeats
+        made: Loader = make()
+        if for_steps:
+            self.add(made, choices["collate"])
+        return made
+
+    @contextmanager
+    def around(self, asked: Asked) -> Iterator[None]:
+        """Look at a step, which is of other payloads; or forget results, as the model changes."""
+        if asked.batch is None:
+            with self.another_model():
+                yield
+            return
+        with self.step(asked.batch, asked.number, asked.name) as given:
+            asked.batch = given
+            yield
+
+    def after_step(self, asked: Asked, step: Step, spans: Spans) -> None:
+        """Note a step that was computed; see `note_step`."""
+        if asked.computed:
+            self.note_step(step)
+
+    def close(self) -> None:
+        """Note that the Trainer makes no more steps."""
+        self.end()
 
     def collate(self, collate: Collate | None, *, keeps: bool = False) -> Collate | None:
         """Wrap a loader's collate function; ``keeps`` if its batches are for steps."""

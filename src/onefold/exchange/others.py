@@ -1,0 +1,99 @@
+"""Joins the other processes of a run: chooses transport and memory; see `joining`."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from onefold.core.assignment import Assignment, Devices
+from onefold.core.context import LaunchContext
+from onefold.core.storage import Storage
+from onefold.exchange.collective import GroupTransport
+from onefold.exchange.connections import host_identity
+from onefold.exchange.group import Rendezvous, agree_on_devices, agree_on_name, join_group
+from onefold.exchange.mailbox import Mailbox, connected
+from onefold.exchange.memory import Memory, Start
+from onefold.exchange.private import GroupStageExchange, PrivateMemory
+from onefold.exchange.progress import NoteWait, places_of
+from onefold.exchange.shared import HostMemory, HostStageExchange, HostTransport
+from onefold.exchange.stageexchange import LocalStageExchange, StageExchange
+from onefold.exchange.transport import Transport
+from onefold.system import accelerator
+from onefold.system.allocator import TensorAllocator
+
+__all__ = ["join_others", "memory_with_others"]
+
+
+def join_others(
+    assignment: Assignment,
+    devices: Devices,
+    timeout_s: float,
+    allocator: TensorAllocator,
+    *,
+    shares: bool,
+) -> HostTransport | GroupTransport:
+    """Connect this process to the others; arguments and errors are those of `join`.
+
+    ``shares`` says whether all devices use the same memory.
+    """
+    kind, context = devices.all[devices.own[0]].type, devices.context
+    meeting = Rendezvous(context, len(devices.all), timeout_s)
+    if (context.launcher == "torch" or not shares) and not context.network:
+        # Under PyTorch's launcher each process has chosen its device by itself. Compared before the
+        # branch below, or processes of two kinds would wait in two different exchanges.
+        agree_on_devices(meeting, kind, _card_of(devices))
+    if context.options.exchange == "shared" and not shares:
+        raise ValueError(
+            "the shared exchange is for CPU processes of one host; use --exchange collective"
+        )
+    if shares:
+        return HostTransport(_mailbox(devices, meeting), allocator, assignment.plan.pipeline)
+    joined = join_group(meeting, kind, devices.trainer)
+    device = assignment.devices[joined.group.rank()]
+    return GroupTransport(device, joined, timeout_s, allocator, _noting_waits(context))
+
+
+def _card_of(devices: Devices) -> str:
+    """The card that this process drives, on whichever machine it is; empty for a processor."""
+    card = accelerator.card_of(devices.all[devices.own[0]])
+    return card and f"{card} of {host_identity()}"
+
+
+def _mailbox(devices: Devices, meeting: Rendezvous) -> Mailbox:
+    """Connections to the other processes of this host, for one Trainer."""
+    context, rank, timeout_s = devices.context, devices.own[0], meeting.timeout_s
+    if context.network:
+        simulated: Mailbox = context.network.mailbox(devices.trainer)
+        return simulated
+    # Drawn at random by onefold's launcher and known to its workers alone. PyTorch's launcher has
+    # an id that others can guess, so there the lead draws a name.
+    is_drawn = context.launcher != "torch"
+    drawn = context.run_id if is_drawn else agree_on_name(meeting, devices.trainer)
+    address = f"{drawn}-{devices.trainer}"
+    peers = connected(address, rank, meeting.size, timeout_s, meeting.has_ended)
+    mailbox = Mailbox(peers, rank=rank, timeout_s=timeout_s)
+    mailbox.note_wait = _noting_waits(context)
+    return mailbox
+
+
+def _noting_waits(context: LaunchContext) -> NoteWait:
+    """Notes waits in the table of this process, if it has one."""
+    progress = places_of(context)
+    if progress is None:
+        return lambda peer: None
+    return partial(progress.set_waiting, context.rank)
+
+
+def memory_with_others(
+    transport: Transport, storage: Storage, start: Start, assignment: Assignment
+) -> tuple[Memory, StageExchange | None]:
+    """The memory that goes with a transport to others, and what brings stages to their owners."""
+    has_stages = storage.stages is not None
+    if isinstance(transport, HostTransport):
+        common = HostMemory(storage, start, transport, assignment)
+        # In one pipeline each device owns the stages that it computes: their gradients go nowhere.
+        if has_stages and len(assignment.plan.column_of(transport.mailbox.rank)) == 1:
+            return common, LocalStageExchange(storage, assignment)
+        return common, HostStageExchange(common) if has_stages else None
+    assert isinstance(transport, GroupTransport)
+    private = PrivateMemory(storage, start, transport, assignment)
+    return private, GroupStageExchange(private) if has_stages else None
