@@ -22,7 +22,7 @@ import onefold
 from loops import losses
 from measure import add_output, deliver, print_table, ratio, record
 from onefold.core.options import RunOptions
-from onefold.step.audit import Auditor
+from onefold.tools.audit import Auditor
 from workloads import WORKLOADS
 
 __all__ = ["main"]

@@ -370,26 +370,26 @@ MUTANTS: list[Mutant] = [
     ),
     Mutant(
         "anybody may look into a private folder",
-        "system/ownfiles.py",
+        "system/safe_files.py",
         "            (self.path / _MARK).write_bytes(_boot())",
         "            os.fchmod(self._descriptor, 0o755)\n"
         "            (self.path / _MARK).write_bytes(_boot())",
     ),
     Mutant(
         "a run that torchrun starts again has its old name",
-        "run/context.py",
+        "launcher/environment.py",
         '("TORCHELASTIC_RUN_ID", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")',
         '("TORCHELASTIC_RUN_ID", "MASTER_PORT")',
     ),
     Mutant(
         "the fullest GPUs are chosen",
-        "run/devices.py",
+        "launcher/devices.py",
         "key=lambda gpu: (-gpu.free_bytes, gpu.index)",
         "key=lambda gpu: (gpu.free_bytes, gpu.index)",
     ),
     Mutant(
         "restarts are counted though the run gets on",
-        "run/launch.py",
+        "launcher/launch.py",
         "failures = 1 if now_saved > saved else failures + 1",
         "failures += 1",
     ),

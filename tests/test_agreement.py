@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import TensorDataset
 
-from onefold.run.context import current_context
+from onefold.launcher.environment import current_context
 from onefold.testing import simulate
 from tests.small import Batch, line, make_trainer, points, sgd, square
 from tests.tables import for_each

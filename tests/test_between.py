@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 from onefold.core.wire import decode, encode
 from onefold.errors import DisagreementError, PeerFailed
-from onefold.run.context import current_context
+from onefold.launcher.environment import current_context
 from onefold.testing import outcomes, simulate
 from tests.between import mine, shown
 from tests.small import bits, line, make_trainer, points, sgd, square

@@ -23,7 +23,7 @@ from onefold.errors import CheckpointError, LossError, StateError
 from onefold.shard import compiling, kernels
 from tests.small import make_trainer
 from tests.tables import for_each
-from tests.verifying.compared import compared
+from tests.tools.verifying.compared import compared
 
 __all__ = ["compared"]
 

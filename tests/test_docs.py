@@ -284,7 +284,7 @@ PUBLIC = (
     *("onefold", "onefold.jobs", "onefold.losses", "onefold.testing"),
     *("onefold.integrations.loggers", "onefold.integrations.transformers"),
 )
-STARTS_PROCESSES = ("onefold.run.launch", "onefold.jobs.catalog", "onefold.jobs.loaded")
+STARTS_PROCESSES = ("onefold.launcher.launch", "onefold.jobs.catalog", "onefold.jobs.loaded")
 WITH_A_TRAINER = ("core.batch", "integrations.loggers", "trainer")
 WITH_PARTS = ("core.structure", "step.result")
 

@@ -51,7 +51,7 @@ def test_the_errors_are_one_family() -> None:
 @pytest.mark.processes
 def test_the_launcher_does_not_load_pytorch() -> None:
     """Or every run would begin a second later."""
-    code = "import sys, onefold, onefold.cli.main, onefold.run.worker; "
+    code = "import sys, onefold, onefold.cli.main, onefold.worker; "
     code += "print([m for m in ('torch', 'numpy') if m in sys.modules])"
     answer = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=600

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 from onefold.errors import GradientError, LossError, OnefoldError
-from onefold.run.context import current_context
+from onefold.launcher.environment import current_context
 from onefold.testing import outcomes, simulate
 from tests.averaged import Net, batch_of, data, loss, trained, trainer_of
 from tests.small import Batch, line, make_trainer, points, square

@@ -27,15 +27,15 @@ RUNS_CODE = """
     jobs/text_models.py AutoTokenizer.from_pretrained: without code from elsewhere
     jobs/text_models.py MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)].from_pretrained:
         safetensors alone, which hold no code
-    run/launch.py cloudpickle.loads: what our own worker wrote into a file without a name
-    run/launch.py subprocess.Popen: this Python, with -P, on our own module; no shell
+    launcher/launch.py cloudpickle.loads: what our own worker wrote into a file without a name
+    launcher/launch.py subprocess.Popen: this Python, with -P, on our own module; no shell
     weights/file.py torch.load: with weights_only
-    run/worker.py cloudpickle.loads: the launcher's function, from a file without a name
-    run/worker.py importlib.import_module: the compiler, part of PyTorch
-    run/worker.py pickle.loads: as above, to have the path of imports first
-    run/worker.py runpy.run_module: the user's own, as asked
-    run/worker.py runpy.run_path: the user's own script
-    run/inspection.py runpy.run_path: the user's own function, as asked by --call
+    launcher/worker.py cloudpickle.loads: the launcher's function, from a file without a name
+    launcher/worker.py importlib.import_module: the compiler, part of PyTorch
+    launcher/worker.py pickle.loads: as above, to have the path of imports first
+    launcher/worker.py runpy.run_module: the user's own, as asked
+    launcher/worker.py runpy.run_path: the user's own script
+    tools/inspection.py runpy.run_path: the user's own function, as asked by --call
     cli/init.py environment.get_template: our own template, which lies in the package
     cli/init.py np.load: without pickles, which NumPy refuses by itself
     cli/replay.py torch.load: a bundle that the user names; docs/do/record.md warns of it
@@ -66,71 +66,71 @@ WRITES_OR_REMOVES = """
     cli/replay.py path.write_bytes: as above
     cli/replay.py asked.write_bytes: as above
     cli/replay.py log.open: as above
-    run/inspection.py Path(self._asked.findings).write_bytes: in the private folder of whoever asks
-    run/inspection.py open: a new file for a bundle, or the terminal of whoever asks
+    tools/inspection.py Path(self._asked.findings).write_bytes: in the caller's private folder
+    tools/inspection.py open: a new file for a bundle, or the terminal of whoever asks
     record/frames.py os.ftruncate: a record that begins as ours do, after its last whole frame
-    run/launch.py tempfile.TemporaryFile: without a name
+    launcher/launch.py tempfile.TemporaryFile: without a name
     system/allocator.py os.ftruncate: memory without a name
     system/folderlock.py self._path.unlink: our lock, while it is held, and is still that file
     system/allocator.py os.ftruncate: longer, of our own file without a name
     system/allocator.py tempfile.TemporaryFile: without a name, in the home that was named
-    run/membership.py os.fdopen: a copy of stderr
-    run/rundir.py os.ftruncate: memory without a name
+    launcher/membership.py os.fdopen: a copy of stderr
+    launcher/rundir.py os.ftruncate: memory without a name
     exchange/progress.py os.ftruncate: memory without a name
-    run/hostwatch.py os.open: for reading, memory without a name of a process of this user
-    verifying/__init__.py self._mark('done').touch: in the comparison's own folder
-    verifying/__init__.py self._mark('done').unlink: as above
-    verifying/__init__.py self._mark('cut').write_text: as above
-    run/rundir.py self._path(rank).unlink: a log that was just made, as another of them was taken
-    run/others.py os.open: the terminal of this process, only to learn whether there is one
-    run/worker.py os.fdopen: what the function returned, into the launcher's file without a name
-    system/ownfiles.py aside.unlink: the file that was just made
+    tools/hostwatch.py os.open: for reading, memory without a name of a process of this user
+    tools/verifying/__init__.py self._mark('done').touch: in the comparison's own folder
+    tools/verifying/__init__.py self._mark('done').unlink: as above
+    tools/verifying/__init__.py self._mark('cut').write_text: as above
+    launcher/rundir.py self._path(rank).unlink: a log just made; another one was in use
+    launcher/foreign_launchers.py os.open: the terminal, only to learn whether there is one
+    launcher/worker.py os.fdopen: the function's result, into the launcher's unnamed file
+    system/safe_files.py aside.unlink: the file that was just made
     data_order/workers.py os.open: the null device, to learn its number
     system/child.py open: the null device, in the place of a child's output
-    system/ownfiles.py os.fdopen: the same; or reads
-    system/ownfiles.py (self.path / _MARK).write_bytes: in the private folder that was just made
-    system/ownfiles.py os.open: new files, through no link; a folder just made; or for looking
-    system/ownfiles.py os.memfd_create: memory without a name
-    system/ownfiles.py tempfile.TemporaryFile: without a name, in memory
-    system/ownfiles.py os.replace: the place of an output that was found to be ours or free
-    system/ownfiles.py (self.path / _MARK).unlink: of the private folder, while it is that one
-    system/ownfiles.py shutil.rmtree: the private folder, while it is still the one that was made;
+    system/safe_files.py os.fdopen: the same; or reads
+    system/safe_files.py (self.path / _MARK).write_bytes: in the private folder that was just made
+    system/safe_files.py os.open: new files, through no link; a folder just made; or for looking
+    system/safe_files.py os.memfd_create: memory without a name
+    system/safe_files.py tempfile.TemporaryFile: without a name, in memory
+    system/safe_files.py os.replace: the place of an output that was found to be ours or free
+    system/safe_files.py (self.path / _MARK).unlink: of the private folder, while it is that one
+    system/safe_files.py shutil.rmtree: the private folder, while it is still the one that was made;
         or one of this user's, by its mark that of a process of this host whose lock is gone
-    system/ownfiles.py tempfile.mkdtemp: for this user alone
-    system/record.py os.fdopen: appends to comparisons, through no link
+    system/safe_files.py tempfile.mkdtemp: for this user alone
+    system/jsonlines.py os.fdopen: appends to comparisons, through no link
     system/tensorfile.py open: a new file in the folder that is being written
 """
 
 ENDS = """
     exchange/mailbox.py os.pidfd_open: of a peer that the kernel has named; only looked at
-    run/stacks.py os.kill: by a signal that only writes stacks, and only where a handler is in place
-    run/workers.py os.killpg: of a worker whose end was not collected, so nobody can have its number
-    run/workers.py os.pidfd_open: of a child that was just started
-    run/workers.py os.kill: a worker whose end was not collected, where there are no pidfds
-    run/workers.py self.signal: by pidfd, or as above
-    run/workers.py signal.pidfd_send_signal: to a child
-    run/workers.py worker.signal: by pidfd, or as above
+    launcher/stacks.py os.kill: with a signal that writes stacks, if a handler is installed
+    launcher/workers.py os.killpg: a worker that was not reaped, so its id is not reused
+    launcher/workers.py os.pidfd_open: of a child that was just started
+    launcher/workers.py os.kill: a worker whose end was not collected, where there are no pidfds
+    launcher/workers.py self.signal: by pidfd, or as above
+    launcher/workers.py signal.pidfd_send_signal: to a child
+    launcher/workers.py worker.signal: by pidfd, or as above
     system/child.py os._exit: itself, forked to compute one value
     system/child.py os.kill: a child whose end was not collected
     system/process.py os._exit: itself, where its parent is gone
     system/process.py os.kill: itself, by a second signal, as without the run
-    run/worker.py os._exit: itself
+    launcher/worker.py os._exit: itself
 """
 
 LOCKS = """
     checkpoint/aside.py fcntl.flock: on a file of its owner alone; never waits
     record/frames.py fcntl.lockf: on the record that is written; never waits
     system/folderlock.py fcntl.lockf: on a file of its owner alone; never waits
-    system/ownfiles.py fcntl.flock: on the private folder, so that others leave it; never waits
+    system/safe_files.py fcntl.flock: on the private folder, so that others leave it; never waits
     testing/scheduler.py threading.Semaphore: of simulated devices, one of which always goes on
 """
 
 WAITS = """
-    run/stacks.py time.sleep: for a process that is to write its stacks, seconds at most
-    run/hostwatch.py self._end.wait: the pause of a thread; those with a limit, in a loop
-    verifying/__init__.py signature.bind: of arguments, not of a socket
-    checkpoint/background.py background.wait: for a file that is being written by this process
-    checkpoint/background.py self._thread.join: the same; done_within has a limit
+    launcher/stacks.py time.sleep: for a process that is to write its stacks, seconds at most
+    tools/hostwatch.py self._end.wait: the pause of a thread; those with a limit, in a loop
+    tools/verifying/__init__.py signature.bind: of arguments, not of a socket
+    system/background.py background.wait: for a file that is being written by this process
+    system/background.py self._thread.join: the same; done_within has a limit
     checkpoint/resume.py self._writing.wait: the same
     checkpoint/saving.py job.wait: the same
     shard/gather.py self._thread.join: it ends at its next stop, for this process computes it
@@ -155,8 +155,8 @@ WAITS = """
     exchange/sealing.py self._store.wait: as the caller says, and else for the limit of the store
     exchange/mailbox.py poller.poll: for part of the limit
     data_order/workers.py time.sleep: until the batch before is taken, for which there is a limit
-    run/workers.py connection.wait: for part of a limit, or while workers run, signals noticed
-    run/workers.py self._process.wait: for what the kernel has said to have ended
+    launcher/workers.py connection.wait: for part of a limit, or while workers run, signals noticed
+    launcher/workers.py self._process.wait: for what the kernel has said to have ended
     testing/scheduler.py thread.join: each device ends, or is made to
     testing/network.py scheduler.wait: for devices of this process; ends where none can go on
     testing/network.py self._network.scheduler.wait: the same
@@ -167,26 +167,26 @@ WAITS = """
 """
 
 THREADS = """
-    checkpoint/background.py threading.Thread: no daemon, so Python waits for it
+    system/background.py threading.Thread: no daemon, so Python waits for it
     deferred/values.py ThreadPoolExecutor: ends with the block
     exchange/connections.py threading.Thread: waited for when Python ends
     exchange/group.py threading.Thread: in PyTorch until a stranger at the port answers; the run has
         failed by then
     jobs/data/pictures.py ThreadPoolExecutor: ends with the block
-    run/hostwatch.py threading.Thread: waited for when Python ends
+    tools/hostwatch.py threading.Thread: waited for when Python ends
     shard/gather.py threading.Thread: ended with its step; else it waits outside of PyTorch
     testing/scheduler.py threading.Thread: no daemon
 """
 
 ENVIRONMENT = """
     cli/replay.py os.environ: what a launched bundle is asked, taken out afterwards
-    run/context.py environment.pop: takes the run's record out
+    launcher/environment.py environment.pop: takes the run's record out
     integrations/transformers.py os.environ.pop: what onefold has read by then, of its own processes
     exchange/group.py os.environ: gloo's interface, put back afterwards
-    run/context.py environment: for a worker, in a copy
-    run/context.py environment.setdefault: for a worker, in a copy
-    run/context.py os.environ.update: where compiled code is kept, where nobody has said so
-    run/context.py os.environ.setdefault: how cuBLAS is to work, where nobody has said so
+    launcher/environment.py environment: for a worker, in a copy
+    launcher/environment.py environment.setdefault: for a worker, in a copy
+    launcher/environment.py os.environ.update: where compiled code is kept, where nobody has said so
+    launcher/environment.py os.environ.setdefault: how cuBLAS is to work, where nobody has said so
 """
 
 _RECEIVERS = {"torch", "pickle", "cloudpickle", "marshal", "joblib", "numpy", "np", "os"}

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from onefold.placement import sharded
+from onefold.placement import partitioned
 from tests import simulated
 from tests.conftest import ROOT
 
@@ -57,7 +57,7 @@ def test_a_linear_layer_in_parts_has_the_values_of_the_whole_one(recipe: dict[st
 def test_only_the_parts_fit_and_the_devices_do_not_matter(
     recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sharded, "capacity_bytes", lambda _: 3000)
+    monkeypatch.setattr(partitioned, "capacity_bytes", lambda _: 3000)
     options: dict[str, Any] = {"devices": "cpu:3", "placement": "shard"}
     assert simulated.launch(recipe["main"], args=(4,), **options) == recipe["main"](4)
     for placement in ("shard", "offload"):

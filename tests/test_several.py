@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 
 import onefold
 from onefold.errors import DisagreementError
-from onefold.run.context import current_context
+from onefold.launcher.environment import current_context
 from onefold.testing import simulate
 from tests.small import Batch, bits, make_trainer, points
 from tests.tables import for_each

@@ -17,7 +17,7 @@ from onefold.core.assignment import Devices
 from onefold.core.context import LaunchContext
 from onefold.core.settings import Settings
 from onefold.errors import GradientError, LaunchError, LossError
-from onefold.run.forming import settle_process
+from onefold.session.forming import settle_process
 from onefold.system import accelerator
 from tests.small import Batch, bits, line, make_trainer, points, result, sgd, square
 from tests.tables import for_each
@@ -203,7 +203,7 @@ def test_batches_of_a_loader_and_whole_batches_give_the_same_bits(devices: int) 
 def test_threads_are_shared_among_the_shards_and_idle_cores_are_told_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("onefold.run.forming.cores", lambda: 16)
+    monkeypatch.setattr("onefold.session.forming.cores", lambda: 16)
     monkeypatch.setattr("sys.argv", ["train.py"])
     for shards, number, threads in ((5, None, 3), (64, None, 1), (4, 2, 2)):
         make_trainer(shards=shards, threads=number)

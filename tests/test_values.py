@@ -20,7 +20,7 @@ from tests.conftest import ROOT
 from tests.small import Batch, make_trainer
 from tests.small import points as regression
 from tests.tables import for_each
-from tests.verifying.compared import Compared, compared
+from tests.tools.verifying.compared import Compared, compared
 
 __all__ = ["compared"]
 

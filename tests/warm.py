@@ -141,7 +141,7 @@ def _program(words: Sequence[str]) -> Callable[[], None] | None:
     match list(words[1:]):
         case ["-m", "onefold", *_]:
             return lambda: _run_module("onefold", list(words[3:]))
-        case ["-P", "-c", code, *rest] if "onefold.run.worker" in code:
+        case ["-P", "-c", code, *rest] if "onefold.worker" in code:
             return lambda: _run_code(code, rest)
         case [script, *rest] if Path(script).parent == SCRIPTS:
             return lambda: _run_script(script, rest)

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from onefold import errors
 from onefold.core.options import RunOptions
-from onefold.run.context import current_context, is_launched
-from onefold.run.devices import DeviceInfo, Selection, list_devices, select_devices
+from onefold.launcher.devices import DeviceInfo, Selection, list_devices, select_devices
+from onefold.launcher.environment import current_context, is_launched
 
 if TYPE_CHECKING:
     from onefold import losses
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from onefold.core.randomness import same_in_all_shards
     from onefold.core.structure import OwnLength, Shared
     from onefold.data_order.loader import Loader
+    from onefold.launcher.launch import launch, supervise
+    from onefold.launcher.workers import Outcome
     from onefold.record import Record
-    from onefold.run.build import build
-    from onefold.run.launch import launch, supervise
-    from onefold.run.workers import Outcome
+    from onefold.session.build import build
     from onefold.step.result import Step
     from onefold.trainer import Trainer
     from onefold.weights.load import load_weights
@@ -74,7 +74,7 @@ _HOMES = {
     "Loader": "onefold.data_order.loader",
     "Mean": "onefold.core.mean",
     "LossTerms": "onefold.core.mean",
-    "Outcome": "onefold.run.workers",
+    "Outcome": "onefold.launcher.workers",
     "OwnLength": "onefold.core.structure",
     "Record": "onefold.record",
     "Shared": "onefold.core.structure",
@@ -82,15 +82,15 @@ _HOMES = {
     "Sum": "onefold.core.mean",
     "SyncBatchNorm": "onefold.core.gathering",
     "Trainer": "onefold.trainer",
-    "build": "onefold.run.build",
+    "build": "onefold.session.build",
     "gather": "onefold.core.gathering",
     "jobs": "onefold.jobs",
-    "launch": "onefold.run.launch",
+    "launch": "onefold.launcher.launch",
     "load_run": "onefold.jobs.loaded",
     "load_weights": "onefold.weights.load",
     "losses": "onefold.losses",
     "same_in_all_shards": "onefold.core.randomness",
-    "supervise": "onefold.run.launch",
+    "supervise": "onefold.launcher.launch",
 }
 """Where the names are that need PyTorch, or start processes."""
 

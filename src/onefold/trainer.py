@@ -25,17 +25,18 @@ from onefold.core.settings import (
     ScheduleEvery,
     Settings,
 )
+from onefold.data_order.from_dataloader import DataSource, TorchNames, choose
 from onefold.data_order.indexed import BatchRule, Rule
 from onefold.data_order.loader import Loader
 from onefold.data_order.reader import Collate, SizedDataset, as_it_is
-from onefold.data_order.takeover import DataSource, TorchNames, choose
 from onefold.exchange.memory import Memory
+from onefold.launcher.environment import current_context
 from onefold.passes.collectives import broadcast, gather, model_digests, written
-from onefold.run.context import current_context
-from onefold.run.session import Session
-from onefold.run.userparts import GivenOptimizer, GivenSchedule, UserParts
+from onefold.session.session import Session
+from onefold.session.userparts import GivenOptimizer, GivenSchedule, UserParts
 from onefold.shard.replica import LossFunction
 from onefold.step.result import Step
+from onefold.tools.registry import Tools
 
 if TYPE_CHECKING:
     from onefold.checkpoint.folder import Checkpoint
@@ -154,7 +155,10 @@ class Trainer:
             schedule_every=schedule_every,
         )
         user = UserParts.of(model, optimizer, loss, schedule, stages)
-        self._session = session = Session(context, user, settings, devices=devices, plan=plan)
+        self._tools = Tools(context)
+        self._session = session = Session(
+            context, user, settings, devices=devices, plan=plan, tools=self._tools
+        )
         # The model outlives a Trainer that the script drops. By a weak reference, as an observer of
         # the session may refer to this Trainer; the memory refers to nothing of the script's.
         memory = session.engine.context.exchange.memory
@@ -362,7 +366,7 @@ class Trainer:
             >>> step = trainer.step(torch.ones(6, 2))
             step 1
         """
-        self._session.on_step.add(observe)
+        self._tools.on_step.add(observe)
 
     def evaluate(
         self,
@@ -471,7 +475,7 @@ class Trainer:
         True
         """
         with self._session.telling_others():
-            self._session.tools.record(Path(directory))
+            self._tools.record(Path(directory))
 
     @property
     def replaying(self) -> bool:

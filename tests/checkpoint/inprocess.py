@@ -13,8 +13,9 @@ import onefold
 from onefold.core.context import LaunchContext
 from onefold.core.options import RunOptions
 from onefold.exchange.progress import Progress
-from onefold.run import forming, membership
-from onefold.run.membership import RunStopped
+from onefold.launcher import membership
+from onefold.launcher.membership import RunStopped
+from onefold.session import forming
 from tests.inside import session_in
 from tests.small import make_trainer
 
@@ -95,7 +96,7 @@ class Runs:
             life = Life(devices, dies, progress)
             patch.setattr("onefold.trainer.current_context", lambda: LaunchContext(options=options))
             for name in ("progress_of", "places_of"):
-                patch.setattr(f"onefold.run.tools.{name}", lambda context: progress)
+                patch.setattr(f"onefold.tools.{name}", lambda context: progress)
             patch.setattr(forming, "_trainers", itertools.count())
             patch.setattr(membership, "members", membership.Members())
             try:

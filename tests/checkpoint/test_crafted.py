@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import onefold
 from onefold.errors import CheckpointError
-from onefold.system.ownfiles import RECORD_BYTES
+from onefold.system.safe_files import RECORD_BYTES
 from tests.checkpoint.folders import names_in, reseal, seal
 from tests.small import line, make_trainer, points
 from tests.tables import for_each

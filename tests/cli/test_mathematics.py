@@ -8,8 +8,8 @@ from typing import Any
 from rich.console import Console
 
 from onefold.cli.mathematics import report_mathematics
-from onefold.verifying.causes import causes_of
-from onefold.verifying.mathematics import Comparison
+from onefold.tools.verifying.causes import causes_of
+from onefold.tools.verifying.mathematics import Comparison
 from tests.tables import for_each
 
 DIFFERS = {"alone": 2.0, "loss_difference": 0.75, "gradient_difference": 0.5, "worst": "w"}

@@ -11,8 +11,8 @@ from torch import nn
 
 from onefold.core.context import LaunchContext
 from onefold.core.options import WITH_STATE, RunOptions
-from onefold.run.planning import Footprint, plan_instead
-from onefold.run.userparts import UserParts
+from onefold.session.userparts import UserParts
+from onefold.tools.planning import Footprint, plan_instead
 from tests.step.assembled import settings_of
 from tests.tables import for_each
 

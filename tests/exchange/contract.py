@@ -28,7 +28,7 @@ from onefold.exchange.memory import Start, write_first
 from onefold.exchange.reduction import StageReduction
 from onefold.exchange.shared import HostTransport
 from onefold.exchange.stageexchange import GradientSend
-from onefold.run.context import current_context
+from onefold.launcher.environment import current_context
 from onefold.system.allocator import DEFAULT_ALLOCATOR, MmapAllocator
 
 SHARDS = 7

@@ -103,7 +103,7 @@ def test_who_has_ended_is_not_waited_for_and_what_it_had_said_is_heard(
 
 def beside_other_groups(place: str) -> list[object]:
     """Train before, while, and after the script has a default group of its own."""
-    rank = onefold.run.context.current_context().rank
+    rank = onefold.launcher.environment.current_context().rank
     trainers = [make_trainer(devices=None)]
     found: list[object] = [dist.is_initialized()]
     dist.init_process_group("gloo", init_method=f"file://{place}", rank=rank, world_size=2)

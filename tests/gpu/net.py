@@ -14,7 +14,7 @@ import onefold
 import onefold.trainer
 from onefold.core.context import LaunchContext
 from onefold.core.options import RunOptions
-from onefold.run import forming
+from onefold.session import forming
 from tests.apart import apart
 from tests.gpu.device import DEVICE
 

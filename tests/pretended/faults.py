@@ -119,7 +119,7 @@ FAULTS: list[Mutant] = [
     ),
     Mutant(
         "the device of a process is not made the current one",
-        "run/forming.py",
+        "session/forming.py",
         "        accelerator.make_current(devices[own[0]])\n",
         "        pass\n",
         (PROCESSES, DEVICES),

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from onefold.core.options import WITH_STATE
-from onefold.run.planning import Footprint
+from onefold.tools.planning import Footprint
 from tests.conftest import ROOT
 from tests.gpu.parts import missing
 from tests.pretended import build

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import onefold
-from onefold.run.context import current_context
+from onefold.launcher.environment import current_context
 
 
 def listening() -> list[str]:

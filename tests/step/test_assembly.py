@@ -11,7 +11,7 @@ from onefold.core.context import LaunchContext
 from onefold.core.options import PlacementName, RunOptions
 from onefold.core.shard import Plan
 from onefold.exchange.exchange import Exchange
-from onefold.placement import sharded
+from onefold.placement import partitioned
 from onefold.step import assembly
 from onefold.step.assembly import assemble, check_moves
 from tests.inside import engine_in
@@ -78,7 +78,7 @@ def test_a_stage_that_no_device_can_have_is_named(
         model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)))
         return make_trainer(model, devices=None)
 
-    monkeypatch.setattr(sharded, "capacity_bytes", lambda _: capacity)
+    monkeypatch.setattr(partitioned, "capacity_bytes", lambda _: capacity)
     context = LaunchContext(options=RunOptions(placement=placement, home=str(tmp_path)))
     monkeypatch.setattr("onefold.trainer.current_context", lambda: context)
     if fits:

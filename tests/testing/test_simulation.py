@@ -15,7 +15,7 @@ from torch.distributed import distributed_c10d
 import onefold
 from onefold.core.options import ExchangeName, RunOptions
 from onefold.errors import DisagreementError, PeerError, PeerFailed, PeerLost
-from onefold.run.context import current_context
+from onefold.launcher.environment import current_context
 from onefold.testing import Ended, Fault, outcomes, simulate
 from tests.tables import for_each
 

@@ -18,8 +18,8 @@ import torch
 
 from onefold.core.assignment import Devices
 from onefold.core.context import LaunchContext
-from onefold.run import observers
-from onefold.run.observers import PROFILED_STEPS, Profile
+from onefold.tools import observers
+from onefold.tools.observers import PROFILED_STEPS, Profile
 from onefold.watch.timeline import TimelinePart, check_timeline, join_timeline, name_row, slice_of
 from onefold.watch.timing import Moment, Span, Stopwatch
 from tests.tables import for_each

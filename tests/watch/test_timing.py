@@ -16,7 +16,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 0.0
-        for module in ("watch.timing", "data_order.loader", "run.batches"):
+        for module in ("watch.timing", "data_order.loader", "session.batches"):
             monkeypatch.setattr(f"onefold.{module}.host_now_s", self)
 
     def __call__(self) -> float:

@@ -21,8 +21,8 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from onefold.checkpoint.record import RUN, TENSOR_FILES
-from onefold.system.ownfiles import NO_LOCKS
+from onefold.checkpoint.manifest import RUN, TENSOR_FILES
+from onefold.system.safe_files import NO_LOCKS
 
 __all__ = ["BESIDE", "check_ours", "delete", "names_beside", "sweep", "sync"]
 

@@ -6,7 +6,7 @@ its beginning, unaware of it.
 Note: when the checkpoint's values become the run's
 ---------------------------------------------------
 A resumed script runs again from its beginning. Where the record of its run knows what it asked
-for, it is answered from there, step by step (`onefold.record.replay`); else it goes through the
+for, it is answered from there, step by step (`onefold.record.answers`); else it goes through the
 beginning of the epoch that it was in (of all epochs, where it loops by ``range``), whose passes
 come empty. Either way it may change the model, step a schedule, copy a target network. The
 checkpoint has the effect of all that. So its values are taken where the checkpoint was made, and
@@ -61,7 +61,7 @@ from typing import Any
 import torch
 
 from onefold.checkpoint.folder import Keeping, try_directory
-from onefold.checkpoint.record import RUN, Place
+from onefold.checkpoint.manifest import RUN, Place
 from onefold.checkpoint.resume import Checkpoints, Found
 from onefold.core.assignment import Devices
 from onefold.core.batch import ShardedBatch
@@ -70,8 +70,8 @@ from onefold.errors import StateError
 from onefold.exchange.progress import Progress
 from onefold.passes.modifying import Modifying
 from onefold.record import FILE
+from onefold.record.answers import Replay
 from onefold.record.entries import Entry
-from onefold.record.replay import Replay
 from onefold.step.engine import Engine
 from onefold.system.folderlock import lock_of_checkpoints
 from onefold.system.output import drop_output, show_output

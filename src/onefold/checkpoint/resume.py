@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
-from onefold.checkpoint.background import Background
 from onefold.checkpoint.folder import (
     Checkpoint,
     Keeping,
@@ -38,8 +37,8 @@ from onefold.checkpoint.folder import (
     folder_of,
     has_checkpoints,
 )
+from onefold.checkpoint.manifest import Place, check_run
 from onefold.checkpoint.model import StoredStates, left_by_shard, saved_rule, sorted_values
-from onefold.checkpoint.record import Place, check_run
 from onefold.checkpoint.runstate import RunState, settings_of
 from onefold.checkpoint.saving import Lead, Saving
 from onefold.core.assignment import Devices
@@ -51,6 +50,7 @@ from onefold.errors import CheckpointError, StateError
 from onefold.passes.averaged import Averaging
 from onefold.passes.collectives import agreed_digests, broadcast, written
 from onefold.step.engine import Engine
+from onefold.system.background import Background
 from onefold.update.schedule import RunSchedule
 from onefold.update.state import AVERAGE, unpack
 

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from onefold.checkpoint.folder import FORMAT, Keeping, StoredCheckpoint
+from onefold.checkpoint.manifest import Place
 from onefold.checkpoint.model import saved_rule
-from onefold.checkpoint.record import Place
 from onefold.core.assignment import Devices
 from onefold.core.flat import named_tensors, own_name
 from onefold.core.jsonvalue import from_json, to_json

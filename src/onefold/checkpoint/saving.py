@@ -35,8 +35,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from onefold.checkpoint.background import Background
 from onefold.checkpoint.folder import prune, write_checkpoint
+from onefold.checkpoint.manifest import TENSOR_FILES, check_run
 from onefold.checkpoint.model import (
     VALUES,
     ModelCopy,
@@ -46,7 +46,6 @@ from onefold.checkpoint.model import (
     copy_model,
     is_saved_as_it_is,
 )
-from onefold.checkpoint.record import TENSOR_FILES, check_run
 from onefold.core.assignment import Devices
 from onefold.core.flat import all_finite, fingerprint_of, first_not_finite, names_with_nan, own_name
 from onefold.errors import CheckpointError, StateError
@@ -54,6 +53,7 @@ from onefold.exchange.transport import host_buffer
 from onefold.passes.averaged import Averaging
 from onefold.passes.collectives import agreed_digests
 from onefold.step.engine import Engine
+from onefold.system.background import Background
 from onefold.system.tensorfile import Bytes, TensorParts
 from onefold.update.state import (
     JoinedState,

@@ -12,8 +12,8 @@ import inspect
 
 import torch
 
-from onefold.update.byscript import ByScript
 from onefold.update.optimizers import TAKEN, has_own_step, optimizers_in
+from onefold.update.script_updates import ByScript
 
 __all__ = ["check_optimizer", "updates_by_element"]
 

@@ -27,7 +27,7 @@ from onefold.errors import LaunchError
 from onefold.record import Record, alike, shards_of
 from onefold.record.entries import Begun, BlockEntry, Result, StepEntry
 from onefold.record.findings import Findings, ShardFinding
-from onefold.system.ownfiles import PrivateFolder
+from onefold.system.safe_files import PrivateFolder
 from onefold.system.words import in_shell, listed, tell
 
 __all__ = ["compare_runs", "find_commit", "first_difference"]

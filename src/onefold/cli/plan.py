@@ -18,7 +18,7 @@ from rich.table import Column, Table
 
 from onefold import RunOptions, list_devices, select_devices, supervise
 from onefold.cli.running import print_json
-from onefold.system.ownfiles import PrivateFolder
+from onefold.system.safe_files import PrivateFolder
 from onefold.system.words import counted, tell
 
 __all__ = ["plan_script", "read_counts", "show_devices"]

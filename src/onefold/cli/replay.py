@@ -38,8 +38,8 @@ from onefold.record.entries import Begun, Failed
 from onefold.record.findings import Findings, Inspection, SampleFinding, ShardFinding
 from onefold.record.frames import FrameWriter
 from onefold.record.history import RULE, Departure, first_departure
-from onefold.system.ownfiles import PrivateFolder
 from onefold.system.process import INSPECTION_VARIABLE, STOPPED_CODE
+from onefold.system.safe_files import PrivateFolder
 from onefold.system.words import in_shell, listed, tell
 
 __all__ = ["Rerun", "explain", "replay_step"]

@@ -25,8 +25,8 @@ from onefold.cli.running import print_json, screen
 from onefold.cli.verify import Way
 from onefold.record import Record, alike
 from onefold.record.entries import BlockEntry, Result, StepEntry
-from onefold.system.ownfiles import PrivateFolder
 from onefold.system.process import STOPPED_CODE
+from onefold.system.safe_files import PrivateFolder
 from onefold.system.words import tell
 
 __all__ = ["verify_resume"]

@@ -19,8 +19,8 @@ from typer import Argument, Option
 
 from onefold import Outcome, RunOptions, Selection, select_devices, supervise
 from onefold.errors import LaunchError
-from onefold.system.ownfiles import json_text
 from onefold.system.process import STOPPED_CODE
+from onefold.system.safe_files import json_text
 from onefold.system.words import in_shell, seconds_of, tell
 
 __all__ = [

@@ -39,8 +39,8 @@ from onefold import Outcome, RunOptions, select_devices, supervise
 from onefold.cli.mathematics import report_mathematics
 from onefold.cli.plan import read_counts
 from onefold.cli.running import print_json, screen
-from onefold.system.ownfiles import PrivateFolder
-from onefold.system.record import read_record
+from onefold.system.jsonlines import read_record
+from onefold.system.safe_files import PrivateFolder
 from onefold.system.words import counted, listed, tell
 
 __all__ = ["Difference", "Way", "first_difference", "read_ways", "verify_script"]

@@ -1,4 +1,4 @@
-"""A process's place in a run, as a record; `onefold.run.context` reads it from the environment."""
+"""A process's place in a run; `onefold.launcher.environment` reads it from the environment."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ from onefold.core.randomness import (
     sample_order,
     seed_generators,
 )
-from onefold.data_order.held import holders_in, kept_apart, seed_held
+from onefold.data_order.item_generators import holders_in, kept_apart, seed_held
 from onefold.data_order.order import (
     Order,
     changes_with_epoch,

@@ -36,7 +36,7 @@ from torch.utils.data import Sampler
 
 from onefold.core.randomness import GeneratorStates, kept_generators, loader_seed, seed_generators
 from onefold.core.shard import Plan, cut_bounds
-from onefold.data_order.held import kept_apart, put_back, seed_held, states_of, within
+from onefold.data_order.item_generators import kept_apart, put_back, seed_held, states_of, within
 from onefold.data_order.position import WHOLE
 from onefold.data_order.reader import one_thread, take
 

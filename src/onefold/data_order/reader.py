@@ -36,7 +36,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_co
 from onefold.core.flat import bits_of
 from onefold.core.randomness import derive_seed, loader_seed, seed_generators
 from onefold.core.shard import Plan
-from onefold.data_order.held import holders_in, kept_apart, seed_held
+from onefold.data_order.item_generators import holders_in, kept_apart, seed_held
 from onefold.system.words import message_of
 
 __all__ = [

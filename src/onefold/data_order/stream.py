@@ -40,7 +40,7 @@ from onefold.core.jsonvalue import from_json, to_json
 from onefold.core.numbers import check_whole
 from onefold.core.randomness import loader_seed, packed_generators, put_generators, seed_generators
 from onefold.core.shard import cut_bounds
-from onefold.data_order.held import MOST, seed_held, within
+from onefold.data_order.item_generators import MOST, seed_held, within
 from onefold.data_order.order import Order
 from onefold.data_order.position import LoaderSize, LoaderTrack, StreamState
 from onefold.data_order.reader import (

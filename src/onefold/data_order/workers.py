@@ -42,8 +42,8 @@ from onefold.core.randomness import kept_generators
 from onefold.core.shard import Plan
 from onefold.data_order.order import Order
 from onefold.data_order.reader import Answer, BadSample, Request, one_thread
-from onefold.system.ownfiles import LONGEST_TEMPORARY_PATH
 from onefold.system.process import ctrl_c_as_before, die_with_parent
+from onefold.system.safe_files import LONGEST_TEMPORARY_PATH
 
 __all__ = ["Requests", "Workers", "disown"]
 

@@ -85,7 +85,7 @@ from onefold.system.allocator import (
     new_disk_file,
 )
 from onefold.system.compat import copy_each, hidden_from_modes
-from onefold.system.ownfiles import memory_file
+from onefold.system.safe_files import memory_file
 
 __all__ = ["HostMemory", "HostStageExchange", "HostTransport"]
 

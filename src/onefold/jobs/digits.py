@@ -36,7 +36,7 @@ from onefold.jobs.data.augment import LabelledPictures, Normalise, RandomShift
 from onefold.jobs.data.files import require_ours
 from onefold.jobs.models.resnet import ResNet
 from onefold.jobs.progress import TrainingBar
-from onefold.system.ownfiles import aside_of
+from onefold.system.safe_files import aside_of
 from onefold.system.words import counted
 
 __all__ = ["demo"]

@@ -36,7 +36,7 @@ import torch
 
 from onefold.jobs.data.files import read_whole
 from onefold.jobs.loggers import LoggerName
-from onefold.system.ownfiles import nested_too_deeply, write_whole
+from onefold.system.safe_files import nested_too_deeply, write_whole
 from onefold.system.words import seconds_of, usual_option
 
 __all__ = [

@@ -40,7 +40,7 @@ from onefold.jobs.scores import Measured
 from onefold.jobs.segment_pictures import Padded, predicted_numbers, whole_logits
 from onefold.jobs.targets import Answer, Target, target_measure, target_rows, targets
 from onefold.jobs.text_models import EncodedTexts
-from onefold.system.ownfiles import aside_of, write_whole
+from onefold.system.safe_files import aside_of, write_whole
 from onefold.system.words import tell
 from onefold.weights.file import check_weights
 

@@ -35,7 +35,7 @@ from onefold.errors import DataError, LaunchError, OnefoldError
 from onefold.jobs.loggers import OpenLogger, open_logger
 from onefold.jobs.options import TrainOptions, write_config
 from onefold.system.folderlock import FolderLock
-from onefold.system.ownfiles import aside_of, json_text, parse_json, read_plain, write_whole
+from onefold.system.safe_files import aside_of, json_text, parse_json, read_plain, write_whole
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -15,7 +15,7 @@ __all__ = ["PLACEMENTS", "placement_of"]
 
 # Loaded when they are chosen: a run without them needs none of what they are made of.
 def _sharded(devices: Devices, settings: Settings) -> Placement:
-    from onefold.placement.sharded import Sharded
+    from onefold.placement.partitioned import Sharded
 
     return Sharded(devices, settings)
 

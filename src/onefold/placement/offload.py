@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from onefold.core.storage import Storage
-from onefold.placement.sharded import Sharded
+from onefold.placement.partitioned import Sharded
 from onefold.system.allocator import MmapAllocator, TensorAllocator
 
 __all__ = ["Offloaded"]

@@ -19,7 +19,7 @@ from pathlib import Path
 from zlib import crc32
 
 from onefold.errors import RecordError
-from onefold.system.ownfiles import open_plain, open_regular, write_all
+from onefold.system.safe_files import open_plain, open_regular, write_all
 from onefold.system.words import in_shell
 
 __all__ = ["HEAD", "FrameWriter", "append_beside", "read_frames"]

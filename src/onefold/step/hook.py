@@ -1,7 +1,7 @@
 """What a tool does around the steps of a run: a `Hook`. `Hooks` are those of one run, in order.
 
 A session and an engine name no tool. They tell all hooks of the run what comes, by the methods of
-`Hook`, and `onefold.run.tools` makes the list of these from the options of the run. A run without
+`Hook`, and `onefold.tools` makes the list of these from the options of the run. A run without
 tools has no hooks, and asks an empty list.
 
 Note: the order of a step

@@ -36,7 +36,7 @@ from pathlib import Path
 
 import torch
 
-from onefold.system.ownfiles import memory_file
+from onefold.system.safe_files import memory_file
 
 __all__ = [
     "DEFAULT_ALLOCATOR",

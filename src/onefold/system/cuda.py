@@ -1,6 +1,6 @@
 """What only CUDA has: its versions and precisions, and NVIDIA's list of GPUs (NVML).
 
-NVML is asked by a script, in a process that can be killed; see `onefold.run.devices`.
+NVML is asked by a script, in a process that can be killed; see `onefold.launcher.devices`.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from onefold.errors import LaunchError
-from onefold.system.ownfiles import NO_LOCKS, open_regular
+from onefold.system.safe_files import NO_LOCKS, open_regular
 
 __all__ = ["FolderLock", "lock_of_checkpoints"]
 

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from msgspec import Meta, Struct
 
-from onefold.system.ownfiles import open_plain, write_all
+from onefold.system.safe_files import open_plain, write_all
 
 __all__ = ["DTYPES", "Seal", "TensorParts", "digest_file", "write_tensors"]
 

@@ -29,7 +29,7 @@ from numpy.random import mtrand
 from onefold.core.gathering import GATHERER
 from onefold.core.mean import PASS
 from onefold.core.randomness import COMMON, GeneratorStates, forget_numpy
-from onefold.run import membership
+from onefold.launcher import membership
 from onefold.system.compilers import KernelSettings
 from onefold.system.hooks import ProcessHooks
 

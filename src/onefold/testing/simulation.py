@@ -9,8 +9,8 @@ from typing import Any
 from onefold.core.context import LaunchContext
 from onefold.core.options import ExchangeName, RunOptions
 from onefold.errors import PeerError
-from onefold.run.context import simulated
-from onefold.run.membership import end_well, leave
+from onefold.launcher.environment import simulated
+from onefold.launcher.membership import end_well, leave
 from onefold.testing.network import Connection, Network
 from onefold.testing.scheduler import Fault, Killed, Scheduler
 

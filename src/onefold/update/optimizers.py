@@ -25,7 +25,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from onefold.core.randomness import GeneratorStates
-from onefold.data_order.held import held_states
+from onefold.data_order.item_generators import held_states
 from onefold.errors import StateError
 from onefold.system.hooks import complete_hooks, replaces_step, step_hooks, steps_a_schedule
 

@@ -23,9 +23,9 @@ from onefold.checkpoint.folder import (
     open_checkpoint,
     readable_records,
 )
-from onefold.checkpoint.record import TENSOR_FILES
+from onefold.checkpoint.manifest import TENSOR_FILES
 from onefold.errors import CheckpointError
-from onefold.system.ownfiles import open_plain
+from onefold.system.safe_files import open_plain
 from onefold.system.words import message_of
 
 __all__ = ["best_scored", "check_weights", "keys_of_states", "read_weights", "state_under"]

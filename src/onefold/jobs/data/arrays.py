@@ -37,7 +37,7 @@ from onefold.jobs.data.files import readable
 from onefold.jobs.data.labels import Sample, check_labels, check_same, untested
 from onefold.jobs.data.pictures import ArrayPictures, Sums
 from onefold.jobs.data.samples import hold_out
-from onefold.system.ownfiles import open_plain
+from onefold.system.safe_files import open_plain
 
 __all__ = ["mnist", "read_digits", "read_idx", "read_idx_folder", "read_labelled"]
 

@@ -16,7 +16,7 @@ from typing import BinaryIO
 
 from onefold.errors import DataError
 from onefold.jobs import require
-from onefold.system.ownfiles import aside_of, open_plain
+from onefold.system.safe_files import aside_of, open_plain
 from onefold.system.words import cause_of
 
 __all__ = ["fetch_dataset", "fetch_file", "is_there"]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from onefold.errors import DataError
-from onefold.system.ownfiles import open_plain, parse_json
+from onefold.system.safe_files import open_plain, parse_json
 from onefold.system.words import counted
 
 __all__ = [

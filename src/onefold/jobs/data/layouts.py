@@ -15,7 +15,7 @@ from onefold.errors import DataError
 from onefold.jobs.data.files import readable
 from onefold.jobs.data.pictures import is_picture, visible_folders
 from onefold.jobs.data.tables import column_names, is_table, usual_column
-from onefold.system.ownfiles import open_plain
+from onefold.system.safe_files import open_plain
 from onefold.system.words import in_shell, listed
 
 __all__ = ["refuse_other_layouts"]

@@ -57,7 +57,7 @@ import torch
 
 from onefold.errors import DataError
 from onefold.jobs.data.files import BadFile, ReadData, name_below, readable
-from onefold.system.ownfiles import open_plain
+from onefold.system.safe_files import open_plain
 
 if TYPE_CHECKING:
     from PIL.Image import Image

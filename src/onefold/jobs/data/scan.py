@@ -28,7 +28,7 @@ from onefold.errors import DataError
 from onefold.jobs.data.files import BadFile, name_below, read_whole, readable
 from onefold.jobs.data.masks import MaskLook
 from onefold.jobs.data.pictures import Look, look_at, look_through, white_of
-from onefold.system.ownfiles import open_plain, parse_json
+from onefold.system.safe_files import open_plain, parse_json
 from onefold.system.words import counted
 
 __all__ = [

@@ -26,7 +26,7 @@ from onefold.jobs import require
 from onefold.jobs.data.files import BadFile, read_json, readable
 from onefold.jobs.data.labels import Label, TaskName, read_label, shortened
 from onefold.jobs.data.tsv import LONGEST_LINE_BYTES, Line, decoded, none_of, read_lines
-from onefold.system.ownfiles import open_plain, parse_json
+from onefold.system.safe_files import open_plain, parse_json
 from onefold.system.words import listed
 
 __all__ = ["TABLES", "Columns", "column_names", "is_table"]

@@ -16,7 +16,7 @@ from pathlib import Path
 from onefold.errors import DataError
 from onefold.jobs.data.files import BadFile
 from onefold.jobs.data.labels import Label, TaskName, read_label, shortened
-from onefold.system.ownfiles import open_plain
+from onefold.system.safe_files import open_plain
 from onefold.system.words import in_shell
 
 __all__ = ["LONGEST_LINE_BYTES", "Line", "decoded", "none_of", "read_lines", "read_tsv"]

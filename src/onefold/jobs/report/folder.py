@@ -29,7 +29,7 @@ from onefold.jobs.options import parse_toml
 from onefold.jobs.runfolder import CONFIG, FAULTS, read_object
 from onefold.jobs.runfolder import read_run as read_facts
 from onefold.record import FILE
-from onefold.system.ownfiles import read_plain
+from onefold.system.safe_files import read_plain
 
 __all__ = ["EpochLine", "ReportedRun", "StepsLine", "finite_or_zero", "number", "read_run"]
 

@@ -27,7 +27,7 @@ from onefold.jobs.report.curves import Runs, curves_of_one, curves_of_several
 from onefold.jobs.report.folder import EpochLine, ReportedRun, finite_or_zero, number, read_run
 from onefold.jobs.report.words import NOTHING, amount, option, plain
 from onefold.jobs.scores import Baseline, ClassScores, no_better
-from onefold.system.ownfiles import write_whole
+from onefold.system.safe_files import write_whole
 from onefold.system.words import counted
 
 __all__ = ["build_report", "compare_runs"]

@@ -14,9 +14,9 @@ from onefold.core.stages import ROOT, Stages, waiting
 from onefold.core.values import Gradients
 from onefold.placement.base import Before, Done, PlacementPlan
 from onefold.placement.context import StepContext
+from onefold.placement.partitioned import Sharded
 from onefold.placement.pipeline.boundary import StageBoundary
 from onefold.placement.pipeline.worker import PipelineWorker
-from onefold.placement.sharded import Sharded
 from onefold.shard.modelparts import ModelParts
 from onefold.shard.stages import StageModules
 from onefold.shard.task import ShardTask

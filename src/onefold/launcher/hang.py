@@ -1,0 +1,300 @@
+"""Finds devices that wait for too long, and says who waits for whom and what each of them does.
+
+`Waits` looks at the devices of one host, `late_of` decides, `report_of` has the words. `HangWatch`
+is what onefold's launcher does with them; processes of other launchers, which may be on several
+hosts, watch themselves: see `onefold.tools.hostwatch`. Does not load PyTorch.
+
+Note: what is too long
+----------------------
+A device waits in vain once no device that it may wait for has moved for so long: begun a step, a
+shard, a batch or another call. Inside of a step that is 10 seconds, or 3 steps as the median one.
+Before such steps are known, in an evaluation or in the script, nobody can tell how long a device
+may take, as it compiles, say. There one that uses the processor has a minute; before the first
+steps also one that does not answer.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+import msgspec
+
+from onefold.core.calldigest import Call
+from onefold.exchange.progress import DevicePlace, Progress
+from onefold.launcher.stacks import processor_s, stacks_of
+from onefold.system.words import listed, tell
+
+__all__ = [
+    "AGAIN_S",
+    "DeviceStanding",
+    "HangWatch",
+    "HostDevice",
+    "Waits",
+    "late_of",
+    "report_of",
+]
+
+_log = logging.getLogger("onefold")
+_ASK_S, AGAIN_S = 8.0, 2.0
+"""How long a device has waited before anybody asks why, and after which time again."""
+_LEAST_S, _BUSY_S, _STEPS = 10.0, 60.0, 3
+"""When it waits in vain: see the note at the head."""
+_BETWEEN_S = 60.0
+"""The least time between two reports."""
+_SAMPLE_S, _BUSY = 5.0, 0.1
+"""After how many seconds without a move processor time is looked at, and which share is work."""
+_MOST_LINES, _LONGEST_LINE = 200, 300
+
+
+class HostDevice(NamedTuple):
+    """A device of this host, as those see it who watch."""
+
+    rank: int
+    pid: int
+    progress: Progress
+    """Where its place is."""
+    stacks: int
+    """Descriptor of the memory to which its process writes stacks."""
+
+
+class DeviceStanding(msgspec.Struct, frozen=True, array_like=True):
+    """How a device stands, as it is sent between hosts."""
+
+    rank: int
+    pid: int
+    host: str
+    """The name of its host; empty where there is one alone."""
+    place: DevicePlace
+    still_s: float
+    """For how long it has not moved."""
+    busy: bool
+    """Whether it uses the processor meanwhile."""
+    stacks: tuple[str, ...] = ()
+    """Lines for the report."""
+
+
+class _Seen(NamedTuple):
+    """A place of a device: when it was first seen there, and the processor time used by later."""
+
+    place: DevicePlace
+    since_s: float
+    sampled_s: float = 0.0
+    processor_s: float = -1.0
+
+
+class Waits:
+    """How the devices of this host stand, by looks at even intervals."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, _Seen] = {}
+        self._steps: deque[float] = deque(maxlen=101)
+        self._last: tuple[int, float] | None = None
+        self._has_first = False
+        self._told: set[tuple[int, int]] = set()
+        self._told_s = -math.inf
+
+    @property
+    def usual_s(self) -> float:
+        """Seconds of the median step; 0 as long as nobody knows."""
+        return median(self._steps) if self._steps else 0.0
+
+    def look(self, devices: Sequence[HostDevice], now_s: float) -> None:
+        """Look where the devices are."""
+        for device in devices:
+            place, seen = device.progress.place_of(device.rank), self._seen.get(device.rank)
+            if seen is None or seen.place != place:
+                self._seen[device.rank] = _Seen(place, now_s)
+            elif seen.processor_s < 0 and not place.waits and now_s - seen.since_s > _SAMPLE_S:
+                used_s = processor_s(device.pid)
+                self._seen[device.rank] = seen._replace(sampled_s=now_s, processor_s=used_s)
+        if devices:
+            self._note_step(self._seen[devices[0].rank].place.step, now_s)
+
+    def _note_step(self, step: int, now_s: float) -> None:
+        # What comes before the first step is no step, and the first one is like no other.
+        if self._last is None or self._last[0] < 1 or step < self._last[0]:
+            self._last = step, now_s
+        elif step > self._last[0]:
+            several = step - self._last[0]
+            if self._has_first or several > 1:
+                self._steps.append((now_s - self._last[1]) / several)
+            self._last, self._has_first = (step, now_s), True
+
+    def has_question(self, now_s: float, own: int | None = None) -> bool:
+        """Whether a device, or the one of that rank, has waited so long that it should ask why."""
+        return now_s - self._told_s > _BETWEEN_S and any(
+            now_s - seen.since_s > _ASK_S and (rank, seen.place.wait) not in self._told
+            for rank, seen in list(self._seen.items())
+            if seen.place.waits and own in (None, rank)
+        )
+
+    def still_s(self, rank: int, now_s: float) -> float:
+        """For how long a device has not moved."""
+        return now_s - self._seen[rank].since_s if rank in self._seen else 0.0
+
+    def standings(
+        self, devices: Sequence[HostDevice], now_s: float, *, host: str = "", stacks: bool = False
+    ) -> list[DeviceStanding]:
+        """How the devices stand since the last look."""
+        return [
+            DeviceStanding(
+                device.rank,
+                device.pid,
+                host,
+                seen.place,
+                now_s - seen.since_s,
+                _is_busy(device, seen, now_s),
+                tuple(_cut(stacks_of(device.pid, device.stacks))) if stacks else (),
+            )
+            for device in devices
+            if (seen := self._seen.get(device.rank)) is not None
+        ]
+
+    def untold(self, late: Iterable[DeviceStanding], now_s: float) -> bool:
+        """Whether one of these waits is still to be told; all are then noted as told."""
+        if {(each.rank, each.place.wait) for each in late} <= self._told:
+            return False
+        self.note_told(now_s)
+        return True
+
+    def note_told(self, now_s: float) -> None:
+        """Note that what devices wait for now has been told."""
+        self._told = {(rank, seen.place.wait) for rank, seen in list(self._seen.items())}
+        self._told_s = now_s
+
+
+def _is_busy(device: HostDevice, seen: _Seen, now_s: float) -> bool:
+    if seen.place.waits:
+        return False
+    if seen.processor_s < 0 or now_s - seen.sampled_s < 1.0:
+        return True  # nobody knows yet
+    return processor_s(device.pid) - seen.processor_s > _BUSY * (now_s - seen.sampled_s)
+
+
+def _cut(lines: Iterable[str]) -> list[str]:
+    """Lines of no great number and length: a process may have started hundreds."""
+    return [line[:_LONGEST_LINE] for line in lines][:_MOST_LINES]
+
+
+def late_of(standings: Sequence[DeviceStanding], usual_s: float, size: int) -> list[DeviceStanding]:
+    """Those that wait in vain, by the note at the head.
+
+    Args:
+        standings: of all devices that answer.
+        usual_s: the median step; 0 as long as nobody knows.
+        size: number of devices.
+    """
+    movers = [each for each in standings if not each.place.waits]
+    limit_s = max((_limit_s(each, usual_s) for each in movers), default=0.0)
+    limit_s = max(limit_s, _LEAST_S, _STEPS * usual_s)
+    if len(standings) < size and not usual_s:
+        limit_s = max(limit_s, _BUSY_S)
+    still_s = min((each.still_s for each in movers), default=math.inf)
+    waiting = (each for each in standings if each.place.waits)
+    return [each for each in waiting if min(each.still_s, still_s) > limit_s]
+
+
+def _limit_s(mover: DeviceStanding, usual_s: float) -> float:
+    in_step = usual_s > 0 and mover.place.call in (Call.STEP, Call.GRADIENT)
+    return 0.0 if in_step or not mover.busy else _BUSY_S
+
+
+def report_of(standings: Sequence[DeviceStanding], size: int) -> str:
+    """The report.
+
+    Args:
+        standings: of all devices that answer, with stacks; some of them wait in vain.
+        size: number of devices.
+    """
+    return "\n".join(_words(standings, size))
+
+
+def _words(standings: Sequence[DeviceStanding], size: int) -> Iterator[str]:
+    silent = sorted(set(range(size)) - {each.rank for each in standings})
+    movers = sorted([each.rank for each in standings if not each.place.waits] + silent)
+    # Those that wait for the same ones in one line.
+    groups: dict[tuple[str, int], list[DeviceStanding]] = {}
+    for each in (each for each in standings if each.place.waits):
+        peers = [each.place.peer] if each.place.peer >= 0 else movers
+        whom = _named(peers) if peers else "the others"
+        groups.setdefault((whom, each.place.step), []).append(each)
+    for (whom, step), waiting in groups.items():
+        who, verb = _named([each.rank for each in waiting]), "have" if len(waiting) > 1 else "has"
+        waited_s = max(each.still_s for each in waiting)
+        yield f"{who} {verb} waited for {waited_s:.0f} s for {whom}, in step {max(0, step)}"
+    if silent:
+        yield f"no answer from {_named(silent)}: stopped, or on a host that cannot be reached"
+    # Those that nobody else keeps waiting come first.
+    for each in sorted(standings, key=lambda each: (each.place.waits, each.rank)):
+        on = f" on {each.host}" if each.host else ""
+        yield f"device {each.rank} (process {each.pid}{on}) {_place_words(each.place)}:"
+        yield from each.stacks
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"device{'s' * (len(ranks) > 1)} {listed(map(str, ranks), most=8)}"
+
+
+def _place_words(place: DevicePlace) -> str:
+    where = f"in step {place.step}" if place.step >= 0 else "before the first step"
+    calls = set(Call) if place.call else ()
+    at = Call(place.call).words if place.call in calls else ""
+    inside = f"{where}, at {at}" if at and place.call != Call.STEP else where
+    if place.waits:
+        return f"waits for others {inside}"
+    if place.shard >= 0:
+        return f"computes shard {place.shard} {inside}"
+    if place.reads:
+        return f"waits for its loader {inside}"
+    return f"is at {at} {where}" if at else f"is in the script {where}"
+
+
+class HangWatch:
+    """Reports of devices that wait for too long; for the launcher, which calls `look` repeatedly.
+
+    Args:
+        record: where the record of the run is; it need not exist.
+    """
+
+    def __init__(self, record: Path | None) -> None:
+        self._record, self._waits, self._next_s = record, Waits(), 0.0
+
+    def look(self, devices: Sequence[HostDevice]) -> None:
+        """Report each device that has waited for too long, once for each wait."""
+        try:
+            self._look(devices, time.monotonic())
+        except Exception:
+            # A report must not end the run that it is about.
+            _log.warning("a device waits for long, and the report failed", exc_info=True)
+
+    def _look(self, devices: Sequence[HostDevice], now_s: float) -> None:
+        self._waits.look(devices, now_s)
+        if now_s < self._next_s or not self._waits.has_question(now_s):
+            return
+        self._next_s = now_s + AGAIN_S
+        standings = self._waits.standings(devices, now_s)
+        late = late_of(standings, self._waits.usual_s, len(devices))
+        if self._waits.untold(late, now_s):
+            standings = self._waits.standings(devices, now_s, stacks=True)
+            text = report_of(standings, len(devices))
+            tell(text)
+            self._write(late[0].place.step, text)
+
+    def _write(self, step: int, text: str) -> None:
+        """Append what was told to the record; its writer may be the one that hangs."""
+        if self._record is None or not self._record.is_file():
+            return
+        # Only now: these load PyTorch.
+        from onefold.record.entries import Hang, encode
+        from onefold.record.frames import append_beside
+
+        with suppress(OSError):
+            append_beside(self._record, encode(Hang(step=step, text=text)))

@@ -1,0 +1,434 @@
+"""Starts a process for each device, watches them, starts failed runs again, and reports their end.
+
+All devices are of this machine. This module does not load PyTorch: the workers start sooner than
+the launcher could load it. `checkpoints_to_leave_out` chooses the checkpoint from which a failed
+run is started again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import mmap
+import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+from onefold.core.context import LaunchContext
+from onefold.core.numbers import check_seconds
+from onefold.core.options import DEFAULT_GRACE_S, DEFAULT_TIMEOUT_S, ExchangeName, RunOptions
+from onefold.errors import LaunchError, RunFailed
+from onefold.launcher.devices import Selection, select_devices
+from onefold.launcher.environment import (
+    HOME_VARIABLE,
+    PLACEMENT_VARIABLE,
+    current_context,
+    options_of,
+    worker_environment,
+)
+from onefold.launcher.rundir import Logs, RunStatus
+from onefold.launcher.workers import Outcome, StoppedAtOnce, WorkerGroup
+from onefold.system.folderlock import lock_of_checkpoints
+from onefold.system.process import StopSignals, ctrl_c_later
+from onefold.system.safe_files import PrivateFolder
+from onefold.system.words import counted, tell
+from onefold.watch.timeline import check_timeline, join_timeline
+
+__all__ = ["launch", "supervise"]
+
+
+_START = (
+    "import sys; root = sys.argv.pop(1); root in sys.path or sys.path.append(root); "
+    "from onefold.worker import main; sys.exit(main())"
+)
+"""What a worker runs, with ``-P``: the current folder, where anyone may have put a ``pickle.py``,
+is not on its path while libraries are loaded. The place of onefold is, behind everything else."""
+_ROOT = str(Path(__file__).resolve().parents[2])
+
+
+def launch(
+    main: Callable[..., Any],
+    *,
+    devices: int | str | Sequence[str] = "auto",
+    args: Sequence[Any] = (),
+    placement: str | None = None,
+    home: str = "",
+    exchange: ExchangeName = "auto",
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    grace_s: float | None = None,
+) -> Any:
+    """Run a function on several devices of this machine and return what it returns on the lead.
+
+    Each device is a new Python process that calls ``main(*args)``. From a script, call this under
+    ``if __name__ == "__main__":``; in a notebook, simply call it. In a process that is itself part
+    of a run, it only calls ``main``.
+
+    Args:
+        main: makes its own model, optimizer and Trainer. Sent by value if it is defined in a
+            script or notebook, with what it refers to; lambdas and closures may be given, too.
+        devices: a number, ``"auto"``, ``"cpu:2"`` or a list such as ``["cuda:1", "cuda:3"]``.
+        args: arguments for ``main``.
+        placement: where parameters lie: on each device (``"replicate"``; with
+            ``"replicate:state"`` the optimizer's state as well), partitioned over all
+            (``"shard"``), in host memory (``"offload"``), or stage by stage (``"pipeline"``;
+            ``"pipeline:2"`` for pipelines of two devices side by side); by default what
+            ``ONEFOLD_PLACEMENT`` says, and ``"replicate"`` without it.
+        home: folder on a disk for the file that has the model if devices do not keep all of it;
+            ``ONEFOLD_HOME`` if empty, and then that of temporary files.
+        exchange: ``"auto"``, ``"shared"`` or ``"collective"``.
+        timeout_s: the longest that a device waits for another.
+        grace_s: how long ``main`` may take to save itself after the first SIGINT, SIGTERM or
+            SIGHUP, or after SIGUSR1 or SIGUSR2, which set ``trainer.asked_to_stop`` on all devices;
+            without it, these end the run at once.
+
+    Raises:
+        RunFailed: a device failed, or the run was stopped; the message carries the first traceback.
+        LaunchError: a chosen device does not exist, or this process was started by another launcher
+            (torchrun, srun), without the ``ONEFOLD_PLACEMENT`` that ``placement`` asks for.
+        TypeError, ValueError: an argument is of a wrong type or value, or ``main`` refers to what
+            cannot be sent to another process.
+
+    >>> onefold.launch(lambda: 6 * 7, devices="cpu:1")
+    42
+    """
+    context = current_context()
+    if context.launched:
+        # Devices of another launcher would keep more of a run, or less, than was asked for.
+        decided = context.launcher != "onefold" and context.options.keeps_whole
+        asked = RunOptions(placement=placement or "replicate").placement
+        if decided and asked not in ("replicate", context.options.placement):
+            raise LaunchError(
+                f"placement={placement!r} was asked for in a process that another launcher has "
+                f"started: there the environment decides. Set {PLACEMENT_VARIABLE}={placement} for "
+                f'all of its processes, or ask for placement="replicate"'
+            )
+        return main(*args)
+    import cloudpickle
+
+    if not callable(main):
+        raise TypeError(
+            f"expected a function, got {type(main).__name__}: write onefold.launch(main, "
+            f"args=(...)), without calling main"
+        )
+    call = _packed(main, args)
+    selection = select_devices(devices)
+    options = RunOptions(
+        placement=placement or options_of(os.environ).placement,
+        home=os.path.abspath(home) if home else "",
+        exchange=exchange,
+        timeout_s=check_seconds("timeout_s", timeout_s),
+        saves=grace_s is not None,
+        program=(os.path.abspath(sys.argv[0]), *sys.argv[1:]) if sys.argv[0] else (),
+        grace_s=DEFAULT_GRACE_S if grace_s is None else check_seconds("grace_s", grace_s),
+    )
+    if home and options.keeps_whole:
+        raise ValueError(
+            f'expected placement="offload", "shard" or "pipeline" with home={home!r}, got '
+            f'placement="replicate"'
+        )
+    # Unpickling runs code. These files have no name and are inherited as open descriptors, so that
+    # nobody else can have written there, nobody can remove them, and nothing stays behind.
+    with tempfile.TemporaryFile() as payload, tempfile.TemporaryFile() as result:
+        # In two layers: the function's modules are found only once the path is set, which is
+        # therefore unpickled first.
+        pickle.dump((list(sys.path), call), payload)
+        payload.flush()
+        handed = (payload.fileno(), result.fileno())
+        outcome = supervise(["--call", *map(str, handed)], selection, options, handed=handed)
+        if outcome.stopped_by in (signal.SIGTERM, signal.SIGHUP) and not options.may_stop:
+            # It was held back while the workers ran; now it takes its usual effect on this process.
+            signal.raise_signal(outcome.stopped_by)
+        if outcome.exit_code:
+            raise RunFailed(
+                "\n".join(filter(None, [outcome.message, outcome.traceback])), outcome.exit_code
+            )
+        if not os.fstat(result.fileno()).st_size:
+            raise RunFailed("device 0 ended the program (SystemExit) before the function returned")
+        with mmap.mmap(result.fileno(), 0, access=mmap.ACCESS_READ) as returned:
+            return cloudpickle.loads(returned)
+
+
+_USELESS = {
+    ("optuna", "Trial"): "an Optuna trial: ask it for values before, pass trial.params, and report "
+    "what launch returns",
+    ("optuna", "Study"): "an Optuna study: call launch from the objective that it optimizes",
+    ("_io", "TextIOWrapper"): "an open file: open it inside the function",
+    ("onefold", "Trainer"): "a Trainer, which belongs to this process: make it inside the function",
+}
+"""Objects of which every process would have a copy of its own, by package and class, and what to do
+about them."""
+
+
+def _packed(function: Callable[..., Any], arguments: Sequence[Any]) -> bytes:
+    """Pack a function and its arguments by value, with what they refer to.
+
+    Raises:
+        TypeError: it refers to something that another process could not have, or not use.
+    """
+    import cloudpickle
+
+    useless: list[str] = []
+
+    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
+        def reducer_override(self, obj: Any) -> Any:
+            kind = type(obj)
+            words = _USELESS.get((kind.__module__.partition(".")[0], kind.__name__))
+            if words is not None and obj not in (sys.stdout, sys.stderr):
+                useless.append(words)
+                raise pickle.PicklingError
+            return super().reducer_override(obj)
+
+    packed = io.BytesIO()
+    try:
+        Pickler(packed).dump((function, tuple(arguments)))
+    except (AttributeError, TypeError, ValueError, RuntimeError, pickle.PicklingError) as error:
+        name = getattr(function, "__qualname__", None) or type(function).__name__
+        text = f"{name} cannot be sent to the devices' processes"
+        if useless:
+            raise TypeError(f"{text}, as it refers to {useless[0]}") from None
+        raise TypeError(
+            f"{text}: {error}. It, or one of its arguments, refers to something that lives in this "
+            f"process alone, such as a lock, a thread, an open file or a generator: pass plain "
+            f"values, and make the rest inside the function"
+        ) from error
+    return packed.getvalue()
+
+
+def supervise(
+    command: Sequence[str], selection: Selection, options: RunOptions, *, handed: Sequence[int] = ()
+) -> Outcome:
+    """Start a worker for each device, and return when all have ended.
+
+    Args:
+        command: arguments of ``onefold.worker``: a script and its arguments, or ``--call`` and two
+            descriptors.
+        selection: the devices.
+        options: the options of the run.
+        handed: descriptors that the workers inherit.
+
+    Raises:
+        LaunchError: a file would be overwritten that is not one of ours.
+        ValueError: the devices do not make whole pipelines.
+
+    >>> import tempfile
+    >>> script = Path(tempfile.mkdtemp(), "train.py")
+    >>> _ = script.write_text("import onefold, sys; sys.exit(not onefold.is_launched())")
+    >>> devices = onefold.select_devices("cpu:1")
+    >>> supervise([str(script)], devices, onefold.RunOptions()).exit_code
+    0
+    """
+    options.pipeline_of(len(selection.devices))
+    if not (options.home or options.keeps_whole):
+        home = os.environ.get(HOME_VARIABLE, "")
+        options = replace(options, home=os.path.abspath(home) if home else "")
+    _check_places(options)
+    context = current_context()
+    others = context.others
+    if context.size > 1:
+        others = (
+            f"a launcher has started {context.size} processes, and this one is no. {context.rank}"
+        )
+    if others and not options.quiet:
+        tell(f"{others}. This is a run of its own, on this machine alone")
+    ranks = range(0 if options.quiet else 1, len(selection.devices))
+    with (
+        StopSignals(saves=options.may_stop) as signals,
+        contextlib.closing(Logs(options.logs, ranks)) as logs,
+    ):
+        run = _LaunchedRun(command, selection, options, signals, logs, tuple(handed))
+        failed_in: list[int] = []
+        failures, saved = 0, newest_step(options.checkpoint)
+        while True:
+            outcome = run.attempt(checkpoints_to_leave_out(failed_in))
+            now_saved = newest_step(options.checkpoint)
+            failures = 1 if now_saved > saved else failures + 1
+            saved = max(saved, now_saved)
+            if outcome.final or failures > options.restarts:
+                return replace(outcome, logs=logs.place(failed=outcome.failed))
+            failed_in.append(outcome.step)
+            if options.restarts_with == "fewer":
+                run = replace(run, selection=_without(run.selection, outcome.lost, options))
+            print(outcome.traceback, file=sys.stderr, end="")
+            tell(outcome.message)
+            left = ""
+            if run.selection != selection:
+                left = f", with {counted(len(run.selection.devices), 'device')}"
+            words = words_of_restart(failed_in)
+            tell(f"starting again ({failures} of {options.restarts}){left}{words}")
+
+
+def _without(selection: Selection, lost: int, options: RunOptions) -> Selection:
+    """The devices that are left, in whole pipelines; all of them if that would be none."""
+    devices = selection.devices
+    left = [device for rank, device in enumerate(devices) if rank != lost]
+    for count in range(len(left), 0, -1):
+        with contextlib.suppress(ValueError):
+            options.pipeline_of(count)
+            return replace(selection, devices=tuple(left[:count]))
+    return selection
+
+
+def _check_places(options: RunOptions) -> None:
+    """Refuse to overwrite what is not ours, before any work is done.
+
+    Raises:
+        LaunchError: the home is no folder, the place for the timeline holds something else, or
+            another run saves itself in the folder for checkpoints.
+    """
+    if options.home and not Path(options.home).is_dir():
+        raise LaunchError(
+            f"expected --home or {HOME_VARIABLE} to be a folder, on a disk, for the model, got "
+            f"{options.home}"
+        )
+    if options.checkpoint:
+        # Only a look: the lead takes the lock, and keeps it.
+        lock_of_checkpoints(Path(options.checkpoint)).look(options.grace_s)
+    try:
+        if options.profile:
+            check_timeline(Path(options.profile))
+    except ValueError as error:
+        raise LaunchError(f"--profile {error}") from None
+    except OSError as error:
+        raise LaunchError(f"--profile {error.filename}: {error.strerror}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class _LaunchedRun:
+    """A run that may be attempted several times."""
+
+    command: Sequence[str]
+    selection: Selection
+    options: RunOptions
+    signals: StopSignals
+    logs: Logs
+    handed: tuple[int, ...]
+
+    def attempt(self, leave_out: int) -> Outcome:
+        """Start the workers and watch over them until all have ended.
+
+        Args:
+            leave_out: how many of the newest checkpoints to pass over.
+        """
+        devices = self.selection.devices
+        with PrivateFolder() as folder, contextlib.closing(RunStatus(len(devices))) as status:
+            parts = folder.path / "timeline"
+            parts.mkdir()
+            context = LaunchContext(
+                size=len(devices),
+                run_id=uuid.uuid4().hex,
+                launcher="onefold",
+                devices=devices,
+                may_leave=self.selection.may_leave,
+                options=self.options,
+                leave_out=leave_out,
+                directory=str(folder.path),
+                timeline_parts=str(parts) if self.options.profile else "",
+                progress_descriptor=status.table,
+                store_descriptor=status.store,
+                safe_path=sys.flags.safe_path,
+                local_size=len(devices),
+            )
+            outcome, timeline = self._watched(context, status), None
+            if self.options.profile and not folder.is_there():
+                tell(f"{folder.path} was removed, and the timeline with it")
+            elif self.options.profile:
+                # One that cannot be written is no reason to fail the run.
+                try:
+                    timeline = join_timeline(parts, Path(self.options.profile))
+                except (OSError, ValueError) as error:
+                    tell(f"the timeline could not be written: {error}")
+            step = status.progress.step_of(0)
+            return replace(outcome, step=step, timeline=str(timeline or ""))
+
+    def _watched(self, context: LaunchContext, status: RunStatus) -> Outcome:
+        group = WorkerGroup(status, self.signals, self.options)
+        interrupted = False
+        try:
+            for rank, device in enumerate(context.devices):
+                group.check_requests()
+                own = replace(
+                    context,
+                    rank=rank,
+                    local_rank=rank,
+                    report_descriptor=status.reports[rank],
+                    stacks_descriptor=status.stacks[rank],
+                )
+                # Or an interrupt between start and add leaves a worker that nobody ends.
+                with ctrl_c_later():
+                    group.add(rank, device, self._start(own))
+            group.watch()
+        # Our own handlers raise none: this comes from one that the calling program has set.
+        except KeyboardInterrupt:
+            interrupted = True
+            group.interrupt(signal.SIGINT)
+        except StoppedAtOnce:
+            interrupted = True
+            # A run that saves was warned by the first request, and has had its time.
+            if not self.options.may_stop:
+                group.interrupt(self.signals.came[0])
+        finally:
+            group.end()
+        return group.outcome(interrupted=interrupted)
+
+    def _start(self, context: LaunchContext) -> subprocess.Popen[bytes]:
+        log = self.logs.descriptors.get(context.rank)
+        shared = (
+            context.progress_descriptor,
+            context.report_descriptor,
+            context.stacks_descriptor,
+            context.store_descriptor,
+        )
+        return subprocess.Popen(
+            [sys.executable, "-P", "-c", _START, _ROOT, str(os.getpid()), *self.command],
+            env=worker_environment(context),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            # A group of its own, so that its children can be killed with it, and so that Ctrl-C in
+            # the terminal reaches the launcher alone, which passes it on in order.
+            start_new_session=True,
+            pass_fds=(*shared, *self.handed),
+        )
+
+
+def newest_step(directory: str) -> int:
+    """The highest step of the checkpoints in a directory; -1 if there are none."""
+    names = (path.name for path in Path(directory).glob("step-*")) if directory else ()
+    found = (re.fullmatch(r"step-(\d+)", name) for name in names)
+    return max((int(each[1]) for each in found if each), default=-1)
+
+
+def checkpoints_to_leave_out(failed_in: Sequence[int]) -> int:
+    """How many of the newest checkpoints the next attempt passes over.
+
+    The first failure in a step may be an accident. A second one in the same step may be due to the
+    checkpoint itself, so each further failure there goes back by one.
+
+    Args:
+        failed_in: the step in which each attempt so far has failed.
+
+    >>> [checkpoints_to_leave_out(failed_in) for failed_in in ([6], [6, 6], [6, 6, 9])]
+    [0, 1, 0]
+    """
+    same = takewhile(failed_in[-1:].__contains__, reversed(failed_in))
+    return max(0, len(list(same)) - 1)
+
+
+def words_of_restart(failed_in: Sequence[int]) -> str:
+    """How a message mentions it: not at all if the newest checkpoint is used."""
+    back, step = checkpoints_to_leave_out(failed_in), failed_in[-1]
+    if not back:
+        return ""
+    where = f"in step {step}" if step >= 0 else "before the first step"
+    newest = f"further back than the newest: it failed {where} {back + 1} times in a row"
+    return f", {counted(back, 'checkpoint')} {newest}"

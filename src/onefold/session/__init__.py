@@ -1,0 +1,3 @@
+"""A Trainer's part in a run."""
+
+__all__: list[str] = []

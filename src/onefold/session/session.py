@@ -1,0 +1,449 @@
+"""A Trainer's part in a run, from its start to its end.
+
+The Trainer is the face and computes nothing; the engine computes and knows no run. What lies
+between them is here: the order in which a step, its checkpoints, its observers and a request to
+stop follow each other, and who is told of a failure.
+
+Note: who is told of a failure
+------------------------------
+An exception on one device leaves the others waiting for a call that it never makes. So whatever may
+raise between two calls to the others runs in `telling_others`, which closes the exchange with the
+reason: every wait then ends with it. What fails before any such call (an unusable argument in
+``__init__``) is found by the others when this process ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from onefold.core.batch import ShardedBatch
+from onefold.core.calldigest import Call
+from onefold.core.context import LaunchContext
+from onefold.core.settings import Settings
+from onefold.data_order.loader import Loader
+from onefold.data_order.position import Position
+from onefold.data_order.reader import Collate, SizedDataset
+from onefold.errors import CheckpointError, DisagreementError
+from onefold.launcher.membership import RunStopped, at_good_end, is_failing, register
+from onefold.passes.collectives import gather_batch, written_shards
+from onefold.session.batches import Batches, Wait, read_now
+from onefold.session.forming import check_devices, choose_devices, plan_of, settle_process
+from onefold.session.runparts import RunParts, RunTools
+from onefold.session.userparts import UserParts, keep_code_private
+from onefold.step.agreement import digest_of
+from onefold.step.assembly import assemble, hold, take_from_holders
+from onefold.step.engine import Engine
+from onefold.step.hook import Asked, Kind
+from onefold.step.result import Step, StepResult
+from onefold.system.words import script_line
+from onefold.update.schedule import RunSchedule
+from onefold.update.script_updates import NO_STEP, ByScript, chosen_optimizer
+from onefold.watch.timing import Span
+
+if TYPE_CHECKING:
+    from onefold.passes.averaged import Averaging
+    from onefold.passes.evaluation import DataCall, ScoreFunction
+    from onefold.passes.modifying import Modifying
+    from onefold.session.gradientsteps import GradientSteps, Place
+
+__all__ = ["Session"]
+
+_Value = TypeVar("_Value")
+
+_OVER = "trainer.close(), or after another Trainer has taken the model"
+
+_log = logging.getLogger("onefold")
+
+
+class Session:
+    """One Trainer of a run, on this process's devices.
+
+    Args:
+        context: how this process was started.
+        user: model, optimizers, losses and schedule.
+        settings: the settings of the run.
+        devices: devices that the script has this process drive; None if it names none.
+        plan: how many shards each device runs; None for even shares.
+        tools: the tools around the steps.
+
+    Raises:
+        TypeError, ValueError: an argument is of a wrong type or value.
+        LaunchError: a device does not exist.
+        DisagreementError: another device of the run was given something else.
+    """
+
+    def __init__(
+        self,
+        context: LaunchContext,
+        user: UserParts,
+        settings: Settings,
+        *,
+        devices: Sequence[str | torch.device] | None,
+        plan: Sequence[int] | None,
+        tools: RunTools,
+    ) -> None:
+        self._context, self._process = context, os.getpid()
+        settings = tools.settings(settings)
+        # Refused before any device is touched or anybody else is contacted.
+        user.check(settings)
+        optimizer = chosen_optimizer(user.optimizer, user.module, context.options)
+        tools.before_devices(user, optimizer, settings)
+        self.settings, self.parts = settings, user
+        self.devices = choose_devices(context, devices, shards=settings.shards, module=user.module)
+        keep_code_private(user, settings)
+        check_devices(self.devices.own_devices.values(), settings)
+        chosen = plan_of(self.devices, settings.shards, plan)
+        # Before the engine, whose first additions must have the run's number of threads.
+        settle_process(self.devices, settings)
+        # Only now, as a Trainer whose arguments are refused takes nothing.
+        take_from_holders(user.module)
+        self.engine = assemble(
+            user.module,
+            optimizer,
+            tools.losses(user),
+            settings=settings,
+            devices=self.devices,
+            plan=chosen,
+            schedule=user.schedule,
+            stages=user.stages,
+            joined=register,
+        )
+        self.hooks = self.engine.hooks
+        self.asked_to_stop = False
+        """Whether the script is to stop; the same on all devices, as a step agrees on it.
+
+        Not where the run saves itself: a resumed script, which is not asked again, would differ.
+        """
+        self._schedule = RunSchedule(user.schedule, settings.schedule_every, optimizer)
+        self.position = Position(self._schedule.end_epoch)
+        self._makers: dict[Kind, Callable[[Asked], Any]] = {}
+        """Make calls that are not made here: hooks put them there."""
+        self._left = self._is_over = False
+        # From here on the model belongs to this Trainer, and what is written to it is looked at in
+        # the end.
+        hold(user.module, self.close)
+        this = weakref.ref(self)
+        at_good_end(lambda: None if (it := this()) is None else it.refuse_raced())
+        self.batches = Batches(self.engine, self.devices, self.position, self.whole)
+        """Makes loaders, and cuts what steps are given."""
+        tools.begin(self._run())
+
+    def _run(self) -> RunParts:
+        return RunParts(
+            context=self._context,
+            engine=self.engine,
+            devices=self.devices,
+            position=self.position,
+            schedule=self._schedule,
+            changes=lambda: self.changes,
+            averaging=lambda: self.averaging,
+            batches=self.batches,
+            telling_others=self.telling_others,
+            count=self._count,
+            left=lambda: self._left,
+            makers=self._makers,
+        )
+
+    @cached_property
+    def changes(self) -> Modifying:
+        """The block in which a script may change the model."""
+        from onefold.passes.modifying import Modifying
+
+        return Modifying(self.engine)
+
+    @cached_property
+    def averaging(self) -> Averaging:
+        """The averages of the model, if the run keeps any."""
+        from onefold.passes.averaged import Averaging
+
+        return Averaging(self.engine)
+
+    @cached_property
+    def gradients(self) -> GradientSteps:
+        """Which calls of `gradient` belong to one step."""
+        from onefold.session.gradientsteps import GradientSteps
+
+        return GradientSteps(on_lead=self.devices.has_lead)
+
+    def set_plan(self, counts: Sequence[int]) -> None:
+        """Have each device run this many shards from the next batch on.
+
+        Raises:
+            TypeError, ValueError: the counts are no plan for this run.
+        """
+        plan = plan_of(self.devices, self.settings.shards, counts)
+        self.engine.assignment = self.engine.assignment.with_plan(plan)
+
+    def whole(self, batch: ShardedBatch) -> Any:
+        """Bring the payload of all of a batch's shards to every device, on the host."""
+        with self.telling_others():
+            batch = read_now(batch)
+            asked = Asked("payloads", given=batch)
+            text = self.hooks.call(asked, lambda: written_shards(asked.given.shards))
+            self.engine.agree(digest_of(batch, self.position.step + 1, Call.GATHER, loss=0))
+            return gather_batch(self.engine.context.exchange, self.devices.own, text, batch)
+
+    def result(self, words: str, make: Callable[[], _Value]) -> _Value:
+        """What a call gives to the script, which hooks may have answered."""
+        value: _Value = self.hooks.call(Asked("result", words=words), make)
+        return value
+
+    def over_data(
+        self,
+        call: Call,
+        compute: Callable[[Engine, ScoreFunction, Loader, DataCall], dict[str, Any]],
+        function: ScoreFunction,
+        model: str | None,
+        chosen: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        """Make a call over a data set, in its order, which all devices must make."""
+        from onefold.passes.evaluation import DataCall
+
+        part = self.parts.on_part(function, model)
+        batches = self.batches.loader(**chosen)
+        with self.telling_others():
+            self.engine.check_last_step()
+            size = batches.track.size
+            made = DataCall(call, self.position.step + 1, size.samples, size.batch_size, function)
+            key, data = (call, function, model), batches.dataset
+            asked = Asked("result", words=call.words, key=key, data=data)
+            found: dict[str, Any] = self.hooks.call(
+                asked, partial(compute, self.engine, part, batches, made)
+            )
+            return found
+
+    def save(self, directory: Path, **choices: Any) -> Path:
+        """Write a checkpoint; see `Trainer.save`."""
+        choices |= {"line": script_line()}
+        asked = Asked("save", given=directory.absolute(), choices=choices)
+        with self.telling_others():
+            folder: Path = self.hooks.call(asked, lambda: self._makers["save"](asked))
+            return folder
+
+    def load(self, directory: Path, **choices: Any) -> Any:
+        """Go on from a checkpoint; see `Trainer.load`."""
+        asked = Asked("load", given=directory.absolute(), choices=choices)
+        try:
+            with self.telling_others(but=CheckpointError):
+                return self.hooks.call(asked, lambda: self._makers["load"](asked))
+        finally:
+            self.gradients.forget()
+
+    @property
+    def replaying(self) -> bool:
+        """Whether a resumed script runs through what is done."""
+        return bool(self.hooks.call(Asked("replaying"), lambda: False))
+
+    @contextmanager
+    def averaged(
+        self,
+        data: SizedDataset | None,
+        batch_size: int | None,
+        *,
+        workers: int,
+        collate: Collate | None,
+    ) -> Iterator[None]:
+        """Open the block in which the model holds its averages; see `Trainer.averaged`."""
+        step, asked = self.position.step + 1, Asked("averaged")
+        if data is None:
+            with self.hooks.around(asked), self.averaging.block(step):
+                yield
+            return
+        if len(self.parts.losses) > 1:
+            raise ValueError(
+                "update_bn runs the model by the loss, and this Trainer has several: expected the "
+                "block without update_bn, where statistics are averaged like everything else"
+            )
+        from onefold.passes.evaluation import DataCall
+        from onefold.passes.statistics import recompute_statistics
+
+        # Before anything is shown: what is unusable is refused here.
+        batches = self.batches.loader(data, collate, batch_size=batch_size, workers=workers)
+        with self.hooks.around(asked), self.averaging.block(step, recomputes=True):
+            size = batches.track.size
+            call = DataCall(Call.UPDATE_BN, step, size.samples, size.batch_size, self.engine.loss)
+            work = partial(recompute_statistics, self.engine, batches, call)
+            self.hooks.call(Asked("statistics"), work)
+            yield
+
+    def step(self, batch: object, loss: str | None = None, dim: int = 0) -> Step:
+        """Make one update; see `Trainer.step`."""
+        name = self.parts.loss_name(loss)
+        if isinstance(self.engine.context.update.optimizer, ByScript):
+            raise RuntimeError(NO_STEP)
+        asked = Asked("step", given=batch, name=name, dim=dim)
+        step: Step = self.hooks.call(asked, partial(self._step, asked))
+        return step
+
+    def _step(self, asked: Asked) -> Step:
+        engine, name = self.engine, asked.name
+        # Drop the times of a step that failed, if the script survived it.
+        engine.take_spans()
+        cut, waited = self.batches.cut(asked.given, asked.dim)
+        with self.telling_others():
+            self._begin(asked, cut)
+            with self.hooks.around(asked):
+                assert asked.batch is not None
+                stop = asked.asked_to_stop
+                outcome = engine.step(asked.batch, asked.number, name=name, asked_to_stop=stop)
+            self._schedule.note_step(self.position.here, name, updates=outcome.verdict.updates)
+        # The step is done for everybody. The position follows before anything else can fail, or a
+        # checkpoint might count the batch as unused.
+        self._note_done(cut, outcome)
+        engine.end_step()
+        return self._told(asked, outcome, waited)
+
+    def gradient(self, batch: object, loss: str | None = None, dim: int = 0) -> Step:
+        """Leave a batch's gradient in ``.grad``; see `Trainer.gradient`."""
+        from onefold.session.gradientsteps import Place
+
+        name = self.parts.loss_name(loss)
+        self.engine.take_spans()
+        with self.telling_others():
+            place = Place(self.position.step, self.changes.number, self.changes.blocks)
+            begins = not self.gradients.goes_on(batch, place, name)
+        asked = Asked("gradient", given=batch, name=name, dim=dim, begins=begins)
+        note = partial(self.gradients.note, batch, place, name, begins=begins)
+        step: Step = self.hooks.call(asked, partial(self._gradient, asked, place, note))
+        if not asked.computed:
+            note()
+        return step
+
+    def _gradient(self, asked: Asked, place: Place, note: Callable[[], None]) -> Step:
+        name = asked.name
+        with self.telling_others():
+            cut, waited = self.batches.cut(asked.given, asked.dim)
+            with self.changes.closed(place.step + 1):
+                self._begin(asked, cut)
+                with self.hooks.around(asked):
+                    assert asked.batch is not None
+                    outcome = self.engine.gradient(
+                        asked.batch, asked.number, name=name, asked_to_stop=asked.asked_to_stop
+                    )
+                note()
+                # Its update is the script's, and comes later.
+                self._note_done(cut if asked.begins else None, outcome)
+        return self._told(asked, outcome, waited)
+
+    def _begin(self, asked: Asked, cut: ShardedBatch) -> None:
+        """Check a step before all devices begin it."""
+        asked.cut = asked.batch = cut
+        asked.number = self.position.step + asked.begins
+        if asked.begins:
+            self._schedule.check_step(self.position.here)
+
+    def _note_done(self, cut: ShardedBatch | None, outcome: StepResult) -> None:
+        """Note that a step is done; None for one that was done before."""
+        self.asked_to_stop |= outcome.verdict.stops and not self.hooks.saves_run
+        if cut is not None:
+            self.position.note_step(cut)
+
+    def _told(self, asked: Asked, outcome: StepResult, waited: Wait) -> Step:
+        """A step that is made, of which all hooks are told."""
+        cut = asked.cut
+        assert cut is not None
+        spans, own = self.engine.take_spans(), self.devices.own[0]
+        spans[own].insert(0, Span("data", "batch", *waited))
+        step = Step(asked.number, cut.samples, cut.epoch, outcome, spans[own], asked.name)
+        if asked.begins:
+            for tell in self.hooks.after_step:
+                tell(asked, step, spans)
+        return step
+
+    def _count(self, asked: Asked, step: Step, batch: ShardedBatch | None) -> Step:
+        """Count a step that a hook has answered, and tell all hooks of it."""
+        if batch is None:
+            self.position.step += 1
+        else:
+            self.position.note_step(batch)
+        step = replace(step, number=self.position.step)
+        for tell in self.hooks.after_step:
+            tell(asked, step, {})
+        return step
+
+    @contextmanager
+    def modifying(self, *, optimizer_state: bool | None) -> Iterator[None]:
+        """Open the block in which the model may be changed; see `Trainer.modifying`."""
+        asked = Asked("modifying")
+        with (
+            self.telling_others(),
+            self.hooks.around(asked),
+            self.changes.block(self.position.step + 1, state=optimizer_state),
+        ):
+            yield
+            for note in asked.inside:
+                note()
+
+    def close(self) -> None:
+        """Leave the run; see `Trainer.close`."""
+        # The last save needs all devices. If this script is failing, the others do not come: leave
+        # it to the failure, which ends the run.
+        failing = is_failing()
+        saves_with_others = self.hooks.saves_run and self.engine.context.with_others
+        if saves_with_others and not self._left and failing:
+            return
+        self.hooks.finish()
+        if not self._is_over:
+            with self.telling_others():
+                self._leave(together=not failing and not self._left)
+        self._left = True
+        self.hooks.close()
+        self.engine.context.exchange.close()
+
+    def drop(self) -> None:
+        """Leave the model to the script, which has no Trainer any more; waits for nobody."""
+        # A run that saves itself ends with its program, which saves the model as it is then.
+        if self._is_over or self.hooks.saves_run or os.getpid() != self._process:
+            return
+        try:
+            self.engine.refuse_raced()
+        except DisagreementError as error:
+            at_good_end(partial(_raise, error))  # nobody hears what is raised here
+        self._leave(together=False)
+
+    def refuse_raced(self) -> None:
+        """Refuse parameters of which the values are left to chance, at the end of the script."""
+        if not self._is_over:
+            self.engine.refuse_raced()
+
+    def _leave(self, *, together: bool) -> None:
+        self._is_over = True
+        self.engine.leave(self.position.step + 1, _OVER, together=together)
+
+    @contextmanager
+    def telling_others(self, but: type[Exception] | None = None) -> Iterator[None]:
+        """Tell the other devices what is raised here, except ``but``, which they raise as well."""
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                f"the Trainer was made in process {self._process}, and this is process "
+                f"{os.getpid()}, a forked child of it: what it does would be done twice. Use the "
+                f"Trainer where it was made"
+            )
+        try:
+            yield
+            self.engine.agreement.note_call(0)
+        except RunStopped:
+            raise  # on all devices alike, and everything is saved
+        except BaseException as error:
+            from onefold.system.output import show_output
+
+            show_output()  # the script may print what it catches
+            if but is None or not isinstance(error, but):
+                # Alone, nobody else is left waiting: a script that survives the error may go on.
+                self._left |= self.engine.context.with_others
+                self.engine.context.exchange.close(error)
+            raise
+
+
+def _raise(error: Exception) -> None:
+    raise error

@@ -1,0 +1,330 @@
+"""Has processes of another launcher than onefold's watch themselves for devices that wait in vain.
+
+Each process has two threads. One looks where the devices of its host are. The other one talks to
+the threads of other hosts, through the store of the run, by a connection of its own: it may be kept
+waiting there for ever, as the process that serves the store may be the one that is stopped.
+
+Note: who is looked at
+----------------------
+A process notes its place, and writes its stacks when asked, in memory without a name. Other
+processes of its user open both through ``/proc``, but only once a device has waited for a while.
+What a stranger may have put into the store in place of a process is opened only if it is such
+memory.
+
+Note: one question at a time
+----------------------------
+A device that has waited for long asks all hosts, in the store: question 1, 2, and so on; the first
+to ask has it. Of each host one process answers, for all devices there: whichever first adds to a
+counter. Whoever asked then decides, and publishes the outcome. A report goes to the terminal of
+device 0 if its host has answered, and else to that of the device that has asked. All others note
+that the wait has been told. Where the store is silent, each host reports for itself.
+
+Note: what it costs
+-------------------
+Notes are numbers in memory. The threads wake up every half second and look at these. Where there
+are several hosts, one process of each looks into the store every two seconds, and the others once
+they have not moved for a while.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import json
+import logging
+import mmap
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from torch.distributed import Store  # type: ignore[attr-defined]  # it is exported
+
+from onefold.core.context import LaunchContext
+from onefold.exchange.connections import host_identity
+from onefold.exchange.group import Rendezvous
+from onefold.exchange.progress import TABLE_LABEL, WAITING, Progress, own_table
+from onefold.launcher.hang import AGAIN_S, DeviceStanding, HostDevice, Waits, late_of, report_of
+from onefold.launcher.stacks import STACKS_LABEL, answer_with_stacks
+from onefold.system.process import LOOK_S
+from onefold.system.safe_files import memory_file
+
+__all__ = ["HostWatch", "watch_for_hangs"]
+
+_log = logging.getLogger("onefold")
+_screen = logging.getLogger(WAITING)
+_SELDOM_S, _STILL_S, _LONG_STILL_S = 2.0, 5.0, 10.0
+"""How often to look for a question, and after which time without a move more often."""
+_MEETING_S, _SILENT_S, _CLOSE_S = 10.0, 4.0, 2.0
+_ANSWERS_S, _AGAIN_S, _STACKS_S, _OUTCOME_S, _PAUSE_S = 3.0, 1.5, 8.0, 20.0, 0.2
+"""How long is waited for answers, for those of hosts that gave none before, for answers with
+stacks, and for what becomes of a question."""
+
+
+class _Outcome(msgspec.Struct, frozen=True, array_like=True):
+    """What has become of a question."""
+
+    told: bool
+    """Whether there is a report."""
+    text: str = ""
+    """The report, if the host of device 0 is to print it."""
+
+
+class _Question(msgspec.Struct, frozen=True, array_like=True):
+    """What all hosts are asked for: how their devices stand."""
+
+    rank: int
+    """The device that asks."""
+    stacks: bool
+    """Whether with stacks, as there is going to be a report."""
+
+
+@functools.cache
+def watch_for_hangs(context: LaunchContext) -> None:
+    """Have this process report devices that wait in vain, from now on, and answer those that ask.
+
+    Called once the process has joined the others.
+    """
+    size = context.size
+    (table, progress), stacks = own_table(size), memory_file(STACKS_LABEL)
+    answer_with_stacks(stacks)
+    own = HostDevice(context.rank, os.getpid(), progress, stacks)
+    store = Rendezvous(context, size, context.options.timeout_s).apart("waits")
+    atexit.register(HostWatch(own, table, store=store, size=size).close)
+
+
+class HostWatch:
+    """The threads of one process, and what they know.
+
+    Args:
+        own: the device of this process.
+        table: descriptor of the table in which its place is.
+        store: where the threads of all processes meet.
+        size: number of devices.
+    """
+
+    def __init__(self, own: HostDevice, table: int, *, store: Store, size: int) -> None:
+        self._rank, self._size = own.rank, size
+        self._host, self._name = host_identity(), socket.gethostname()
+        self._waits, self._descriptors = Waits(), (table, own.stacks)
+        self._devices = {own.rank: own}
+        """Those of this host that are known so far, by rank."""
+        self._store: Store | None = store
+        self._met, self._is_first = 0, False
+        self._number, self._asks = 1, False
+        """Of the next question, and whether this process is to ask it."""
+        self._silent: set[int] = set()
+        """Devices that have not answered the last question."""
+        self._next_s = self._polled_s = 0.0
+        self._pause_s = LOOK_S
+        self._called_s: float | None = None
+        self._began_s, self._end = time.monotonic(), threading.Event()
+        # Before the first step, which is like no other.
+        self._waits.look([own], self._began_s)
+        self._threads = [
+            threading.Thread(target=self._forever, args=(each,), name=name, daemon=True)
+            for each, name in ((self._look, "onefold waits"), (self._talk, "onefold answers"))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        """End the threads; one that the store keeps waiting is left to the system."""
+        self._end.set()
+        for thread in self._threads:
+            thread.join(_CLOSE_S)
+
+    def _forever(self, act: Callable[[float], None]) -> None:
+        while not self._end.wait(self._pause_s):
+            try:
+                act(time.monotonic())
+            except Exception:
+                # A report must not end the run that it is about.
+                _log.info("devices that wait are reported no more", exc_info=True)
+                self._store = None
+                return
+
+    def _look(self, now_s: float) -> None:
+        """Look at the devices of this host; have the other thread ask, or report without it."""
+        waits = self._waits
+        waits.look([*self._devices.values()], now_s)
+        self._pause_s = LOOK_S if waits.still_s(self._rank, now_s) < _STILL_S else _PAUSE_S
+        self._asks = now_s >= self._next_s and waits.has_question(now_s, self._rank)
+        called_s = self._called_s
+        if not self._asks or (
+            self._store is not None and (called_s is None or now_s - called_s < _SILENT_S)
+        ):
+            return
+        self._next_s = now_s + AGAIN_S
+        late = late_of(self._standings(), waits.usual_s, self._size)
+        # Of the devices here that wait, the first one reports.
+        if waits.untold(late, now_s) and late[0].rank == self._rank:
+            _print(report_of(self._standings(stacks=True), self._size))
+
+    def _standings(self, *, stacks: bool = False) -> list[DeviceStanding]:
+        host = "" if len(self._devices) == self._size else self._name
+        devices = [self._devices[rank] for rank in sorted(self._devices)]
+        return self._waits.standings(devices, time.monotonic(), host=host, stacks=stacks)
+
+    def _talk(self, now_s: float) -> None:
+        """Ask the other hosts, or answer them."""
+        store = self._store
+        if store is None:
+            return
+        if not self._met or now_s - self._began_s < _MEETING_S:
+            self._meet(store)
+        if self._asks:
+            self._next_s, self._asks = now_s + AGAIN_S, False
+            self._ask(store)
+        elif self._is_due(now_s) and self._called(store.check, [self._key("question")]):
+            self._answer(store)
+
+    def _is_due(self, now_s: float) -> bool:
+        """Whether to look for a question of another host."""
+        if len(self._devices) == self._size:
+            return False
+        still_s = self._waits.still_s(self._rank, now_s)
+        often = self._is_first and still_s > _STILL_S
+        seldom = self._is_first or still_s > _LONG_STILL_S
+        if not often and not (seldom and now_s - self._polled_s > _SELDOM_S):
+            return False
+        self._polled_s = now_s
+        return True
+
+    def _called(self, call: Callable[..., Any], *given: object) -> Any:
+        """Call the store; the other thread sees for how long."""
+        self._called_s = time.monotonic()
+        try:
+            return call(*given)
+        finally:
+            self._called_s = None
+
+    def _key(self, topic: str) -> str:
+        return f"{self._number}/{topic}"
+
+    def _meet(self, store: Store) -> None:
+        """Say where this process notes its place, and find out where others of its host do."""
+        count, key = f"{self._host}/count", f"{self._host}/{{}}".format
+        if not self._met:
+            number = self._called(store.add, count, 1)
+            words = json.dumps([self._rank, self._devices[self._rank].pid, *self._descriptors])
+            self._called(store.set, key(number), words)
+            self._is_first, self._met = number == 1, 1
+        # One that has counted itself may not have written yet.
+        while self._met <= self._called(store.add, count, 0) and self._called(
+            store.check, [key(self._met)]
+        ):
+            given = msgspec.json.decode(self._called(store.get, key(self._met)), type=list[int])
+            self._met += 1
+            with contextlib.suppress(OSError):
+                device = _opened(*given, size=self._size)
+                # A new dict: the other thread goes through it.
+                self._devices = {device.rank: device} | self._devices
+
+    def _ask(self, store: Store) -> None:
+        """Ask how all devices stand; if some wait in vain, once more with stacks, and report."""
+        waits, silent = self._waits, self._silent
+        known = self._asked(store)
+        if known:
+            self._publish(store, _Outcome(told=False))
+        # One that was busy may answer the next time.
+        if self._silent - silent or not late_of(known, waits.usual_s, self._size):
+            return
+        standings = self._asked(store, stacks=True)
+        if not standings:
+            return
+        late, text = late_of(standings, waits.usual_s, self._size), ""
+        if late:
+            text = report_of(standings, self._size)
+            waits.note_told(time.monotonic())
+        here = 0 in self._devices or all(each.rank for each in standings)
+        self._publish(store, _Outcome(told=bool(late), text="" if here else text))
+        if late and here:
+            _print(text)
+
+    def _asked(self, store: Store, *, stacks: bool = False) -> list[DeviceStanding]:
+        """Ask, and return how the devices stand that answer in time.
+
+        Returns:
+            Nothing if another device has asked first: it is answered.
+        """
+        question = msgspec.json.encode(_Question(self._rank, stacks)).decode()
+        first = self._called(store.compare_set, self._key("question"), "", question)
+        if first.decode() != question:
+            self._answer(store)
+            return []
+        # Before the stacks are waited for: nobody else here need answer.
+        self._called(store.add, self._key(self._host), 1)
+        found = {each.rank: each for each in self._standings(stacks=stacks)}
+        began_s, number, every = time.monotonic(), 1, set(range(self._size))
+        limit_s = _STACKS_S if stacks else _ANSWERS_S
+        while (missing := every - found.keys()) and not self._end.is_set():
+            waited_s = time.monotonic() - began_s
+            if waited_s > limit_s or (missing <= self._silent and waited_s > _AGAIN_S):
+                break
+            key = self._key(f"answer/{number}")
+            if not self._called(store.check, [key]):
+                self._end.wait(_PAUSE_S)
+                continue
+            number += 1
+            text = self._called(store.get, key)
+            for each in msgspec.json.decode(text, type=list[DeviceStanding]):
+                found.setdefault(each.rank, each)
+        self._silent = every - found.keys()
+        return [found[rank] for rank in sorted(found)]
+
+    def _publish(self, store: Store, outcome: _Outcome) -> None:
+        """Publish what has become of a question, and go on to the next one."""
+        self._called(store.set, self._key("outcome"), msgspec.json.encode(outcome).decode())
+        self._number += 1
+
+    def _answer(self, store: Store) -> None:
+        """Answer for this host, unless another process of it does, and wait for the outcome."""
+        given = self._called(store.get, self._key("question"))
+        stacks = msgspec.json.decode(given, type=_Question).stacks
+        answers = self._called(store.add, self._key(self._host), 1) == 1
+        if answers:
+            text = msgspec.json.encode(self._standings(stacks=stacks)).decode()
+            number = self._called(store.add, self._key("answers"), 1)
+            self._called(store.set, self._key(f"answer/{number}"), text)
+        key, limit = self._key("outcome"), time.monotonic() + _OUTCOME_S
+        while not self._end.is_set() and time.monotonic() < limit:
+            if self._called(store.check, [key]):
+                outcome = msgspec.json.decode(self._called(store.get, key), type=_Outcome)
+                if outcome.told:
+                    self._waits.note_told(time.monotonic())
+                if outcome.text and answers and 0 in self._devices:
+                    _print(outcome.text)
+                break
+            self._end.wait(_PAUSE_S)
+        # The next one may be there: for stacks, or as this answer came late.
+        self._number, self._polled_s = self._number + 1, 0.0
+
+
+def _opened(rank: int, pid: int, table: int, stacks: int, *, size: int) -> HostDevice:
+    """A device of another process of this host.
+
+    Raises:
+        OSError: its memory cannot be opened, or is something else.
+    """
+    found = []
+    for descriptor, label in ((table, TABLE_LABEL), (stacks, STACKS_LABEL)):
+        path = f"/proc/{pid}/fd/{descriptor}"
+        if not os.readlink(path).startswith(f"/memfd:{label} "):
+            raise FileNotFoundError(path)
+        found.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+    if os.fstat(found[0]).st_size != Progress.nbytes(size):
+        raise FileNotFoundError(path)
+    progress = Progress(found[0], size, mmap.ACCESS_READ)
+    os.close(found[0])  # it is mapped
+    return HostDevice(rank, pid, progress, found[1])
+
+
+def _print(text: str) -> None:
+    # Another host may have written it: nothing that a terminal obeys.
+    plain = "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
+    _screen.warning("onefold: %s", plain)

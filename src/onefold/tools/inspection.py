@@ -1,0 +1,362 @@
+"""Looks into one step of a run that is computed once more; nothing of the run is changed.
+
+``onefold replay`` writes an `Inspection` into a file, and names the file in the environment. The
+Trainer of the record then computes up to that step, compares each step with the record of the
+run, and ends the script in the step itself, before its update. What it has found is `Findings`.
+"""
+
+from __future__ import annotations
+
+import code
+import contextlib
+import io
+import math
+import runpy
+import sys
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from onefold.core.batch import ShardedBatch
+from onefold.core.flat import all_finite, named_tensors, own_name, tensor_digests
+from onefold.core.settings import LossScale
+from onefold.data_order.position import Position
+from onefold.launcher.membership import RunStopped
+from onefold.record import Record, shards_of
+from onefold.record.entries import Failed, StepEntry, encode
+from onefold.record.findings import (
+    Findings,
+    Inspection,
+    LayerFinding,
+    ShardFinding,
+)
+from onefold.shard.gradients import keeping_gradients
+from onefold.shard.operations import (
+    OperationWatch,
+    first_larger,
+    first_not_finite,
+)
+from onefold.shard.replica import Replica
+from onefold.shard.task import ShardTask
+from onefold.step.engine import Engine
+from onefold.step.hook import Asked, Hook, Spans, Surrounds
+from onefold.step.result import Step, StepResult
+from onefold.system.process import STOPPED_CODE
+from onefold.tools.samples import ShardSamples, finite_or_none
+
+__all__ = ["Inspector"]
+
+
+class Inspector(Hook):
+    """Compares the steps of a run with its record, and looks into one of them.
+
+    Args:
+        path: the file of an `Inspection`.
+        engine: the devices of this process.
+        position: where the run is.
+        datasets: those of the loaders, by the loaders' numbers.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        engine: Engine,
+        position: Position,
+        datasets: Mapping[int, Any],
+    ) -> None:
+        self._asked = msgspec.json.decode(path.read_bytes(), type=Inspection)
+        self.trainer = self._asked.trainer
+        """Number of the Trainer whose step it is."""
+        self._engine, self._datasets, self._leads = engine, datasets, engine.context.leads
+        if self._asked.after:
+            position.step = self._asked.after
+        if engine.rules.scale is not None and self._asked.scale:
+            engine.rules.scale = LossScale(self._asked.scale)
+        self._entries: dict[int, StepEntry] = {}
+        words = {what: str(value) for what, value in engine.description.items()}
+        self._found = Findings(step=self._asked.step, description=words)
+        self._failures = 0
+        """How often the step fails before it is made."""
+        if self._asked.record:
+            record = Record(self._asked.record)
+            self._entries = record.by_step
+            self._found.made = self._asked.step in self._entries
+            failed = [each for each in record.entries if isinstance(each, Failed)]
+            if self._found.made:
+                self._failures = sum(each.step + 1 == self._asked.step for each in failed)
+
+    def around(self, asked: Asked) -> Surrounds:
+        """Look into a step that begins, if it is the one; see `look`."""
+        if asked.cut is not None and asked.begins:
+            self.look(asked.cut, asked.number, asked.name)
+        return None
+
+    def after_step(self, asked: Asked, step: Step, spans: Spans) -> None:
+        """Compare a step that is done with the record."""
+        if asked.computed:
+            self.note(step)
+
+    def begin_step(self, number: int) -> None:
+        """Digest the model before a step, if that was asked for."""
+        if self._found.begun is None:
+            self._found.begun = number - 1
+        if self._asked.digests:
+            with self._engine.placement.unsharded():
+                tensors = named_tensors(self._engine.context.module)
+                detached = {name: tensor.detach() for name, tensor in tensors.items()}
+                if self._leads:
+                    self._found.parameters[number] = tensor_digests(detached)
+
+    def note(self, step: Step) -> None:
+        """Compare a step that is done with the record."""
+        if self._leads:
+            self._compare(step.number, step.outcome)
+
+    def look(self, batch: ShardedBatch, number: int, name: str) -> None:
+        """Look into the step with this batch, if it is the one; called on all devices.
+
+        Raises:
+            RunStopped: it was the one.
+        """
+        self.begin_step(number)
+        if number != self._asked.step:
+            return
+        if self._failures:
+            self._failures -= 1  # the script has survived it, and does so again
+            return
+        found, engine = self._found, self._engine
+        task, outcome = engine.look(batch, number, name=name)
+        found.name, found.samples = name, batch.samples
+        with engine.placement.unsharded():
+            if self._leads:
+                self._compare(number, outcome)
+                self._note_step(outcome)
+            with keeping_gradients(engine.context.parts.trained.values()):
+                rows = self._look_at_shards(batch, task, outcome)
+            if self._leads:
+                found.shards = sorted(rows, key=lambda each: each.shard)
+                found.shards = [_with_first(each, found.shards) for each in found.shards]
+                self._hand_out(batch, number, name)
+                Path(self._asked.findings).write_bytes(msgspec.json.encode(found))
+        raise RunStopped(STOPPED_CODE)
+
+    def _compare(self, number: int, outcome: StepResult) -> None:
+        entry = self._entries.get(number)
+        if entry is None or self._found.differs:
+            return
+        known, numbers = shards_of(entry), outcome.numbers.cpu().numpy()
+        if len(known[0]) != len(numbers):
+            self._found.differs.append(
+                f"step {number}: its batch had {len(known[0])} shards, now {len(numbers)}"
+            )
+            return
+        now = numbers[:, 0], outcome.weights, numbers[:, 1].view("u8")
+        for what, one, two in zip(("loss", "weight", "gradient"), known, now, strict=True):
+            for shard, (then, here) in enumerate(zip(one.tolist(), list(two), strict=True)):
+                if then != here and not (math.isnan(then) and math.isnan(here)):
+                    words = f"{then:016x}, now {int(here):016x}" if what == "gradient" else (
+                        f"{then!r}, now {float(here)!r}"
+                    )  # fmt: skip
+                    self._found.differs.append(
+                        f"step {number}, shard {shard}: its {what} was {words}"
+                    )
+        self._found.compared += len(outcome.weights)
+
+    def _note_step(self, outcome: StepResult) -> None:
+        found, module = self._found, self._engine.context.module
+        numbers = outcome.numbers.cpu()
+        found.totals = [finite_or_none(each) for each in numbers[:, 0].tolist()]
+        found.digests = numbers[:, 1].view(torch.int64).tolist()
+        found.weights = list(outcome.weights)
+        found.loss = finite_or_none(float(numbers[:, 0].sum()) / (outcome.weight or math.nan))
+        found.norm = None if outcome.norm is None else finite_or_none(float(outcome.norm))
+        found.layers = [
+            LayerFinding(
+                name=own_name(name),
+                norm=None if parameter.grad is None else _norm(parameter.grad),
+                given=parameter.grad is not None,
+                of_parameter=_norm(parameter.detach()),
+            )
+            for name, parameter in module.named_parameters()
+            if parameter.requires_grad
+        ]
+
+    def _look_at_shards(
+        self, batch: ShardedBatch, task: ShardTask, outcome: StepResult
+    ) -> list[ShardFinding]:
+        """Compute the shards that were asked for by themselves; bring what is found to the lead."""
+        engine, asked = self._engine, self._asked.shards
+        if engine.objective.gathers and not task.is_plain(batch):
+            return []  # a shard of such a loss cannot be computed by itself
+        found: dict[int, str] = {}
+        with engine.context.computing():
+            for replica in engine.context.replicas:
+                with engine.context.attached(replica):
+                    replica.begin(task)
+                    own = [
+                        self._look_at(replica, shard, batch, task, outcome)
+                        for shard in batch.plan.shards_of(replica.number)
+                        if shard in batch.shards and (asked is None or shard in asked)
+                    ]
+                    replica.end()
+                found[replica.number] = msgspec.json.encode(own).decode()
+        rows = engine.context.exchange.transport.all_gather_values(found)
+        return [each for row in rows for each in msgspec.json.decode(row, type=list[ShardFinding])]
+
+    def _look_at(
+        self,
+        replica: Replica,
+        shard: int,
+        batch: ShardedBatch,
+        task: ShardTask,
+        outcome: StepResult,
+    ) -> ShardFinding:
+        seen: list[object] = []
+
+        def loss(model: torch.nn.Module, payload: Any) -> object:
+            seen.append(task.loss(model, payload))
+            return seen[-1]
+
+        watch = OperationWatch(replica.module, digests=self._asked.digests)
+        with watch.watching():
+            result = replica.compute(shard, batch, replace(task, loss=loss))
+        total = math.nan if result.total is None else float(result.total)
+        given = [each for each in result.gradients if each is not None]
+        bad = [
+            name
+            for name, gradient in zip(replica.parts.trained, result.gradients, strict=True)
+            if gradient is not None and not all_finite(gradient)
+        ]
+        spoilt = bool(bad) or not math.isfinite(total)
+        samples = []
+        if self._asked.samples:
+            own = ShardSamples(
+                replica, shard, batch, task, self._datasets, digests=self._asked.digests
+            )
+            samples = own.findings(seen, spoilt=spoilt)
+        return ShardFinding(
+            shard=shard,
+            total=finite_or_none(total),
+            norm=finite_or_none(math.sqrt(sum(float(g.double().square().sum()) for g in given))),
+            equal=_same(total, float(outcome.totals[shard])),
+            bad_gradients=bad,
+            samples=samples,
+            operations=watch.operations,
+        )
+
+    def _hand_out(self, batch: ShardedBatch, number: int, name: str) -> None:
+        """Put the step into a file, and hand it to a function or a prompt, as it was asked for."""
+        asked, module = self._asked, self._engine.context.module
+        given = {"model": module, "shards": dict(batch.shards), "step": number}
+        if asked.bundle:
+            self._write_bundle(batch, number, name)
+        if asked.function:
+            file, _, function = asked.function.rpartition(":")
+            look = runpy.run_path(file).get(function)
+            if not callable(look):
+                raise ValueError(f"--call {asked.function}: the file has no function {function}")
+            with contextlib.redirect_stdout(io.StringIO()) as printed:
+                look(*given.values())
+            self._found.printed = printed.getvalue()
+        if asked.terminal:
+            with open(asked.terminal) as source, open(asked.terminal, "w") as sink:
+                _prompt({**given, "found": self._found, "torch": torch}, source, sink)
+
+    def _write_bundle(self, batch: ShardedBatch, number: int, name: str) -> None:
+        """Write all that the step is computed from into one file; see `onefold replay --bundle`."""
+        import cloudpickle
+
+        engine, settings = self._engine, self._engine.context.settings
+        sizes = batch.sizes
+        if any(size and shard not in batch.shards for shard, size in enumerate(sizes)):
+            raise ValueError("a bundle has all shards of a step: expected one device, not several")
+        if "shard" in settings.buffers.values():
+            raise ValueError(
+                'a buffer with the rule "shard" has another value in each shard, which a bundle '
+                "does not have: expected none"
+            )
+        content = {
+            "model": engine.context.module,
+            "losses": dict(engine.losses),
+            "name": name,
+            "settings": {
+                "shards": settings.shards,
+                "seed": settings.seed,
+                "precision": settings.precision.name,
+                "microbatch": settings.microbatch,
+                "deterministic": settings.deterministic,
+                "threads": torch.get_num_threads(),
+                "buffers": dict(settings.buffers),
+            },
+            "batch": replace(
+                batch, data_pass=None, data_digest=0, unread=None, gather=None, parts=(),
+                waited=None,
+            ),
+        }  # fmt: skip
+        for module in list(sys.modules.values()):
+            # What lies beside the script is nowhere else.
+            file = getattr(module, "__file__", None) or ""
+            if sys.path[0] and Path(file).parent == Path(sys.path[0]):
+                cloudpickle.register_pickle_by_value(module)
+        written = io.BytesIO()
+        try:
+            torch.save(content, written, pickle_module=cloudpickle)
+        except Exception as error:
+            raise ValueError(
+                f"the step cannot be put into a bundle: the model, a loss or the batch refers to "
+                f"what no file can have, such as the Trainer or an open file: {error}"
+            ) from error
+        entry = self._entries.get(number)
+        scale = 0.0 if engine.rules.scale is None else engine.rules.loss_scale
+        about = {"step": number, "scale": scale, "description": self._found.description}
+        whole = io.BytesIO()
+        with zipfile.ZipFile(whole, "w") as bundle:
+            bundle.writestr("about.json", msgspec.json.encode(about))
+            bundle.writestr("step.pt", written.getvalue())
+            if entry is not None:
+                bundle.writestr("entry", encode(entry))
+        with open(self._asked.bundle, "xb") as file:
+            file.write(whole.getvalue())
+
+
+def _prompt(names: dict[str, Any], source: Any, sink: Any) -> None:
+    def ask(text: str = "") -> str:
+        sink.write(text)
+        sink.flush()
+        line = source.readline()
+        if not line:
+            raise EOFError
+        return str(line).rstrip("\n")
+
+    with contextlib.redirect_stdout(sink), contextlib.redirect_stderr(sink):
+        code.interact(
+            f"step {names['step']}: model (with the gradient of the batch in .grad), shards, "
+            f"found; Ctrl-D ends it",
+            readfunc=ask,
+            local=names,
+            exitmsg="",
+        )
+
+
+def _with_first(own: ShardFinding, every: Sequence[ShardFinding]) -> ShardFinding:
+    others = [each for each in every if each is not own]
+    sound = [e.operations for e in others if e.total is not None and not e.bad_gradients]
+    first, times = first_not_finite(own.operations, sound), None
+    if first is None:
+        alike = [each.operations for each in others]
+        first, times = first_larger(own.operations, alike) or (None, None)
+    times = times if times is None or math.isfinite(times) else None
+    return msgspec.structs.replace(own, first=first, times=times)
+
+
+def _norm(values: torch.Tensor) -> float | None:
+    return finite_or_none(float(values.norm()))
+
+
+def _same(one: float, two: float) -> bool:
+    return one == two or (math.isnan(one) and math.isnan(two))

@@ -1,0 +1,132 @@
+"""Has a run written down: what its shards digest, and the entries that follow from its calls.
+
+`Recorder` knows the record. Here is what it is told, and when.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from onefold.checkpoint.autosave import Resumption
+from onefold.core.flat import named_tensors
+from onefold.launcher.environment import STARTED_IN, kernel_flags
+from onefold.launcher.membership import at_good_end
+from onefold.record import FILE
+from onefold.record.entries import Audited, BlockEntry, Failed, Found, SameProcessEntry
+from onefold.record.recorder import Recorder, begun
+from onefold.session.runparts import RunParts
+from onefold.shard.digest import GradientDigests, digest_of_all
+from onefold.shard.task import ShardTask
+from onefold.step.engine import Engine
+from onefold.step.hook import Asked, Hook, Make, Spans
+from onefold.step.result import Step
+from onefold.system.words import script_line
+from onefold.tools.audit import SameProcess, WrongResult
+
+__all__ = ["Digesting", "RecordKeeping"]
+
+
+class Digesting(Hook):
+    """Has a sample of each shard's gradient digested; on all devices of a run that is recorded.
+
+    Args:
+        engine: the devices of this process.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        context = engine.context
+        sizes = [parameter.numel() for parameter in context.parts.trained.values()]
+        self._digests = GradientDigests(sizes, context.settings.seed)
+
+    def task(self, task: ShardTask) -> ShardTask:
+        """Say which part of each shard's gradient is digested."""
+        return replace(task, sample=self._digests.sample_of(task.step))
+
+
+class RecordKeeping(Hook):
+    """Writes down the calls of a script, on the lead.
+
+    Args:
+        run: the run.
+        folder: where its record lies.
+        resumption: where the run goes on, if it was resumed.
+    """
+
+    def __init__(self, run: RunParts, folder: Path, resumption: Resumption | None) -> None:
+        self._run, self._resumption = run, resumption
+        self._recorder = Recorder(folder / FILE, run.engine.context.update.optimizer)
+        run.checkpoints.noted = self._recorder.note_checkpoint
+        run.found.append(self._note_audit)
+        begun_at = 0 if resumption is None else resumption.step
+        anew = resumption is not None and begun_at > 0 and resumption.replay is None
+        self._note_begin(max(run.position.step, begun_at), anew=anew)
+        if resumption is not None:
+            resumption.note_left_out = self._note_left_out
+        at_good_end(self._recorder.close)
+
+    def _note_left_out(self, kept: int) -> None:
+        assert self._resumption is not None
+        step = max(self._run.position.step, self._resumption.step)
+        self._note_begin(step, kept, anew=False)
+
+    def _note_begin(self, step: int, kept: int | None = None, *, anew: bool) -> None:
+        run, checkpoints = self._run, self._run.checkpoints
+        kept = checkpoints.recorded if kept is None else kept
+        about = checkpoints.run, step, run.devices, run.engine.description
+        self._recorder.note(begun(*about, kernel_flags(), STARTED_IN, kept=kept, anew=anew))
+
+    def call(self, asked: Asked, make: Make) -> Any:
+        """Note what the script is given, and that it has had the run go on from elsewhere."""
+        value = make()
+        if asked.kind == "result":
+            self._recorder.note_result(self._run.position.step, asked.words, script_line(), value)
+        elif asked.kind == "load" and value is not None:
+            self._note_begin(self._run.position.step, anew=True)
+        return value
+
+    @contextmanager
+    def around(self, asked: Asked) -> Iterator[None]:
+        """Note the learning rates of a step that begins, and what it raises; or a block."""
+        if asked.kind in ("step", "gradient"):
+            if asked.begins:
+                self._recorder.begin_step()
+            try:
+                yield
+            except Exception as error:  # the script may survive it
+                self._note_failure(error)
+                raise
+        elif asked.kind == "modifying" and asked.computed:
+            found: list[int] = []
+            asked.inside.append(lambda: found.append(self._digest_of_model()))
+            yield
+            entry = BlockEntry(step=self._run.position.step, line=script_line(), digest=found[0])
+            self._recorder.note(entry)
+        else:
+            yield
+
+    def _digest_of_model(self) -> int:
+        tensors = named_tensors(self._run.engine.context.module).values()
+        return digest_of_all([tensor.detach() for tensor in tensors], self._run.position.step)
+
+    def _note_failure(self, error: Exception) -> None:
+        step, what = self._run.position.step, {"error": type(error).__name__, "text": str(error)}
+        self._recorder.note(Failed(step=step, line=script_line(), **what))
+
+    def after_step(self, asked: Asked, step: Step, spans: Spans) -> None:
+        """Note a step that is done; see `Recorder.note_step`."""
+        if asked.computed and asked.cut is not None:
+            self._recorder.note_step(step, asked.cut, gradient=asked.kind == "gradient")
+
+    def _note_audit(self, found: WrongResult | SameProcess) -> None:
+        kind: type[Found] = Audited if isinstance(found, WrongResult) else SameProcessEntry
+        self._recorder.note(msgspec.convert(found._asdict(), kind))
+
+    def close(self) -> None:
+        """Write what is left."""
+        self._recorder.close()

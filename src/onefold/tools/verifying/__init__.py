@@ -1,0 +1,466 @@
+"""What a Trainer does differently in a run of ``onefold verify``; nothing in any other run.
+
+Such a run records its steps, in the folder of the comparison:
+
+- ``RUN-T.jsonl``: the digests of trainer T after each step, see `onefold.tools.observers`.
+- ``RUN-T-state-D.jsonl``: state that changed on device D and must not, see
+  `onefold.tools.verifying.state`.
+- ``RUN-T-mathematics.jsonl``: V shards against one, see `onefold.tools.verifying.mathematics`.
+- ``RUN-done``: there while all Trainers so far have made their steps.
+- ``RUN-cut``: why the script was ended.
+
+Note: past the steps that are compared
+--------------------------------------
+A script may make its next Trainer only after the last step of the one before. So it goes on past
+the steps that are compared, but nothing is computed any more for that Trainer: a step returns the
+last one again, a loader gives its last batch again, an evaluation or a save of the same model its
+last result. What the script saves by PyTorch lies in the folder of the run, which ends with it.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import os
+import shutil
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+import torch
+
+from onefold.core.assignment import Devices
+from onefold.core.batch import ShardedBatch, map_parts
+from onefold.core.context import LaunchContext
+from onefold.core.structure import OwnLength, Shared
+from onefold.data_order.indexed import Items, Rule
+from onefold.data_order.loader import Loader
+from onefold.data_order.reader import Collate, is_stream
+from onefold.shard.replica import LossFunction
+from onefold.step.engine import Engine
+from onefold.step.hook import Asked, Hook, Make, Spans
+from onefold.step.result import Step
+from onefold.system.jsonlines import append_line
+from onefold.tools.verifying.causes import causes_of
+from onefold.tools.verifying.mathematics import Mathematics, tolerance_of
+from onefold.tools.verifying.state import StateWatch, place_of, unseeded_generators, watch_unseeded
+from onefold.tools.verifying.whole import (
+    KeepingCollate,
+    WholeBatch,
+    cast_floats,
+    whole_of,
+    whole_tensors,
+)
+
+__all__ = ["Verifying", "prepare_process"]
+
+
+_OF_FILES: tuple[tuple[Any, tuple[str, ...], str, str], ...] = (
+    (torch, ("save",), "", "f"),
+    (torch, ("load",), "f", ""),
+    (safetensors.torch, ("save_file",), "", "filename"),
+    (safetensors.torch, ("load_file",), "filename", ""),
+    (safetensors, ("safe_open",), "filename", ""),
+    (os, ("rename", "replace"), "src", "dst"),
+    (shutil, ("copy", "copy2", "copyfile", "move"), "src", "dst"),
+)
+"""Functions with the names of their arguments that are read, and written: what a script saves by
+them, and copies and moves from there, stays aside."""
+
+_PATIENCE = 10
+_LONGEST = 100_000
+"""Steps that are not computed, after which a script is taken for one that waits for a result."""
+_CUT = (
+    f"the script made {_LONGEST} further steps, which compute nothing, with one Trainer. Trainers "
+    f"after it were not compared. --trainers 1 ends a script that waits for a small loss sooner"
+)
+
+_progress: list[_Progress] = []
+"""Of each Trainer of the script, in a comparison."""
+
+_saved: set[Path] = set()
+"""Directories that the script has saved to; alike on all devices, which the disk may not be."""
+
+
+Count = Callable[[Asked, Step, ShardedBatch | None], Step]
+
+
+@dataclass
+class _Progress:
+    """How far a Trainer is with the steps that are compared."""
+
+    made: int = 0
+    is_done: bool = False
+    """Whether all of its steps that are compared were made, so that no more are computed."""
+
+
+def prepare_process(context: LaunchContext) -> None:
+    """Set up the process before the script of a run begins that is only looked at."""
+    if context.options.probe:
+        watch_unseeded()
+    # Before the script imports any of them by name.
+    for module, names, read, written in _OF_FILES:
+        for name in names:
+            setattr(module, name, _aside(getattr(module, name), context, read, written))
+    # Compiled code would not see the functions that a comparison replaces, and the script is to
+    # make its tensors in the comparison's precision from the first line.
+    if context.options.probe_mathematics:
+        torch.compiler.set_stance("force_eager")
+        torch.set_default_dtype(getattr(torch, context.options.probe_mathematics))
+
+
+def _aside(
+    call: Callable[..., Any], context: LaunchContext, read: str, written: str
+) -> Callable[..., Any]:
+    """Have a function write to the run's folder, unless it reads a file that is not there."""
+    signature = inspect.signature(call)
+
+    @functools.wraps(call)
+    def aside(*args: Any, **names: Any) -> Any:
+        bound = signature.bind(*args, **names)
+        given = bound.arguments
+        for name in filter(None, (read, written)):
+            if not isinstance(given[name], str | os.PathLike):
+                break
+            place = _place_of(given[name], context)
+            if name == read and not place.exists():
+                break
+            place.parent.mkdir(parents=True, exist_ok=True)
+            given[name] = place
+        return call(*bound.args, **bound.kwargs)
+
+    return aside
+
+
+def _place_of(path: str | os.PathLike[str], context: LaunchContext) -> Path:
+    """Where a run of a comparison has what the script saves under a path."""
+    absolute = Path(os.path.abspath(path))
+    inspected = os.path.dirname(context.options.inspection)
+    # What lies there already is onefold's own, or a path that was returned before.
+    own = filter(None, (context.options.probe, context.directory, inspected))
+    if any(map(absolute.is_relative_to, own)):
+        return absolute
+    return Path(context.directory) / "checkpoints" / absolute.relative_to(absolute.anchor)
+
+
+class Verifying(Hook):
+    """One trainer's part in a comparison.
+
+    Args:
+        context: knows whether this run belongs to a comparison.
+        model: the model of the trainer.
+        losses: those of the script, by name.
+    """
+
+    def __init__(
+        self, context: LaunchContext, model: torch.nn.Module, losses: Mapping[str, LossFunction]
+    ) -> None:
+        self._context, self._options = context, context.options
+        self._on = bool(self._options.probe)
+        self._state = StateWatch(model, losses.values()) if self._on else None
+        self._collates: dict[int, KeepingCollate] = {}
+        self._own: object = None
+        self._steps = 0
+        self._number = 0
+        """Number of the last step."""
+        self._users = losses
+        self.losses = losses
+        """The losses that the engine is to use, by name."""
+        self._mathematics: Mathematics | None = None
+        self._dtype: torch.dtype | None = None
+        self._progress = _Progress()
+        self._same: dict[str, Step] = {}
+        self._gradients: list[tuple[torch.nn.Parameter, torch.Tensor | None]] = []
+        self._results: deque[tuple[object, object, Any]] = deque(maxlen=8)
+        if self._on and self._options.probe_mathematics:
+            if self._options.probe_mathematics == "float64":
+                self._dtype = torch.float64
+                model.double()
+            self._mathematics = Mathematics(model, next(iter(losses.values())))
+            self.losses = dict.fromkeys(losses, self._mathematics.loss)
+
+    def begin(self, engine: Engine, devices: Devices, count: Count) -> None:
+        """Begin the comparison, now that the trainer has its engine.
+
+        Args:
+            engine: the devices of this process.
+            devices: who takes part.
+            count: counts a step that is not computed; see `onefold.session.runparts`.
+        """
+        self._engine, self._devices, self._count = engine, devices, count
+        if not self._on:
+            return
+        _progress.append(self._progress)
+        if devices.has_lead:
+            self._mark("done").unlink(missing_ok=True)
+        # A refusal would end the run at the first finding; the comparison reports what it does.
+        for replica in engine.context.replicas:
+            replica.loss_watch.refuses = False
+        if self._mathematics is not None and devices.has_lead:
+            shards = engine.context.exchange.table.storage.shards
+            function = ", ".join(map(place_of, self._users.values()))
+            limit = tolerance_of(engine.context.replicas[0].module)
+            header = {"step": 0, "function": function, "shards": shards, "tolerance": limit}
+            append_line(self._path("mathematics"), header)
+
+    def call(self, asked: Asked, make: Make) -> Any:
+        """Have a call compute in the comparison's precision, write aside, or compute nothing."""
+        match asked.kind:
+            case "step" | "gradient":
+                return self._step(asked, make)
+            case "result" if asked.data is not None:
+                return self.result(asked.key, asked.data, make)
+            case "save":
+                asked.given = self.writes_to(asked.given)
+                what = asked.given, asked.choices["keeping"], asked.choices["extra"]
+                return self.result(what, None, make)
+            case "load":
+                asked.given = self.reads_from(asked.given, if_any=asked.choices["if_any"])
+            case "payloads":
+                asked.given = self.plain(asked.given)
+            case "loader" | "pass":
+                return self._loader(asked, make)
+        return make()
+
+    def _step(self, asked: Asked, make: Make) -> Step:
+        batch = asked.given
+        if (same := self.step_again(asked.name)) is not None:
+            asked.computed = False
+            if not asked.begins:
+                return same
+            return self._count(asked, same, batch if isinstance(batch, ShardedBatch) else None)
+        asked.given = self.batch(batch)
+        step: Step = make()
+        if asked.kind == "gradient":
+            self.note_gradients()
+        return step
+
+    def _loader(self, asked: Asked, make: Make) -> Loader:
+        choices, for_steps = asked.given, asked.kind == "loader"
+        # Whole batches are not made of samples that could be kept.
+        keeps = for_steps and not isinstance(choices["dataset"], Rule | Items)
+        choices["collate"] = self.collate(choices["collate"], keeps=keeps)
+        if for_steps:
+            choices["repeats"] = self.repeats
+        made: Loader = make()
+        if for_steps:
+            self.add(made, choices["collate"])
+        return made
+
+    @contextmanager
+    def around(self, asked: Asked) -> Iterator[None]:
+        """Look at a step, which is of other payloads; or forget results, as the model changes."""
+        if asked.batch is None:
+            with self.another_model():
+                yield
+            return
+        with self.step(asked.batch, asked.number, asked.name) as given:
+            asked.batch = given
+            yield
+
+    def after_step(self, asked: Asked, step: Step, spans: Spans) -> None:
+        """Note a step that was computed; see `note_step`."""
+        if asked.computed:
+            self.note_step(step)
+
+    def close(self) -> None:
+        """Note that the Trainer makes no more steps."""
+        self.end()
+
+    def collate(self, collate: Collate | None, *, keeps: bool = False) -> Collate | None:
+        """Wrap a loader's collate function; ``keeps`` if its batches are for steps."""
+        if self._mathematics is None:
+            return collate
+        return KeepingCollate(collate, self._dtype, keeps=keeps)
+
+    def add(self, loader: Loader, collate: Collate | None) -> None:
+        """Note a loader that was made for steps."""
+        # A stream moves whenever it is read: what it keeps of that is no finding.
+        if self._state is not None and not is_stream(loader.dataset):
+            self._state.add(loader.dataset)
+        if isinstance(collate, KeepingCollate):
+            self._collates[loader.track.number] = collate
+
+    def batch(self, batch: object) -> object:
+        """Convert what a step was given to the precision of the comparison."""
+        if self._mathematics is None:
+            return batch
+        if not isinstance(batch, ShardedBatch):
+            batch = map_parts(batch, self._plain)
+        self._own = batch
+        return batch
+
+    def plain(self, batch: ShardedBatch) -> ShardedBatch:
+        """Return a loader's batch with the payloads that the loss is to see."""
+        return batch if self._mathematics is None else self._unpacked(batch)[0]
+
+    def _plain(self, part: Any) -> Any:
+        """Convert a part of a batch of the script's own."""
+        if isinstance(part, ShardedBatch):
+            return self.plain(part)
+        if isinstance(part, OwnLength | Shared):
+            return replace(part, value=cast_floats(part.value, self._dtype))
+        return cast_floats(part, self._dtype)
+
+    @contextmanager
+    def step(self, batch: ShardedBatch, number: int, name: str) -> Iterator[ShardedBatch]:
+        """Surround the engine's step of a loss, given by name; yields the batch for it."""
+        state, mathematics = self._state, self._mathematics
+        if state is None:
+            yield batch
+            return
+        # Past the steps that are compared, and past the first of several gradients of a step, the
+        # script goes on; its payloads are still wrapped.
+        again, self._number = number == self._number, number
+        self._steps += not again
+        compared = not again and self._steps <= self._options.probe_steps
+        if mathematics is not None:
+            mathematics.user = self._users[name]
+            if batch.others:
+                if compared:
+                    append_line(self._path("mathematics"), {"step": self._steps, "causes": []})
+                yield batch
+                return
+        if not compared:
+            yield self.plain(batch)
+            return
+        with state.step() as states:
+            if mathematics is None:
+                yield batch
+            else:
+                plain, whole = self._unpacked(batch)
+                with mathematics.step(self._engine, plain, whole, number) as found:
+                    yield plain
+        if mathematics is not None:
+            causes = causes_of(found, state.attributes, state.generators)
+            line = {**asdict(found), "step": self._steps, "causes": [*map(asdict, causes)]}
+            append_line(self._path("mathematics"), line)
+        line = {"step": self._steps, "states": states, "unseeded": unseeded_generators()}
+        line |= {"attributes": state.attributes, "generators": state.generators}
+        append_line(self._path(f"state-{self._devices.own[0]}"), line)
+
+    @property
+    def repeats(self) -> Callable[[], bool] | None:
+        """Whether a loader's last batch stands for all that follow; None if it never does."""
+        return (lambda: self._progress.is_done) if self._on else None
+
+    def end(self) -> None:
+        """Note that the Trainer makes no more steps."""
+        self._progress.is_done = True
+
+    def _mark(self, what: str) -> Path:
+        """A file by which the lead tells the comparison how far the script has come."""
+        return Path(self._options.probe, f"{self._options.probe_run}-{what}")
+
+    def note_step(self, step: Step) -> None:
+        """Note that a step was made; end the comparison of all Trainers that have made theirs.
+
+        Raises:
+            SystemExit: no more Trainers are to be compared.
+        """
+        if not self._on:
+            return
+        self._same[step.name] = step
+        options, own = self._options, self._progress
+        own.made += 1
+        # Those that alternate go on until the last has made its steps; one may never make any.
+        own.is_done |= own.made >= _PATIENCE * options.probe_steps
+        under_way = [each for each in _progress if not each.is_done]
+        if all(each.made >= options.probe_steps for each in under_way):
+            for each in under_way:
+                each.is_done = True
+            if self._devices.has_lead:
+                self._mark("done").touch()
+            if 0 < options.probe_trainers <= len(_progress):
+                raise SystemExit(0)
+
+    def note_gradients(self) -> None:
+        """Keep what `Trainer.gradient` has left in ``.grad``, for the steps that follow."""
+        if self._on:
+            model = self._engine.context.replicas[0].module
+            self._gradients = [(each, each.grad) for each in model.parameters()]
+
+    def step_again(self, name: str) -> Step | None:
+        """Return the last step of a loss, by name, where it stands for all that follow.
+
+        Gradients that the last one has left are there again.
+
+        Raises:
+            SystemExit: that was so for very many steps.
+        """
+        if not self._progress.is_done or name not in self._same:
+            return None
+        self._progress.made += 1
+        if self._progress.made > _LONGEST:
+            if self._devices.has_lead:
+                self._mark("cut").write_text(_CUT)
+            raise SystemExit(0)
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient
+        return self._same[name]
+
+    def result(self, call: object, data: object, compute: Callable[[], Any]) -> Any:
+        """Return what a call gives; where the model is the same, what it gave before.
+
+        Args:
+            call: equal for calls that give the same, from the same data.
+            data: the object that the call goes through.
+            compute: makes the call.
+        """
+        if not self._progress.is_done:
+            return compute()
+        for known, of, result in self._results:
+            if known == call and of is data:
+                return copy.deepcopy(result)
+        self._results.append((call, data, compute()))
+        return copy.deepcopy(self._results[-1][-1])
+
+    @contextmanager
+    def another_model(self) -> Iterator[None]:
+        """Surround a block in which the model may hold other values than before and after."""
+        self._results.clear()
+        try:
+            yield
+        finally:
+            self._results.clear()
+
+    def writes_to(self, path: str | Path) -> Path:
+        """Return where a directory's checkpoints are written: in a comparison, in its own folder.
+
+        So that comparing a script changes none of its files.
+        """
+        place = self._aside(path)
+        _saved.add(place)
+        return place
+
+    def reads_from(self, path: str | Path, *, if_any: bool) -> Path:
+        """Return where a directory's checkpoints are read.
+
+        In a comparison, they are read where it wrote them. A checkpoint that it has not written is
+        absent for a script that asks whether there is any (``if_any``), so that every run begins
+        alike; for a script that needs one, it is read from its own place.
+        """
+        self._results.clear()
+        place = self._aside(path)
+        known = not _saved.isdisjoint((place, place.parent))
+        return place if if_any or known else Path(path).absolute()
+
+    def _aside(self, path: str | Path) -> Path:
+        aside = self._on or self._options.inspection
+        return _place_of(path, self._context) if aside else Path(path).absolute()
+
+    def _unpacked(self, batch: ShardedBatch) -> tuple[ShardedBatch, WholeBatch]:
+        """Return the batch with plain payloads, and the whole batch that they are shards of."""
+        if batch.data_pass is None:
+            return batch, whole_tensors(self._own, batch.dim)
+        whole, payloads = whole_of(batch.shards, self._collates, batch.loader, batch.dim)
+        return replace(batch, shards=payloads), whole
+
+    def _path(self, what: str) -> Path:
+        return self._mark(f"{self._devices.trainer}-{what}.jsonl")

@@ -1,0 +1,521 @@
+"""Computes every batch a second time, as one shard, for the loss and gradient of a plain loop.
+
+`Mathematics` compares each step with that. `tolerance_of` returns how far two ways of computing the
+same may differ, by the precision that they compute in.
+
+`relation_of` finds out from the losses of parts of a batch what kind of number a loss is. A batch
+is cut into three parts, A, B and C; the loss is computed of each, of each two, and of all. A mean
+over samples, a sum, and a mean by weights of its own (tokens, classes) each have a rule by which
+the losses of two parts give that of both. Where none holds, a sample's loss depends on which other
+samples are computed with it.
+
+Note: what is compared
+----------------------
+Before each step the whole batch goes through the user's loss at once, with the parameters and
+buffers that the shards are about to start from. Its loss and gradient are those of the plain loop;
+the step's, folded over V shards and before clipping and update, must be the same numbers. Dropout
+is off, batch norm uses its running statistics, and a sample has the same random numbers in both, so
+that only the arithmetic of the loss is left to differ. In float64 it may do so by 1e-9.
+
+Note: nothing of it shows
+-------------------------
+The extra computations must leave the run as it would be without them. Buffers are put back in the
+very tensors that the model had, gradients are dropped or set aside, and generators are kept. The
+whole batch goes first, while the model is as the step will find it; the closer look comes between
+the fold and the update, where ``.grad`` already belongs to the optimizer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from onefold.core.batch import ShardedBatch, move
+from onefold.core.counting import count_of
+from onefold.core.flat import laid_out, storage_order
+from onefold.core.fold import fold_rows
+from onefold.core.mean import Contribution, weigh
+from onefold.core.randomness import derive_seed, kept_generators, seed_generators
+from onefold.core.shard import cut_bounds
+from onefold.core.values import split
+from onefold.shard.losscheck import LossFinding, inspect_loss
+from onefold.shard.replica import LossFunction
+from onefold.step.engine import Engine
+from onefold.system.hooks import watch_differentiation
+from onefold.system.words import message_of
+from onefold.tools.verifying.surroundings import (
+    Draws,
+    KeptBuffers,
+    TimeFirst,
+    near,
+    norms_of_the_batch,
+    quiet_modes,
+    without_dropout,
+)
+from onefold.tools.verifying.whole import WholeBatch, second_dimension
+
+__all__ = ["Comparison", "Mathematics", "tolerance_of"]
+
+
+EXACT = 1e-9
+"""For what is computed in float64."""
+_TOLERANCES = {torch.float64: EXACT, torch.float32: 1e-4, torch.float16: 0.05, torch.bfloat16: 0.2}
+
+
+def tolerance_of(model: torch.nn.Module, rounded: Collection[torch.dtype] = ()) -> float:
+    """Return how far, relatively, two ways of computing the same may differ.
+
+    Args:
+        model: of which they are computed.
+        rounded: other types in which a part of it is.
+
+    >>> model = torch.nn.Linear(3, 4).double()
+    >>> tolerance_of(model), tolerance_of(model, [torch.float32])
+    (1e-09, 0.0001)
+    """
+    dtypes = [*(p.dtype for p in model.parameters()), *rounded]
+    return max((_TOLERANCES.get(dtype, 0.2) for dtype in dtypes), default=EXACT)
+
+
+Relation = Literal["mean", "sum", "weighted", "dependent", "unclear"]
+
+PARTS = ("A", "B", "C", "AB", "BC", "AC", "ABC")
+
+
+def relation_of(
+    losses: Mapping[str, float], samples: Mapping[str, int], tolerance: float = 1e-7
+) -> Relation:
+    """Find out what a scalar loss is.
+
+    Args:
+        losses: the loss of each of `PARTS`.
+        samples: how many samples A, B and C have.
+        tolerance: how far, relatively, numbers may differ that ought to be equal.
+
+    >>> samples = {"A": 1, "B": 2, "C": 2}
+    >>> of_samples = {"A": [3.0], "B": [1.0, 2.0], "C": [6.0, 0.0]}
+    >>> sums = {part: sum(sum(of_samples[p]) for p in part) for part in PARTS}
+    >>> relation_of(sums, samples)
+    'sum'
+    """
+    if not all(math.isfinite(losses[part]) for part in PARTS):
+        return "unclear"
+    scale = max(abs(losses[part]) for part in PARTS)
+    if scale == 0:
+        return "unclear"
+
+    def same(one: float, other: float) -> bool:
+        return abs(one - other) <= tolerance * scale
+
+    # A mean over samples is also one by weights of its own, so the simpler rules come first.
+    several = [part for part in PARTS if len(part) > 1]
+    if all(same(losses[p], sum(losses[one] for one in p)) for p in several):
+        return "sum"
+    if all(same(losses[p], _mean(losses, samples, p)) for p in several):
+        return "mean"
+    # A and B give B's weight, A and C give C's; BC and ABC must then follow.
+    b, c = _ratio_of(losses, "A", "B"), _ratio_of(losses, "A", "C")
+    if b is None or c is None:
+        return "unclear"
+    weights = {"A": 1.0, "B": b, "C": c}
+    if b < 0 or c < 0:
+        return "dependent"
+    agrees = all(same(losses[p], _mean(losses, weights, p)) for p in ("BC", "ABC"))
+    return "weighted" if agrees else "dependent"
+
+
+def _mean(losses: Mapping[str, float], weights: Mapping[str, float], part: str) -> float:
+    total = sum(weights[one] * losses[one] for one in part)
+    return total / sum(weights[one] for one in part)
+
+
+def _ratio_of(losses: Mapping[str, float], one: str, other: str) -> float | None:
+    """Return the weight of the other part relative to the first; None where it does not show.
+
+    Solves both = (one + w * other) / (1 + w) for w.
+    """
+    both = losses["".join(sorted(one + other))]
+    below = both - losses[other]
+    above = losses[one] - both
+    if abs(below) <= 1e-6 * max(abs(losses[one]), abs(losses[other])):
+        return None
+    return above / below
+
+
+def relative_size(norms: Sequence[float], size: float) -> float:
+    """Compute a difference over a size.
+
+    Args:
+        norms: of the difference, of what is folded over shards, and of that of the whole batch.
+        size: what the difference is measured by.
+    """
+    difference, folded, alone = norms
+    if math.isfinite(difference):
+        return difference / size if size else 0.0
+    # NaN compares as neither larger nor smaller, so it must not reach a comparison. In both it is
+    # agreement: the plain loop would have failed as well.
+    return math.inf if math.isfinite(folded) or math.isfinite(alone) else 0.0
+
+
+@dataclass(slots=True)
+class Comparison:
+    """What one step showed."""
+
+    shards: int
+    samples: int
+    own_batch: bool
+    """Whether the script made the batch itself, and the trainer cut it."""
+    skipped: bool = True
+    """Whether the whole batch has the weight 0, so that there was no update."""
+    loss: float = math.nan
+    """The loss folded over all shards."""
+    alone: float = math.nan
+    """The loss of the whole batch as one shard."""
+    loss_difference: float = math.nan
+    """How far these two differ, relatively."""
+    gradient_difference: float = math.nan
+    """How far the two gradients differ, relatively."""
+    worst: str = ""
+    """The parameter whose gradient differs most."""
+    worst_difference: float = math.nan
+    """How far that one's gradients differ, relatively."""
+    evaluation: bool = True
+    """Whether everything was in evaluation mode; otherwise batch norm and dropout alone."""
+    returned: str = ""
+    """What the loss returned: a scalar, one value a sample, Mean, ..."""
+    finding: LossFinding | None = None
+    repeats: bool = True
+    """Whether the same samples with the same random numbers give the same loss a second time."""
+    relation: Relation = "mean"
+    ordered: bool = False
+    """Whether the loss changes where the samples change places."""
+    time_first: list[str] = field(default_factory=list)
+    """Modules for which the batch was cut along time."""
+    carried: list[str] = field(default_factory=list)
+    """Buffers of which every shard has its own, so that there is none for the whole batch."""
+    dim: int = 0
+    """The dimension along which the batch was cut."""
+    differentiates: bool = False
+    """Whether the loss takes gradients itself, by `torch.autograd.grad`."""
+    norms: list[str] = field(default_factory=list)
+    """Batch norms without statistics of their own."""
+    second: int | None = None
+    """The second dimension of all tensors of a batch that the script made itself."""
+    unmatched: list[str] = field(default_factory=list)
+    """Random draws that have no counterpart for a part of the batch."""
+    buffers: dict[str, str] = field(default_factory=dict)
+    """Buffers that differ after the step, with what to do about them."""
+    trouble: str = ""
+    """Why a closer look failed, if it did."""
+    tolerance: float = EXACT
+    """How far, relatively, rounding may make results differ."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Evaluation:
+    part: Contribution
+    result: object
+    """The loss as it was returned, without values beside it."""
+
+    @property
+    def loss(self) -> float:
+        """The finished number."""
+        parts = self.part.parts
+        return sum(float(each.total()) / each.known_weight for each in parts if each.weight)
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        """(n,) one value a sample, if that is what the loss returned."""
+        root = self.part.root.detach()
+        return root if root.dim() else None
+
+
+class Mathematics:
+    """Compares each step of one trainer with that of a plain loop.
+
+    Args:
+        model: the model of the trainer.
+        loss: that of the script.
+    """
+
+    def __init__(self, model: torch.nn.Module, loss: LossFunction) -> None:
+        self._model = model
+        self.user = loss
+        self._draws = Draws()
+        self._inside = False
+        self._narrow = False
+        self._closer_look = True
+        """Whether to look closer at the next step that differs; done once, as it takes long."""
+
+    def loss(self, model: torch.nn.Module, payload: object) -> object:
+        """Compute the user's loss of one shard, in place of the loss that Trainer was given."""
+        if not self._inside:
+            return self.user(model, payload)
+        # The engine names no shard to a loss, but runs them in order. A loss of several terms runs
+        # twice, first for its weights.
+        shard = self._order[self._calls % len(self._order)]
+        self._calls += 1
+        (start, stop), left = self._bounds[shard], self._sizes[shard]
+        seed_generators(self._seed, self._device, common=self._common)
+        with self._draws.replaying(range(start, stop)), self._time_first.noting("shard"):
+            result = self.user(model, payload)
+        if torch.is_grad_enabled():
+            self._shards[shard] = found = _read(result, left, f"the loss of shard {shard}")
+            kept = self._comparison
+            kept.finding = kept.finding or inspect_loss(found.result, left, kept.samples)
+            self._buffers_after[shard] = KeptBuffers(model)
+        return result
+
+    @contextmanager
+    def step(
+        self, engine: Engine, batch: ShardedBatch, whole: WholeBatch, number: int
+    ) -> Iterator[Comparison]:
+        """Surround the engine's step; the comparison that it yields is complete afterwards."""
+        self._whole = whole
+        own = batch.data_pass is None
+        self._comparison = Comparison(
+            batch.plan.shards, batch.samples, own_batch=own, dim=batch.dim
+        )
+        self._seed = derive_seed("mathematics", engine.context.settings.seed, number)
+        # As the shards of the step have it, for what they draw alike.
+        self._common = "step", (engine.context.settings.seed, number)
+        buffers = engine.context.replicas[0].buffers
+        self._comparison.carried = [buffers.places.names[n] for n in buffers.carried.indices]
+        if self._comparison.carried:
+            yield self._comparison
+            return
+        self._bounds = cut_bounds(batch.samples, batch.plan.shards)
+        self._order, self._dim = sorted(batch.shards), batch.dim
+        self._sizes = [batch.count_of(shard).samples for shard in range(batch.plan.shards)]
+        self._calls = 0
+        self._shards: dict[int, _Evaluation] = {}
+        self._buffers_after: dict[int, KeptBuffers] = {}
+        self._time_first = TimeFirst(self._model)
+        self._engine, self._device = engine, engine.context.replicas[0].device
+        with without_dropout(), self._modes_for_all():
+            engine.gradient_ready = self._compare
+            self._inside = True
+            try:
+                yield self._comparison
+            finally:
+                self._inside = False
+                engine.gradient_ready = None
+        folded = KeptBuffers(self._model)
+        self._comparison.buffers = self._alone_after.compare(
+            folded, self._start, self._buffers_after, self._sizes, self.tolerance
+        )
+        self._comparison.unmatched = sorted(self._draws.unmatched)
+
+    @property
+    def tolerance(self) -> float:
+        """How far, relatively, two ways of computing the loss may differ."""
+        return tolerance_of(self._model, self._draws.rounded)
+
+    @contextmanager
+    def _modes_for_all(self) -> Iterator[None]:
+        """Put the model into evaluation mode, or batch norm and dropout alone if the loss fails.
+
+        Computes the whole batch on the way, which is how a failure shows.
+        """
+        # Once narrow, always narrow: or every step would fail once more.
+        for narrow in (True,) if self._narrow else (False, True):
+            try:
+                with quiet_modes(self._model, narrow=narrow), kept_generators(self._device):
+                    self._compute_alone()
+            except Exception as error:
+                if narrow:
+                    raise
+                self._comparison.trouble = (
+                    f"in evaluation mode: {type(error).__name__}: {message_of(error)}"
+                )
+            else:
+                break
+        self._narrow = narrow
+        self._comparison.evaluation = not narrow
+        with quiet_modes(self._model, narrow=narrow):
+            yield
+
+    def _compute_alone(self) -> None:
+        samples = self._comparison.samples
+        with self._put_back() as self._start:
+            with self._time_first.noting("whole"):
+                found = self._evaluate(range(samples), record=True)
+            _backward(found.part)
+            # Copies, as .grad is dropped: the step must begin without gradients.
+            self._gradients = {
+                name: None if p.grad is None else p.grad.detach().clone()
+                for name, p in self._model.named_parameters()
+            }
+            # What the whole batch makes of the buffers is kept before they are put back.
+            self._alone_after = KeptBuffers(self._model)
+        self._whole_finding = inspect_loss(found.result, samples)
+        self._comparison.tolerance = self.tolerance
+        self._alone = found
+        self._comparison.alone = found.loss
+        self._comparison.returned = _words_of(found.result)
+
+    def _evaluate(self, rows: Sequence[int], *, record: bool = False) -> _Evaluation:
+        payload = move(self._whole(rows), self._device)
+        seed_generators(self._seed, self._device, common=self._common)
+        draws = self._draws.recording(len(rows)) if record else self._draws.replaying(rows)
+        by: list[bool] = []
+        try:
+            with draws, watch_differentiation(lambda _, inputs: by.append(bool(inputs))):
+                result = self.user(self._model, payload)
+        except Exception as error:
+            error.add_note("raised while onefold verify computed the whole batch as one shard")
+            raise
+        # By inputs: backward, which leaves all gradients in .grad, names none.
+        self._comparison.differentiates |= any(by)
+        left = count_of(payload, len(rows), self._dim).samples
+        return _read(result, left, "the loss of the whole batch")
+
+    def _compare(self, weight: float) -> None:
+        """Compare loss and gradient; the engine calls this between the fold and clipping."""
+        table, found = self._engine.context.exchange.table, self._comparison
+        found.skipped = False
+        totals = table.totals.cpu()
+        found.finding = found.finding or self._whole_finding
+        found.loss = float(fold_rows(totals)) / weight
+        found.loss_difference = self._relative_loss(float(totals.abs().sum()) / weight)
+        self._compare_gradients()
+        limit = self.tolerance
+        differs = not max(found.loss_difference, found.gradient_difference) <= limit
+        if self._closer_look and (differs or found.worst_difference > limit):
+            self._closer_look = False
+            with self._put_back(), kept_generators(self._device):
+                self._look_closer()
+
+    def _relative_loss(self, size: float) -> float:
+        found = self._comparison
+        # Terms that nearly cancel leave a loss near 0 whose every digit is rounding: it is measured
+        # by the size of its terms.
+        values = self._alone.values
+        mean_size = 0.0 if values is None else float(values.abs().mean())
+        scale = max(abs(found.loss), abs(found.alone), size, mean_size)
+        return relative_size((abs(found.loss - found.alone), found.loss, found.alone), scale)
+
+    def _compare_gradients(self) -> None:
+        """Compute the norms of the differences over the norms, of all and of each parameter."""
+        # One whose gradient is next to nothing, and so rounding, is measured by the whole gradient.
+        update, found = self._engine.context.update, self._comparison
+        squares: dict[str, torch.Tensor] = {}  # (3,) float64
+        names = list(self._engine.context.replicas[0].parts.trained)
+        left_out = self._engine.objective.left_out
+        for item, mine in zip(update.updated, update.gradients, strict=True):
+            if item.piece.entry in left_out:
+                continue
+            name = names[item.piece.entry]
+            entry = update.storage.gradients.entries[item.piece.entry]
+            whole = self._gradients[name]
+            folded = torch.zeros(item.piece.numel) if mine is None else _flat(mine)
+            alone = torch.zeros(item.piece.numel)
+            if whole is not None:
+                alone = _flat(laid_out(whole, entry.stride))[item.piece.start : item.piece.stop]
+            three = folded - alone, folded, alone
+            sums = torch.stack([each.double().square().sum() for each in three])
+            squares[name] = squares[name] + sums if name in squares else sums
+        norms = {name: each.sqrt().tolist() for name, each in squares.items()}
+        everything = torch.stack([*squares.values()]).sum(0).sqrt().tolist()
+        size = max((norm for norm in everything[1:] if math.isfinite(norm)), default=0.0)
+        found.gradient_difference = relative_size(everything, size)
+        floor = size * 1e-4
+        shares = {n: relative_size(e, max(e[1], e[2], floor)) for n, e in norms.items()}
+        found.worst = max(shares, key=lambda name: shares[name])
+        found.worst_difference = shares[found.worst]
+
+    @contextmanager
+    def _put_back(self) -> Iterator[KeptBuffers]:
+        """Begin and end with the same buffers, which it yields, and without any gradient.
+
+        A loss that runs backward itself must find none.
+        """
+        start = KeptBuffers(self._model)
+        self._model.zero_grad()
+        try:
+            yield start
+        finally:
+            start.put_back()
+            self._model.zero_grad()
+
+    def _look_closer(self) -> None:
+        found = self._comparison
+        found.time_first = self._time_first.cut_along_time()
+        found.norms = norms_of_the_batch(self._model)
+        if found.own_batch and not found.dim:
+            found.second = second_dimension(self._whole(range(found.samples)))
+        try:
+            # Twice: state of a shard's shape is left out by the first that has another one.
+            again = [range(found.samples)] * 2
+            found.repeats = all(self._gives_the_same(each, self.tolerance) for each in again)
+            found.relation = self._relation() if found.repeats else "unclear"
+            if found.repeats and found.relation in ("dependent", "unclear"):
+                # A generator of its own: the global ones belong to the run.
+                generator = torch.Generator().manual_seed(0)
+                order = torch.randperm(found.samples, generator=generator).tolist()
+                found.ordered = not self._gives_the_same(order, max(1e-7, self.tolerance))
+        except Exception as error:
+            found.relation = "unclear"
+            found.trouble = f"of a part of the batch: {type(error).__name__}: {message_of(error)}"
+
+    def _gives_the_same(self, rows: Sequence[int], limit: float) -> bool:
+        return math.isclose(self._loss_again(rows), self._comparison.alone, rel_tol=limit)
+
+    def _loss_again(self, rows: Sequence[int]) -> float:
+        # The evaluation before has changed buffers.
+        self._start.put_back()
+        with torch.set_grad_enabled(self._comparison.differentiates):
+            return self._evaluate(rows).loss
+
+    def _relation(self) -> Relation:
+        part = self._alone.part
+        if isinstance(self._alone.result, torch.Tensor) and not part.root.dim():
+            return self._relation_of_scalars()
+        values, shards = self._alone.values, [self._shards[shard] for shard in self._order]
+        if values is not None:
+            joined = torch.cat([each.values for each in shards if each.values is not None])
+            return "mean" if near(joined, values, self.tolerance) else "dependent"
+        for number, term in enumerate(part.parts):
+            total = torch.stack([each.part.parts[number].total().cpu() for each in shards]).sum()
+            if not near(total, term.total().cpu(), self.tolerance):
+                return "dependent"
+        return "mean"
+
+    def _relation_of_scalars(self) -> Relation:
+        third, samples = self._comparison.samples // 3, self._comparison.samples
+        # Three parts of at least one sample each.
+        if not third:
+            return "unclear"
+        rows = {"A": range(third), "B": range(third, 2 * third), "C": range(2 * third, samples)}
+        losses = {part: self._loss_again([r for one in part for r in rows[one]]) for part in PARTS}
+        counts = {part: len(each) for part, each in rows.items()}
+        return relation_of(losses, counts, max(1e-7, self.tolerance))
+
+
+def _read(result: object, samples: int, what: str) -> _Evaluation:
+    loss = split(result, what)[0]
+    return _Evaluation(weigh(loss, samples, what), loss)
+
+
+def _backward(part: Contribution) -> None:
+    """Run backward as a plain loop does, with the whole batch's own divisors."""
+    if part.kind == "means":
+        part = part.combine([each.known_weight for each in part.parts])
+    if part.known_weight and part.root.requires_grad:
+        part.backward(part.known_weight)
+
+
+def _flat(gradient: torch.Tensor) -> torch.Tensor:
+    """Return a gradient's elements in storage order, on the host: (numel,)."""
+    return storage_order(gradient.detach()).cpu()
+
+
+def _words_of(result: object) -> str:
+    if not isinstance(result, torch.Tensor):
+        return f"onefold.{type(result).__name__}"
+    return "one value a sample" if result.dim() else "a scalar"

@@ -1,0 +1,129 @@
+"""Launching a function or a script on several devices."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import onefold
+from onefold.core.context import LaunchContext
+from onefold.core.options import RunOptions
+from onefold.errors import LaunchError
+from tests.tables import for_each
+
+processes = pytest.mark.processes
+
+TRAINING = """
+import sys, torch, onefold
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+trainer = onefold.Trainer(model, optimizer, lambda m, b: m(b).square().mean(dim=1), shards={shards})
+for _ in range(3):
+    trainer.step(torch.randn(6, 4))
+print(len(trainer.devices), trainer.fingerprint(), sys.argv[1:])
+"""
+
+
+def cli(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "onefold", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+        cwd=cwd,
+    )
+
+
+def ranks(extra: int) -> tuple[int, str, int]:
+    print("this is printed once")
+    return int(os.environ["RANK"]) + extra, os.environ["WORLD_SIZE"], torch.get_num_threads()
+
+
+@processes
+def test_the_leads_result_comes_back(capfd: pytest.CaptureFixture[str]) -> None:
+    rank, size, _ = onefold.launch(ranks, devices="cpu:2", args=(10,))
+    assert (rank, size) == (10, "2")
+    assert capfd.readouterr().out == "this is printed once\n"
+
+
+@processes
+@for_each(
+    ("devices", "code", "words"),
+    [("auto", 0, ""), ("2", 1, "ValueError: 2 devices cannot share 1 shard: ")],
+)
+def test_no_more_devices_than_shards(devices: str, code: int, words: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAINING.format(shards=1))
+    done = cli("run", "--devices", devices, "train.py", cwd=tmp_path)
+    assert (done.returncode, words in done.stderr) == (code, True), done.stderr
+    assert done.stdout.startswith("1 " if not code else "")
+
+
+@processes
+def test_the_scripts_own_arguments_and_the_record(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAINING.format(shards=2))
+    options = ("--devices", "2", "--record", "record", "--logs", "logs")
+    done = cli("run", *options, "train.py", "--devices", "mine", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.rstrip().endswith("['--devices', 'mine']")
+    shown = cli("record", "show", "record", "--json", cwd=tmp_path)
+    lines = [json.loads(line) for line in shown.stdout.splitlines()]
+    assert [line["step"] for line in lines if line["kind"] == "step"] == [1, 2, 3]
+    assert "['--devices', 'mine']" in (tmp_path / "logs" / "device-1.log").read_text()
+
+
+BAD: list[tuple[Sequence[str], str]] = [
+    (("run", "nowhere.py"), "there is no script nowhere.py"),
+    (("run", "--devices", "0", "x.py"), "expected at least one device"),
+    (("run", "--exchange", "pigeon", "x.py"), "expected the exchange to be one of"),
+    (("run", "--timeout", "1e12", "x.py"), "the timeout to be finite and at most 2073600 s"),
+    (("verify", "--steps", "0", "x.py"), "Invalid value for '--steps'"),
+]
+
+
+@for_each(("arguments", "message"), BAD)
+def test_bad_arguments_are_refused(arguments: Sequence[str], message: str, tmp_path: Path) -> None:
+    (tmp_path / "x.py").write_text("raise SystemExit('the script was started')")
+    done = cli(*arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "the script was started" not in done.stderr
+
+
+@for_each(
+    ("asked", "said", "launcher"),
+    [
+        ("shard", "replicate", "onefold"),
+        ("shard", "offload", "torch"),
+        (None, "replicate", "torch"),
+        ("replicate:state", "replicate:state", "torch"),
+        ("shard", "replicate", "torch"),
+        ("replicate:state", "replicate", "torch"),
+    ],
+)
+def test_the_command_decides_what_is_kept(
+    asked: str | None, said: str, launcher: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = LaunchContext(size=2, launcher=launcher, options=RunOptions(placement=said))
+    monkeypatch.setattr("onefold.launcher.launch.current_context", lambda: context)
+    if asked and asked != said == "replicate" and launcher == "torch":  # it was not asked to
+        with pytest.raises(
+            LaunchError, match=f"Set ONEFOLD_PLACEMENT={asked} for all of its processes"
+        ):
+            onefold.launch(lambda: 42, placement=asked)
+    else:
+        assert onefold.launch(lambda: 42, placement=asked) == 42
+
+
+def test_what_is_no_function_is_refused_before_a_device_starts() -> None:
+    made: Any = float
+    with pytest.raises(TypeError, match=r"expected a function, got float: write onefold\.launch"):
+        onefold.launch(made("1"), devices="cpu:2")

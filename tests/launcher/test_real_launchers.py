@@ -1,0 +1,201 @@
+"""Runs that Slurm, Open MPI and Ray Train have started, with the bits of one device.
+
+Slurm and Open MPI are Debian's (``apt-get install slurm-wlm munge openmpi-bin``), with all nodes on
+this machine; Ray Train is PyPI's (``pip install "ray[train]"``).
+"""
+
+import importlib.util
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tools.test_hostwatch import SCRIPT as SCRIPT_THAT_HANGS
+from tests.tools.test_hostwatch import started, told_by
+
+SCRIPT = Path(__file__).parent.parent / "scripts" / "placed.py"
+MAIN = [sys.executable, str(SCRIPT), "main"]
+RAY = Path(__file__).parent.parent / "scripts" / "with_ray.py"
+PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sinfo", "unshare")
+pytestmark = [pytest.mark.full, pytest.mark.processes, pytest.mark.xdist_group("launchers")]
+
+CONFIGURATION = """
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ports[0]}
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+SlurmUser=root
+SlurmdUser=root
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/linear
+MpiDefault=none
+ReturnToService=2
+FirstJobId=12000
+NodeName=node1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs={cores}
+NodeName=node2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs={cores}
+NodeName=nowhere NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[3]} CPUs={cores}
+PartitionName=all Nodes=ALL Default=YES State=UP
+"""
+NODES = ("node1", "node2", "nowhere")
+
+
+def free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        servers = [stack.enter_context(socket.create_server(("", 0))) for _ in range(count)]
+        return [server.getsockname()[1] for server in servers]
+
+
+@contextmanager
+def running(command: list[str], log: Path, **environment: str) -> Iterator[None]:
+    """A server, which is ended by its id."""
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            env={**os.environ, **environment},
+            start_new_session=True,
+        )
+    try:
+        yield
+    finally:
+        process.terminate()
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait(20)
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """A cluster of three nodes on this machine, one of which has a name that does not resolve.
+
+    The ports of its jobs follow their numbers; those of the first ones Ray may have.
+    """
+    missing = [name for name in PROGRAMS if shutil.which(name) is None]
+    if missing or os.getuid() != 0:
+        pytest.skip(f"Slurm on this machine needs root and slurm-wlm; missing: {missing}")
+    folder = tmp_path_factory.mktemp("slurm")
+    (folder / "state").mkdir()
+    host = socket.gethostname()
+    text = CONFIGURATION.format(folder=folder, host=host, ports=free_ports(4), cores=os.cpu_count())
+    (folder / "slurm.conf").write_text(text)
+    (folder / "hosts").write_text(Path("/etc/hosts").read_text() + "\n127.0.0.1 node1 node2\n")
+    (folder / "key").write_bytes(os.urandom(64))
+    (folder / "key").chmod(0o400)
+    found = {"SLURM_CONF": str(folder / "slurm.conf")}
+    files = [f"--{name}-file={folder}/munge.{name}" for name in ("pid", "log", "seed")]
+    munged = ["munged", "-F", "-f", f"-S{folder}/munge.socket", f"--key-file={folder}/key", *files]
+    with ExitStack() as stack:
+        stack.enter_context(running(munged, folder / "munged.log"))
+        stack.enter_context(running(["slurmctld", "-D"], folder / "slurmctld.log", **found))
+        for node in NODES:
+            # Names of nodes, for whatever is started there and nobody else.
+            mount = f"mount --bind {folder}/hosts /etc/hosts && exec slurmd -D -N {node}"
+            command = ["unshare", "--mount", "sh", "-c", mount]
+            stack.enter_context(running(command, folder / f"slurmd-{node}.log", **found))
+        wait_until_idle(folder, found)
+        yield found
+
+
+def wait_until_idle(folder: Path, environment: dict[str, str]) -> None:
+    ask = ["sinfo", "-h", "-N", "-o", "%t"]
+    for _ in range(200):
+        done = subprocess.run(
+            ask, capture_output=True, text=True, env={**os.environ, **environment}
+        )
+        if done.stdout.split() == ["idle"] * len(NODES):
+            return
+        time.sleep(0.2)
+    logs = "\n".join(path.read_text()[-2000:] for path in folder.glob("*.log"))
+    pytest.fail(f"the nodes of Slurm did not come up: {done.stdout}{done.stderr}\n{logs}")
+
+
+def alone() -> str:
+    return subprocess.run(MAIN, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize(
+    "options", ["-n2 -wnode1", "-n3 -wnode1", "-N2 -n2 -wnode1,node2", "-n2 -wnowhere"]
+)
+def test_srun_gives_the_bits_of_one_device(slurm: dict[str, str], options: str) -> None:
+    """On one node, whose name need not resolve, and on two."""
+    command = ["srun", "--oversubscribe", "--overcommit", *options.split(), *MAIN]
+    how: Any = {"capture_output": True, "text": True, "timeout": 600}
+    done = subprocess.run(command, env={**os.environ, **slurm}, **how)
+    size = "3" if "-n3" in options else "2"
+    assert (done.returncode, done.stdout) == (0, alone().replace("1 ", f"{size} ", 1)), done.stderr
+
+
+def test_a_name_that_does_not_resolve_is_named(slurm: dict[str, str], tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    nodes = ["-N2", "-n2", "-m", "plane=1", "-wnowhere,node1"]
+    # The lead is the first in Slurm's order, which is that of the configuration.
+    with running(["srun", "--overcommit", *nodes, *MAIN], log, **slurm, MASTER_ADDR="nowhere"):
+        for _ in range(400):
+            if "does not resolve" in log.read_text():
+                break
+            time.sleep(0.1)
+    said = log.read_text()
+    assert "device 1 has waited for 1" in said
+    assert "device 0 cannot be reached at nowhere:" in said
+    assert "the name nowhere does not resolve on " in said
+
+
+def test_a_hang_under_srun_is_told(slurm: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT_THAT_HANGS)
+    ranked = ["sh", "-c", 'RANK=$SLURM_PROCID exec "$@"', "sh", sys.executable, "train.py"]
+    command = ["srun", "--overcommit", "-N2", "-n2", "-wnode1,node2", *ranked, "forward", "1"]
+    text = told_by([started(command, tmp_path, slurm)], " has waited for ")
+    assert "device 0 has waited for 1" in text
+    assert "computes shard 1 in step 6:" in text
+    assert "in loss\n" in text
+
+
+def test_mpirun_is_refused_with_the_command_that_works() -> None:
+    if shutil.which("mpirun") is None:
+        pytest.skip("Open MPI is not installed")
+    mpirun = "mpirun --oversubscribe --allow-run-as-root -np 2"
+    script = " ".join(MAIN)
+    refused = subprocess.run(f"{mpirun} {script}", shell=True, capture_output=True, text=True)
+    assert (refused.returncode, refused.stdout) == (1, "")
+    (line,) = {line for line in refused.stderr.splitlines() if line.startswith("    mpirun")}
+    command = line.partition("  (HOST")[0].replace("mpirun", mpirun, 1)
+    command = command.replace("python train.py", script).replace("HOST", "127.0.0.1")
+    port = str(free_ports(1)[0])
+    done = subprocess.run(
+        command.replace("29500", port), shell=True, capture_output=True, text=True, timeout=600
+    )
+    assert (done.returncode, done.stdout) == (0, alone().replace("1 ", "2 ", 1)), done.stderr
+
+
+def test_ray_train_gives_the_bits_of_one_device(tmp_path: Path) -> None:
+    if importlib.util.find_spec("ray") is None:
+        pytest.skip("Ray Train is not installed")
+    done = subprocess.run(
+        [sys.executable, str(RAY), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_TRAIN_V2_ENABLED": "1"},
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    bits = [(tmp_path / f"bits-{rank}").read_text() for rank in range(2)]
+    assert bits == [alone().split()[1]] * 2
