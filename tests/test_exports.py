@@ -1,6 +1,8 @@
 """The public names, and what importing them loads."""
 
 import importlib
+import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -41,11 +43,22 @@ def test_every_module_names_what_is_public(name: str) -> None:
     assert [public for public in module.__all__ if not hasattr(module, public)] == []
 
 
-def test_the_errors_are_one_family() -> None:
-    tree = onefold.errors.__doc__ or ""
-    for name in onefold.errors.__all__:
-        assert issubclass(getattr(onefold.errors, name), onefold.errors.OnefoldError)
-        assert name in tree
+def test_the_errors_are_the_tree_that_is_drawn() -> None:
+    errors = onefold.errors
+    classes = dict(inspect.getmembers(errors, inspect.isclass))
+    bases = {
+        name: base.__name__
+        for name, each in classes.items()
+        for base in each.__bases__
+        if issubclass(base, errors.OnefoldError)
+    }
+    above, drawn = [errors.OnefoldError.__name__], {}
+    for branch, name in re.findall(r"(?m)^    ([│ ]*[├└]── )(\w+)", errors.__doc__ or ""):
+        depth = len(branch) // 4
+        above[depth:] = [name]
+        drawn[name] = above[depth - 1]
+    assert drawn == bases
+    assert set(errors.__all__) == classes.keys() == {*bases, errors.OnefoldError.__name__}
 
 
 @pytest.mark.processes

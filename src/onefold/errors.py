@@ -15,6 +15,7 @@
     ├── DataError              files of a data set that cannot be used, found before training
     ├── CheckpointError        a checkpoint or file of weights that is damaged, or does not fit
     ├── RecordError            a record of a run that is damaged, or does not fit
+    ├── AuditError             a device that computed wrong bits (onefold run --audit)
     └── PeerError              this device is sound, another one is not
         ├── PeerLost           it was killed, was stopped, or left the run
         ├── PeerFailed         it raised an exception; the message carries it
@@ -26,6 +27,7 @@ Bad arguments are plain ``ValueError`` and ``TypeError``, raised before any work
 from __future__ import annotations
 
 __all__ = [
+    "AuditError",
     "CheckpointError",
     "DataError",
     "DisagreementError",
