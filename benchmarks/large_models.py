@@ -75,9 +75,9 @@ def sides_of(processes: int) -> dict[str, SideSpec]:
             processes=processes,
         )
         for placement, exchange in (
-            *(("replicate", "shared"), ("shard", "shared"), ("offload", "shared")),
+            *(("replicate", "shared"), ("partition", "shared"), ("offload", "shared")),
             ("pipeline", "shared"),
-            *(("replicate", "collective"), ("shard", "collective"), ("pipeline", "collective")),
+            *(("replicate", "collective"), ("partition", "collective"), ("pipeline", "collective")),
         )
     }
     others = {

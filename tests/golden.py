@@ -67,7 +67,7 @@ class Golden(NamedTuple):
 WAYS = [
     Way(devices, placement, exchange)
     for devices in (2, 3, 4)
-    for placement in ("replicate", "shard", "offload")
+    for placement in ("replicate", "partition", "offload")
     for exchange in ("shared", "collective")
 ]
 LINES = [

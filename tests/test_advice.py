@@ -53,7 +53,7 @@ def test_a_fingerprint_of_the_lead_alone_is_named() -> None:
     """Where devices keep their partitions; see `trainer.unsharded`."""
     words = "device 1 calls trainer.step .*device 0 calls trainer.fingerprint"
     with pytest.raises(DisagreementError, match=words):
-        simulate(fingerprint_of_the_lead, 2, placement="shard", exchange="collective")
+        simulate(fingerprint_of_the_lead, 2, placement="partition", exchange="collective")
 
 
 def test_only_errors_of_files_that_somebody_else_may_have_made_are_explained() -> None:

@@ -58,8 +58,8 @@ def test_only_the_parts_fit_and_the_devices_do_not_matter(
     recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(partitioned, "capacity_bytes", lambda _: 3000)
-    options: dict[str, Any] = {"devices": "cpu:3", "placement": "shard"}
+    options: dict[str, Any] = {"devices": "cpu:3", "placement": "partition"}
     assert simulated.launch(recipe["main"], args=(4,), **options) == recipe["main"](4)
-    for placement in ("shard", "offload"):
+    for placement in ("partition", "offload"):
         with pytest.raises(ValueError, match=r"cut its largest layer into modules of their own: "):
             simulated.launch(recipe["main"], args=(1,), **options | {"placement": placement})

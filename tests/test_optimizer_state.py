@@ -134,9 +134,9 @@ def test_one_shard_has_the_bits_of_a_plain_loop(name: str) -> None:
     [
         ("polyak", "collective", "offload"),
         ("polyak", "shared", "replicate"),
-        ("halved", "collective", "shard"),
+        ("halved", "collective", "partition"),
         ("halved, whole", "shared", "pipeline"),
-        ("forgotten", "shared", "shard"),
+        ("forgotten", "shared", "partition"),
         ("cleared", "collective", "replicate"),
         ("loaded", "shared", "offload"),
     ],

@@ -96,7 +96,7 @@ def run(ways: Any, devices: int | None = None) -> list[Any]:
         ("shared", "replicate"),
         ("collective", "replicate"),
         ("shared", "offload"),
-        ("collective", "shard"),
+        ("collective", "partition"),
     ],
 )
 def test_every_device_has_the_same_rounds(exchange: Any, placement: str) -> None:
@@ -105,7 +105,7 @@ def test_every_device_has_the_same_rounds(exchange: Any, placement: str) -> None
     assert found == [run(ways, devices=2 if exchange == "shared" else 1)] * 2
 
 
-@for_each("placement", ["shard", "pipeline"])
+@for_each("placement", ["partition", "pipeline"])
 def test_the_next_trainer_takes_a_model_that_is_partitioned(placement: Any) -> None:
     def run() -> str:
         torch.manual_seed(0)

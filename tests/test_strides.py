@@ -165,7 +165,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[object]:
     [
         ("replicate", "collective", 1, 3),
         ("replicate", "shared", 2, 1),
-        ("shard", "collective", 2, 3),
+        ("partition", "collective", 2, 3),
         ("pipeline", "shared", 3, 2),
         ("offload", "shared", 1, 2),
     ],
@@ -215,7 +215,7 @@ def rotated(folder: Path, loads: bool) -> list[object]:
 
 @for_each(
     ("placement", "devices", "others"),
-    [("replicate", 1, 1), ("replicate", 1, 2), ("shard", 2, 1), ("offload", 2, 2)],
+    [("replicate", 1, 1), ("replicate", 1, 2), ("partition", 2, 1), ("offload", 2, 2)],
 )
 def test_matrices_of_an_optimizer_lie_as_they_did(
     placement: str, devices: int, others: int, tmp_path: Path

@@ -94,7 +94,7 @@ class PipelineError(OnefoldError, ValueError):
             f"parameter {parameter} of stage {stage} is used on device {device}, outside of its "
             f"stage, which another device computes: in a part of it that is called alone, perhaps, "
             f"or in a penalty on all parameters. Name that part as a stage "
-            f"(Trainer(stages=[...])), or use --placement shard"
+            f"(Trainer(stages=[...])), or use --placement partition"
         )
 
 

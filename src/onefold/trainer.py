@@ -548,11 +548,11 @@ class Trainer:
     def unsharded(self) -> Iterator[None]:
         """A block in which every device has all parameters; called on every device.
 
-        They always do, unless the run was started with ``--placement shard`` and its devices do not
-        share memory (GPUs, several hosts): then each keeps its partition, and what is brought for a
-        step goes again with it. Outside of this block the parameters of such a model are NaN, and
-        ``state_dict()`` is refused. The model may be read in the block; what is written to it is
-        lost, and belongs into `modifying`.
+        They always do, unless the run was started with ``--placement partition`` and its devices do
+        not share memory (GPUs, several hosts): then each keeps its partition, and what is brought
+        for a step goes again with it. Outside of this block the parameters of such a model are NaN,
+        and ``state_dict()`` is refused. The model may be read in the block; what is written to it
+        is lost, and belongs into `modifying`.
 
         Raises:
             DisagreementError: another device is somewhere else.

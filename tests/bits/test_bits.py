@@ -19,8 +19,8 @@ pytestmark = [
 ]
 
 WAYS = [
-    *(("shared", "replicate", 2), ("collective", "replicate", 4), ("shared", "shard", 4)),
-    *(("collective", "shard", 3), ("shared", "offload", 3), ("collective", "offload", 2)),
+    *(("shared", "replicate", 2), ("collective", "replicate", 4), ("shared", "partition", 4)),
+    *(("collective", "partition", 3), ("shared", "offload", 3), ("collective", "offload", 2)),
 ]
 LINES = [
     *(("shared", "pipeline", 2), ("shared", "pipeline:2", 6), ("collective", "pipeline", 3)),
@@ -90,12 +90,12 @@ def parts(names: list[str], folder: Path, stops: bool) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "ways",
     [
-        (("shared", "shard", 3), ("collective", "replicate", 2)),
-        (("collective", "replicate", 3), ("shared", "shard", 2)),
-        (("shared", "offload", 3), ("collective", "shard", 2)),
+        (("shared", "partition", 3), ("collective", "replicate", 2)),
+        (("collective", "replicate", 3), ("shared", "partition", 2)),
+        (("shared", "offload", 3), ("collective", "partition", 2)),
         (("collective", "replicate", 1), ("shared", "offload", 2)),
         (("shared", "pipeline", 2), ("collective", "replicate", 3)),
-        (("collective", "shard", 3), ("shared", "pipeline:2", 4)),
+        (("collective", "partition", 3), ("shared", "pipeline:2", 4)),
         (("collective", "pipeline", 2), ("collective", "offload", 2)),
     ],
     ids=str,

@@ -50,13 +50,13 @@ def check(exchange: str, placement: str, devices: int, names: tuple[str, ...]) -
 @pytest.mark.processes
 @pytest.mark.xdist_group("smoke")
 @pytest.mark.parametrize("exchange", ["shared", "collective"])
-@pytest.mark.parametrize("placement", ["replicate", "shard", "offload", "pipeline"])
+@pytest.mark.parametrize("placement", ["replicate", "partition", "offload", "pipeline"])
 def test_processes_have_the_bits_of_simulated_devices(exchange: str, placement: str) -> None:
     names = IN_PIPELINES if placement == "pipeline" else CASES
     check(exchange, placement, 3 if placement in ("replicate", "pipeline") else 2, names)
 
 
-PARTITIONED = [("shard", 2), ("shard", 3), ("pipeline", 3), ("pipeline:2", 4)]
+PARTITIONED = [("partition", 2), ("partition", 3), ("pipeline", 3), ("pipeline:2", 4)]
 
 
 @for_each(("placement", "devices"), PARTITIONED)

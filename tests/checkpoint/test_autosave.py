@@ -167,10 +167,10 @@ def test_a_crash_too_many_ends_the_run(runs: Runs) -> None:
         ("--checkpoint c --keep-last 0", "expected keep_last of at least 1, got 0"),
         (
             "--placement 3",
-            "expected placement to be one of replicate, shard, offload, pipeline, got '3'",
+            "expected placement to be one of replicate, partition, offload, pipeline, got '3'",
         ),
         ("--checkpoint c --grace 0", "expected the grace to be more than 0, got 0.0"),
-        ("--home .", "--home .: expected --placement offload, shard or pipeline with it"),
+        ("--home .", "--home .: expected --placement offload, partition or pipeline with it"),
         (
             "--placement offload --home a-file",
             "expected --home or ONEFOLD_HOME to be a folder, on a disk",

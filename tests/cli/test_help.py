@@ -154,7 +154,7 @@ def test_programs_read_json() -> None:
 
     planned = printed("plan", "--json", "--devices", "1,4", str(SCRIPT), "adamw")
     assert [row["devices"] for row in planned["rows"]] == [1, 4]
-    assert planned["rows"][1]["shard"] < planned["rows"][0]["shard"]
+    assert planned["rows"][1]["partition"] < planned["rows"][0]["partition"]
 
 
 @pytest.mark.processes

@@ -87,7 +87,7 @@ MIB = 2**20
     [
         (2**30, 1, "with 1 device all; with 4 devices pipeline."),
         (5 * MIB, 4, "with 1 device all; with 4 devices offload."),
-        (8 * MIB, 4, "with 1 device all; with 4 devices shard, pipeline, offload."),
+        (8 * MIB, 4, "with 1 device all; with 4 devices partition, pipeline, offload."),
         (MIB, 4, "with 1 device nothing; with 4 devices nothing. Too large for a device"),
     ],
 )
@@ -106,7 +106,7 @@ def test_what_fits_is_told_by_placement(
     shown, _, found = capsys.readouterr().out.partition("{")
     assert text in " ".join(shown.split())
     for row in json.loads("{" + found)["rows"]:
-        for each in ("shard", "pipeline", "offload"):
+        for each in ("partition", "pipeline", "offload"):
             # Only a pipeline can use more devices than shards.
             assert (row[each] is None) == (row["devices"] > shards and each != "pipeline")
             fits = row[each] is not None and row[each] * row["devices"] <= free_bytes

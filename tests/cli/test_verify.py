@@ -169,7 +169,7 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
     for devices in ("1", "", "1,x", "0,1", "1,cpu:2", "cpu:2"):
         with pytest.raises(ValueError, match=r"expected (two or more ways|counts of devices)"):
             verify_script(missing, devices, options=options)
-    words = "expected placement to be one of replicate, shard, offload, pipeline, got 'spam'"
+    words = "expected placement to be one of replicate, partition, offload, pipeline, got 'spam'"
     with pytest.raises(ValueError, match=words):
         verify_script(missing, "1,2", options=options, placement="replicate,spam")
 

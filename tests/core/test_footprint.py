@@ -29,13 +29,15 @@ MEASURED = Footprint(
 )
 
 
-@for_each(("devices", "replicating", "sharding"), [(1, 2077, 1838), (2, 1541, 860), (4, 1088, 385)])
-def test_formulas_tell_what_was_measured(devices: int, replicating: int, sharding: int) -> None:
+@for_each(
+    ("devices", "replicating", "partitioning"), [(1, 2077, 1838), (2, 1541, 860), (4, 1088, 385)]
+)
+def test_formulas_tell_what_was_measured(devices: int, replicating: int, partitioning: int) -> None:
     """Within a sixth, as activations are in the one and sums that end early in the other."""
     found = MEASURED.replicating(devices, together=True) / MIB
     assert abs(found / replicating - 1) < 1 / 6
-    found = MEASURED.sharding(devices, together=True) / MIB
-    assert abs(found / sharding - 1) < 1 / 6
+    found = MEASURED.partitioning(devices, together=True) / MIB
+    assert abs(found / partitioning - 1) < 1 / 6
 
 
 def test_a_file_is_large_enough() -> None:
@@ -52,7 +54,7 @@ def test_devices_apart_have_their_own_parameters_and_two_stages() -> None:
     two_stages = 2 * MEASURED.stage + MEASURED.other
     # Between the rounds, the tree has one level less. Of a stage, 6.5 gradients in place of 4.
     fewer = MEASURED.gradients // 4 - MEASURED.stage // 2
-    assert more(MEASURED.sharding, 4) == two_stages - MEASURED.other // 4 - fewer
+    assert more(MEASURED.partitioning, 4) == two_stages - MEASURED.other // 4 - fewer
     # Two stages of parameters, and of the 6.5 gradients only 4 where memory is shared.
     assert more(MEASURED.offloading, 4) == MEASURED.other + 3 * MEASURED.stage - MEASURED.stage // 4
     # The others' sums come there, and there is no whole gradient beside those that are added up.

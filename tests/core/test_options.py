@@ -21,11 +21,11 @@ def test_options_that_make_no_sense_are_refused_by_name() -> None:
         ({"keep_last": 0}, "^expected keep_last of at least 1, got 0"),
         (
             {"placement": 3},
-            "^expected placement to be one of replicate, shard, .*, got 3; pipelines of 2",
+            "^expected placement to be one of replicate, partition, .*, got 3; pipelines of 2",
         ),
         (
             {"placement": "most"},
-            "^expected placement to be one of replicate, shard, offload, pipeline, got 'most'",
+            "^expected placement to be one of replicate, partition, offload, pipeline, got 'most'",
         ),
         ({"placement": "pipeline:1"}, "^expected placement .* pipelines of 2 devices or more"),
         ({"placement": "pipeline:"}, "^expected placement to be one of"),
@@ -46,7 +46,7 @@ def test_options_that_make_no_sense_are_refused_by_name() -> None:
 
 def test_how_many_devices_compute_a_shard() -> None:
     for placement, devices, line in (
-        *(("replicate", 4, 1), ("shard", 3, 1), ("pipeline", 3, 3), ("pipeline:2", 6, 2)),
+        *(("replicate", 4, 1), ("partition", 3, 1), ("pipeline", 3, 3), ("pipeline:2", 6, 2)),
         *(("pipeline:3", 3, 3), ("replicate:state", 4, 1)),
     ):
         options = RunOptions(placement=placement)

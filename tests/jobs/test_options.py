@@ -84,7 +84,7 @@ REFUSED: list[tuple[type[Any], str, list[Any], str]] = [
         TrainOptions,
         "placement",
         ["spam"],
-        "replicate, shard, offload, pipeline, or pipeline:2 and so on",
+        "replicate, partition, offload, pipeline, or pipeline:2 and so on",
     ),
     (TrainOptions, "runs", [""], "the name of a folder"),
     (TrainOptions, "name", ["a/b", "..", "a/"], "a name without slashes"),

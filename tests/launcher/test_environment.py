@@ -85,7 +85,10 @@ def test_another_attempt_is_another_run(changed: dict[str, str]) -> None:
 @for_each("launched", [{}, TORCHRUN])
 def test_what_devices_keep_is_chosen_by_the_environment(launched: dict[str, str]) -> None:
     assert read_context(launched).options.placement == "replicate"
-    assert read_context({**launched, "ONEFOLD_PLACEMENT": "shard"}).options.placement == "shard"
+    assert (
+        read_context({**launched, "ONEFOLD_PLACEMENT": "partition"}).options.placement
+        == "partition"
+    )
     with pytest.raises(
         LaunchError, match="ONEFOLD_PLACEMENT='some': expected placement to be one of replicate"
     ):
@@ -102,7 +105,9 @@ def test_a_worker_reads_its_launcher(
 ) -> None:
     for name, value in {**TORCHRUN, "CUBLAS_WORKSPACE_CONFIG": ":16:8"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("ONEFOLD_PLACEMENT", "shard")  # the launcher's choice is the one that counts
+    monkeypatch.setenv(
+        "ONEFOLD_PLACEMENT", "partition"
+    )  # the launcher's choice is the one that counts
     environment = worker_environment(context)
     assert read_context(environment) == context
     assert environment["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"

@@ -101,11 +101,11 @@ def test_bad_arguments_are_refused(arguments: Sequence[str], message: str, tmp_p
 @for_each(
     ("asked", "said", "launcher"),
     [
-        ("shard", "replicate", "onefold"),
-        ("shard", "offload", "torch"),
+        ("partition", "replicate", "onefold"),
+        ("partition", "offload", "torch"),
         (None, "replicate", "torch"),
         ("replicate:state", "replicate:state", "torch"),
-        ("shard", "replicate", "torch"),
+        ("partition", "replicate", "torch"),
         ("replicate:state", "replicate", "torch"),
     ],
 )

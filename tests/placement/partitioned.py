@@ -108,5 +108,5 @@ def trained(*given: Any, **settings: Any) -> onefold.Trainer:
 
 
 def run(function: Callable[..., Any], *given: Any, devices: int = 2, **options: Any) -> Any:
-    options = {"placement": "shard", "exchange": "collective", **options}
+    options = {"placement": "partition", "exchange": "collective", **options}
     return simulated.launch(function, devices=f"cpu:{devices}", args=given, **options)

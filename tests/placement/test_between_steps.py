@@ -145,8 +145,8 @@ def changed_in_a_block(how: str) -> str:
     ("how", "placement", "words"),
     [
         ("in place", "pipeline", "layers.2.weight was written to in `with trainer.unsharded():`"),
-        ("data", "shard", "layers.2.weight was written to in `with trainer.unsharded():`"),
-        ("step in place", "shard", "layers.2.weight changed since the call before"),
+        ("data", "partition", "layers.2.weight was written to in `with trainer.unsharded():`"),
+        ("step in place", "partition", "layers.2.weight changed since the call before"),
         ("step data", "pipeline", "parameters (through .data) changed since the call before"),
     ],
 )

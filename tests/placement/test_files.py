@@ -18,7 +18,7 @@ from tests.inside import engine_in
 from tests.placement.partitioned import Layered, run, samples, trained, trainer_of, watched
 from tests.tables import for_each
 
-SHARDED = RunOptions(placement="shard", exchange="collective")
+PARTITIONED = RunOptions(placement="partition", exchange="collective")
 FEATURES_OF_WIDE, WIDTH = 5, 5000
 WIDEST_BYTES = 4 * WIDTH * (FEATURES_OF_WIDE + 1) + 2 * 256  # what is between them included
 OF_ONE_RUN = ("sha256", "run", "time", "devices", "serial", "threads")
@@ -79,9 +79,9 @@ def resumed(directory: str, settings: dict[str, Any]) -> tuple[str, int]:
 @for_each(
     ("settings", "average", "devices", "goes_on"),
     [
-        ({}, False, 3, ("shard", "replicate")),
-        ({}, True, 2, ("replicate", "shard")),
-        ({"precision": "bf16-params"}, False, 2, ("shard", "shard")),
+        ({}, False, 3, ("partition", "replicate")),
+        ({}, True, 2, ("replicate", "partition")),
+        ({"precision": "bf16-params"}, False, 2, ("partition", "partition")),
     ],
 )
 def test_the_files_are_those_of_devices_with_all(
@@ -91,7 +91,7 @@ def test_the_files_are_those_of_devices_with_all(
     all_of_it = run(
         saved, str(tmp_path / "replicate"), *given, devices=devices, placement="replicate"
     )
-    partitions = run(saved, str(tmp_path / "shard"), *given, devices=devices)
+    partitions = run(saved, str(tmp_path / "partition"), *given, devices=devices)
     assert files_of(partitions[0]) == files_of(all_of_it[0])
     assert partitions[1] == all_of_it[1]
     assert partitions[2] == 0
@@ -128,7 +128,7 @@ def saved_by_itself(directory: str) -> tuple[str, int, int]:
 
 
 def test_a_model_that_computes_what_is_saved_has_all_parameters(tmp_path: Path) -> None:
-    folder, saves, both = run(saved_by_itself, str(tmp_path / "shard"))
+    folder, saves, both = run(saved_by_itself, str(tmp_path / "partition"))
     other, _, _ = run(saved_by_itself, str(tmp_path / "replicate"), placement="replicate")
     assert files_of(folder) == files_of(other)
     # To save, to check whether a checkpoint fits, and to take it.
@@ -175,7 +175,7 @@ def test_a_failure_ends_the_wait_of_all_and_leaves_no_file(kinds: Any, tmp_path:
     is_full = kinds[0] is OSError
     full = mock.Mock(side_effect=OSError(28, "no space left on this disk"))
     with mock.patch("os.fsync", full if is_full else os.fsync):
-        found = outcomes(failing, 2, args=(str(tmp_path), not is_full), options=SHARDED)
+        found = outcomes(failing, 2, args=(str(tmp_path), not is_full), options=PARTITIONED)
     for each, kind in zip(found, kinds, strict=True):
         with pytest.raises(kind, match="no space left on this" if is_full else "of device 1"):
             raise each.error

@@ -191,11 +191,11 @@ def with_a_write(make: type[nn.Module], call: str) -> None:
         (
             Masked,
             "evaluate",
-            "shard",
+            "partition",
             r"^parameter layers\.1\.weight was written to .* in a buffer",
         ),
         (Masked, "evaluate", "pipeline", r"layers\.1\.weight was written to while .* in a buffer"),
-        (Scaling, "evaluate", "shard", r"layers\.1\.weight was written to while"),
+        (Scaling, "evaluate", "partition", r"layers\.1\.weight was written to while"),
         (Scaling, "predict", "pipeline", r"layers\.1\.weight was written to while"),
     ],
 )
@@ -267,7 +267,7 @@ def with_values_of_their_own() -> str:
     return trained(trainer_of(make), 1)
 
 
-@for_each("placement", ["shard", "pipeline"])
+@for_each("placement", ["partition", "pipeline"])
 @for_each("work", [changed_between_steps, unfrozen, with_values_of_their_own])
 def test_frozen_parameters_are_those_of_one_device(work: Callable[[], str], placement: str) -> None:
     assert run(work, placement=placement) == work()

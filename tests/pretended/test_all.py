@@ -85,7 +85,13 @@ def test_what_processes_of_a_card_each_ask_of_it(tmp_path: Path) -> None:
     [
         *((1, 2, "replicate"), (2, 4, "replicate"), (3, 6, "replicate"), (3, 8, "replicate")),
         *((2, 4, WITH_STATE), (3, 6, WITH_STATE), (1, 1, "replicate"), (3, 3, "replicate")),
-        *((1, 2, "shard"), (2, 2, "shard"), (2, 8, "shard"), (3, 6, "shard"), (4, 4, "shard")),
+        *(
+            (1, 2, "partition"),
+            (2, 2, "partition"),
+            (2, 8, "partition"),
+            (3, 6, "partition"),
+            (4, 4, "partition"),
+        ),
         *((1, 2, "offload"), (2, 4, "offload"), (3, 8, "offload"), (4, 4, "offload")),
     ],
 )
@@ -113,8 +119,8 @@ def test_the_plan_tells_what_a_device_takes(devices: int, shards: int, placement
         timeout=LIMIT_S,
         check=True,
     )
-    if placement == "shard":
-        planned = sizes.sharding(devices, together=False)
+    if placement == "partition":
+        planned = sizes.partitioning(devices, together=False)
     elif placement == "offload":
         planned = sizes.offloading(devices, together=False)
     else:

@@ -115,7 +115,7 @@ def test_json_has_what_calls_have_returned(
     assert (line["loss"], line["time"]) == tuple(record.steps[n][1] for n in ("loss", "time"))
 
 
-@pytest.mark.parametrize("placement", ["replicate", "shard", "pipeline"])
+@pytest.mark.parametrize("placement", ["replicate", "partition", "pipeline"])
 def test_the_same_is_written_for_any_number_of_devices(tmp_path: Path, placement: str) -> None:
     one = numbers(recorded(tmp_path / "one"))
     devices = [2] if placement == "pipeline" else [2, 3]

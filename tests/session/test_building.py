@@ -12,7 +12,7 @@ from onefold.core.options import ExchangeName, PlacementName, RunOptions
 from onefold.testing import simulate
 from tests.tables import for_each
 
-PLACEMENTS: list[PlacementName] = ["replicate", "shard", "offload"]
+PLACEMENTS: list[PlacementName] = ["replicate", "partition", "offload"]
 
 
 @pytest.fixture(params=PLACEMENTS)
@@ -92,7 +92,7 @@ def trained(precision: str | None = None) -> tuple[str, float]:
 @for_each(
     ("precision", "placement", "exchange"),
     [
-        (None, "shard", "shared"),
+        (None, "partition", "shared"),
         ("bf16-params", "offload", "collective"),
         ("bf16-params", "pipeline", "shared"),
         (None, "pipeline", "collective"),

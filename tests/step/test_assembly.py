@@ -60,8 +60,8 @@ STAGE_BYTES = 4 * WIDTH * WIDTH
 @for_each(
     ("placement", "capacity", "fits"),
     [
-        ("shard", 2 * STAGE_BYTES, True),
-        ("shard", 2 * STAGE_BYTES - 1, False),
+        ("partition", 2 * STAGE_BYTES, True),
+        ("partition", 2 * STAGE_BYTES - 1, False),
         ("offload", STAGE_BYTES, True),
         ("offload", STAGE_BYTES - 1, False),
         ("replicate", 1, True),

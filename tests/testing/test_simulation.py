@@ -45,7 +45,7 @@ def reference() -> tuple[str, str]:
 
 
 @for_each("exchange", EXCHANGES)
-@for_each("placement", ["replicate", "shard", "offload", "pipeline"])
+@for_each("placement", ["replicate", "partition", "offload", "pipeline"])
 def test_the_bits_are_those_of_one_device(exchange: ExchangeName, placement: str) -> None:
     for devices, seed in ((2, 0), (3, 1)):
         found = simulate(trained, devices, seed=seed, placement=placement, exchange=exchange)
@@ -62,7 +62,7 @@ def test_the_bits_are_those_of_a_process() -> None:
         *(
             ("shared", "replicate", "kill"),
             ("shared", "replicate", "stop"),
-            ("shared", "shard", "kill"),
+            ("shared", "partition", "kill"),
         ),
         *(("collective", "replicate", "cut"), ("collective", "replicate", "kill")),
     ],
@@ -90,7 +90,7 @@ def test_a_device_that_is_lost_ends_the_run_on_all(
 
 @for_each("exchange", EXCHANGES)
 def test_a_late_device_changes_nothing(exchange: ExchangeName) -> None:
-    options = RunOptions(exchange=exchange, placement="shard")
+    options = RunOptions(exchange=exchange, placement="partition")
     for call in range(1, 40, 5):
         faults = [Fault(device=call % 3, call=call, kind="delay")]
         found = outcomes(trained, 3, seed=call, options=options, faults=faults)

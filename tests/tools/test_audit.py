@@ -151,7 +151,7 @@ def run(folder: Path, devices: int, *, placement: str = "replicate", **audit: An
     return set(simulate(script, devices, options=options))
 
 
-@pytest.mark.parametrize("placement", ["replicate", "shard", "offload"])
+@pytest.mark.parametrize("placement", ["replicate", "partition", "offload"])
 @pytest.mark.parametrize("devices", [1, 2, 3])
 def test_an_audit_changes_no_bit(tmp_path: Path, devices: int, placement: str) -> None:
     plain = set(simulate(script, 1))
@@ -161,7 +161,7 @@ def test_an_audit_changes_no_bit(tmp_path: Path, devices: int, placement: str) -
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("devices", [1, 2, 3])
-@pytest.mark.parametrize("placement", ["replicate", "shard"])
+@pytest.mark.parametrize("placement", ["replicate", "partition"])
 def test_a_transient_fault_is_healed_and_told(
     tmp_path: Path,
     plant: Callable[[Planted | None], None],

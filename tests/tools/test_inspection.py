@@ -82,7 +82,7 @@ def network() -> torch.nn.Module:
     )
 
 
-PLACEMENTS = ("replicate", "shard", "offload")
+PLACEMENTS = ("replicate", "partition", "offload")
 
 
 @pytest.mark.parametrize("recorded_on", PLACEMENTS)

@@ -340,8 +340,11 @@ class StoredStates:
         return packed(list(states), self._allocator)
 
     def values(self, owned: Iterable[int]) -> torch.Tensor:
-        """Pack the values of some of `Storage.sharded_pieces`, for the process that keeps them."""
-        layout, pieces = self._storage.sharded_layout().layout, self._storage.sharded_pieces()
+        """Pack the values of some of the partitioned pieces, for the process that keeps them."""
+        layout, pieces = (
+            self._storage.partitioned_layout().layout,
+            self._storage.partitioned_pieces(),
+        )
         keys = {entry.name: [VALUES] for entry in layout.entries}
 
         def read(name: str) -> torch.Tensor:

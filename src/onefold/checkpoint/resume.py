@@ -364,7 +364,7 @@ class Checkpoints:
         # is what the lead fills and the others follow.
         self._buffers.absorb()
         # What is elsewhere goes to its owners, with the state of the optimizer.
-        but = frozenset(map(id, self._engine.placement.sharded))
+        but = frozenset(map(id, self._engine.placement.partitioned))
         fill = None if files is None else partial(files.model.fill, self._module, but=but)
         self._lead.do("reading a model", fill)
         self._exchange.memory.broadcast_from_lead(self._buffers.flat)
@@ -383,7 +383,7 @@ class Checkpoints:
         if self._update.storage.mirrors:
             partitions = (range(len(self._update.storage.pieces)),) * len(partitions)
         make = None if files is None else partial(self._for_owner, files.pieces, partitions)
-        shown = self._take_values(files) if self._engine.placement.sharded else None
+        shown = self._take_values(files) if self._engine.placement.partitioned else None
         self._update.take_states(unpack(self._lead.scatter_from_lead(make)), shown)
         groups = self._update.optimizer.param_groups if settings else ()
         taken = self._state.taken(saved["settings"], changed)

@@ -264,10 +264,10 @@ class Saving:
 
     def _of_partition(self) -> Iterator[str]:
         """Name what is not finite of the pieces that this device keeps, if it has no more."""
-        if not self._engine.placement.sharded:
+        if not self._engine.placement.partitioned:
             return
         update, frozen = self._context.update, self._context.exchange.memory.frozen
-        entries = update.storage.sharded_layout().layout.entries
+        entries = update.storage.partitioned_layout().layout.entries
         for item in update.owned:
             if not all_finite(update.values_of(item.number)):
                 yield own_name(entries[item.piece.entry].name)
@@ -280,8 +280,8 @@ class Saving:
         first, frozen = self._context.replicas[0], self._context.exchange.memory.frozen
         of_all = [] if frozen is None else frozen.flat.sections
         with self._averaging.training_values() as trained:
-            sharded = set(map(id, self._engine.placement.sharded))
-            here = {name: p for name, p in first.parts.named.items() if id(p) not in sharded}
+            partitioned = set(map(id, self._engine.placement.partitioned))
+            here = {name: p for name, p in first.parts.named.items() if id(p) not in partitioned}
             named = {own_name(name): parameter for name, parameter in here.items()}
             found = first_not_finite((*trained.sections, *first.other.sections, *of_all), named)
             spoilt = names_with_nan(_own_buffers(first.module)) - self._nan_before
@@ -294,7 +294,7 @@ class Saving:
             folder: where to.
             record: what is saved beside tensors.
         """
-        if self._engine.placement.sharded:
+        if self._engine.placement.partitioned:
             self._stream(folder, record)
             return True
         transport = self._context.exchange.transport
@@ -311,7 +311,7 @@ class Saving:
         record["fingerprint"] = fingerprint_of(agreed_digests(self._engine))
         write = None
         if self._lead.is_here:
-            numbers = {id(p): n for n, p in enumerate(self._engine.placement.sharded)}
+            numbers = {id(p): n for n, p in enumerate(self._engine.placement.partitioned)}
             saved, rest = coming_parts(self._parts.module, numbers, stream.parameter)
             of_buffers = self._of_buffers()
             write = partial(_write_all, folder, record, stream.optimizer, of_buffers, saved, rest)
@@ -413,7 +413,10 @@ class PartitionedState:
         self._own: dict[tuple[int, str], list[PieceState]] = defaultdict(list)
         for state in own:
             self._own[self._place(state)].append(state)
-        self._layout, self._pieces = storage.sharded_layout().layout, storage.sharded_pieces()
+        self._layout, self._pieces = (
+            storage.partitioned_layout().layout,
+            storage.partitioned_pieces(),
+        )
         self._frozen = engine.context.exchange.memory.frozen
         values = [(number, VALUES) for number in range(len(self._layout.entries))]
         self._places = [*values, *dict.fromkeys(map(self._place, states))]

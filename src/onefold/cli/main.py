@@ -201,7 +201,7 @@ def verify(
             envvar=PLACEMENT_VARIABLE,
             show_envvar=False,  # it names one, and this may be several
             metavar="PLACEMENTS",
-            help="Placements, each with every count: replicate,shard.",
+            help="Placements, each with every count: replicate,partition.",
         ),
     ] = "replicate",
     as_json: AsJson = False,
@@ -283,7 +283,7 @@ def plan(
     options = RunOptions(placement="offload", home=folder_of(home, "offload"))
     code = plan_script(command, devices, options=options, as_json=as_json)
     if not code:
-        tell_next(f"onefold run --placement shard {in_shell(*command)}")
+        tell_next(f"onefold run --placement partition {in_shell(*command)}")
     raise typer.Exit(code)
 
 

@@ -23,7 +23,7 @@ from onefold.system.words import counted, tell
 
 __all__ = ["plan_script", "read_counts", "show_devices"]
 
-_PLACEMENTS = ("replicate", "replicate:state", "shard", "pipeline", "offload")
+_PLACEMENTS = ("replicate", "replicate:state", "partition", "pipeline", "offload")
 
 
 def plan_script(command: Sequence[str], devices: str, *, options: RunOptions, as_json: bool) -> int:

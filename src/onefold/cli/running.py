@@ -78,7 +78,7 @@ PlacementOption = Annotated[
         envvar=PLACEMENT_VARIABLE,
         metavar="KIND",
         help="Where parameters lie: replicate (replicate:state: the optimizer's state as well), "
-        "shard, offload or pipeline (pipeline:2: pipelines of two devices side by side).",
+        "partition, offload or pipeline (pipeline:2: pipelines of two devices side by side).",
     ),
 ]
 Home = Annotated[
@@ -268,8 +268,8 @@ def folder_of(home: Path | None, placement: str) -> str:
         return ""
     if all(RunOptions(placement=each.strip()).keeps_whole for each in placement.split(",")):
         raise LaunchError(
-            f"--home {home}: expected --placement offload, shard or pipeline with it, which may "
-            f"have a file there"
+            f"--home {home}: expected --placement offload, partition or pipeline with it, which "
+            f"may have a file there"
         )
     return _absolute(home)
 

@@ -223,7 +223,7 @@ def verify_script(
         devices: device counts, such as ``1,2,3``, or ``cpu:1,2,3`` for processes on the processor;
             the others are compared with the first.
         options: the options of every run; ``probe_steps`` of each trainer are compared.
-        placement: one or several, such as ``replicate,shard``: each with every count.
+        placement: one or several, such as ``replicate,partition``: each with every count.
         as_json: print one JSON object; the text goes to stderr.
 
     Returns:

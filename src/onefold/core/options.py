@@ -26,7 +26,7 @@ ExchangeName = Literal["auto", "shared", "collective"]
 
 Restarts = Literal["same", "fewer"]
 
-PlacementName = Literal["replicate", "shard", "offload", "pipeline"]
+PlacementName = Literal["replicate", "partition", "offload", "pipeline"]
 """Where the parameters of a model lie: on each device, partitioned, on the host, or by stage."""
 WITH_STATE = "replicate:state"
 """The placement in which each device has all of the optimizer's state as well."""
@@ -40,7 +40,7 @@ class RunOptions:
     Raises:
         ValueError: an option is out of range, not one of its choices, or lacks another one.
 
-    >>> RunOptions(placement="shard", checkpoint="runs/mine", every=500).timeout_s
+    >>> RunOptions(placement="partition", checkpoint="runs/mine", every=500).timeout_s
     600.0
     """
 

@@ -106,7 +106,7 @@ class Storage:
             raise ValueError("expected a model that is cut into stages")
         return StageLayout(self.gradients, self.pieces, self.stages)
 
-    def sharded_layout(self) -> StageLayout:
+    def partitioned_layout(self) -> StageLayout:
         """Where the parameters of a stage lie in memory that holds it while it is needed.
 
         The trained ones come first, and then the frozen ones of which devices keep parts.
@@ -119,10 +119,10 @@ class Storage:
             return StageLayout(self.parameters, self.pieces, stages)
         layout = side_by_side(self.parameters, self.frozen.layout)
         stages = replace(stages, stage_of=stages.stage_of + self.frozen.stage_of)
-        return StageLayout(layout, self.sharded_pieces(), stages)
+        return StageLayout(layout, self.partitioned_pieces(), stages)
 
-    def sharded_pieces(self) -> tuple[Piece, ...]:
-        """The pieces of what `sharded_layout` lays out."""
+    def partitioned_pieces(self) -> tuple[Piece, ...]:
+        """The pieces of what `partitioned_layout` lays out."""
         if self.frozen is None:
             return self.pieces
         first = len(self.parameters.entries)
@@ -130,7 +130,7 @@ class Storage:
         return (*self.pieces, *counted_on)
 
     def kept(self, partitions: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
-        """For each device, which pieces of `sharded_pieces` it keeps.
+        """For each device, which pieces of `partitioned_pieces` it keeps.
 
         Args:
             partitions: for each device, the pieces of the trained parameters that it updates.

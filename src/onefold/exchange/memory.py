@@ -291,7 +291,7 @@ def _untouched(nbytes: int) -> torch.Tensor:
 class FrozenMemory:
     """The frozen parameters of a device: a part of them always, and all of them now and then.
 
-    Pieces have the numbers of `Storage.sharded_pieces`.
+    Pieces have the numbers of `Storage.partitioned_pieces`.
 
     Args:
         storage: the sizes.
@@ -312,8 +312,8 @@ class FrozenMemory:
         self.flat = FlatTensors(frozen.layout, device=device, there=False)
         """All of them, now and then."""
         self._first_piece, self._first = len(storage.pieces), len(storage.parameters.entries)
-        self._pieces = storage.sharded_pieces()
-        self._layout = layout = storage.sharded_layout()
+        self._pieces = storage.partitioned_pieces()
+        self._layout = layout = storage.partitioned_layout()
         own = [self._first_piece + number for number in frozen.partitions[rank]]
         self._own = by_stage(layout, own)
         # Own pieces of a stage lie side by side, as in memory for all of it.

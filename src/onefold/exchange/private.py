@@ -301,7 +301,7 @@ class GroupStageExchange(StageExchange):
         """Parameters that were requested ahead of their use, here or elsewhere."""
         # Frozen parameters with them.
         kept = self.storage.kept(assignment.partitions)
-        self._kept = [by_stage(self.sharded_layout, numbers) for numbers in kept]
+        self._kept = [by_stage(self.partitioned_layout, numbers) for numbers in kept]
 
     @contextmanager
     def in_pipeline(self) -> Iterator[None]:
@@ -361,7 +361,7 @@ class GroupStageExchange(StageExchange):
 
     def _is_alone_with(self, stage: int) -> bool:
         """Whether nobody else takes part in a request: outside of a pipeline's shards."""
-        kept, everything = self._kept[self.rank][stage], self.sharded_layout.pieces[stage]
+        kept, everything = self._kept[self.rank][stage], self.partitioned_layout.pieces[stage]
         # What lies in no stage all devices request, and so its owner takes part as well.
         return self._among != self._column and stage != ROOT and len(kept) == len(everything) > 0
 
@@ -369,7 +369,7 @@ class GroupStageExchange(StageExchange):
         """Where what a device has of the parameters that this one requests is to lie."""
         if not isinstance(call, ParameterRequest):
             return []
-        layout = self.sharded_layout
+        layout = self.partitioned_layout
         return [layout.in_room(n, call.buffer) for n in self._kept[peer][call.stage]]
 
     def _new_piece(self, number: int) -> torch.Tensor:

@@ -153,7 +153,7 @@ class StageExchange(ABC):
     def __init__(self, storage: Storage, assignment: Assignment, rank: int = 0) -> None:
         self.storage, self.rank = storage, rank
         self.layout = storage.stage_layout()
-        self.sharded_layout = storage.sharded_layout()
+        self.partitioned_layout = storage.partitioned_layout()
         """Where parameters of a stage lie in a buffer for it."""
         entries = self.layout.stages.entries
         self._places = {number: n for numbers in entries for n, number in enumerate(numbers)}
@@ -228,7 +228,7 @@ class StageExchange(ABC):
     def _fill(self, request: ParameterRequest, kept: Iterable[tuple[int, torch.Tensor]]) -> None:
         """Copy pieces of a stage, by number, to where they are requested."""
         for number, values in kept:
-            place = self.sharded_layout.in_room(number, request.buffer)
+            place = self.partitioned_layout.in_room(number, request.buffer)
             # What has no place there is at hand, where it is kept.
             if place.numel():
                 place.copy_(values)
@@ -255,7 +255,7 @@ class LocalStageExchange(StageExchange):
         if call is None:
             return [Delivery(DONE)]
         if isinstance(call, ParameterRequest):
-            self._fill(call, self._numbered(self.sharded_layout.pieces[call.stage]))
+            self._fill(call, self._numbered(self.partitioned_layout.pieces[call.stage]))
             return [Delivery(call.header)]
         # The gradients are nobody else's, so they may take sums.
         at_home = {

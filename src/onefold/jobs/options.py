@@ -177,7 +177,7 @@ class TrainOptions:
     devices: str = option("auto", "N, auto, cpu:N, or a list of GPUs such as cuda:1,cuda:3.")
     placement: str = option(
         "replicate",
-        "Where parameters lie: replicate, shard, offload, pipeline or pipeline:N.",
+        "Where parameters lie: replicate, partition, offload, pipeline or pipeline:N.",
         variable="ONEFOLD_PLACEMENT",
     )
     holdout: float = option(
@@ -265,8 +265,8 @@ class TrainOptions:
 
     def __post_init__(self) -> None:
         check_limits(self)
-        known = re.fullmatch(r"replicate|shard|offload|pipeline(:[1-9][0-9]*)?", self.placement)
-        placements = "replicate, shard, offload, pipeline, or pipeline:2 and so on"
+        known = re.fullmatch(r"replicate|partition|offload|pipeline(:[1-9][0-9]*)?", self.placement)
+        placements = "replicate, partition, offload, pipeline, or pipeline:2 and so on"
         expect(known is not None, "placement", self.placement, placements)
         # What both TOML and torch.manual_seed can hold.
         expect(-(2**63) <= self.seed < 2**63, "seed", self.seed, "a number of 64 bits")

@@ -80,7 +80,7 @@ def launch(
         args: arguments for ``main``.
         placement: where parameters lie: on each device (``"replicate"``; with
             ``"replicate:state"`` the optimizer's state as well), partitioned over all
-            (``"shard"``), in host memory (``"offload"``), or stage by stage (``"pipeline"``;
+            (``"partition"``), in host memory (``"offload"``), or stage by stage (``"pipeline"``;
             ``"pipeline:2"`` for pipelines of two devices side by side); by default what
             ``ONEFOLD_PLACEMENT`` says, and ``"replicate"`` without it.
         home: folder on a disk for the file that has the model if devices do not keep all of it;
@@ -133,7 +133,7 @@ def launch(
     )
     if home and options.keeps_whole:
         raise ValueError(
-            f'expected placement="offload", "shard" or "pipeline" with home={home!r}, got '
+            f'expected placement="offload", "partition" or "pipeline" with home={home!r}, got '
             f'placement="replicate"'
         )
     # Unpickling runs code. These files have no name and are inherited as open descriptors, so that

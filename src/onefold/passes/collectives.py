@@ -153,7 +153,7 @@ def model_digests(engine: Engine, step: int) -> dict[str, str]:
     """
     # Or they would be those of a part that was not trained.
     engine.context.replicas[0].parts.check_held()
-    if engine.placement.sharded:
+    if engine.placement.partitioned:
         engine.agree(CallDigest(Call.FINGERPRINT, step))
     return agreed_digests(engine)
 
@@ -161,7 +161,7 @@ def model_digests(engine: Engine, step: int) -> dict[str, str]:
 def agreed_digests(engine: Engine) -> dict[str, str]:
     """What `model_digests` returns, in a call that all devices have agreed on."""
     tensors = named_tensors(engine.context.module)
-    numbers = {id(p): n for n, p in enumerate(engine.placement.sharded)}
+    numbers = {id(p): n for n, p in enumerate(engine.placement.partitioned)}
     elsewhere = engine.placement.parameters.read_stages(tensor_digests)
     here = tensor_digests({name: t for name, t in tensors.items() if id(t) not in numbers})
     return {

@@ -100,8 +100,8 @@ class ResidentParameters:
     """How far a device of a pipeline has come in the shard that it computes, if it does."""
 
     @property
-    def sharded(self) -> Sequence[torch.nn.Parameter]:
-        """Those that have no values here just now, as `Storage.sharded_layout` numbers them."""
+    def partitioned(self) -> Sequence[torch.nn.Parameter]:
+        """Those that have no values here just now, as `Storage.partitioned_layout` numbers them."""
         return ()
 
     def unsharded(self, *, look: bool = False) -> AbstractContextManager[None]:
@@ -152,7 +152,7 @@ class ResidentParameters:
     def read_stages(
         self, read: Callable[[Mapping[str, torch.Tensor]], Mapping[str, str]]
     ) -> dict[int, str]:
-        """Read all parameters of `sharded`, each on one device; called on all devices together.
+        """Read all parameters of `partitioned`, each on one device; called on all devices together.
 
         Args:
             read: called with parameters by name; returns a line of text for each name.
@@ -278,9 +278,9 @@ class Placement(ABC):
             self.parameters.stay_unsharded()
 
     @property
-    def sharded(self) -> Sequence[torch.nn.Parameter]:
-        """See `ResidentParameters.sharded`."""
-        return self.parameters.sharded
+    def partitioned(self) -> Sequence[torch.nn.Parameter]:
+        """See `ResidentParameters.partitioned`."""
+        return self.parameters.partitioned
 
     def unsharded(self, *, look: bool = False) -> AbstractContextManager[None]:
         """See `ResidentParameters.unsharded`."""

@@ -14,10 +14,10 @@ __all__ = ["PLACEMENTS", "placement_of"]
 
 
 # Loaded when they are chosen: a run without them needs none of what they are made of.
-def _sharded(devices: Devices, settings: Settings) -> Placement:
-    from onefold.placement.partitioned import Sharded
+def _partitioned(devices: Devices, settings: Settings) -> Placement:
+    from onefold.placement.partitioned import Partitioned
 
-    return Sharded(devices, settings)
+    return Partitioned(devices, settings)
 
 
 def _offloaded(devices: Devices, settings: Settings) -> Placement:
@@ -34,7 +34,7 @@ def _pipelined(devices: Devices, settings: Settings) -> Placement:
 
 PLACEMENTS: dict[PlacementName, Callable[[Devices, Settings], Placement]] = {
     "replicate": Replicated,
-    "shard": _sharded,
+    "partition": _partitioned,
     "offload": _offloaded,
     "pipeline": _pipelined,
 }
@@ -51,8 +51,8 @@ def placement_of(devices: Devices, settings: Settings) -> Placement:
     name = devices.context.options.placement_name
     # A pipeline of one device computes all stages by itself.
     if name == "pipeline" and devices.context.options.pipeline_of(len(devices.all)) == 1:
-        name = "shard"
+        name = "partition"
     # One shard is added to nothing, so there is nothing to hand over stage by stage.
-    if name == "shard" and settings.shards == 1:
+    if name == "partition" and settings.shards == 1:
         name = "replicate"
     return PLACEMENTS[name](devices, settings)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from onefold.core.storage import Storage
-from onefold.placement.partitioned import Sharded
+from onefold.placement.partitioned import Partitioned
 from onefold.system.allocator import MmapAllocator, TensorAllocator
 
 __all__ = ["Offloaded"]
 
 
-class Offloaded(Sharded):
+class Offloaded(Partitioned):
     """Parameters, gradients and optimizer state lie in a file of which memory holds what it can.
 
     A processor computes with what is in the file. A GPU has the parameters of a stage gathered from

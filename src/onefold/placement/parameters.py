@@ -11,8 +11,8 @@ plain loop.
 
 Note: between uses
 ------------------
-A parameter that is sharded has its shape, dtype and device, and no values. Whoever computes with it
-in a step, outside of its stage, has the stage gathered; outside of a step it is an error.
+A parameter that is partitioned has its shape, dtype and device, and no values. Whoever computes
+with it in a step, outside of its stage, has the stage gathered; outside of a step it is an error.
 
 Note: prefetching
 -----------------
@@ -22,8 +22,8 @@ follows this time, that one is waited for, and what was prefetched in vain is dr
 Note: PyTorch's fast paths
 --------------------------
 In evaluation PyTorch computes transformers in another way, with other bits, if no module of them
-has a hook and all parameters are of its own class, which sharded ones are not. So hooks are global
-ones, which PyTorch does not count, and what it looks at is gathered before it does.
+has a hook and all parameters are of its own class, which partitioned ones are not. So hooks are
+global ones, which PyTorch does not count, and what it looks at is gathered before it does.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from onefold.shard.gradients import keeping_gradients
 from onefold.shard.stages import QUICK
 from onefold.shard.task import ShardTask
 
-__all__ = ["ShardedParameters"]
+__all__ = ["PartitionedParameters"]
 
 
 _AT_HAND = 2
@@ -76,7 +76,7 @@ class _Saved(NamedTuple):
     """Of its first element, counted in elements of its dtype."""
 
 
-class ShardedParameters(ResidentParameters):
+class PartitionedParameters(ResidentParameters):
     """The parameters of the model on a device that keeps its partition of them.
 
     Args:
@@ -119,7 +119,7 @@ class ShardedParameters(ResidentParameters):
         self._shard()
 
     @property
-    def sharded(self) -> Sequence[torch.nn.Parameter]:
+    def partitioned(self) -> Sequence[torch.nn.Parameter]:
         return () if self._unsharded else self._buffers.parameters
 
     def refuse_call(self, call: Call) -> None:
@@ -187,7 +187,7 @@ class ShardedParameters(ResidentParameters):
     def read_stages(
         self, read: Callable[[Mapping[str, torch.Tensor]], Mapping[str, str]]
     ) -> dict[int, str]:
-        parameters, own = self.sharded, dict[str, str]()
+        parameters, own = self.partitioned, dict[str, str]()
         if not parameters:
             return {}
 

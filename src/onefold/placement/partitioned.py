@@ -21,17 +21,17 @@ from onefold.exchange.reduction import StageReduction
 from onefold.exchange.stageexchange import GradientSend
 from onefold.placement.base import Before, Done, Placement, PlacementPlan
 from onefold.placement.context import StepContext
-from onefold.placement.parameters import ShardedParameters
+from onefold.placement.parameters import PartitionedParameters
 from onefold.shard.modelparts import ModelParts
 from onefold.shard.stages import StageModules
 from onefold.shard.task import ShardTask
 from onefold.system.allocator import DEFAULT_ALLOCATOR, TensorAllocator
 from onefold.system.capacity import capacity_bytes
 
-__all__ = ["Sharded"]
+__all__ = ["Partitioned"]
 
 
-class Sharded(Placement):
+class Partitioned(Placement):
     """Parameters, gradients and optimizer state are partitioned over all devices."""
 
     pipeline = 1
@@ -54,7 +54,7 @@ class Sharded(Placement):
         return not has_memory_in_common(self.devices)
 
     def check(self, storage: Storage) -> None:
-        held = storage.sharded_layout().stage_bytes
+        held = storage.partitioned_layout().stage_bytes
         self._check(storage, held, "parameters and gradient")
 
     def _check(self, storage: Storage, held: Sequence[int], what: str) -> None:
@@ -81,7 +81,7 @@ class Sharded(Placement):
     def start(self, context: StepContext) -> None:
         super().start(context)
         if context.exchange.memory.is_partitioned:
-            self.parameters = ShardedParameters(context)
+            self.parameters = PartitionedParameters(context)
 
     @property
     def _reduction(self) -> StageReduction:

@@ -23,7 +23,7 @@ __all__ = ["StageBuffers"]
 class StageBuffers:
     """Parameters that come in memory for their stage, and are without values otherwise.
 
-    They are numbered as `Storage.sharded_layout` numbers them.
+    They are numbered as `Storage.partitioned_layout` numbers them.
 
     Args:
         parts: the model.
@@ -42,7 +42,7 @@ class StageBuffers:
         used: Callable[[Sequence[torch.Tensor]], Any],
     ) -> None:
         storage: Storage = update.storage
-        self.layout: StageLayout = storage.sharded_layout()
+        self.layout: StageLayout = storage.partitioned_layout()
         self.parameters = [*parts.trained.values(), *parts.frozen.values()]
         self.trained = len(parts.trained)
         """How many of them are trained; these are the first."""

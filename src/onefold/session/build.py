@@ -25,11 +25,11 @@ LEAST_BYTES = 4096
 def build(make: Callable[Given, Model], *args: Given.args, **kwargs: Given.kwargs) -> Model:
     """Make a model without its values, where devices keep less than all of them.
 
-    With ``--placement shard``, ``offload`` and ``pipeline``, operations that make and fill tensors
-    (``empty``, ``randn``, ``normal_``, and with them ``torch.nn.init``) are recorded, and the
-    Trainer repeats them where each value is kept, a parameter at a time. Code that computes with a
-    parameter before that, also after this call, gets its values: they then lie in a file, of which
-    the system keeps in memory what there is room for. The bits are those of
+    With ``--placement partition``, ``offload`` and ``pipeline``, operations that make and fill
+    tensors (``empty``, ``randn``, ``normal_``, and with them ``torch.nn.init``) are recorded, and
+    the Trainer repeats them where each value is kept, a parameter at a time. Code that computes
+    with a parameter before that, also after this call, gets its values: they then lie in a file, of
+    which the system keeps in memory what there is room for. The bits are those of
     ``make(*args, **kwargs)``, and random numbers go on as they do after that. With ``--placement
     replicate`` this is that call. `onefold plan` needs no values at all.
 

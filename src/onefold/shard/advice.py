@@ -68,8 +68,8 @@ def advice_on(error: Exception, *, samples: int, shards: int) -> str:
         return f"{ONE_SAMPLE}. For batch norm there is torch.nn.SyncBatchNorm"
     if is_about_hooks(error):
         return (
-            "with --placement shard devices that share no memory bring parameters while backward "
-            "runs, by such hooks, which torch.func does not allow: use torch.autograd.grad in the "
-            "loss, or --placement replicate"
+            "with --placement partition devices that share no memory bring parameters while "
+            "backward runs, by such hooks, which torch.func does not allow: use "
+            "torch.autograd.grad in the loss, or --placement replicate"
         )
     return ""

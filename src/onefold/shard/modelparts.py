@@ -324,7 +324,7 @@ def _sampled(module: torch.nn.Module, but: Collection[int]) -> bytes:
     for tensor in [*parameters_of(module).values(), *buffers_of(module).values()]:
         if tensor is None or id(tensor) in but or not tensor.numel():
             continue
-        # What another Trainer has sharded just now is compared by that one.
+        # What another Trainer has partitioned just now is compared by that one.
         with suppress(NotResident):
             parts.append(tensor.detach().reshape(-1)[:: max(1, tensor.numel() // _LOOKED_AT)])
     return b"".join(bits_of(part.cpu()).numpy().tobytes() for part in parts)

@@ -222,7 +222,7 @@ class Engine:
             self.rules.take(batch, weight, totals, self._task)
             norm = self._norm(batch, totals)
         numbers, weights = context.table.numbers.clone(), context.table.weights.tolist()
-        if norm is not None and not self.placement.sharded:
+        if norm is not None and not self.placement.partitioned:
             write_gradient(context)
         else:
             context.update.drop()
@@ -516,7 +516,7 @@ class Engine:
     @contextmanager
     def unsharded(self, step: int) -> Iterator[None]:
         """A block before a step in which this process has all parameters; called on all devices."""
-        if self.placement.sharded:
+        if self.placement.partitioned:
             self.agree(CallDigest(Call.WHOLE, step))
         with self.placement.unsharded(look=True), ExitStack() as leaving:
             leaving.callback(self.follow_parameters)

@@ -35,7 +35,7 @@ from onefold.update.optimizers import name_of, optimizers_in
 __all__ = ["plan_instead"]
 
 
-_BY_SHARDS = ("replicate", WITH_STATE, "shard", "offload", "disk")
+_BY_SHARDS = ("replicate", WITH_STATE, "partition", "offload", "disk")
 _USUAL_STATE = 2
 """Numbers that an optimizer is taken to keep for each parameter if that is not known."""
 
@@ -74,7 +74,7 @@ def plan_instead(
                 "devices": count,
                 "replicate": sizes.replicating(used, together=together),
                 WITH_STATE: sizes.replicating(used, together=together, state=True),
-                "shard": sizes.sharding(used, together=together),
+                "partition": sizes.partitioning(used, together=together),
                 "pipeline": _in_pipeline(sizes, stages, count, together=together),
                 "offload": sizes.offloading(used, together=together),
                 "disk": sizes.on_disk,
@@ -218,7 +218,7 @@ class Footprint:
     (700, 375)
     >>> sizes.replicating(2, together=False), sizes.replicating(2, together=False, state=True)
     (650, 800)
-    >>> sizes.sharding(4, together=True), sizes.sharding(4, together=False)
+    >>> sizes.partitioning(4, together=True), sizes.partitioning(4, together=False)
     (145, 133)
     >>> sizes.pipelining(4, 30, together=True), sizes.on_disk
     (205, 700)
@@ -288,7 +288,7 @@ class Footprint:
             below = self.gradients * max(levels - 1, 0) + at_hand
         return held + came + max(below, self.scratch // updating)
 
-    def sharding(self, devices: int, *, together: bool) -> int:
+    def partitioning(self, devices: int, *, together: bool) -> int:
         """The same for devices that keep partitions, of parameters as well if not ``together``."""
         if devices == 1:
             return self.replicating(1, together=together)

@@ -194,7 +194,7 @@ class StageBoundary:
                 raise PipelineError(
                     f"{progress.where}: {name or 'the model'} has a backward hook, and stages on "
                     f"several devices of a pipeline, none of which sees both ends of it: expected "
-                    f"backward hooks on stages, or on parts of them. Use --placement shard"
+                    f"backward hooks on stages, or on parts of them. Use --placement partition"
                 )
             if places and min(places) < self._place:
                 put.enter_context(hide_backward_hooks(part))
@@ -239,7 +239,7 @@ class StageBoundary:
                 f"{progress.where}: stage {self._names[stage]} was called with something else on "
                 f"the device before than on this one: {differing[0]} there, and {differing[1]} "
                 f"here. The values of tensors are passed on; all else must be alike on all "
-                f"devices of a line. Make it a tensor, or use --placement shard"
+                f"devices of a line. Make it a tensor, or use --placement partition"
             )
         if context.again:
             self._redo(stage, context)
@@ -262,7 +262,7 @@ class StageBoundary:
                 f"{progress.where}: the script draws random numbers between two stages of earlier "
                 f"devices, or before the first stage of this one; they would be others than on the "
                 f"device that has those stages. Draw them before the model is called or inside of "
-                f"a stage, or use --placement shard"
+                f"a stage, or use --placement partition"
             )
         replica.buffers.discard(ShapeTensor)
         context.early = replica.buffers.changed_numbers()
@@ -291,7 +291,7 @@ class StageBoundary:
                 f"{progress.where}: torch.utils.checkpoint was called with stages of two devices, "
                 f"and computes them once more with other random numbers (those of Python and "
                 f"NumPy, or any with preserve_rng_state=False): a pipeline would draw them "
-                f"in another order. Call it with one stage at a time, or use --placement shard"
+                f"in another order. Call it with one stage at a time, or use --placement partition"
             )
         # A checkpoint around this stage has noted where they stood before.
         redo_generators(context.noted, inputs.state.generators, progress.device)
@@ -301,7 +301,7 @@ class StageBoundary:
                 f"{progress.where}: the script changes a buffer of the model before stage "
                 f"{self._names[stage]}, and once more in backward (inside of "
                 f"torch.utils.checkpoint): a pipeline cannot follow that. Call checkpoint "
-                f"with one stage at a time, or use --placement shard"
+                f"with one stage at a time, or use --placement partition"
             )
 
     def refuse_written(self, context: PipelineContext) -> None:
@@ -316,7 +316,7 @@ class StageBoundary:
                     f"{context.progress.where}: a stage, or what follows it, writes in place to a "
                     f"tensor of shape {tuple(tensor.shape)} that it was called with, and that "
                     f"shares memory with the batch or with another tensor: a pipeline has "
-                    f"copies of it. Write to a clone (x = x.clone()), or use --placement shard"
+                    f"copies of it. Write to a clone (x = x.clone()), or use --placement partition"
                 )
 
     def _refuse_function(self, stage: int, progress: LossProgress) -> None:
@@ -325,7 +325,7 @@ class StageBoundary:
                 f"{progress.where}: stage {self._names[stage]} is called inside of "
                 f"torch.utils.checkpoint with use_reentrant=True (or another "
                 f"torch.autograd.Function), through which no gradient reaches other devices: use "
-                f"use_reentrant=False, or --placement shard"
+                f"use_reentrant=False, or --placement partition"
             )
 
     def _refuse_grad(
@@ -346,7 +346,7 @@ class StageBoundary:
         raise PipelineError(
             f"{context.progress.where}: the loss differentiates something itself "
             f"(torch.autograd.grad or backward) that comes from stages of other devices: a "
-            f"pipeline goes backward once, after the loss. Use --placement shard"
+            f"pipeline goes backward once, after the loss. Use --placement partition"
         )
 
     def _after(
@@ -359,7 +359,7 @@ class StageBoundary:
                 f"{progress.where}: stage {self._names[stage]} would be computed once more on a "
                 f"device that does not have it, as torch.utils.checkpoint was called with stages "
                 f"of two devices and without stopping early. Call it with one stage at a time, or "
-                f"use --placement shard"
+                f"use --placement partition"
             )
         if context.inputs is not None and not progress.arrived:
             raise self._out_of_order(stage, progress, expected=context.inputs.outputs.stage)
@@ -373,13 +373,13 @@ class StageBoundary:
             raise PipelineError(
                 f"{progress.where}: stage {self._names[stage]} is called with something made "
                 f"before stage {progress.arrived}: a pipeline passes on what each stage is called "
-                f"with, and nothing past it. Use --placement shard"
+                f"with, and nothing past it. Use --placement partition"
             )
         if any(map(is_transformed, found)):
             raise PipelineError(
                 f"{progress.where}: stage {self._names[stage]} is called inside of torch.vmap or a "
                 f"function of torch.func, which a pipeline cannot cut. Call it with whole "
-                f"tensors, or use --placement shard"
+                f"tensors, or use --placement partition"
             )
         tensors = list({id(tensor): tensor for tensor in found}.values())
         places = {id(tensor): number for number, tensor in enumerate(tensors)}
@@ -404,7 +404,7 @@ class StageBoundary:
         raise PipelineError(
             f"{progress.where}: stage {self._names[stage]} is called with {what}: a pipeline "
             f"passes on dense tensors, their values and nothing else of them. Give the stage what "
-            f"it needs as arguments of their own, or use --placement shard"
+            f"it needs as arguments of their own, or use --placement partition"
         )
 
     def _out_of_order(
@@ -422,7 +422,7 @@ class StageBoundary:
         return PipelineError(
             f"{progress.where}: stage {self._names[stage]} is called {after}{wanted}: a pipeline "
             f"needs stages that follow each other as they are listed, each once. "
-            f"{instead}; or use --placement shard"
+            f"{instead}; or use --placement partition"
         )
 
 
@@ -492,5 +492,5 @@ def _refuse_shapes(
             f"{progress.where}: {name} has a backward hook and is no stage nor part of one, and is "
             f"called with what a stage on another device gives: expected backward hooks on "
             f"stages, or on parts of them. Name it as a stage (Trainer(stages=[...])), or use "
-            f"--placement shard"
+            f"--placement partition"
         )

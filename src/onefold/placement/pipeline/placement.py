@@ -14,7 +14,7 @@ from onefold.core.stages import ROOT, Stages, waiting
 from onefold.core.values import Gradients
 from onefold.placement.base import Before, Done, PlacementPlan
 from onefold.placement.context import StepContext
-from onefold.placement.partitioned import Sharded
+from onefold.placement.partitioned import Partitioned
 from onefold.placement.pipeline.boundary import StageBoundary
 from onefold.placement.pipeline.worker import PipelineWorker
 from onefold.shard.modelparts import ModelParts
@@ -26,7 +26,7 @@ __all__ = ["Pipelined"]
 _log = logging.getLogger("onefold")
 
 
-class Pipelined(Sharded):
+class Pipelined(Partitioned):
     """The stages of the model are divided among the devices of a pipeline, or of several."""
 
     def __init__(self, devices: Devices, settings: Settings) -> None:
@@ -86,13 +86,14 @@ def _check_code(modules: StageModules, *, compiled: bool) -> None:
     if compiled:
         raise ValueError(
             "expected a model that is not compiled with --placement pipeline, which leaves the "
-            "loss in its midst: leave out torch.compile and compile=True, or use --placement shard"
+            "loss in its midst: leave out torch.compile and compile=True, or use --placement "
+            "partition"
         )
     for name, module in zip(modules.stages.names[ROOT + 1 :], modules.modules, strict=True):
         if isinstance(module, torch.jit.ScriptModule):
             raise ValueError(
                 f"expected stages that Python calls with --placement pipeline, got {name}, which "
-                f"torch.jit has compiled: leave out torch.jit, or use --placement shard"
+                f"torch.jit has compiled: leave out torch.jit, or use --placement partition"
             )
 
 

@@ -89,14 +89,15 @@ class ShapeStages:
                     f"{progress.where}: stage {self._modules.stages.names[stage]} writes in place "
                     f"to a tensor of shape {tuple(tensor.shape)} that is not its own (the batch, "
                     f"perhaps), which other devices have as well: a pipeline cannot follow "
-                    f"that. Write to a clone (x = x.clone()), or use --placement shard"
+                    f"that. Write to a clone (x = x.clone()), or use --placement partition"
                 )
         if draws and (numbers_in(result) or noted != numbers_in(_tables(module))):
             raise PipelineError(
                 f"{progress.where}: stage {self._modules.stages.names[stage]} draws random "
                 f"numbers, and gives a number that is no tensor, or keeps one in an attribute: "
                 f"other devices of a line draw other ones than the device that has this stage. "
-                f"Make it a tensor, draw it before the model is called, or use --placement shard"
+                "Make it a tensor, draw it before the model is called, or use --placement "
+                "partition"
             )
         # What it puts into its arguments it must put there each time.
         is_alone = _alike(before, [*_leaves(called)])
@@ -121,7 +122,7 @@ class ShapeStages:
             raise PipelineError(
                 f"{progress.where}: stage {self._modules.stages.names[stage]} is another device's, "
                 f"and could not be computed in shape alone ({type(error).__name__}: "
-                f"{why}), as later devices of a pipeline do. Use --placement shard"
+                f"{why}), as later devices of a pipeline do. Use --placement partition"
             ) from error
 
 

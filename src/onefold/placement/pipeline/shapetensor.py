@@ -248,7 +248,7 @@ def _run(
         raise PipelineError(
             f"{progress.where}: the script uses something made before stage {progress.arrived} "
             f"again after it, in {name}: a pipeline passes on what each stage is called with, and "
-            f"nothing past it. Use --placement shard"
+            f"nothing past it. Use --placement partition"
         )
     return result
 
@@ -264,19 +264,19 @@ def _without_values(progress: LossProgress, name: str, error: Exception) -> Pipe
         return PipelineError(
             f"{progress.where}: stage {progress.inside} is another device's, and computes {name}, "
             f"of which the shape depends on values ({why}), so that later devices of a pipeline "
-            f"cannot follow it. Use --placement shard"
+            f"cannot follow it. Use --placement partition"
         )
     return PipelineError(
         f"{progress.where}: the script computes {name} of what a stage on another device gives, "
         f"before that has arrived, and cannot without its values: a pipeline cannot follow "
-        f"that ({why}). Use --placement shard"
+        f"that ({why}). Use --placement partition"
     )
 
 
 def _written_by_script(progress: LossProgress, name: str) -> PipelineError:
     return PipelineError(
         f"{progress.where}: the script writes what a stage on another device gives into a tensor "
-        f"of its own ({name}): a pipeline cannot follow that. Use --placement shard"
+        f"of its own ({name}): a pipeline cannot follow that. Use --placement partition"
     )
 
 

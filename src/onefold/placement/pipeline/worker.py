@@ -153,12 +153,12 @@ class PipelineWorker:
                 raise PipelineError(
                     f"{where}: the loss calls onefold.gather (or the model has SyncBatchNorm), "
                     f"which needs all shards at one time: a pipeline takes one after the "
-                    f"other. Use --placement shard"
+                    f"other. Use --placement partition"
                 ) from None
             if context.values is not None and context.values.rows:
                 raise PipelineError(
                     f"{where}: the loss returned outputs, which a pipeline does not bring "
-                    f"together: expected (loss, values). Use --placement shard"
+                    f"together: expected (loss, values). Use --placement partition"
                 )
             self._check_end(context, where)
             self._boundary.refuse_written(context)
@@ -167,7 +167,7 @@ class PipelineWorker:
                 raise PipelineError(
                     f"{where}: the loss changes its batch, which all devices of this process have "
                     f"in common: change a copy (x = x.clone(), or dict(batch)), launch a process "
-                    f"for each device (onefold run --devices), or use --placement shard"
+                    f"for each device (onefold run --devices), or use --placement partition"
                 )
             replica.watch.note("forward", f"forward shard {piece.shard}", start)
             if self._is_last:
@@ -226,13 +226,13 @@ class PipelineWorker:
             raise PipelineError(
                 f"{where}: the loss came to its end on device {self._device} without a call of a "
                 f"stage of {'this' if self._is_last else 'the next'} device: a pipeline "
-                f"needs every stage in every shard. Use --placement shard"
+                f"needs every stage in every shard. Use --placement partition"
             )
         if part.kind == "means":
             raise PipelineError(
                 f"{where}: the loss has several terms with divisors of their own (Mean + Mean, or "
                 f"Mean + Sum), which are known only when all shards have been forward: a pipeline "
-                f"takes one shard after the other. Use --placement shard"
+                f"takes one shard after the other. Use --placement partition"
             )
 
     def _back(self, number: int, piece: ShardPiece) -> None:
@@ -311,7 +311,7 @@ class PipelineWorker:
                 raise PipelineError(
                     f"{self._where(piece)}: parameter {name} is used on device {self._device} and "
                     f"on a later one (its weights are tied, perhaps): a pipeline cannot add up "
-                    f"what both give as one device does. Use --placement shard"
+                    f"what both give as one device does. Use --placement partition"
                 )
         return replace(
             theirs,
