@@ -50,7 +50,7 @@ def fingerprint_of_the_lead() -> None:
 
 
 def test_a_fingerprint_of_the_lead_alone_is_named() -> None:
-    """Where devices keep their partitions; see `trainer.unsharded`."""
+    """Where devices keep their partitions; see `trainer.gathered`."""
     words = "device 1 calls trainer.step .*device 0 calls trainer.fingerprint"
     with pytest.raises(DisagreementError, match=words):
         simulate(fingerprint_of_the_lead, 2, placement="partition", exchange="collective")

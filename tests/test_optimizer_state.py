@@ -116,7 +116,7 @@ def folded(name: str, *, devices: int | None = 1, state: Any = True, **choices: 
             trainer.step(points(12, INPUTS))
         with trainer.modifying(optimizer_state=state):
             change(optimizer)
-    with trainer.unsharded():
+    with trainer.gathered():
         found = bits(model)
     trainer.close()
     return found

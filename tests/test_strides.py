@@ -125,7 +125,7 @@ def seen(trainer: onefold.Trainer) -> list[object]:
     """Fingerprints and values of what is trained and of its average, and predictions."""
     found: list[object] = [values(trainer.predict(outputs, SAMPLES, batch_size=7).items())]
     for shows in (nullcontext, trainer.averaged):
-        with shows(), trainer.unsharded():
+        with shows(), trainer.gathered():
             every = [*trainer.model.named_parameters(), *trainer.model.named_buffers()]
             found += [trainer.fingerprint(), values(every)]
     return found

@@ -211,7 +211,7 @@ def run(model: nn.Module, loss: Any = mean_of, **options: Any) -> list[Any]:
     """The loss and the norm of each step, and the values of the model."""
     trainer = cut(model, loss, clip_norm=CLIP, **options)
     steps = [trainer.step(batch) for batch in BATCHES]
-    with trainer.unsharded():
+    with trainer.gathered():
         values = [parameter.flatten().tolist() for parameter in model.parameters()]
     trainer.close()
     return [[(float(step.loss), step.grad_norm) for step in steps], values]

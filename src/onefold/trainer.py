@@ -545,7 +545,7 @@ class Trainer:
         return self._session.modifying(optimizer_state=optimizer_state)
 
     @contextmanager
-    def unsharded(self) -> Iterator[None]:
+    def gathered(self) -> Iterator[None]:
         """A block in which every device has all parameters; called on every device.
 
         They always do, unless the run was started with ``--placement partition`` and its devices do
@@ -557,11 +557,11 @@ class Trainer:
         Raises:
             DisagreementError: another device is somewhere else.
 
-        >>> with trainer.unsharded():
+        >>> with trainer.gathered():
         ...     largest = max(float(p.detach().abs().max()) for p in model.parameters())
         """
         session = self._session
-        with session.telling_others(), session.engine.unsharded(self.steps + 1):
+        with session.telling_others(), session.engine.gathered(self.steps + 1):
             yield
 
     def average(
@@ -727,7 +727,7 @@ class Trainer:
     def fingerprint(self) -> str:
         """16 hexadecimal digits over parameters and buffers: the same for the same bits.
 
-        Called on every device where each keeps its partition (see `unsharded`); elsewhere on any.
+        Called on every device where each keeps its partition (see `gathered`); elsewhere on any.
 
         Raises:
             DisagreementError: another device that keeps its partition makes another call.

@@ -32,7 +32,7 @@ class DictParameters(ResidentParameters):
             parameter.data.copy_(self.kept[name])
 
     @contextmanager
-    def unsharded(self, *, look: bool = False) -> Iterator[None]:
+    def gathered(self, *, look: bool = False) -> Iterator[None]:
         self.load()
         yield
         self.keep()
@@ -75,7 +75,7 @@ def trained(*, spoils: bool = False) -> list[list[float]]:
             for parameter in trainer.model.parameters():
                 parameter.data.fill_(7.0)
         trainer.step(points(8))
-    with trainer.unsharded():
+    with trainer.gathered():
         return [parameter.flatten().tolist() for parameter in trainer.model.parameters()]
 
 

@@ -27,7 +27,7 @@ def fingerprints(settings: dict[str, Any]) -> tuple[list[str], list[int], int, i
     trainer = trained(**settings)
     with watched(trainer) as found:
         ours = trainer.fingerprint()
-    with trainer.unsharded():
+    with trainer.gathered():
         theirs = trainer.fingerprint()
     trainer.step(samples())
     return [ours, theirs, trainer.fingerprint()], found.stages, found.most_bytes, found.whole
@@ -130,7 +130,7 @@ def changed_in_a_block(how: str) -> str:
     model: Any = trainer.model
     weight = model.layers[2].weight
     try:
-        with trainer.unsharded():
+        with trainer.gathered():
             with torch.no_grad():
                 (weight.data if "data" in how else weight).mul_(2.0)
             if "step" in how:
@@ -144,8 +144,8 @@ def changed_in_a_block(how: str) -> str:
 @for_each(
     ("how", "placement", "words"),
     [
-        ("in place", "pipeline", "layers.2.weight was written to in `with trainer.unsharded():`"),
-        ("data", "partition", "layers.2.weight was written to in `with trainer.unsharded():`"),
+        ("in place", "pipeline", "layers.2.weight was written to in `with trainer.gathered():`"),
+        ("data", "partition", "layers.2.weight was written to in `with trainer.gathered():`"),
         ("step in place", "partition", "layers.2.weight changed since the call before"),
         ("step data", "pipeline", "parameters (through .data) changed since the call before"),
     ],
@@ -165,7 +165,7 @@ def refusal(call: str, whole: bool) -> str:
         return scored(model, batch)
 
     try:
-        with trainer.unsharded() if whole else nullcontext():
+        with trainer.gathered() if whole else nullcontext():
             trainer.evaluate(score, samples(8), batch_size=8)
     except RuntimeError as error:
         return "\n".join([str(error), *getattr(error, "__notes__", [])])
@@ -174,6 +174,6 @@ def refusal(call: str, whole: bool) -> str:
 
 @for_each("call", ["gather", "barrier", "fingerprint", "torch.func"])
 def test_what_an_evaluation_cannot_do_is_said_and_works_in_the_block(call: str) -> None:
-    by_func, words = "with trainer.unsharded():", "was called while a shard was computed"
+    by_func, words = "with trainer.gathered():", "was called while a shard was computed"
     assert (by_func if call == "torch.func" else words) in run(refusal, call, False)
     assert run(refusal, call, True) == "none"

@@ -132,18 +132,18 @@ def looked_at_between_steps() -> dict[str, str]:
 def test_a_script_cannot_read_what_is_not_there() -> None:
     found = run(looked_at_between_steps)
     assert sorted(found) == ["call", "copy", "data", "item", "numpy", "state", "sum"]
-    assert all("with trainer.unsharded()" in text for text in found.values())
+    assert all("with trainer.gathered()" in text for text in found.values())
     assert "parameter scale was read on device 0" in found["sum"]
 
 
 def read_in_the_block() -> tuple[bool, list[float], list[float], str]:
     trainer = skipping()
     before = trained(trainer, 2)
-    with trainer.unsharded():
+    with trainer.gathered():
         array = trainer.model.scale.detach().numpy()
         values = trainer.model.state_dict()["scale"]
         same = trainer.fingerprint() == before and values.tolist() == array.tolist()
-        with trainer.unsharded():
+        with trainer.gathered():
             copied = copy.deepcopy(trainer.model.layers)
         trainer.step(batches(1)[0])
     return same, array.tolist(), copied[0].bias.tolist(), trainer.fingerprint()
@@ -231,7 +231,7 @@ def changed_between_steps(way: str = "block") -> str:
     elif way == "new data":
         weight.data = torch.zeros(FEATURES, FEATURES)
     elif way == "whole":
-        with trainer.unsharded():
+        with trainer.gathered():
             weight.data.mul_(0.5)
     return trained(trainer, 1)
 

@@ -75,7 +75,7 @@ def changed(trainer: onefold.Trainer, _: Path) -> None:
 def averaged(trainer: onefold.Trainer, _: Path) -> None:
     with trainer.averaged():
         trainer.evaluate(lambda m, b: {"loss": next_token(m, b)}, LONG[:4], batch_size=4)
-    with trainer.unsharded():
+    with trainer.gathered():
         assert all(bool(p.isfinite().all()) for p in trainer.model.parameters())
 
 
@@ -123,7 +123,7 @@ def test_what_a_script_changes_is_kept(precision: Any, inside: bool, make: Make)
     for placement in ("replicate", "offload"):
         trainer = make(placement, precision=precision)
         trainer.step(LONG)
-        with trainer.unsharded():
+        with trainer.gathered():
             with torch.no_grad():
                 for parameter in trainer.model.parameters():
                     parameter.mul_(1.5)

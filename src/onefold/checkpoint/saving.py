@@ -225,7 +225,7 @@ class Saving:
     def readable(self) -> AbstractContextManager[None]:
         """Have all parameters here if the model itself computes what is saved of them."""
         by_stage = is_saved_as_it_is(self._parts.module)
-        return nullcontext() if by_stage else self._engine.placement.unsharded()
+        return nullcontext() if by_stage else self._engine.placement.gathered()
 
     def note_nan(self) -> None:
         """Note which buffers are NaN as the run begins, which is the model's own affair."""

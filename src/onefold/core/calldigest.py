@@ -58,7 +58,7 @@ class Call(IntEnum):
     UPDATE_BN = 13, "the update_bn of trainer.averaged"
     BROADCAST = 14, "trainer.broadcast"
     GRADIENT = 15, "trainer.gradient"
-    WHOLE = 16, "the beginning of trainer.unsharded"
+    WHOLE = 16, "the beginning of trainer.gathered"
     CLOSE = 17, "trainer.close"
     RECORD = 18, "trainer.record"
     FINGERPRINT = 19, "trainer.fingerprint"

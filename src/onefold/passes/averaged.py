@@ -106,7 +106,7 @@ class Averaging:
                 "trainer.average(decay=0.999) or trainer.average(mean=True) before the steps"
             )
         self._agreement.refuse_inside(Call.AVERAGED)
-        with self._engine.unsharded(step):
+        with self._engine.gathered(step):
             self._first.check_places()
             self._prepare()
             try:

@@ -165,7 +165,7 @@ class DataCall:
     def at_hand(self, engine: Engine) -> AbstractContextManager[None]:
         """Have all parameters on this device where those of one stage will not do."""
         # Compiled code takes all of its parameters as arguments.
-        return engine.unsharded(self.step) if self._is_compiled(engine) else nullcontext()
+        return engine.gathered(self.step) if self._is_compiled(engine) else nullcontext()
 
     def may_note_sums(self, engine: Engine, batch: ShardedBatch) -> bool:
         """Whether to look for sums in a batch: not where one shard is all, and right in any case.

@@ -198,7 +198,7 @@ class Modifying:
             copies = [parameter.data.clone() for parameter in named]
         agreement.begin(CallDigest(Call.CHANGING, step, arguments=int(self._with_state)))
         agreement.modifying = True
-        self._held.enter_context(self._placement.unsharded())
+        self._held.enter_context(self._placement.gathered())
         if self._with_state:
             self._state.show()
         if self._private:

@@ -124,7 +124,7 @@ def _sums(
         found = _read(replica, places, batch.count_of(shard).samples / batch.samples)
         sums[shard] = sums[shard] + found if shard in sums else found
 
-    with engine.unsharded(call.step), engine.evaluating(training=True):
+    with engine.gathered(call.step), engine.evaluating(training=True):
         for layer in kept:
             layer.training = False  # put back with the modes of all others
         _, last = compute_shards(engine, engine.loss, batches, call, "update_bn", add)

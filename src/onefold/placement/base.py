@@ -104,7 +104,7 @@ class ResidentParameters:
         """Those that have no values here just now, as `Storage.partitioned_layout` numbers them."""
         return ()
 
-    def unsharded(self, *, look: bool = False) -> AbstractContextManager[None]:
+    def gathered(self, *, look: bool = False) -> AbstractContextManager[None]:
         """A block in which this process has all parameters; called on all devices alike.
 
         Args:
@@ -123,7 +123,7 @@ class ResidentParameters:
         """
         return nullcontext(function)
 
-    def stay_unsharded(self) -> None:
+    def stay_gathered(self) -> None:
         """Have all parameters from here on; called on all devices alike."""
 
     def refuse_call(self, call: Call) -> None:
@@ -275,13 +275,13 @@ class Placement(ABC):
             together: whether all devices call this, and may be waited for.
         """
         if together:
-            self.parameters.stay_unsharded()
+            self.parameters.stay_gathered()
 
     @property
     def partitioned(self) -> Sequence[torch.nn.Parameter]:
         """See `ResidentParameters.partitioned`."""
         return self.parameters.partitioned
 
-    def unsharded(self, *, look: bool = False) -> AbstractContextManager[None]:
-        """See `ResidentParameters.unsharded`."""
-        return self.parameters.unsharded(look=look)
+    def gathered(self, *, look: bool = False) -> AbstractContextManager[None]:
+        """See `ResidentParameters.gathered`."""
+        return self.parameters.gathered(look=look)

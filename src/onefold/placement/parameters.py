@@ -61,7 +61,7 @@ _AT_HAND = 2
 _WITH_ALL = (
     "devices that do not keep all parameters (--placement) have them brought by such hooks, which "
     "torch.func does not allow: use torch.autograd.grad, or call trainer.evaluate and "
-    "trainer.predict in `with trainer.unsharded():`"
+    "trainer.predict in `with trainer.gathered():`"
 )
 
 
@@ -114,13 +114,13 @@ class PartitionedParameters(ResidentParameters):
         """Of the shard that is computed, if one is."""
         self._done_forward: set[int] = set()
         """Those of them whose forward pass is over."""
-        self._unsharded = 0
+        self._gathers = 0
         self._in_backward = self._run_checks = self._looks_at_trained = False
         self._shard()
 
     @property
     def partitioned(self) -> Sequence[torch.nn.Parameter]:
-        return () if self._unsharded else self._buffers.parameters
+        return () if self._gathers else self._buffers.parameters
 
     def refuse_call(self, call: Call) -> None:
         if self._is_serving:
@@ -128,31 +128,31 @@ class PartitionedParameters(ResidentParameters):
                 f"{call.words} was called while a shard was computed, for which parameters are "
                 f"brought to each device (--placement): expected calls of the trainer between "
                 f"shards. trainer.evaluate and trainer.predict allow them in "
-                f"`with trainer.unsharded():`"
+                f"`with trainer.gathered():`"
             )
 
     @contextmanager
-    def unsharded(self, *, look: bool = False) -> Iterator[None]:
-        self.stay_unsharded()
+    def gathered(self, *, look: bool = False) -> Iterator[None]:
+        self.stay_gathered()
         try:
             yield
-            if self._unsharded == 1:
+            if self._gathers == 1:
                 self._buffers.refuse_written()
-            if self._unsharded == 1 and look:
+            if self._gathers == 1 and look:
                 self._buffers.refuse_changed()
         finally:
-            self._unsharded -= 1
-            if not self._unsharded:
+            self._gathers -= 1
+            if not self._gathers:
                 self._shard()
 
-    def stay_unsharded(self) -> None:
-        if not self._unsharded:
+    def stay_gathered(self) -> None:
+        if not self._gathers:
             self._unshard()
-        self._unsharded += 1
+        self._gathers += 1
 
     @contextmanager
     def rounds(self, task: ShardTask) -> Iterator[ShardTask]:
-        if self._unsharded:
+        if self._gathers:
             yield task
             return
         with self._serving(look=task.run_checks):
@@ -161,7 +161,7 @@ class PartitionedParameters(ResidentParameters):
 
     @contextmanager
     def forward(self, function: Function) -> Iterator[Function]:
-        if self._unsharded:
+        if self._gathers:
             yield function
             return
 
@@ -237,7 +237,7 @@ class PartitionedParameters(ResidentParameters):
 
     @contextmanager
     def in_pipeline(self, *, run_checks: bool) -> Iterator[None]:
-        if self._unsharded:
+        if self._gathers:
             with self._reduction.exchange.in_pipeline():
                 yield
             return
@@ -368,7 +368,7 @@ class PartitionedParameters(ResidentParameters):
             raise NotResident(
                 f"parameter {self._buffers.name_of(found[0][0])} was read on device "
                 f"{self._replica.number}, which has it only while it computes with it "
-                f"(--placement): read the model in `with trainer.unsharded():`, change it in `with "
+                f"(--placement): read the model in `with trainer.gathered():`, change it in `with "
                 f"trainer.modifying():`, and save it with trainer.save, each on every device"
             )
         together = {stage for _, stage in found}

@@ -217,7 +217,7 @@ class StageBuffers:
         if found is not None:
             raise StateError(
                 f"parameter {self._names[found.piece.entry]} was written to in `with "
-                f"trainer.unsharded():`, in which the model is read: other devices would not "
+                f"trainer.gathered():`, in which the model is read: other devices would not "
                 f"follow. Change it in `with trainer.modifying():`"
             )
 

@@ -287,10 +287,10 @@ class Engine:
             self.noting(f"step {number}, the loss", wanted=watched),
         ):
             if self._cuts_shards:
-                with self._unsharded_if_needed():
+                with self._gathered_if_needed():
                     task = self.microbatches.fitted(task, batch)
             while True:
-                with self._unsharded_if_needed():
+                with self._gathered_if_needed():
                     done: dict[int, ShardResult] = {}
                     if objective.gathers or objective.several_terms:
                         task, done = self._joint.prepared(objective, batch, task)
@@ -351,14 +351,14 @@ class Engine:
             update = partial(hook, self._task, optimizer, pieces, update)
         update()
 
-    def _unsharded_if_needed(self) -> AbstractContextManager[None]:
+    def _gathered_if_needed(self) -> AbstractContextManager[None]:
         """Have all parameters here in a step that cannot do with those of one stage."""
         # Gathering and several terms run shards outside of the rounds in which devices bring each
         # other something; compiled code takes all of its parameters as arguments.
         known = self.objective
         tries = self._cuts_shards and self.microbatches.trials
         all_of_it = tries or self.context.compilers.compiled or known.gathers or known.several_terms
-        return self.placement.unsharded() if all_of_it else nullcontext()
+        return self.placement.gathered() if all_of_it else nullcontext()
 
     def _judge(
         self,
@@ -514,11 +514,11 @@ class Engine:
         context.checks.restart()
 
     @contextmanager
-    def unsharded(self, step: int) -> Iterator[None]:
+    def gathered(self, step: int) -> Iterator[None]:
         """A block before a step in which this process has all parameters; called on all devices."""
         if self.placement.partitioned:
             self.agree(CallDigest(Call.WHOLE, step))
-        with self.placement.unsharded(look=True), ExitStack() as leaving:
+        with self.placement.gathered(look=True), ExitStack() as leaving:
             leaving.callback(self.follow_parameters)
             yield
 
@@ -535,7 +535,7 @@ class Engine:
         """Compute the step's shards once more, to name the first gradient that is not finite."""
         task, done = replace(self._task, scale=1.0), dict[int, ShardResult]()
         try:
-            with self.context.computing(), self.placement.unsharded():
+            with self.context.computing(), self.placement.gathered():
                 if self.objective.gathers and not task.is_plain(batch):
                     bad = self._joint.spoilt(batch, task)
                     if bad:

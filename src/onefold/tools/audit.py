@@ -292,7 +292,7 @@ class Auditor(Hook):
     ) -> dict[int, list[tuple[int, str]]]:
         """What each device of this process computes of its share of some shards."""
         own = {}
-        with self._placement.unsharded():
+        with self._placement.gathered():
             for replica in self._context.replicas:
                 shards = [shard for shard, device in who.items() if device == replica.number]
                 own[replica.number] = self._computed(replica, shards, batch, task)

@@ -106,7 +106,7 @@ class Inspector(Hook):
         if self._found.begun is None:
             self._found.begun = number - 1
         if self._asked.digests:
-            with self._engine.placement.unsharded():
+            with self._engine.placement.gathered():
                 tensors = named_tensors(self._engine.context.module)
                 detached = {name: tensor.detach() for name, tensor in tensors.items()}
                 if self._leads:
@@ -132,7 +132,7 @@ class Inspector(Hook):
         found, engine = self._found, self._engine
         task, outcome = engine.look(batch, number, name=name)
         found.name, found.samples = name, batch.samples
-        with engine.placement.unsharded():
+        with engine.placement.gathered():
             if self._leads:
                 self._compare(number, outcome)
                 self._note_step(outcome)

@@ -154,7 +154,7 @@ class Probing(Hook):
                 self._observe(float(step.loss))
 
     def _observe(self, loss: float | None) -> None:
-        with self._engine.placement.unsharded():
+        with self._engine.placement.gathered():
             if self._probe is not None:
                 self._probe.observe(self._done, self._engine.context.module, loss)
 
