@@ -6,9 +6,10 @@ how parameters are reached where each device has all of them.
 Note: what differs between placements
 -------------------------------------
 Agreement, losses, verdict, clipping, update, checkpoints and passes over data are the same for all.
-A placement decides how the model is cut before there is memory (`Placement.plan`), runs the shards
-of a step (`Placement.run_shards`), and brings parameters to whoever reads them. Gradients are added
-in the order of `onefold.core.fold` in each of them, so a placement never shows in the result.
+A placement decides how the model is cut before there is memory (`Placement.layout`), runs the
+shards of a step (`Placement.run_shards`), and brings parameters to whoever reads them. Gradients
+are added in the order of `onefold.core.fold` in each of them, so a placement never shows in the
+result.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ __all__ = [
     "Done",
     "Function",
     "Placement",
-    "PlacementPlan",
+    "PlacementLayout",
     "ResidentParameters",
     "StepTotals",
 ]
@@ -63,7 +64,7 @@ Before = Callable[[Replica], AbstractContextManager[object]]
 
 
 @dataclass(frozen=True, slots=True)
-class PlacementPlan:
+class PlacementLayout:
     """How a placement cuts a model, before there is memory for it."""
 
     modules: StageModules | None = None
@@ -166,7 +167,7 @@ class ResidentParameters:
 class Placement(ABC):
     """Where parameters, gradients and optimizer state lie, and how a step computes with them.
 
-    The methods are called in this order: `plan` and `check` before there is memory, `distribute`
+    The methods are called in this order: `layout` and `check` before there is memory, `distribute`
     and `start` once there is; then in each step `run_shards`, by `compute`, and `publish`. All
     devices of a run call them alike.
 
@@ -181,7 +182,9 @@ class Placement(ABC):
         """How parameters are reached; `start` may replace it."""
         self.context: StepContext
 
-    def plan(self, parts: ModelParts, stages: Sequence[torch.nn.Module] | None) -> PlacementPlan:
+    def layout(
+        self, parts: ModelParts, stages: Sequence[torch.nn.Module] | None
+    ) -> PlacementLayout:
         """Decide how a model is cut, before there is memory for it.
 
         Args:
@@ -191,7 +194,7 @@ class Placement(ABC):
         Raises:
             ValueError: the model or the settings do not go with this placement.
         """
-        return PlacementPlan()
+        return PlacementLayout()
 
     def check(self, storage: Storage) -> None:  # noqa: B027 (most models fit)
         """Refuse a model that fits on no device, once its sizes are known.

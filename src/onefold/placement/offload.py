@@ -31,7 +31,7 @@ class Offloaded(Partitioned):
         return allocator.apart
 
     def check(self, storage: Storage) -> None:
-        if self.layout.allocator.apart:
+        if self.chosen.allocator.apart:
             super().check(storage)
         else:
             # Parameters stay in the file, so that the gradient alone must fit.
@@ -39,5 +39,5 @@ class Offloaded(Partitioned):
 
     def leave(self, *, together: bool) -> None:
         # What is kept apart from a device has no room there as a whole.
-        if not self.layout.allocator.apart:
+        if not self.chosen.allocator.apart:
             super().leave(together=together)

@@ -19,7 +19,7 @@ from onefold.core.values import Gradients, ShardResult
 from onefold.exchange.joining import has_memory_in_common
 from onefold.exchange.reduction import StageReduction
 from onefold.exchange.stageexchange import GradientSend
-from onefold.placement.base import Before, Done, Placement, PlacementPlan
+from onefold.placement.base import Before, Done, Placement, PlacementLayout
 from onefold.placement.context import StepContext
 from onefold.placement.parameters import PartitionedParameters
 from onefold.shard.modelparts import ModelParts
@@ -37,13 +37,15 @@ class Partitioned(Placement):
     pipeline = 1
     """How many devices compute a shard together."""
 
-    def plan(self, parts: ModelParts, stages: Sequence[torch.nn.Module] | None) -> PlacementPlan:
+    def layout(
+        self, parts: ModelParts, stages: Sequence[torch.nn.Module] | None
+    ) -> PlacementLayout:
         found = StageModules(parts.module, stages, parts.trained, self.pipeline)
         allocator = self.allocator()
         if self.shards_frozen(allocator):
             parts.partition_frozen(found)
-        self.layout = PlacementPlan(found, allocator)
-        return self.layout
+        self.chosen = PlacementLayout(found, allocator)
+        return self.chosen
 
     def allocator(self) -> TensorAllocator:
         """What the model lies in on the host."""

@@ -25,7 +25,7 @@ from onefold.core.values import Gradients, ShardResult
 from onefold.exchange.exchange import Exchange
 from onefold.exchange.joining import has_memory_in_common
 from onefold.exchange.stageexchange import GradientSend
-from onefold.placement.base import Before, Done, Placement, PlacementPlan
+from onefold.placement.base import Before, Done, Placement, PlacementLayout
 from onefold.shard.gradients import add_gradients
 from onefold.shard.modelparts import ModelParts
 from onefold.shard.replica import Replica
@@ -168,12 +168,14 @@ def partial_sums(
 class Replicated(Placement):
     """Each device has all parameters, and adds up the gradients of all of its shards."""
 
-    def plan(self, parts: ModelParts, stages: Sequence[torch.nn.Module] | None) -> PlacementPlan:
+    def layout(
+        self, parts: ModelParts, stages: Sequence[torch.nn.Module] | None
+    ) -> PlacementLayout:
         if has_memory_in_common(self.devices) or self.settings.shards == 1:
-            return PlacementPlan()
+            return PlacementLayout()
         mirrors = self.devices.context.options.placement == WITH_STATE
         early = StageModules(parts.module, stages, parts.trained, merged=stages is None)
-        return PlacementPlan(early=early, mirrors=mirrors)
+        return PlacementLayout(early=early, mirrors=mirrors)
 
     def run_shards(
         self, batch: ShardedBatch, task: ShardTask, done: Done, before: Before

@@ -35,7 +35,7 @@ from onefold.deferred.values import deferred_of, revealed
 from onefold.exchange.exchange import Exchange
 from onefold.exchange.joining import join
 from onefold.exchange.memory import Start
-from onefold.placement.base import PlacementPlan
+from onefold.placement.base import PlacementLayout
 from onefold.placement.choice import placement_of
 from onefold.placement.context import StepContext
 from onefold.shard.buffers import BufferPlaces, BufferSet
@@ -129,7 +129,7 @@ def assemble(
     first = buffers[devices.own[0]]
     first.attach()
     placement = placement_of(devices, settings)
-    layout = placement.plan(parts, stages)
+    layout = placement.layout(parts, stages)
     storage = _storage(parts, first, optimizer, settings, devices, layout)
     placement.check(storage)
     start = _start(parts, first)
@@ -200,7 +200,7 @@ def _storage(
     optimizer: torch.optim.Optimizer,
     settings: Settings,
     devices: Devices,
-    placed: PlacementPlan,
+    placed: PlacementLayout,
 ) -> Storage:
     modules, devices_in_all = placed.modules, len(devices.all)
     # By the names that the model has when it is not compiled, so that a checkpoint fits both.

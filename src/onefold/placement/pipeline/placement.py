@@ -12,7 +12,7 @@ from onefold.core.batch import ShardedBatch
 from onefold.core.settings import Settings
 from onefold.core.stages import ROOT, Stages, waiting
 from onefold.core.values import Gradients
-from onefold.placement.base import Before, Done, PlacementPlan
+from onefold.placement.base import Before, Done, PlacementLayout
 from onefold.placement.context import StepContext
 from onefold.placement.partitioned import Partitioned
 from onefold.placement.pipeline.boundary import StageBoundary
@@ -33,13 +33,15 @@ class Pipelined(Partitioned):
         super().__init__(devices, settings)
         self.pipeline = devices.context.options.pipeline_of(len(devices.all))
 
-    def plan(self, parts: ModelParts, stages: Sequence[torch.nn.Module] | None) -> PlacementPlan:
+    def layout(
+        self, parts: ModelParts, stages: Sequence[torch.nn.Module] | None
+    ) -> PlacementLayout:
         if self.settings.microbatch == "auto":
             raise ValueError(
                 "expected a number for microbatch with --placement pipeline, or None, got 'auto': "
                 "to find one, each device would have to compute a whole shard alone"
             )
-        return super().plan(parts, stages)
+        return super().layout(parts, stages)
 
     def start(self, context: StepContext) -> None:
         super().start(context)
