@@ -120,8 +120,8 @@ class Traffic:
         if self._phase == "written":
             self.amounts["written"] += sum(target.nbytes for target in targets)
 
-    def _count_added(self, reduction: BlockReduction, plan: Any) -> None:
-        published = published_by(plan).values()
+    def _count_added(self, reduction: BlockReduction, shares: Any) -> None:
+        published = published_by(shares).values()
         # A single partial sum is the total, and added to nothing.
         for place in published if len(published) > 1 else ():
             partial = reduction.memory.partial(place)

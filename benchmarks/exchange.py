@@ -36,7 +36,7 @@ from measure import (
 )
 from onefold.core.assignment import Assignment
 from onefold.core.flat import FlatTensors, lay_out
-from onefold.core.shard import Plan
+from onefold.core.shard import Shares
 from onefold.core.storage import Storage, cut_pieces
 from onefold.exchange.collective import GroupTransport
 from onefold.exchange.connections import Connections, Lateness, PeerWatch
@@ -50,7 +50,7 @@ from onefold.exchange.shared import HostTransport
 __all__ = ["main"]
 
 PROCESSES = 2
-PLAN = Plan.even(shards=PROCESSES, devices=PROCESSES)
+SHARES = Shares.even(shards=PROCESSES, devices=PROCESSES)
 TENSORS = 4
 """Parameters that share the bytes of an exchange equally."""
 TIMEOUT_S = 60.0
@@ -206,7 +206,7 @@ def storage_of(amount: Amount) -> Storage:
 def roster_of(storage: Storage) -> Assignment:
     """Processors of one host, a shard for each."""
     devices = [torch.device("cpu")] * PROCESSES
-    return Assignment.first(devices, plan=PLAN, pieces=storage.pieces)
+    return Assignment.first(devices, shares=SHARES, pieces=storage.pieces)
 
 
 def start_of(amount: Amount) -> Start:
@@ -216,32 +216,32 @@ def start_of(amount: Amount) -> Start:
 
 def check(exchange: Exchange, rank: int, amount: Amount) -> None:
     """Exchange ones and twos, and raise `RuntimeError` unless threes come of it."""
-    exchange.begin(PLAN)
+    exchange.begin(SHARES)
     exchange.publish(rank, 0, amount.gradients(rank + 1.0))
-    exchange.collect(PLAN)
+    exchange.collect(SHARES)
     wrong = [total for total in exchange.totals(rank) if not total.eq(3.0).all()]
     exchange.publish_parameters()
     if wrong:
         raise RuntimeError(f"{type(exchange).__name__}: 1 and 2 did not add up to 3")
-    exchange.begin(PLAN)
+    exchange.begin(SHARES)
     exchange.publish(rank, 0, amount.gradients(0.0))  # what is added up over and over stays zero
 
 
 def trade(exchange: Exchange) -> None:
     """An exchange whose gradients are already published."""
-    exchange.begin(PLAN)
+    exchange.begin(SHARES)
     finish(exchange)
 
 
 def finish(exchange: Exchange) -> None:
     """What remains of an exchange once gradients are published."""
-    exchange.collect(PLAN)
+    exchange.collect(SHARES)
     exchange.publish_parameters()
 
 
 def publish_and_trade(exchange: Exchange, rank: int, gradients: Sequence[torch.Tensor]) -> None:
     """An exchange with all that belongs to it."""
-    exchange.begin(PLAN)
+    exchange.begin(SHARES)
     exchange.publish(rank, 0, gradients)
     finish(exchange)
 

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 
 from onefold.core.fold import Block, blocks_of
-from onefold.core.shard import Plan
+from onefold.core.shard import Shares
 
 __all__ = [
     "Links",
@@ -42,7 +42,7 @@ CHUNK_BYTES = 4 << 20
 LARGE_BYTES = 256 << 10
 """From here on a tensor is moved by itself, and copied only where others must see it."""
 HEAD_BYTES = 144
-"""What a device states first in every step: step, samples, plan, checksums, and so on."""
+"""What a device states first in every step: step, samples, shares, checksums, and so on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +102,7 @@ class Run:
     @property
     def counts(self) -> tuple[int, ...]:
         """Shards of each device."""
-        return Plan.even(shards=self.shards, devices=self.devices).counts
+        return Shares.even(shards=self.shards, devices=self.devices).counts
 
     @property
     def blocks(self) -> tuple[int, ...]:
@@ -337,5 +337,5 @@ def _waiting(shards: int) -> int:
 
 
 def _blocks(run: Run) -> list[tuple[Block, ...]]:
-    plan = Plan.even(shards=run.shards, devices=run.devices)
-    return [blocks_of(plan.shards_of(device), run.shards) for device in range(run.devices)]
+    shares = Shares.even(shards=run.shards, devices=run.devices)
+    return [blocks_of(shares.shards_of(device), run.shards) for device in range(run.devices)]

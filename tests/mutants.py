@@ -97,7 +97,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "partial sums are added from left to right",
         "exchange/reduction.py",
-        "            for pairs in additions(plan, together=self.memory.at_once):\n",
+        "            for pairs in additions(shares, together=self.memory.at_once):\n",
         "            for pairs in [[(min(parts), block)] for block in sorted(parts)[1:]]:\n",
     ),
     Mutant(
@@ -339,10 +339,10 @@ MUTANTS: list[Mutant] = [
         "            coming = SavedPass(self._coming.pop(0).number, 0)",
     ),
     Mutant(
-        "batches that were read ahead are lost with their plan",
+        "batches that were read ahead are lost with their shares",
         "data_order/workers.py",
-        "self.plan, self.start = plan, start",
-        "self.plan = plan",
+        "self.shares, self.start = shares, start",
+        "self.shares = shares",
     ),
     Mutant(
         "a checkpoint forgets how long the loss scale was good",

@@ -139,7 +139,7 @@ AFTER_A_STEP: dict[str, Callable[[Any, int], object]] = {
     "the end of trainer.averaged: parameter 2.weight changed .* on device 0": written_in_averaged,
 }
 BEFORE_A_STEP: dict[str, Callable[[Any, int], object]] = {
-    "step 2.*another plan than device 0": lambda t, n: setattr(t, "plan", (1 + 2 * n, 3 - 2 * n)),
+    "step 2.*other shares than device 0": lambda t, n: setattr(t, "shares", (1 + 2 * n, 3 - 2 * n)),
     "device 1 calls trainer.step while device 0 calls trainer.barrier": (
         lambda t, n: n or t.barrier()
     ),
@@ -204,7 +204,9 @@ def of_all_parameters() -> None:
 
 
 FROM_THE_START: dict[str, Callable[[int], object]] = {
-    r"the plan is \(3, 1\) on .* \(1, 3\) on": lambda n: stepped(plan=(3 - 2 * n, 1 + 2 * n)),
+    r"the number of shards per device is \(3, 1\) on .* \(1, 3\) on": lambda n: stepped(
+        shares=(3 - 2 * n, 1 + 2 * n)
+    ),
     "deterministic is True on .* and False on": lambda n: stepped(deterministic=n == 0),
     "the threads of a device is 1 .* and 2 .* on device 1": lambda n: stepped(threads=1 + n),
     "step 2.*settings of device 1 differ from .* device 0, in lr of group 0 of SGD: ": other_rate,

@@ -42,7 +42,7 @@ def of_fields(model: nn.Module, batch: Any) -> torch.Tensor:
 
 
 @for_each("make", [Points, encoded])
-@for_each("options", [{}, {"microbatch": 2}, {"devices": 2, "plan": (3, 1)}])
+@for_each("options", [{}, {"microbatch": 2}, {"devices": 2, "shares": (3, 1)}])
 def test_a_step_takes_batches_of_each_kind(make: Any, options: dict[str, Any]) -> None:
     seen: set[object] = set()
 
@@ -104,7 +104,7 @@ def test_detection_trains_alike_on_any_number_of_devices_and_in_pieces(shards: i
     whole = found_boxes(shards=shards)
     if shards == 3:
         assert torch.equal(found_boxes(2, shards=3), whole)
-        assert torch.equal(found_boxes(3, shards=3, plan=(0, 2, 1)), whole)
+        assert torch.equal(found_boxes(3, shards=3, shares=(0, 2, 1)), whole)
     for microbatch in (1, 2):
         found = found_boxes(shards=shards, microbatch=microbatch)
         torch.testing.assert_close(found, whole, rtol=0, atol=1e-6)
@@ -171,10 +171,10 @@ def read(trainer: onefold.Trainer, first: int, last: int) -> str:
     return trainer.fingerprint()
 
 
-@for_each("plan", [(2, 1), (1, 0, 2)])
-def test_time_major_batches_are_cut_along_their_samples(plan: Any, tmp_path: Path) -> None:
+@for_each("shares", [(2, 1), (1, 0, 2)])
+def test_time_major_batches_are_cut_along_their_samples(shares: Any, tmp_path: Path) -> None:
     """Also in a run that goes on with another number of devices."""
-    first, second = reading(len(plan), plan=plan, microbatch=2), reading(microbatch=2)
+    first, second = reading(len(shares), shares=shares, microbatch=2), reading(microbatch=2)
     read(first, 0, 2)
     first.save(tmp_path)
     second.load(tmp_path)
@@ -525,6 +525,6 @@ def test_what_does_not_go_together_is_refused() -> None:
     trainer = trainer_of(2)
     few, many = two_loaders(trainer)
     labelled = next(iter(few))
-    trainer.plan = (1, 2)
-    with pytest.raises(ValueError, match=r"several plans, \(2, 1\), \(1, 2\)"):
+    trainer.shares = (1, 2)
+    with pytest.raises(ValueError, match=r"several shares, \(2, 1\), \(1, 2\)"):
         trainer.step({"labelled": labelled, "others": next(iter(many))})

@@ -160,7 +160,7 @@ def test_the_bits_do_not_depend_on_the_devices(
     torch._dynamo.reset()
     run(trainer_of(loss, build=build, **options), (18, 5))
     assert run(trainer_of(loss, 2, build=build, **options)) == found
-    assert run(trainer_of(loss, 3, build=build, plan=(0, 3, 1), **options)) == found
+    assert run(trainer_of(loss, 3, build=build, shares=(0, 3, 1), **options)) == found
     # With the same dropout: only rounding is left to differ.
     written = run(trainer_of(loss, build=build, compile=False, **options))
     assert written[1:] == pytest.approx(found[1:], rel=near)
@@ -291,7 +291,7 @@ def test_kernels_give_the_same_bits_on_any_number_of_devices(
     with config.patch(compile_threads=1):  # no threads that would outlast a test
         # Both processes make their kernels at the same time, in one folder.
         launched = onefold.launch(with_kernels, devices=2)
-        assert with_kernels(3, plan=(1, 3, 0)) == launched
+        assert with_kernels(3, shares=(1, 3, 0)) == launched
         # As in another process, what was made is found again.
         torch._dynamo.reset()
         counters.clear()

@@ -103,18 +103,18 @@ def plain(model: nn.Module, loss: LossOf, steps: Sequence[Batch]) -> float:
 
 
 @for_each("loss", LOSSES)
-@for_each("plan", [(1,), (2,), (3, 2), (0, 5, 11)])
-def test_the_gradient_is_that_of_one_big_batch(loss: LossOf, plan: tuple[int, ...]) -> None:
+@for_each("shares", [(1,), (2,), (3, 2), (0, 5, 11)])
+def test_the_gradient_is_that_of_one_big_batch(loss: LossOf, shares: tuple[int, ...]) -> None:
     """With the same bits on any number of devices."""
     expected, steps, found = Towers().double(), batches(2, dtype=torch.float64), set()
     at = plain(expected, loss, steps)
-    for devices in {1, len(plan)}:
+    for devices in {1, len(shares)}:
         model = Towers().double()
-        chosen = None if devices == 1 else plan
-        trainer = trainer_of(loss, model=model, devices=devices, shards=sum(plan), plan=chosen)
+        chosen = None if devices == 1 else shares
+        trainer = trainer_of(loss, model=model, devices=devices, shards=sum(shares), shares=chosen)
         found.add(result(trainer, steps))
         for mine, other in zip(model.parameters(), expected.parameters(), strict=True):
-            exact = plan == (1,) and loss in (of_the_batch, of_own_rows)
+            exact = shares == (1,) and loss in (of_the_batch, of_own_rows)
             torch.testing.assert_close(mine, other, rtol=0, atol=0 if exact else 1e-13)
     (only,) = found
     assert float.fromhex(only[1]) == pytest.approx(at, rel=1e-12)
@@ -143,9 +143,9 @@ def test_a_shard_finds_what_it_left_before_it_gathered() -> None:
         return losses + F.dropout(again, 0.5)
 
     found = set()
-    for devices, plan in ((1, (5,)), (2, (1, 4)), (5, (1, 1, 1, 1, 1))):
+    for devices, shares in ((1, (5,)), (2, (1, 4)), (5, (1, 1, 1, 1, 1))):
         model = Keeping()
-        found.add(result(trainer_of(loss, model=model, devices=devices, plan=plan), batches(3)))
+        found.add(result(trainer_of(loss, model=model, devices=devices, shares=shares), batches(3)))
         assert model.training
         assert model.one.training
     assert len(found) == 1

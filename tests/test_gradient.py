@@ -50,10 +50,10 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 # The gradient
 
 
-@for_each(("devices", "plan"), [(1, None), (2, (1, 3)), (3, (0, 3, 1))])
-def test_it_is_plain_pytorchs(devices: int, plan: tuple[int, ...] | None) -> None:
+@for_each(("devices", "shares"), [(1, None), (2, (1, 3)), (3, (0, 3, 1))])
+def test_it_is_plain_pytorchs(devices: int, shares: tuple[int, ...] | None) -> None:
     model, expected = smooth(), smooth()
-    trainer = gradient_of(devices, model=model, plan=plan)
+    trainer = gradient_of(devices, model=model, shares=shares)
     for number in (1, 2):
         step = trainer.gradient(exact(number))
         value = plain(expected).gradient(exact(number)).loss
@@ -168,7 +168,7 @@ def run(program: Program, devices: int | None, **options: Any) -> list[Any]:
 @for_each("program", [plain_updates, searches])
 def test_updates_are_those_of_a_plain_loop_on_any_number_of_devices(program: Program) -> None:
     losses, values = alone = run(program, 1)
-    assert run(program, 3, plan=(0, 3, 1)) == alone
+    assert run(program, 3, shares=(0, 3, 1)) == alone
     for exchange in ("shared", "collective"):
         assert simulate(lambda: run(program, None), 2, exchange=exchange) == [alone] * 2
     expected = smooth()

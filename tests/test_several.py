@@ -142,7 +142,7 @@ def all_of_it(devices: int | None, folder: Path, **choices: Any) -> tuple[str, .
 @for_each("choices", [{}, {"precision": "bf16-params"}, {"precision": "fp16", "microbatch": 4}])
 def test_the_bits_do_not_depend_on_the_devices(choices: dict[str, Any], tmp_path: Path) -> None:
     found = all_of_it(1, tmp_path / "1", **choices)
-    assert found == all_of_it(3, tmp_path / "3", plan=(0, 3, 1), **choices)
+    assert found == all_of_it(3, tmp_path / "3", shares=(0, 3, 1), **choices)
     going_on = trainer_of(2, *LOSSES, **choices)
     going_on.average(decay=0.9, after="generator")
     going_on.load(tmp_path / "3")

@@ -113,16 +113,16 @@ def test_what_is_the_scripts_is_left_alone(devices: int) -> None:
 def test_a_plan_may_change_between_steps_and_trainers_do_not_disturb_each_other() -> None:
     one = make_trainer(Noisy(), noisy_loss)
     other = make_trainer(Noisy(), noisy_loss, devices=3)
-    assert other.plan == (2, 1, 1)
-    for plan in [(4, 0, 0), (0, 1, 3), (1, 1, 2)]:
-        other.plan = plan
-        assert other.plan == plan
+    assert other.shares == (2, 1, 1)
+    for shares in [(4, 0, 0), (0, 1, 3), (1, 1, 2)]:
+        other.shares = shares
+        assert other.shares == shares
         assert one.step(points(11)).number == other.step(points(11)).number
     assert one.fingerprint() == other.fingerprint() == trained()
     for wrong in ((4,), (1, 1, 1), (5, -1, 0), ()):
         with pytest.raises(ValueError, match=r"this run has 3 devices and 4|zero or more shards"):
-            other.plan = wrong
-    assert other.plan == plan
+            other.shares = wrong
+    assert other.shares == shares
 
 
 def test_the_bits_depend_on_seed_shards_and_data() -> None:
@@ -227,8 +227,11 @@ def test_threads_are_shared_among_the_shards_and_idle_cores_are_told_once(
     [
         ({"clip_norm": math.nan}, "expected clip_norm to be more than 0, got nan"),
         ({"timeout_s": math.inf}, "expected timeout_s to be finite"),
-        ({"plan": 4}, "expected plan to be a list of numbers, got 4"),
-        ({"plan": (1, 1)}, r"the plan \(1, 1\) has 2 devices and 2 shards; this run has 2 devices"),
+        ({"shares": 4}, "expected shares to be a list of numbers, got 4"),
+        (
+            {"shares": (1, 1)},
+            r"the shares \(1, 1\) have 2 devices and 2 shards; this run has 2 devices",
+        ),
         ({"loss": None}, "expected loss to be a function of model and batch, got None"),
         ({"model": [line()], "optimizer": sgd(line())}, "expected model to be a torch.nn.Module"),
         ({"optimizer": "sgd"}, "expected a torch.optim.Optimizer, got str"),

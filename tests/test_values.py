@@ -175,11 +175,11 @@ def test_training_is_what_it_is_without_them(shards: int, choices: dict[str, Any
 def test_the_bits_do_not_depend_on_the_devices(
     loss: LossOf, samples: int, model: Any, options: dict[str, Any]
 ) -> None:
-    def run(devices: int | None, plan: tuple[int, ...]) -> list[Any]:
-        trainer = trainer_of(loss, model=model(), devices=devices, plan=plan, **options)
+    def run(devices: int | None, shares: tuple[int, ...]) -> list[Any]:
+        trainer = trainer_of(loss, model=model(), devices=devices, shares=shares, **options)
         return result(trainer, batches(3, samples))
 
-    found = [run(len(plan), plan) for plan in ((5,), (2, 2, 1), (0, 4, 1))]
+    found = [run(len(shares), shares) for shares in ((5,), (2, 2, 1), (0, 4, 1))]
     found += simulate(run, 2, args=(None, (3, 2)), exchange="shared")
     found += simulate(run, 2, args=(None, (5, 0)), exchange="collective")
     assert all(each == found[0] for each in found)
@@ -326,7 +326,7 @@ def words_of(rows: list[Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.processes)])
 def test_a_whole_batch_is_what_one_shard_would_be(workers: int) -> None:
     data = TensorDataset(*regression(11))
-    trainer, alone = make_trainer(shards=3, devices=3, plan=(2, 0, 1)), make_trainer(shards=1)
+    trainer, alone = make_trainer(shards=3, devices=3, shares=(2, 0, 1)), make_trainer(shards=1)
     ours, theirs = (
         each.loader(data, batch_size=5, shuffle=True, workers=workers) for each in (trainer, alone)
     )

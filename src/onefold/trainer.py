@@ -69,7 +69,7 @@ class Trainer:
         seed: of dropout, augmentation, the order of samples and all other randomness.
         devices: several for this one process to drive, such as ``["cuda:0", "cuda:1"]``; without
             it a launcher decides, or one device is used.
-        plan: how many shards each device runs, such as ``(3, 1)``; even shares by default.
+        shares: how many shards each device runs, such as ``(3, 1)``; even shares by default.
         threads: of each CPU device; ``max(1, cores // shards)`` by default.
         schedule: a ``torch.optim.lr_scheduler`` of the optimizer; part of every checkpoint. Of
             several optimizers a dict, under their names, or beside a list a list with None for
@@ -123,7 +123,7 @@ class Trainer:
         shards: int,
         seed: int = 0,
         devices: Sequence[str | torch.device] | None = None,
-        plan: Sequence[int] | None = None,
+        shares: Sequence[int] | None = None,
         threads: int | None = None,
         schedule: GivenSchedule = None,
         schedule_every: ScheduleEvery = "step",
@@ -157,7 +157,7 @@ class Trainer:
         user = UserParts.of(model, optimizer, loss, schedule, stages)
         self._tools = Tools(context)
         self._session = session = Session(
-            context, user, settings, devices=devices, plan=plan, tools=self._tools
+            context, user, settings, devices=devices, shares=shares, tools=self._tools
         )
         # The model outlives a Trainer that the script drops. By a weak reference, as an observer of
         # the session may refer to this Trainer; the memory refers to nothing of the script's.
@@ -188,13 +188,13 @@ class Trainer:
         return self._session.asked_to_stop
 
     @property
-    def plan(self) -> tuple[int, ...]:
+    def shares(self) -> tuple[int, ...]:
         """How many shards each device runs; may be set between steps, alike on all devices."""
-        return self._session.engine.assignment.plan.counts
+        return self._session.engine.assignment.shares.counts
 
-    @plan.setter
-    def plan(self, counts: Sequence[int]) -> None:
-        self._session.set_plan(counts)
+    @shares.setter
+    def shares(self, counts: Sequence[int]) -> None:
+        self._session.set_shares(counts)
 
     def loader(
         self,

@@ -182,8 +182,8 @@ class Case:
         """The same on one device, read in this process."""
         return replace(self, workers=0, uneven=False)
 
-    def plan(self, devices: int) -> tuple[int, ...] | None:
-        """An uneven plan for so many devices, or None for the even one."""
+    def shares(self, devices: int) -> tuple[int, ...] | None:
+        """Uneven shares for so many devices, or None for even ones."""
         if not self.uneven or devices == 1:
             return None
         counts = [1] * devices
@@ -216,9 +216,9 @@ def run(case: Case, devices: Sequence[str] | None = None) -> tuple[str, str]:
         precision=case.precision,
         microbatch=case.microbatch,
     )
-    plan = case.plan(len(trainer.devices))
-    if plan is not None:
-        trainer.plan = plan
+    shares = case.shares(len(trainer.devices))
+    if shares is not None:
+        trainer.shares = shares
     if case.average:
         trainer.average(decay=0.99, every=2)
     batches = trainer.loader(data(), batch_size=BATCH, shuffle=True, workers=case.workers)

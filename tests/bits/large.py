@@ -203,7 +203,7 @@ def run(case: Case, devices: Sequence[str] | None = None) -> tuple[str, str]:
     )
     count = len(trainer.devices)
     if case.uneven and count > 1:
-        trainer.plan = (SHARDS - count + 2, *([1] * (count - 2)), 0) if count > 2 else (3, 5)
+        trainer.shares = (SHARDS - count + 2, *([1] * (count - 2)), 0) if count > 2 else (3, 5)
     generator = torch.Generator().manual_seed(1)
     for _ in range(STEPS):
         step = trainer.step(torch.randint(0, TOKENS, (case.samples, LENGTH), generator=generator))

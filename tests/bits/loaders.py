@@ -178,7 +178,7 @@ def run_part(
     workers: int,
     folder: Path,
     stop_after: int | None,
-    plan: Sequence[int] | None = None,
+    shares: Sequence[int] | None = None,
     devices: Sequence[str] | None = None,
 ) -> tuple[int, str]:
     """Go on from a folder if there is something in it, and stop after a step or at the end."""
@@ -186,7 +186,7 @@ def run_part(
     model = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     trainer = onefold.Trainer(
-        model, optimizer, loss, shards=4, seed=2, devices=devices, threads=1, plan=plan
+        model, optimizer, loss, shards=4, seed=2, devices=devices, threads=1, shares=shares
     )
     batches = batches_of(kind, trainer, workers)
     if folder.is_dir():
@@ -197,8 +197,8 @@ def run_part(
         for batch in batches:
             random.random()
             step = trainer.step(batch)
-            if plan is not None and step.number % 3 == 0:
-                trainer.plan = trainer.plan[::-1]
+            if shares is not None and step.number % 3 == 0:
+                trainer.shares = trainer.shares[::-1]
             if step.number == stop_after:
                 trainer.save(folder)
                 result = step.number, trainer.fingerprint()

@@ -134,9 +134,9 @@ def run_part(
 ) -> str:
     """Go on from a folder if there is something in it, save there, and tell the fingerprints."""
     trainer = _trainer(case, devices)
-    plan = {2: (3, 1), 3: (1, 3, 0)}.get(len(trainer.devices)) if uneven else None
-    if plan is not None:
-        trainer.plan = plan
+    shares = {2: (3, 1), 3: (1, 3, 0)}.get(len(trainer.devices)) if uneven else None
+    if shares is not None:
+        trainer.shares = shares
     if folder is not None and folder.is_dir():
         trainer.load(folder)
     for step in range(trainer.steps + 1, stop_after + 1):

@@ -38,7 +38,7 @@ def test_golden_problems_in_processes(exchange: str, placement: str, devices: in
 
 
 def test_devices_of_one_process() -> None:
-    """Every model, option and loader, with uneven plans that change, and workers that read."""
+    """Every model, option and loader, with uneven shares that change, and workers that read."""
     several = {2: (3, 1), 3: (1, 0, 3)}
     for number, case in enumerate(cases.covering()):
         found = cases.run(case, ["cpu"] * (2 + number % 3))

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from onefold.checks.description import compare, describe
-from onefold.core.shard import Plan
+from onefold.core.shard import Shares
 from onefold.errors import DisagreementError
 from onefold.shard.modelparts import ModelParts
 from onefold.system import accelerator, cuda
@@ -38,7 +38,7 @@ def said(
     made, devices = optimizer(module), devices_of(2, own=[1], trainer=trainer)
     if gpus:
         devices = replace(devices, all=tuple(gpus), own=tuple(range(len(gpus))))
-    return describe(parts, made, settings_of(**settings), devices, Plan((2, 2)), schedule(made))
+    return describe(parts, made, settings_of(**settings), devices, Shares((2, 2)), schedule(made))
 
 
 def compared(*each: dict[str, str]) -> None:

@@ -15,12 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onefold.core.batch import as_if_copied, cut_batch, move
-from onefold.core.shard import Plan
+from onefold.core.shard import Shares
 from onefold.core.structure import parts_of
 from tests.tables import for_each
 
 META = torch.device("meta")
-HALVES = Plan((2,))
+HALVES = Shares((2,))
 
 
 class Pair(NamedTuple):
@@ -44,7 +44,7 @@ class Encoding(UserDict[str, object]):
 def test_the_shards_together_are_the_batch(samples: int, shards: int, dim: int) -> None:
     x = torch.arange(6 * samples).view((samples, 3, 2) if dim == 0 else (3, samples, 2))
     batch = {"x": [x, (x.numpy()[..., 0],)], "y": Pair(x + 1, x)}
-    cut = cut_batch(batch, Plan((shards,)), range(shards), dim=dim)
+    cut = cut_batch(batch, Shares((shards,)), range(shards), dim=dim)
     assert (cut.samples, cut.dim) == (samples, dim)
     assert sorted(cut.shards) == list(range(min(samples, shards)))
     parts: list[Any] = [cut.shards[shard] for shard in sorted(cut.shards)]
@@ -83,7 +83,7 @@ def test_containers_of_any_kind_keep_their_type() -> None:
 
 def test_only_the_shards_asked_for_are_kept_and_nothing_is_copied() -> None:
     batch = torch.arange(7)
-    cut = cut_batch(batch, Plan((1, 2)), [1, 2], epoch=4)
+    cut = cut_batch(batch, Shares((1, 2)), [1, 2], epoch=4)
     assert {shard: list(part) for shard, part in cut.shards.items()} == {1: [3, 4], 2: [5, 6]}
     assert (cut.samples, cut.epoch, cut.loader, cut.digest) == (7, 4, -1, 0)
     assert cut.shards[1].data_ptr() == batch[3:].data_ptr()  # type: ignore[attr-defined]
@@ -141,7 +141,7 @@ def test_arrays_are_copied_only_where_pytorch_cannot_use_them() -> None:
 
 
 def batch_digest(batch: object) -> int:
-    return cut_batch(batch, Plan((1,)), (), digest=True).digest
+    return cut_batch(batch, Shares((1,)), (), digest=True).digest
 
 
 @given(n=st.integers(1, 300))
@@ -180,7 +180,7 @@ def test_a_digest_is_that_of_the_whole_batch_on_every_device_and_process() -> No
     batch = {"x": torch.arange(300.0).view(100, 3), "y": torch.arange(100)}
     assert batch_digest(batch) == -2772223197249777164
     for own in (0, 1):
-        assert cut_batch(batch, Plan((1, 1)), [own], digest=True).digest == batch_digest(batch)
+        assert cut_batch(batch, Shares((1, 1)), [own], digest=True).digest == batch_digest(batch)
     with pytest.raises(TypeError, match=r"batch\[1\]: expected a tensor .* got int"):
         batch_digest((X, 5))
 

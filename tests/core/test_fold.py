@@ -9,36 +9,36 @@ from hypothesis import strategies as st
 
 from onefold.core import fold as folding
 from onefold.core.fold import Block, additions, fold, fold_shards, published_by
-from onefold.core.shard import Plan
+from onefold.core.shard import Shares
 from onefold.exchange.reduction import RunningFold
 
 
 @st.composite
-def plans(draw: st.DrawFn, most: int = 33) -> Plan:
-    """Plans of any counts, in rounds and not."""
+def shares(draw: st.DrawFn, most: int = 33) -> Shares:
+    """Shares of any counts, in rounds and not."""
     shards = draw(st.integers(1, most))
     devices = draw(st.integers(1, min(shards, 9)))
     cuts = draw(st.lists(st.integers(0, shards), min_size=devices - 1, max_size=devices - 1))
     counts = tuple(b - a for a, b in pairwise([0, *sorted(cuts), shards]))
-    return Plan(counts, in_rounds=draw(st.booleans()))
+    return Shares(counts, in_rounds=draw(st.booleans()))
 
 
 def named(left: str, right: str) -> str:
     return f"({left}{right})"
 
 
-@given(plan=plans(), data=st.data())
-def test_any_plan_adds_in_the_same_order(plan: Plan, data: st.DataObject) -> None:
-    names = [f" {shard}" for shard in range(plan.shards)]
+@given(shares=shares(), data=st.data())
+def test_any_shares_add_in_the_same_order(shares: Shares, data: st.DataObject) -> None:
+    names = [f" {shard}" for shard in range(shares.shards)]
 
     def leaf(node: Block) -> str | None:
         return names[node.start] if node.stop - node.start == 1 else None
 
-    parts = {block: fold(leaf, block, named) for block in published_by(plan)}
-    assert fold(parts.get, Block(0, plan.shards), named) == fold_shards(names, named)
+    parts = {block: fold(leaf, block, named) for block in published_by(shares)}
+    assert fold(parts.get, Block(0, shares.shards), named) == fold_shards(names, named)
     for together in (True, False):
         sums = parts.copy()
-        for pairs in additions(plan, together=together):
+        for pairs in additions(shares, together=together):
             assert len({block for pair in pairs for block in pair}) == 2 * len(pairs)
             sums |= {left: named(sums[left], sums[right]) for left, right in pairs}
         assert sums[min(sums)] == fold_shards(names, named)
@@ -55,7 +55,7 @@ def test_a_shard_that_nobody_publishes_is_noticed(monkeypatch: pytest.MonkeyPatc
         fold({Block(0, 1): "a"}.get, Block(0, 2), named)
     monkeypatch.setattr(folding, "published_by", lambda _: {Block(0, 1): None})
     with pytest.raises(KeyError, match="no part covers shard 1"):
-        additions.__wrapped__(Plan((1, 1)), together=True)
+        additions.__wrapped__(Shares((1, 1)), together=True)
 
 
 @given(shards=st.integers(1, 40), data=st.data())

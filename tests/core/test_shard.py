@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onefold.core.shard import Plan, Search, cut_bounds, pieces_of, rows_of
+from onefold.core.shard import Search, Shares, cut_bounds, pieces_of, rows_of
 from onefold.system.words import counted
 
 SIZES = st.integers(1, 300)
@@ -28,34 +28,34 @@ def test_shards_are_cut_as_tensor_split_does(samples: int, shards: int) -> None:
 def test_an_even_plan_gives_each_device_a_share(shards: int, devices: int) -> None:
     if devices > shards:
         with pytest.raises(ValueError, match=f"cannot share {counted(shards, 'shard')}: "):
-            Plan.even(shards=shards, devices=devices)
+            Shares.even(shards=shards, devices=devices)
         return
-    plan = Plan.even(shards=shards, devices=devices)
-    assert max(plan.counts) - min(plan.counts) <= 1
-    assert [s for d in range(devices) for s in plan.shards_of(d)] == list(range(shards))
+    shares = Shares.even(shards=shards, devices=devices)
+    assert max(shares.counts) - min(shares.counts) <= 1
+    assert [s for d in range(devices) for s in shares.shards_of(d)] == list(range(shards))
 
 
 def test_a_plan_that_does_not_fit_is_refused() -> None:
     for counts in ((), (0, 0), (2, -1)):
         with pytest.raises(ValueError, match="zero or more shards"):
-            Plan(counts)
+            Shares(counts)
     with pytest.raises(ValueError, match="this run has 2 devices and 5 shards"):
-        Plan.given((2, 2), shards=5, devices=2)
-    assert Plan.given([0, 5], shards=5, devices=2).shards_of(1) == range(5)
+        Shares.given((2, 2), shards=5, devices=2)
+    assert Shares.given([0, 5], shards=5, devices=2).shards_of(1) == range(5)
 
 
 @given(counts=COUNTS, in_rounds=st.booleans())
 def test_rounds_hold_every_shard_once(counts: tuple[int, ...], in_rounds: bool) -> None:
-    plan = Plan(counts, in_rounds=in_rounds)
-    rows = plan.rounds()
+    shares = Shares(counts, in_rounds=in_rounds)
+    rows = shares.rounds()
     assert len(rows) == max(counts)
-    for device in range(plan.devices):
+    for device in range(shares.devices):
         own = [row[device] for row in rows if device in row]
-        assert own == list(plan.shards_of(device)) == sorted(own)
+        assert own == list(shares.shards_of(device)) == sorted(own)
         assert len(own) == counts[device]
     order = [s for row in rows for s in row.values()]
-    assert (order if in_rounds else sorted(order)) == list(range(plan.shards))
-    assert plan.in_a_row() == Plan(counts)
+    assert (order if in_rounds else sorted(order)) == list(range(shares.shards))
+    assert shares.in_a_row() == Shares(counts)
 
 
 @given(SIZES, st.none() | SIZES)

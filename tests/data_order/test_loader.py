@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from onefold.core.batch import ShardedBatch
 from onefold.core.randomness import order_by_length, sample_order
-from onefold.core.shard import Plan, cut_bounds
+from onefold.core.shard import Shares, cut_bounds
 from onefold.data_order.loader import Loader
 from onefold.data_order.position import SavedPasses
 from onefold.errors import SampleError
@@ -35,9 +35,9 @@ with_workers = pytest.mark.parametrize("workers", [0, pytest.param(2, marks=proc
 
 
 def make_loader(
-    dataset: Any, plan: Plan | Callable[[], Plan], own: Sequence[int] = (0,), **choices: Any
+    dataset: Any, shares: Shares | Callable[[], Shares], own: Sequence[int] = (0,), **choices: Any
 ) -> Loader:
-    """As a trainer of this plan would make it."""
+    """As a trainer of these shares would make it."""
     usual: dict[str, Any] = {
         "batch_size": 6,
         "shuffle": True,
@@ -45,7 +45,7 @@ def make_loader(
         "drop_last": False,
         "collate": list,
         "seed": 3,
-        "plan": plan if callable(plan) else lambda: plan,
+        "shares": shares if callable(shares) else lambda: shares,
         "first_epoch": 0,
         "pin_memory": False,
         "timeout_s": 60.0,
@@ -119,7 +119,7 @@ def united(passes: Sequence[Sequence[ShardedBatch]]) -> list[ShardedBatch]:
     return [
         ShardedBatch(
             samples=parts[0].samples,
-            plan=parts[0].plan,
+            shares=parts[0].shares,
             shards={shard: p for part in parts for shard, p in part.shards.items()},
         )
         for parts in zip(*passes, strict=True)
@@ -127,13 +127,13 @@ def united(passes: Sequence[Sequence[ShardedBatch]]) -> list[ShardedBatch]:
 
 
 @st.composite
-def plans(draw: st.DrawFn) -> Plan:
+def shares(draw: st.DrawFn) -> Shares:
     counts = draw(st.lists(st.integers(0, 4), min_size=1, max_size=5).filter(any))
-    return Plan(tuple(counts))
+    return Shares(tuple(counts))
 
 
 @given(
-    plan=plans(),
+    shares=shares(),
     samples=st.integers(1, 70),
     batch_size=st.integers(1, 80),
     drop_last=st.booleans(),
@@ -141,13 +141,15 @@ def plans(draw: st.DrawFn) -> Plan:
     seed=st.integers(0, 9),
 )
 def test_the_devices_together_read_every_sample_once_and_in_order(
-    plan: Plan, samples: int, batch_size: int, drop_last: bool, how: str, seed: int
+    shares: Shares, samples: int, batch_size: int, drop_last: bool, how: str, seed: int
 ) -> None:
     drop_last = drop_last and batch_size <= samples  # or it is refused
     lengths = [3 * n % 11 for n in range(samples)] if how == "by length" else None
     choices = {"batch_size": batch_size, "drop_last": drop_last, "seed": seed, "lengths": lengths}
     choices["shuffle"] = how != "in order"
-    loaders = [make_loader(range(samples), plan, [own], **choices) for own in range(plan.devices)]
+    loaders = [
+        make_loader(range(samples), shares, [own], **choices) for own in range(shares.devices)
+    ]
     whole = samples - samples % batch_size if drop_last else samples
     for epoch in range(2):
         order, at = torch.arange(samples), {"seed": seed, "epoch": epoch}
@@ -157,15 +159,15 @@ def test_the_devices_together_read_every_sample_once_and_in_order(
             order = order_by_length(torch.tensor(lengths), batch_size=batch_size, **at)
         read = [list(loader) for loader in loaders]
         for device, own in enumerate(read):
-            assert {n for batch in own for n in batch.shards} <= {*plan.shards_of(device)}
+            assert {n for batch in own for n in batch.shards} <= {*shares.shards_of(device)}
         batches = united(read)
         assert samples_in(batches) == order.tolist()[:whole]
         sizes = [min(batch_size, whole - start) for start in range(0, whole, batch_size)]
         assert [batch.samples for batch in batches] == sizes
         assert {len(loader) for loader in loaders} == {len(batches)}
         for batch in batches:
-            sizes = [stop - start for start, stop in cut_bounds(batch.samples, plan.shards)]
-            found = [len(batch.shards.get(s, ())) for s in range(plan.shards)]  # type: ignore[arg-type]
+            sizes = [stop - start for start, stop in cut_bounds(batch.samples, shares.shards)]
+            found = [len(batch.shards.get(s, ())) for s in range(shares.shards)]  # type: ignore[arg-type]
             assert found == sizes
 
 
@@ -173,7 +175,7 @@ def test_the_devices_together_read_every_sample_once_and_in_order(
 def test_workers_read_the_same_samples_with_the_same_augmentation() -> None:
     def read(workers: int, **choices: Any) -> list[Any]:
         choices = {"workers": workers, "collate": noisy_collate, **choices}
-        loader = make_loader(Augmented(), Plan((2, 1)), (0, 1), **choices)
+        loader = make_loader(Augmented(), Shares((2, 1)), (0, 1), **choices)
         return [dict(batch.shards) for _ in range(2) for batch in loader]
 
     assert read(0) == read(2)
@@ -201,28 +203,28 @@ def test_workers_do_not_collect_garbage_that_they_inherit(tmp_path: Path) -> Non
     owned = Owned(mark)
     gc.collect()  # an old object by now, which a young generation's collection leaves alone
     del owned
-    found = samples_in(list(make_loader(Items(collecting), Plan((1,)), workers=2)))
+    found = samples_in(list(make_loader(Items(collecting), Shares((1,)), workers=2)))
     assert all(enabled for _, enabled in found)
     assert not mark.exists()
     assert gc.isenabled()
 
 
 def test_augmentation_depends_on_seed_pass_and_sample_alone() -> None:
-    def read(plan: Plan, batch_size: int, **choices: Any) -> list[tuple[int, float]]:
-        own = range(plan.devices)
-        loader = make_loader(Augmented(), plan, own, batch_size=batch_size, **choices)
+    def read(shares: Shares, batch_size: int, **choices: Any) -> list[tuple[int, float]]:
+        own = range(shares.devices)
+        loader = make_loader(Augmented(), shares, own, batch_size=batch_size, **choices)
         return [sample for _ in range(2) for sample in samples_in(list(loader))]
 
-    expected = read(Plan((1,)), 20)
+    expected = read(Shares((1,)), 20)
     assert len({noise for _, noise in expected}) == 40
-    assert read(Plan((2, 3)), 7) == expected
-    assert read(Plan((0, 4)), 1, digest=True) == expected
-    assert not set(read(Plan((1,)), 20, seed=4)) & set(expected)
+    assert read(Shares((2, 3)), 7) == expected
+    assert read(Shares((0, 4)), 1, digest=True) == expected
+    assert not set(read(Shares((1,)), 20, seed=4)) & set(expected)
 
 
 @with_workers
 def test_the_item_that_cannot_be_read_is_named(workers: int) -> None:
-    loader = make_loader(Items(broken), Plan((2,)), shuffle=False, workers=workers, first_epoch=2)
+    loader = make_loader(Items(broken), Shares((2,)), shuffle=False, workers=workers, first_epoch=2)
     batches = iter(loader)
     assert [next(batches).samples for _ in range(2)] == [6, 6]
     words = "^reading sample 13 in epoch 2 failed: OSError: no such image: 13.png"
@@ -234,7 +236,7 @@ def test_the_item_that_cannot_be_read_is_named(workers: int) -> None:
 @with_workers
 def test_a_pass_may_be_left_in_the_middle(workers: int) -> None:
     choices: dict[str, Any] = {"workers": workers, "batch_size": 3, "collate": noisy_collate}
-    left, whole = (make_loader(Augmented(), Plan((2,)), **choices) for _ in range(2))
+    left, whole = (make_loader(Augmented(), Shares((2,)), **choices) for _ in range(2))
     for number, _ in enumerate(left):
         if number == 1:
             break
@@ -243,36 +245,36 @@ def test_a_pass_may_be_left_in_the_middle(workers: int) -> None:
     assert second == expected
 
 
-def read_with_plans(
-    plans: Sequence[tuple[int, ...]], workers: int, own: Sequence[int] = (0, 1)
+def read_with_shares(
+    shares: Sequence[tuple[int, ...]], workers: int, own: Sequence[int] = (0, 1)
 ) -> list[ShardedBatch]:
-    """Three passes of 5 batches; before the batch of a number, the plan of that number is set."""
-    now = [Plan(plans[0])]
+    """Three passes of 5 batches; before batch n, the shares with number n are set."""
+    now = [Shares(shares[0])]
     loader = make_loader(Augmented(), lambda: now[0], own, batch_size=4, workers=workers)
     read: list[ShardedBatch] = []
     for _ in range(3):
         for batch in loader:
             read.append(batch)
-            now[0] = Plan(plans[len(read) % len(plans)])
+            now[0] = Shares(shares[len(read) % len(shares)])
     return read
 
 
 @with_workers
 @for_each(
-    "plans",
+    "shares",
     [
         [(1, 3), (2, 2), (0, 4)],
         [*[(2, 2)] * 5, (3, 1)],
         [(4, 0), (4, 0), (0, 4), (0, 4), (0, 4), (4, 0), (3, 1)],
     ],
 )
-def test_a_plan_holds_from_the_next_batch(workers: int, plans: list[tuple[int, ...]]) -> None:
+def test_shares_hold_from_the_next_batch(workers: int, shares: list[tuple[int, ...]]) -> None:
     """On devices with any number of workers, which have read ahead."""
-    read = united([read_with_plans(plans, n, [own]) for own, n in enumerate((0, workers))])
-    plain = read_with_plans([(2, 2)], workers=0)
-    assert [b.plan.counts for b in read] == [plans[n % len(plans)] for n in range(15)]
+    read = united([read_with_shares(shares, n, [own]) for own, n in enumerate((0, workers))])
+    plain = read_with_shares([(2, 2)], workers=0)
+    assert [b.shares.counts for b in read] == [shares[n % len(shares)] for n in range(15)]
     assert [dict(b.shards) for b in read] == [dict(b.shards) for b in plain]
-    alone = read_with_plans(plans, workers)
+    alone = read_with_shares(shares, workers)
     assert [dict(b.shards) for b in alone] == [dict(b.shards) for b in plain]
     assert [(b.epoch, b.stop) for b in alone] == [(n, 4 * k) for n in range(3) for k in range(1, 6)]
 
@@ -280,13 +282,13 @@ def test_a_plan_holds_from_the_next_batch(workers: int, plans: list[tuple[int, .
 @with_workers
 def test_a_sample_that_another_device_now_reads_is_no_error_here(workers: int) -> None:
     """Although this one may have tried to read it already."""
-    now = [Plan((1, 0))]
+    now = [Shares((1, 0))]
     choices = {"shuffle": False, "batch_size": 5, "workers": workers}
     loader = make_loader(Items(broken), lambda: now[0], **choices)
     read = []
     for batch in loader:
         read.append(len(batch.shards))
-        now[0] = Plan((1, 0) if len(read) == 3 else (0, 1))
+        now[0] = Shares((1, 0) if len(read) == 3 else (0, 1))
     assert read == [1, 0, 0, 1]
 
 
@@ -344,7 +346,7 @@ def test_two_loaders_of_one_data_set_have_two_orders_and_two_augmentations() -> 
 @processes
 def test_a_worker_that_dies_is_noticed() -> None:
     data = Items(lambda index: os._exit(3) if index == 7 else index)
-    loader = make_loader(data, Plan((1,)), shuffle=False, workers=1)
+    loader = make_loader(data, Shares((1,)), shuffle=False, workers=1)
     with pytest.raises(RuntimeError, match=r"worker .*exited unexpectedly"):
         list(loader)
 
@@ -352,7 +354,7 @@ def test_a_worker_that_dies_is_noticed() -> None:
 @with_workers
 def test_a_data_set_that_is_changed_between_passes_is_read_as_it_is_then(workers: int) -> None:
     data = Augmented()
-    loader = make_loader(data, Plan((2,)), workers=workers)
+    loader = make_loader(data, Shares((2,)), workers=workers)
     stages = []
     for stage in range(3):
         data.__class__ = type("Staged", (Augmented,), {"__getitem__": lambda self, i, s=stage: s})
@@ -364,7 +366,7 @@ def test_a_data_set_that_is_changed_between_passes_is_read_as_it_is_then(workers
 @for_each("how", ["to its end", "broken off", "failed", "empty"])
 def test_workers_end_with_their_pass(how: str) -> None:
     data = Items(broken) if how == "failed" else Augmented()
-    loader = make_loader(data, Plan((1,)), shuffle=False, workers=2)
+    loader = make_loader(data, Shares((1,)), shuffle=False, workers=2)
     if how == "empty":
         loader.track.go_to(SavedPasses(0, 1, []))
     with pytest.raises(SampleError) if how == "failed" else nullcontext() as failure:
@@ -383,7 +385,7 @@ def test_ctrl_c_ends_a_worker_and_is_never_lost(monkeypatch: pytest.MonkeyPatch)
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     choices: Any = {"collate": lambda samples: str(signal.getsignal(signal.SIGINT))}
-    loader = make_loader(range(6), Plan((1,)), workers=1, **choices)
+    loader = make_loader(range(6), Shares((1,)), workers=1, **choices)
     (batch,) = loader
     assert batch.shards[0] == str(signal.default_int_handler)
     begin = DataLoader.__iter__
@@ -403,18 +405,18 @@ def test_reading_and_collating_have_one_thread(workers: int) -> None:
         return [*samples, torch.get_num_threads()]
 
     data = Items(lambda index: torch.get_num_threads())
-    for batch in make_loader(data, Plan((2,)), workers=workers, collate=collate):
+    for batch in make_loader(data, Shares((2,)), workers=workers, collate=collate):
         assert {n for payload in batch.shards.values() for n in payload} == {1}  # type: ignore[attr-defined]
         assert torch.get_num_threads() == 2
     for choices in ({}, {"collate": lambda samples: 1 / 0}):
         with pytest.raises((SampleError, ZeroDivisionError)):
-            list(make_loader(Items(broken), Plan((1,)), workers=workers, **choices))
+            list(make_loader(Items(broken), Shares((1,)), workers=workers, **choices))
         assert torch.get_num_threads() == 2
 
 
 def digests(data: Any, **choices: Any) -> list[int]:
     """Of each batch of two passes."""
-    loader = make_loader(data, Plan((1, 3)), digest=True, **choices)
+    loader = make_loader(data, Shares((1, 3)), digest=True, **choices)
     return [batch.data_digest for _ in range(2) for batch in loader]
 
 
@@ -451,7 +453,7 @@ def test_a_digest_is_read_where_the_samples_are_read() -> None:
 def test_a_sample_unreadable_for_a_digest_is_named(workers: int, shards: tuple[int, ...]) -> None:
     """Though the pass would not come to it."""
     choices: dict[str, Any] = {"shuffle": False, "drop_last": True, "digest": True}
-    loader = make_loader(Items(partial(broken, at=19)), Plan(shards), workers=workers, **choices)
+    loader = make_loader(Items(partial(broken, at=19)), Shares(shards), workers=workers, **choices)
     with pytest.raises(SampleError, match="reading sample 19 in epoch 0 failed"):
         list(loader)
 
@@ -469,16 +471,16 @@ def test_workers_are_made_in_any_way_that_python_has(method: str) -> None:
 
 def test_workers_need_a_temporary_folder_of_a_short_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", "/tmp/".ljust(75, "x"))
-    make_loader(range(6), Plan((1,)), workers=1)
+    make_loader(range(6), Shares((1,)), workers=1)
     monkeypatch.setattr(tempfile, "tempdir", "/tmp/".ljust(76, "x"))
     with pytest.raises(ValueError, match=r"at most 75 bytes, got 76: /tmp/x+; set TMPDIR to a"):
-        make_loader(range(6), Plan((1,)), workers=1)
+        make_loader(range(6), Shares((1,)), workers=1)
 
 
 @processes
 def test_workers_that_give_nothing_are_one_error(capfd: pytest.CaptureFixture[str]) -> None:
     unsendable = Items(lambda index: lambda: index)
-    loader = make_loader(unsendable, Plan((1,)), workers=1, timeout_s=2.0)
+    loader = make_loader(unsendable, Shares((1,)), workers=1, timeout_s=2.0)
     with pytest.raises(SampleError, match=r"workers gave nothing within 2 s.* reported above"):
         next(iter(loader))
     assert "pickle" in capfd.readouterr().err
@@ -486,7 +488,7 @@ def test_workers_that_give_nothing_are_one_error(capfd: pytest.CaptureFixture[st
 
 @processes
 def test_workers_outlive_the_thread_that_began_the_pass_and_a_forked_child() -> None:
-    passing = iter(make_loader(range(40), Plan((2,)), batch_size=2, workers=1))
+    passing = iter(make_loader(range(40), Shares((2,)), batch_size=2, workers=1))
     thread = threading.Thread(target=lambda: next(passing))
     thread.start()
     thread.join()
@@ -499,10 +501,10 @@ def test_workers_outlive_the_thread_that_began_the_pass_and_a_forked_child() -> 
 
 def test_a_pass_without_a_batch_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     choices = {"drop_last": True, "shuffle": False}
-    loader = make_loader(CountedStream(), Plan((2,)), **choices)
+    loader = make_loader(CountedStream(), Shares((2,)), **choices)
     assert list(loader) == []
     list(loader)
-    list(make_loader(CountedStream(), Plan((1, 1)), own=(1,), **choices))
+    list(make_loader(CountedStream(), Shares((1, 1)), own=(1,), **choices))
     (warning,) = caplog.messages
     assert "pass 0 of a loader of" in warning
     assert "had no batch of 6 samples, with drop_last" in warning
@@ -512,6 +514,6 @@ def test_generators_that_a_data_set_holds_stay_where_they_were() -> None:
     """The script may draw from them as well."""
     data = Augmented()
     before = data.rng.bit_generator.state, data.transforms[0].generator.get_state().tolist()
-    list(make_loader(data, Plan((2,)), digest=True))
+    list(make_loader(data, Shares((2,)), digest=True))
     found = data.rng.bit_generator.state, data.transforms[0].generator.get_state().tolist()
     assert found == before

@@ -10,7 +10,7 @@ import pytest
 
 from onefold.core.batch import ShardedBatch
 from onefold.core.randomness import sample_order
-from onefold.core.shard import Plan
+from onefold.core.shard import Shares
 from onefold.data_order.loader import Loader
 from onefold.data_order.position import Position
 from onefold.errors import CheckpointError
@@ -30,7 +30,7 @@ class Script:
 
     def loader(self, samples: int = 10, batch_size: int = 3, **choices: Any) -> Loader:
         choices = {"batch_size": batch_size, "first_epoch": self.position.epoch, **choices}
-        loader = make_loader(range(samples), Plan((1,)), **choices)
+        loader = make_loader(range(samples), Shares((1,)), **choices)
         self.position.add(loader.track)
         return loader
 
@@ -196,7 +196,7 @@ def test_with_batches_of_ones_own_an_epoch_is_done_once_a_step_was() -> None:
     position = Position()
     for epoch in position.epochs(2):
         assert position.to_json()["epoch"] == epoch
-        position.note_step(ShardedBatch(3, Plan((1,)), {}))
+        position.note_step(ShardedBatch(3, Shares((1,)), {}))
         assert position.to_json()["epoch"] == epoch + 1
 
 

@@ -16,7 +16,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from onefold.core.shard import Plan
+from onefold.core.shard import Shares
 from onefold.errors import CheckpointError
 from tests.data_order.test_loader import Augmented, make_loader, samples_in, united
 from tests.data_order.test_position import Script
@@ -48,7 +48,7 @@ class Drawing(Sampler[int]):
 
 def orders(sampler: Any, passes: int = 2, **choices: Any) -> list[list[Any]]:
     choices = {"shuffle": False, "sampler": sampler, "batch_size": 5, **choices}
-    loader = make_loader(range(12), Plan((2,)), **choices)
+    loader = make_loader(range(12), Shares((2,)), **choices)
     return [samples_in(list(loader)) for _ in range(passes)]
 
 
@@ -72,13 +72,13 @@ def test_an_order_depends_on_seed_and_pass_alone() -> None:
 def test_samples_that_come_twice_have_two_augmentations() -> None:
     sampler = WeightedRandomSampler([1.0] * 4, 40)
     devices = [
-        make_loader(Augmented(4), Plan((1, 2)), [own], shuffle=False, sampler=sampler)
+        make_loader(Augmented(4), Shares((1, 2)), [own], shuffle=False, sampler=sampler)
         for own in range(2)
     ]
     read = samples_in(united([list(loader) for loader in devices]))
     assert len(read) == 40
     assert len({noise for _, noise in read}) == 40
-    alone = make_loader(Augmented(4), Plan((5,)), shuffle=False, sampler=sampler, batch_size=9)
+    alone = make_loader(Augmented(4), Shares((5,)), shuffle=False, sampler=sampler, batch_size=9)
     assert samples_in(list(alone)) == read
     assert (len(devices[0]), len(alone)) == (7, 5)
 
@@ -173,7 +173,7 @@ def in_small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def drawn(sampler: Any, batches: int) -> list[Any]:
-    loader = make_loader(range(12), Plan((2,)), shuffle=False, sampler=sampler, batch_size=5)
+    loader = make_loader(range(12), Shares((2,)), shuffle=False, sampler=sampler, batch_size=5)
     found = []
     for batch in islice(loader, batches):
         found.append(samples_in([batch]))
@@ -204,7 +204,7 @@ def test_the_first_batch_of_any_number_of_samples_comes_at_once(in_small_parts: 
     data: Any = range(10**12)
     sampler = RandomSampler(data, replacement=True, num_samples=10**10)
     for choices in ({"sampler": sampler}, {}):
-        loader = make_loader(data, Plan((2,)), shuffle=False, batch_size=64, **choices)
+        loader = make_loader(data, Shares((2,)), shuffle=False, batch_size=64, **choices)
         assert len(loader) >= 10**10 // 64
         assert next(iter(loader)).samples == 64
     for choices, words in (
@@ -212,4 +212,4 @@ def test_the_first_batch_of_any_number_of_samples_comes_at_once(in_small_parts: 
         ({"batch_size": None, "batch_sampler": range(10**10)}, "10,000,000,000 batches in a pass"),
     ):
         with pytest.raises(ValueError, match=words):
-            next(iter(make_loader(data, Plan((2,)), **{"shuffle": False, **choices})))
+            next(iter(make_loader(data, Shares((2,)), **{"shuffle": False, **choices})))

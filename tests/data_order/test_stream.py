@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from onefold.core.batch import ShardedBatch
-from onefold.core.shard import Plan
+from onefold.core.shard import Shares
 from onefold.data_order.loader import Loader
 from onefold.data_order.position import Position, SavedPass, SavedPasses
 from onefold.errors import SampleError
@@ -51,26 +51,26 @@ class Plain:
         return iter(range(self._samples))
 
 
-def stream_loader(stream: Any, plan: Any, own: Any = (0,), **choices: Any) -> Loader:
-    return make_loader(stream, plan, own, **{"shuffle": False, **choices})
+def stream_loader(stream: Any, shares: Any, own: Any = (0,), **choices: Any) -> Loader:
+    return make_loader(stream, shares, own, **{"shuffle": False, **choices})
 
 
 @with_worker
 def test_what_a_stream_draws_depends_on_seed_and_pass_alone(workers: int) -> None:
-    def read(plan: Plan, workers: int, **choices: Any) -> list[Any]:
-        loader = stream_loader(Noisy(), plan, range(plan.devices), workers=workers, **choices)
+    def read(shares: Shares, workers: int, **choices: Any) -> list[Any]:
+        loader = stream_loader(Noisy(), shares, range(shares.devices), workers=workers, **choices)
         found = []
         for batch in (batch for _ in range(2) for batch in loader):
             found += samples_in([batch])
             torch.rand(3), random.random(), np.random.rand()  # the script's own
         return found
 
-    first = read(Plan((1,)), 0)
-    assert read(Plan((2, 1)), workers) == first == read(Plan((3,)), workers, batch_size=4)
+    first = read(Shares((1,)), 0)
+    assert read(Shares((2, 1)), workers) == first == read(Shares((3,)), workers, batch_size=4)
     assert first[:20] != first[20:]
-    assert read(Plan((1,)), workers, seed=9) != first
+    assert read(Shares((1,)), workers, seed=9) != first
     digests = [
-        [batch.data_digest for batch in stream_loader(data, Plan((1, 3)), [own], digest=True)]
+        [batch.data_digest for batch in stream_loader(data, Shares((1, 3)), [own], digest=True)]
         for data, own in ((Noisy(), 0), (Noisy(), 1), (Noisy(19), 1))
     ]
     assert digests[0] == digests[1] != digests[2]
@@ -85,7 +85,7 @@ def test_the_callers_generators_are_left_alone(workers: int, stream: bool) -> No
 
     before = states()
     data = Noisy() if stream else Augmented()
-    for _ in stream_loader(data, Plan((2,)), workers=workers, collate=noisy_collate):
+    for _ in stream_loader(data, Shares((2,)), workers=workers, collate=noisy_collate):
         assert states() == before
     assert states() == before
 
@@ -95,31 +95,31 @@ def test_a_stream_may_know_its_length_and_leave_out_a_short_batch() -> None:
         def __len__(self) -> int:
             return 20
 
-    assert len(stream_loader(Known(20), Plan((1,)))) == 4
+    assert len(stream_loader(Known(20), Shares((1,)))) == 4
     for stream in (Known(20), Plain(20)):
-        loader = stream_loader(stream, Plan((1,)), drop_last=True)
+        loader = stream_loader(stream, Shares((1,)), drop_last=True)
         assert samples_in(list(loader)) == list(range(18))
-    assert len(stream_loader(Known(20), Plan((1,)), drop_last=True)) == 3
+    assert len(stream_loader(Known(20), Shares((1,)), drop_last=True)) == 3
     with pytest.raises(TypeError, match="has no len"):
         len(loader)
 
 
 @with_worker
-def test_a_plan_holds_from_the_next_batch(workers: int) -> None:
+def test_shares_hold_from_the_next_batch(workers: int) -> None:
     counts = [(1, 3), (2, 2), (0, 4), (4, 0), (4, 0), (1, 3), (2, 2), (3, 1)]
-    now = [Plan(counts[0])]
+    now = [Shares(counts[0])]
     choices: Any = {"batch_size": 4, "collate": noisy_collate}
     loader = stream_loader(Noisy(40), lambda: now[0], [1], workers=workers, **choices)
     read: list[ShardedBatch] = []
     for _ in range(2):
         for batch in loader:
             read.append(batch)
-            now[0] = Plan(counts[len(read) % len(counts)])
-    whole_loader = stream_loader(Noisy(40), Plan((4,)), **choices)
+            now[0] = Shares(counts[len(read) % len(counts)])
+    whole_loader = stream_loader(Noisy(40), Shares((4,)), **choices)
     plain = [batch for _ in range(2) for batch in whole_loader]
-    assert [b.plan.counts for b in read] == [counts[n % len(counts)] for n in range(20)]
+    assert [b.shares.counts for b in read] == [counts[n % len(counts)] for n in range(20)]
     for batch, whole in zip(read, plain, strict=True):
-        shards = batch.plan.shards_of(1)
+        shards = batch.shares.shards_of(1)
         assert dict(batch.shards) == {shard: whole.shards[shard] for shard in shards}
 
 
@@ -138,10 +138,10 @@ def used_until(loader: Loader, stop: int) -> SavedPasses:
 @with_worker
 @for_each("batch_size", [4, 5])
 def test_a_stream_goes_on_with_the_first_unused_sample(workers: int, batch_size: int) -> None:
-    whole = samples_in(list(stream_loader(Noisy(), Plan((2,)))))
-    saved = used_until(stream_loader(Noisy(), Plan((2,)), workers=workers, batch_size=4), 8)
+    whole = samples_in(list(stream_loader(Noisy(), Shares((2,)))))
+    saved = used_until(stream_loader(Noisy(), Shares((2,)), workers=workers, batch_size=4), 8)
     assert saved.begun == [SavedPass(0, 8)]
-    again = stream_loader(Noisy(), Plan((1, 1)), (0, 1), workers=workers, batch_size=batch_size)
+    again = stream_loader(Noisy(), Shares((1, 1)), (0, 1), workers=workers, batch_size=batch_size)
     again.track.go_to(saved)
     assert samples_in(list(again)) == whole[8:]
     assert len(samples_in(list(again))) == 20
@@ -153,11 +153,11 @@ def test_a_stream_with_a_state_goes_on_by_itself(workers: int) -> None:
         pairs = zip(sum(one, ()), sum(other, ()), strict=True)
         return all(torch.equal(a, b) for a, b in pairs)
 
-    whole = samples_in(list(stream_loader(KnowingFlow(), Plan((2,)), workers=workers)))
-    saved = used_until(stream_loader(KnowingFlow(), Plan((2,)), workers=workers), 12)
+    whole = samples_in(list(stream_loader(KnowingFlow(), Shares((2,)), workers=workers)))
+    saved = used_until(stream_loader(KnowingFlow(), Shares((2,)), workers=workers), 12)
     assert saved.begun[0].state is not None
     flow = KnowingFlow()
-    again = stream_loader(flow, Plan((2,)), workers=workers)
+    again = stream_loader(flow, Shares((2,)), workers=workers)
     again.track.go_to(saved)
     # Saved once more before a batch is used, it is the same.
     assert used_until(again, 0) == saved
@@ -175,12 +175,12 @@ def test_a_state_that_no_checkpoint_can_hold_is_not_kept(caplog: pytest.LogCaptu
         def load_state_dict(self, state: Any) -> None:
             raise AssertionError
 
-    saved = used_until(stream_loader(Odd(), Plan((2,))), 12)
+    saved = used_until(stream_loader(Odd(), Shares((2,))), 12)
     assert saved.begun[0].state is None
     assert caplog.text.count("which a checkpoint cannot hold") == 1
-    again = stream_loader(Odd(), Plan((2,)))
+    again = stream_loader(Odd(), Shares((2,)))
     again.track.go_to(saved)
-    assert samples_in(list(again)) == samples_in(list(stream_loader(Odd(), Plan((2,)))))[12:]
+    assert samples_in(list(again)) == samples_in(list(stream_loader(Odd(), Shares((2,)))))[12:]
 
 
 @with_worker
@@ -190,7 +190,7 @@ def test_a_sample_that_cannot_be_read_is_named(workers: int) -> None:
             yield from range(8)
             raise OSError("no such shard: 3.tar")
 
-    batches = iter(stream_loader(Broken(), Plan((1,)), workers=workers))
+    batches = iter(stream_loader(Broken(), Shares((1,)), workers=workers))
     next(batches)
     with pytest.raises(SampleError, match=r"reading sample 8 in epoch 0 failed: OSError: no such"):
         next(batches)
@@ -210,7 +210,7 @@ class Holding(IterableDataset[float]):
 @with_worker
 def test_a_stream_with_generators_of_its_own_goes_on(workers: int) -> None:
     def begun() -> Loader:
-        return stream_loader(Holding(), Plan((2,)), workers=workers, batch_size=4)
+        return stream_loader(Holding(), Shares((2,)), workers=workers, batch_size=4)
 
     first, second = (samples_in(list(loader)) for loader in [begun()] * 2)
     assert len({*first, *second}) == 160  # each has a seed of its own in a pass
@@ -237,7 +237,7 @@ class Once:
 
 @with_worker
 def test_a_stream_that_is_used_up_is_an_error(workers: int) -> None:
-    loader = stream_loader(Once(), Plan((1,)), workers=workers, batch_size=4)
+    loader = stream_loader(Once(), Shares((1,)), workers=workers, batch_size=4)
     assert len(list(loader)) == 2
     if workers:  # which reads a copy of it, made at the beginning of each pass
         assert len(list(loader)) == 2
@@ -248,5 +248,5 @@ def test_a_stream_that_is_used_up_is_an_error(workers: int) -> None:
 
 def test_an_iterator_that_begins_anew_is_a_stream() -> None:
     """Also where a second iter() in the middle of a pass would begin anew."""
-    loader = stream_loader(Once(anew=True), Plan((1,)), batch_size=3)
+    loader = stream_loader(Once(anew=True), Shares((1,)), batch_size=3)
     assert [samples_in(list(loader)) for _ in range(3)] == [[*range(8)]] * 3

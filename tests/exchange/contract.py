@@ -15,7 +15,7 @@ from onefold.core.assignment import Assignment
 from onefold.core.flat import FlatTensors, lay_out
 from onefold.core.fold import Block, blocks_of, fold, fold_shards
 from onefold.core.settings import added_up_in
-from onefold.core.shard import Plan
+from onefold.core.shard import Shares
 from onefold.core.stages import Stages
 from onefold.core.storage import Storage, cut_pieces
 from onefold.errors import DisagreementError
@@ -103,29 +103,29 @@ def add(
 
 def assignment(sizes: Storage) -> Assignment:
     """In stages as a run begins; else with nearly all for the first device, and none for others."""
-    plan = Plan.even(shards=SHARDS, devices=sizes.devices)
+    shares = Shares.even(shards=SHARDS, devices=sizes.devices)
     devices = (CPU,) * sizes.devices
     if sizes.stages is not None:
-        return Assignment.first(devices, plan=plan, pieces=sizes.pieces, stages=sizes.stages)
+        return Assignment.first(devices, shares=shares, pieces=sizes.pieces, stages=sizes.stages)
     pieces = len(sizes.pieces)
     cuts = [0, *([pieces - 2] * (sizes.devices - 1)), pieces]
     partitions = tuple(range(start, stop) for start, stop in pairwise(cuts))
-    return Assignment(devices=devices, plan=plan, partitions=partitions)
+    return Assignment(devices=devices, shares=shares, partitions=partitions)
 
 
 def check_step(
-    exchange: Exchange, sizes: Storage, own: range, step: int, plan: Plan, now: Assignment
+    exchange: Exchange, sizes: Storage, own: range, step: int, shares: Shares, now: Assignment
 ) -> None:
     """Publish, collect, update and spread; compare with the fold done alone."""
     said = exchange.agree(step, bytes([own[0], step]))
-    processes = [own[0]] if len(own) == plan.devices else range(plan.devices)
+    processes = [own[0]] if len(own) == shares.devices else range(shares.devices)
     assert list(said) == [bytes([d, step]) for d in processes]
     staged = isinstance(exchange.reduction, StageReduction)
     if isinstance(exchange.reduction, StageReduction):
-        give_stages(exchange.reduction, own, step, plan)
-    exchange.begin(plan)
+        give_stages(exchange.reduction, own, step, shares)
+    exchange.begin(shares)
     for device in own:
-        run = plan.shards_of(device)
+        run = shares.shards_of(device)
         exchange.table.clear_rows(device, run)
         for slot, block in enumerate(blocks_of(run, SHARDS) if not staged else ()):
 
@@ -140,12 +140,12 @@ def check_step(
             for view in exchange.table.buffer_rows[shard].views:
                 view.copy_(row_of(shard, view.dtype))
         exchange.table.gave[device, 0] = len(run)
-    exchange.collect(plan)
+    exchange.collect(shares)
     table = exchange.table
     assert table.weights.tolist() == [shard + 0.5 for shard in range(SHARDS)]
     assert table.totals.tolist() == [shard * 2.0 for shard in range(SHARDS)]
     assert table.changed[:, 0].tolist() == [shard % 2 for shard in range(SHARDS)]
-    assert table.gave[:, 0].tolist() == list(plan.counts)
+    assert table.gave[:, 0].tolist() == list(shares.counts)
     for shard in range(SHARDS):
         for view in table.buffer_rows[shard].views:
             assert view.view(torch.uint8).equal(row_of(shard, view.dtype).view(torch.uint8))
@@ -176,11 +176,11 @@ def row_of(shard: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.full((3,), shard + 1).to(dtype)
 
 
-def give_stages(fold_of_stages: StageReduction, own: range, step: int, plan: Plan) -> None:
+def give_stages(fold_of_stages: StageReduction, own: range, step: int, shares: Shares) -> None:
     """Hand over all shards stage by stage: each in an order of its own, some in two pieces."""
     empty = SHARDS - 1 if step == 2 else SHARDS
     fold_of_stages.begin(shard for shard in range(SHARDS) if shard == empty)
-    for row in plan.rounds():
+    for row in shares.rounds():
         for shard in (row[device] for device in own if device in row and row[device] != empty):
             orders = list(permutations(range(len(STAGES.names))))
             for last in (False, True) if shard % 4 == 2 else (True,):
@@ -212,10 +212,10 @@ def check_exchange(exchange: Exchange, sizes: Storage, begun: Start, own: range)
         assert view.tolist() == [0] * 3, "the lead's buffers become everybody's"
     assert bool((begun.trained[0] == own[0] + 1).all()), "those of the script are left alone"
     now = assignment(sizes)
-    for step, plan in enumerate(uneven_plans(devices), start=1):
+    for step, shares in enumerate(uneven_shares(devices), start=1):
         if isinstance(exchange.reduction, StageReduction):
-            plan = replace(plan, in_rounds=True)
-        check_step(exchange, sizes, own, step, plan, now)
+            shares = replace(shares, in_rounds=True)
+        check_step(exchange, sizes, own, step, shares, now)
         odd = [step / 3, -0.0, torch.nan, torch.inf, 5e-324]
         rows = [torch.tensor([d, 9.0, *odd], dtype=torch.float64)[::2] for d in range(devices)]
         shared = exchange.transport.all_gather_rows({device: rows[device] for device in own})
@@ -268,14 +268,17 @@ def check_bytes(exchange: Exchange, begun: Start, own: range) -> None:
     assert begun.buffers.views[0].tolist() == [3.0] * 3
 
 
-def uneven_plans(devices: int) -> list[Plan]:
-    """Plans for some steps, the first of which are even."""
-    plans = [Plan.even(shards=SHARDS, devices=devices), Plan.even(shards=SHARDS, devices=devices)]
+def uneven_shares(devices: int) -> list[Shares]:
+    """Shares for some steps, the first of which are even."""
+    shares = [
+        Shares.even(shards=SHARDS, devices=devices),
+        Shares.even(shards=SHARDS, devices=devices),
+    ]
     if devices > 1:
         counts = [1] * devices
         counts[0], counts[-1] = SHARDS - devices + 2, 0
-        plans += [Plan(tuple(counts)), Plan(tuple(reversed(counts))), plans[0]]
-    return plans
+        shares += [Shares(tuple(counts)), Shares(tuple(reversed(counts))), shares[0]]
+    return shares
 
 
 def check_launched(kinds: Sequence[str]) -> list[str]:
@@ -335,10 +338,10 @@ FAULTS: dict[str, Callable[[], None]] = {
     "nothing": lambda: None,
 }
 """What one device does in place of a call."""
-PLAN = Plan((4, 3))
+SHARES = Shares((4, 3))
 CALLS: dict[str, Callable[[Exchange, Start], object]] = {
     "agree": lambda exchange, begun: exchange.agree(2, b"x"),
-    "collect": lambda exchange, begun: (exchange.begin(PLAN), exchange.collect(PLAN)),
+    "collect": lambda exchange, begun: (exchange.begin(SHARES), exchange.collect(SHARES)),
     "share": lambda exchange, begun: exchange.transport.all_gather_rows(
         {current_context().rank: torch.zeros(2, dtype=torch.float64)}
     ),

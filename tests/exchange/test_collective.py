@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from onefold.core.assignment import Assignment
 from onefold.core.flat import Layout, Piece, lay_out
-from onefold.core.shard import Plan
+from onefold.core.shard import Shares
 from onefold.core.storage import cut_chunks, cut_pieces
 from onefold.errors import PeerError, PeerFailed, PeerLost, PeerTimeout
 from onefold.exchange import connections
@@ -151,8 +151,8 @@ def test_groups_of_messages_are_small(by_element: bool, devices: int, slots: int
     """NCCL hangs in very large ones."""
     layout = lay_out(llama_like())
     pieces = cut_pieces(layout, by_element=by_element)
-    plan = Plan.even(shards=devices, devices=devices)
-    found = Assignment.first((CPU,) * devices, plan=plan, pieces=pieces).partitions
+    shares = Shares.even(shards=devices, devices=devices)
+    found = Assignment.first((CPU,) * devices, shares=shares, pieces=pieces).partitions
     partitions = [[pieces[number] for number in each] for each in found]
     first, second = (
         groups_of(traded(devices, rank, partitions, layout, slots), devices) for rank in (0, 1)

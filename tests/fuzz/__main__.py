@@ -1,9 +1,9 @@
 """Random runs, as many as asked for: ``python -m tests.fuzz --cases 20000 --jobs 2``.
 
 Every case is a seed. From it are drawn a model, a loss, an optimizer, hooks, batches or loaders,
-plans, devices and what is done between steps. The case is run on one device, and then on several of
-one process or on simulated ones, perhaps with a stop after which it goes on elsewhere. All of that
-must have the same bits.
+shares, devices and what is done between steps. The case is run on one device, and then on several
+of one process or on simulated ones, perhaps with a stop after which it goes on elsewhere. All of
+that must have the same bits.
 
 ``--plain`` holds each case against the loop that everybody writes instead: see
 `tests.fuzz.plainloop`.

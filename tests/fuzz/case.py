@@ -23,7 +23,7 @@ CHANGES = (
 )
 """Events that a plain loop has as well."""
 EVENTS = (
-    *("evaluate", "changing on the lead", "changing otherwise elsewhere", "plan", "save"),
+    *("evaluate", "changing on the lead", "changing otherwise elsewhere", "shares", "save"),
     *("momentum", "buffer replaced"),
 )
 
@@ -83,7 +83,7 @@ def draw(seed: int, exchange: str | None = None) -> Case:
         buffers=rng.choice(("mean", "max", "sum", "first")) if rng.random() < 0.1 else None,
         shards=shards,
         devices=devices,
-        plan=a_plan(rng, shards, devices) if rng.random() < 0.5 else None,
+        shares=draw_shares(rng, shards, devices) if rng.random() < 0.5 else None,
         source=rng.choice(("own", "own", "loader", "epochs", "fresh", "two")),
         sizes=tuple(rng.choice((1, 2, shards, 7, 11, 16, 2 * shards + 1)) for _ in range(6)),
         samples=rng.randint(3, 24),
@@ -111,7 +111,7 @@ def draw_plain(seed: int) -> Case:
     rng = random.Random(f"plain {seed}")
     case = draw(seed, "local").but(source="own", stop=None, events=())
     if rng.random() < 0.4:
-        case = case.but(shards=1, devices=1, plan=None)
+        case = case.but(shards=1, devices=1, shares=None)
     hook = None if case.hook is None or not HOOKS[case.hook][1].laid_out else case.hook
     parts = {"stem": STEMS, "blocks": BLOCKS}
     chosen = {
@@ -137,7 +137,7 @@ def draw_plain(seed: int) -> Case:
     return _made_possible(_with_events(case, rng, changes, stops=False), rng)
 
 
-def a_plan(rng: random.Random, shards: int, devices: int) -> tuple[int, ...]:
+def draw_shares(rng: random.Random, shards: int, devices: int) -> tuple[int, ...]:
     """Any cut of the shards, zeros among them."""
     cuts = sorted(rng.randint(0, shards) for _ in range(devices - 1))
     return tuple(b - a for a, b in zip([0, *cuts], [*cuts, shards], strict=True))

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import onefold
-from tests.fuzz.case import Case, a_plan
+from tests.fuzz.case import Case, draw_shares
 from tests.fuzz.losses import LOSSES, collate, data_set, samples, score, wrapped
 from tests.fuzz.optimizers import HOOKS, SCHEDULES, make_optimizer
 from tests.fuzz.parts import Net
@@ -21,7 +21,7 @@ from tests.fuzz.parts import Net
 __all__ = ["Ending", "build", "bytes_of", "change", "run", "settings_of"]
 
 KEPT_BY_THE_SCRIPT = (
-    *("plan", "momentum", "dropout", "eval", "train", "freeze", "thaw", "hook", "attribute"),
+    *("shares", "momentum", "dropout", "eval", "train", "freeze", "thaw", "hook", "attribute"),
 )
 """What no checkpoint holds: a script that goes on does it again."""
 _CHECKPOINT_TELLS = ("step", "epoch", "position", "optimizer", "schedule")
@@ -51,12 +51,12 @@ def build(case: Case) -> tuple[Any, torch.optim.Optimizer, Any]:
 def settings_of(case: Case, model: nn.Module, schedule: Any, devices: int | None) -> dict[str, Any]:
     """Arguments of Trainer."""
     rules = case.buffers and any(True for _ in model.buffers())
-    fits = case.plan is not None and len(case.plan) == (devices or case.devices)
+    fits = case.shares is not None and len(case.shares) == (devices or case.devices)
     return {
         "shards": case.shards,
         "seed": case.seed,
         "devices": None if devices is None else ["cpu"] * devices,
-        "plan": case.plan if fits else None,
+        "shares": case.shares if fits else None,
         "threads": 1,
         "schedule": schedule,
         "clip_norm": case.clip_norm,
@@ -206,9 +206,9 @@ class Script:
             self.lines.append(f"scores {[(name, value.hex()) for name, value in scores.items()]}")
         elif event.startswith("changing"):
             self._change(event)
-        elif event == "plan":
+        elif event == "shares":
             rng = random.Random(1000 * case.seed + number)
-            trainer.plan = a_plan(rng, trainer.shards, len(trainer.devices))
+            trainer.shares = draw_shares(rng, trainer.shards, len(trainer.devices))
         elif event == "save":
             trainer.save(self.folder / f"between-{number}", wait=number % 2 == 0)
         else:

@@ -49,7 +49,7 @@ CHOICES: list[dict[str, Any]] = [
 def test_every_precision(options: dict[str, Any]) -> None:
     steps = batches(4)
     found = {trained(steps, devices=devices, **options) for devices in (1, 2, 3)}
-    found.add(trained(steps, devices=3, plan=(0, 3, 1), **options))
+    found.add(trained(steps, devices=3, shares=(0, 3, 1), **options))
     assert len(found) == 1, found
 
 

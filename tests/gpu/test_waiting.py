@@ -44,7 +44,7 @@ CHOICES: list[tuple[str, dict[str, Any]]] = [
     ("pinned", {"precision": "bf16"}),
     ("host", {"precision": "bf16-params"}),
     ("card", {"devices": 2}),
-    ("pinned", {"devices": 3, "plan": (0, 3, 1), "clip_norm": 0.5}),
+    ("pinned", {"devices": 3, "shares": (0, 3, 1), "clip_norm": 0.5}),
     ("host", {"devices": 2, "deterministic": False}),
     *(("card", {"loss": loss, "devices": n}) for loss in (masked, terms) for n in (1, 2)),
     # Where something is to be read in the step, it is copied to pinned memory, and that awaited.

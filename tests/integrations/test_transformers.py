@@ -50,7 +50,7 @@ def close(mine: Result, theirs: Result, tolerance: float = 1e-12) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_bits_on_any_devices_that_go_on_with_others(kind: str, tmp_path: Path) -> None:
     whole = run(kind, tmp_path / "whole", choices={**PART, "max_steps": 6})
-    run(kind, tmp_path / "part", choices=PART, **on(2, plan=(3, 1)))
+    run(kind, tmp_path / "part", choices=PART, **on(2, shares=(3, 1)))
     rest = {**PART, "max_steps": 6}
     same_bits(run(kind, tmp_path / "part", choices=rest, go_on=True, **on(3)), whole)
 

@@ -106,8 +106,8 @@ def test_the_bits_do_not_depend_on_the_devices(samples: int) -> None:
         return {"noisy": square(model, batch) * noise}
 
     alone = make_trainer().evaluate(score, data(samples), batch_size=7)
-    for plan in ((0, 4), (3, 1), (1, 1, 1, 1)):
-        several = make_trainer(devices=len(plan), plan=plan)
+    for shares in ((0, 4), (3, 1), (1, 1, 1, 1)):
+        several = make_trainer(devices=len(shares), shares=shares)
         for _ in range(2):
             assert several.evaluate(score, data(samples), batch_size=7) == alone
 

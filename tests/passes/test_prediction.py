@@ -56,19 +56,19 @@ def predict(values: torch.Tensor, function: Callable[..., Agreed], **settings: A
 
 
 @st.composite
-def plans(draw: st.DrawFn) -> tuple[int, ...]:
+def shares(draw: st.DrawFn) -> tuple[int, ...]:
     counts = st.lists(st.integers(0, 4), min_size=1, max_size=5)
     return tuple(draw(counts.filter(lambda counts: sum(counts) >= len(counts))))
 
 
 @settings(max_examples=25)
-@given(samples=st.integers(1, 40), batch_size=st.integers(1, 45), plan=plans())
-def test_values_come_in_their_order(samples: int, batch_size: int, plan: tuple[int, ...]) -> None:
+@given(samples=st.integers(1, 40), batch_size=st.integers(1, 45), shares=shares())
+def test_values_come_in_their_order(samples: int, batch_size: int, shares: tuple[int, ...]) -> None:
     def say(model: nn.Module, batch: Sequence[torch.Tensor]) -> Agreed:
         return {"number": batch[0], "half": batch[0].double() / 2, "odd": batch[0] % 2 == 1}
 
     values = torch.arange(samples)
-    chosen = {"plan": plan, "shards": sum(plan), "devices": len(plan)}
+    chosen = {"shares": shares, "shards": sum(shares), "devices": len(shares)}
     said = predict(values, say, batch_size=batch_size, **chosen)
     assert raw(said) == raw(say(nn.Identity(), [values]))
 
@@ -126,8 +126,8 @@ def test_every_sample_has_its_own_in_the_order_of_the_data() -> None:
 @for_each("samples", [1, 3, 23])
 def test_the_bits_do_not_depend_on_the_devices(samples: int) -> None:
     alone = raw(said_of_boxes(samples=samples))
-    for plan in ((2, 2), (0, 4), (1, 0, 3), (1, 1, 1, 1)):
-        assert raw(said_of_boxes(len(plan), samples, plan=plan)) == alone
+    for shares in ((2, 2), (0, 4), (1, 0, 3), (1, 1, 1, 1)):
+        assert raw(said_of_boxes(len(shares), samples, shares=shares)) == alone
     for exchange in ("shared", "collective"):
         found = simulated.launch(
             said_of_boxes, devices="cpu:3", args=(None, samples), exchange=exchange
@@ -166,14 +166,14 @@ OTHERS: list[Callable[[torch.Tensor], Agreed]] = [
     ("call", "other"),
     [("predict", other) for other in OTHERS] + [("evaluate", other) for other in OTHERS[:2]],
 )
-@for_each("plan", [(4,), (1, 3), (1, 1, 1, 1)])
+@for_each("shares", [(4,), (1, 3), (1, 1, 1, 1)])
 def test_what_differs_between_shards_or_batches_is_refused(
-    call: str, other: Callable[[torch.Tensor], Agreed], plan: tuple[int, ...]
+    call: str, other: Callable[[torch.Tensor], Agreed], shares: tuple[int, ...]
 ) -> None:
     def say(model: nn.Module, batch: Sequence[torch.Tensor]) -> Agreed:
         return {"value": batch[0]} if batch[0][0] == 0 else other(batch[0])
 
-    trainer = make_trainer(devices=len(plan), plan=plan)
+    trainer = make_trainer(devices=len(shares), shares=shares)
     for batch_size in (8, 2):
         with pytest.raises(DisagreementError, match=r"expected the same names"):
             getattr(trainer, call)(say, TensorDataset(torch.arange(8.0)), batch_size=batch_size)

@@ -170,11 +170,11 @@ WAYS: list[dict[str, Any]] = [
     *({"shards": 4, "loss": loss} for loss in (now_and_then, two_terms, earlier_use)),
     {"shards": 4, "make": partial(Skipping, tied=True)},
     *({"shards": shards, "make": Sharing} for shards in (2, 3)),
-    {"shards": 7, "make": Sharing, "plan": (1, 6)},
+    {"shards": 7, "make": Sharing, "shares": (1, 6)},
     *({"shards": 4, "make": make} for make in (scripted, merged_scripted)),
     *({"shards": shards, "make": Narrow} for shards in (4, 5)),
-    {"shards": 7, "plan": (1, 0, 6)},
-    {"shards": 7, "plan": (3, 3, 1)},
+    {"shards": 7, "shares": (1, 0, 6)},
+    {"shards": 7, "shares": (3, 3, 1)},
     {"shards": 4, "clip_norm": 0.1, "clip_value": 0.01},
     {"shards": 4, "precision": "bf16"},
     {"shards": 4, "precision": "bf16-params"},
@@ -187,7 +187,7 @@ WAYS: list[dict[str, Any]] = [
 EVERY = [
     (way, devices, placement)
     for way in WAYS
-    for devices in ([len(way["plan"])] if "plan" in way else [2, 3])
+    for devices in ([len(way["shares"])] if "shares" in way else [2, 3])
     for placement in ("replicate", WITH_STATE)
     if devices <= way["shards"]
 ]
@@ -195,7 +195,7 @@ EVERY = [
 
 
 def check_bits(way: dict[str, Any], devices: int, placement: str) -> None:
-    alone = {name: value for name, value in way.items() if name != "plan"}
+    alone = {name: value for name, value in way.items() if name != "shares"}
     assert bits(script(**way), devices, placement) == bits(script(**alone), 1)
 
 
@@ -230,7 +230,7 @@ def test_sums_may_all_be_copied_to_where_they_are_sent_from(
     monkeypatch.setattr(Partial, "private", private)
     at_once = property(lambda _: True, lambda *_: None)
     monkeypatch.setattr(PrivateMemory, "at_once", at_once, raising=False)
-    check_bits(way, len(way.get("plan", (1, 1))), "replicate")
+    check_bits(way, len(way.get("shares", (1, 1))), "replicate")
 
 
 @for_each(

@@ -8,7 +8,7 @@ import sys
 
 import torch
 
-from onefold.core.shard import Plan
+from onefold.core.shard import Shares
 from onefold.data_order.loader import Loader
 
 
@@ -23,7 +23,13 @@ class Noise:
 def read(workers: int) -> list[dict[int, list[float]]]:
     choices = {"first_epoch": 0, "pin_memory": False, "timeout_s": 300}
     loader = Loader(
-        Noise(), batch_size=2, workers=workers, seed=0, plan=lambda: Plan((2,)), own=[0], **choices
+        Noise(),
+        batch_size=2,
+        workers=workers,
+        seed=0,
+        shares=lambda: Shares((2,)),
+        own=[0],
+        **choices,
     )
     return [{n: part.tolist() for n, part in batch.shards.items()} for batch in loader]
 

@@ -9,7 +9,7 @@ from torch import nn
 import onefold
 from onefold.core.context import LaunchContext
 from onefold.core.options import PlacementName, RunOptions
-from onefold.core.shard import Plan
+from onefold.core.shard import Shares
 from onefold.exchange.exchange import Exchange
 from onefold.placement import partitioned
 from onefold.step import assembly
@@ -46,7 +46,7 @@ def test_the_exchange_is_known_before_a_failure(monkeypatch: pytest.MonkeyPatch)
             {"": square},
             settings=settings_of(shards=2),
             devices=devices_of(2),
-            plan=Plan((1, 1)),
+            shares=Shares((1, 1)),
             schedule=None,
             joined=came.append,
         )

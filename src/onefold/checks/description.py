@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from onefold.checks.optimizer import updates_by_element
 from onefold.core.assignment import Devices
 from onefold.core.settings import Settings
-from onefold.core.shard import Plan
+from onefold.core.shard import Shares
 from onefold.core.stages import Stages
 from onefold.errors import DisagreementError
 from onefold.shard.modelparts import ModelParts
@@ -39,7 +39,7 @@ def describe(
     optimizer: torch.optim.Optimizer,
     settings: Settings,
     devices: Devices,
-    plan: Plan,
+    shares: Shares,
     schedule: LRScheduler | None,
     stages: Stages | None = None,
     values: Mapping[str, str] | None = None,
@@ -52,7 +52,7 @@ def describe(
         **{name: str(getattr(settings, name)) for name in _SETTINGS},
         "precision": str(settings.precision.name),
         "the rules of buffers": str(dict(settings.buffers)),
-        "the plan": str(plan.counts),
+        "the number of shards per device": str(shares.counts),
         "the placement": devices.context.options.placement,
         "the stages": str(stages and (stages.names, stages.stage_of)),
         "the number of Trainers before this one": str(devices.trainer),

@@ -32,7 +32,7 @@ from onefold.system.words import in_shell, listed, tell
 
 __all__ = ["compare_runs", "find_commit", "first_difference"]
 
-_OF_NO_ACCOUNT = {"the plan", "the placement", "a hash", "the stages"}
+_OF_NO_ACCOUNT = {"the number of shards per device", "the placement", "a hash", "the stages"}
 """Words of a description on which no bit depends."""
 _FEW = 8
 _SHOWN = 100

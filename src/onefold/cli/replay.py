@@ -286,7 +286,15 @@ def _look_into_bundle(
             del os.environ[INSPECTION_VARIABLE]
         looked = msgspec.json.decode(found.read_bytes(), type=Findings)
     for what, then in about["description"].items():
-        own = what.startswith(("optimizer", "the optimizer", "the plan", "the schedule", "a hash"))
+        own = what.startswith(
+            (
+                "optimizer",
+                "the optimizer",
+                "the number of shards per device",
+                "the schedule",
+                "a hash",
+            )
+        )
         if not own and (now := looked.description.get(what, "")) != then:
             console.print(f"{what}: {then} where the bundle was made, here {now}", markup=False)
     return looked
@@ -304,7 +312,7 @@ def _compute(path: str) -> None:
         **content["settings"],
     )
     batch = content["batch"]
-    here = replace(batch, plan=replace(batch.plan, counts=trainer.plan))
+    here = replace(batch, shares=replace(batch.shares, counts=trainer.shares))
     trainer.step(here, content["name"] or None)
 
 

@@ -1,7 +1,7 @@
 """The devices that take part in a run: values that never change.
 
 `Devices` says which devices there are, and which of them this process drives; `Assignment`, who
-runs which shards and who updates what. The script may choose another plan between two steps, which
+runs which shards and who updates what. The script may choose other shares between two steps, which
 makes another assignment: nothing ever reads half of an old one and half of a new one.
 """
 
@@ -14,7 +14,7 @@ import torch
 
 from onefold.core.context import LaunchContext
 from onefold.core.flat import Piece
-from onefold.core.shard import Plan
+from onefold.core.shard import Shares
 from onefold.core.stages import Stages
 from onefold.core.storage import cut_partitions
 
@@ -27,7 +27,7 @@ class Assignment:
 
     devices: tuple[torch.device, ...]
     """All devices, in the order of their numbers."""
-    plan: Plan
+    shares: Shares
     """How many shards each device runs."""
     partitions: tuple[Sequence[int], ...]
     """For each device, the numbers of the pieces that it updates, in ascending order; each piece
@@ -38,7 +38,7 @@ class Assignment:
         cls,
         devices: Sequence[torch.device],
         *,
-        plan: Plan,
+        shares: Shares,
         pieces: Sequence[Piece],
         stages: Stages | None = None,
         early: Stages | None = None,
@@ -47,7 +47,7 @@ class Assignment:
 
         Args:
             devices: all devices, in the order of their numbers.
-            plan: how many shards each of them runs.
+            shares: how many shards each of them runs.
             pieces: the pieces of the trained parameters.
             stages: of the model, if each device is to have a part of every stage, or the stages
                 that it computes in a pipeline; the devices then take their shards in rounds.
@@ -55,13 +55,13 @@ class Assignment:
         """
         return cls(
             devices=tuple(devices),
-            plan=replace(plan, in_rounds=stages is not None),
+            shares=replace(shares, in_rounds=stages is not None),
             partitions=cut_partitions(pieces, len(devices), stages or early),
         )
 
-    def with_plan(self, plan: Plan) -> Assignment:
-        """The same devices and partitions, with another plan."""
-        return replace(self, plan=replace(plan, in_rounds=self.plan.in_rounds))
+    def with_shares(self, shares: Shares) -> Assignment:
+        """The same devices and partitions, with other shares."""
+        return replace(self, shares=replace(shares, in_rounds=self.shares.in_rounds))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

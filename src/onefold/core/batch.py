@@ -27,7 +27,7 @@ import torch
 
 from onefold.core.counting import Count, count_of
 from onefold.core.numbers import check_whole
-from onefold.core.shard import Plan, cut_bounds
+from onefold.core.shard import Shares, cut_bounds
 from onefold.core.structure import OwnLength, Shared, has_fields, parts_of, with_parts
 
 __all__ = ["DataPass", "ShardedBatch", "checked_dim", "cut_batch", "map_parts", "move"]
@@ -92,7 +92,7 @@ class ShardedBatch:
 
     samples: int
     """Number of samples in the whole batch, over all devices."""
-    plan: Plan
+    shares: Shares
     """Who runs which shard of this batch."""
     shards: Mapping[int, object] = field(repr=False)
     """The collated samples of each shard, by shard number; empty shards are left out."""
@@ -180,11 +180,11 @@ class ShardedBatch:
     @property
     def sizes(self) -> list[int]:
         """Number of samples in each shard, (V,)."""
-        return [stop - start for start, stop in cut_bounds(self.samples, self.plan.shards)]
+        return [stop - start for start, stop in cut_bounds(self.samples, self.shares.shards)]
 
     def describe(self, shard: int) -> str:
         """Name a shard's samples, for errors."""
-        start, stop = cut_bounds(self.samples, self.plan.shards)[shard]
+        start, stop = cut_bounds(self.samples, self.shares.shards)[shard]
         words = f"samples {start} to {stop - 1} of the batch"
         numbers = list(map(str, self.numbers.get(shard, ())))
         if numbers:
@@ -195,7 +195,7 @@ class ShardedBatch:
     def size_of(self, shard: int) -> int:
         """Number of samples in one shard."""
         # The sizes of `cut_bounds`, without a tuple of all V bounds for one of them.
-        size, longer = divmod(self.samples, self.plan.shards)
+        size, longer = divmod(self.samples, self.shares.shards)
         return size + (shard < longer)
 
     def count_of(self, shard: int) -> Count:
@@ -223,7 +223,7 @@ def checked_dim(dim: object) -> int:
 
 def cut_batch(
     batch: object,
-    plan: Plan,
+    shares: Shares,
     shards_run: Iterable[int],
     epoch: int = 0,
     *,
@@ -235,7 +235,7 @@ def cut_batch(
     Args:
         batch: a tensor or a NumPy array (n, ...), `Shared`, `OwnLength`, a batch of a loader, or
             tuples, lists, mappings and dataclasses of them, which keep their type.
-        plan: which device runs which shard; with batches of loaders, theirs takes precedence.
+        shares: which device runs which shard; with batches of loaders, theirs takes precedence.
         shards_run: the shards that this process keeps.
         epoch: number of the pass over the data that the batch belongs to.
         digest: whether to compute the batch's digest as well.
@@ -243,7 +243,7 @@ def cut_batch(
 
     Raises:
         ValueError: the tensors disagree in length, lack the dimension, or there are none; batches
-            of loaders have other plans; or a shard would have samples of some parts alone.
+            of loaders have other shares; or a shard would have samples of some parts alone.
         TypeError: the batch holds something that is neither a tensor nor one of these containers,
             or an array of a dtype that PyTorch lacks.
     """
@@ -251,9 +251,9 @@ def cut_batch(
     # nothing half done. The same list serves the digest, so the batch is walked once.
     leaves = list(_leaves(batch, "batch"))
     parts = tuple(leaf for _, leaf in leaves if isinstance(leaf, ShardedBatch))
-    plan = _plan_of(parts) if parts else plan
-    samples, others = _lengths(leaves, dim, plan.shards)
-    bounds = cut_bounds(samples, plan.shards)
+    shares = _shares_of(parts) if parts else shares
+    samples, others = _lengths(leaves, dim, shares.shards)
+    bounds = cut_bounds(samples, shares.shards)
     # A shard without samples is never run: a forward on zero rows would give NaN means.
     run = parts[0].shards if parts else shards_run
     kept = [shard for shard in run if bounds[shard][0] < bounds[shard][1]]
@@ -265,21 +265,21 @@ def cut_batch(
         "parts": parts,
     }
     if not parts:
-        return ShardedBatch(samples=samples, plan=plan, epoch=epoch, **cut)
+        return ShardedBatch(samples=samples, shares=shares, epoch=epoch, **cut)
     # Where in the data it is, is taken over from the first part; the digest covers the others.
     waits = [part.waited for part in parts if part.waited]
     waited = (min(wait[0] for wait in waits), max(wait[1] for wait in waits)) if waits else None
     return replace(parts[0], waited=waited, gather=None, **cut)
 
 
-def _plan_of(parts: Sequence[ShardedBatch]) -> Plan:
-    if any(part.plan != parts[0].plan for part in parts):
-        plans = ", ".join(str(part.plan.counts) for part in parts)
+def _shares_of(parts: Sequence[ShardedBatch]) -> Shares:
+    if any(part.shares != parts[0].shares for part in parts):
+        shares = ", ".join(str(part.shares.counts) for part in parts)
         raise ValueError(
-            f"the loaders' batches of one step were cut for several plans, {plans}: set "
-            f"trainer.plan before the first of them is read"
+            f"the loaders' batches of one step were cut for several shares, {shares}: set "
+            f"trainer.shares before the first of them is read"
         )
-    return parts[0].plan
+    return parts[0].shares
 
 
 def move(payload: object, device: torch.device) -> object:

@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 from onefold.errors import DisagreementError
 
 if TYPE_CHECKING:
-    from onefold.core.shard import Plan  # it loads PyTorch, and launchers read `Call`
+    from onefold.core.shard import Shares  # it loads PyTorch, and launchers read `Call`
 
-__all__ = ["Agreed", "Call", "CallDigest", "checksum", "digest", "plan_number", "read_agreed"]
+__all__ = ["Agreed", "Call", "CallDigest", "checksum", "digest", "read_agreed", "shares_checksum"]
 
 
 class Call(IntEnum):
@@ -77,8 +77,8 @@ class CallDigest(NamedTuple):
     """Number of samples in the batch, or in the data set that is evaluated."""
     batch_size: int = 0
     """The batch size of an evaluation."""
-    plan: int = 0
-    """Checksum of the plan."""
+    shares: int = 0
+    """Checksum of the shares."""
     loader: int = 0
     """Number of the loader that made the batch; -1 for a batch of the script's own."""
     data_pass: int = 0
@@ -179,10 +179,10 @@ def digest(arguments: object) -> int:
 
 
 @lru_cache(maxsize=16)
-def plan_number(plan: Plan) -> int:
-    """Reduce a plan to one number that devices can compare."""
+def shares_checksum(shares: Shares) -> int:
+    """Reduce shares to one number that devices can compare."""
     # `hash()` would do for these integers, but is not promised to be the same in every process.
-    return checksum(repr(plan.counts).encode())
+    return checksum(repr(shares.counts).encode())
 
 
 def _shown(name: str, number: int) -> str:
@@ -205,7 +205,7 @@ _WORDS = {
     "given the same whole batch, or the same data set",
     "batch_size": "{where}: {who} has a batch_size of {theirs} and device 0 one of {ours}: "
     + _SAME,
-    "plan": "{where}: {who} has another plan than device 0: set trainer.plan alike on every "
+    "shares": "{where}: {who} has other shares than device 0: set trainer.shares alike on every "
     "device, before the same step",
     "loader": "{where}: {who} has {theirs} and device 0 {ours}: " + _SAME,
     "data_pass": "{where}: {who} is in pass {theirs} over the data and device 0 in pass {ours}: "

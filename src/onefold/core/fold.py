@@ -19,7 +19,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from onefold.core.shard import Plan
+from onefold.core.shard import Shares
 
 __all__ = [
     "Block",
@@ -87,18 +87,18 @@ def blocks_of(shards_run: Sequence[int], shards: int) -> tuple[Block, ...]:
 def max_blocks(shards: int) -> int:
     """The most blocks that any row of neighbours among ``shards`` shards splits into."""
     # Two at each level below the root's children: one at the left end of the range, one at the
-    # right. Memory is allocated for this many, so that a new plan never needs more.
+    # right. Memory is allocated for this many, so that new shares never need more.
     return max(1, 2 * ((shards - 1).bit_length() - 1))
 
 
 @lru_cache(maxsize=16)
-def published_by(plan: Plan) -> Mapping[Block, Published]:
+def published_by(shares: Shares) -> Mapping[Block, Published]:
     """For each block, the device that holds its partial sum, and the slot there."""
-    # A pure function of the plan: no device has to announce what it publishes.
+    # A pure function of the shares: no device has to announce what it publishes.
     return {
         block: Published(device, slot)
-        for device in range(plan.devices)
-        for slot, block in enumerate(blocks_of(plan.shards_of(device), plan.shards))
+        for device in range(shares.devices)
+        for slot, block in enumerate(blocks_of(shares.shards_of(device), shares.shards))
     }
 
 
@@ -146,7 +146,7 @@ def before_last(node: Block) -> list[Block]:
 
 
 @lru_cache(maxsize=16)
-def additions(plan: Plan, *, together: bool) -> tuple[tuple[tuple[Block, Block], ...], ...]:
+def additions(shares: Shares, *, together: bool) -> tuple[tuple[tuple[Block, Block], ...], ...]:
     """The additions in place that make one sum of all published ones, in rounds.
 
     Those of a round depend on none of each other; if they are not done ``together``, each is a
@@ -155,14 +155,14 @@ def additions(plan: Plan, *, together: bool) -> tuple[tuple[tuple[Block, Block],
     Raises:
         KeyError: some shard is covered by no published block.
 
-    >>> plan = Plan.even(shards=5, devices=5)
+    >>> shares = Shares.even(shards=5, devices=5)
     >>> for together in (True, False):
-    ...     rounds = additions(plan, together=together)
+    ...     rounds = additions(shares, together=together)
     ...     [[(left.start, right.start) for left, right in each] for each in rounds]
     [[(0, 1), (2, 3)], [(0, 2)], [(0, 4)]]
     [[(0, 1)], [(2, 3)], [(0, 2)], [(0, 4)]]
     """
-    published, rounds = published_by(plan), list[list[tuple[Block, Block]]]()
+    published, rounds = published_by(shares), list[list[tuple[Block, Block]]]()
 
     def visit(node: Block) -> tuple[Block, int]:
         if node in published:
@@ -179,7 +179,7 @@ def additions(plan: Plan, *, together: bool) -> tuple[tuple[tuple[Block, Block],
         rounds[depth].append((first, second))
         return first, depth + 1
 
-    visit(Block(0, plan.shards))
+    visit(Block(0, shares.shards))
     return tuple(map(tuple, rounds))
 
 

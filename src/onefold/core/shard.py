@@ -25,7 +25,7 @@ import torch
 
 from onefold.core.structure import has_fields, parts_of, with_parts
 
-__all__ = ["Plan", "Search", "cut_bounds", "join_rows", "pieces_of", "rows_of", "runs_of"]
+__all__ = ["Search", "Shares", "cut_bounds", "join_rows", "pieces_of", "rows_of", "runs_of"]
 
 
 @lru_cache(maxsize=64)
@@ -56,18 +56,18 @@ def runs_of(numbers: Sequence[int]) -> tuple[slice, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Shares:
     """Which device runs which shards: ``counts[d]`` for device ``d``, in device order.
 
     A device's shards are neighbours, so that it can add up most of them by itself. In rounds they
     are not: all devices take the next shards one after the other, and what is added up of a round
     is one row of neighbours.
 
-    >>> Plan.even(shards=7, devices=3).counts
+    >>> Shares.even(shards=7, devices=3).counts
     (3, 2, 2)
-    >>> Plan((1, 0, 3)).shards_of(2)
+    >>> Shares((1, 0, 3)).shards_of(2)
     range(1, 4)
-    >>> Plan((3, 1), in_rounds=True).shards_of(0)
+    >>> Shares((3, 1), in_rounds=True).shards_of(0)
     (0, 2, 3)
     """
 
@@ -85,12 +85,12 @@ class Plan:
         object.__setattr__(self, "shards", sum(self.counts))
         if not self.counts or any(count < 0 for count in self.counts) or not sum(self.counts):
             raise ValueError(
-                f"a plan gives every device zero or more shards, at least one in all; "
+                f"shares give every device zero or more shards, at least one in all; "
                 f"got {self.counts}"
             )
 
     @classmethod
-    def even(cls, *, shards: int, devices: int) -> Plan:
+    def even(cls, *, shards: int, devices: int) -> Shares:
         """Share the shards out evenly: the devices' shares differ by one shard at most.
 
         Raises:
@@ -99,15 +99,15 @@ class Plan:
         return cls(_even_shares(shards, devices, "device"))
 
     @classmethod
-    def in_pipelines(cls, *, shards: int, devices: int, pipeline: int) -> Plan:
+    def in_pipelines(cls, *, shards: int, devices: int, pipeline: int) -> Shares:
         """Have the devices of each pipeline compute shards together: the first one of it has them.
 
         Raises:
             ValueError: there are more pipelines than shards.
 
-        >>> Plan.in_pipelines(shards=4, devices=2, pipeline=2).read_by(1)
+        >>> Shares.in_pipelines(shards=4, devices=2, pipeline=2).read_by(1)
         (0, 1, 2, 3)
-        >>> Plan.in_pipelines(shards=5, devices=4, pipeline=2).counts
+        >>> Shares.in_pipelines(shards=5, devices=4, pipeline=2).counts
         (3, 0, 2, 0)
         """
         counts = [0] * devices
@@ -115,20 +115,20 @@ class Plan:
         return cls(tuple(counts), in_rounds=True, pipeline=pipeline)
 
     @classmethod
-    def given(cls, counts: Sequence[int], *, shards: int, devices: int) -> Plan:
-        """Make a plan from counts that a user wrote down, checked against the run.
+    def given(cls, counts: Sequence[int], *, shards: int, devices: int) -> Shares:
+        """Make shares from counts that a user wrote down, checked against the run.
 
         Raises:
             ValueError: the counts are for a different number of devices, or add up to a different
                 number of shards.
         """
-        plan = cls(tuple(int(count) for count in counts))
-        if len(plan.counts) != devices or plan.shards != shards:
+        shares = cls(tuple(int(count) for count in counts))
+        if len(shares.counts) != devices or shares.shards != shards:
             raise ValueError(
-                f"the plan {plan.counts} has {len(plan.counts)} devices and {plan.shards} shards; "
-                f"this run has {devices} devices and {shards} shards"
+                f"the shares {shares.counts} have {len(shares.counts)} devices and {shares.shards} "
+                f"shards; this run has {devices} devices and {shards} shards"
             )
-        return plan
+        return shares
 
     @property
     def devices(self) -> int:
@@ -149,24 +149,24 @@ class Plan:
     def column_of(self, device: int) -> range:
         """The devices that compute the same as ``device``, one in each pipeline.
 
-        >>> list(Plan.in_pipelines(shards=4, devices=6, pipeline=2).column_of(3))
+        >>> list(Shares.in_pipelines(shards=4, devices=6, pipeline=2).column_of(3))
         [1, 3, 5]
         """
         return range(device % self.pipeline, self.devices, self.pipeline)
 
-    def in_a_row(self) -> Plan:
-        """Make the plan in which each device's shards are neighbours, and it has them for itself.
+    def in_a_row(self) -> Shares:
+        """Make the shares in which each device's shards are neighbours, and it has them for itself.
 
         The counts are the same, except of pipelines: what goes through those is shared out evenly.
         """
         if self.pipeline == 1:
-            return Plan(self.counts)
-        return Plan(tuple(stop - start for start, stop in cut_bounds(self.shards, self.devices)))
+            return Shares(self.counts)
+        return Shares(tuple(stop - start for start, stop in cut_bounds(self.shards, self.devices)))
 
     def rounds(self) -> tuple[Mapping[int, int], ...]:
         """What runs at the same time: for each round the shard of every device that has one.
 
-        >>> Plan((3, 1), in_rounds=True).rounds()
+        >>> Shares((3, 1), in_rounds=True).rounds()
         ({0: 0, 1: 1}, {0: 2}, {0: 3})
         """
         return _rounds(self)
@@ -183,15 +183,15 @@ def _even_shares(shards: int, number: int, what: str) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=64)
-def _rounds(plan: Plan) -> tuple[Mapping[int, int], ...]:
+def _rounds(shares: Shares) -> tuple[Mapping[int, int], ...]:
     rows: list[dict[int, int]] = []
     shard = 0
-    for turn in range(max(plan.counts)):
-        devices = [device for device, count in enumerate(plan.counts) if count > turn]
-        if plan.in_rounds:
+    for turn in range(max(shares.counts)):
+        devices = [device for device, count in enumerate(shares.counts) if count > turn]
+        if shares.in_rounds:
             rows.append({device: shard + place for place, device in enumerate(devices)})
         else:
-            rows.append({device: sum(plan.counts[:device]) + turn for device in devices})
+            rows.append({device: sum(shares.counts[:device]) + turn for device in devices})
         shard += len(devices)
     return tuple(rows)
 

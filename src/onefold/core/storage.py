@@ -91,8 +91,8 @@ class Storage:
 
     @property
     def slots(self) -> int:
-        """The most partial sums that a device may have to publish, whatever the plan is."""
-        # Memory is shared before the first step, and a later plan must fit into it. One device adds
+        """The most partial sums that a device may have to publish, whatever the shares are."""
+        # Memory is shared before the first step, and later shares must fit into it. One device adds
         # everything up itself, and publishes a single sum.
         return max_blocks(self.shards) if self.devices > 1 and self.stages is None else 1
 

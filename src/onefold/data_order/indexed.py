@@ -319,7 +319,7 @@ class _WholeReader(Dataset[Answer]):
                 batch = self._convert(batch)
         except Exception as error:
             return Answer(request, bad_sample(request.item, request.epoch, error, "making batch"))
-        shards = [shard for device in self._own for shard in request.plan.read_by(device)]
-        cut = cut_batch(batch, request.plan, shards, digest=request.digest is not None)
+        shards = [shard for device in self._own for shard in request.shares.read_by(device)]
+        cut = cut_batch(batch, request.shares, shards, digest=request.digest is not None)
         found = replace(request, samples=cut.samples)
         return Answer(found, dict(cut.shards), cut.digest, others=cut.others)

@@ -23,7 +23,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Unpack
 
 from onefold.core.batch import DataPass, ShardedBatch
-from onefold.core.shard import Plan
+from onefold.core.shard import Shares
 from onefold.data_order.indexed import Choices, Indexed, Items, Rule
 from onefold.data_order.order import Order
 from onefold.data_order.position import LoaderTrack
@@ -65,7 +65,7 @@ class Loader:
         workers: number of processes that read ahead, or `Workers`; 0 reads in this process.
         collate: makes a shard's payload from a list of samples; PyTorch's default if None.
         seed: seed of the run.
-        plan: returns the current plan; called when a batch is handed out, whenever it was read.
+        shares: returns the current shares; called when a batch is handed out, whenever it was read.
         own: numbers of this process's devices.
         first_epoch: number of the first pass.
         pin_memory: read into page-locked memory, from which a GPU copies on its own.
@@ -83,7 +83,7 @@ class Loader:
         workers: int | Workers = 0,
         collate: Collate | None = None,
         seed: int,
-        plan: Callable[[], Plan],
+        shares: Callable[[], Shares],
         own: Sequence[int],
         first_epoch: int,
         pin_memory: bool,
@@ -104,7 +104,7 @@ class Loader:
         """Number of samples in a whole batch, over all devices; None where batches differ."""
         self.track = LoaderTrack(self._source.size, first_epoch)
         """Which passes the loader has been through."""
-        self._plan, self._gather = plan, gather
+        self._shares, self._gather = shares, gather
         self._repeats = repeats
         self._last: ShardedBatch | None = None
         self.note_reading: Callable[[bool], None] = lambda reads: None
@@ -160,10 +160,10 @@ class Loader:
             )
         try:
             while this.given < this.end:
-                # The plan first, then the answer: see the note on plans that change.
-                requests.follow(self._plan(), this.given)
+                # The shares first, then the answer: see the note on shares that change.
+                requests.follow(self._shares(), this.given)
                 answer = self._next(answers)
-                # Dropped: batches that were read ahead for the previous plan.
+                # Dropped: batches that were read ahead for the previous shares.
                 while answer.request.turn != requests.turn:
                     answer = self._next(answers)
                 payloads = _checked(answer.payloads)
@@ -198,7 +198,7 @@ class Loader:
         request = answer.request
         return ShardedBatch(
             request.samples,
-            request.plan,
+            request.shares,
             payloads,
             request.epoch,
             (start, host_now_s()),
@@ -290,7 +290,7 @@ class Loader:
             this.given = stop
             batch = ShardedBatch(
                 samples,
-                self._plan(),
+                self._shares(),
                 {},
                 this.number,
                 data_pass=this,
@@ -319,7 +319,7 @@ class Loader:
 
     def _requests(self, this: DataPass, order: Order) -> Requests:
         place = this.number, this.given, this.end
-        by = self.track.number, self._plan(), self._own
+        by = self.track.number, self._shares(), self._own
         return Requests(*place, order, *by, self._digests)
 
 

@@ -35,7 +35,7 @@ import torch
 from torch.utils.data import Sampler
 
 from onefold.core.randomness import GeneratorStates, kept_generators, loader_seed, seed_generators
-from onefold.core.shard import Plan, cut_bounds
+from onefold.core.shard import Shares, cut_bounds
 from onefold.data_order.item_generators import kept_apart, put_back, seed_held, states_of, within
 from onefold.data_order.position import WHOLE
 from onefold.data_order.reader import one_thread, take
@@ -85,7 +85,7 @@ class Order:
         return min(start + self.batch_size, self.length)
 
     def cut(
-        self, start: int, stop: int, plan: Plan, own: Sequence[int]
+        self, start: int, stop: int, shares: Shares, own: Sequence[int]
     ) -> tuple[dict[int, list[int]], dict[int, int], int]:
         """Cut one batch for the devices ``own``: `Request.shards`, ``starts`` and ``item``."""
         if self.indices is None:
@@ -96,11 +96,11 @@ class Order:
         numbers = batch.tolist() if isinstance(batch, torch.Tensor) else batch
         if self.of_items:
             return {}, {}, numbers[0]
-        bounds = cut_bounds(len(numbers), plan.shards)
+        bounds = cut_bounds(len(numbers), shares.shards)
         shards = {
             shard: [*numbers[slice(*bounds[shard])]]
             for device in own
-            for shard in plan.read_by(device)
+            for shard in shares.read_by(device)
             if bounds[shard][0] < bounds[shard][1]
         }
         starts = {shard: start + bounds[shard][0] for shard in shards} if self.repeats else {}

@@ -35,7 +35,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_co
 
 from onefold.core.flat import bits_of
 from onefold.core.randomness import derive_seed, loader_seed, seed_generators
-from onefold.core.shard import Plan
+from onefold.core.shard import Shares
 from onefold.data_order.item_generators import holders_in, kept_apart, seed_held
 from onefold.system.words import message_of
 
@@ -95,9 +95,9 @@ class Request:
     samples: int
     stop: int
     """Number of samples of the pass up to the end of this batch."""
-    plan: Plan
+    shares: Shares
     turn: int
-    """How often the plan had changed during the pass when this was requested."""
+    """How often the shares had changed during the pass when this was requested."""
     digest: bytes | None
     """Digest of the order, if a digest is requested as well; empty if it follows from the seed."""
     shards: dict[int, list[int]]

@@ -19,7 +19,7 @@ the moment after the last batch that was used, together with the states of the g
 Both are noted with every batch, before any further sample is read, and in the process that reads,
 as only there the stream moves.
 
-Note: a plan that changes while the stream was read ahead
+Note: shares that change while the stream was read ahead
 ---------------------------------------------------------
 The requests then go back to batches that were read already, and a stream cannot be read twice. So
 the reader keeps the samples of the last few batches: as many as may have been requested ahead.
@@ -168,10 +168,10 @@ class _StreamReader(Dataset[Answer]):
         return Answer(found, self._payloads(found, samples), digest, state)
 
     def _payloads(self, request: Request, samples: list[Any]) -> dict[int, Any]:
-        plan, start = request.plan, request.stop - request.samples
-        bounds = cut_bounds(len(samples), plan.shards)
+        shares, start = request.shares, request.stop - request.samples
+        bounds = cut_bounds(len(samples), shares.shards)
         payloads = {}
-        for shard in (shard for device in self._source.own for shard in plan.read_by(device)):
+        for shard in (shard for device in self._source.own for shard in shares.read_by(device)):
             first, stop = bounds[shard]
             if first < stop:
                 numbers = *self._numbers, start + first
@@ -182,7 +182,7 @@ class _StreamReader(Dataset[Answer]):
         return payloads
 
     def _piece(self, start: int, wanted: int) -> _Piece:
-        """Return the batch that begins at ``start``, which may have been read for another plan."""
+        """Return the batch that begins at ``start``, which may have been read for other shares."""
         if start in self._read:
             return self._read[start]
         if self._generators is None:

@@ -39,7 +39,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from onefold.core.numbers import check_whole
 from onefold.core.randomness import kept_generators
-from onefold.core.shard import Plan
+from onefold.core.shard import Shares
 from onefold.data_order.order import Order
 from onefold.data_order.reader import Answer, BadSample, Request, one_thread
 from onefold.system.process import ctrl_c_as_before, die_with_parent
@@ -187,15 +187,15 @@ def _check_temporary_path(workers: int) -> None:
 
 @dataclass
 class Requests:
-    """The batches of a pass that are to be read, one after the other; starts over if plans change.
+    """The batches of a pass that are to be read, one after the other; starts over if shares change.
 
-    Note: a plan that changes while workers read ahead
+    Note: shares that change while workers read ahead
     --------------------------------------------------
-    A batch has the plan of the moment at which it is handed out, so that devices agree however far
-    ahead each of them reads. If the plan has changed, the requests go back to the first batch that
-    was not handed out, and the loader drops the answers to requests of an earlier turn. DataLoader
-    draws another request for each answer that it receives, even if there was none left before: so
-    ``__next__`` may continue after it has raised StopIteration.
+    A batch has the shares of the moment at which it is handed out, so that devices agree however
+    far ahead each of them reads. If the shares have changed, the requests go back to the first
+    batch that was not handed out, and the loader drops the answers to requests of an earlier turn.
+    DataLoader draws another request for each answer that it receives, even if there was none left
+    before: so ``__next__`` may continue after it has raised StopIteration.
 
     It does not refer to the loader: see the note on who keeps the workers alive.
     """
@@ -209,14 +209,14 @@ class Requests:
     order: Order
     loader: int
     """Number of the loader."""
-    plan: Plan
-    """The plan of the next batch."""
+    shares: Shares
+    """The shares of the next batch."""
     own: Sequence[int]
     """Numbers of this process's devices."""
     digest: int
     """How many of the requests ask for a digest: 0, 1 (the first), or 2 for all of them."""
     turn: int = 0
-    """How often the plan has changed during this pass."""
+    """How often the shares have changed during this pass."""
 
     def __iter__(self) -> Requests:
         return self
@@ -226,19 +226,19 @@ class Requests:
             raise StopIteration
         start = self.start
         self.start = stop = min(self.order.stop(start), self.end)
-        cut = self.order.cut(start, stop, self.plan, self.own)
+        cut = self.order.cut(start, stop, self.shares, self.own)
         digest = self.order.digest if self.digest else None
         # The data set is compared once in a pass; what is only known batch by batch, in each.
         self.digest = 2 if self.digest == 2 else 0
         numbers = self.loader, self.epoch, stop - start, stop
-        return Request(*numbers, self.plan, self.turn, digest, *cut)
+        return Request(*numbers, self.shares, self.turn, digest, *cut)
 
-    def follow(self, plan: Plan, start: int) -> None:
-        """Go back to place ``start`` of the pass if the plan has changed."""
+    def follow(self, shares: Shares, start: int) -> None:
+        """Go back to place ``start`` of the pass if the shares have changed."""
         # The identity first: it settles nearly every step without comparing the counts.
-        if plan is not self.plan and plan != self.plan:
+        if shares is not self.shares and shares != self.shares:
             self.turn += 1
-            self.plan, self.start = plan, start
+            self.shares, self.start = shares, start
 
 
 _MOST_OPEN_FILES = 1 << 16

@@ -28,7 +28,7 @@ from collections.abc import Sequence
 import torch
 
 from onefold.core.flat import FlatTensors
-from onefold.core.shard import Plan
+from onefold.core.shard import Shares
 from onefold.exchange.memory import Memory
 from onefold.exchange.reduction import Reduction
 from onefold.exchange.transport import Transport
@@ -63,9 +63,9 @@ class Exchange:
         self.transport.begin_step(step)
         return self.transport.all_gather_bytes(message)
 
-    def begin(self, plan: Plan) -> None:
-        """Note the plan of a step, before the first `publish`."""
-        self.memory.begin(plan)
+    def begin(self, shares: Shares) -> None:
+        """Note the shares of a step, before the first `publish`."""
+        self.memory.begin(shares)
 
     def publish(self, device: int, slot: int, gradients: Sequence[torch.Tensor | None]) -> None:
         """Hand over the partial sum of one of ``device``'s blocks; never blocks.
@@ -87,14 +87,14 @@ class Exchange:
         """
         self.memory.publish_stage(slot, stage, gradients)
 
-    def collect(self, plan: Plan) -> None:
+    def collect(self, shares: Shares) -> None:
         """Wait until every device has published, and add up this process's partitions.
 
         Raises:
             LossError: a weight that an accelerator has computed is negative or not finite.
         """
         self.table.await_weights()
-        self.reduction.collect(plan)
+        self.reduction.collect(shares)
 
     def totals(self, device: int) -> Sequence[torch.Tensor | None]:
         """The gradient of each piece that an own device updates, until ``publish_parameters``.

@@ -24,7 +24,7 @@ import torch
 from onefold.core.assignment import Assignment, Devices
 from onefold.core.flat import FlatTensors
 from onefold.core.fold import Published
-from onefold.core.shard import Plan
+from onefold.core.shard import Shares
 from onefold.core.storage import Storage
 from onefold.exchange.exchange import Exchange
 from onefold.exchange.memory import AsGiven, Memory, Partial, Start
@@ -70,8 +70,8 @@ def join(
         return exchange_over(alone, storage, start, assignment)
     from onefold.exchange.others import join_others
 
-    shares = has_memory_in_common(devices)
-    transport = join_others(assignment, devices, timeout_s, allocator, shares=shares)
+    in_common = has_memory_in_common(devices)
+    transport = join_others(assignment, devices, timeout_s, allocator, in_common=in_common)
     try:
         compare(transport.all_gather_objects({devices.own[0]: description}))
         return exchange_over(transport, storage, start, assignment)
@@ -150,11 +150,11 @@ class LocalMemory(Memory):
     def publish(self, device: int, slot: int, gradients: Sequence[torch.Tensor | None]) -> None:
         self.partial(Published(device, slot)).write(gradients)
 
-    def collect(self, plan: Plan, *, partials: bool = True) -> None:
+    def collect(self, shares: Shares, *, partials: bool = True) -> None:
         pass  # all is here
 
     def partial(self, place: Published) -> Partial | AsGiven:
-        """The memory of a partial sum, allocated when a plan first needs this slot."""
+        """The memory of a partial sum, allocated when shares first need this slot."""
         if place not in self._own:
             layout, device = self.storage.gradients, self._devices[place.device]
             is_alone = len(self._devices) == 1

@@ -39,7 +39,7 @@ from onefold.core.flat import (
     storage_order,
 )
 from onefold.core.fold import Published
-from onefold.core.shard import Plan
+from onefold.core.shard import Shares
 from onefold.core.stages import StageLayout
 from onefold.core.storage import Frozen, Storage, cut_chunks
 from onefold.core.values import Gradients
@@ -465,7 +465,7 @@ class Memory(ABC):
     ) -> None:
         self.storage, self.allocator = storage, allocator
         self.assignment = assignment
-        """Who owns which partition; its plan is the first one of the run."""
+        """Who owns which partition; its shares are the first ones of the run."""
         owned = [storage.pieces_of(each) for each in assignment.partitions]
         self.partitions = [storage.pieces] * len(owned) if storage.mirrors else owned
         """The pieces of which each device adds up the partial sums: those that it owns, or all."""
@@ -495,8 +495,8 @@ class Memory(ABC):
         always = [] if self.is_partitioned else [self.trained[device]]
         return [*always, self.other[device]]
 
-    def begin(self, plan: Plan) -> None:  # noqa: B027 (most send nothing early)
-        """Note the plan of a step, before the first `publish`."""
+    def begin(self, shares: Shares) -> None:  # noqa: B027 (most send nothing early)
+        """Note the shares of a step, before the first `publish`."""
 
     @abstractmethod
     def publish(self, device: int, slot: int, gradients: Sequence[torch.Tensor | None]) -> None:
@@ -519,11 +519,11 @@ class Memory(ABC):
         raise TypeError("expected whole partial sums: no stage is sent early")
 
     @abstractmethod
-    def collect(self, plan: Plan, *, partials: bool = True) -> Arrivals | None:
+    def collect(self, shares: Shares, *, partials: bool = True) -> Arrivals | None:
         """Wait for the others' tables and partial sums to be visible here, or on their way.
 
         Args:
-            plan: the plan of the step.
+            shares: the shares of the step.
             partials: whether partial sums were published.
 
         Returns:

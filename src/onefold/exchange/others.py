@@ -29,24 +29,24 @@ def join_others(
     timeout_s: float,
     allocator: TensorAllocator,
     *,
-    shares: bool,
+    in_common: bool,
 ) -> HostTransport | GroupTransport:
     """Connect this process to the others; arguments and errors are those of `join`.
 
-    ``shares`` says whether all devices use the same memory.
+    ``in_common`` says whether all devices use the same memory.
     """
     kind, context = devices.all[devices.own[0]].type, devices.context
     meeting = Rendezvous(context, len(devices.all), timeout_s)
-    if (context.launcher == "torch" or not shares) and not context.network:
+    if (context.launcher == "torch" or not in_common) and not context.network:
         # Under PyTorch's launcher each process has chosen its device by itself. Compared before the
         # branch below, or processes of two kinds would wait in two different exchanges.
         agree_on_devices(meeting, kind, _card_of(devices))
-    if context.options.exchange == "shared" and not shares:
+    if context.options.exchange == "shared" and not in_common:
         raise ValueError(
             "the shared exchange is for CPU processes of one host; use --exchange collective"
         )
-    if shares:
-        return HostTransport(_mailbox(devices, meeting), allocator, assignment.plan.pipeline)
+    if in_common:
+        return HostTransport(_mailbox(devices, meeting), allocator, assignment.shares.pipeline)
     joined = join_group(meeting, kind, devices.trainer)
     device = assignment.devices[joined.group.rank()]
     return GroupTransport(device, joined, timeout_s, allocator, _noting_waits(context))
@@ -91,7 +91,7 @@ def memory_with_others(
     if isinstance(transport, HostTransport):
         common = HostMemory(storage, start, transport, assignment)
         # In one pipeline each device owns the stages that it computes: their gradients go nowhere.
-        if has_stages and len(assignment.plan.column_of(transport.mailbox.rank)) == 1:
+        if has_stages and len(assignment.shares.column_of(transport.mailbox.rank)) == 1:
             return common, LocalStageExchange(storage, assignment)
         return common, HostStageExchange(common) if has_stages else None
     assert isinstance(transport, GroupTransport)

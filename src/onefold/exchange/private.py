@@ -36,7 +36,7 @@ import torch
 from onefold.core.assignment import Assignment
 from onefold.core.flat import Chunk, FlatTensors, Piece, storage_order
 from onefold.core.fold import Published, blocks_of
-from onefold.core.shard import Plan, runs_of
+from onefold.core.shard import Shares, runs_of
 from onefold.core.stages import ROOT
 from onefold.core.storage import Storage
 from onefold.core.values import Gradients
@@ -84,7 +84,7 @@ class PrivateMemory(Memory):
         allocator = transport.allocator
         super().__init__(storage, assignment, allocator)
         self.transport, self._rank = transport, transport.rank
-        # Allocated when a plan first needs them.
+        # Allocated when shares first need them.
         self._own = defaultdict[int, Partial](
             lambda: Partial.private(storage.gradients, transport.device)
         )
@@ -97,7 +97,7 @@ class PrivateMemory(Memory):
         self._came: list[int] = []
         """The stages of this step, as they came."""
         self._learns = 0 if self._early is None else _LEARNING
-        self._plan = assignment.plan
+        self._shares = assignment.shares
         self._written = 0
         self._waiting: set[int] = set()
         self._moving: list[Moving] = []
@@ -136,9 +136,9 @@ class PrivateMemory(Memory):
             if order is not None:
                 self._take_turns(order)
 
-    def begin(self, plan: Plan) -> None:
+    def begin(self, shares: Shares) -> None:
         # Of a step that failed something may be left.
-        self._plan, self._written, self._waiting, self._moving = plan, 0, set(), []
+        self._shares, self._written, self._waiting, self._moving = shares, 0, set(), []
         self._came = []
 
     def publish(self, device: int, slot: int, gradients: Sequence[torch.Tensor | None]) -> None:
@@ -170,11 +170,11 @@ class PrivateMemory(Memory):
         """
         number, self._written = self._written, self._written + 1
         slot, turn = divmod(number, len(self._turns))
-        plan, operations = self._plan, []
+        shares, operations = self._shares, []
         for peer in self.transport.peers():
-            if slot < len(blocks_of(plan.shards_of(self._rank), plan.shards)):
+            if slot < len(blocks_of(shares.shards_of(self._rank), shares.shards)):
                 operations += self._part(True, peer, self._own[slot], peer, turn)
-            if slot < len(blocks_of(plan.shards_of(peer), plan.shards)):
+            if slot < len(blocks_of(shares.shards_of(peer), shares.shards)):
                 received = self.partial(Published(peer, slot))
                 operations += self._part(False, peer, received, self._rank, turn)
         self._moving.append(self.transport.move(operations))
@@ -192,17 +192,17 @@ class PrivateMemory(Memory):
             own = [each for each in partition if self._early.stage_of[each.entry] == stage]
         return self._cut(self.storage.gradients, own)
 
-    def collect(self, plan: Plan, *, partials: bool = True) -> Arrivals:
+    def collect(self, shares: Shares, *, partials: bool = True) -> Arrivals:
         transport, table = self.transport, self.table
-        blocks = (blocks_of(plan.shards_of(n), plan.shards) for n in range(transport.size))
+        blocks = (blocks_of(shares.shards_of(n), shares.shards) for n in range(transport.size))
         parts = max(map(len, blocks)) * len(self._turns) if partials else 0
         while self._written < parts:
             self._start_next()
-        shards = {peer: plan.shards_of(peer) for peer in transport.peers()}
-        own = table.row(self._rank, plan.shards_of(self._rank))
+        shards = {peer: shares.shards_of(peer) for peer in transport.peers()}
+        own = table.row(self._rank, shares.shards_of(self._rank))
         rows = {peer: table.empty_row(peer, theirs) for peer, theirs in shards.items()}
         swapped = transport.move([op for peer in rows for op in _swap(peer, [own], [rows[peer]])])
-        tables = transport.move(self._tables_to_move(plan))
+        tables = transport.move(self._tables_to_move(shares))
 
         def finish() -> None:
             # In this order everywhere, as messages are matched by their order alone.
@@ -213,7 +213,7 @@ class PrivateMemory(Memory):
             # The table is complete and the same everywhere, so that all bring everybody's buffers
             # or none does: if a shard changed any.
             if table.changed.any():
-                transport.move(self._rows_to_move(plan, [table.rows_memory])).finish()
+                transport.move(self._rows_to_move(shares, [table.rows_memory])).finish()
             self._learn_turns()
 
         def wait_for(number: int) -> None:
@@ -243,21 +243,21 @@ class PrivateMemory(Memory):
             operations += _moves(False, peer, flat, chunks[peer])
         self.transport.move(operations).finish()
 
-    def _tables_to_move(self, plan: Plan) -> list[Operation]:
+    def _tables_to_move(self, shares: Shares) -> list[Operation]:
         """List what leaves and comes of the tables that lie on a device: totals, then values."""
         # Those on the host travel with the row; these go by themselves, so that the host need not
         # wait for the device to know them.
         if self.table.on_host:
             return []
         values = [self.table.values] if self.table.width else []
-        return self._rows_to_move(plan, [self.table.numbers, *values])
+        return self._rows_to_move(shares, [self.table.numbers, *values])
 
-    def _rows_to_move(self, plan: Plan, tables: Sequence[torch.Tensor]) -> list[Operation]:
+    def _rows_to_move(self, shares: Shares, tables: Sequence[torch.Tensor]) -> list[Operation]:
         """List what leaves (our shards' rows) and comes (those of all others) of some tables."""
-        own = runs_of(plan.shards_of(self._rank))
+        own = runs_of(shares.shards_of(self._rank))
         operations = []
         for peer in self.transport.peers():
-            theirs = runs_of(plan.shards_of(peer))
+            theirs = runs_of(shares.shards_of(peer))
             for table in tables:
                 coming = [table[run] for run in theirs]
                 operations += _swap(peer, [table[run] for run in own], coming)
@@ -294,7 +294,7 @@ class GroupStageExchange(StageExchange):
         assignment, self._transport = memory.assignment, memory.transport
         super().__init__(memory.storage, assignment, self._transport.rank)
         self._everybody = range(self._transport.size)
-        self._column = assignment.plan.column_of(self.rank)
+        self._column = assignment.shares.column_of(self.rank)
         """The devices that compute the same stages, this one too."""
         self._among: Sequence[int] = self._everybody
         self._underway: list[Moving] = []

@@ -40,7 +40,7 @@ from typing import Generic, TypeVar
 import torch
 
 from onefold.core.fold import Block, additions, published_by
-from onefold.core.shard import Plan
+from onefold.core.shard import Shares
 from onefold.exchange.memory import Arrivals, Memory, PartitionSums, by_stage
 from onefold.exchange.stageexchange import (
     DONE,
@@ -63,7 +63,7 @@ class Reduction(ABC):
     """
 
     @abstractmethod
-    def collect(self, plan: Plan) -> None:
+    def collect(self, shares: Shares) -> None:
         """Wait until every device has handed over all of its gradients, and add them up."""
 
     @abstractmethod
@@ -92,11 +92,11 @@ class BlockReduction(Reduction):
         self.memory = memory
         self._totals: dict[int, list[torch.Tensor | None]] = {}
 
-    def collect(self, plan: Plan) -> None:
+    def collect(self, shares: Shares) -> None:
         # Before any addition: it is in place, so everybody must have finished writing.
-        arrivals = self.memory.collect(plan)
+        arrivals = self.memory.collect(shares)
         for device in self.memory.trained:
-            self._totals[device] = self._added_up(device, plan, arrivals)
+            self._totals[device] = self._added_up(device, shares, arrivals)
         # Only now: our partial sums may still be on their way out while our partitions are added
         # up, as no other device is sent these stretches.
         if arrivals is not None:
@@ -110,13 +110,13 @@ class BlockReduction(Reduction):
         self._totals = {}
 
     def _added_up(
-        self, device: int, plan: Plan, arrivals: Arrivals | None
+        self, device: int, shares: Shares, arrivals: Arrivals | None
     ) -> list[torch.Tensor | None]:
         """Add up the partial sums over a device's partition: one tensor for each of its pieces."""
         # Where the total goes, if it cannot stay where the leftmost partial sum lies.
         home = self.memory.home(device)
-        # From the plan alone, so every owner adds the same blocks in the same order.
-        published = published_by(plan)
+        # From the shares alone, so every owner adds the same blocks in the same order.
+        published = published_by(shares)
         memories = {block: self.memory.partial(at) for block, at in published.items()}
         # A lone partial sum that is here, and may stay where it lies, is the total already.
         nothing_to_do = len(published) == 1 and arrivals is None and home is None
@@ -133,7 +133,7 @@ class BlockReduction(Reduction):
                 parts = {b: [each.to(home.device) for each in part] for b, part in parts.items()}
             # In place, left before right: the leftmost part ends up as the total, and its own value
             # is gone. Each chunk is therefore folded exactly once a step.
-            for pairs in additions(plan, together=self.memory.at_once):
+            for pairs in additions(shares, together=self.memory.at_once):
                 add_each(
                     [each for left, _ in pairs for each in parts[left]],
                     [each for _, right in pairs for each in parts[right]],
@@ -307,8 +307,8 @@ class StageReduction(Reduction):
         self._add(self._arrived())
         self.exchange.await_prefetched()
 
-    def collect(self, plan: Plan) -> None:
-        arrivals = self._memory.collect(plan, partials=False)
+    def collect(self, shares: Shares) -> None:
+        arrivals = self._memory.collect(shares, partials=False)
         if arrivals is not None:
             arrivals.finish()
 

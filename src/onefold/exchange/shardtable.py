@@ -190,7 +190,7 @@ class ShardTable:
 
     def empty_row(self, device: int, shards: Sequence[int]) -> torch.Tensor:
         """Allocate memory for the `row` of another process's table."""
-        # Its length follows from the plan, which both know: no message states a size.
+        # Its length follows from the shares, which both know: no message states a size.
         parts = self._row_parts(device, shards)
         return torch.empty(sum(part.nbytes for part in parts), dtype=torch.uint8)
 

@@ -56,7 +56,7 @@ import torch
 from onefold.core.assignment import Assignment
 from onefold.core.flat import FlatTensors, storage_order
 from onefold.core.fold import Published
-from onefold.core.shard import Plan
+from onefold.core.shard import Shares
 from onefold.core.storage import Storage
 from onefold.errors import PeerTimeout
 from onefold.exchange.mailbox import Mailbox
@@ -243,7 +243,7 @@ class HostMemory(Memory):
     def publish(self, device: int, slot: int, gradients: Sequence[torch.Tensor | None]) -> None:
         self._own[slot].write(gradients)
 
-    def collect(self, plan: Plan, *, partials: bool = True) -> None:
+    def collect(self, shares: Shares, *, partials: bool = True) -> None:
         # Once all are here, everything lies in the file: nothing is left on its way.
         self.transport.all_gather_bytes()
 
@@ -279,7 +279,7 @@ def _map_shared(
 ) -> list[torch.Tensor]:
     """Map stretches of memory that all processes share, each (size,) uint8 of zeros.
 
-    Pages that nobody touches take no memory, so room for plans that never come costs nothing.
+    Pages that nobody touches take no memory, so room for shares that never come costs nothing.
     """
     # Each stretch starts on a page of its own, and so is aligned for any dtype.
     rounded = [-(-max(size, 1) // _PAGE_BYTES) * _PAGE_BYTES for size in sizes]
@@ -303,7 +303,7 @@ class HostStageExchange(StageExchange):
     def __init__(self, memory: HostMemory) -> None:
         super().__init__(memory.storage, memory.assignment, memory.transport.mailbox.rank)
         self._transport, self._buffers = memory.transport, memory.send_buffers
-        self._column = memory.assignment.plan.column_of(self.rank)
+        self._column = memory.assignment.shares.column_of(self.rank)
         """The devices that compute the same stages, this one too."""
         self._turn = 0
 

@@ -57,7 +57,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         given, named: as for `transformers.Trainer`, but for ``model_init``.
             ``per_device_train_batch_size`` is the size of the whole batch.
         shards: into how many parts every batch is cut: the most devices that may share it.
-        devices, plan, precision: as for `onefold.Trainer`; precision may be ``"bf16"``.
+        devices, shares, precision: as for `onefold.Trainer`; precision may be ``"bf16"``.
 
     Raises:
         ValueError: an argument cannot be had here; says which, and what to do.
@@ -73,7 +73,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         *given: Any,
         shards: int,
         devices: Sequence[str | torch.device] | None = None,
-        plan: Sequence[int] | None = None,
+        shares: Sequence[int] | None = None,
         precision: Literal["fp32", "bf16"] | None = None,
         **named: Any,
     ) -> None:
@@ -88,7 +88,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             shards=shards,
             seed=self.args.seed,
             devices=devices,
-            plan=plan,
+            shares=shares,
             precision=precision,
         )
         check_place(self.model, self.args)

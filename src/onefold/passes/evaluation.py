@@ -13,7 +13,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from onefold.core.batch import ShardedBatch, move
-from onefold.core.calldigest import Call, CallDigest, plan_number
+from onefold.core.calldigest import Call, CallDigest, shares_checksum
 from onefold.core.fold import fold_rows
 from onefold.core.gathering import Refusing, gathering
 from onefold.core.mean import weigh
@@ -92,7 +92,7 @@ def evaluate(
     lines = _alike([lines for lines, _, _ in found])
     # (batches, V, lines, 2) float64, zeros for empty shards.
     table = torch.zeros(
-        len(sizes), 0 if last is None else last.plan.shards, len(lines), 2, dtype=torch.float64
+        len(sizes), 0 if last is None else last.shares.shards, len(lines), 2, dtype=torch.float64
     )
     for own_lines, places, numbers in found:
         if own_lines:
@@ -135,12 +135,12 @@ def compute_shards(
                 function = during.enter_context(engine.placement.parameters.forward(function))
             sizes.append(batch.samples)
             # One shard may write, as in a plain loop; but not to gathered parameters.
-            free = engine.placement.may_write(batch.plan.shards)
+            free = engine.placement.may_write(batch.shares.shards)
             guarded = nullcontext() if free else engine.context.guard.refusing_writing(values=first)
             with engine.noting(f"the first batch of {what}", wanted=first), guarded:
                 for replica in engine.context.replicas:
                     with engine.context.attached(replica):
-                        for shard in batch.plan.shards_of(replica.number):
+                        for shard in batch.shares.shards_of(replica.number):
                             if shard in batch.shards:
                                 replica.note_shard(shard)
                                 compute(replica, function, batch, (number, shard))
@@ -172,7 +172,7 @@ class DataCall:
 
         Nor where PyTorch would choose other kernels, or compile anew, as it sees the looking.
         """
-        alone = batch.plan.shards == 1 and batch.samples == self.samples
+        alone = batch.shares.shards == 1 and batch.samples == self.samples
         modules = self._modules(engine)
         quick = any(isinstance(part, QUICK) for module in modules for part in module.modules())
         return not (alone or quick or self._is_compiled(engine))
@@ -199,7 +199,7 @@ class DataCall:
             step=self.step,
             samples=samples,
             batch_size=self.batch_size,
-            plan=0 if batch is None else plan_number(batch.plan),
+            shares=0 if batch is None else shares_checksum(batch.shares),
             data=0 if batch is None else batch.data_digest,
         )
         engine.agree(head, function=self.function)

@@ -132,7 +132,7 @@ def _sums(
     if last is None:
         return []
     empty = torch.zeros_like(found[0])
-    return [found.get(shard, empty) for shard in range(last.plan.shards)]
+    return [found.get(shard, empty) for shard in range(last.shares.shards)]
 
 
 def _read(replica: Replica, places: list[list[int]], weight: float) -> torch.Tensor:

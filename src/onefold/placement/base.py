@@ -251,7 +251,7 @@ class Placement(ABC):
             # Before `collect`: no process must update with what was computed of such parameters.
             context.guard.refuse_writing(task.step, values=context.checks.run_checks)
         with context.timed("exchange", "collect"):
-            context.exchange.collect(batch.plan)
+            context.exchange.collect(batch.shares)
         pieces = [total for n in context.own for total in context.exchange.totals(n)]
         return StepTotals(pieces, context.table.times_given(), whole)
 

@@ -102,11 +102,11 @@ class Partitioned(Placement):
             task = replace(task, send=None if context.compilers.compiled else reduction.give)
             with ExitStack() as surrounding:
                 for replica in context.replicas:
-                    table.clear_rows(replica.number, batch.plan.shards_of(replica.number))
+                    table.clear_rows(replica.number, batch.shares.shards_of(replica.number))
                     replica.begin(task)
                     with context.attached(replica):
                         surrounding.enter_context(before(replica))
-                for row in batch.plan.rounds():
+                for row in batch.shares.rounds():
                     for replica in context.replicas:
                         shard = row.get(replica.number, -1)
                         if shard not in batch.shards:

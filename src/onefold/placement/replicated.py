@@ -65,11 +65,11 @@ def run_share(
     device, table, watch = replica.number, exchange.table, replica.watch
     # Only our own rows: the others' may be full of this step's results already. An empty shard
     # records nothing, so that without this its row would still hold the step before.
-    table.clear_rows(device, batch.plan.shards_of(device))
+    table.clear_rows(device, batch.shares.shards_of(device))
     replica.begin(task)
-    exchange.begin(batch.plan)
+    exchange.begin(batch.shares)
     record, gradients = partial(table.record, device), Gradients()
-    blocks = blocks_of(batch.plan.shards_of(device), batch.plan.shards)
+    blocks = blocks_of(batch.shares.shards_of(device), batch.shares.shards)
     sent = blocks[-1:] if early and _may_send_early(replica, batch, task, done) else ()
     whole = blocks[: len(blocks) - len(sent)]
     for slot, gradients in enumerate(partial_sums(replica, batch, task, record, done, whole)):
@@ -92,7 +92,7 @@ def _may_send_early(
 
     Not where the shard runs in pieces, or beside others.
     """
-    shards = batch.plan.shards_of(replica.number)
+    shards = batch.shares.shards_of(replica.number)
     if replica.stages is None or task.gatherers is not None or not shards:
         return False
     last = shards[-1]
@@ -160,7 +160,7 @@ def partial_sums(
         return result.gradients
 
     if blocks is None:
-        blocks = blocks_of(batch.plan.shards_of(replica.number), batch.plan.shards)
+        blocks = blocks_of(batch.shares.shards_of(replica.number), batch.shares.shards)
     for block in blocks:
         yield fold(leaf, block, add_gradients)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from onefold.core.assignment import Devices
 from onefold.core.batch import ShardedBatch, checked_dim, cut_batch
-from onefold.core.shard import Plan
+from onefold.core.shard import Shares
 from onefold.data_order.loader import Loader
 from onefold.data_order.position import Position
 from onefold.data_order.reader import Collate
@@ -50,12 +50,12 @@ class Batches:
         """Make a loader for `evaluate` and `predict`; see `Loader` for ``choices``."""
         # What a device computes of each batch is then one stretch of it.
         choices |= {"dataset": dataset, "collate": collate}
-        choices["plan"] = lambda: self._engine.assignment.plan.in_a_row()
+        choices["shares"] = lambda: self._engine.assignment.shares.in_a_row()
         return self._asked(Asked("pass", given=choices), lambda: self._made(**choices))
 
     def loader_of_steps(self, dataset: Any, collate: Collate | None, **choices: Any) -> Loader:
         """Make a loader for `step`, whose place in the data is part of a checkpoint."""
-        choices |= {"plan": lambda: self._engine.assignment.plan, "gather": self._gather}
+        choices |= {"shares": lambda: self._engine.assignment.shares, "gather": self._gather}
         choices |= {"dataset": dataset, "collate": collate}
 
         def make() -> Loader:
@@ -87,23 +87,23 @@ class Batches:
 
     def cut(self, batch: object, dim: int) -> tuple[ShardedBatch, Wait]:
         """Cut a step's batch; return it with the time in which it was waited for."""
-        start, plan = host_now_s(), self._engine.assignment.plan
+        start, shares = host_now_s(), self._engine.assignment.shares
         dim = checked_dim(dim)
         if isinstance(batch, ShardedBatch):
-            cut = self._checked(batch, plan)
+            cut = self._checked(batch, shares)
             cut = cut if cut.dim == dim else replace(cut, dim=dim)
         else:
-            own = [s for number in self._devices.own for s in plan.read_by(number)]
+            own = [s for number in self._devices.own for s in shares.read_by(number)]
             cut = cut_batch(
                 batch,
-                plan,
+                shares,
                 own,
                 self._position.epoch,
                 digest=self._engine.context.with_others,
                 dim=dim,
             )
             for part in cut.parts:
-                self._checked(part, plan)
+                self._checked(part, shares)
         if cut.samples == 0:
             raise ValueError("the batch is empty: expected at least one sample")
         if cut.others and self._settings.microbatch is not None:
@@ -114,8 +114,8 @@ class Batches:
             )
         return cut, cut.waited or (start, host_now_s())
 
-    def _checked(self, batch: ShardedBatch, ours: Plan) -> ShardedBatch:
-        theirs = batch.plan
+    def _checked(self, batch: ShardedBatch, ours: Shares) -> ShardedBatch:
+        theirs = batch.shares
         if (theirs.shards, theirs.devices) != (ours.shards, ours.devices):
             raise ValueError(
                 f"the batch was cut for {theirs.shards} shards and {theirs.devices} devices, this "

@@ -33,7 +33,7 @@ from onefold.checks.model import check_device
 from onefold.core.assignment import Devices
 from onefold.core.context import LaunchContext
 from onefold.core.settings import Settings
-from onefold.core.shard import Plan
+from onefold.core.shard import Shares
 from onefold.errors import LaunchError
 from onefold.launcher.devices import cores, emptiest_gpu
 from onefold.launcher.environment import allocator_chosen, have_cublas_repeat, visible_gpus
@@ -41,7 +41,7 @@ from onefold.launcher.membership import hush_and_report
 from onefold.system import accelerator
 from onefold.system.words import counted
 
-__all__ = ["check_devices", "choose_devices", "plan_of", "settle_process"]
+__all__ = ["check_devices", "choose_devices", "settle_process", "shares_of"]
 
 _log = logging.getLogger("onefold")
 
@@ -240,22 +240,22 @@ def check_devices(devices: Iterable[torch.device], settings: Settings) -> None:
             check_compiler(device)
 
 
-def plan_of(devices: Devices, shards: int, counts: Sequence[int] | None) -> Plan:
-    """Return the plan with these numbers of shards on the devices; None for even shares.
+def shares_of(devices: Devices, shards: int, counts: Sequence[int] | None) -> Shares:
+    """Return the shares with these numbers of shards on the devices; None for even shares.
 
     Raises:
-        TypeError, ValueError: the counts are no plan for this run.
+        TypeError, ValueError: the counts are no shares of this run.
     """
     size, options = len(devices.all), devices.context.options
     if options.placement_name == "pipeline":
         if counts is not None:
             raise ValueError(
-                f"expected no plan with --placement pipeline, where every shard goes through all "
+                f"expected no shares with --placement pipeline, where every shard goes through all "
                 f"devices, got {counts}"
             )
-        return Plan.in_pipelines(shards=shards, devices=size, pipeline=options.pipeline_of(size))
+        return Shares.in_pipelines(shards=shards, devices=size, pipeline=options.pipeline_of(size))
     if counts is None:
-        return Plan.even(shards=shards, devices=size)
+        return Shares.even(shards=shards, devices=size)
     if not isinstance(counts, Sequence) or not all(isinstance(c, int) for c in counts):
-        raise TypeError(f"expected plan to be a list of numbers, got {counts!r}")
-    return Plan.given(counts, shards=shards, devices=size)
+        raise TypeError(f"expected shares to be a list of numbers, got {counts!r}")
+    return Shares.given(counts, shards=shards, devices=size)

@@ -37,7 +37,7 @@ from onefold.errors import CheckpointError, DisagreementError
 from onefold.launcher.membership import RunStopped, at_good_end, is_failing, register
 from onefold.passes.collectives import gather_batch, written_shards
 from onefold.session.batches import Batches, Wait, read_now
-from onefold.session.forming import check_devices, choose_devices, plan_of, settle_process
+from onefold.session.forming import check_devices, choose_devices, settle_process, shares_of
 from onefold.session.runparts import RunParts, RunTools
 from onefold.session.userparts import UserParts, keep_code_private
 from onefold.step.agreement import digest_of
@@ -73,7 +73,7 @@ class Session:
         user: model, optimizers, losses and schedule.
         settings: the settings of the run.
         devices: devices that the script has this process drive; None if it names none.
-        plan: how many shards each device runs; None for even shares.
+        shares: how many shards each device runs; None for even shares.
         tools: the tools around the steps.
 
     Raises:
@@ -89,7 +89,7 @@ class Session:
         settings: Settings,
         *,
         devices: Sequence[str | torch.device] | None,
-        plan: Sequence[int] | None,
+        shares: Sequence[int] | None,
         tools: RunTools,
     ) -> None:
         self._context, self._process = context, os.getpid()
@@ -102,7 +102,7 @@ class Session:
         self.devices = choose_devices(context, devices, shards=settings.shards, module=user.module)
         keep_code_private(user, settings)
         check_devices(self.devices.own_devices.values(), settings)
-        chosen = plan_of(self.devices, settings.shards, plan)
+        chosen = shares_of(self.devices, settings.shards, shares)
         # Before the engine, whose first additions must have the run's number of threads.
         settle_process(self.devices, settings)
         # Only now, as a Trainer whose arguments are refused takes nothing.
@@ -113,7 +113,7 @@ class Session:
             tools.losses(user),
             settings=settings,
             devices=self.devices,
-            plan=chosen,
+            shares=chosen,
             schedule=user.schedule,
             stages=user.stages,
             joined=register,
@@ -175,14 +175,14 @@ class Session:
 
         return GradientSteps(on_lead=self.devices.has_lead)
 
-    def set_plan(self, counts: Sequence[int]) -> None:
+    def set_shares(self, counts: Sequence[int]) -> None:
         """Have each device run this many shards from the next batch on.
 
         Raises:
-            TypeError, ValueError: the counts are no plan for this run.
+            TypeError, ValueError: the counts are no shares of this run.
         """
-        plan = plan_of(self.devices, self.settings.shards, counts)
-        self.engine.assignment = self.engine.assignment.with_plan(plan)
+        shares = shares_of(self.devices, self.settings.shards, counts)
+        self.engine.assignment = self.engine.assignment.with_shares(shares)
 
     def whole(self, batch: ShardedBatch) -> Any:
         """Bring the payload of all of a batch's shards to every device, on the host."""

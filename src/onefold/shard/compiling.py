@@ -191,7 +191,7 @@ class EagerComparison:
         # What sees the whole batch may do what a plain loop may.
         if not self._on or not task.run_checks or task.is_plain(batch):
             return nullcontext()
-        shards = [n for n in batch.plan.shards_of(replica.number) if n in batch.shards]
+        shards = [n for n in batch.shares.shards_of(replica.number) if n in batch.shards]
         return self._rehearsed(shards[0], replica, batch, task, table) if shards else nullcontext()
 
     @contextmanager

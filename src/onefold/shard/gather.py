@@ -3,9 +3,9 @@
 Note: what is put aside
 -----------------------
 A shard that stops in the middle shares the module and the generators with those that go on. What it
-finds afterwards must be what it left, whoever ran in between, or its bits would depend on the plan:
-gradients, buffers, modes and other attributes of the model's modules, frozen parameters, random
-numbers. Not covered is what a loss keeps elsewhere, in an object of its own.
+finds afterwards must be what it left, whoever ran in between, or its bits would depend on the
+shares: gradients, buffers, modes and other attributes of the model's modules, frozen parameters,
+random numbers. Not covered is what a loss keeps elsewhere, in an object of its own.
 
 Note: threads that take turns
 -----------------------------

@@ -195,7 +195,7 @@ def widened(gradients: Gradients, narrow: Iterable[int]) -> Gradients:
         gradient = gradients[number]
         if gradient is not None:
             # Before any addition: in the sum of two numbers of 8 bits the smaller one is mostly
-            # lost, and where a device adds and where the exchange does depends on the plan.
+            # lost, and where a device adds and where the exchange does depends on the shares.
             result[number] = gradient.to(added_up_in(gradient.dtype))
     return result
 

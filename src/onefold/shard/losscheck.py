@@ -504,7 +504,7 @@ def refuse_uneven(batch: ShardedBatch, found: Iterable[object], where: str) -> N
             if isinstance(value, torch.Tensor) and not value.dim():
                 raise LossError(
                     f"the loss of {where} is a scalar, read as the mean of the shard, in a batch "
-                    f"of {batch.samples} and {length} samples, of which {batch.plan.shards} shards "
-                    f"have no equal shares: expected onefold.Mean(total, weight) for each term, or "
-                    f"sizes that are multiples of {batch.plan.shards}"
+                    f"of {batch.samples} and {length} samples, of which {batch.shares.shards} "
+                    "shards have no equal shares: expected onefold.Mean(total, weight) for each "
+                    f"term, or sizes that are multiples of {batch.shares.shards}"
                 )

@@ -12,7 +12,7 @@ is no copy that could fall out of date. Between calls the module points at the f
 Note: `compute` as a pure function
 ----------------------------------
 A shard's result may depend on parameters, samples, seed, step and shard, and on nothing that ran
-before it on the same device: another plan would have run something else. So every shard starts from
+before it on the same device: other shares would have run something else. So every shard starts from
 the step's buffers, from its own seeds, without gradients, and in the modes and with the frozen
 parameters that the step began with. Buffers, gradients and seeds are reset before a shard. Modes
 and frozen parameters are reset after it, also when it fails, so that a script that catches the
@@ -375,7 +375,7 @@ class Replica:
         shards run again afterwards, from the same buffers and seeds.
         """
         rows: dict[int, list[list[tuple[str, float | LateWeight]]]] = {}
-        for shard in batch.plan.shards_of(self.number):
+        for shard in batch.shares.shards_of(self.number):
             if shard in batch.shards:
                 read = Contribution.kinds_and_weights
                 try:
@@ -476,7 +476,7 @@ class Replica:
         error.add_note(f"raised in {where}, on device {self.number} ({self.device})")
         from onefold.shard.advice import advice_on
 
-        advice = advice_on(error, samples=batch.count_of(shard).samples, shards=batch.plan.shards)
+        advice = advice_on(error, samples=batch.count_of(shard).samples, shards=batch.shares.shards)
         if advice:
             error.add_note(advice)
         self.buffers.check_shapes()

@@ -24,7 +24,7 @@ import torch
 
 from onefold.checks.values import Samples
 from onefold.core.batch import ShardedBatch
-from onefold.core.calldigest import Agreed, Call, CallDigest, checksum, plan_number, read_agreed
+from onefold.core.calldigest import Agreed, Call, CallDigest, checksum, read_agreed, shares_checksum
 from onefold.core.jsonvalue import from_json, to_json
 from onefold.errors import DisagreementError, PeerError, PeerLost, PeerTimeout
 from onefold.placement.base import Placement
@@ -296,7 +296,7 @@ def digest_of(batch: ShardedBatch, step: int, call: Call, *, loss: int) -> CallD
         step=step,
         loss=loss,
         samples=batch.samples,
-        plan=plan_number(batch.plan),
+        shares=shares_checksum(batch.shares),
         loader=batch.loader,
         data_pass=batch.pass_number,
         place=batch.stop,

@@ -29,7 +29,7 @@ from onefold.checks.optimizer import updates_by_element
 from onefold.core.assignment import Assignment, Devices
 from onefold.core.flat import lay_out, named_tensors, own_name, tensor_digests
 from onefold.core.settings import Settings
-from onefold.core.shard import Plan
+from onefold.core.shard import Shares
 from onefold.core.storage import Storage, cut_pieces, divides_evenly
 from onefold.deferred.values import deferred_of, revealed
 from onefold.exchange.exchange import Exchange
@@ -100,7 +100,7 @@ def assemble(
     *,
     settings: Settings,
     devices: Devices,
-    plan: Plan,
+    shares: Shares,
     schedule: LRScheduler | None,
     joined: Callable[[Exchange], None],
     stages: Sequence[torch.nn.Module] | None = None,
@@ -135,13 +135,13 @@ def assemble(
     start = _start(parts, first)
     assignment = Assignment.first(
         devices.all,
-        plan=plan,
+        shares=shares,
         pieces=storage.pieces,
         stages=storage.stages,
         early=None if storage.mirrors else storage.early,
     )
     described = describe(
-        parts, optimizer, settings, devices, plan, schedule, storage.stages, values
+        parts, optimizer, settings, devices, shares, schedule, storage.stages, values
     )
     exchange = join(
         storage,

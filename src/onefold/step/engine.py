@@ -80,7 +80,7 @@ class Engine:
         self.description = description
         """What all devices have in common, in words: see `onefold.checks.description`."""
         self.assignment = assignment
-        """Who takes part; between two steps another plan may take the place of its own."""
+        """Who takes part; between two steps other shares may take the place of its own."""
         self.losses = losses
         """The user's loss functions, by name."""
         self._frozen, settings, update = frozen, context.settings, context.update
@@ -261,7 +261,7 @@ class Engine:
 
     def _compute(self, batch: ShardedBatch, number: int) -> tuple[StepTotals, StepWeight]:
         """Compute all shards' gradients and losses; once more where a loss turns out to need it."""
-        context, shards, parts = self.context, batch.plan.shards, self.context.parts
+        context, shards, parts = self.context, batch.shares.shards, self.context.parts
         objective, run_checks = self.objective, context.checks.run_checks
         several = shards > 1
         task = ShardTask(
@@ -300,7 +300,7 @@ class Engine:
                     with self.hooks.around_compute(attempt):
                         totals = self.placement.compute(batch, task, done, before)
                         if self._launches is not None:
-                            self._launches.look(len(batch.plan.shards_of(context.own[-1])))
+                            self._launches.look(len(batch.shares.shards_of(context.own[-1])))
                         weight = total_weight(context.table.weights.tolist(), batch.sizes, number)
                         known = not weight.gathers and not weight.late
                         attempt.whole = weight.terms == 1 and known
@@ -407,7 +407,7 @@ class Engine:
         """The norm of the whole gradient that was taken."""
         widened = self.context.update.storage.rounds or not self._task.is_plain(batch)
         share = self.context.exchange.transport.all_gather_rows
-        return self.rules.norm(batch.plan.shards, totals, share, widened=widened)
+        return self.rules.norm(batch.shares.shards, totals, share, widened=widened)
 
     def _follow_average(self, name: str) -> None:
         """Update the averages after a step of a loss that updated the model."""

@@ -231,7 +231,7 @@ def _of_shards(
     """Find the first of a device's shards with such a gradient, and name the parameter."""
     replica.begin(task)
     try:
-        for shard in batch.plan.shards_of(replica.number):
+        for shard in batch.shares.shards_of(replica.number):
             if shard not in batch.shards:
                 continue
             gradients = (done.get(shard) or replica.compute(shard, batch, task)).gradients

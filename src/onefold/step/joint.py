@@ -19,7 +19,7 @@ first run would keep all of it. So such models run once, and what is kept is tha
 a device: the memory of a plain loop with the whole batch.
 
 Which of the two it is depends on the model alone. Neither depends on how many shards a device has,
-or its bits would depend on the plan.
+or its bits would depend on the shares.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ class _JointRun:
         homes = {
             shard: replica
             for replica in self._replicas
-            for shard in batch.plan.shards_of(replica.number)
+            for shard in batch.shares.shards_of(replica.number)
             if shard in batch.shards
         }
         turns: dict[int, JointShard] = {}
@@ -296,7 +296,7 @@ def trade_divisors(
     given = context.of_all_shards(found)
     # A shard without samples never ran, and has no terms.
     rows: list[Sequence[tuple[str, float]]] = [
-        given.get(shard, ()) for shard in range(batch.plan.shards)
+        given.get(shard, ()) for shard in range(batch.shares.shards)
     ]
     terms = max(map(len, rows))
     wrong = next((s for s, row in enumerate(rows) if batch.size_of(s) and len(row) != terms), None)

@@ -65,8 +65,8 @@ class ValueTrade:
 
     def _given(self, batch: ShardedBatch) -> dict[int, ShardValues]:
         """The values of this process's shards that have any."""
-        given, plan = self._context.table.given, batch.plan
-        own = (shard for number in self._context.own for shard in plan.shards_of(number))
+        given, shares = self._context.table.given, batch.shares
+        own = (shard for number in self._context.own for shard in shares.shards_of(number))
         return {shard: given[shard] for shard in own if shard in given}
 
     def _outputs(self, batch: ShardedBatch, columns: Sequence[Column]) -> dict[str, Any]:
@@ -81,7 +81,7 @@ class ValueTrade:
         given = self._context.of_all_shards(own)
         known = _agreed({shard: names for shard, (names, _) in given.items()}, batch, step)
         # (V, lines, 2) float64: zeros for empty shards, as in the table.
-        table = torch.zeros(batch.plan.shards, len(known[0]), 2, dtype=torch.float64)
+        table = torch.zeros(batch.shares.shards, len(known[0]), 2, dtype=torch.float64)
         for shard, (_, numbers) in given.items():
             table[shard] = numbers
         shards.widen(max(shards.width, len(known[0])))
@@ -92,7 +92,7 @@ class ValueTrade:
 def _agreed(found: Mapping[int, _Names], batch: ShardedBatch, step: int) -> _Names:
     """Return the names that all shards with samples have."""
     first = found[min(found)]
-    for shard in range(batch.plan.shards):
+    for shard in range(batch.shares.shards):
         lines, columns = names = found.get(shard, ((), ()))
         if batch.size_of(shard) and names != first:
             these, those = f"the values {names_of(lines)} beside itself", f"{names_of(first[0])}"
@@ -168,7 +168,7 @@ class RowTrade:
     def __init__(self, context: StepContext, batch: ShardedBatch, step: int) -> None:
         self._context = context
         self._homes = {replica.number: replica.device for replica in context.replicas}
-        self._plan, self._step = batch.plan, step
+        self._shares, self._step = batch.shares, step
         self._sizes = batch.sizes
 
     def agree(self, own: Mapping[int, Standing]) -> dict[int, Standing]:
@@ -203,7 +203,7 @@ class RowTrade:
         """
         shapes = {
             number: [call.shapes[shard] for shard in self._filled(number)]
-            for number in range(self._plan.devices)
+            for number in range(self._shares.devices)
         }
         most = max(sum(torch.Size(s).numel() for s in each) for each in shapes.values())
         own = {n: [tensors[shard] for shard in self._filled(n)] for n in self._homes}
@@ -237,13 +237,13 @@ class RowTrade:
 
         own = {}
         for number in self._homes:
-            blocks = blocks_of(self._plan.shards_of(number), self._plan.shards)
+            blocks = blocks_of(self._shares.shards_of(number), self._shares.shards)
             sums = [fold(leaf, block, _add)[0] for block in blocks]
             own[number] = [each for each in sums if each is not None]
-        slots = 1 + max(slot for _, slot in published_by(self._plan).values())
+        slots = 1 + max(slot for _, slot in published_by(self._shares).values())
         size = torch.Size(call.shape).numel() * dtype.itemsize
         table = self._share(own, slots * size)
-        placed = published_by(self._plan)
+        placed = published_by(self._shares)
 
         def part(node: Block) -> _Sum | None:
             if node not in placed:
@@ -255,13 +255,13 @@ class RowTrade:
             shapes = [call.shape] * (slot + 1)
             return (unpacked_bytes(table[device], dtype, shapes)[slot],)
 
-        total = fold(part, Block(0, self._plan.shards), _add)[0]
+        total = fold(part, Block(0, self._shares.shards), _add)[0]
         assert total is not None  # a batch has samples
         return total.to(call.dtype)
 
     def _filled(self, number: int) -> list[int]:
         """List a device's shards with samples."""
-        return [shard for shard in self._plan.shards_of(number) if self._sizes[shard]]
+        return [shard for shard in self._shares.shards_of(number) if self._sizes[shard]]
 
     def _share(self, own: Mapping[int, Sequence[torch.Tensor]], nbytes: int) -> torch.Tensor:
         """Share tensors of each device of this process: (D, k) float64 on the first of them."""

@@ -69,7 +69,7 @@ class GradientRules:
                 f"the loss of step {task.step} does not depend on any parameter that requires a "
                 f"gradient, in any shard: was it computed under no_grad, or detached?"
             )
-        update.take(totals.pieces, totals.gave, shards=batch.plan.shards)
+        update.take(totals.pieces, totals.gave, shards=batch.shares.shards)
         divisor = task.divisor(batch, weight.value) if weight.divided else 1.0
         factor = divisor / weight.value / self.loss_scale
         if factor != 1.0:

@@ -477,5 +477,5 @@ def _made(plain: Any) -> Any:
 
 
 def _owner_of(batch: ShardedBatch, shard: int) -> int:
-    plan = batch.plan
-    return next(device for device in range(plan.devices) if shard in plan.shards_of(device))
+    shares = batch.shares
+    return next(device for device in range(shares.devices) if shard in shares.shards_of(device))

@@ -200,7 +200,7 @@ class Inspector(Hook):
                     replica.begin(task)
                     own = [
                         self._look_at(replica, shard, batch, task, outcome)
-                        for shard in batch.plan.shards_of(replica.number)
+                        for shard in batch.shares.shards_of(replica.number)
                         if shard in batch.shards and (asked is None or shard in asked)
                     ]
                     replica.end()

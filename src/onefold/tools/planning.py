@@ -21,7 +21,7 @@ from onefold.core.flat import lay_out
 from onefold.core.fold import blocks_of
 from onefold.core.options import WITH_STATE
 from onefold.core.settings import Settings, added_up_in
-from onefold.core.shard import Plan
+from onefold.core.shard import Shares
 from onefold.core.stages import cut_pipeline
 from onefold.core.storage import cut_pieces, divides_evenly
 from onefold.session.userparts import UserParts
@@ -270,8 +270,8 @@ class Footprint:
 
         With ``to_all`` each device adds up all of them.
         """
-        plan = Plan.even(shards=self.shards, devices=devices)
-        blocks = [blocks_of(plan.shards_of(number), self.shards) for number in range(devices)]
+        shares = Shares.even(shards=self.shards, devices=devices)
+        blocks = [blocks_of(shares.shards_of(number), self.shards) for number in range(devices)]
         counts = [len(each) for each in blocks]
         largest = max(stop - start for each in blocks for start, stop in each)
         updating = 1 if to_all else devices

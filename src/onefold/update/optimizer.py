@@ -238,7 +238,8 @@ class PartitionedOptimizer:
                 self.gradients[number] = None
                 continue
             # Inside a block a missing gradient is left out, but a partial sum holds +0 for it, and
-            # adding +0 turns -0 into +0. Which of the two happens depends on the plan: add it here.
+            # adding +0 turns -0 into +0. Which of the two happens depends on the shares: add it
+            # here.
             if given < shards:
                 total.add_(0.0)
             self.gradients[number] = total

@@ -63,7 +63,7 @@ class Pipelined(Partitioned):
         reduction.begin(shard for shard, size in enumerate(batch.sizes) if not size)
         workers = []
         for replica, boundary in zip(context.replicas, self._boundaries, strict=True):
-            exchange.table.clear_rows(replica.number, batch.plan.shards_of(replica.number))
+            exchange.table.clear_rows(replica.number, batch.shares.shards_of(replica.number))
             replica.begin(task)
             workers.append(PipelineWorker(replica, boundary, context, batch, task))
         with self.parameters.in_pipeline(run_checks=task.run_checks):

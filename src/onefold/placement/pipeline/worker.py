@@ -67,7 +67,7 @@ class PipelineWorker:
         self._transport: Transport = exchange.transport
         self._reduction: StageReduction = exchange.reduction
         self._table: ShardTable = exchange.table
-        self._device, self._devices = replica.number, batch.plan.pipeline
+        self._device, self._devices = replica.number, batch.shares.pipeline
         self._place = self._device % self._devices
         self._is_one_of_several = len(exchange.memory.trained) > 1
         self._is_last = self._place == self._devices - 1
@@ -82,7 +82,7 @@ class PipelineWorker:
 
     def _in_order(self) -> list[ShardPiece | None]:
         batch = self._batch
-        shards = [s for s in batch.plan.read_by(self._device) if s in batch.shards]
+        shards = [s for s in batch.shares.read_by(self._device) if s in batch.shards]
         sizes = [batch.count_of(shard).samples for shard in shards]
         cuts = [pieces_of(size, self._task.microbatch) for size in sizes]
         order = in_groups([len(cut) for cut in cuts], self._devices)

@@ -279,7 +279,7 @@ class Mathematics:
         self._whole = whole
         own = batch.data_pass is None
         self._comparison = Comparison(
-            batch.plan.shards, batch.samples, own_batch=own, dim=batch.dim
+            batch.shares.shards, batch.samples, own_batch=own, dim=batch.dim
         )
         self._seed = derive_seed("mathematics", engine.context.settings.seed, number)
         # As the shards of the step have it, for what they draw alike.
@@ -289,9 +289,9 @@ class Mathematics:
         if self._comparison.carried:
             yield self._comparison
             return
-        self._bounds = cut_bounds(batch.samples, batch.plan.shards)
+        self._bounds = cut_bounds(batch.samples, batch.shares.shards)
         self._order, self._dim = sorted(batch.shards), batch.dim
-        self._sizes = [batch.count_of(shard).samples for shard in range(batch.plan.shards)]
+        self._sizes = [batch.count_of(shard).samples for shard in range(batch.shares.shards)]
         self._calls = 0
         self._shards: dict[int, _Evaluation] = {}
         self._buffers_after: dict[int, KeptBuffers] = {}
