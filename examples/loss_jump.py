@@ -1,6 +1,6 @@
 """A network learns what ten sensors say of the temperature. One of 80,000 readings is broken.
 
-onefold run --checkpoint runs/sensors --every 1000 examples/loss_jump.py
+onefold run --checkpoint runs/sensors --save-every 1000 examples/loss_jump.py
 onefold why runs/sensors
 """
 

@@ -31,7 +31,7 @@ def apart() -> Iterator[None]:
     least, made = allocator.LEAST_BYTES, Offloaded.allocator
 
     def home(placement: Offloaded) -> TensorAllocator:
-        return MmapAllocator.at(placement.devices.context.options.home, apart=True)
+        return MmapAllocator.at(placement.devices.context.options.offload_dir, apart=True)
 
     allocator.LEAST_BYTES, Offloaded.allocator = 1, home  # type: ignore[method-assign]
     try:

@@ -92,7 +92,7 @@ def test_a_stopped_run_goes_on_with_what_shards_have_left(
     going_on.load(tmp_path)
     assert train(going_on, 3, 7) == train(whole, 1, 7)
     begun_anew = trainer_of()
-    begun_anew.load(tmp_path, changed=["shards"])
+    begun_anew.load(tmp_path, allow_changed=["shards"])
     assert train(begun_anew, 3, 7) != whole.fingerprint()
 
 

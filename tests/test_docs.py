@@ -71,7 +71,16 @@ def test_a_checkpoint_of_two_devices_is_read_by_plain_pytorch(tmp_path: Path) ->
     (script,) = blocks(ROOT / "README.md")
     (reading,) = (b for b in blocks(ROOT / "docs/do/checkpoints.md") if "load_state_dict" in b)
     (tmp_path / "train.py").write_text(script)
-    options = ["--devices", "cpu:2", "--checkpoint", "run", "--every", "20", "--keep-last", "9"]
+    options = [
+        "--devices",
+        "cpu:2",
+        "--checkpoint",
+        "run",
+        "--save-every",
+        "20",
+        "--keep-last",
+        "9",
+    ]
     output_of(tmp_path, "-m", "onefold", "run", *options, "train.py")
     assert steps_in(tmp_path / "run") == [20, 40, 60, 80, 100]
     run = json.loads((tmp_path / "run/step-00000020/run.json").read_text())

@@ -32,7 +32,7 @@ def accuracies(text: str) -> list[float]:
 
 def test_mnist_reaches_97_percent_and_is_verified(shared_data: Path, tmp_path: Path) -> None:
     script = [MNIST, "--data", str(shared_data / "mnist-small")]
-    checkpointed = ["--checkpoint", "run", "--every", "100", *script]
+    checkpointed = ["--checkpoint", "run", "--save-every", "100", *script]
     told = run("onefold", "run", "--devices", "2", *checkpointed, cwd=tmp_path)
     assert len(accuracies(told)) == 5
     assert max(accuracies(told)) >= 97

@@ -234,7 +234,7 @@ def test_what_a_run_that_goes_on_takes_over(
     if first is None:
         with pytest.raises(CheckpointError, match="microbatch None, this run has auto"):
             trainer.load(tmp_path)
-    trainer.load(tmp_path, changed=changed)
+    trainer.load(tmp_path, allow_changed=changed)
     trainer.step(batches(1)[0])
     assert max(loss.seen) == largest
 

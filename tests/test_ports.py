@@ -78,7 +78,7 @@ def test_a_run_that_is_stopped_ends_as_one_that_is_not(
 ) -> None:
     parameters = inspect.signature(runpy.run_path(str(port))["main"]).parameters
     (counted,) = SHORT.keys() & parameters.keys()
-    options = [] if own else ["--checkpoint", "saved", "--every", "1000"]
+    options = [] if own else ["--checkpoint", "saved", "--save-every", "1000"]
     choices = [f"{counted}={SHORT[counted]}", *["checkpoint=saved"] * own]
 
     def run(devices: int, how: str = "never", stop: int = 0) -> Done:

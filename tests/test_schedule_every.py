@@ -113,7 +113,7 @@ def test_another_way_to_step_it_does_not_fit(tmp_path: Path) -> None:
     other = Script("cosine", every="step").trainer
     with pytest.raises(CheckpointError, match="schedule_every epoch, this run has"):
         other.load(tmp_path)
-    assert other.load(tmp_path, changed=["schedule"]).epoch == 1
+    assert other.load(tmp_path, allow_changed=["schedule"]).epoch == 1
 
 
 def halving(every: str) -> tuple[onefold.Trainer, lrs.ExponentialLR]:
@@ -207,7 +207,7 @@ def test_other_settings_are_named_and_taken_on_request(
     for value, changed in ((was, ()), (now, ["schedule"])):
         trainer, schedule = start(value)
         before = schedule.state_dict()
-        trainer.load(tmp_path, changed=changed)
+        trainer.load(tmp_path, allow_changed=changed)
         assert not said(caplog)
         assert (schedule.state_dict() == before) == bool(changed)
     start(now)[0].load(tmp_path)
@@ -216,7 +216,7 @@ def test_other_settings_are_named_and_taken_on_request(
     assert "; the checkpoint's value is used" in text
     assert text.endswith(
         "after trainer.load, or begin the schedule anew with the script's settings: "
-        "trainer.load(..., changed=['schedule'])"
+        "trainer.load(..., allow_changed=['schedule'])"
     )
 
 

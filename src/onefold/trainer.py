@@ -789,15 +789,17 @@ class Trainer:
         return session.save(Path(directory), keeping=keeping, wait=wait, extra=copied)
 
     @overload
-    def load(self, directory: str | Path, *, changed: Collection[str] = ...) -> Checkpoint: ...
+    def load(
+        self, directory: str | Path, *, allow_changed: Collection[str] = ...
+    ) -> Checkpoint: ...
 
     @overload
     def load(
-        self, directory: str | Path, *, changed: Collection[str] = ..., if_any: bool
+        self, directory: str | Path, *, allow_changed: Collection[str] = ..., if_any: bool
     ) -> Checkpoint | None: ...
 
     def load(
-        self, directory: str | Path, *, changed: Collection[str] = (), if_any: bool = False
+        self, directory: str | Path, *, allow_changed: Collection[str] = (), if_any: bool = False
     ) -> Checkpoint | None:
         """Go on from the newest checkpoint of a directory, on any number of devices.
 
@@ -826,8 +828,10 @@ class Trainer:
         >>> trainer.load(directory).step
         0
         """
-        names = (changed,) if isinstance(changed, str) else tuple(changed)
-        found: Checkpoint | None = self._session.load(Path(directory), changed=names, if_any=if_any)
+        names = (allow_changed,) if isinstance(allow_changed, str) else tuple(allow_changed)
+        found: Checkpoint | None = self._session.load(
+            Path(directory), allow_changed=names, if_any=if_any
+        )
         return found
 
     def close(self) -> None:

@@ -42,7 +42,7 @@ def test_a_model_that_has_no_room_trains_from_a_file(group: Path, tmp_path: Path
     assert plain.returncode == -9, plain.stderr
 
     start = ("-m", "onefold", "run", "--devices")
-    home = ("--placement", "offload", "--home", str(tmp_path))
+    home = ("--placement", "offload", "--offload-dir", str(tmp_path))
     limited = run(group, *start, "1", *home, str(SCRIPT), "onefold")
     assert limited.returncode == 0, limited.stderr
     roomy = run(None, *start, "2", str(SCRIPT), "onefold")

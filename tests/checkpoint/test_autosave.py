@@ -54,7 +54,7 @@ class Runs:
         self.folder, self.directory = folder, folder / "checkpoints"
         self.started: list[Run] = []
 
-    def start(self, *arguments: str, devices: int = 2, options: str = "--every 3") -> Run:
+    def start(self, *arguments: str, devices: int = 2, options: str = "--save-every 3") -> Run:
         whole = ["--devices", f"cpu:{devices}", "--checkpoint", str(self.directory)]
         self.started.append(Run(self.folder, [*whole, *options.split()], arguments))
         return self.started[-1]
@@ -88,7 +88,7 @@ def runs(tmp_path: Path) -> Iterator[Runs]:
 )
 def test_a_signal_saves_and_all_goes_on(runs: Runs, number: signal.Signals, exchange: str) -> None:
     whole = runs.whole(40)
-    options = f"--every 1000 --exchange {exchange}"
+    options = f"--save-every 1000 --exchange {exchange}"
     first = runs.start("steps", "0.05", "40", options=options)
     first.wait_until_ready()
     first.process.send_signal(number)
@@ -116,7 +116,7 @@ def descendants(pid: int) -> list[int]:
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
 def test_a_notice_to_every_process_saves_once(runs: Runs, number: signal.Signals) -> None:
     """As Slurm sends it, to loader workers too, and again, and the end soon after."""
-    run = runs.start("workers", "0.05", "1000", options="--every 1000 --restarts 1")
+    run = runs.start("workers", "0.05", "1000", options="--save-every 1000 --max-restarts 1")
     run.wait_until_ready()
     time.sleep(0.5)  # into the loop, where the loader's workers are
     for pid in (*descendants(run.process.pid), run.process.pid):
@@ -131,14 +131,14 @@ def test_a_notice_to_every_process_saves_once(runs: Runs, number: signal.Signals
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("exchange", "devices", "more"),
-    [("shared", 3, " --restarts-with fewer"), ("collective", 2, "")],
+    [("shared", 3, " --restart-devices fewer"), ("collective", 2, "")],
 )
 def test_as_many_crashes_are_survived(runs: Runs, exchange: str, devices: int, more: str) -> None:
     """With as many devices, or without the one that was killed."""
     whole = runs.whole(15)
     (runs.folder / "crashes").mkdir()
     arguments = ["crash", str(runs.folder / "crashes"), "2", str(runs.directory)]
-    options = f"--every 3 --restarts 2 --exchange {exchange}{more}"
+    options = f"--save-every 3 --max-restarts 2 --exchange {exchange}{more}"
     code, fingerprint, errors = runs.start(*arguments, devices=devices, options=options).finish()
     assert (code, fingerprint) == (0, whole)
     assert "was killed by SIGKILL" in errors
@@ -153,7 +153,7 @@ def test_as_many_crashes_are_survived(runs: Runs, exchange: str, devices: int, m
 def test_a_crash_too_many_ends_the_run(runs: Runs) -> None:
     (runs.folder / "crashes").mkdir()
     arguments = ["crash", str(runs.folder / "crashes"), "9", str(runs.directory)]
-    code, _, errors = runs.start(*arguments, options="--every 6 --restarts 1").finish()
+    code, _, errors = runs.start(*arguments, options="--save-every 6 --max-restarts 1").finish()
     assert (code, errors.count("starting again")) == (137, 1)
     assert (runs.directory / "step-00000006").is_dir()
 
@@ -161,19 +161,28 @@ def test_a_crash_too_many_ends_the_run(runs: Runs) -> None:
 @for_each(
     ("options", "text"),
     [
-        ("--restarts 2", "--restarts: expected with --checkpoint, which names the directory"),
+        (
+            "--max-restarts 2",
+            "--max-restarts: expected with --checkpoint, which names the directory",
+        ),
         ("--checkpoint a-file", "--checkpoint a-file: expected a folder, this is a file"),
-        ("--checkpoint c --every 0", "--every 0: expected a number of steps of at least 1"),
+        (
+            "--checkpoint c --save-every 0",
+            "--save-every 0: expected a number of steps of at least 1",
+        ),
         ("--checkpoint c --keep-last 0", "expected keep_last of at least 1, got 0"),
         (
             "--placement 3",
             "expected placement to be one of replicate, partition, offload, pipeline, got '3'",
         ),
-        ("--checkpoint c --grace 0", "expected the grace to be more than 0, got 0.0"),
-        ("--home .", "--home .: expected --placement offload, partition or pipeline with it"),
+        ("--checkpoint c --grace-period 0", "expected the grace period to be more than 0, got 0.0"),
         (
-            "--placement offload --home a-file",
-            "expected --home or ONEFOLD_HOME to be a folder, on a disk",
+            "--offload-dir .",
+            "--offload-dir .: expected --placement offload, partition or pipeline with it",
+        ),
+        (
+            "--placement offload --offload-dir a-file",
+            "expected --offload-dir or ONEFOLD_OFFLOAD_DIR to be a folder, on a disk",
         ),
     ],
 )
@@ -200,7 +209,7 @@ def test_a_directory_belongs_to_one_run_at_a_time(runs: Runs, tmp_path: Path) ->
     (tmp_path / "other").mkdir()
     other = Runs(tmp_path / "other")
     other.directory = runs.directory
-    code, _, errors = other.start("steps", "0", "3", options="--grace 1").finish()
+    code, _, errors = other.start("steps", "0", "3", options="--grace-period 1").finish()
     assert code == 2
     words = r"(?s).*: waiting\n.*: another process is at work in this folder .*; waited for 1 s\n"
     assert re.fullmatch(words, errors)

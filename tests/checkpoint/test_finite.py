@@ -107,9 +107,26 @@ def test_a_step_that_broke_off_in_its_update_is_not_saved(tmp_path: Path) -> Non
 def test_what_fails_again_goes_back_further(tmp_path: Path, devices: str, exchange: str) -> None:
     """And ends well, where it fails no longer."""
     (tmp_path / "happened").mkdir()
-    options = ("--every", "1", "--keep-last", "3", "--devices", devices, "--exchange", exchange)
+    options = (
+        "--save-every",
+        "1",
+        "--keep-last",
+        "3",
+        "--devices",
+        devices,
+        "--exchange",
+        exchange,
+    )
     script = (str(SCRIPT), str(tmp_path / "happened"), "3")
-    command = ("run", "--checkpoint", str(tmp_path / "kept"), *options, "--restarts", "3", *script)
+    command = (
+        "run",
+        "--checkpoint",
+        str(tmp_path / "kept"),
+        *options,
+        "--max-restarts",
+        "3",
+        *script,
+    )
     done = subprocess.run(
         [sys.executable, "-m", "onefold", *command],
         capture_output=True,

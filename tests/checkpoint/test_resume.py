@@ -179,7 +179,7 @@ def test_a_new_optimizer_has_the_schedules_rate(tmp_path: Path, kind: Any, chang
         trainer.step(points(8))
     trainer.save(tmp_path)
     other, optimizer = make(kind, decay if changed == "optimizer" else by_step)
-    other.load(tmp_path, changed=[changed])
+    other.load(tmp_path, allow_changed=[changed])
     assert not optimizer.state
     done = 3 if changed == "optimizer" else 0
     for steps in range(2):
@@ -214,7 +214,7 @@ def test_settings_are_the_checkpoints(tmp_path: Path, caplog: pytest.LogCaptureF
     assert "['lr'] after trainer.load" in caplog.text
     caplog.clear()
     other, optimizer = make(0.3, False)
-    other.load(tmp_path, changed=["optimizer"])
+    other.load(tmp_path, allow_changed=["optimizer"])
     assert optimizer.param_groups[0]["lr"] == 0.3
     assert "in the script that saved" not in caplog.text
 
@@ -278,15 +278,17 @@ def test_another_run_is_refused_by_name_and_taken_on_request(tmp_path: Path, wha
     with pytest.raises(CheckpointError) as caught:
         other.load(tmp_path)
     assert f"was saved with {said}: expected the same" in str(caught.value)
-    assert f'changed=["{what}"]' in str(caught.value)
+    assert f'allow_changed=["{what}"]' in str(caught.value)
     assert promise in str(caught.value)
     assert (bits(other.model), other.steps) == (before, 0)
-    with pytest.raises(ValueError, match=r"expected changed to name some of .*got \['colour'\]"):
-        other.load(tmp_path, changed=["colour"])
+    with pytest.raises(
+        ValueError, match=r"expected allow_changed to name some of .*got \['colour'\]"
+    ):
+        other.load(tmp_path, allow_changed=["colour"])
     wrong = sorted(CHANGES.keys() - {what})
     with pytest.raises(CheckpointError):
-        other.load(tmp_path, changed=wrong)
-    other.load(tmp_path, changed=[what])
+        other.load(tmp_path, allow_changed=wrong)
+    other.load(tmp_path, allow_changed=[what])
     assert (bits(other.model), other.steps) == (bits(trainer.model), 1)
     other.step(points(8))
     other.save(tmp_path)

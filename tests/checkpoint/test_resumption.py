@@ -476,7 +476,7 @@ def test_a_directory_of_nothing_that_fits_is_refused(runs: Runs, tmp_path: Path)
     runs.folder = directory
     with pytest.raises(CheckpointError, match="seed 0, this run has 7"):
         runs.start(seeded)
-    assert runs.start(seeded, changed=("shards", "seed"))
+    assert runs.start(seeded, allow_changed=("shards", "seed"))
     for path in directory.glob("*/model.safetensors"):
         path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(CheckpointError, match=r"no checkpoint of .*model\.safetensors has"):

@@ -33,7 +33,7 @@ FROZEN_BYTES = 4 * 257 * 256 + 2 * 4 * 256 + 8
 
 
 def test_stages_and_memory_are_shown(tmp_path: Path) -> None:
-    done = planned("adamw", "--devices", "1,4", "--home", str(tmp_path))
+    done = planned("adamw", "--devices", "1,4", "--offload-dir", str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert f"Model: {NUMBERS:,} trained parameters, 0.8 MiB; AdamW; 4 shards" in done.stdout
     wide = 257 * 256
@@ -69,7 +69,11 @@ def test_stages_and_memory_are_shown(tmp_path: Path) -> None:
         ("broken", "", "ArithmeticError: the fault that was asked for"),
         ("adamw", "--devices 2,many", "--devices 2,many: expected counts of devices"),
         ("adamw", "--devices 0", "--devices 0: expected counts of devices"),
-        ("adamw", "--home absent", "expected --home or ONEFOLD_HOME to be a folder"),
+        (
+            "adamw",
+            "--offload-dir absent",
+            "expected --offload-dir or ONEFOLD_OFFLOAD_DIR to be a folder",
+        ),
         pytest.param("lbfgs", "--devices 1", "", marks=pytest.mark.full),  # no Trainer takes it
     ],
 )

@@ -63,7 +63,7 @@ def trained(
 ) -> None:
     file = "train.py" if script == SCRIPT else f"{name}.py"
     (folder / file).write_text(script)
-    command = ["run", "--devices", devices, "--checkpoint", name, "--every", "5"]
+    command = ["run", "--devices", devices, "--checkpoint", name, "--save-every", "5"]
     code, text = onefold(folder, *command, file, *words)
     assert code == 0, text
 

@@ -41,7 +41,7 @@ def test_options_that_make_no_sense_are_refused_by_name() -> None:
             RunOptions(**chosen)
         with pytest.raises(ValueError, match=words):
             dataclasses.replace(RunOptions(), **chosen)
-        assert dataclasses.replace(RunOptions(), every=0, every_s=60).every == 0
+        assert dataclasses.replace(RunOptions(), save_every=0, save_every_s=60).save_every == 0
 
 
 def test_how_many_devices_compute_a_shard() -> None:

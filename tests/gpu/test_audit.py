@@ -81,7 +81,7 @@ def audited(folder: Path) -> list[Audited]:
 
 def test_a_fault_that_stays_ends_the_run(tmp_path: Path) -> None:
     steps = batches(STEPS)
-    with keeping("replicate", audit=1.0, audit_stops=True):
+    with keeping("replicate", audit=1.0, on_corruption="stop"):
         trainer = trainer_of(2)
         trainer.step(steps[0])
         with one_wrong_gradient(1), raises(AuditError, "step 2"):

@@ -31,7 +31,7 @@ FULL = LaunchContext(
         exchange="collective",
         timeout_s=12.5,
         record="/tmp/record",
-        changed=("seed",),
+        allow_changed=("seed",),
         probe="/tmp/probe",
         probe_steps=4,
         probe_records=True,
@@ -94,9 +94,9 @@ def test_what_devices_keep_is_chosen_by_the_environment(launched: dict[str, str]
     ):
         read_context({**launched, "ONEFOLD_PLACEMENT": "some"})
     found = read_context(
-        {**launched, "ONEFOLD_PLACEMENT": "offload", "ONEFOLD_HOME": "here"}
+        {**launched, "ONEFOLD_PLACEMENT": "offload", "ONEFOLD_OFFLOAD_DIR": "here"}
     ).options
-    assert (found.placement, found.home) == ("offload", os.path.abspath("here"))
+    assert (found.placement, found.offload_dir) == ("offload", os.path.abspath("here"))
 
 
 @for_each("context", [LaunchContext(), FULL])

@@ -203,7 +203,7 @@ if saved[number - 1] >= 0:
         parents=True, exist_ok=True)
 sys.exit(1)
 """
-    outcome = start(lines, devices=1, checkpoint=str(tmp_path / "checkpoints"), restarts=2)
+    outcome = start(lines, devices=1, checkpoint=str(tmp_path / "checkpoints"), max_restarts=2)
     assert (outcome.exit_code, list(map(int, tries.read_text().split()))) == (code, left_out)
 
 
@@ -211,9 +211,9 @@ sys.exit(1)
     ("lost", "options", "devices"),
     [
         ([1, 0], {}, [3, 3, 3]),
-        ([1, 0, 0, 0], {"restarts_with": "fewer"}, [3, 2, 1, 1, 1]),
-        ([2], {"restarts_with": "fewer", "placement": "pipeline"}, [3, 2]),
-        ([2, 1], {"restarts_with": "fewer", "placement": "pipeline:2"}, [4, 2, 2]),
+        ([1, 0, 0, 0], {"restart_devices": "fewer"}, [3, 2, 1, 1, 1]),
+        ([2], {"restart_devices": "fewer", "placement": "pipeline"}, [3, 2]),
+        ([2, 1], {"restart_devices": "fewer", "placement": "pipeline:2"}, [4, 2, 2]),
     ],
 )
 def test_a_device_that_was_lost_may_be_left_out(
@@ -237,7 +237,7 @@ while not struck.exists():
     time.sleep(0.01)
 """
     folder = str(tmp_path / "checkpoints")
-    outcome = start(lines, devices=devices[0], checkpoint=folder, restarts=9, **options)
+    outcome = start(lines, devices=devices[0], checkpoint=folder, max_restarts=9, **options)
     sizes = [int((tmp_path / f"size-{n}").read_text()) for n in range(len(devices))]
     assert (outcome.exit_code, sizes) == (0, devices)
     assert (", with 2 devices" in capsys.readouterr().err) == (2 in devices)

@@ -297,7 +297,7 @@ def test_new_calls_are_made_as_the_error_says(runs: Runs) -> None:
     assert runs.start(before, dies=4) is None
     with pytest.raises(RecordError, match=r"new ones under `if trainer.steps > 2:`") as caught:
         runs.start(partial(script, after=0))
-    assert "--changed" not in str(caught.value)
+    assert "--allow-changed" not in str(caught.value)
     assert runs.start(partial(script, after=2), dies=7) is None
     assert runs.start(partial(script, after=2), devices=2) == runs.whole(before)
 
@@ -331,9 +331,9 @@ def test_another_loader_is_refused_by_name_and_taken_on_request(
     """In the middle of a pass, at its end, and where the run has ended."""
     assert (runs.start(loaded, dies=dies) is None) == (dies is not None)
     other = partial(loaded, **options)
-    with pytest.raises(CheckpointError, match=rf"saved with {words}.*onefold run --changed"):
+    with pytest.raises(CheckpointError, match=rf"saved with {words}.*onefold run --allow-changed"):
         runs.start(other)
-    assert runs.start(other, changed=(changed,)) is not None
+    assert runs.start(other, allow_changed=(changed,)) is not None
 
 
 def best(file: Path, life: Life, *, in_memory: bool = False) -> str:
@@ -415,7 +415,7 @@ def test_another_average_is_refused(runs: Runs) -> None:
     assert runs.start(partial(kept, 0.9), dies=3) is None
     with pytest.raises(ValueError, match=r"holds an average of decay=0.9, .*called: expected the"):
         runs.start(partial(kept, 0.5))
-    assert runs.start(partial(kept, 0.5), changed=("average",)) is not None
+    assert runs.start(partial(kept, 0.5), allow_changed=("average",)) is not None
 
 
 def test_another_batch_is_refused(runs: Runs) -> None:
@@ -428,7 +428,9 @@ def test_another_batch_is_refused(runs: Runs) -> None:
             trainer.step(tuple(part[start : start + samples] for part in data().tensors))
         return trainer.fingerprint()
 
-    refused(runs, partial(own, 6), partial(own, 4), "has 4 samples, and had 6 before: .*--changed")
+    refused(
+        runs, partial(own, 6), partial(own, 4), "has 4 samples, and had 6 before: .*--allow-changed"
+    )
 
 
 def test_a_rate_is_changed_as_the_warning_says(
@@ -474,12 +476,12 @@ def test_a_longer_run_is_told_that_its_schedule_is_not(
         "schedule.T_max was 4 in the script that saved the checkpoint and is 8 in this one; the "
         "checkpoint's value is used. To change it, set schedule.T_max in the loop, under `if not "
         "trainer.replaying:`, or begin the schedule anew with the script's settings: onefold run "
-        "--changed schedule"
+        "--allow-changed schedule"
     )
     assert runs.start(partial(script, epochs=1)) == "4"
     assert runs.start(partial(script, epochs=2)) == "4"
     assert caplog.text.count(said) == 1
-    assert runs.start(partial(script, epochs=3), changed=("schedule",)) == "12"
+    assert runs.start(partial(script, epochs=3), allow_changed=("schedule",)) == "12"
     assert caplog.text.count("schedule.T_max was") == 1
 
 

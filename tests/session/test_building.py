@@ -19,7 +19,7 @@ PLACEMENTS: list[PlacementName] = ["replicate", "partition", "offload"]
 def placement(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> PlacementName:
-    context = LaunchContext(options=RunOptions(placement=request.param, home=str(tmp_path)))
+    context = LaunchContext(options=RunOptions(placement=request.param, offload_dir=str(tmp_path)))
     monkeypatch.setattr("onefold.session.build.current_context", lambda: context)
     return request.param
 
@@ -102,7 +102,7 @@ def test_a_run_with_it_is_the_same(
     precision: str | None, placement: PlacementName, exchange: ExchangeName, tmp_path: Path
 ) -> None:
     options = RunOptions(
-        placement=placement, exchange=exchange, home=str(tmp_path) * (placement == "offload")
+        placement=placement, exchange=exchange, offload_dir=str(tmp_path) * (placement == "offload")
     )
     alone = simulate(trained, 1, args=(precision,))
     assert simulate(trained, 2, args=(precision,), options=options) == alone * 2
@@ -113,7 +113,9 @@ def test_a_run_with_it_is_the_same(
 def test_a_home_must_be_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str) -> None:
     home = str(tmp_path / "absent")
     if by == "environment":
-        monkeypatch.setenv("ONEFOLD_HOME", home)
+        monkeypatch.setenv("ONEFOLD_OFFLOAD_DIR", home)
         home = ""
-    with pytest.raises(onefold.errors.LaunchError, match=r"ONEFOLD_HOME to be a folder.*absent"):
-        onefold.launch(trained, devices="cpu:1", placement="offload", home=home)
+    with pytest.raises(
+        onefold.errors.LaunchError, match=r"ONEFOLD_OFFLOAD_DIR to be a folder.*absent"
+    ):
+        onefold.launch(trained, devices="cpu:1", placement="offload", offload_dir=home)

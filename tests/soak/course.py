@@ -68,8 +68,8 @@ def draw(seed: int) -> Course:
     """The course of a seed; the faults come in turn, so that each comes about as often."""
     rng = random.Random(seed)
     names = [name for name, fault in FAULTS.items() if has_own_mounts() or not fault.needs_mounts]
-    options = [f"--every={rng.choice((1, 1, 2, 5))}", f"--keep-last={rng.choice((1, 2, 3))}"]
-    options += [f"--restarts={rng.choice((1, 2))}"] * (rng.random() < 0.3)
+    options = [f"--save-every={rng.choice((1, 1, 2, 5))}", f"--keep-last={rng.choice((1, 2, 3))}"]
+    options += [f"--max-restarts={rng.choice((1, 2))}"] * (rng.random() < 0.3)
     options += ["--logs=logs"] * (rng.random() < 0.3)
     options += ["--profile=profile"] * (rng.random() < 0.15)
     fault = names[seed % len(names)]
@@ -95,7 +95,7 @@ class _Run:
 
     def __init__(self, course: Course, place: Place, fault: Fault | None) -> None:
         self.place, self.rng = place, random.Random(course.seed)
-        again = [word for word in course.options if word.startswith("--restarts=")]
+        again = [word for word in course.options if word.startswith("--max-restarts=")]
         self._restarts = int(again[0].partition("=")[2]) if again else 0
         at = f"{self.rng.randrange(24)} {self.rng.randrange(course.devices)}"
         clean = {key: value for key, value in os.environ.items() if key != "SOAK_FAULT"}
@@ -109,7 +109,7 @@ class _Run:
                     sys.executable,
                     *("-m", "onefold", "run", f"--devices=cpu:{course.devices}"),
                     *(f"--exchange={course.exchange}", f"--timeout={TIMEOUT_S}"),
-                    *(f"--grace={GRACE_S}", f"--checkpoint={place.checkpoints}"),
+                    *(f"--grace-period={GRACE_S}", f"--checkpoint={place.checkpoints}"),
                     *course.options,
                     str(SCRIPT),
                 ],
@@ -178,7 +178,7 @@ class _Run:
 
 def run_whole() -> Whole:
     """The result that every course must come to."""
-    plain = Course(0, "nothing", 1, "shared", ("--every=5",), 0, 0)
+    plain = Course(0, "nothing", 1, "shared", ("--save-every=5",), 0, 0)
     with Place(f"whole-{os.getpid()}") as place:
         began = time.monotonic()
         run = _Run(plain, place, None)

@@ -79,7 +79,7 @@ def test_a_stage_that_no_device_can_have_is_named(
         return make_trainer(model, devices=None)
 
     monkeypatch.setattr(partitioned, "capacity_bytes", lambda _: capacity)
-    context = LaunchContext(options=RunOptions(placement=placement, home=str(tmp_path)))
+    context = LaunchContext(options=RunOptions(placement=placement, offload_dir=str(tmp_path)))
     monkeypatch.setattr("onefold.trainer.current_context", lambda: context)
     if fits:
         trainer = make()

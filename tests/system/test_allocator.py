@@ -114,7 +114,9 @@ def test_a_place_is_used_again_once_no_tensor_refers_to_it(allocator: MmapAlloca
 def test_a_folder_of_no_use_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     for name in ("absent", "file"):
-        with pytest.raises(OSError, match=r"expected a folder in which files can be made.*--home"):
+        with pytest.raises(
+            OSError, match=r"expected a folder in which files can be made.*--offload-dir"
+        ):
             MmapAllocator(tmp_path / name)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert MmapAllocator.at("").folder == tmp_path
@@ -180,8 +182,8 @@ def test_it_takes_no_memory_and_holds_values_once_it_is_provided(tmp_path: Path)
 
 def test_each_limit_is_named() -> None:
     for number, words in (
-        (errno.ENOSPC, ".*--home or ONEFOLD_HOME; `onefold plan` shows how large"),
-        (errno.EDQUOT, ".*--home or ONEFOLD_HOME"),
+        (errno.ENOSPC, ".*--offload-dir or ONEFOLD_OFFLOAD_DIR; `onefold plan` shows how large"),
+        (errno.EDQUOT, ".*--offload-dir or ONEFOLD_OFFLOAD_DIR"),
         (errno.EFBIG, r".*\(ulimit -f\)$"),
         (errno.ENOMEM, r".*\(ulimit -v\)"),
         (errno.EIO, "$"),

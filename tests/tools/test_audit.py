@@ -180,7 +180,7 @@ def test_a_transient_fault_is_healed_and_told(
     assert (told.persistent, told.healed) == (False, True)
     plant(Planted(fault, device=owner, step=3, shard=2, times=1, number=devices))
     with pytest.raises(AuditError, match=f"step 3, shard 2: device {owner} computed wrong bits"):
-        run(tmp_path / "b", devices, placement=placement, audit=1.0, audit_stops=True)
+        run(tmp_path / "b", devices, placement=placement, audit=1.0, on_corruption="stop")
 
 
 def test_a_fault_of_the_auditor_is_its_own(

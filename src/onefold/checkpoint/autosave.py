@@ -171,16 +171,16 @@ class Autosave:
         if devices.has_lead:
             # Now, as a full or read-only disk is better found before the first hours of training.
             try_directory(directory)
-            self._lock.take(options.grace_s)
+            self._lock.take(options.grace_period_s)
         found = checkpoints.find(
-            directory, changed=options.changed, if_any=True, leave_out=leave_out
+            directory, allow_changed=options.allow_changed, if_any=True, leave_out=leave_out
         )
         if found is not None:
             resumption.begin(found, Path(options.recorded_in) / FILE)
         if not resumption.replaying:
             show_output()
-        self._every, self._keeping = options.every, Keeping(options.keep_last)
-        self._clock = SaveClock(progress, options.every_s, decides=devices.has_lead)
+        self._every, self._keeping = options.save_every, Keeping(options.keep_last)
+        self._clock = SaveClock(progress, options.save_every_s, decides=devices.has_lead)
         self._checkpoints, self._position, self._blocks = checkpoints, position, blocks
         self._schedule = checkpoints.schedule
         self._saved = max(position.step, resumption.step)

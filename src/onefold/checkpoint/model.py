@@ -248,9 +248,9 @@ _SHARD = "onefold.shard"
 """With a shard's number: the key under which what the shard carries in a buffer is saved."""
 
 
-def saved_rule(run: Mapping[str, Any], changed: Collection[str]) -> AverageRule | None:
+def saved_rule(run: Mapping[str, Any], allow_changed: Collection[str]) -> AverageRule | None:
     """The rule of the average that goes on with a checkpoint; None if none does."""
-    saved = None if "average" in changed else run["average"]
+    saved = None if "average" in allow_changed else run["average"]
     return None if saved is None else AverageRule.from_json(saved)
 
 
@@ -279,7 +279,7 @@ class StoredStates:
         stored: the checkpoint.
         storage: the layouts of the run that loads it.
         carried: numbers of the buffers that each shard has for itself.
-        changed: what may differ from the run that was saved.
+        allow_changed: what may differ from the run that was saved.
         allocator: where what is handed out lies.
     """
 
@@ -288,7 +288,7 @@ class StoredStates:
         stored: StoredCheckpoint,
         storage: Storage,
         carried: Sequence[int],
-        changed: Collection[str],
+        allow_changed: Collection[str],
         allocator: TensorAllocator,
     ) -> None:
         # A checkpoint that was saved with averages in the model has what is trained beside it.
@@ -299,9 +299,9 @@ class StoredStates:
         """What the model goes on with."""
         self._files = TensorFiles([stored.folder / "optimizer.safetensors"])
         self._storage, self._allocator = storage, allocator
-        self._carried = () if "shards" in changed else carried
-        self._with_optimizer = "optimizer" not in changed
-        self._with_average = saved_rule(stored.run, changed) is not None
+        self._carried = () if "shards" in allow_changed else carried
+        self._with_optimizer = "optimizer" not in allow_changed
+        self._with_average = saved_rule(stored.run, allow_changed) is not None
         saved = stored.run["optimizer"]
         self._keys = {
             name: [key for key in keys if self._is_used(key)]

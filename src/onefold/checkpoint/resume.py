@@ -69,7 +69,7 @@ class Found:
     stored: StoredCheckpoint
     files: StoredStates | None
     """The files of the checkpoint, on the lead alone."""
-    changed: Collection[str]
+    allow_changed: Collection[str]
     """Those of `PROMISES` that may differ."""
 
 
@@ -165,10 +165,10 @@ class Checkpoints:
         return folder
 
     def load(
-        self, path: Path, *, changed: Collection[str] = (), if_any: bool = False
+        self, path: Path, *, allow_changed: Collection[str] = (), if_any: bool = False
     ) -> Checkpoint | None:
         """Go on from a checkpoint, here and now; see `Trainer.load`, and `find`."""
-        found = self.find(path, changed=changed, if_any=if_any)
+        found = self.find(path, allow_changed=allow_changed, if_any=if_any)
         if found is None:
             return None
         self._take(found)
@@ -183,22 +183,29 @@ class Checkpoints:
         )
 
     def find(
-        self, path: Path, *, changed: Collection[str] = (), if_any: bool = False, leave_out: int = 0
+        self,
+        path: Path,
+        *,
+        allow_changed: Collection[str] = (),
+        if_any: bool = False,
+        leave_out: int = 0,
     ) -> Found | None:
         """Find a checkpoint and check that it fits; nothing changes.
 
         Args:
             path: a checkpoint, or a directory of them.
-            changed: those of `PROMISES` that may differ.
+            allow_changed: those of `PROMISES` that may differ.
             if_any: whether to return None if the directory holds none.
             leave_out: how many of the newest to pass over, as long as there is one more.
         """
-        unknown = sorted(set(changed) - PROMISES.keys())
+        unknown = sorted(set(allow_changed) - PROMISES.keys())
         if unknown:
-            raise ValueError(f"expected changed to name some of {list(PROMISES)}, got {unknown}")
-        self._begin_loading(digest((sorted(changed), if_any)))
+            raise ValueError(
+                f"expected allow_changed to name some of {list(PROMISES)}, got {unknown}"
+            )
+        self._begin_loading(digest((sorted(allow_changed), if_any)))
         with self._saving.readable():
-            find = partial(self._find, path, changed, if_any, leave_out)
+            find = partial(self._find, path, allow_changed, if_any, leave_out)
             found, files = self._lead.do("checking a checkpoint", find) or (None, None)
         # All devices learn what the lead has found; if that is an error, all of them raise it.
         text = torch.frombuffer(bytearray(to_bytes(found)), dtype=torch.uint8)
@@ -208,7 +215,7 @@ class Checkpoints:
             return None
         if "error" in told:
             raise CheckpointError(told["error"])
-        return Found(StoredCheckpoint(Path(told["folder"]), told["run"]), files, changed)
+        return Found(StoredCheckpoint(Path(told["folder"]), told["run"]), files, allow_changed)
 
     def entries_of(self, found: Found, path: Path) -> list[tuple[int, Entry]]:
         """What the record of a run has up to a checkpoint; see `onefold.record.whole_run`.
@@ -223,7 +230,7 @@ class Checkpoints:
         entries: list[tuple[int, Entry]] = []
         if self._lead.is_here:
             kept = found.stored.run["recorded"]
-            if kept and not found.changed:
+            if kept and not found.allow_changed:
                 frames = read_frames(path)[0] if path.exists() else []
                 entries = whole_run(frames, kept)
                 if len(frames) < kept:
@@ -240,12 +247,12 @@ class Checkpoints:
 
     def adopt_place(self, found: Found) -> None:
         """Have the run stand where a checkpoint was made, and bear its name."""
-        self._position.go_to(found.stored.run, found.changed)
+        self._position.go_to(found.stored.run, found.allow_changed)
         self.adopt_run(found)
 
     def expect_average(self, found: Found) -> None:
         """Refuse another average than that of a checkpoint whose values are taken later."""
-        self._averaging.expected = saved_rule(found.stored.run, found.changed)
+        self._averaging.expected = saved_rule(found.stored.run, found.allow_changed)
 
     def adopt_loaders(self, found: Found) -> None:
         """Have the run come to where a checkpoint was made, with the same loaders; see `Replay`."""
@@ -258,7 +265,7 @@ class Checkpoints:
         self._state.run = found.stored.run["run"]
         self.recorded = found.stored.run["recorded"]
         if self._lead.is_here:
-            self._state.warn_of_differences(found.stored, found.changed)
+            self._state.warn_of_differences(found.stored, found.allow_changed)
 
     def take(self, found: Found, *, settings: bool = True) -> None:
         """Make the values of a checkpoint the model's, the optimizer's and the schedule's.
@@ -275,12 +282,12 @@ class Checkpoints:
         self._wait_until_written()
 
     def _take(self, found: Found, *, settings: bool = True) -> None:
-        stored, files, changed = found.stored, found.files, found.changed
+        stored, files, allow_changed = found.stored, found.files, found.allow_changed
         with self._saving.readable():
             # From here on the trainer changes: all that could be refused was refused before.
             self._take_model(files)
-            self._take_optimizer(stored.run["optimizer"], files, changed, settings=settings)
-            self._take_buffers(stored.run, files, changed)
+            self._take_optimizer(stored.run["optimizer"], files, allow_changed, settings=settings)
+            self._take_buffers(stored.run, files, allow_changed)
             now, expected = fingerprint_of(agreed_digests(self._engine)), stored.run["fingerprint"]
         if now != expected:
             raise RuntimeError(
@@ -288,8 +295,8 @@ class Checkpoints:
                 f"expected: the model changes the values that are written to it"
             )
         if settings:
-            self.schedule.go_on(stored.run, changed)
-        self._state.adopt(stored.run, changed)
+            self.schedule.go_on(stored.run, allow_changed)
+        self._state.adopt(stored.run, allow_changed)
         self._saving.note_nan()
 
     def note_step(self, loss: str) -> None:
@@ -331,7 +338,7 @@ class Checkpoints:
             raise
 
     def _find(
-        self, path: Path, changed: Collection[str], if_any: bool, leave_out: int
+        self, path: Path, allow_changed: Collection[str], if_any: bool, leave_out: int
     ) -> tuple[object, StoredStates | None]:
         """On the lead, find and check the checkpoint; return what to tell all, and its files."""
         if if_any and not has_checkpoints(path):
@@ -346,12 +353,12 @@ class Checkpoints:
                 ) from error
             storage, carried = self._update.storage, self._buffers.carried.indices
             allocator = self._exchange.memory.allocator
-            files = StoredStates(found, storage, carried, changed, allocator)
+            files = StoredStates(found, storage, carried, allow_changed, allocator)
             try:
                 # Before the model, whose parameters have another dtype in another precision.
-                self._state.check_precision(found.run, changed)
+                self._state.check_precision(found.run, allow_changed)
                 files.model.check(self._module)
-                self._state.check_fits(found.run, changed)
+                self._state.check_fits(found.run, allow_changed)
                 files.check()
             except (CheckpointError, ValueError) as error:
                 raise CheckpointError(f"{found.folder} does not fit: {error}") from None
@@ -374,7 +381,7 @@ class Checkpoints:
         self,
         saved: Mapping[str, Any],
         files: StoredStates | None,
-        changed: Collection[str],
+        allow_changed: Collection[str],
         *,
         settings: bool,
     ) -> None:
@@ -386,19 +393,19 @@ class Checkpoints:
         shown = self._take_values(files) if self._engine.placement.partitioned else None
         self._update.take_states(unpack(self._lead.scatter_from_lead(make)), shown)
         groups = self._update.optimizer.param_groups if settings else ()
-        taken = self._state.taken(saved["settings"], changed)
+        taken = self._state.taken(saved["settings"], allow_changed)
         for group, keys, values in zip(groups, taken, saved["settings"], strict=False):
             group.update({key: from_json(v) for key, v in values.items() if key in keys})
 
     def _take_buffers(
-        self, run: Mapping[str, Any], files: StoredStates | None, changed: Collection[str]
+        self, run: Mapping[str, Any], files: StoredStates | None, allow_changed: Collection[str]
     ) -> None:
         """Go on with the averages, and with what shards have left in buffers of their own."""
         make = None if files is None else lambda device: files.buffers()
         states = list(unpack(self._lead.scatter_from_lead(make)))
         # The owners of pieces have the averages of these already.
         averages = [state for state in states if state.key == AVERAGE]
-        rule = saved_rule(run, changed)
+        rule = saved_rule(run, allow_changed)
         self._averaging.loaded(rule, run["average"]["steps"] if rule else 0, averages)
         if self._buffers.carried.indices:
             left = [state for state in states if state.key != AVERAGE]

@@ -126,14 +126,15 @@ class RunState:
         names = {id(p): name for name, p in named_tensors(self._parts.module).items()}
         return [[names[id(p)] for p in g["params"]] for g in self._optimizer.param_groups]
 
-    def check_precision(self, run: Mapping[str, Any], changed: Collection[str]) -> None:
+    def check_precision(self, run: Mapping[str, Any], allow_changed: Collection[str]) -> None:
         """Refuse a saved run of another precision.
 
         Raises:
-            CheckpointError: it is another one, and not among ``changed``, or cannot be changed.
+            CheckpointError: it is another one, and not among ``allow_changed``, or cannot be
+            changed.
         """
         saved, name = run["precision"], self._settings.precision.name
-        check_same("precision", saved, name, changed, "precision")
+        check_same("precision", saved, name, allow_changed, "precision")
         if Precision(saved).parameters != self._settings.precision.parameters:
             raise CheckpointError(
                 f"saved with precision {saved!r}, this run has {name!r}: its models hold "
@@ -141,42 +142,47 @@ class RunState:
                 f"same precision"
             )
 
-    def check_fits(self, run: Mapping[str, Any], changed: Collection[str]) -> None:
+    def check_fits(self, run: Mapping[str, Any], allow_changed: Collection[str]) -> None:
         """Refuse a saved run that this one cannot resume.
 
         Raises:
-            CheckpointError: the runs differ in something that is not among ``changed``.
+            CheckpointError: the runs differ in something that is not among ``allow_changed``.
         """
         here = self._state()
         for name in _SAME:
             key = "clip_norm" if name == "clip_value" else name
-            check_same(key, run[name], here[name], changed, name)
+            check_same(key, run[name], here[name], allow_changed, name)
         # One that looks for the number may go on with another's, but not with none at all.
         saved, number = run["microbatch"], self._settings.microbatch
         looked = saved is not None or run["microbatch_trials"] is not None
         if number != "auto" or not looked:
-            check_same("microbatch", saved, number, changed, "microbatch")
+            check_same("microbatch", saved, number, allow_changed, "microbatch")
         # The script need not ask for an average to go on with it.
-        average, asked = saved_rule(run, changed), self._averaging.asked
+        average, asked = saved_rule(run, allow_changed), self._averaging.asked
         if average is not None and asked is not None:
-            check_same("average", average.words, asked.words, changed, "an average of")
+            check_same("average", average.words, asked.words, allow_changed, "an average of")
         one, other = run["optimizer"], here["optimizer"]
-        check_same("optimizer", one["class"], other["class"], changed, "optimizer")
-        if "optimizer" not in changed:
+        check_same("optimizer", one["class"], other["class"], allow_changed, "optimizer")
+        if "optimizer" not in allow_changed:
             self._check_settings(one["settings"])
         groups = len(one["settings"]), len(other["settings"])
-        check_same("optimizer", *groups, changed=changed, name="a number of parameter groups of")
+        check_same(
+            "optimizer",
+            *groups,
+            allow_changed=allow_changed,
+            name="a number of parameter groups of",
+        )
         # By name: the same parameters in other groups would silently train with other settings.
         before, after = map(_grouped, (one["parameters"], other["parameters"]))
         for name in {**before, **after}:
             what = f"parameter {name} in the optimizer's group"
-            check_same("optimizer", before.get(name), after.get(name), changed, what)
+            check_same("optimizer", before.get(name), after.get(name), allow_changed, what)
         for key, name in (("class", "schedule"), ("every", "schedule_every")):
             then, now = (each and each[key] for each in (run["schedule"], here["schedule"]))
-            check_same("schedule", then, now, changed, name)
-        if "schedule" not in changed:
+            check_same("schedule", then, now, allow_changed, name)
+        if "schedule" not in allow_changed:
             self._schedule.check_fits(run["schedule"])
-        self._position.check_fits(run, changed)
+        self._position.check_fits(run, allow_changed)
 
     def _check_settings(self, saved: Sequence[Mapping[str, Any]]) -> None:
         """Refuse settings of another kind, not finite, or that the optimizer's class refuses."""
@@ -207,10 +213,12 @@ class RunState:
                     f"{', '.join(wrong)} of the optimizer's group {number} {shown} in the "
                     f"checkpoint, {said}: expected settings that {kind.__name__} takes. Go on from "
                     f"another checkpoint, or begin with a new optimizer: trainer.load(..., "
-                    f"changed=['optimizer'])"
+                    f"allow_changed=['optimizer'])"
                 )
 
-    def taken(self, saved: Sequence[Mapping[str, Any]], changed: Collection[str]) -> list[set[str]]:
+    def taken(
+        self, saved: Sequence[Mapping[str, Any]], allow_changed: Collection[str]
+    ) -> list[set[str]]:
         """For each of the optimizer's groups, which of its settings are the checkpoint's.
 
         Those that a schedule sets come and go with the schedule.
@@ -218,19 +226,19 @@ class RunState:
         each = []
         for follows, values in zip(self._schedule.followed(), saved, strict=False):
             set_by_schedule = set(_WITH_SCHEDULE) if follows else set()
-            taken = set_by_schedule if "optimizer" in changed else set(values)
+            taken = set_by_schedule if "optimizer" in allow_changed else set(values)
             # Without a schedule now, the saved run may have had one.
-            if "schedule" in changed and (follows or self._schedule.schedule is None):
+            if "schedule" in allow_changed and (follows or self._schedule.schedule is None):
                 taken -= set(_WITH_SCHEDULE)
             each.append((taken & set(values)) - set(_OF_THE_SCRIPT))
         return each
 
-    def adopt(self, run: Mapping[str, Any], changed: Collection[str]) -> None:
+    def adopt(self, run: Mapping[str, Any], allow_changed: Collection[str]) -> None:
         """Go on with what a saved run had found: the scale of its losses, and pieces that fit."""
         if self._rules.scale is not None and Precision(run["precision"]).is_scaled:
             self._rules.scale = LossScale(run["loss_scale"], run["good_steps"])
         if self._settings.microbatch == "auto":
-            if "microbatch" in changed:
+            if "microbatch" in allow_changed:
                 self._microbatches.search_anew()
             else:
                 self._microbatches.adopt(run["microbatch"], run["microbatch_trials"])
@@ -258,7 +266,7 @@ class RunState:
                 "; ".join(words),
             )
 
-    def warn_of_differences(self, stored: StoredCheckpoint, changed: Collection[str]) -> None:
+    def warn_of_differences(self, stored: StoredCheckpoint, allow_changed: Collection[str]) -> None:
         """Log differences that do not keep a run from being resumed, but are worth knowing."""
         run = stored.run
         here = {"device": self._devices.all[0].type, "threads": torch.get_num_threads()}
@@ -271,13 +279,13 @@ class RunState:
                     "from here on may not be",
                     *(stored.folder, name, saved[name], now),
                 )
-        where, anew = "after trainer.load", "trainer.load(..., changed=['schedule'])"
+        where, anew = "after trainer.load", "trainer.load(..., allow_changed=['schedule'])"
         if self._devices.context.options.checkpoint:
             where = "in the loop, under `if not trainer.replaying:`"
-            anew = "onefold run --changed schedule"
+            anew = "onefold run --allow-changed schedule"
         anew = f", or begin the schedule anew with the script's settings: {anew}"
         optimizer, schedule = run["optimizer"], run["schedule"] or {}
-        taken = self.taken(optimizer["settings"], changed)
+        taken = self.taken(optimizer["settings"], allow_changed)
         pairs = zip(optimizer["settings_at_start"], self._at_start, taken, strict=False)
         for number, (began, begins, keys) in enumerate(pairs):
             for key in _differing(began, begins, keys - {"initial_lr"}):
@@ -286,7 +294,7 @@ class RunState:
                 follows = self._schedule.followed()[number] and key in _WITH_SCHEDULE
                 _warn_of(name, began[key], begins[key], place + anew * follows)
         began, begins = schedule.get("settings_at_start", {}), self._schedule.at_start
-        for key in () if "schedule" in changed else _differing(began, begins, began.keys()):
+        for key in () if "schedule" in allow_changed else _differing(began, begins, began.keys()):
             _warn_of(key, began[key], begins[key], f"{key} {where}{anew}")
 
 

@@ -30,12 +30,12 @@ from onefold.cli.running import (
     AsJson,
     Devices,
     Exchange,
-    Home,
     Module,
+    OffloadDir,
     Script,
     Timeout,
+    absolute_dir,
     command_of,
-    folder_of,
     print_json,
     run,
     tell_next,
@@ -205,7 +205,7 @@ def verify(
         ),
     ] = "replicate",
     as_json: AsJson = False,
-    home: Home = None,
+    offload_dir: OffloadDir = None,
     exchange: Exchange = "auto",
     timeout: Timeout = _DEFAULTS.timeout_s,
 ) -> None:
@@ -236,7 +236,7 @@ def verify(
 
     command = command_of(script, module, context.args)
     options = RunOptions(
-        home=folder_of(home, placement),
+        offload_dir=absolute_dir(offload_dir, placement),
         exchange=exchange,  # type: ignore[arg-type]  # RunOptions checks it
         timeout_s=timeout,
         quiet=True,
@@ -270,7 +270,7 @@ def plan(
         str, Option(metavar="COUNTS", help="Device counts, such as 1,2,4.")
     ] = "1,2,4",
     as_json: AsJson = False,
-    home: Home = None,
+    offload_dir: OffloadDir = None,
 ) -> None:
     """Show how much memory a script's model takes on each device.
 
@@ -280,7 +280,7 @@ def plan(
     from onefold.cli.plan import plan_script
 
     command = command_of(script, module, context.args)
-    options = RunOptions(placement="offload", home=folder_of(home, "offload"))
+    options = RunOptions(placement="offload", offload_dir=absolute_dir(offload_dir, "offload"))
     code = plan_script(command, devices, options=options, as_json=as_json)
     if not code:
         tell_next(f"onefold run --placement partition {in_shell(*command)}")

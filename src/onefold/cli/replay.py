@@ -155,9 +155,9 @@ class Rerun:
             copy.mkdir()
             shutil.copyfile(self.record.path, copy / FILE)
             (copy / nearest.name).symlink_to(nearest)
-            options += ["--checkpoint", str(copy), "--every", _NEVER]
-            if begun.changed and int(nearest.name.removeprefix("step-")) <= begun.step:
-                options += ["--changed", ",".join(begun.changed)]
+            options += ["--checkpoint", str(copy), "--save-every", _NEVER]
+            if begun.allow_changed and int(nearest.name.removeprefix("step-")) <= begun.step:
+                options += ["--allow-changed", ",".join(begun.allow_changed)]
         return [python, "-m", "onefold", "run", *options, *start, *begun.command[1:]]
 
     def _nearest(self, folder: Path, step: int, *, of_job: bool = False) -> Path | None:

@@ -135,7 +135,7 @@ class _Runs:
             self._options,
             placement=way.placement,
             checkpoint=str(folder),
-            every=_NEVER,
+            save_every=_NEVER,
             stops_after=stops_after,
             logs=str(folder / f"logs-{stops_after}"),
         )

@@ -28,14 +28,14 @@ __all__ = [
     "AsJson",
     "Devices",
     "Exchange",
-    "Home",
     "Module",
+    "OffloadDir",
     "PlacementOption",
     "Script",
     "Timeout",
+    "absolute_dir",
     "come_too_late",
     "command_of",
-    "folder_of",
     "print_json",
     "run",
     "screen",
@@ -47,7 +47,14 @@ SCRIPT = {"allow_extra_args": True, "allow_interspersed_args": False}
 PLACEMENT_VARIABLE = "ONEFOLD_PLACEMENT"
 
 _DEFAULTS = RunOptions()
-_OF_CHECKPOINTS = ("every", "keep_last", "grace", "changed", "restarts", "restarts_with")
+_OF_CHECKPOINTS = (
+    "save_every",
+    "keep_last",
+    "grace_period",
+    "allow_changed",
+    "max_restarts",
+    "restart_devices",
+)
 """Options of ``onefold run`` that make no sense without ``--checkpoint``."""
 _USAGE = 2
 """The exit code of a program that cannot use its arguments."""
@@ -81,7 +88,7 @@ PlacementOption = Annotated[
         "partition, offload or pipeline (pipeline:2: pipelines of two devices side by side).",
     ),
 ]
-Home = Annotated[
+OffloadDir = Annotated[
     Path | None,
     _of_devices(
         metavar="DIR",
@@ -113,32 +120,32 @@ def run(
             help="Resume from the newest checkpoint in this folder, and write new ones.",
         ),
     ] = None,
-    every: Annotated[
+    save_every: Annotated[
         str,
         _of_stopping(
             metavar="N|TIME",
             help="From one checkpoint to the next: steps, time, or both (200; 10m; 500,1h).",
         ),
-    ] = str(_DEFAULTS.every),
+    ] = str(_DEFAULTS.save_every),
     keep_last: Annotated[
         int,
         _of_stopping(metavar="N", help="How many of the newest checkpoints stay."),
     ] = _DEFAULTS.keep_last,
-    restarts: Annotated[
+    max_restarts: Annotated[
         int,
         _of_stopping(
             metavar="N", help="Start again after at most so many crashes without progress."
         ),
-    ] = _DEFAULTS.restarts,
-    restarts_with: Annotated[
+    ] = _DEFAULTS.max_restarts,
+    restart_devices: Annotated[
         Literal["same", "fewer"],
         _of_stopping(help="Devices of a restart: the same, or fewer, without one that was lost."),
-    ] = _DEFAULTS.restarts_with,
-    grace: Annotated[
+    ] = _DEFAULTS.restart_devices,
+    grace_period: Annotated[
         float,
         _of_stopping(metavar="SECONDS", help="Time for saving after a signal to stop."),
-    ] = _DEFAULTS.grace_s,
-    changed: Annotated[
+    ] = _DEFAULTS.grace_period_s,
+    allow_changed: Annotated[
         str | None,
         _of_stopping(
             metavar="NAMES", help="What differs on purpose from the saved run, such as seed."
@@ -170,10 +177,10 @@ def run(
             help="Compute this share of all shards on another device as well, and compare.",
         ),
     ] = _DEFAULTS.audit,
-    audit_finds: Annotated[
+    on_corruption: Annotated[
         Literal["heal", "stop"],
         _of_watching(help="After a result that was wrong once, go on with the right one, or stop."),
-    ] = "heal",
+    ] = _DEFAULTS.on_corruption,
     as_json: Annotated[
         bool,
         _of_watching(
@@ -182,7 +189,7 @@ def run(
     ] = False,
     exchange: Exchange = "auto",
     timeout: Timeout = _DEFAULTS.timeout_s,
-    home: Home = None,
+    offload_dir: OffloadDir = None,
 ) -> None:
     """Run a script on the devices of this machine.
 
@@ -195,7 +202,7 @@ def run(
     for folder in (profile, record):
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
-    steps, seconds = _every(every)
+    steps, seconds = _read_interval(save_every)
     if checkpoint is not None:
         if checkpoint.exists() and not checkpoint.is_dir():
             raise LaunchError(f"--checkpoint {checkpoint}: expected a folder, this is a file")
@@ -206,22 +213,22 @@ def run(
     # Absolute paths: the script may change its folder before a worker uses them.
     options = RunOptions(
         placement=placement,
-        home=folder_of(home, placement),
+        offload_dir=absolute_dir(offload_dir, placement),
         exchange=exchange,  # type: ignore[arg-type]  # RunOptions checks it
         timeout_s=timeout,
         checkpoint=_absolute(checkpoint),
-        every=steps,
-        every_s=seconds,
+        save_every=steps,
+        save_every_s=seconds,
         keep_last=keep_last,
-        grace_s=grace,
-        changed=tuple(changed.split(",")) if changed else (),
-        restarts=restarts,
-        restarts_with=restarts_with,
+        grace_period_s=grace_period,
+        allow_changed=tuple(allow_changed.split(",")) if allow_changed else (),
+        max_restarts=max_restarts,
+        restart_devices=restart_devices,
         record=_absolute(record),
         profile=_absolute(profile),
         logs=_absolute(logs),
         audit=audit,
-        audit_stops=audit_finds == "stop",
+        on_corruption=on_corruption,
     )
     selection = select_devices(devices)
     outcome = supervise(command, selection, options)
@@ -262,16 +269,16 @@ def command_of(script: str | None, module: bool, rest: list[str]) -> list[str]:
     return [script, *rest]
 
 
-def folder_of(home: Path | None, placement: str) -> str:
-    """The folder of ``--home``; empty if none is named."""
-    if home is None:
+def absolute_dir(offload_dir: Path | None, placement: str) -> str:
+    """The folder of ``--offload-dir``; empty if none is named."""
+    if offload_dir is None:
         return ""
     if all(RunOptions(placement=each.strip()).keeps_whole for each in placement.split(",")):
         raise LaunchError(
-            f"--home {home}: expected --placement offload, partition or pipeline with it, which "
-            f"may have a file there"
+            f"--offload-dir {offload_dir}: expected --placement offload, partition or pipeline "
+            f"with it, which may have a file there"
         )
-    return _absolute(home)
+    return _absolute(offload_dir)
 
 
 def screen(*, as_json: bool, **settings: Any) -> Console:
@@ -299,7 +306,7 @@ def _is_given(context: typer.Context, name: str) -> bool:
     return source is not None and source.name == "COMMANDLINE"
 
 
-def _every(text: str) -> tuple[int, float]:
+def _read_interval(text: str) -> tuple[int, float]:
     """Read how far apart checkpoints are: 200, 10m, or 200,10m for whichever comes first.
 
     Returns:
@@ -316,8 +323,8 @@ def _every(text: str) -> tuple[int, float]:
             steps = int(part)
         else:
             raise LaunchError(
-                f"--every {text}: expected a number of steps of at least 1, a time such as 30s, "
-                f"10m or 1h, or both as in 500,1h"
+                f"--save-every {text}: expected a number of steps of at least 1, a time such as "
+                f"30s, 10m or 1h, or both as in 500,1h"
             )
     return steps, seconds
 

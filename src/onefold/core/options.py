@@ -9,7 +9,7 @@ from typing import Literal, get_args
 from onefold.core.numbers import check_choice, check_seconds, check_whole
 
 __all__ = [
-    "DEFAULT_GRACE_S",
+    "DEFAULT_GRACE_PERIOD_S",
     "DEFAULT_TIMEOUT_S",
     "RECORD_FILE",
     "WITH_STATE",
@@ -20,11 +20,12 @@ __all__ = [
 DEFAULT_TIMEOUT_S = 600.0
 RECORD_FILE = "run.record"
 """The name of the record in the folder of a run."""
-DEFAULT_GRACE_S = 60.0
+DEFAULT_GRACE_PERIOD_S = 60.0
 
 ExchangeName = Literal["auto", "shared", "collective"]
 
-Restarts = Literal["same", "fewer"]
+RestartDevices = Literal["same", "fewer"]
+OnCorruption = Literal["heal", "stop"]
 
 PlacementName = Literal["replicate", "partition", "offload", "pipeline"]
 """Where the parameters of a model lie: on each device, partitioned, on the host, or by stage."""
@@ -40,7 +41,7 @@ class RunOptions:
     Raises:
         ValueError: an option is out of range, not one of its choices, or lacks another one.
 
-    >>> RunOptions(placement="partition", checkpoint="runs/mine", every=500).timeout_s
+    >>> RunOptions(placement="partition", checkpoint="runs/mine", save_every=500).timeout_s
     600.0
     """
 
@@ -54,15 +55,15 @@ class RunOptions:
     """Existing folder in which the timeline is written; empty for none."""
     checkpoint: str = ""
     """Directory of checkpoints: the run continues from the newest, and writes new ones there."""
-    every: int = 200
+    save_every: int = 200
     """Number of steps from one checkpoint to the next; 0 if time alone decides."""
-    every_s: float = 0.0
+    save_every_s: float = 0.0
     """Seconds from one checkpoint to the next; 0 if steps alone decide."""
     placement: str = "replicate"
     """What of the model's parameters, gradients and optimizer state each device keeps: a
     `PlacementName`, ``replicate:state`` where optimizer state is not partitioned either, or
     ``pipeline:N`` for pipelines of N devices side by side."""
-    home: str = ""
+    offload_dir: str = ""
     """Folder of the file that has the model if devices do not keep all of it; empty for that of
     temporary files."""
     plan: str = ""
@@ -71,7 +72,7 @@ class RunOptions:
     """For so many devices, each."""
     keep_last: int = 3
     """How many of the newest checkpoints are kept."""
-    changed: tuple[str, ...] = ()
+    allow_changed: tuple[str, ...] = ()
     """What may differ from the run that wrote the checkpoints."""
     saves: bool = False
     """Whether workers that are asked to stop save themselves, as they do with ``checkpoint``."""
@@ -79,18 +80,18 @@ class RunOptions:
     """Signals by which another launcher than onefold's asks a process to stop, such as USR1."""
     audit: float = 0.0
     """How large a share of all shards is computed once more, on another device, and compared."""
-    audit_stops: bool = False
-    """Whether a run ends at any wrong result that is found; else only at one that stays wrong."""
+    on_corruption: OnCorruption = "heal"
+    """Whether a run stops at any wrong result, or continues with the right one if there is one."""
     program: tuple[str, ...] = ()
     """The program that has launched a function, with its arguments; empty of scripts."""
     stops_after: int = 0
     """The step after which the run stops, as if it were asked to by a signal; 0 for none."""
-    grace_s: float = DEFAULT_GRACE_S
+    grace_period_s: float = DEFAULT_GRACE_PERIOD_S
     """How long a run that is asked to stop may take to save itself."""
-    restarts: int = 0
+    max_restarts: int = 0
     """How many times in a row the workers are restarted from the last checkpoint after a failure:
     a newer checkpoint makes the count begin anew."""
-    restarts_with: Restarts = "same"
+    restart_devices: RestartDevices = "same"
     """Whether restarts leave out a device that was lost; see `Outcome.lost`."""
     probe: str = ""
     """Folder in which runs are compared; empty for no comparison."""
@@ -115,10 +116,10 @@ class RunOptions:
     def __post_init__(self) -> None:
         # Checked where the record is made, in the launcher, so before any worker is started.
         check_seconds("the timeout", self.timeout_s)
-        check_seconds("the grace", self.grace_s)
-        check_whole("every", self.every, least=0 if self.every_s else 1)
+        check_seconds("the grace period", self.grace_period_s)
+        check_whole("save_every", self.save_every, least=0 if self.save_every_s else 1)
         check_whole("keep_last", self.keep_last, least=1)
-        check_whole("restarts", self.restarts, least=0)
+        check_whole("max_restarts", self.max_restarts, least=0)
         if not 0.0 <= self.audit <= 1.0:
             raise ValueError(f"expected audit to be a share from 0 to 1, got {self.audit!r}")
         if self.audit and self.placement.startswith("pipeline"):
@@ -126,9 +127,10 @@ class RunOptions:
                 "audit has another device compute a shard, and in a pipeline several devices "
                 "compute it together: expected another placement than pipeline"
             )
-        if self.restarts and not self.checkpoint:
+        if self.max_restarts and not self.checkpoint:
             raise ValueError("restarts go on from the last checkpoint: name a directory for them")
-        check_choice("restarts_with", self.restarts_with, Restarts)
+        check_choice("restart_devices", self.restart_devices, RestartDevices)
+        check_choice("on_corruption", self.on_corruption, OnCorruption)
         placement = str(self.placement)
         if placement not in (*get_args(PlacementName), WITH_STATE) and not _PIPELINES.fullmatch(
             placement

@@ -89,7 +89,7 @@ class Position:
         self._tracks: dict[tuple[int | None, int], LoaderTrack] = {}
         self._waiting: dict[tuple[int | None, int], SavedLoader] = {}
         self._expected: dict[tuple[int | None, int], SavedLoader] = {}
-        self._changed: Collection[str] = ()
+        self._allow_changed: Collection[str] = ()
         self.reached: Callable[[Reached], None] = lambda where: None
         """Called where a loop of the script gets to one of these places."""
         self.replaying: Callable[[], bool] = lambda: False
@@ -152,9 +152,9 @@ class Position:
         track.number = place[1] if where is None else made[None] + place[1]
         # The position is unchanged until the check has passed: a script may catch the error.
         if saved := self._waiting.get(place) or self._expected.get(place):
-            _check_loader(saved, track, self._changed)
+            _check_loader(saved, track, self._allow_changed)
         if saved := self._waiting.pop(place, None):
-            track.go_to(saved.passes, self._changed)
+            track.go_to(saved.passes, self._allow_changed)
         elif saved := self._expected.pop(place, None):
             track.orders = {each.number: each.order for each in saved.passes.begun}
         self._tracks[place] = track
@@ -240,7 +240,7 @@ class Position:
         position = msgspec.to_builtins(loaders)
         return {"step": self.step, "epoch": self.epoch + done, "position": position}
 
-    def check_fits(self, saved: Mapping[str, Any], changed: Collection[str]) -> None:
+    def check_fits(self, saved: Mapping[str, Any], allow_changed: Collection[str]) -> None:
         """Compare the loaders that exist with those of a saved position.
 
         Raises:
@@ -248,23 +248,23 @@ class Position:
         """
         for place, loader in _by_place(saved).items():
             if place in self._tracks:
-                _check_loader(loader, self._tracks[place], changed)
+                _check_loader(loader, self._tracks[place], allow_changed)
 
     def expect(self, saved: Mapping[str, Any]) -> None:
         """Refuse loaders that differ from those of a saved position, which the script comes to."""
         self._expected = _by_place(saved)
 
-    def go_to(self, saved: Mapping[str, Any], changed: Collection[str]) -> None:
+    def go_to(self, saved: Mapping[str, Any], allow_changed: Collection[str]) -> None:
         """Continue where `to_json` was called; loaders that are made later will follow.
 
         Args:
             saved: what `to_json` wrote, checked by `check_fits`.
-            changed: the keys of `PROMISES` that may differ.
+            allow_changed: the keys of `PROMISES` that may differ.
         """
         self.step, self.epoch = saved["step"], saved["epoch"]
         self._epoch_used = False
         self._visit += 1
-        self._changed = tuple(changed)
+        self._allow_changed = tuple(allow_changed)
         self._waiting, self._expected = _by_place(saved), {}
         for place, track in list(self._tracks.items()):
             if place[0] is not None:
@@ -272,7 +272,7 @@ class Position:
                 track.restart(0)
                 del self._tracks[place]
             elif place in self._waiting:
-                track.go_to(self._waiting.pop(place).passes, changed)
+                track.go_to(self._waiting.pop(place).passes, allow_changed)
             else:
                 track.restart(self.epoch)
 
@@ -281,10 +281,10 @@ def _is_used(batch: ShardedBatch) -> bool:
     return batch.data_pass is not None and batch.stop <= batch.data_pass.used
 
 
-def _check_loader(saved: SavedLoader, track: LoaderTrack, changed: Collection[str]) -> None:
-    saved.size.check_same(track.size, changed)
+def _check_loader(saved: SavedLoader, track: LoaderTrack, allow_changed: Collection[str]) -> None:
+    saved.size.check_same(track.size, allow_changed)
     name = "the order and random numbers of loader"
-    check_same("dataset", saved.loader, track.number, changed, name)
+    check_same("dataset", saved.loader, track.number, allow_changed, name)
 
 
 def _by_place(saved: Mapping[str, Any]) -> dict[tuple[int | None, int], SavedLoader]:
@@ -318,25 +318,27 @@ PROMISES = {
 """For each thing that may be changed on resuming, what the run gives up by it."""
 
 
-def check_same(what: str, saved: object, now: object, changed: Collection[str], name: str) -> None:
+def check_same(
+    what: str, saved: object, now: object, allow_changed: Collection[str], name: str
+) -> None:
     """Refuse a value that differs from the saved one, unless it was changed on purpose.
 
     Args:
         what: the key in `PROMISES` under which the value may be changed.
         saved: the value in the checkpoint.
         now: the value in this run.
-        changed: the keys of `PROMISES` that may differ.
+        allow_changed: the keys of `PROMISES` that may differ.
         name: what the value is called in the message.
 
     Raises:
         CheckpointError: the values differ; the message says how to load anyway, and at what price.
     """
-    if saved == now or what in changed:
+    if saved == now or what in allow_changed:
         return
     raise CheckpointError(
         f"the checkpoint was saved with {name} {saved}, this run has {now}: expected the same. If "
-        f'it was changed on purpose, trainer.load(..., changed=["{what}"]) or onefold run '
-        f"--changed {what} goes on; then {PROMISES[what]}"
+        f'it was changed on purpose, trainer.load(..., allow_changed=["{what}"]) or onefold run '
+        f"--allow-changed {what} goes on; then {PROMISES[what]}"
     )
 
 
@@ -360,25 +362,27 @@ class LoaderSize(Struct, frozen=True, kw_only=True):
         whole, rest = divmod(samples, self.batch_size)
         return whole + bool(rest and not self.drop_last)
 
-    def check_same(self, now: LoaderSize, changed: Collection[str]) -> None:
+    def check_same(self, now: LoaderSize, allow_changed: Collection[str]) -> None:
         """Refuse a loader that differs from this saved one.
 
         Raises:
             CheckpointError: the loaders differ.
         """
-        check_same("dataset", self.kind or _PLAIN, now.kind or _PLAIN, changed, "a loader of")
+        check_same("dataset", self.kind or _PLAIN, now.kind or _PLAIN, allow_changed, "a loader of")
         samples = "a data set of length"
-        check_same("dataset", self.samples, now.samples, changed, samples)
-        check_same("batch_size", self.batch_size, now.batch_size, changed, "batch_size")
+        check_same("dataset", self.samples, now.samples, allow_changed, samples)
+        check_same("batch_size", self.batch_size, now.batch_size, allow_changed, "batch_size")
         # Batches by length are shuffled as batches, so their size decides the order of the samples.
         if self.lengths:
             name = "batches by length, of batch_size"
-            check_same("dataset", self.batch_size, now.batch_size, changed, name)
-        check_same("batch_size", self.drop_last, now.drop_last, changed, "drop_last")
-        check_same("dataset", self.shuffle, now.shuffle, changed, "shuffle")
-        check_same("dataset", self.lengths, now.lengths, changed, "lengths of samples, as a digest")
+            check_same("dataset", self.batch_size, now.batch_size, allow_changed, name)
+        check_same("batch_size", self.drop_last, now.drop_last, allow_changed, "drop_last")
+        check_same("dataset", self.shuffle, now.shuffle, allow_changed, "shuffle")
+        check_same(
+            "dataset", self.lengths, now.lengths, allow_changed, "lengths of samples, as a digest"
+        )
         name = "a subset of samples, as a digest,"
-        check_same("dataset", self.subset, now.subset, changed, name)
+        check_same("dataset", self.subset, now.subset, allow_changed, name)
 
 
 class StreamState(Struct, frozen=True):
@@ -509,7 +513,7 @@ class LoaderTrack:
                 f"saved: expected the same, of which some places are used already. An "
                 f"order may depend on the generators of PyTorch, Python and NumPy, on one that the "
                 f"sampler holds, and on set_epoch(epoch), but not on passes before it. To go on "
-                f'with another order, give changed=["dataset"] to trainer.load; then '
+                f'with another order, give allow_changed=["dataset"] to trainer.load; then '
                 f"{PROMISES['dataset']}"
             )
         this.order = order
@@ -545,7 +549,7 @@ class LoaderTrack:
         """The passes of this epoch that have not ended."""
         return [p for p in self._passes if p.epoch == epoch and not p.over]
 
-    def go_to(self, saved: SavedPasses, changed: Collection[str] = ()) -> None:
+    def go_to(self, saved: SavedPasses, allow_changed: Collection[str] = ()) -> None:
         """Continue with the passes that `saved` returned; those under way become unusable."""
         for each in self._passes:
             each.abandoned = True
@@ -554,7 +558,7 @@ class LoaderTrack:
         self._next, self._empty = saved.first, saved.empty
         self._coming = [replace(each, used=min(each.used, self._whole)) for each in saved.begun]
         # With another seed or another data set the order is another one, as was agreed to.
-        if {"seed", "dataset"} & set(changed):
+        if {"seed", "dataset"} & set(allow_changed):
             self._coming = [replace(each, order="") for each in self._coming]
 
     def restart(self, first_pass: int) -> None:

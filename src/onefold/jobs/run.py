@@ -166,9 +166,9 @@ def run_job(job: Job, options: TrainOptions) -> dict[str, Any]:
             _train,
             devices=options.devices,
             placement=options.placement,
-            home=_home(options),
+            offload_dir=_offload_dir(options),
             args=(job, settled, data),
-            grace_s=_GRACE_S,
+            grace_period_s=_GRACE_S,
         )
     except RunFailed as failure:
         # Stopped, and not failed: the user must know how to continue. Only one exit code promises
@@ -235,7 +235,7 @@ def _require_devices(options: TrainOptions) -> None:
         )
 
 
-def _home(options: TrainOptions) -> str:
+def _offload_dir(options: TrainOptions) -> str:
     """Where the model lies if devices do not keep it: on the disk of the run, if that is known."""
     if onefold.RunOptions(placement=options.placement).keeps_whole:
         return ""

@@ -39,7 +39,7 @@ from onefold.system.caches import (
 from onefold.system.process import INSPECTION_VARIABLE, NOTICES, STOP_SIGNALS
 
 __all__ = [
-    "HOME_VARIABLE",
+    "OFFLOAD_DIR_VARIABLE",
     "PLACEMENT_VARIABLE",
     "STARTED_IN",
     "allocator_chosen",
@@ -58,7 +58,7 @@ __all__ = [
 _log = logging.getLogger("onefold")
 CONTEXT_VARIABLE = "ONEFOLD_CONTEXT"
 SECRET_VARIABLE = "ONEFOLD_SECRET"
-PLACEMENT_VARIABLE, HOME_VARIABLE = "ONEFOLD_PLACEMENT", "ONEFOLD_HOME"
+PLACEMENT_VARIABLE, OFFLOAD_DIR_VARIABLE = "ONEFOLD_PLACEMENT", "ONEFOLD_OFFLOAD_DIR"
 STOP_VARIABLE = "ONEFOLD_STOP_SIGNAL"
 _SECRET_LENGTH = 16
 STARTED_IN = os.getcwd() if os.path.isdir(".") else ""
@@ -141,12 +141,12 @@ def _read_torch(environment: Mapping[str, str]) -> LaunchContext:
 def options_of(environment: Mapping[str, str]) -> RunOptions:
     """What the environment chooses where no command line of onefold's does."""
     placement = environment.get(PLACEMENT_VARIABLE) or "replicate"
-    home = environment.get(HOME_VARIABLE, "")
+    offload_dir = environment.get(OFFLOAD_DIR_VARIABLE, "")
     try:
         return RunOptions(
             placement=placement,
             # Absolute: the script may change its folder before it is used.
-            home=os.path.abspath(home) if home else "",
+            offload_dir=os.path.abspath(offload_dir) if offload_dir else "",
             stop_signals=_stop_signals(environment.get(STOP_VARIABLE, "")),
         )
     except ValueError as error:

@@ -26,11 +26,11 @@ from typing import Any
 
 from onefold.core.context import LaunchContext
 from onefold.core.numbers import check_seconds
-from onefold.core.options import DEFAULT_GRACE_S, DEFAULT_TIMEOUT_S, ExchangeName, RunOptions
+from onefold.core.options import DEFAULT_GRACE_PERIOD_S, DEFAULT_TIMEOUT_S, ExchangeName, RunOptions
 from onefold.errors import LaunchError, RunFailed
 from onefold.launcher.devices import Selection, select_devices
 from onefold.launcher.environment import (
-    HOME_VARIABLE,
+    OFFLOAD_DIR_VARIABLE,
     PLACEMENT_VARIABLE,
     current_context,
     options_of,
@@ -62,10 +62,10 @@ def launch(
     devices: int | str | Sequence[str] = "auto",
     args: Sequence[Any] = (),
     placement: str | None = None,
-    home: str = "",
+    offload_dir: str = "",
     exchange: ExchangeName = "auto",
     timeout_s: float = DEFAULT_TIMEOUT_S,
-    grace_s: float | None = None,
+    grace_period_s: float | None = None,
 ) -> Any:
     """Run a function on several devices of this machine and return what it returns on the lead.
 
@@ -83,11 +83,11 @@ def launch(
             (``"partition"``), in host memory (``"offload"``), or stage by stage (``"pipeline"``;
             ``"pipeline:2"`` for pipelines of two devices side by side); by default what
             ``ONEFOLD_PLACEMENT`` says, and ``"replicate"`` without it.
-        home: folder on a disk for the file that has the model if devices do not keep all of it;
-            ``ONEFOLD_HOME`` if empty, and then that of temporary files.
+        offload_dir: folder on a disk for the file that has the model if devices do not keep all of
+            it; ``ONEFOLD_OFFLOAD_DIR`` if empty, and then that of temporary files.
         exchange: ``"auto"``, ``"shared"`` or ``"collective"``.
         timeout_s: the longest that a device waits for another.
-        grace_s: how long ``main`` may take to save itself after the first SIGINT, SIGTERM or
+        grace_period_s: how long ``main`` may take to save itself after the first SIGINT, SIGTERM or
             SIGHUP, or after SIGUSR1 or SIGUSR2, which set ``trainer.asked_to_stop`` on all devices;
             without it, these end the run at once.
 
@@ -124,17 +124,19 @@ def launch(
     selection = select_devices(devices)
     options = RunOptions(
         placement=placement or options_of(os.environ).placement,
-        home=os.path.abspath(home) if home else "",
+        offload_dir=os.path.abspath(offload_dir) if offload_dir else "",
         exchange=exchange,
         timeout_s=check_seconds("timeout_s", timeout_s),
-        saves=grace_s is not None,
+        saves=grace_period_s is not None,
         program=(os.path.abspath(sys.argv[0]), *sys.argv[1:]) if sys.argv[0] else (),
-        grace_s=DEFAULT_GRACE_S if grace_s is None else check_seconds("grace_s", grace_s),
+        grace_period_s=DEFAULT_GRACE_PERIOD_S
+        if grace_period_s is None
+        else check_seconds("grace_period_s", grace_period_s),
     )
-    if home and options.keeps_whole:
+    if offload_dir and options.keeps_whole:
         raise ValueError(
-            f'expected placement="offload", "partition" or "pipeline" with home={home!r}, got '
-            f'placement="replicate"'
+            'expected placement="offload", "partition" or "pipeline" with '
+            f'offload_dir={offload_dir!r}, got placement="replicate"'
         )
     # Unpickling runs code. These files have no name and are inherited as open descriptors, so that
     # nobody else can have written there, nobody can remove them, and nothing stays behind.
@@ -228,9 +230,9 @@ def supervise(
     0
     """
     options.pipeline_of(len(selection.devices))
-    if not (options.home or options.keeps_whole):
-        home = os.environ.get(HOME_VARIABLE, "")
-        options = replace(options, home=os.path.abspath(home) if home else "")
+    if not (options.offload_dir or options.keeps_whole):
+        offload_dir = os.environ.get(OFFLOAD_DIR_VARIABLE, "")
+        options = replace(options, offload_dir=os.path.abspath(offload_dir) if offload_dir else "")
     _check_places(options)
     context = current_context()
     others = context.others
@@ -253,10 +255,10 @@ def supervise(
             now_saved = newest_step(options.checkpoint)
             failures = 1 if now_saved > saved else failures + 1
             saved = max(saved, now_saved)
-            if outcome.final or failures > options.restarts:
+            if outcome.final or failures > options.max_restarts:
                 return replace(outcome, logs=logs.place(failed=outcome.failed))
             failed_in.append(outcome.step)
-            if options.restarts_with == "fewer":
+            if options.restart_devices == "fewer":
                 run = replace(run, selection=_without(run.selection, outcome.lost, options))
             print(outcome.traceback, file=sys.stderr, end="")
             tell(outcome.message)
@@ -264,7 +266,7 @@ def supervise(
             if run.selection != selection:
                 left = f", with {counted(len(run.selection.devices), 'device')}"
             words = words_of_restart(failed_in)
-            tell(f"starting again ({failures} of {options.restarts}){left}{words}")
+            tell(f"starting again ({failures} of {options.max_restarts}){left}{words}")
 
 
 def _without(selection: Selection, lost: int, options: RunOptions) -> Selection:
@@ -282,17 +284,17 @@ def _check_places(options: RunOptions) -> None:
     """Refuse to overwrite what is not ours, before any work is done.
 
     Raises:
-        LaunchError: the home is no folder, the place for the timeline holds something else, or
-            another run saves itself in the folder for checkpoints.
+        LaunchError: the offload directory is no folder, the place for the timeline holds something
+            else, or another run saves itself in the folder for checkpoints.
     """
-    if options.home and not Path(options.home).is_dir():
+    if options.offload_dir and not Path(options.offload_dir).is_dir():
         raise LaunchError(
-            f"expected --home or {HOME_VARIABLE} to be a folder, on a disk, for the model, got "
-            f"{options.home}"
+            f"expected --offload-dir or {OFFLOAD_DIR_VARIABLE} to be a folder, on a disk, for the "
+            f"model, got {options.offload_dir}"
         )
     if options.checkpoint:
         # Only a look: the lead takes the lock, and keeps it.
-        lock_of_checkpoints(Path(options.checkpoint)).look(options.grace_s)
+        lock_of_checkpoints(Path(options.checkpoint)).look(options.grace_period_s)
     try:
         if options.profile:
             check_timeline(Path(options.profile))

@@ -206,7 +206,7 @@ class WorkerGroup:
             raise StoppedAtOnce
         # The grace runs from the first request, even if a worker got it: then the table says so.
         if self._is_requested() and not self._deadline_s:
-            self._deadline_s = time.monotonic() + self._options.grace_s
+            self._deadline_s = time.monotonic() + self._options.grace_period_s
             self._status.progress.request_stop()
         if self._deadline_s and time.monotonic() > self._deadline_s:
             raise StoppedAtOnce

@@ -72,7 +72,7 @@ class Averaging:
             raise ValueError(
                 f"the checkpoint that was loaded holds an average of {ours.words}, which goes on; "
                 f"trainer.average({rule.words}) was called: expected the same. To begin another "
-                f'one, load with changed=["average"]'
+                f'one, load with allow_changed=["average"]'
             )
 
     def begin(self, rule: AverageRule, step: int) -> None:

@@ -25,7 +25,7 @@ class Offloaded(Partitioned):
                 f"{len(devices.own)} of Trainer(devices=...): leave them out, and start the script "
                 f"by onefold run --devices"
             )
-        return MmapAllocator.at(devices.context.options.home, apart=kind != "cpu")
+        return MmapAllocator.at(devices.context.options.offload_dir, apart=kind != "cpu")
 
     def shards_frozen(self, allocator: TensorAllocator) -> bool:
         return allocator.apart

@@ -220,8 +220,8 @@ class Replay:
 
 _SAME = "a resumed script must ask for the same as before, as it is answered from the record"
 _CHANGED = (
-    ". If that was changed on purpose, onefold run --changed batch_size (or dataset) goes on from "
-    "the checkpoint without these answers. To begin anew, name another directory"
+    ". If that was changed on purpose, onefold run --allow-changed batch_size (or dataset) goes on "
+    "from the checkpoint without these answers. To begin anew, name another directory"
 )
 
 

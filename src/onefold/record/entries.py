@@ -40,7 +40,7 @@ class Begun(Struct, tag="begun", tag_field="kind", frozen=True, kw_only=True):
     """ISO 8601, UTC."""
     trainer: int = 0
     """Number of the Trainer among those of the script."""
-    changed: list[str] = []
+    allow_changed: list[str] = []
     """What differed on purpose from the run that was resumed."""
     command: list[str]
     """The script with its arguments."""

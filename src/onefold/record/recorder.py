@@ -215,7 +215,7 @@ def begun(
         step=step,
         time=datetime.now(UTC).isoformat(timespec="seconds"),
         trainer=devices.trainer,
-        changed=list(options.changed),
+        allow_changed=list(options.allow_changed),
         command=command,
         folder=folder,
         python=sys.executable,

@@ -40,7 +40,7 @@ def build(make: Callable[Given, Model], *args: Given.args, **kwargs: Given.kwarg
         kwargs: its keyword arguments.
 
     Raises:
-        OSError: the file has no room; ``--home`` names its folder.
+        OSError: the file has no room; ``--offload-dir`` names its folder.
 
     >>> onefold.build(torch.nn.Linear, 3, 2).weight.shape
     torch.Size([2, 3])
@@ -49,7 +49,7 @@ def build(make: Callable[Given, Model], *args: Given.args, **kwargs: Given.kwarg
     # A plan looks at sizes alone, perhaps at those of a model that fits nowhere.
     if options.keeps_whole and not options.plan:
         return make(*args, **kwargs)
-    recording = Recording(SparseAllocator(home_of(options.home)), LEAST_BYTES)
+    recording = Recording(SparseAllocator(home_of(options.offload_dir)), LEAST_BYTES)
     try:
         with recording.active():
             made = make(*args, **kwargs)

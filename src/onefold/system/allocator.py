@@ -52,8 +52,8 @@ __all__ = [
 
 
 _FULL = (
-    "Name a folder on a larger disk by --home or ONEFOLD_HOME; `onefold plan` shows how large a "
-    "model becomes there"
+    "Name a folder on a larger disk by --offload-dir or ONEFOLD_OFFLOAD_DIR; `onefold plan` shows "
+    "how large a model becomes there"
 )
 _ADVICE = {
     errno.ENOSPC: _FULL,
@@ -255,7 +255,7 @@ def warn_of_memory(folder: Path) -> None:
     if kind in _IN_MEMORY:
         _log.warning(
             "the model is to lie in a file in %s, which is itself in memory (%s): nothing is "
-            "saved by that. Name a folder on a disk by --home or ONEFOLD_HOME",
+            "saved by that. Name a folder on a disk by --offload-dir or ONEFOLD_OFFLOAD_DIR",
             folder,
             kind,
         )
@@ -274,7 +274,7 @@ def new_disk_file(folder: Path, nbytes: int) -> int:
         raise OSError(
             error.errno,
             f"expected a folder in which files can be made, got {folder}: {error.strerror}. Name "
-            f"another one, on a disk, by --home or ONEFOLD_HOME",
+            f"another one, on a disk, by --offload-dir or ONEFOLD_OFFLOAD_DIR",
         ) from error
     with ExitStack() as leaving:
         leaving.callback(os.close, descriptor)

@@ -123,7 +123,7 @@ class Auditor(Hook):
         note: Callable[[WrongResult | SameProcess], None],
     ) -> None:
         self._context, self._placement = context, placement
-        self._rate, self._heals, self._note = options.audit, not options.audit_stops, note
+        self._rate, self._heals, self._note = options.audit, options.on_corruption == "heal", note
         self._step = 0
         self._kept: dict[int, bytes | None] = {}
         self._healed = -1

@@ -170,12 +170,12 @@ class RunSchedule:
                     f"the saved state of {kind.__name__} has {', '.join(ours)}, which is no state"
                 )
 
-    def go_on(self, run: Mapping[str, Any], changed: Collection[str]) -> None:
+    def go_on(self, run: Mapping[str, Any], allow_changed: Collection[str]) -> None:
         """Continue as the saved run would have.
 
         Args:
             run: the content of ``run.json``.
-            changed: what may differ from it; with ``"schedule"`` this one begins anew.
+            allow_changed: what may differ from it; with ``"schedule"`` this one begins anew.
 
         Raises:
             CheckpointError: the saved state does not fit the schedule.
@@ -183,7 +183,7 @@ class RunSchedule:
         if self.schedule is None:
             return
         self._open = None
-        if "schedule" not in changed:
+        if "schedule" not in allow_changed:
             name = class_of(self.schedule)
             try:
                 self.schedule.load_state_dict(from_json(run["schedule"]["state"]))
