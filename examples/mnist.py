@@ -44,9 +44,9 @@ def main():
     torch.manual_seed(0)
     model = LeNet()
     optimizer = torch.optim.Adam(model.parameters(), lr=options.lr)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.epochs)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.epochs)
     trainer = onefold.Trainer(
-        model, optimizer, loss, shards=8, seed=0, schedule=schedule, schedule_every="epoch"
+        model, optimizer, loss, shards=8, seed=0, scheduler=scheduler, scheduler_every="epoch"
     )
     train = trainer.loader(
         mnist(options.data, train=True), batch_size=options.batch_size, shuffle=True

@@ -267,8 +267,8 @@ MUTANTS: list[Mutant] = [
         "_run_of(table.buffer_rows[shard], run)",
     ),
     Mutant(
-        "a schedule is stepped twice in an epoch that is resumed",
-        "update/schedule.py",
+        "a scheduler is stepped twice in an epoch that is resumed",
+        "update/scheduler.py",
         'self._open < run["epoch"]',
         'self._open <= run["epoch"]',
     ),

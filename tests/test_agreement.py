@@ -167,7 +167,7 @@ def other_rate(n: int) -> None:
 def scheduled(steps: int, every: str = "step") -> None:
     model = line()
     optimizer = sgd(model)
-    stepped(model, optimizer=optimizer, schedule=StepLR(optimizer, steps), schedule_every=every)
+    stepped(model, optimizer=optimizer, scheduler=StepLR(optimizer, steps), scheduler_every=every)
 
 
 def unseeded_teacher(n: int) -> None:
@@ -213,8 +213,8 @@ FROM_THE_START: dict[str, Callable[[int], object]] = {
     r"step 2.*, in d of group 0, d_hat of group 0 of OfAllParameters \(.*radient\): ": lambda n: (
         of_all_parameters()
     ),
-    "the state of the schedule is .* on device 0 and .* on device 1": lambda n: scheduled(3 + n),
-    "schedule_every is epoch on .* and script": lambda n: scheduled(3, ("epoch", "script")[n]),
+    "the state of the scheduler is .* on device 0 and .* on device 1": lambda n: scheduled(3 + n),
+    "scheduler_every is epoch on .* and script": lambda n: scheduled(3, ("epoch", "script")[n]),
     "a module that the loss uses .* other values on device 1": unseeded_teacher,
     "the precision of matrix products is highest on device 0 and high on": library,
 }

@@ -256,8 +256,8 @@ REFUSED: dict[str, Callable[[], object]] = {
     "would be lost in rounding": lambda: trainer_of(precision="bf16-params").gradient(batch_of(1)),
     "would not see the script's": averaged,
     "two batches in one block .* the very same object .*Make it before the block": two_batches,
-    "step the schedule in the script": (
-        lambda: gradient_of(model=(net := Net()), schedule=StepLR(sgd(net), 1))
+    "step the scheduler in the script": (
+        lambda: gradient_of(model=(net := Net()), scheduler=StepLR(sgd(net), 1))
     ),
     r"needs a closure.*Give Trainer None .*trainer.gradient\(batch\).loss": (
         lambda: make_trainer(net := line(), optimizer=torch.optim.LBFGS(net.parameters()))

@@ -71,11 +71,11 @@ def scheduled(optimizers: Mapping[str, Any], *names: str) -> dict[str, Any]:
 
 
 def trainer_of(devices: int | None = 1, *names: str, **choices: Any) -> onefold.Trainer:
-    """With schedules of these names."""
+    """With schedulers of these names."""
     models, optimizers = made()
     choices = {"model": models, "optimizer": optimizers, "loss": LOSSES, **choices}
     if names:
-        choices["schedule"] = scheduled(choices["optimizer"], *names)
+        choices["scheduler"] = scheduled(choices["optimizer"], *names)
     return make_trainer(devices=devices, **choices)
 
 
@@ -103,12 +103,12 @@ def judged(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
 def test_a_plain_loop_comes_to_the_same(
     shards: int, close: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a schedule for each optimizer, which follows its steps."""
+    """With a scheduler for each optimizer, which follows its steps."""
     monkeypatch.setattr(F, "dropout", lambda values, p, training: values)
     if shards > 1:
         monkeypatch.setattr(nn.BatchNorm1d, "forward", lambda self, x: x * self.weight + self.bias)
     models, optimizers = made()
-    schedules = scheduled(optimizers)
+    schedulers = scheduled(optimizers)
     trainer = trainer_of(1, *LOSSES, shards=shards)
     for number in range(1, 5):
         for name in TURNS:
@@ -117,7 +117,7 @@ def test_a_plain_loop_comes_to_the_same(
             loss.backward()
             norm = nn.utils.get_total_norm([p.grad for p in models[name].parameters()])
             optimizers[name].step()
-            schedules[name].step()
+            schedulers[name].step()
             step = trainer.step(batch_of(number), name)
             assert (step.name, float(step.grad_norm)) == (name, pytest.approx(float(norm)))
             assert float(step.loss) == pytest.approx(loss.item())
@@ -232,10 +232,10 @@ ALONE = {"model": ONE, "optimizer": OPTIMIZER, "loss": lambda m, batch: m(batch)
             "is in the optimizers 'discriminator' a",
         ),
         ({"microbatch": "auto"}, "looks for the largest pieces of one loss"),
-        ({"schedule": {"critic": SCHEDULE}}, "schedule has the name 'critic': expected some of"),
-        ({"schedule": SCHEDULE}, "give a dict of schedules, under the same names"),
-        ({"schedule": {"discriminator": SCHEDULE}}, "was made for another optimizer"),
-        (ALONE | {"schedule": {"generator": SCHEDULE}}, "one schedule, as Trainer was given one"),
+        ({"scheduler": {"critic": SCHEDULE}}, "scheduler has the name 'critic': expected some of"),
+        ({"scheduler": SCHEDULE}, "give a dict of schedulers, under the same names"),
+        ({"scheduler": {"discriminator": SCHEDULE}}, "was made for another optimizer"),
+        (ALONE | {"scheduler": {"generator": SCHEDULE}}, "one scheduler, as Trainer was given one"),
     ],
 )
 def test_what_does_not_belong_together_is_refused(changes: dict[str, Any], words: str) -> None:
@@ -291,15 +291,15 @@ def sgd_and_adam(model: nn.Module) -> list[Optimizer]:
     return [torch.optim.SGD([first], lr=0.1, momentum=0.9), torch.optim.Adam(others, lr=0.01)]
 
 
-def schedules_of(optimizers: Sequence[Optimizer]) -> list[LRScheduler]:
+def schedulers_of(optimizers: Sequence[Optimizer]) -> list[LRScheduler]:
     return [StepLR(optimizers[0], 2, gamma=0.5), ExponentialLR(optimizers[1], 0.9)]
 
 
 def joined(make: Any, kind: Any = list, **choices: Any) -> Any:
     given = make(model := layers())
-    both = [kind(given), kind(schedules_of(given))]
+    both = [kind(given), kind(schedulers_of(given))]
     losses: Any = {"left": squares} if kind is left_and_right else squares
-    choices = {"optimizer": both[0], "schedule": both[1], "clip_norm": 0.5, **choices}
+    choices = {"optimizer": both[0], "scheduler": both[1], "clip_norm": 0.5, **choices}
     return make_trainer(model, losses, **choices)
 
 
@@ -322,13 +322,13 @@ each_way = for_each("make", [muon_and_adamw, sgd_and_adam])
 def test_one_shard_has_the_bits_of_a_plain_loop(make: Any, kind: Any) -> None:
     model = layers()
     optimizers = make(model)
-    schedules = schedules_of(optimizers)
+    schedulers = schedulers_of(optimizers)
     for number in range(1, ROUNDS + 1):
         model.zero_grad()
         inputs, targets = points(12, INPUTS)
         squares(model, (inputs * number, targets)).backward()
         clip_grad_norm_(model.parameters(), 0.5)
-        for each in (*optimizers, *schedules):
+        for each in (*optimizers, *schedulers):
             each.step()
     assert bits(train_all(joined(make, kind, shards=1)).model) == bits(model)
 
@@ -355,7 +355,7 @@ def test_bits_do_not_depend_on_devices(make: Any, precision: Any, tmp_path: Path
     [
         (lambda o, s: ([], squares, None), "at least one optimizer, got none"),
         (lambda o, s: (o, squares, s[:1]), "one for each or None, got 1 sched"),
-        (lambda o, s: (o[0], squares, s), "expected a list of schedules beside a list of opt"),
+        (lambda o, s: (o[0], squares, s), "expected a list of schedulers beside a list of opt"),
         (lambda o, s: (o, squares, s[0]), "or a list beside a list"),
         (lambda o, s: (o, squares, s[::-1]), "was made for another optimizer"),
         (
@@ -371,6 +371,6 @@ def test_bits_do_not_depend_on_devices(make: Any, precision: Any, tmp_path: Path
 )
 def test_what_does_not_fit_is_refused(change: Any, message: str) -> None:
     optimizers = sgd_and_adam(model := layers())
-    given, losses, schedule = change(optimizers, schedules_of(optimizers))
+    given, losses, scheduler = change(optimizers, schedulers_of(optimizers))
     with pytest.raises((TypeError, ValueError), match=message):
-        onefold.Trainer(model, given, losses, shards=1, schedule=schedule)
+        onefold.Trainer(model, given, losses, shards=1, scheduler=scheduler)

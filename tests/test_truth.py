@@ -122,12 +122,12 @@ def test_one_shard_has_the_bits_of_the_plain_loop(model: str, loss: Any, name: s
     """Also where the script changes rates between steps."""
     ours, optimizer, theirs, other = both(model, name)
     trainer = make_trainer(ours, loss, optimizer=optimizer, shards=1)
-    schedules = [torch.optim.lr_scheduler.StepLR(o, 2, gamma=0.5) for o in (optimizer, other)]
+    schedulers = [torch.optim.lr_scheduler.StepLR(o, 2, gamma=0.5) for o in (optimizer, other)]
     for batch in batches(model):
         value = float(trainer.step(batch).loss)
         assert value == pytest.approx(plain(theirs, other, loss, [batch])[0], rel=1e-6)
-        for schedule in schedules:
-            schedule.step()
+        for scheduler in schedulers:
+            scheduler.step()
     torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=0, atol=0)
 
 

@@ -79,7 +79,7 @@ def main():
         LeNet().to(device), device_ids=[device.index] if device.type == "cuda" else None
     )
     optimizer = torch.optim.Adam(model.parameters(), lr=options.lr)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.epochs)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.epochs)
     torch.manual_seed(1 + rank)  # other random numbers on every rank from here on
 
     train_set = mnist(options.data, train=True)
@@ -98,7 +98,7 @@ def main():
     for epoch in range(options.epochs):
         sampler.set_epoch(epoch)
         train_loss = train_epoch(model, optimizer, train_loader, device)
-        schedule.step()
+        scheduler.step()
         test_loss, accuracy = evaluate(model, test_loader, device)
         if rank == 0:
             print(

@@ -116,8 +116,8 @@ def main(epochs=8):
     torch.manual_seed(0)
     model = Detector()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=10)
-    trainer = onefold.Trainer(model, optimizer, loss, shards=4, seed=0, schedule=schedule)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=10)
+    trainer = onefold.Trainer(model, optimizer, loss, shards=4, seed=0, scheduler=scheduler)
     loader = trainer.loader(train_set, batch_size=32, shuffle=True, collate=collate)
     for epoch in trainer.epochs(epochs):
         step = None

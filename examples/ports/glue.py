@@ -2,7 +2,7 @@
 
 What changes against the plain loop:
 
-- The DataLoader is handed over; it is made first, as the schedule asks for its length. Its
+- The DataLoader is handed over; it is made first, as the scheduler asks for its length. Its
   `collate` pads the texts of one shard.
 - The linear schedule is given to the trainer, which steps it once a step on any number of devices.
 - `trainer.predict` returns the logits of the whole set in its order, so the metric needs no
@@ -97,11 +97,11 @@ def main(epochs=5, checkpoint=None):
     plain = DataLoader(train_set, batch_size=BATCH, shuffle=True, collate_fn=collate)
     steps = epochs * len(plain)
     warm_up = steps // 10
-    schedule = torch.optim.lr_scheduler.LambdaLR(
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda n: min((n + 1) / (warm_up + 1), (steps - n) / max(1, steps - warm_up))
     )
     trainer = onefold.Trainer(
-        model, optimizer, loss, shards=4, seed=0, schedule=schedule, clip_norm=1.0
+        model, optimizer, loss, shards=4, seed=0, scheduler=scheduler, clip_norm=1.0
     )
     loader = trainer.loader(plain)
     if checkpoint is not None:

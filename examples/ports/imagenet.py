@@ -92,9 +92,9 @@ def main(epochs=6, checkpoint=None):
     torch.manual_seed(0)
     model = small_resnet()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.3)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.3)
     trainer = onefold.Trainer(
-        model, optimizer, loss, shards=4, seed=0, schedule=schedule, schedule_every="epoch"
+        model, optimizer, loss, shards=4, seed=0, scheduler=scheduler, scheduler_every="epoch"
     )
     loader = trainer.loader(train_set, batch_size=BATCH, shuffle=True)
     if checkpoint is not None:

@@ -6,7 +6,7 @@ What changes against the plain loop:
   with what it left, wherever it runs next, also after a checkpoint.
 - `trainer.batches` takes the function that cuts the next piece out of the text. Rows are the first
   dimension here, and not time.
-- The rate that is divided by four where the score does not improve is a schedule that the script
+- The rate that is divided by four where the score does not improve is a scheduler that the script
   steps; the trainer saves it.
 
     python examples/ports/language_model.py
@@ -81,7 +81,7 @@ def main(epochs=8):
     torch.manual_seed(0)
     model = LanguageModel()
     optimizer = torch.optim.SGD(model.parameters(), lr=20.0)
-    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.25, patience=0)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.25, patience=0)
     trainer = onefold.Trainer(
         model,
         optimizer,
@@ -90,8 +90,8 @@ def main(epochs=8):
         seed=0,
         clip_norm=0.25,
         buffers={"hidden": "shard", "cell": "shard"},
-        schedule=schedule,
-        schedule_every="script",
+        scheduler=scheduler,
+        scheduler_every="script",
     )
     batches = trainer.batches(next_piece, per_epoch=pieces)
     for epoch in trainer.epochs(epochs):
@@ -99,7 +99,7 @@ def main(epochs=8):
         for batch in batches:
             total, steps = total + trainer.step(batch).loss, steps + 1
         found = trainer.evaluate(score, torch.utils.data.TensorDataset(held_out), batch_size=8)
-        schedule.step(found["loss"])
+        scheduler.step(found["loss"])
         print(
             f"epoch {epoch}: perplexity {math.exp(total / max(steps, 1)):.2f}, held out "
             f"{math.exp(found['loss']):.2f}, rate {optimizer.param_groups[0]['lr']:g}"

@@ -2,7 +2,7 @@
 
 What changes against the plain loop:
 
-- Trainer is given both optimizers, and both schedules, in lists; all of them make each update.
+- Trainer is given both optimizers, and both schedulers, in lists; all of them make each update.
 - Muon sees whole matrices, on whichever device updates them; the norm is that of all parameters.
 - Windows are drawn by `trainer.batches`, so that a run which is stopped goes on with the same ones.
 
@@ -72,7 +72,7 @@ def make_optimizers(model):
     ]
 
 
-def make_schedules(optimizers, steps):
+def make_schedulers(optimizers, steps):
     def rate(step):
         return min(1.0, (step + 1) / 8) * (1 - step / (steps + 1))
 
@@ -88,10 +88,10 @@ def main(steps=60):
     torch.manual_seed(0)
     text, model = make_text(), Model()
     optimizers = make_optimizers(model)
-    schedules = make_schedules(optimizers, steps)
+    schedulers = make_schedulers(optimizers, steps)
     windows = text.unfold(0, LENGTH + 1, 1)
     trainer = onefold.Trainer(
-        model, optimizers, loss, shards=4, seed=0, schedule=schedules, clip_norm=1.0
+        model, optimizers, loss, shards=4, seed=0, scheduler=schedulers, clip_norm=1.0
     )
 
     def draw(number, generator):

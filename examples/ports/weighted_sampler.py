@@ -4,7 +4,7 @@ What changes against the plain loop:
 
 - `trainer.loader(...)` round the DataLoader, whose batch size is that of all devices together. The
   sampler draws from the trainer's seed, alike on every device.
-- The DataLoader is made before the trainer, as the schedule asks for its length.
+- The DataLoader is made before the trainer, as the scheduler asks for its length.
 
     python examples/ports/weighted_sampler.py
     onefold run --devices 2 examples/ports/weighted_sampler.py
@@ -55,8 +55,8 @@ def main(epochs=8):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, len(SHARES)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * len(plain))
-    trainer = onefold.Trainer(model, optimizer, loss, shards=4, seed=0, schedule=schedule)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * len(plain))
+    trainer = onefold.Trainer(model, optimizer, loss, shards=4, seed=0, scheduler=scheduler)
     loader = trainer.loader(plain)
     for epoch in trainer.epochs(epochs):
         step = None

@@ -22,7 +22,7 @@ from onefold.core.settings import (
     OnNonfinite,
     Precision,
     PrecisionName,
-    ScheduleEvery,
+    SchedulerEvery,
     Settings,
 )
 from onefold.data_order.from_dataloader import DataSource, TorchNames, choose
@@ -33,7 +33,7 @@ from onefold.exchange.memory import Memory
 from onefold.launcher.environment import current_context
 from onefold.passes.collectives import broadcast, gather, model_digests, written
 from onefold.session.session import Session
-from onefold.session.userparts import GivenOptimizer, GivenSchedule, UserParts
+from onefold.session.userparts import GivenOptimizer, GivenScheduler, UserParts
 from onefold.shard.replica import LossFunction
 from onefold.step.result import Step
 from onefold.tools.registry import Tools
@@ -71,10 +71,10 @@ class Trainer:
             it a launcher decides, or one device is used.
         shares: how many shards each device runs, such as ``(3, 1)``; even shares by default.
         threads: of each CPU device; ``max(1, cores // shards)`` by default.
-        schedule: a ``torch.optim.lr_scheduler`` of the optimizer; part of every checkpoint. Of
+        scheduler: a ``torch.optim.lr_scheduler`` of the optimizer; part of every checkpoint. Of
             several optimizers a dict, under their names, or beside a list a list with None for
             those without; each follows the steps of its optimizer.
-        schedule_every: when the schedule is stepped: after each ``"step"`` that updates, when an
+        scheduler_every: when the scheduler is stepped: after each ``"step"`` that updates, when an
             ``"epoch"`` of `epochs` ends, or only where the ``"script"`` calls its ``step`` itself,
             with a score if it takes one, alike on every device.
         clip_norm: scale the whole gradient down to this norm where it is larger.
@@ -125,8 +125,8 @@ class Trainer:
         devices: Sequence[str | torch.device] | None = None,
         shares: Sequence[int] | None = None,
         threads: int | None = None,
-        schedule: GivenSchedule = None,
-        schedule_every: ScheduleEvery = "step",
+        scheduler: GivenScheduler = None,
+        scheduler_every: SchedulerEvery = "step",
         clip_norm: float | None = None,
         clip_value: float | None = None,
         precision: PrecisionName | None = None,
@@ -152,9 +152,9 @@ class Trainer:
             timeout_s=context.options.timeout_s if timeout_s is None else timeout_s,
             threads=threads,
             buffers=dict(buffers or {}),
-            schedule_every=schedule_every,
+            scheduler_every=scheduler_every,
         )
-        user = UserParts.of(model, optimizer, loss, schedule, stages)
+        user = UserParts.of(model, optimizer, loss, scheduler, stages)
         self._tools = Tools(context)
         self._session = session = Session(
             context, user, settings, devices=devices, shares=shares, tools=self._tools
@@ -276,7 +276,7 @@ class Trainer:
     def epochs(self, number: int) -> Iterator[int]:
         """Count epochs from where the run is, which may be inside of one, up to ``number``.
 
-        With ``schedule_every="epoch"`` the schedule is stepped where an epoch with steps ends.
+        With ``scheduler_every="epoch"`` the scheduler is stepped where an epoch with steps ends.
 
         Args:
             number: the epoch before which to stop, counted from 0. The iterator yields the numbers
@@ -305,8 +305,8 @@ class Trainer:
                 something that cannot be cut.
             ValueError: the tensors of the batch disagree in length, lack the dimension, or it is
                 empty; or some shards have samples of some parts alone; or the step is in no epoch,
-                and ``schedule_every`` is ``"epoch"``.
-            RuntimeError: the script has stepped a schedule that is not its own to step.
+                and ``scheduler_every`` is ``"epoch"``.
+            RuntimeError: the script has stepped a scheduler that is not its own to step.
             DisagreementError: another device is in another step, or was given something else.
             StateError, GradientError: a shard changed what it must not, or cannot be added up.
             LossError: the loss is of the wrong shape, or not finite; names step and shard.
@@ -803,7 +803,7 @@ class Trainer:
     ) -> Checkpoint | None:
         """Go on from the newest checkpoint of a directory, on any number of devices.
 
-        Model, optimizer and schedule are then as they were, and `epochs` and loaders go on at the
+        Model, optimizer and scheduler are then as they were, and `epochs` and loaders go on at the
         sample where the run was saved. What the script changes from here on acts on that, also
         where the whole run has done it before. A checkpoint that is damaged is left out with a
         warning. Called on every device; the lead reads.
@@ -813,7 +813,7 @@ class Trainer:
             changed: what may differ from the run that was saved, each giving up a part of the
                 promise: ``"seed"``, ``"shards"``, ``"batch_size"``, ``"dataset"``,
                 ``"clip_norm"``, ``"precision"``, ``"microbatch"``, ``"compile"``, ``"optimizer"``,
-                ``"schedule"``, ``"average"``.
+                ``"scheduler"``, ``"average"``.
             if_any: where there is no checkpoint yet, do nothing, and return None.
 
         Raises:

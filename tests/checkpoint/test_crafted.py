@@ -27,8 +27,8 @@ Path_ = tuple[str | int, ...]
 def trainer_of(model: torch.nn.Module | None = None) -> onefold.Trainer:
     model = model or line()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
-    return make_trainer(model, optimizer=optimizer, schedule=schedule)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    return make_trainer(model, optimizer=optimizer, scheduler=scheduler)
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +130,7 @@ def one_error(call: Callable[[], Any]) -> tuple[str, Any]:
 
 TOP = (
     *("step", "run", "keep", "best", "scores", "files", "epoch", "seed", "shards", "clip_norm"),
-    *("loss_scale", "fingerprint", "threads", "device", "libraries", "schedule", "optimizer"),
+    *("loss_scale", "fingerprint", "threads", "device", "libraries", "scheduler", "optimizer"),
     *("average", "place", "position"),
 )
 """What every record has, apart from ``extra``, which may be anything."""
@@ -170,10 +170,10 @@ BAD: list[tuple[Path_, object, str]] = [
     ),
     (("seed",), 1 << 64, "expected seed to be below"),
     (("libraries",), {}, "libraries.torch is missing"),
-    (("schedule", "state", "step"), 3, "StepLR has step, which is no state"),
-    (("schedule", "settings_at_start"), {"a": {KIND: "code"}}, "schedule: a value is not as a"),
+    (("scheduler", "state", "step"), 3, "StepLR has step, which is no state"),
+    (("scheduler", "settings_at_start"), {"a": {KIND: "code"}}, "scheduler: a value is not as a"),
     (("optimizer", "settings_at_start", 0, "lr"), {KIND: "code"}, "no kind of value 'code'"),
-    (("schedule", "every"), "week", "schedule.every to be `str` matching regex"),
+    (("scheduler", "every"), "week", "scheduler.every to be `str` matching regex"),
     (
         ("optimizer", "parameters"),
         ["weight"],

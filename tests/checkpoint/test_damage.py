@@ -41,8 +41,8 @@ def trainer_of(seed: int) -> onefold.Trainer:
     torch.manual_seed(seed)
     model = Passing()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
-    return make_trainer(model, optimizer=optimizer, schedule=schedule, seed=seed)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    return make_trainer(model, optimizer=optimizer, scheduler=scheduler, seed=seed)
 
 
 def step(trainer: onefold.Trainer) -> None:

@@ -167,11 +167,11 @@ def test_a_refused_load_is_survived_a_failed_save_not(tmp_path: Path, exchange: 
     assert after.startswith("this trainer has left its run")
 
 
-@for_each(("kind", "changed"), [(torch.optim.Adam, "optimizer"), (torch.optim.SGD, "schedule")])
-def test_a_new_optimizer_has_the_schedules_rate(tmp_path: Path, kind: Any, changed: str) -> None:
-    def make(kind: Any, schedule: Any) -> tuple[onefold.Trainer, Any]:
+@for_each(("kind", "changed"), [(torch.optim.Adam, "optimizer"), (torch.optim.SGD, "scheduler")])
+def test_a_new_optimizer_has_the_schedulers_rate(tmp_path: Path, kind: Any, changed: str) -> None:
+    def make(kind: Any, scheduler: Any) -> tuple[onefold.Trainer, Any]:
         optimizer = kind((model := line()).parameters(), lr=0.1)
-        return make_trainer(model, optimizer=optimizer, schedule=schedule(optimizer)), optimizer
+        return make_trainer(model, optimizer=optimizer, scheduler=scheduler(optimizer)), optimizer
 
     decay, by_step = partial(ExponentialLR, gamma=0.5), partial(StepLR, step_size=1, gamma=0.5)
     trainer, _ = make(torch.optim.SGD, decay)
@@ -256,14 +256,14 @@ CHANGES: dict[str, tuple[Any, str, str]] = {
     "shards": (2, "shards 4, this run has 2", "bit for bit"),
     "clip_norm": (1.0, "clip_norm None, this run has 1.0", "other steps"),
     "optimizer": (torch.optim.Adam, "optimizer SGD, this run has Adam", "begins anew"),
-    "schedule": (ExponentialLR, "schedule None, this run has ExponentialLR", "begins anew"),
+    "scheduler": (ExponentialLR, "scheduler None, this run has ExponentialLR", "begins anew"),
 }
 
 
 def changed_trainer(what: str, value: Any) -> onefold.Trainer:
     model = line()
     optimizer = value(model.parameters()) if what == "optimizer" else sgd(model)
-    value = value(optimizer, 0.5) if what == "schedule" else value
+    value = value(optimizer, 0.5) if what == "scheduler" else value
     return make_trainer(model, **{what: value, "optimizer": optimizer})
 
 

@@ -141,24 +141,24 @@ def updates_of_its_own(life: Life) -> str:
 
 
 def scheduled(life: Life, kind: Any, *given: Any, **more: Any) -> tuple[Any, Any, Any]:
-    """A trainer, its loader, and a schedule that the script steps."""
+    """A trainer, its loader, and a scheduler that the script steps."""
     model = network()
     optimizer = adam(model)
-    schedule = kind(optimizer, *given, **more)
-    choices = {"optimizer": optimizer, "schedule": schedule, "schedule_every": "script"}
-    return *begun(life, model, **choices), schedule
+    scheduler = kind(optimizer, *given, **more)
+    choices = {"optimizer": optimizer, "scheduler": scheduler, "scheduler_every": "script"}
+    return *begun(life, model, **choices), scheduler
 
 
-def averages_and_schedule(life: Life) -> str:
-    """From the second epoch on: averages, a schedule, and a layer that was frozen before."""
-    trainer, loader, schedule = scheduled(life, ExponentialLR, 0.7)
+def averages_and_scheduler(life: Life) -> str:
+    """From the second epoch on: averages, a scheduler, and a layer that was frozen before."""
+    trainer, loader, scheduler = scheduled(life, ExponentialLR, 0.7)
     trainer.model[0].requires_grad_(False)
     for epoch in trainer.epochs(EPOCHS):
         trainer.model[0].requires_grad_(epoch > 0)
         if epoch == 1:
             trainer.average(decay=0.9)
         if epoch > 0:
-            schedule.step()
+            scheduler.step()
         through(life, trainer, loader)
     with trainer.averaged():
         averaged = trainer.fingerprint()
@@ -166,17 +166,17 @@ def averages_and_schedule(life: Life) -> str:
 
 
 def plateau_and_batches_used_twice(life: Life) -> str:
-    """A schedule that follows a score, or each batch; some batches are used for two steps."""
-    trainer, loader, schedule = scheduled(life, ReduceLROnPlateau, patience=0, threshold=0.9)
+    """A scheduler that follows a score, or each batch; some batches are used for two steps."""
+    trainer, loader, scheduler = scheduled(life, ReduceLROnPlateau, patience=0, threshold=0.9)
     for epoch in trainer.epochs(EPOCHS):
         for batch in loader:
             for _ in range(1 + epoch % 2):
                 trainer.step(batch)
                 life.tick()
             if epoch == 2:
-                schedule.step(1.0)
+                scheduler.step(1.0)
                 life.tick()
-        schedule.step(trainer.evaluate(score, data(), batch_size=8)["loss"])
+        scheduler.step(trainer.evaluate(score, data(), batch_size=8)["loss"])
         life.tick()
     return result(trainer)
 
@@ -196,7 +196,7 @@ def side_by_side(life: Life) -> str:
 
 SCRIPTS = (
     *(changed_at_each_epoch, counted_steps, plain_range, updates_of_its_own),
-    *(averages_and_schedule, plateau_and_batches_used_twice, side_by_side),
+    *(averages_and_scheduler, plateau_and_batches_used_twice, side_by_side),
 )
 
 
@@ -437,7 +437,7 @@ def test_by_time_all_save_the_same_steps(monkeypatch: pytest.MonkeyPatch, every_
     assert list(saved.values()) == ([[4, 8, 12]] * 2 if every_s else [[], []])
 
 
-def a_schedule_of_the_scripts(life: Life) -> None:
+def a_scheduler_of_the_scripts(life: Life) -> None:
     optimizer = adam(model := network())
     ExponentialLR(optimizer, 0.5)
     through(life, *begun(life, model, optimizer=optimizer))
@@ -453,7 +453,7 @@ def without_an_optimizer(life: Life) -> None:
     [
         (lambda life: begun(life)[0].gradient(points(8)), "goes on at the very sample where a run"),
         (lambda life: (begun(life), begun(life)), "onefold run --checkpoint follows one Trainer"),
-        (a_schedule_of_the_scripts, "a learning-rate schedule is attached to the optimizer"),
+        (a_scheduler_of_the_scripts, "a learning rate scheduler is attached to the optimizer"),
         (without_an_optimizer, "what the script's own keeps would be lost. Call trainer.save"),
     ],
 )

@@ -20,14 +20,14 @@ from tests.step.assembled import devices_of, settings_of
 from tests.tables import for_each
 
 Change = Callable[[nn.Sequential], object]
-Schedule = Callable[[torch.optim.Optimizer], Any]
+Scheduler = Callable[[torch.optim.Optimizer], Any]
 
 
 def said(
     change: Change = lambda _: None,
     *,
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] = sgd,
-    schedule: Schedule = lambda _: None,
+    scheduler: Scheduler = lambda _: None,
     trainer: int = 0,
     gpus: Sequence[torch.device] = (),
     **settings: Any,
@@ -38,7 +38,7 @@ def said(
     made, devices = optimizer(module), devices_of(2, own=[1], trainer=trainer)
     if gpus:
         devices = replace(devices, all=tuple(gpus), own=tuple(range(len(gpus))))
-    return describe(parts, made, settings_of(**settings), devices, Shares((2, 2)), schedule(made))
+    return describe(parts, made, settings_of(**settings), devices, Shares((2, 2)), scheduler(made))
 
 
 def compared(*each: dict[str, str]) -> None:
@@ -52,7 +52,7 @@ def by_lambda(optimizer: torch.optim.Optimizer) -> Any:
 
 def test_devices_that_are_alike_are_not_refused(caplog: pytest.LogCaptureFixture) -> None:
     compared(said(), said(), said())
-    compared(said(schedule=by_lambda), said(schedule=by_lambda))
+    compared(said(scheduler=by_lambda), said(scheduler=by_lambda))
     # Only sets depend on the hashes of text, so other ones are no error.
     compared(said(), *({**said(), "a hash": each} for each in "123"))
     assert len([m for m in caplog.messages if "set PYTHONHASHSEED=0" in m]) == 1
@@ -63,7 +63,7 @@ CHOICES: dict[str, dict[str, Any]] = {
     "clip_norm is None on device 0 and 0.5 on": {"clip_norm": 0.5},
     "the rules of buffers is {} on device 0 and": {"buffers": {"*": "max"}},
     "the number of Trainers before this one is 0 on device 0": {"trainer": 1},
-    "the schedule is None on device 0 and LambdaLR on": {"schedule": by_lambda},
+    "the scheduler is None on device 0 and LambdaLR on": {"scheduler": by_lambda},
     "the optimizer is SGD on device 0 and Rprop on": {
         "optimizer": lambda m: torch.optim.Rprop(m.parameters(), lr=0.1)
     },

@@ -79,7 +79,7 @@ def draw(seed: int, exchange: str | None = None) -> Case:
         groups=rng.choice((1, 1, 2, 3)),
         hook=rng.choice(list(HOOKS)) if rng.random() < 0.3 else None,
         clip_norm=rng.choice((0.01, 1.0, 100.0)) if rng.random() < 0.3 else None,
-        schedule=rng.choice(list(SCHEDULES)) if rng.random() < 0.25 else None,
+        scheduler=rng.choice(list(SCHEDULES)) if rng.random() < 0.25 else None,
         buffers=rng.choice(("mean", "max", "sum", "first")) if rng.random() < 0.1 else None,
         shards=shards,
         devices=devices,
@@ -158,7 +158,7 @@ def _made_possible(case: Case, rng: random.Random) -> Case:
         case = case.but(buffers=None)  # no number is the largest of complex ones
     if case.optimizer == "muon" and case.hook == "dropped":
         case = case.but(hook=None)
-    if case.schedule is not None:
+    if case.scheduler is not None:
         case = case.but(events=tuple(each for each in case.events if each[1] != "rate"))
         if case.optimizer == "adam-tensor":
             case = case.but(optimizer="adam")

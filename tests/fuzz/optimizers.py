@@ -1,4 +1,4 @@
-"""Optimizers of every kind, in several groups, schedules for them, and hooks."""
+"""Optimizers of every kind, in several groups, schedulers for them, and hooks."""
 
 import random
 from collections.abc import Callable, Iterable

@@ -22,7 +22,7 @@ class PlainLoop:
 
     def __init__(self, case: Case) -> None:
         self.case = case
-        self.model, self.optimizer, self.schedule = build(case)
+        self.model, self.optimizer, self.scheduler = build(case)
         make = OF_PYTORCH.get(case.loss) or LOSSES[case.loss][0]
         self.loss = make(self.model)
 
@@ -44,8 +44,8 @@ class PlainLoop:
                 p.grad = p.grad.clone()
         self._clip()
         self.optimizer.step()
-        if self.schedule is not None:
-            self.schedule.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
         return float(value.detach())
 
     def _clip(self) -> None:
@@ -59,8 +59,8 @@ def judge_plain(case: Case) -> Verdict:
     """Run a case beside a plain loop."""
     verdict = Verdict(case, "to the bit" if case.shards == 1 else "in float64 to 1e-9")
     plain = PlainLoop(case)
-    model, optimizer, schedule = build(case)
-    settings = settings_of(case, model, schedule, case.devices)
+    model, optimizer, scheduler = build(case)
+    settings = settings_of(case, model, scheduler, case.devices)
     trainer = onefold.Trainer(model, optimizer, LOSSES[case.loss][0](model), **settings)
     try:
         for number in range(1, case.steps + 1):

@@ -24,7 +24,7 @@ KEPT_BY_THE_SCRIPT = (
     *("shares", "momentum", "dropout", "eval", "train", "freeze", "thaw", "hook", "attribute"),
 )
 """What no checkpoint holds: a script that goes on does it again."""
-_CHECKPOINT_TELLS = ("step", "epoch", "position", "optimizer", "schedule")
+_CHECKPOINT_TELLS = ("step", "epoch", "position", "optimizer", "scheduler")
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Ending:
 
 
 def build(case: Case) -> tuple[Any, torch.optim.Optimizer, Any]:
-    """Model, optimizer and schedule, alike each time."""
+    """Model, optimizer and scheduler, alike each time."""
     with torch.random.fork_rng():
         torch.manual_seed(case.seed)
         model = Net(case.stem, case.blocks)
@@ -44,11 +44,13 @@ def build(case: Case) -> tuple[Any, torch.optim.Optimizer, Any]:
     optimizer = make_optimizer(case.optimizer, model, case.groups, case.seed)
     if case.hook is not None:
         HOOKS[case.hook][0](model, optimizer)
-    schedule = None if case.schedule is None else SCHEDULES[case.schedule](optimizer)
-    return model, optimizer, schedule
+    scheduler = None if case.scheduler is None else SCHEDULES[case.scheduler](optimizer)
+    return model, optimizer, scheduler
 
 
-def settings_of(case: Case, model: nn.Module, schedule: Any, devices: int | None) -> dict[str, Any]:
+def settings_of(
+    case: Case, model: nn.Module, scheduler: Any, devices: int | None
+) -> dict[str, Any]:
     """Arguments of Trainer."""
     rules = case.buffers and any(True for _ in model.buffers())
     fits = case.shares is not None and len(case.shares) == (devices or case.devices)
@@ -58,7 +60,7 @@ def settings_of(case: Case, model: nn.Module, schedule: Any, devices: int | None
         "devices": None if devices is None else ["cpu"] * devices,
         "shares": case.shares if fits else None,
         "threads": 1,
-        "schedule": schedule,
+        "scheduler": scheduler,
         "clip_norm": case.clip_norm,
         "buffers": {"*": case.buffers} if rules else None,
     }
@@ -121,9 +123,9 @@ class Script:
 
     def __init__(self, case: Case, devices: int | None, lines: list[str], folder: Path) -> None:
         self.case, self.lines, self.folder = case, lines, folder
-        self.model, self.optimizer, self.schedule = build(case)
+        self.model, self.optimizer, self.scheduler = build(case)
         self.loss = LOSSES[case.loss][0](self.model)
-        settings = settings_of(case, self.model, self.schedule, devices)
+        settings = settings_of(case, self.model, self.scheduler, devices)
         self.trainer = onefold.Trainer(self.model, self.optimizer, self.loss, **settings)
 
     def go(self, until: int, *, save_to: Path | None = None) -> None:
@@ -281,6 +283,6 @@ def _digest_of(checkpoint: Path) -> str:
     }
     told = json.loads((checkpoint / "run.json").read_text())
     kept = {key: told[key] for key in _CHECKPOINT_TELLS}
-    for part in filter(None, (kept["optimizer"], kept["schedule"])):
+    for part in filter(None, (kept["optimizer"], kept["scheduler"])):
         part.pop("settings_at_start")
     return json.dumps([tensors, kept], sort_keys=True)

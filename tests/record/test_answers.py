@@ -92,12 +92,12 @@ def chosen(life: Life) -> str:
 
 
 def plateau(life: Life) -> str:
-    """A schedule that the script steps by a loss, and a value that it keeps itself."""
+    """A scheduler that the script steps by a loss, and a value that it keeps itself."""
     net = model()
     optimizer = sgd(net)
-    schedule = ReduceLROnPlateau(optimizer, patience=0, factor=0.5, threshold=0.5)
+    scheduler = ReduceLROnPlateau(optimizer, patience=0, factor=0.5, threshold=0.5)
     trainer = life.trainer(
-        net, loss, optimizer=optimizer, schedule=schedule, schedule_every="script", shards=2
+        net, loss, optimizer=optimizer, scheduler=scheduler, scheduler_every="script", shards=2
     )
     rates = []
     for _ in trainer.epochs(EPOCHS):
@@ -106,7 +106,7 @@ def plateau(life: Life) -> str:
             last = trainer.step(batch).loss
         with trainer.modifying(), torch.no_grad():
             net[2].bias.mul_(0.5)
-        schedule.step(trainer.state("last", float(last)))
+        scheduler.step(trainer.state("last", float(last)))
         life.tick()
         rates.append(optimizer.param_groups[0]["lr"])
     return f"{trainer.fingerprint()} {rates}"
@@ -460,29 +460,29 @@ def test_a_rate_is_changed_as_the_warning_says(
     assert said.format(0.02, 0.1) in caplog.text
 
 
-def test_a_longer_run_is_told_that_its_schedule_is_not(
+def test_a_longer_run_is_told_that_its_scheduler_is_not(
     runs: Runs, caplog: pytest.LogCaptureFixture
 ) -> None:
     def script(life: Life, *, epochs: int) -> str:
         optimizer = sgd(net := model())
-        schedule = CosineAnnealingLR(optimizer, 4 * epochs)
-        trainer = life.trainer(net, loss, optimizer=optimizer, schedule=schedule, shards=2)
+        scheduler = CosineAnnealingLR(optimizer, 4 * epochs)
+        trainer = life.trainer(net, loss, optimizer=optimizer, scheduler=scheduler, shards=2)
         for _ in trainer.epochs(epochs):
             for batch in trainer.loader(data(), batch_size=6):
                 trainer.step(batch)
-        return str(schedule.T_max)
+        return str(scheduler.T_max)
 
     said = (
-        "schedule.T_max was 4 in the script that saved the checkpoint and is 8 in this one; the "
-        "checkpoint's value is used. To change it, set schedule.T_max in the loop, under `if not "
-        "trainer.replaying:`, or begin the schedule anew with the script's settings: onefold run "
-        "--allow-changed schedule"
+        "scheduler.T_max was 4 in the script that saved the checkpoint and is 8 in this one; the "
+        "checkpoint's value is used. To change it, set scheduler.T_max in the loop, under `if not "
+        "trainer.replaying:`, or begin the scheduler anew with the script's settings: onefold run "
+        "--allow-changed scheduler"
     )
     assert runs.start(partial(script, epochs=1)) == "4"
     assert runs.start(partial(script, epochs=2)) == "4"
     assert caplog.text.count(said) == 1
-    assert runs.start(partial(script, epochs=3), allow_changed=("schedule",)) == "12"
-    assert caplog.text.count("schedule.T_max was") == 1
+    assert runs.start(partial(script, epochs=3), allow_changed=("scheduler",)) == "12"
+    assert caplog.text.count("scheduler.T_max was") == 1
 
 
 def change(trainer: onefold.Trainer) -> None:

@@ -49,13 +49,13 @@ def main() -> None:
         nn.Linear(16, 300), nn.BatchNorm1d(300), nn.Dropout(0.2), nn.Linear(300, 3)
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)
 
     def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         inputs, labels = batch
         return nn.functional.cross_entropy(model(inputs), labels, reduction="none")
 
-    trainer = onefold.Trainer(model, optimizer, loss, shards=4, seed=5, schedule=schedule)
+    trainer = onefold.Trainer(model, optimizer, loss, shards=4, seed=5, scheduler=scheduler)
     workers = int(os.environ.get("SOAK_WORKERS", "0"))
     batches = trainer.loader(Augmented(), batch_size=BATCH, shuffle=True, workers=workers)
     for _ in trainer.epochs(EPOCHS):

@@ -68,7 +68,7 @@ def test_settings_in_another_order_are_the_same() -> None:
 
 
 def test_a_rate_in_a_tensor_counts_by_its_value_and_keeps_its_identity() -> None:
-    """A schedule, or a graph of a GPU, may hold it."""
+    """A scheduler, or a graph of a GPU, may hold it."""
     lead, other = adam(torch.tensor(0.3)), adam(torch.tensor(0.1))
     rate = other.param_groups[0]["lr"]
     settings = GroupSettings(other)

@@ -47,7 +47,7 @@ def test_the_exchange_is_known_before_a_failure(monkeypatch: pytest.MonkeyPatch)
             settings=settings_of(shards=2),
             devices=devices_of(2),
             shares=Shares((1, 1)),
-            schedule=None,
+            scheduler=None,
             joined=came.append,
         )
     assert len(came) == 1

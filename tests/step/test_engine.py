@@ -29,13 +29,15 @@ class Weighed:
 
 
 def test_a_step_without_weight_is_skipped_by_all() -> None:
-    """Neither parameters, nor the optimizer's state, nor schedule or average move; it counts."""
+    """Neither parameters, nor the optimizer's state, nor scheduler or average move; it counts."""
     found = []
     for devices in (1, 2, 4):
         loss, model = Weighed(), nn.Sequential(nn.BatchNorm1d(3), line())
         optimizer = sgd(model)
-        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-        trainer = make_trainer(model, loss, optimizer=optimizer, devices=devices, schedule=schedule)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        trainer = make_trainer(
+            model, loss, optimizer=optimizer, devices=devices, scheduler=scheduler
+        )
         trainer.average(decay=0.5)
         prints = []
         for number, on in enumerate((True, False, True, False), start=1):

@@ -156,9 +156,9 @@ def test_a_hook_that_comes_too_late_is_refused(way: str, devices: int) -> None:
         trainer.step(points(12, 130))
 
 
-@for_each("first", ["hook", "wrapper, schedule", "schedule, wrapper"])
-def test_a_hook_beside_a_schedule_sees_whole_parameters(first: str) -> None:
-    """A schedule wraps ``step``, too."""
+@for_each("first", ["hook", "wrapper, scheduler", "scheduler, wrapper"])
+def test_a_hook_beside_a_scheduler_sees_whole_parameters(first: str) -> None:
+    """A scheduler wraps ``step``, too."""
     model = model_of()
     optimizer = adam(model)
     seen: list[torch.Size] = []
@@ -167,7 +167,7 @@ def test_a_hook_beside_a_schedule_sees_whole_parameters(first: str) -> None:
         seen.extend(p.shape for p in parameters_of(optimizer))
 
     for each in first.split(", "):
-        if each == "schedule":
+        if each == "scheduler":
             lr_scheduler.StepLR(optimizer, 1)
         elif each == "hook":
             optimizer.register_step_pre_hook(look)

@@ -95,16 +95,16 @@ def main(epochs=5, checkpoint=None):
     plain = DataLoader(train_set, batch_size=BATCH, shuffle=True, collate_fn=collate)
     steps = epochs * len(plain)
     warm_up = steps // 10
-    schedule = torch.optim.lr_scheduler.LambdaLR(
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda n: min((n + 1) / (warm_up + 1), (steps - n) / max(1, steps - warm_up))
     )
-    model, optimizer, plain, dev, schedule = accelerator.prepare(
-        model, optimizer, plain, dev, schedule
+    model, optimizer, plain, dev, scheduler = accelerator.prepare(
+        model, optimizer, plain, dev, scheduler
     )
     first = 0
     if checkpoint is not None and os.path.exists(checkpoint):
         accelerator.load_state(checkpoint)
-        first = schedule.scheduler.last_epoch // len(plain)
+        first = scheduler.scheduler.last_epoch // len(plain)
     for epoch in range(first, epochs):
         total = samples = 0
         for batch in plain:
@@ -113,7 +113,7 @@ def main(epochs=5, checkpoint=None):
             accelerator.backward(value)
             accelerator.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
-            schedule.step()
+            scheduler.step()
             value = accelerator.reduce(value.detach(), "mean")
             count = len(batch["labels"])
             total, samples = total + value.item() * count, samples + count

@@ -101,7 +101,7 @@ def main(epochs=6, checkpoint=None):
     set_seed(0, device_specific=True)  # other noise on each process
     model = small_resnet()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.3)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.3)
     loader = DataLoader(train_set, batch_size=BATCH, shuffle=True)
     dev = DataLoader(held_out, batch_size=100)
     first, best = 0, 0.0
@@ -109,21 +109,21 @@ def main(epochs=6, checkpoint=None):
         saved = torch.load(checkpoint, map_location="cpu")
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
-        schedule.load_state_dict(saved["schedule"])
+        scheduler.load_state_dict(saved["scheduler"])
         first, best = saved["epoch"], saved["best"]
-    model, optimizer, loader, dev, schedule = accelerator.prepare(
-        model, optimizer, loader, dev, schedule
+    model, optimizer, loader, dev, scheduler = accelerator.prepare(
+        model, optimizer, loader, dev, scheduler
     )
     for epoch in range(first, epochs):
         train(model, loader, optimizer, epoch, accelerator)
         scores = evaluate(model, dev, accelerator)
-        schedule.step()
+        scheduler.step()
         accelerator.print(f"held out: top1 {scores['top1']:.1%}, top2 {scores['top2']:.1%}")
         if checkpoint is not None:
             is_best, best = scores["top1"] > best, max(scores["top1"], best)
             state = {"model": accelerator.unwrap_model(model).state_dict()}
             state |= {"optimizer": optimizer.state_dict()}
-            state |= {"schedule": schedule.state_dict(), "epoch": epoch + 1, "best": best}
+            state |= {"scheduler": scheduler.state_dict(), "epoch": epoch + 1, "best": best}
             accelerator.save(state, checkpoint)
             if is_best and accelerator.is_main_process:
                 shutil.copyfile(checkpoint, checkpoint + ".best")

@@ -66,7 +66,7 @@ def main(epochs=8):
     set_seed(0, device_specific=True)  # other noise on each process
     model = LanguageModel()
     optimizer = torch.optim.SGD(model.parameters(), lr=20.0)
-    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.25, patience=0)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.25, patience=0)
     model, optimizer = accelerator.prepare(model, optimizer)
     for epoch in range(epochs):
         total = steps = 0
@@ -80,7 +80,7 @@ def main(epochs=8):
             total += accelerator.reduce(value.detach(), "mean").item()
             steps += 1
         found = evaluate(model, held_out, accelerator)
-        schedule.step(found)
+        scheduler.step(found)
         accelerator.print(
             f"epoch {epoch}: perplexity {math.exp(total / max(steps, 1)):.2f}, held out "
             f"{math.exp(found):.2f}, rate {optimizer.param_groups[0]['lr']:g}"

@@ -140,7 +140,7 @@ def main(epochs=8):
     model = Detector().to(device)
     ddp = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=10)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=10)
     sampler = DistributedSampler(train_set)
     loader = DataLoader(train_set, batch_size=32 // world, sampler=sampler, collate_fn=collate)
     shard = torch.utils.data.Subset(held_out, range(rank, len(held_out), world))
@@ -152,7 +152,7 @@ def main(epochs=8):
             value, values = loss(ddp, moved(batch, device))
             value.backward()
             optimizer.step()
-            schedule.step()
+            scheduler.step()
         found = predictions(model, dev, device)
         value, share = mean_over_ranks(value), recall(found, shard)
         values = {name: mean_over_ranks(each) for name, each in values.items()}

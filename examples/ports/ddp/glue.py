@@ -122,7 +122,7 @@ def main(epochs=5, checkpoint=None):
     plain = DataLoader(train_set, batch_size=BATCH // world, sampler=sampler, collate_fn=collate)
     steps = epochs * len(plain)
     warm_up = steps // 10
-    schedule = torch.optim.lr_scheduler.LambdaLR(
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda n: min((n + 1) / (warm_up + 1), (steps - n) / max(1, steps - warm_up))
     )
     first = 0
@@ -130,7 +130,7 @@ def main(epochs=5, checkpoint=None):
         saved = torch.load(checkpoint, map_location=device)
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
-        schedule.load_state_dict(saved["schedule"])
+        scheduler.load_state_dict(saved["scheduler"])
         first = saved["epoch"]
     for epoch in range(first, epochs):
         total = samples = 0
@@ -142,7 +142,7 @@ def main(epochs=5, checkpoint=None):
             value.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
-            schedule.step()
+            scheduler.step()
             value = mean_over_ranks(value)
             count = len(batch["labels"])
             total, samples = total + value.item() * count, samples + count
@@ -155,7 +155,7 @@ def main(epochs=5, checkpoint=None):
             )
         if checkpoint is not None and rank == 0:
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-            state |= {"schedule": schedule.state_dict(), "epoch": epoch + 1}
+            state |= {"scheduler": scheduler.state_dict(), "epoch": epoch + 1}
             torch.save(state, checkpoint)
     dist.barrier()
     dist.destroy_process_group()

@@ -124,7 +124,7 @@ def main(epochs=6, checkpoint=None):
     model = small_resnet().to(device)
     ddp = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.3)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.3)
     sampler = DistributedSampler(train_set)
     loader = DataLoader(train_set, batch_size=BATCH // world, sampler=sampler)
     shard = torch.utils.data.Subset(held_out, range(rank, len(held_out), world))
@@ -133,19 +133,19 @@ def main(epochs=6, checkpoint=None):
         saved = torch.load(checkpoint, map_location=device)
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
-        schedule.load_state_dict(saved["schedule"])
+        scheduler.load_state_dict(saved["scheduler"])
         first, best = saved["epoch"], saved["best"]
     for epoch in range(first, epochs):
         sampler.set_epoch(epoch)
         train(ddp, loader, optimizer, epoch, device)
         scores = evaluate(model, DataLoader(shard, batch_size=100), device)
-        schedule.step()
+        scheduler.step()
         if rank == 0:
             print(f"held out: top1 {scores['top1']:.1%}, top2 {scores['top2']:.1%}")
         if checkpoint is not None and rank == 0:
             is_best, best = scores["top1"] > best, max(scores["top1"], best)
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-            state |= {"schedule": schedule.state_dict(), "epoch": epoch + 1, "best": best}
+            state |= {"scheduler": scheduler.state_dict(), "epoch": epoch + 1, "best": best}
             torch.save(state, checkpoint)
             if is_best:
                 shutil.copyfile(checkpoint, checkpoint + ".best")

@@ -83,7 +83,7 @@ def main(epochs=8):
     model = LanguageModel().to(device)
     ddp = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=20.0)
-    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.25, patience=0)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.25, patience=0)
     for epoch in range(epochs):
         total = steps = 0
         state = None
@@ -95,7 +95,7 @@ def main(epochs=8):
             optimizer.step()
             total, steps = total + mean_over_ranks(value).item(), steps + 1
         found = evaluate(model, held_out)
-        schedule.step(found)
+        scheduler.step(found)
         if rank == 0:
             print(
                 f"epoch {epoch}: perplexity {math.exp(total / max(steps, 1)):.2f}, held out "

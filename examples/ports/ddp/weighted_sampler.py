@@ -95,7 +95,7 @@ def main(epochs=8):
     model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, len(SHARES))).to(device)
     ddp = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * len(plain))
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * len(plain))
     shard = torch.utils.data.Subset(held_out, range(rank, len(held_out), world))
     for epoch in range(epochs):
         for batch in plain:
@@ -104,7 +104,7 @@ def main(epochs=8):
             value, values = loss(ddp, batch)
             value.backward()
             optimizer.step()
-            schedule.step()
+            scheduler.step()
         scores = evaluate(model, DataLoader(shard, batch_size=200), device)
         found = ", ".join(f"{name} {share:.1%}" for name, share in scores.items())
         value, rare = mean_over_ranks(value), mean_over_ranks(values["rare"])

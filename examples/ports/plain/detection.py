@@ -105,7 +105,7 @@ def main(epochs=8):
     torch.manual_seed(0)
     model = Detector()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=10)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=10)
     loader = DataLoader(train_set, batch_size=32, shuffle=True, collate_fn=collate)
     dev = DataLoader(held_out, batch_size=40, collate_fn=collate)
     for epoch in range(epochs):
@@ -114,7 +114,7 @@ def main(epochs=8):
             value, values = loss(model, batch)
             value.backward()
             optimizer.step()
-            schedule.step()
+            scheduler.step()
         found = predictions(model, dev)
         values = ", ".join(f"{name} {each:.3f}" for name, each in values.items())
         print(f"epoch {epoch}: loss {value:.4f} ({values}), {recall(found, held_out):.1%}")

@@ -97,24 +97,24 @@ def main(epochs=6, checkpoint=None):
     torch.manual_seed(0)
     model = small_resnet()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.3)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.3)
     loader = DataLoader(train_set, batch_size=BATCH, shuffle=True)
     first, best = 0, 0.0
     if checkpoint is not None and os.path.exists(checkpoint):
         saved = torch.load(checkpoint)
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
-        schedule.load_state_dict(saved["schedule"])
+        scheduler.load_state_dict(saved["scheduler"])
         first, best = saved["epoch"], saved["best"]
     for epoch in range(first, epochs):
         train(model, loader, optimizer, epoch)
         scores = evaluate(model, DataLoader(held_out, batch_size=100))
-        schedule.step()
+        scheduler.step()
         print(f"held out: top1 {scores['top1']:.1%}, top2 {scores['top2']:.1%}")
         if checkpoint is not None:
             is_best, best = scores["top1"] > best, max(scores["top1"], best)
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-            state |= {"schedule": schedule.state_dict(), "epoch": epoch + 1, "best": best}
+            state |= {"scheduler": scheduler.state_dict(), "epoch": epoch + 1, "best": best}
             torch.save(state, checkpoint)
             if is_best:
                 shutil.copyfile(checkpoint, checkpoint + ".best")

@@ -60,7 +60,7 @@ def main(epochs=8):
     torch.manual_seed(0)
     model = LanguageModel()
     optimizer = torch.optim.SGD(model.parameters(), lr=20.0)
-    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.25, patience=0)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.25, patience=0)
     for epoch in range(epochs):
         total = steps = 0
         state = None
@@ -72,7 +72,7 @@ def main(epochs=8):
             optimizer.step()
             total, steps = total + value.item(), steps + 1
         found = evaluate(model, held_out)
-        schedule.step(found)
+        scheduler.step(found)
         print(
             f"epoch {epoch}: perplexity {math.exp(total / max(steps, 1)):.2f}, held out "
             f"{math.exp(found):.2f}, rate {optimizer.param_groups[0]['lr']:g}"

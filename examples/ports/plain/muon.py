@@ -60,7 +60,7 @@ def make_optimizers(model):
     ]
 
 
-def make_schedules(optimizers, steps):
+def make_schedulers(optimizers, steps):
     def rate(step):
         return min(1.0, (step + 1) / 8) * (1 - step / (steps + 1))
 
@@ -76,7 +76,7 @@ def main(steps=60):
     torch.manual_seed(0)
     text, model = make_text(), Model()
     optimizers = make_optimizers(model)
-    schedules = make_schedules(optimizers, steps)
+    schedulers = make_schedulers(optimizers, steps)
     windows = text.unfold(0, LENGTH + 1, 1)
     for number in range(steps):
         batch = windows[torch.randint(len(windows), (BATCH,))]
@@ -85,9 +85,9 @@ def main(steps=60):
         total = loss(model, batch)
         total.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer, schedule in zip(optimizers, schedules, strict=True):
+        for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
             optimizer.step()
-            schedule.step()
+            scheduler.step()
         if number % 20 == 0:
             print(f"step {number}: loss {total:.4f}")
     return model

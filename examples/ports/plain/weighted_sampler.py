@@ -53,14 +53,14 @@ def main(epochs=8):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, len(SHARES)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * len(plain))
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * len(plain))
     for epoch in range(epochs):
         for batch in plain:
             optimizer.zero_grad()
             value, values = loss(model, batch)
             value.backward()
             optimizer.step()
-            schedule.step()
+            scheduler.step()
         scores = evaluate(model, DataLoader(held_out, batch_size=200))
         found = ", ".join(f"{name} {share:.1%}" for name, share in scores.items())
         print(f"epoch {epoch}: loss {value:.4f}, {values['rare']:.0%} rare; found of {found}")

@@ -8,7 +8,7 @@ Note: when the checkpoint's values become the run's
 A resumed script runs again from its beginning. Where the record of its run knows what it asked
 for, it is answered from there, step by step (`onefold.record.answers`); else it goes through the
 beginning of the epoch that it was in (of all epochs, where it loops by ``range``), whose passes
-come empty. Either way it may change the model, step a schedule, copy a target network. The
+come empty. Either way it may change the model, step a scheduler, copy a target network. The
 checkpoint has the effect of all that. So its values are taken where the checkpoint was made, and
 not before::
 
@@ -37,10 +37,10 @@ The place is where the checkpoint was made, as it says itself:
   With a record, the place is right behind the call that came last; else it is the beginning of the
   pass that was under way, or of the next epoch.
 
-While answers are still to come, the optimizer's settings and the schedule stay the script's own:
+While answers are still to come, the optimizer's settings and the scheduler stay the script's own:
 they arrive at the checkpoint's by themselves. Without a record, what `evaluate` and `predict`
 return before the place, after a loop has begun, cannot be what it was. That is reported once, with
-the line. What a script makes of it is taken back where it can be: schedules and settings are the
+the line. What a script makes of it is taken back where it can be: schedulers and settings are the
 checkpoint's at the place, and a loader of another subset is refused
 (`onefold.data_order.position`). Its own variables cannot be seen.
 """
@@ -126,7 +126,7 @@ class Autosave:
 
     A checkpoint that is due after a step is written when the next one begins, so that it has all
     that the script has done by then: at the end of an epoch, at the beginning of the next one, to
-    its schedule, in an update of its own. A resumed run goes on at that very place, see
+    its scheduler, in an update of its own. A resumed run goes on at that very place, see
     `Resumption`. One that falls between two steps of one batch, or between the
     steps of batches that several loaders have read side by side, waits for the last of these.
 
@@ -182,7 +182,7 @@ class Autosave:
         self._every, self._keeping = options.save_every, Keeping(options.keep_last)
         self._clock = SaveClock(progress, options.save_every_s, decides=devices.has_lead)
         self._checkpoints, self._position, self._blocks = checkpoints, position, blocks
-        self._schedule = checkpoints.schedule
+        self._scheduler = checkpoints.scheduler
         self._saved = max(position.step, resumption.step)
         self._at_next = False
         """Whether the checkpoint that is due is to be written as the next step begins."""
@@ -202,7 +202,7 @@ class Autosave:
             gradient: whether the update is the script's own.
 
         Raises:
-            ValueError: the script cuts its batches itself, or steps a schedule that no checkpoint
+            ValueError: the script cuts its batches itself, or steps a scheduler that no checkpoint
                 would hold.
         """
         if batch.data_pass is None and gradient:
@@ -222,12 +222,12 @@ class Autosave:
         self._reuses |= self._position.has_used(batch)
         if self._blocks_before is None:
             self._blocks_before = self._blocks()
-        if self._schedule.is_missing:
+        if self._scheduler.is_missing:
             raise ValueError(
-                "a learning-rate schedule is attached to the optimizer that onefold run "
+                "a learning rate scheduler is attached to the optimizer that onefold run "
                 "--checkpoint does not save, as Trainer was not given it: make Trainer with "
-                'schedule=schedule and schedule_every="script", and leave the lines that step it '
-                'as they are; or with schedule_every="epoch" or "step", and without those lines'
+                'scheduler=scheduler and scheduler_every="script", and leave the lines that step '
+                'it as they are; or with scheduler_every="epoch" or "step", and without those lines'
             )
 
     def before_step(self, batch: ShardedBatch) -> bool:
@@ -272,7 +272,7 @@ class Autosave:
         self._at_next = between or self._put_off > _MOST_PUT_OFF
         # Asked to stop at the end of an epoch: what the script does there may take longer than the
         # grace, so save before it as well, unless it may change what is saved between two steps.
-        plain = updated and not self._reuses and not self._schedule.is_the_scripts
+        plain = updated and not self._reuses and not self._scheduler.is_the_scripts
         plain = plain and self._blocks() == self._blocks_before
         if self._stop and plain and between and self._position.is_at_an_end():
             self._write(None)
@@ -390,7 +390,7 @@ class Resumption:
             self._position.replaying = lambda: self.answering
             self._position.next_batch = self.replay.next_batch
             for optimizer in optimizers_in(self._engine.context.update.optimizer).values():
-                # Or PyTorch would warn of schedules that are stepped before the first update.
+                # Or PyTorch would warn of schedulers that are stepped before the first update.
                 optimizer._opt_called = True  # type: ignore[attr-defined]
             # All of its parts: a script may call one of several models, or a layer.
             for module in self._engine.context.module.modules():

@@ -20,7 +20,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from onefold.core.jsonvalue import from_json
-from onefold.core.settings import PRECISIONS, ScheduleEvery
+from onefold.core.settings import PRECISIONS, SchedulerEvery
 from onefold.data_order.position import Count, SavedLoader
 from onefold.system.tensorfile import Seal
 
@@ -87,10 +87,10 @@ class _Optimizer(Struct, rename={"kind": "class"}):
             raise ValueError("expected settings of the optimizer, got its parameters among them")
 
 
-class _Schedule(Struct, rename={"kind": "class"}):
+class _Scheduler(Struct, rename={"kind": "class"}):
     kind: str
     state: _Values
-    every: Annotated[str, _one_of(get_args(ScheduleEvery))]
+    every: Annotated[str, _one_of(get_args(SchedulerEvery))]
     open: Count | None
     settings_at_start: _Values = {}
 
@@ -130,7 +130,7 @@ class _Run(Struct, kw_only=True):
     threads: _Positive
     device: str
     libraries: _Libraries
-    schedule: _Schedule | None
+    scheduler: _Scheduler | None
     optimizer: _Optimizer
     position: list[SavedLoader]
     extra: Any

@@ -51,7 +51,7 @@ from onefold.passes.averaged import Averaging
 from onefold.passes.collectives import agreed_digests, broadcast, written
 from onefold.step.engine import Engine
 from onefold.system.background import Background
-from onefold.update.schedule import RunSchedule
+from onefold.update.scheduler import RunScheduler
 from onefold.update.state import AVERAGE, unpack
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class Checkpoints:
         averaging: shows the averages of the model.
         devices: who takes part.
         position: where the run is.
-        schedule: the schedule of the run, if it has one, and when it is stepped.
+        scheduler: the scheduler of the run, if it has one, and when it is stepped.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Checkpoints:
         averaging: Averaging,
         devices: Devices,
         position: Position,
-        schedule: RunSchedule,
+        scheduler: RunScheduler,
     ) -> None:
         self._engine, self._averaging = engine, averaging
         self._exchange, self._update = engine.context.exchange, engine.context.update
@@ -98,10 +98,10 @@ class Checkpoints:
         self._buffers = engine.context.replicas[0].buffers
         self._devices = devices
         self._position = position
-        self.schedule = schedule
-        """The schedule that is saved with the run, or none."""
+        self.scheduler = scheduler
+        """The scheduler that is saved with the run, or none."""
         self._lead = Lead(engine, devices, engine.context.settings.timeout_s)
-        self._state = RunState(engine, averaging, devices, position, schedule)
+        self._state = RunState(engine, averaging, devices, position, scheduler)
         self._writing = Background("writing a checkpoint")
         self._saving = Saving(engine, averaging, self._lead, self._writing)
         self.lost = False
@@ -268,11 +268,11 @@ class Checkpoints:
             self._state.warn_of_differences(found.stored, found.allow_changed)
 
     def take(self, found: Found, *, settings: bool = True) -> None:
-        """Make the values of a checkpoint the model's, the optimizer's and the schedule's.
+        """Make the values of a checkpoint the model's, the optimizer's and the scheduler's.
 
         Args:
             found: the checkpoint.
-            settings: whether to take the schedule and the optimizer's settings as well.
+            settings: whether to take the scheduler and the optimizer's settings as well.
         """
         self._begin_loading(digest(found.stored.run["fingerprint"]))
         self._take(found, settings=settings)
@@ -295,7 +295,7 @@ class Checkpoints:
                 f"expected: the model changes the values that are written to it"
             )
         if settings:
-            self.schedule.go_on(stored.run, allow_changed)
+            self.scheduler.go_on(stored.run, allow_changed)
         self._state.adopt(stored.run, allow_changed)
         self._saving.note_nan()
 

@@ -28,15 +28,15 @@ from onefold.passes.averaged import Averaging
 from onefold.step.engine import Engine
 from onefold.system.words import listed, message_of
 from onefold.update.optimizers import name_of, optimizers_in
-from onefold.update.schedule import RunSchedule
+from onefold.update.scheduler import RunScheduler
 
 __all__ = ["RunState", "settings_of"]
 
 _log = logging.getLogger("onefold")
 _OF_THE_SCRIPT = ("capturable", "differentiable", "foreach", "fused")
 """Settings that say how a device computes, and are therefore the resuming script's."""
-_WITH_SCHEDULE = ("lr", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum")
-"""Settings of an optimizer that its schedule sets."""
+_WITH_SCHEDULER = ("lr", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum")
+"""Settings of an optimizer that its scheduler sets."""
 _SAME = ("seed", "shards", "clip_norm", "clip_value", "compile")
 """Settings that a run keeps."""
 _LIBRARIES = ("onefold", "torch", "numpy", "safetensors")
@@ -50,7 +50,7 @@ class RunState:
         averaging: shows the averages of the model.
         devices: who takes part.
         position: where the run is.
-        schedule: the schedule of the run, if it has one, and when it is stepped.
+        scheduler: the scheduler of the run, if it has one, and when it is stepped.
     """
 
     def __init__(
@@ -59,10 +59,10 @@ class RunState:
         averaging: Averaging,
         devices: Devices,
         position: Position,
-        schedule: RunSchedule,
+        scheduler: RunScheduler,
     ) -> None:
         self._devices, self._averaging = devices, averaging
-        self._position, self._schedule = position, schedule
+        self._position, self._scheduler = position, scheduler
         self._settings = engine.context.settings
         self._optimizer, self._rules = engine.context.update.optimizer, engine.rules
         self._microbatches = engine.microbatches
@@ -112,7 +112,7 @@ class RunState:
             "loss_scale": 1.0 if self._rules.scale is None else self._rules.scale.value,
             "good_steps": 0 if self._rules.scale is None else self._rules.scale.good_steps,
             "average": self._averaging.to_json(),
-            "schedule": self._schedule.to_json(),
+            "scheduler": self._scheduler.to_json(),
             "optimizer": {
                 "class": name_of(self._optimizer),
                 "parameters": self._group_names(),
@@ -177,11 +177,11 @@ class RunState:
         for name in {**before, **after}:
             what = f"parameter {name} in the optimizer's group"
             check_same("optimizer", before.get(name), after.get(name), allow_changed, what)
-        for key, name in (("class", "schedule"), ("every", "schedule_every")):
-            then, now = (each and each[key] for each in (run["schedule"], here["schedule"]))
-            check_same("schedule", then, now, allow_changed, name)
-        if "schedule" not in allow_changed:
-            self._schedule.check_fits(run["schedule"])
+        for key, name in (("class", "scheduler"), ("every", "scheduler_every")):
+            then, now = (each and each[key] for each in (run["scheduler"], here["scheduler"]))
+            check_same("scheduler", then, now, allow_changed, name)
+        if "scheduler" not in allow_changed:
+            self._scheduler.check_fits(run["scheduler"])
         self._position.check_fits(run, allow_changed)
 
     def _check_settings(self, saved: Sequence[Mapping[str, Any]]) -> None:
@@ -197,7 +197,7 @@ class RunState:
                         f"{key} of the optimizer's group {number} is {value!r} in the checkpoint "
                         f"and {group.get(key)!r} in this script: expected both to be of one kind"
                     )
-            # A schedule may end at a rate of 0, where a class wants more to begin with.
+            # A scheduler may end at a rate of 0, where a class wants more to begin with.
             came = {**group, **{k: v for k, v in read.items() if k != "lr" or v}}
             said = "not finite"
             wrong = [k for k in read if not _is_finite(read[k]) and _is_finite(group.get(k, 0))]
@@ -221,15 +221,15 @@ class RunState:
     ) -> list[set[str]]:
         """For each of the optimizer's groups, which of its settings are the checkpoint's.
 
-        Those that a schedule sets come and go with the schedule.
+        Those that a scheduler sets come and go with the scheduler.
         """
         each = []
-        for follows, values in zip(self._schedule.followed(), saved, strict=False):
-            set_by_schedule = set(_WITH_SCHEDULE) if follows else set()
-            taken = set_by_schedule if "optimizer" in allow_changed else set(values)
-            # Without a schedule now, the saved run may have had one.
-            if "schedule" in allow_changed and (follows or self._schedule.schedule is None):
-                taken -= set(_WITH_SCHEDULE)
+        for follows, values in zip(self._scheduler.followed(), saved, strict=False):
+            set_by_scheduler = set(_WITH_SCHEDULER) if follows else set()
+            taken = set_by_scheduler if "optimizer" in allow_changed else set(values)
+            # Without a scheduler now, the saved run may have had one.
+            if "scheduler" in allow_changed and (follows or self._scheduler.scheduler is None):
+                taken -= set(_WITH_SCHEDULER)
             each.append((taken & set(values)) - set(_OF_THE_SCRIPT))
         return each
 
@@ -279,22 +279,22 @@ class RunState:
                     "from here on may not be",
                     *(stored.folder, name, saved[name], now),
                 )
-        where, anew = "after trainer.load", "trainer.load(..., allow_changed=['schedule'])"
+        where, anew = "after trainer.load", "trainer.load(..., allow_changed=['scheduler'])"
         if self._devices.context.options.checkpoint:
             where = "in the loop, under `if not trainer.replaying:`"
-            anew = "onefold run --allow-changed schedule"
-        anew = f", or begin the schedule anew with the script's settings: {anew}"
-        optimizer, schedule = run["optimizer"], run["schedule"] or {}
+            anew = "onefold run --allow-changed scheduler"
+        anew = f", or begin the scheduler anew with the script's settings: {anew}"
+        optimizer, scheduler = run["optimizer"], run["scheduler"] or {}
         taken = self.taken(optimizer["settings"], allow_changed)
         pairs = zip(optimizer["settings_at_start"], self._at_start, taken, strict=False)
         for number, (began, begins, keys) in enumerate(pairs):
             for key in _differing(began, begins, keys - {"initial_lr"}):
                 name = f"{key} of the optimizer's group {number}"
                 place = f"optimizer.param_groups[{number}][{key!r}] {where}"
-                follows = self._schedule.followed()[number] and key in _WITH_SCHEDULE
+                follows = self._scheduler.followed()[number] and key in _WITH_SCHEDULER
                 _warn_of(name, began[key], begins[key], place + anew * follows)
-        began, begins = schedule.get("settings_at_start", {}), self._schedule.at_start
-        for key in () if "schedule" in allow_changed else _differing(began, begins, began.keys()):
+        began, begins = scheduler.get("settings_at_start", {}), self._scheduler.at_start
+        for key in () if "scheduler" in allow_changed else _differing(began, begins, began.keys()):
             _warn_of(key, began[key], begins[key], f"{key} {where}{anew}")
 
 

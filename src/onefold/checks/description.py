@@ -30,7 +30,7 @@ _HASHES = "a hash"
 _VALUE = "the value of "
 _SETTINGS = (
     *("shards", "seed", "clip_norm", "clip_value", "on_nonfinite", "microbatch", "compile"),
-    *("deterministic", "schedule_every"),
+    *("deterministic", "scheduler_every"),
 )
 
 
@@ -40,7 +40,7 @@ def describe(
     settings: Settings,
     devices: Devices,
     shares: Shares,
-    schedule: LRScheduler | None,
+    scheduler: LRScheduler | None,
     stages: Stages | None = None,
     values: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
@@ -58,8 +58,8 @@ def describe(
         "the number of Trainers before this one": str(devices.trainer),
         "the optimizer": name_of(optimizer),
         "what the optimizer updates": "parts" if updates_by_element(optimizer) else "parameters",
-        "the schedule": "None" if schedule is None else class_of(schedule),
-        "the state of the schedule": "" if schedule is None else _state_of(schedule),
+        "the scheduler": "None" if scheduler is None else class_of(scheduler),
+        "the state of the scheduler": "" if scheduler is None else _state_of(scheduler),
         **_surroundings(list(devices.own_devices.values()), alike=settings.deterministic),
     }
     if settings.compile:
@@ -135,10 +135,10 @@ def _matmul_precision(device: torch.device) -> str:
         return str(backend.matmul.fp32_precision)
 
 
-def _state_of(schedule: LRScheduler) -> str:
-    """Describe a schedule's numbers; functions and other objects count by their type alone."""
+def _state_of(scheduler: LRScheduler) -> str:
+    """Describe a scheduler's numbers; functions and other objects count by their type alone."""
     # Their repr holds an address, which differs between processes.
-    state = schedule.state_dict()
+    state = scheduler.state_dict()
     kept = {k: v if _is_plain(v) else type(v).__name__ for k, v in state.items()}
     return str(kept)
 

@@ -36,7 +36,7 @@ _OF_NO_ACCOUNT = {"the number of shards per device", "the placement", "a hash", 
 """Words of a description on which no bit depends."""
 _FEW = 8
 _SHOWN = 100
-"""Characters of a setting that are printed: the state of a schedule may have thousands."""
+"""Characters of a setting that are printed: the state of a scheduler may have thousands."""
 
 
 class FirstDifference(NamedTuple):

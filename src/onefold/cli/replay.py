@@ -291,7 +291,7 @@ def _look_into_bundle(
                 "optimizer",
                 "the optimizer",
                 "the number of shards per device",
-                "the schedule",
+                "the scheduler",
                 "a hash",
             )
         )

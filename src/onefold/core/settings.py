@@ -19,7 +19,7 @@ __all__ = [
     "OnNonfinite",
     "Precision",
     "PrecisionName",
-    "ScheduleEvery",
+    "SchedulerEvery",
     "Settings",
     "added_up_in",
 ]
@@ -33,8 +33,8 @@ OnNonfinite = Literal["raise", "skip"]
 Microbatch = int | Literal["auto"]
 """The most samples of a shard that run at once; found in the first steps if it is ``"auto"``."""
 
-ScheduleEvery = Literal["step", "epoch", "script"]
-"""After what the schedule of learning rates is stepped, or that the script does it."""
+SchedulerEvery = Literal["step", "epoch", "script"]
+"""After what the learning rate scheduler is stepped, or that the script does it."""
 
 
 PrecisionName = Literal["fp32", "bf16", "fp16", "bf16-params", "fp16-params"]
@@ -161,8 +161,8 @@ class Settings:
     """Threads of each CPU device; None gives each shard an even share of the cores."""
     buffers: Mapping[str, BufferRule] = field(default_factory=dict)
     """The rule for buffers, by name or pattern, where it differs from that of their dtype."""
-    schedule_every: ScheduleEvery = "step"
-    """When the schedule of learning rates is stepped."""
+    scheduler_every: SchedulerEvery = "step"
+    """When the learning rate scheduler is stepped."""
 
     def __post_init__(self) -> None:
         check_seconds("timeout_s", self.timeout_s)
@@ -188,5 +188,5 @@ class Settings:
                 f"expected compile to be True or False, got {self.compile!r}: modes and backends "
                 f"of torch.compile are not chosen here, as some of them do not repeat their bits"
             )
-        check_choice("schedule_every", self.schedule_every, ScheduleEvery)
+        check_choice("scheduler_every", self.scheduler_every, SchedulerEvery)
         check_choice("on_nonfinite", self.on_nonfinite, OnNonfinite)

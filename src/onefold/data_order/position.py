@@ -312,7 +312,7 @@ PROMISES = {
     "compile": "the parameters are no longer, bit for bit, those of the run that never stopped",
     "clip_norm": "the rest of the run takes other steps than the run that never stopped",
     "optimizer": "the optimizer begins anew, without what it has gathered",
-    "schedule": "the schedule begins anew",
+    "scheduler": "the scheduler begins anew",
     "average": "the average begins anew, with the values of the checkpoint, or ends",
 }
 """For each thing that may be changed on resuming, what the run gives up by it."""

@@ -139,7 +139,7 @@ def begin_training(options: TrainOptions, job: str, task: Task, data: ReadData) 
         task.loss,
         shards=options.shards,
         seed=options.seed,
-        schedule=torch.optim.lr_scheduler.LambdaLR(optimizer, factor),
+        scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, factor),
         clip_norm=options.clip_norm,
         precision=None if options.precision == "fp32" else options.precision,
         compile=options.compile,

@@ -101,7 +101,7 @@ class Recorder:
         return 0 if self._is_lost else self._entries
 
     def begin_step(self) -> None:
-        """Note the learning rates of the step that begins: its schedule may move on with it."""
+        """Note the learning rates of the step that begins: its scheduler may move on with it."""
         self._rates = [float(group["lr"]) for group in self._groups if "lr" in group]
 
     def note_step(self, step: Step, batch: ShardedBatch, *, gradient: bool) -> None:

@@ -18,7 +18,7 @@ from onefold.shard.replica import LossFunction
 from onefold.step.engine import Engine
 from onefold.step.hook import Asked, Kind
 from onefold.step.result import Step
-from onefold.update.schedule import RunSchedule
+from onefold.update.scheduler import RunScheduler
 
 if TYPE_CHECKING:
     import torch
@@ -56,7 +56,7 @@ class RunParts:
     engine: Engine
     devices: Devices
     position: Position
-    schedule: RunSchedule
+    scheduler: RunScheduler
     changes: Callable[[], Modifying]
     averaging: Callable[[], Averaging]
     """Both are made where they are first needed."""

@@ -46,7 +46,7 @@ from onefold.step.engine import Engine
 from onefold.step.hook import Asked, Kind
 from onefold.step.result import Step, StepResult
 from onefold.system.words import script_line
-from onefold.update.schedule import RunSchedule
+from onefold.update.scheduler import RunScheduler
 from onefold.update.script_updates import NO_STEP, ByScript, chosen_optimizer
 from onefold.watch.timing import Span
 
@@ -70,7 +70,7 @@ class Session:
 
     Args:
         context: how this process was started.
-        user: model, optimizers, losses and schedule.
+        user: model, optimizers, losses and scheduler.
         settings: the settings of the run.
         devices: devices that the script has this process drive; None if it names none.
         shares: how many shards each device runs; None for even shares.
@@ -114,7 +114,7 @@ class Session:
             settings=settings,
             devices=self.devices,
             shares=chosen,
-            schedule=user.schedule,
+            scheduler=user.scheduler,
             stages=user.stages,
             joined=register,
         )
@@ -124,8 +124,8 @@ class Session:
 
         Not where the run saves itself: a resumed script, which is not asked again, would differ.
         """
-        self._schedule = RunSchedule(user.schedule, settings.schedule_every, optimizer)
-        self.position = Position(self._schedule.end_epoch)
+        self._scheduler = RunScheduler(user.scheduler, settings.scheduler_every, optimizer)
+        self.position = Position(self._scheduler.end_epoch)
         self._makers: dict[Kind, Callable[[Asked], Any]] = {}
         """Make calls that are not made here: hooks put them there."""
         self._left = self._is_over = False
@@ -144,7 +144,7 @@ class Session:
             engine=self.engine,
             devices=self.devices,
             position=self.position,
-            schedule=self._schedule,
+            scheduler=self._scheduler,
             changes=lambda: self.changes,
             averaging=lambda: self.averaging,
             batches=self.batches,
@@ -296,7 +296,7 @@ class Session:
                 assert asked.batch is not None
                 stop = asked.asked_to_stop
                 outcome = engine.step(asked.batch, asked.number, name=name, asked_to_stop=stop)
-            self._schedule.note_step(self.position.here, name, updates=outcome.verdict.updates)
+            self._scheduler.note_step(self.position.here, name, updates=outcome.verdict.updates)
         # The step is done for everybody. The position follows before anything else can fail, or a
         # checkpoint might count the batch as unused.
         self._note_done(cut, outcome)
@@ -340,7 +340,7 @@ class Session:
         asked.cut = asked.batch = cut
         asked.number = self.position.step + asked.begins
         if asked.begins:
-            self._schedule.check_step(self.position.here)
+            self._scheduler.check_step(self.position.here)
 
     def _note_done(self, cut: ShardedBatch | None, outcome: StepResult) -> None:
         """Note that a step is done; None for one that was done before."""

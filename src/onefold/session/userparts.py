@@ -18,19 +18,19 @@ from onefold.launcher.membership import folder_until_the_end
 from onefold.shard.kernels import calls_compiled
 from onefold.shard.task import LossFunction
 from onefold.system.compilers import keep_code_in
-from onefold.update.optimizers import Optimizers, Schedules, optimizers_in
-from onefold.update.schedule import check_schedule
+from onefold.update.optimizers import Optimizers, Schedulers, optimizers_in
+from onefold.update.scheduler import check_scheduler
 from onefold.update.script_updates import check_by_script
 
-__all__ = ["GivenOptimizer", "GivenSchedule", "UserParts", "keep_code_private"]
+__all__ = ["GivenOptimizer", "GivenScheduler", "UserParts", "keep_code_private"]
 
 GivenOptimizer = (
     Optimizer | Mapping[str, Optimizer] | list[Optimizer] | tuple[Optimizer, ...] | None
 )
 """What a script may give for the optimizer."""
 _One = LRScheduler | None
-GivenSchedule = _One | Mapping[str, LRScheduler] | list[_One] | tuple[_One, ...]
-"""What a script may give for the schedule."""
+GivenScheduler = _One | Mapping[str, LRScheduler] | list[_One] | tuple[_One, ...]
+"""What a script may give for the scheduler."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +44,8 @@ class UserParts:
     script updates by itself."""
     losses: Mapping[str, LossFunction]
     """The losses by name; one alone has an empty name."""
-    schedule: LRScheduler | None
-    """Of several optimizers, `onefold.update.optimizers.Schedules`; None if there is none."""
+    scheduler: LRScheduler | None
+    """Of several optimizers, `onefold.update.optimizers.Schedulers`; None if there is none."""
     stages: Sequence[torch.nn.Module] | None = None
     """Where the model may be cut; None to find that out."""
 
@@ -55,7 +55,7 @@ class UserParts:
         model: torch.nn.Module | Mapping[str, torch.nn.Module],
         optimizer: GivenOptimizer,
         loss: LossFunction | Mapping[str, LossFunction],
-        schedule: GivenSchedule,
+        scheduler: GivenScheduler,
         stages: Sequence[torch.nn.Module] | Literal["auto"] = "auto",
     ) -> UserParts:
         """Bring a script's arguments into one form.
@@ -66,18 +66,18 @@ class UserParts:
         """
         module = _joined_modules(model) if isinstance(model, Mapping) else model
         losses = _named("loss", loss) if isinstance(loss, Mapping) else {"": loss}
-        if isinstance(schedule, list | tuple):
-            schedule = _listed_schedules(schedule, optimizer)
+        if isinstance(scheduler, list | tuple):
+            scheduler = _listed_schedulers(scheduler, optimizer)
         if isinstance(optimizer, list | tuple):
             optimizer = {str(number): each for number, each in enumerate(optimizer)}
         if isinstance(optimizer, Mapping):
             optimizer = _joined_optimizers(_named("optimizer", optimizer, Optimizer), losses)
-        if isinstance(schedule, Mapping):
-            schedule = _joined_schedules(_named("schedule", schedule, LRScheduler), optimizer)
+        if isinstance(scheduler, Mapping):
+            scheduler = _joined_schedulers(_named("scheduler", scheduler, LRScheduler), optimizer)
         if isinstance(stages, str) and stages != "auto":
             raise ValueError(f'expected stages to be "auto" or modules, got {stages!r}')
         cut = None if stages == "auto" else tuple(stages)
-        return cls(module, optimizer, losses, schedule, cut)
+        return cls(module, optimizer, losses, scheduler, cut)
 
     def check(self, settings: Settings) -> None:
         """Refuse what is not usable, before any work is done.
@@ -87,13 +87,13 @@ class UserParts:
         """
         check_model(self.module)
         if self.optimizer is None:
-            check_by_script(self.schedule, settings.precision)
+            check_by_script(self.scheduler, settings.precision)
         else:
             for each in optimizers_in(self.optimizer).values():
                 check_optimizer(each, self.module)
             if isinstance(self.optimizer, Optimizers):
                 _check_apart(self.optimizer, self.module)
-            check_schedule(self.schedule, self.optimizer, settings.schedule_every)
+            check_scheduler(self.scheduler, self.optimizer, settings.scheduler_every)
         check_precision(settings.precision, self.module.named_parameters())
         for name, loss in self.losses.items():
             if not callable(loss):
@@ -172,11 +172,11 @@ def _named(what: str, given: Mapping[str, Any], kind: type = object) -> dict[str
     return dict(given)
 
 
-def _listed_schedules(given: Sequence[Any], optimizer: object) -> dict[str, Any] | None:
+def _listed_schedulers(given: Sequence[Any], optimizer: object) -> dict[str, Any] | None:
     if not isinstance(optimizer, list | tuple) or len(given) != len(optimizer):
         raise ValueError(
-            f"expected a list of schedules beside a list of optimizers, one for each or None, got "
-            f"{len(given)} schedules"
+            f"expected a list of schedulers beside a list of optimizers, one for each or None, got "
+            f"{len(given)} schedulers"
         )
     return {str(n): each for n, each in enumerate(given) if each is not None} or None
 
@@ -204,16 +204,16 @@ def _joined_optimizers(optimizers: dict[str, Any], losses: Mapping[str, LossFunc
     return Optimizers({name: optimizers[name] for name in losses}, together=False)
 
 
-def _joined_schedules(schedules: dict[str, Any], optimizer: Optimizer | None) -> LRScheduler:
+def _joined_schedulers(schedulers: dict[str, Any], optimizer: Optimizer | None) -> LRScheduler:
     if not isinstance(optimizer, Optimizers):
         raise TypeError(
-            "expected one schedule, as Trainer was given one optimizer, got a dict of schedules"
+            "expected one scheduler, as Trainer was given one optimizer, got a dict of schedulers"
         )
-    for name in schedules:
+    for name in schedulers:
         if name not in optimizer.given:
             known = ", ".join(map(repr, optimizer.given))
-            raise ValueError(f"schedule has the name {name!r}: expected some of {known}")
-    return Schedules(schedules, optimizer)
+            raise ValueError(f"scheduler has the name {name!r}: expected some of {known}")
+    return Schedulers(schedulers, optimizer)
 
 
 def _check_apart(optimizer: Optimizers, module: torch.nn.Module) -> None:

@@ -278,7 +278,7 @@ class GroupSettings:
         for group, values in zip(self._optimizer.param_groups, settings, strict=True):
             for key, value in values.items():
                 came, here = from_json(value), group.get(key)
-                # In place: a schedule, or a captured graph, holds the very tensor.
+                # In place: a scheduler, or a captured graph, holds the very tensor.
                 if isinstance(came, torch.Tensor) and isinstance(here, torch.Tensor):
                     here.copy_(came)
                 else:

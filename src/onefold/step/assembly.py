@@ -101,7 +101,7 @@ def assemble(
     settings: Settings,
     devices: Devices,
     shares: Shares,
-    schedule: LRScheduler | None,
+    scheduler: LRScheduler | None,
     joined: Callable[[Exchange], None],
     stages: Sequence[torch.nn.Module] | None = None,
 ) -> Engine:
@@ -141,7 +141,7 @@ def assemble(
         early=None if storage.mirrors else storage.early,
     )
     described = describe(
-        parts, optimizer, settings, devices, shares, schedule, storage.stages, values
+        parts, optimizer, settings, devices, shares, scheduler, storage.stages, values
     )
     exchange = join(
         storage,

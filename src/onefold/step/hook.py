@@ -9,7 +9,7 @@ Note: the order of a step
 ::
 
     call                   a hook may answer here, and then nothing of what follows is done
-      the batch is cut, the schedule is checked
+      the batch is cut, the scheduler is checked
       around               the call is legal, and nothing has begun
         all devices agree on the step
         task               once
@@ -18,7 +18,7 @@ Note: the order of a step
         around_update      for each part of the pieces that is updated at once
         the parameters are published
       around is left       the step is done for everybody
-      the schedule and the position count it
+      the scheduler and the position count it
       after_step
 
 Note: the order of hooks

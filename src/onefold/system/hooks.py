@@ -29,7 +29,7 @@ __all__ = [
     "parameters_of",
     "replaces_step",
     "step_hooks",
-    "steps_a_schedule",
+    "steps_a_scheduler",
     "watch_differentiation",
     "wrap_clipping",
 ]
@@ -57,16 +57,16 @@ buffers_of = operator.attrgetter("_buffers")
 """The table in which a module holds its own buffers."""
 
 
-def steps_a_schedule(step: Callable[..., object]) -> bool:
-    """Whether a learning-rate schedule has wrapped an optimizer's step method."""
+def steps_a_scheduler(step: Callable[..., object]) -> bool:
+    """Whether a learning rate scheduler has wrapped an optimizer's step method."""
     return hasattr(step, "_wrapped_by_lr_sched")
 
 
 def replaces_step(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer has a step of its own beside that of its class."""
     own = vars(optimizer).get("step")
-    # A schedule puts a function there that only notes the call, around what it found.
-    noted = own is not None and steps_a_schedule(own)
+    # A scheduler puts a function there that only notes the call, around what it found.
+    noted = own is not None and steps_a_scheduler(own)
     return own is not None and not (noted and own.__wrapped__ is type(optimizer).step)
 
 

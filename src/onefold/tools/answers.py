@@ -72,8 +72,8 @@ class Answers(Hook):
         asked.computed, name = False, asked.name
         with run.telling_others():
             resumption.show()
-            outcome, schedule = replay.step(cut, name), run.schedule
-            schedule.note_step(run.position.here, name, updates=outcome.verdict.updates)
+            outcome, scheduler = replay.step(cut, name), run.scheduler
+            scheduler.note_step(run.position.here, name, updates=outcome.verdict.updates)
             made = Step(0, cut.samples, cut.epoch, outcome, (), name)
             step = run.count(asked, made, cut)
             resumption.note_answer()

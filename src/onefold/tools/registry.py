@@ -137,7 +137,7 @@ class Tools:
 
         run = self.run
         run.checkpoints = Checkpoints(
-            run.engine, run.averaging(), run.devices, run.position, run.schedule
+            run.engine, run.averaging(), run.devices, run.position, run.scheduler
         )
         self._hooks["checkpoints"] = CheckpointCalls(run, run.checkpoints)
 

@@ -1,7 +1,7 @@
-"""The user's optimizers and schedules: several as one, hooks on them, and what of them is seen.
+"""The user's optimizers and schedulers: several as one, hooks on them, and what of them is seen.
 
-`Optimizers` has several optimizers, each for parameters of its own, act as one; `Schedules` does
-the same with the schedules of several optimizers. Hooks on the user's optimizers, such as those of
+`Optimizers` has several optimizers, each for parameters of its own, act as one; `Schedulers` does
+the same with the schedulers of several optimizers. Hooks on the user's optimizers, such as those of
 `refuse_own_steps`, refuse what a script calls by mistake; `has_own_step` sees the script's own.
 `StateView` decides what a script sees of an optimizer's state that is divided among devices.
 
@@ -27,12 +27,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from onefold.core.randomness import GeneratorStates
 from onefold.data_order.item_generators import held_states
 from onefold.errors import StateError
-from onefold.system.hooks import complete_hooks, replaces_step, step_hooks, steps_a_schedule
+from onefold.system.hooks import complete_hooks, replaces_step, step_hooks, steps_a_scheduler
 
 __all__ = [
     "TAKEN",
     "Optimizers",
-    "Schedules",
+    "Schedulers",
     "StateView",
     "UpdateDraws",
     "class_of",
@@ -42,7 +42,7 @@ __all__ = [
     "optimizers_in",
     "refuse_own_steps",
     "scheduled",
-    "schedules_in",
+    "schedulers_in",
     "steps_by_parameter",
 ]
 
@@ -104,12 +104,12 @@ def _classes(found: Mapping[str, object]) -> str:
 
 
 def scheduled(optimizer: torch.optim.Optimizer) -> list[str]:
-    """The names of the optimizers to which a learning-rate schedule is attached."""
-    return [name for name, each in optimizers_in(optimizer).items() if steps_a_schedule(each.step)]
+    """The names of the optimizers to which a learning rate scheduler is attached."""
+    return [name for name, each in optimizers_in(optimizer).items() if steps_a_scheduler(each.step)]
 
 
-class Schedules(LRScheduler):
-    """Schedules of several optimizers, which are saved together and stepped one by one.
+class Schedulers(LRScheduler):
+    """Schedulers of several optimizers, which are saved together and stepped one by one.
 
     Args:
         given: those of the user, by the name of the optimizer, already checked.
@@ -148,14 +148,14 @@ class Schedules(LRScheduler):
             each.load_state_dict(state_dict[name])
 
 
-def schedules_in(schedule: LRScheduler) -> dict[str, LRScheduler]:
-    """The user's own schedules, by name; one alone has an empty name."""
-    return schedule.given if isinstance(schedule, Schedules) else {"": schedule}
+def schedulers_in(scheduler: LRScheduler) -> dict[str, LRScheduler]:
+    """The user's own schedulers, by name; one alone has an empty name."""
+    return scheduler.given if isinstance(scheduler, Schedulers) else {"": scheduler}
 
 
-def class_of(schedule: LRScheduler) -> str:
-    """The class of a schedule; of several, the class and name of each."""
-    return _classes(schedules_in(schedule))
+def class_of(scheduler: LRScheduler) -> str:
+    """The class of a scheduler; of several, the class and name of each."""
+    return _classes(schedulers_in(scheduler))
 
 
 _NOT_A_SCRIPTS = ("onefold.", "torch.")

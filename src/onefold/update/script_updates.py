@@ -41,17 +41,17 @@ class ByScript(torch.optim.Optimizer):
         raise RuntimeError(NO_STEP)
 
 
-def check_by_script(schedule: LRScheduler | None, precision: Precision) -> None:
+def check_by_script(scheduler: LRScheduler | None, precision: Precision) -> None:
     """Refuse what a Trainer without an optimizer cannot do.
 
     Raises:
-        ValueError: a schedule was given, or a precision in which Trainer's optimizer keeps values
+        ValueError: a scheduler was given, or a precision in which Trainer's optimizer keeps values
             that are finer than the model's.
     """
-    if schedule is not None:
+    if scheduler is not None:
         raise ValueError(
-            f"schedule is a {type(schedule).__name__}, and Trainer was given None for its "
-            f"optimizer: step the schedule in the script, beside the optimizer that it belongs to"
+            f"scheduler is a {type(scheduler).__name__}, and Trainer was given None for its "
+            f"optimizer: step the scheduler in the script, beside the optimizer that it belongs to"
         )
     if precision.parameters is not None:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""When the schedule is stepped: after steps, at the end of epochs, or by the script."""
+"""When the scheduler is stepped: after steps, at the end of epochs, or by the script."""
 
 import json
 import warnings
@@ -42,11 +42,11 @@ class Script:
 
     def __init__(self, name: str, devices: int | None = 1, every: str = "epoch") -> None:
         self.optimizer = sgd(model := line())
-        self.schedule = EACH[name](self.optimizer)
+        self.scheduler = EACH[name](self.optimizer)
         self.steps_itself = name == "plateau"
-        choices = {"optimizer": self.optimizer, "schedule": self.schedule, "devices": devices}
+        choices = {"optimizer": self.optimizer, "scheduler": self.scheduler, "devices": devices}
         every = "script" if self.steps_itself else every
-        self.trainer = make_trainer(model, schedule_every=every, **choices)
+        self.trainer = make_trainer(model, scheduler_every=every, **choices)
         self.rates: dict[int, float] = {}
         """The learning rate of each step."""
 
@@ -65,7 +65,7 @@ class Script:
                 return self.saved(folder)
             if self.steps_itself:
                 scores = self.trainer.evaluate(score, DATA, batch_size=4)
-                self.schedule.step(scores["loss"])
+                self.scheduler.step(scores["loss"])
             if until == (epoch, "after") and epoch < EPOCHS - 1:
                 break  # of an epoch that is done
         return self.saved(folder if until else None)
@@ -79,13 +79,13 @@ class Script:
 @for_each("name", [name for name in EACH if name != "plateau"])
 def test_the_rate_of_an_epoch_is_that_of_a_plain_loop(name: str) -> None:
     optimizer = sgd(line())
-    schedule, rates = EACH[name](optimizer), []
+    scheduler, rates = EACH[name](optimizer), []
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The epoch parameter")
         for _ in range(EPOCHS):
             rates += [optimizer.param_groups[0]["lr"]] * 3
             optimizer.step()
-            schedule.step()
+            scheduler.step()
         scripts = [Script(name, devices) for devices in (1, 3)]
         ends = [script.run() for script in scripts]
         assert simulate(lambda: Script(name, None).run(), 3) == [ends[0]] * 3 == [ends[1]] * 3
@@ -98,7 +98,7 @@ def test_it_is_stepped_once_wherever_the_run_was_saved(
     name: str, place: Place, tmp_path: Path
 ) -> None:
     if name == "plateau" and place[1] == "end":
-        return  # the script saves before it steps the schedule: then the epoch is done
+        return  # the script saves before it steps the scheduler: then the epoch is done
     whole, first, second = Script(name), Script(name, 2), Script(name, 3)
     fingerprint = whole.run()
     assert len(set(whole.rates.values())) > 2, "the test would show nothing"
@@ -111,38 +111,38 @@ def test_it_is_stepped_once_wherever_the_run_was_saved(
 def test_another_way_to_step_it_does_not_fit(tmp_path: Path) -> None:
     Script("cosine").run(tmp_path, (1, 0))
     other = Script("cosine", every="step").trainer
-    with pytest.raises(CheckpointError, match="schedule_every epoch, this run has"):
+    with pytest.raises(CheckpointError, match="scheduler_every epoch, this run has"):
         other.load(tmp_path)
-    assert other.load(tmp_path, allow_changed=["schedule"]).epoch == 1
+    assert other.load(tmp_path, allow_changed=["scheduler"]).epoch == 1
 
 
 def halving(every: str) -> tuple[onefold.Trainer, lrs.ExponentialLR]:
-    schedule = lrs.ExponentialLR(optimizer := sgd(model := line()), 0.5)
-    choices = {"optimizer": optimizer, "schedule": schedule, "schedule_every": every}
-    return make_trainer(model, **choices), schedule
+    scheduler = lrs.ExponentialLR(optimizer := sgd(model := line()), 0.5)
+    choices = {"optimizer": optimizer, "scheduler": scheduler, "scheduler_every": every}
+    return make_trainer(model, **choices), scheduler
 
 
 def test_epochs_without_steps_and_epochs_that_are_broken_off_do_not_step_it() -> None:
-    trainer, schedule = halving("epoch")
+    trainer, scheduler = halving("epoch")
     loader = trainer.loader(DATA, batch_size=4)
     for epoch in trainer.epochs(4):
         if epoch == 2:
             trainer.step(next(iter(loader)))
             break
-    assert (trainer.steps, schedule.last_epoch) == (1, 0)
+    assert (trainer.steps, scheduler.last_epoch) == (1, 0)
     for _ in trainer.epochs(4):
         for batch in loader:
             trainer.step(batch)
-    assert (trainer.steps, schedule.last_epoch) == (7, 2)
+    assert (trainer.steps, scheduler.last_epoch) == (7, 2)
 
 
 @for_each("every", ["step", "epoch"])
 def test_a_line_that_is_left_over_is_named(every: str) -> None:
     """Or the rate would fall twice as fast."""
-    trainer, schedule = halving(every)
+    trainer, scheduler = halving(every)
     for _ in trainer.epochs(1):
         trainer.step(points(8))
-        schedule.step()
+        scheduler.step()
         with pytest.raises(RuntimeError, match=r"ExponentialLR.step\(\) was called by the script"):
             trainer.step(points(8))
     assert trainer.steps == 1
@@ -150,17 +150,17 @@ def test_a_line_that_is_left_over_is_named(every: str) -> None:
 
 def test_what_makes_no_sense_is_refused() -> None:
     with pytest.raises(ValueError, match="and there is none"):
-        make_trainer(schedule_every="epoch")
-    with pytest.raises(ValueError, match='expected schedule_every to be one of "step"'):
-        make_trainer(schedule_every="week")
+        make_trainer(scheduler_every="epoch")
+    with pytest.raises(ValueError, match='expected scheduler_every to be one of "step"'):
+        make_trainer(scheduler_every="week")
     trainer, _ = halving("epoch")
-    with pytest.raises(ValueError, match=r"schedule_every=.epoch. .*this step is in none: loop"):
+    with pytest.raises(ValueError, match=r"scheduler_every=.epoch. .*this step is in none: loop"):
         trainer.step(points(8))
     assert trainer.steps == 0
     plateau = EACH["plateau"](optimizer := sgd(model := line()))
     for every in ("step", "epoch"):
-        with pytest.raises(TypeError, match=r'needs a score .*schedule_every="script", and call'):
-            make_trainer(model, optimizer=optimizer, schedule=plateau, schedule_every=every)
+        with pytest.raises(TypeError, match=r'needs a score .*scheduler_every="script", and call'):
+            make_trainer(model, optimizer=optimizer, scheduler=plateau, scheduler_every=every)
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -182,9 +182,14 @@ def by_rule(optimizer: torch.optim.Optimizer, factor: float) -> lrs.LambdaLR:
 @for_each(
     ("make", "was", "now", "words"),
     [
-        (lrs.CosineAnnealingLR, 20, 40, "schedule.T_max was 20 in {} 40"),
-        (lrs.MultiStepLR, [3], [4], "schedule.milestones was Counter({{3: 1}}) in {} Counter({{4:"),
-        (decay, 0.5, 0.1, "schedule._schedulers[1].gamma was 0.5 in {} 0.1"),
+        (lrs.CosineAnnealingLR, 20, 40, "scheduler.T_max was 20 in {} 40"),
+        (
+            lrs.MultiStepLR,
+            [3],
+            [4],
+            "scheduler.milestones was Counter({{3: 1}}) in {} Counter({{4:",
+        ),
+        (decay, 0.5, 0.1, "scheduler._schedulers[1].gamma was 0.5 in {} 0.1"),
         (by_rule, 1.0, 0.5, "lr of the optimizer's group 0 was 0.1 in {} 0.05"),
     ],
 )
@@ -198,25 +203,25 @@ def test_other_settings_are_named_and_taken_on_request(
 ) -> None:
     def start(value: Any) -> tuple[onefold.Trainer, Any]:
         optimizer = torch.optim.SGD((model := line()).parameters(), lr=0.1)
-        schedule = make(optimizer, value)
-        return make_trainer(model, optimizer=optimizer, schedule=schedule), schedule
+        scheduler = make(optimizer, value)
+        return make_trainer(model, optimizer=optimizer, scheduler=scheduler), scheduler
 
     trainer, _ = start(was)
     trainer.step(points(8))
     trainer.save(tmp_path)
-    for value, changed in ((was, ()), (now, ["schedule"])):
-        trainer, schedule = start(value)
-        before = schedule.state_dict()
+    for value, changed in ((was, ()), (now, ["scheduler"])):
+        trainer, scheduler = start(value)
+        before = scheduler.state_dict()
         trainer.load(tmp_path, allow_changed=changed)
         assert not said(caplog)
-        assert (schedule.state_dict() == before) == bool(changed)
+        assert (scheduler.state_dict() == before) == bool(changed)
     start(now)[0].load(tmp_path)
     (text,) = said(caplog)
     assert text.startswith(words.format("the script that saved the checkpoint and is"))
     assert "; the checkpoint's value is used" in text
     assert text.endswith(
-        "after trainer.load, or begin the schedule anew with the script's settings: "
-        "trainer.load(..., allow_changed=['schedule'])"
+        "after trainer.load, or begin the scheduler anew with the script's settings: "
+        "trainer.load(..., allow_changed=['scheduler'])"
     )
 
 
@@ -226,9 +231,9 @@ def test_an_older_checkpoint_does_not_say_what_was_set(
     trainer, _ = halving("step")
     trainer.step(points(8))
     folder = trainer.save(tmp_path)
-    written = json.loads((folder / "run.json").read_text())["schedule"]
-    assert written.pop("settings_at_start")["schedule.gamma"] == 0.5
-    reseal(folder, schedule=written)
-    other, schedule = halving("step")
+    written = json.loads((folder / "run.json").read_text())["scheduler"]
+    assert written.pop("settings_at_start")["scheduler.gamma"] == 0.5
+    reseal(folder, scheduler=written)
+    other, scheduler = halving("step")
     other.load(tmp_path)
-    assert (schedule.last_epoch, said(caplog)) == (1, [])
+    assert (scheduler.last_epoch, said(caplog)) == (1, [])

@@ -1,4 +1,4 @@
-"""Schedules of learning rates: they step with updates, and go on where they were."""
+"""Schedulers of learning rates: they step with updates, and go on where they were."""
 
 import warnings
 from collections.abc import Callable
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.optim import lr_scheduler as lrs
 
-from onefold.update.schedule import check_schedule
+from onefold.update.scheduler import check_scheduler
 from tests.small import line, make_trainer, points, sgd
 from tests.tables import for_each
 
@@ -35,8 +35,8 @@ def trained(
 ) -> list[object]:
     """Learning rates and the final bits; from one folder and into another one."""
     optimizer = sgd(model := line())
-    schedule = make(optimizer)
-    trainer = make_trainer(model, optimizer=optimizer, devices=devices, schedule=schedule)
+    scheduler = make(optimizer)
+    trainer = make_trainer(model, optimizer=optimizer, devices=devices, scheduler=scheduler)
     seen: list[object] = []
     if load is not None:
         trainer.load(load)
@@ -49,7 +49,7 @@ def trained(
 
 
 @for_each("name", SCHEDULES)
-def test_a_schedule_goes_on_where_it_was(tmp_path: Path, name: str) -> None:
+def test_a_scheduler_goes_on_where_it_was(tmp_path: Path, name: str) -> None:
     make = SCHEDULES[name]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The epoch parameter|Detected call of")
@@ -60,15 +60,15 @@ def test_a_schedule_goes_on_where_it_was(tmp_path: Path, name: str) -> None:
 
 
 def strange(optimizer: torch.optim.Optimizer) -> Any:
-    schedule = lrs.StepLR(optimizer, 1)
-    schedule.helper = print  # type: ignore[attr-defined]
-    return schedule
+    scheduler = lrs.StepLR(optimizer, 1)
+    scheduler.helper = print  # type: ignore[attr-defined]
+    return scheduler
 
 
 @for_each(
     ("make", "words"),
     [
-        (lambda o: 3, r"expected schedule to be .* got int"),
+        (lambda o: 3, r"expected scheduler to be .* got int"),
         (lrs.ReduceLROnPlateau, "ReduceLROnPlateau needs a score"),
         (lambda o: lrs.StepLR(sgd(line()), 1), "StepLR was made for another optimizer"),
         (strange, r"the state of StepLR\['helper'\] is of type builtin"),
@@ -77,4 +77,4 @@ def strange(optimizer: torch.optim.Optimizer) -> Any:
 def test_what_cannot_be_stepped_or_saved_is_refused(make: Callable[..., Any], words: str) -> None:
     optimizer = sgd(line())
     with pytest.raises((TypeError, ValueError), match=words):
-        check_schedule(make(optimizer), optimizer)
+        check_scheduler(make(optimizer), optimizer)
