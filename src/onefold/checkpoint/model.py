@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from onefold.checkpoint.folder import StoredCheckpoint
+from onefold.checks.savable import sorted_values, state_of
 from onefold.core.averaging import AverageRule
 from onefold.core.flat import (
     aligned,
@@ -26,10 +27,8 @@ from onefold.core.flat import (
 )
 from onefold.core.settings import added_up_in
 from onefold.core.storage import Storage
-from onefold.deferred.access import NotResident
 from onefold.errors import CheckpointError
 from onefold.system.allocator import TensorAllocator
-from onefold.system.compat import EXTRA_STATE_KEY_SUFFIX
 from onefold.system.tensorfile import DTYPES, TensorParts
 from onefold.update.optimizer import MASTER
 from onefold.update.state import AVERAGE, PieceState, check_saved, packed, take_apart
@@ -42,10 +41,8 @@ __all__ = [
     "carried_parts",
     "coming_parts",
     "copy_model",
-    "is_saved_as_it_is",
     "left_by_shard",
     "saved_rule",
-    "sorted_values",
 ]
 
 
@@ -93,18 +90,6 @@ def copy_model(module: torch.nn.Module, room: Callable[[int], torch.Tensor]) -> 
     return ModelCopy({n: values[n] for n in model}, {n: values[n] for n in rest}, names)
 
 
-def is_saved_as_it_is(module: torch.nn.Module) -> bool:
-    """Whether ``state_dict`` merely names parameters, and does not compute with their values.
-
-    Asked where some are elsewhere; where all are here it makes no difference.
-    """
-    try:
-        _state_of(module)
-    except NotResident:
-        return False
-    return True
-
-
 def coming_parts(
     module: torch.nn.Module, numbers: Mapping[int, int], coming: Callable[[str, int], TensorParts]
 ) -> tuple[list[TensorParts], list[TensorParts]]:
@@ -126,22 +111,6 @@ def coming_parts(
         return tensor_parts({name: value.detach().cpu()})[0]
 
     return [part(*each) for each in model.items()], [part(*each) for each in rest.items()]
-
-
-def sorted_values(
-    module: torch.nn.Module,
-) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], tuple[str, ...]]:
-    """Check and return what ``state_dict`` names, what it leaves out, and the names of all.
-
-    Raises:
-        TypeError: the model holds something that is no tensor, or of a type that no file can hold.
-    """
-    model = _state_of(module)
-    named = named_tensors(module)
-    rest = {name: tensor for name, tensor in named.items() if name not in model}
-    for name, value in (*model.items(), *rest.items()):
-        _check_value(name, value)
-    return model, rest, tuple(named)
 
 
 class TensorFiles:
@@ -169,7 +138,7 @@ class TensorFiles:
         Raises:
             CheckpointError: a tensor differs, or is in only one of the two; the message names it.
         """
-        wanted = {**_state_of(module), **named_tensors(module)}
+        wanted = {**state_of(module), **named_tensors(module)}
         for name, tensor in wanted.items():
             there = self.kind_of(name)
             if there is None:
@@ -216,30 +185,12 @@ class TensorFiles:
                     tensor.copy_(self.read(name))
 
 
-def _state_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    # The tensors themselves: to detach those whose values are elsewhere would mean to read them.
-    with torch.no_grad():
-        state = module.state_dict(keep_vars=True)
-    return {own_name(name): value for name, value in state.items()}
-
-
 def tensor_parts(tensors: Mapping[str, torch.Tensor]) -> list[TensorParts]:
     """Tensors on the host, by name, ready to be written; views of those that are contiguous."""
     return [
         TensorParts.in_rows(name, tensor.dtype, tuple(tensor.shape), [bits_of(tensor).numpy()])
         for name, tensor in tensors.items()
     ]
-
-
-def _check_value(name: str, value: object) -> None:
-    if not isinstance(value, torch.Tensor) or name.endswith(EXTRA_STATE_KEY_SUFFIX):
-        raise TypeError(
-            f"the model's state_dict holds {name}, which is no parameter and no buffer: a "
-            f"checkpoint cannot hold what get_extra_state() returns. Keep it in a buffer, or save "
-            f"it with save(..., extra=...)"
-        )
-    if value.dtype not in DTYPES:
-        raise TypeError(f"{name} is of {value.dtype}, which no safetensors file can hold")
 
 
 VALUES = "onefold.values"

@@ -38,9 +38,10 @@ from onefold.checkpoint.folder import (
     has_checkpoints,
 )
 from onefold.checkpoint.manifest import Place, check_run
-from onefold.checkpoint.model import StoredStates, left_by_shard, saved_rule, sorted_values
-from onefold.checkpoint.runstate import RunState, settings_of
+from onefold.checkpoint.model import StoredStates, left_by_shard, saved_rule
+from onefold.checkpoint.runstate import RunState
 from onefold.checkpoint.saving import Lead, Saving
+from onefold.checks.savable import readable
 from onefold.core.assignment import Devices
 from onefold.core.calldigest import Call, CallDigest, digest
 from onefold.core.flat import fingerprint_of
@@ -76,12 +77,16 @@ class Found:
 class Checkpoints:
     """Saves and loads one trainer; all devices make the same calls.
 
+    May be made at the first of these: what a checkpoint says of earlier steps is kept elsewhere.
+
     Args:
         engine: the devices of this process.
         averaging: shows the averages of the model.
         devices: who takes part.
         position: where the run is.
         scheduler: the scheduler of the run, if it has one, and when it is stepped.
+        note: called as a checkpoint begins, with its step, its folder and the line that asks for
+            it; returns how many entries of the run's record it has seen.
     """
 
     def __init__(
@@ -91,6 +96,7 @@ class Checkpoints:
         devices: Devices,
         position: Position,
         scheduler: RunScheduler,
+        note: Callable[[int, Path, str], int],
     ) -> None:
         self._engine, self._averaging = engine, averaging
         self._exchange, self._update = engine.context.exchange, engine.context.update
@@ -108,9 +114,7 @@ class Checkpoints:
         """Whether the last checkpoint could not be written."""
         self.recorded = 0
         """How many entries of the run's record the checkpoint has seen that was loaded."""
-        self.noted: Callable[[int, Path, str], int] = lambda step, folder, line: 0
-        """Called as a checkpoint begins; returns how many entries of the run's record it has seen.
-        """
+        self._note = note
 
     @property
     def run(self) -> str:
@@ -149,12 +153,12 @@ class Checkpoints:
             CallDigest(Call.SAVE, self._position.step + 1, arguments=digest(arguments))
         )
         # Of this moment: the thread that writes must not look at a run that has gone on.
-        recorded = self.noted(self._position.step, folder, line)
+        recorded = self._note(self._position.step, folder, line)
         record = self._state.record(keeping, extra, place, recorded)
         self._engine.check_last_step()
         # The writing still reads the rooms of all devices, which `pack` is about to overwrite.
         self._wait_until_written()
-        with self._saving.readable():
+        with readable(self._module, self._engine.placement.gathered):
             self._saving.refuse_not_finite(self._position.step)
             self._engine.follow_parameters()
             self.lost = False
@@ -204,7 +208,7 @@ class Checkpoints:
                 f"expected allow_changed to name some of {list(PROMISES)}, got {unknown}"
             )
         self._begin_loading(digest((sorted(allow_changed), if_any)))
-        with self._saving.readable():
+        with readable(self._module, self._engine.placement.gathered):
             find = partial(self._find, path, allow_changed, if_any, leave_out)
             found, files = self._lead.do("checking a checkpoint", find) or (None, None)
         # All devices learn what the lead has found; if that is an error, all of them raise it.
@@ -283,7 +287,7 @@ class Checkpoints:
 
     def _take(self, found: Found, *, settings: bool = True) -> None:
         stored, files, allow_changed = found.stored, found.files, found.allow_changed
-        with self._saving.readable():
+        with readable(self._module, self._engine.placement.gathered):
             # From here on the trainer changes: all that could be refused was refused before.
             self._take_model(files)
             self._take_optimizer(stored.run["optimizer"], files, allow_changed, settings=settings)
@@ -297,21 +301,10 @@ class Checkpoints:
         if settings:
             self.scheduler.go_on(stored.run, allow_changed)
         self._state.adopt(stored.run, allow_changed)
-        self._saving.note_nan()
 
-    def note_step(self, loss: str) -> None:
-        """Note which parameters the step of a loss trains, as it begins."""
-        self._state.note_step(loss)
-
-    def check_can_be_saved(self) -> None:
-        """Refuse at the start what the first save would refuse.
-
-        Raises:
-            TypeError: the model or the optimizer holds a value that no file can.
-        """
-        with self._saving.readable():
-            sorted_values(self._module)
-        settings_of(self._update.optimizer)
+    def check_trained(self, loss: str) -> None:
+        """Warn once if a step that begins trains other parameters than the loaded run did."""
+        self._state.check_trained(loss)
 
     def check(self) -> None:
         """Raise what the writing has raised, if it has ended; does not wait."""

@@ -8,8 +8,8 @@ import math
 import platform
 import uuid
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 from importlib.metadata import version
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -27,10 +27,10 @@ from onefold.errors import CheckpointError
 from onefold.passes.averaged import Averaging
 from onefold.step.engine import Engine
 from onefold.system.words import listed, message_of
-from onefold.update.optimizers import name_of, optimizers_in
+from onefold.update.optimizers import name_of, optimizers_in, settings_of
 from onefold.update.scheduler import RunScheduler
 
-__all__ = ["RunState", "settings_of"]
+__all__ = ["RunState"]
 
 _log = logging.getLogger("onefold")
 _OF_THE_SCRIPT = ("capturable", "differentiable", "foreach", "fused")
@@ -65,18 +65,12 @@ class RunState:
         self._position, self._scheduler = position, scheduler
         self._settings = engine.context.settings
         self._optimizer, self._rules = engine.context.update.optimizer, engine.rules
-        self._microbatches = engine.microbatches
+        self._microbatches, self._objectives = engine.microbatches, engine.objectives
         self._parts = engine.context.replicas[0].parts
-        self._own_names = list(map(own_name, self._parts.named))
-        self._trained: dict[str, list[str]] = {}
-        """For each loss, which parameters required a gradient as its last step began."""
         self._trained_then: dict[str, list[str]] = {}
-        """The same of the saved run, for losses that have had no step since it was loaded."""
-        # Before a checkpoint is loaded: what the script itself asks for, to be compared with what
-        # the run began with.
-        self._at_start: list[dict[str, Any]] = []
-        with suppress(TypeError):  # what cannot be saved is refused only by a save
-            self._at_start = settings_of(self._optimizer)
+        """For each loss that a loaded run had, which parameters its last step trained."""
+        self._unchecked: set[str] = set()
+        """Those of them that have had no step since."""
         self.run = uuid.uuid4().hex
         """Name of the run; one that resumes another takes over its name."""
 
@@ -94,7 +88,7 @@ class RunState:
             "extra": extra,
             "place": place,
             "recorded": recorded,
-            "trained": dict(self._trained),
+            "trained": self._trained(),
             "threads": torch.get_num_threads(),
             "device": self._devices.all[0].type,
             "devices": len(self._devices.all),
@@ -117,7 +111,7 @@ class RunState:
                 "class": name_of(self._optimizer),
                 "parameters": self._group_names(),
                 "settings": settings_of(self._optimizer),
-                "settings_at_start": self._at_start,
+                "settings_at_start": self._scheduler.optimizer_at_start,
             },
         }
 
@@ -242,16 +236,28 @@ class RunState:
                 self._microbatches.search_anew()
             else:
                 self._microbatches.adopt(run["microbatch"], run["microbatch_trials"])
-        self._trained, self._trained_then = dict(run["trained"]), dict(run["trained"])
+        self._trained_then, self._unchecked = dict(run["trained"]), {*run["trained"]}
+        for objective in self._objectives.values():
+            objective.trained = None
 
-    def note_step(self, loss: str) -> None:
-        """Note which parameters the step of a loss trains; warn once if others were trained."""
-        flags = zip(self._own_names, self._parts.trainable(), strict=True)
-        now = self._trained[loss] = [name for name, required in flags if required]
-        then = self._trained_then.pop(loss, now)
+    def _trained(self) -> dict[str, list[str]]:
+        """For each loss, which parameters required a gradient as its last step began."""
+        flags = {name: each.trained for name, each in self._objectives.items()}
+        known = {name: self._names(each) for name, each in flags.items() if each is not None}
+        return {**self._trained_then, **known}
+
+    def _names(self, flags: Sequence[bool]) -> list[str]:
+        return [own_name(name) for name in compress(self._parts.named, flags)]
+
+    def check_trained(self, loss: str) -> None:
+        """Warn once if a step trains other parameters than the loaded run did."""
+        if loss not in self._unchecked:
+            return
+        self._unchecked.remove(loss)
+        then, now = self._trained_then[loss], self._names(self._parts.trainable())
         if then == now:
             return
-        self._trained_then = {}
+        self._unchecked.clear()
         parts = {
             "trained there and frozen here": [name for name in then if name not in set(now)],
             "frozen there and trained here": [name for name in now if name not in set(then)],
@@ -286,7 +292,9 @@ class RunState:
         anew = f", or begin the scheduler anew with the script's settings: {anew}"
         optimizer, scheduler = run["optimizer"], run["scheduler"] or {}
         taken = self.taken(optimizer["settings"], allow_changed)
-        pairs = zip(optimizer["settings_at_start"], self._at_start, taken, strict=False)
+        pairs = zip(
+            optimizer["settings_at_start"], self._scheduler.optimizer_at_start, taken, strict=False
+        )
         for number, (began, begins, keys) in enumerate(pairs):
             for key in _differing(began, begins, keys - {"initial_lr"}):
                 name = f"{key} of the optimizer's group {number}"
@@ -353,19 +361,3 @@ def _refusal(kind: type[torch.optim.Optimizer], settings: Mapping[str, Any]) -> 
 def _grouped(names: list[list[str]]) -> dict[str, int]:
     """Number of the group of each parameter, by its name."""
     return {name: number for number, group in enumerate(names) for name in group}
-
-
-def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The settings of an optimizer's groups, as JSON.
-
-    Raises:
-        TypeError: a setting is of a type that no file can hold.
-    """
-    return [
-        {
-            key: to_json(value, f"{key} of the optimizer's group {number}")
-            for key, value in group.items()
-            if key not in ("params", "param_names")
-        }
-        for number, group in enumerate(optimizer.param_groups)
-    ]

@@ -27,7 +27,6 @@ import queue
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -44,10 +43,9 @@ from onefold.checkpoint.model import (
     carried_parts,
     coming_parts,
     copy_model,
-    is_saved_as_it_is,
 )
 from onefold.core.assignment import Devices
-from onefold.core.flat import all_finite, fingerprint_of, first_not_finite, names_with_nan, own_name
+from onefold.core.flat import all_finite, fingerprint_of, first_not_finite, own_name
 from onefold.errors import CheckpointError, StateError
 from onefold.exchange.transport import host_buffer
 from onefold.passes.averaged import Averaging
@@ -220,16 +218,6 @@ class Saving:
         self._lead, self._writing = lead, writing
         self._rooms: dict[str, torch.Tensor] = {}
         """Where copies of the model's values are made, again for every checkpoint."""
-        self.note_nan()
-
-    def readable(self) -> AbstractContextManager[None]:
-        """Have all parameters here if the model itself computes what is saved of them."""
-        by_stage = is_saved_as_it_is(self._parts.module)
-        return nullcontext() if by_stage else self._engine.placement.gathered()
-
-    def note_nan(self) -> None:
-        """Note which buffers are NaN as the run begins, which is the model's own affair."""
-        self._nan_before = names_with_nan(_own_buffers(self._parts.module))
 
     def refuse_not_finite(self, step: int) -> None:
         """Have all devices raise if a value that is saved is not finite.
@@ -245,7 +233,7 @@ class Saving:
         """
         module = self._parts.module
         parameters = [own_name(name) for name, _ in module.named_parameters()]
-        names = [*parameters, *_own_buffers(module)]
+        names = [*parameters, *(own_name(name) for name, _ in module.named_buffers())]
         found = [*self._of_partition()]
         if self._lead.is_here:
             found += self._of_lead()
@@ -284,7 +272,7 @@ class Saving:
             here = {name: p for name, p in first.parts.named.items() if id(p) not in partitioned}
             named = {own_name(name): parameter for name, parameter in here.items()}
             found = first_not_finite((*trained.sections, *first.other.sections, *of_all), named)
-            spoilt = names_with_nan(_own_buffers(first.module)) - self._nan_before
+            spoilt = self._engine.spoilt_buffers()
             yield from [name for name in (found, min(spoilt, default=None)) if name is not None]
 
     def begin(self, folder: Path, record: dict[str, Any]) -> bool:
@@ -501,8 +489,3 @@ class PartitionedState:
 
     def _place(self, state: PieceState) -> tuple[int, str]:
         return self._storage.pieces[state.piece].entry, state.key
-
-
-def _own_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The buffers of a model under its own names."""
-    return {own_name(name): buffer for name, buffer in module.named_buffers()}

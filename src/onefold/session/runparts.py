@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from onefold.core.assignment import Devices
@@ -72,5 +73,7 @@ class RunParts:
     """Make calls that a session does not make by itself; a hook puts them there."""
     checkpoints: Checkpoints = field(init=False)
     """There with the hook that makes them."""
+    note_checkpoint: Callable[[int, Path, str], int] = lambda step, folder, line: 0
+    """Notes a checkpoint in the record, if there is one; see `Checkpoints`."""
     found: list[Callable[[Any], None]] = field(default_factory=list)
     """Called with what one hook finds that another one writes down."""

@@ -26,6 +26,7 @@ import torch
 from onefold.core.assignment import Assignment
 from onefold.core.batch import ShardedBatch
 from onefold.core.calldigest import Agreed, Call, CallDigest
+from onefold.core.flat import names_with_nan, own_name
 from onefold.core.values import ShardResult, StepWeight, total_weight
 from onefold.errors import DisagreementError
 from onefold.placement.base import Before, Placement, StepTotals
@@ -85,8 +86,9 @@ class Engine:
         """The user's loss functions, by name."""
         self._frozen, settings, update = frozen, context.settings, context.update
         trained = context.parts.trained.values()
-        self._objectives = objectives_of(losses, update.optimizer, trained, settings)
-        self.objective = next(iter(self._objectives.values()))
+        self.objectives = objectives_of(losses, update.optimizer, trained, settings)
+        """What steps are made of, by the name of the loss."""
+        self.objective = next(iter(self.objectives.values()))
         """What the step is made of, or the last one was."""
         self.external = ExternalModules(context.module, *losses.values())
         """Modules that the losses use beside the model."""
@@ -113,6 +115,7 @@ class Engine:
             self._launches = LaunchWatch(last.number, last.watch)
         self._has_warned = False
         self._updating = self._interrupted = False
+        self._nan_before = _nan_buffers(context.module)
         self.hooks = Hooks()
         """The tools around the steps of the run."""
         self.gradient_ready: Callable[[float], None] | None = None
@@ -238,7 +241,7 @@ class Engine:
         self._interrupted, self._updating = self.update_interrupted, False
         context.checks.advance()
         refuse_unfrozen(self._frozen)
-        self.objective = self._objectives[name]
+        self.objective = self.objectives[name]
         optimizer = context.update.optimizer
         if isinstance(optimizer, Optimizers):
             optimizer.active = optimizer.of_loss(name)
@@ -263,14 +266,14 @@ class Engine:
         """Compute all shards' gradients and losses; once more where a loss turns out to need it."""
         context, shards, parts = self.context, batch.shares.shards, self.context.parts
         objective, run_checks = self.objective, context.checks.run_checks
-        several = shards > 1
+        several, objective.trained = shards > 1, parts.trainable()
         task = ShardTask(
             loss=objective.run,
             seed=context.settings.seed,
             step=number,
             shards=shards,
             modes=parts.modes.read() if several else b"",
-            trainable=parts.trainable() if several else (),
+            trainable=objective.trained if several else (),
             scale=self.rules.loss_scale,
             run_checks=run_checks,
             left_out=objective.left_out,
@@ -512,6 +515,11 @@ class Engine:
         context.copy_first()
         context.guard.note()
         context.checks.restart()
+        self._nan_before = _nan_buffers(context.module)
+
+    def spoilt_buffers(self) -> set[str]:
+        """Buffers that have become NaN; those that were as the run began are the model's affair."""
+        return _nan_buffers(self.context.module) - self._nan_before
 
     @contextmanager
     def gathered(self, step: int) -> Iterator[None]:
@@ -550,6 +558,10 @@ class Engine:
                 f"the gradient of step {task.step} is not finite (to name the shard takes room for "
                 f"all parameters on the device, which there is not)"
             )
+
+
+def _nan_buffers(module: torch.nn.Module) -> set[str]:
+    return names_with_nan({own_name(name): buffer for name, buffer in module.named_buffers()})
 
 
 def _nothing_before(replica: Replica) -> AbstractContextManager[None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +30,8 @@ class Objective:
     """Whether it has returned a sum of several terms."""
     gathers: bool = False
     """Whether it has called `onefold.gather`."""
+    trained: Sequence[bool] | None = None
+    """Whether each parameter required a gradient as its last step began; None before that."""
 
 
 def objectives_of(

@@ -7,8 +7,11 @@ from typing import Any
 
 from onefold.checkpoint.folder import Checkpoint
 from onefold.checkpoint.resume import Checkpoints
+from onefold.checks.savable import readable, sorted_values
 from onefold.session.runparts import RunParts
+from onefold.step.engine import Engine
 from onefold.step.hook import Asked, Hook, Make, Surrounds
+from onefold.update.optimizers import settings_of
 
 __all__ = ["CheckpointCalls"]
 
@@ -31,7 +34,7 @@ class CheckpointCalls(Hook):
         run.makers["save"], run.makers["load"] = self._save, self._load
         # Refused while nothing is lost yet.
         try:
-            checkpoints.check_can_be_saved()
+            _check_can_be_saved(run.engine)
         except TypeError as error:
             if run.context.options.checkpoint:
                 raise
@@ -51,13 +54,25 @@ class CheckpointCalls(Hook):
         return make()
 
     def around(self, asked: Asked) -> Surrounds:
-        """Raise the same before a step, and note which parameters it trains."""
+        """Raise the same before a step, and warn where it trains other parameters than before."""
         if asked.cut is not None and asked.begins:
             self._checkpoints.check()
-            self._checkpoints.note_step(asked.name)
+            self._checkpoints.check_trained(asked.name)
         return None
 
     def finish(self) -> None:
         """Wait until everything is written."""
         with self._run.telling_others():
             self._checkpoints.finish()
+
+
+def _check_can_be_saved(engine: Engine) -> None:
+    """Refuse at the start what the first save would refuse.
+
+    Raises:
+        TypeError: the model or the optimizer holds a value that no file can.
+    """
+    module = engine.context.module
+    with readable(module, engine.placement.gathered):
+        sorted_values(module)
+    settings_of(engine.context.update.optimizer)

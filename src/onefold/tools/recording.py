@@ -61,7 +61,7 @@ class RecordKeeping(Hook):
     def __init__(self, run: RunParts, folder: Path, resumption: Resumption | None) -> None:
         self._run, self._resumption = run, resumption
         self._recorder = Recorder(folder / FILE, run.engine.context.update.optimizer)
-        run.checkpoints.noted = self._recorder.note_checkpoint
+        run.note_checkpoint = self._recorder.note_checkpoint
         run.found.append(self._note_audit)
         begun_at = 0 if resumption is None else resumption.step
         anew = resumption is not None and begun_at > 0 and resumption.replay is None

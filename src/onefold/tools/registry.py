@@ -137,7 +137,8 @@ class Tools:
 
         run = self.run
         run.checkpoints = Checkpoints(
-            run.engine, run.averaging(), run.devices, run.position, run.scheduler
+            *(run.engine, run.averaging(), run.devices, run.position, run.scheduler),
+            note=lambda *about: run.note_checkpoint(*about),
         )
         self._hooks["checkpoints"] = CheckpointCalls(run, run.checkpoints)
 

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from onefold.core.jsonvalue import to_json
 from onefold.core.randomness import GeneratorStates
 from onefold.data_order.item_generators import held_states
 from onefold.errors import StateError
@@ -43,6 +44,7 @@ __all__ = [
     "refuse_own_steps",
     "scheduled",
     "schedulers_in",
+    "settings_of",
     "steps_by_parameter",
 ]
 
@@ -101,6 +103,22 @@ def name_of(optimizer: torch.optim.Optimizer) -> str:
 def _classes(found: Mapping[str, object]) -> str:
     named = found.items()
     return ", ".join(type(each).__name__ + (f" ({name})" if name else "") for name, each in named)
+
+
+def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The settings of an optimizer's groups, as JSON.
+
+    Raises:
+        TypeError: a setting is of a type that no file can hold.
+    """
+    return [
+        {
+            key: to_json(value, f"{key} of the optimizer's group {number}")
+            for key, value in group.items()
+            if key not in ("params", "param_names")
+        }
+        for number, group in enumerate(optimizer.param_groups)
+    ]
 
 
 def scheduled(optimizer: torch.optim.Optimizer) -> list[str]:

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -35,7 +36,14 @@ from onefold.core.jsonvalue import from_json, to_json
 from onefold.core.settings import SchedulerEvery
 from onefold.errors import CheckpointError
 from onefold.system.words import message_of
-from onefold.update.optimizers import Schedulers, class_of, optimizers_in, scheduled, schedulers_in
+from onefold.update.optimizers import (
+    Schedulers,
+    class_of,
+    optimizers_in,
+    scheduled,
+    schedulers_in,
+    settings_of,
+)
 
 __all__ = ["RunScheduler", "check_scheduler"]
 
@@ -55,6 +63,11 @@ class RunScheduler:
         self.scheduler = scheduler
         self.at_start = {} if scheduler is None else _settings_of(scheduler)
         """The settings that the script gave it, as JSON, by how a script would write them."""
+        self.optimizer_at_start: list[dict[str, Any]] = []
+        """The settings that the script gave to the optimizer's groups, as JSON; none if they cannot
+        be saved."""
+        with suppress(TypeError):  # only a save refuses them
+            self.optimizer_at_start = settings_of(optimizer)
         self._optimizer = optimizer
         self._every = every
         self._open: int | None = None
