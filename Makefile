@@ -18,6 +18,9 @@ BENCH_VENV := .venv-bench
 BENCH_BIN := $(BENCH_VENV)/bin
 LOWEST_VENV := .venv-lowest
 RESULTS := benchmarks/results
+JOBS := packages/onefold-jobs
+OF_JOBS := digits,images,report,tables,text,loggers,augment,export
+comma := ,
 # Into the environment in which the stamp lies that is being made; says what comes, with its size.
 SHELL := bash
 .SHELLFLAGS := -o pipefail -c
@@ -92,27 +95,29 @@ $(VENV)/torch.stamp $(BENCH_VENV)/torch.stamp $(LOWEST_VENV)/torch.stamp: constr
 	@$(INSTALL) torch $(SAY)
 	@touch $@
 
-$(VENV)/demo.stamp: $(VENV)/torch.stamp pyproject.toml
-	@echo 'Installing onefold[demo] into $(@D):'
-	@$(INSTALL) --editable '.[demo]' $(SAY)
+# Both distributions, each editable; the first argument has extras of onefold, the second of its jobs.
+both = --editable '.[$(1)]' --editable '$(JOBS)[$(2)]'
+
+$(VENV)/demo.stamp: $(VENV)/torch.stamp pyproject.toml $(JOBS)/pyproject.toml
+	@echo 'Installing onefold[demo] and onefold-jobs into $(@D):'
+	@$(INSTALL) --editable '.[demo]' --editable $(JOBS) $(SAY)
 	@touch $@
 
 $(VENV)/dev.stamp: $(VENV)/demo.stamp
-	@echo 'Installing onefold[demo,images,dev] into $(@D):'
-	@$(INSTALL) --editable '.[demo,images,dev]' $(SAY)
+	@echo 'Installing onefold[dev] and onefold-jobs[images] into $(@D):'
+	@$(INSTALL) $(call both,dev,images) $(SAY)
 	@touch $@
 
-# What belongs to single guides and jobs, and to their tests.
+# What single guides and jobs need, and their tests.
 $(VENV)/test.stamp: $(VENV)/dev.stamp
-	@echo 'Installing onefold[text,transformers,report,loggers,tables,augment,export] into $(@D):'
-	@$(INSTALL) --editable '.[text,transformers,report,loggers,tables,augment,export]' $(SAY)
+	@echo 'Installing onefold[transformers,loggers] and onefold-jobs[$(OF_JOBS)] into $(@D):'
+	@$(INSTALL) $(call both,transformers$(comma)loggers,$(OF_JOBS)) $(SAY)
 	@touch $@
 
 # torch stays the one of constraints.txt: older releases have no small build on PyPI.
-EXTRAS := demo,images,dev,text,transformers,report,loggers,tables,augment,export
-$(LOWEST_VENV)/lowest.stamp: $(LOWEST_VENV)/torch.stamp pyproject.toml
+$(LOWEST_VENV)/lowest.stamp: $(LOWEST_VENV)/torch.stamp pyproject.toml $(JOBS)/pyproject.toml
 	@$(INSTALL) uv $(SAY)
-	@VIRTUAL_ENV=$(@D) $(@D)/bin/uv pip install --resolution lowest-direct --constraint constraints.txt --editable '.[$(EXTRAS)]'
+	@VIRTUAL_ENV=$(@D) $(@D)/bin/uv pip install --resolution lowest-direct --constraint constraints.txt $(call both,demo$(comma)dev$(comma)transformers$(comma)loggers,$(OF_JOBS))
 	@touch $@
 
 $(VENV)/docs.stamp: $(VENV)/test.stamp
@@ -120,9 +125,9 @@ $(VENV)/docs.stamp: $(VENV)/test.stamp
 	@$(INSTALL) --editable '.[docs]' $(SAY)
 	@touch $@
 
-$(BENCH_VENV)/bench.stamp: $(BENCH_VENV)/torch.stamp pyproject.toml
-	@echo 'Installing onefold[bench] into $(@D):'
-	@$(INSTALL) --editable '.[bench]' $(SAY)
+$(BENCH_VENV)/bench.stamp: $(BENCH_VENV)/torch.stamp pyproject.toml $(JOBS)/pyproject.toml
+	@echo 'Installing onefold[bench] and onefold-jobs into $(@D):'
+	@$(INSTALL) --editable '.[bench]' --editable $(JOBS) $(SAY)
 	@touch $@
 
 clean:

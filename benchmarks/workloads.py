@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from catalog import Precision
-from onefold.jobs.models import DenseCNN, LeNet, UNet, resnet18, resnet50
+from onefold_jobs.models import DenseCNN, LeNet, UNet, resnet18, resnet50
 from small_models import Ladder, new_mlp
 from token_models import GPT, TransformerClassifier
 

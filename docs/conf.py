@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 DOCS = Path(__file__).resolve().parent
-sys.path[:0] = [str(DOCS.parent / "src"), str(DOCS.parent)]
+sys.path[:0] = [str(DOCS.parent / each) for each in ("src", "packages/onefold-jobs/src", ".")]
 
 from onefold import __version__ as release  # noqa: E402
 

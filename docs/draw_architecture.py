@@ -52,7 +52,6 @@ class Box:
 BOXES = {
     "__main__": Box(1.2, 11.55, "python -m onefold", width=1.7),
     "cli": Box(6.2, 11.55, "commands"),
-    "jobs": Box(9.0, 10.45, "ready-made jobs"),
     "integrations": Box(11.0, 11.55, "others' training loops"),
     "testing": Box(1.2, 9.3, "simulated devices", width=1.9),
     "onefold": Box(4.3, 10.35, "the public names"),

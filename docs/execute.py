@@ -136,7 +136,8 @@ def _executed(text: str, at: Path, wrong: list[str]) -> Iterator[str]:
 def _environment() -> dict[str, str]:
     kept = {name: text for name, text in os.environ.items() if not name.startswith("ONEFOLD_")}
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    return {**kept, "PATH": path, "COLUMNS": "80", "PYTHONPATH": str(ROOT / "src")}
+    sources = os.pathsep.join(str(ROOT / each) for each in ("src", "packages/onefold-jobs/src"))
+    return {**kept, "PATH": path, "COLUMNS": "80", "PYTHONPATH": sources}
 
 
 def agrees(shown: str, printed: str) -> bool:

@@ -18,6 +18,7 @@ from sphinx.util.docutils import SphinxDirective, SphinxRole
 
 MODULES = (
     "onefold",
+    "onefold_jobs",
     "onefold.errors",
     "onefold.losses",
     "onefold.testing",
@@ -103,9 +104,13 @@ class Commands(SphinxDirective):
 
 def _described(command: Any, name: str) -> Iterator[str]:
     """A command and those below it, as Markdown."""
-    below = getattr(command, "commands", {})
+    command = getattr(command, "made", command)
+    context = typer.Context(command, info_name=name, terminal_width=80)
+    below = {
+        each: command.get_command(context, each)
+        for each in getattr(command, "list_commands", lambda _: [])(context)
+    }
     if not below and not command.hidden:
-        context = typer.Context(command, info_name=name, terminal_width=80)
         yield from (f"### {name}", "", "```text", command.get_help(context).strip(), "```", "")
     for each in below:
         yield from _described(below[each], f"{name} {each}")

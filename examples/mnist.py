@@ -12,8 +12,8 @@ import argparse
 import torch
 
 import onefold
-from onefold.jobs.data import mnist
-from onefold.jobs.models import LeNet
+from onefold_jobs.data import mnist
+from onefold_jobs.models import LeNet
 
 
 def loss(model, batch):

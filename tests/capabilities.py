@@ -30,4 +30,4 @@ def needs_text() -> None:
     Some of what they import sets variables of the environment: here, before any test looks.
     """
     for name in ("tokenizers", "transformers.models.roberta.modeling_roberta"):
-        pytest.importorskip(name, reason='needs pip install "onefold[text]"')
+        pytest.importorskip(name, reason='needs pip install "onefold-jobs[text]"')

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from onefold.jobs.runfolder import RunFolder
+from onefold_jobs.runfolder import RunFolder
 
 
 def save(path: Path, pixels: Any, **how: Any) -> Path:

@@ -34,6 +34,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = Path("src", "onefold")
+OF_JOBS = Path("packages", "onefold-jobs", "src")
 FILE = Path(__file__).with_suffix(".json")
 _COUNT = 61
 GOLDEN, TESTS, NOBODY, TIME = "golden", "tests", "nobody", "time is up"
@@ -46,12 +47,17 @@ class Mutant(NamedTuple):
 
     name: str
     file: str
-    """Below ``src/onefold``."""
+    """Below ``src/onefold``, or that of the jobs, which begins with ``onefold_jobs``."""
     old: str
     """A text that is there exactly once."""
     new: str
     on_accelerator: tuple[str, ...] = ()
     """Tests that look for it on pretended accelerators (`tests.pretended`), and no others do."""
+
+    @property
+    def path(self) -> Path:
+        """Path of the file in a checkout."""
+        return (OF_JOBS if self.file.startswith("onefold_jobs/") else SOURCE) / self.file
 
 
 MUTANTS: list[Mutant] = [
@@ -413,19 +419,19 @@ MUTANTS: list[Mutant] = [
     ),
     Mutant(
         "numbers beyond the largest of an option are accepted",
-        "jobs/options.py",
+        "onefold_jobs/options.py",
         '"most": (operator.le, ',
         '"most": (operator.ne, ',
     ),
     Mutant(
         "the numbers of classes follow the hashes of their names",
-        "jobs/data/classes.py",
+        "onefold_jobs/data/classes.py",
         "classes = tuple(sorted({name for picture in train for name in parts_of(picture.label)}))",
         "classes = tuple({name for picture in train for name in parts_of(picture.label)})",
     ),
     Mutant(
         "a report has the mean of speeds and not samples over seconds",
-        "jobs/report/folder.py",
+        "onefold_jobs/report/folder.py",
         "sum(samples for samples, _ in measured) / sum(time_s for _, time_s in measured)",
         "sum(samples / time_s for samples, time_s in measured) / len(measured)",
     ),
@@ -454,7 +460,7 @@ class Ended(NamedTuple):
 
 def planted(mutant: Mutant, root: Path = ROOT) -> str:
     """The text of a mutant's file with the fault in it."""
-    return (root / SOURCE / mutant.file).read_text().replace(mutant.old, mutant.new)
+    return (root / mutant.path).read_text().replace(mutant.old, mutant.new)
 
 
 def check(root: Path = ROOT) -> None:
@@ -463,7 +469,7 @@ def check(root: Path = ROOT) -> None:
     every = [*MUTANTS, *on_accelerators()]
     assert len({mutant.name for mutant in every}) == len(every), "two mutants have one name"
     for mutant in every:
-        count = (root / SOURCE / mutant.file).read_text().count(mutant.old)
+        count = (root / mutant.path).read_text().count(mutant.old)
         assert count == 1, f"{mutant.name}: its text is in {mutant.file} {count} times"
         assert mutant.old != mutant.new, f"{mutant.name}: it changes nothing"
         compile(planted(mutant, root), mutant.file, "exec", dont_inherit=True)
@@ -503,7 +509,7 @@ def copy_project(target: Path) -> None:
 
 def environment(copy: Path) -> dict[str, str]:
     """That of the tests in a copy: its own source, and the data sets beside the project."""
-    found = {**os.environ, "PYTHONPATH": str(copy / "src")}
+    found = {**os.environ, "PYTHONPATH": f"{copy / 'src'}{os.pathsep}{copy / OF_JOBS}"}
     data = ROOT.parent / "shared" / "data"
     if data.is_dir():
         found.setdefault("ONEFOLD_DATA", str(data))
@@ -594,7 +600,7 @@ def room_of(mutant: Mutant) -> str:
 
 def tried(mutant: Mutant, copy: Path, paths: Sequence[str], limit_s: float) -> Result:
     """Plant a fault in a copy, test it, and mend it again."""
-    path = copy / SOURCE / mutant.file
+    path = copy / mutant.path
     before = path.read_text()
     try:
         write(path, planted(mutant, copy))

@@ -28,6 +28,7 @@ from docs import execute
 from typer.main import get_command
 
 import onefold
+import onefold_jobs
 from onefold.cli.main import app
 from tests.checkpoint.folders import steps_in
 from tests.conftest import ROOT
@@ -36,6 +37,7 @@ from tests.tables import for_each
 DOCS = ROOT / "docs"
 GUIDES = DOCS / "do"
 SOURCE = Path(onefold.__file__).parent
+JOBS = Path(onefold_jobs.__file__).parent
 
 NO_ONEFOLD_AND_NO_GPU = """
 import sys
@@ -285,15 +287,16 @@ def test_no_script_calls_the_trainer_on_the_lead_alone(page: Path, text: str) ->
 # Docstrings
 
 MODULES = sorted(
-    ".".join(["onefold", *path.relative_to(SOURCE).with_suffix("").parts])
-    for path in SOURCE.rglob("*.py")
+    ".".join(path.relative_to(source.parent).with_suffix("").parts)
+    for source in (SOURCE, JOBS)
+    for path in source.rglob("*.py")
     if ">>> " in path.read_text()
 )
 PUBLIC = (
-    *("onefold", "onefold.jobs", "onefold.losses", "onefold.testing"),
+    *("onefold", "onefold_jobs", "onefold.losses", "onefold.testing"),
     *("onefold.integrations.loggers", "onefold.integrations.transformers"),
 )
-STARTS_PROCESSES = ("onefold.launcher.launch", "onefold.jobs.catalog", "onefold.jobs.loaded")
+STARTS_PROCESSES = ("onefold.launcher.launch", "onefold_jobs.catalog", "onefold_jobs.loaded")
 WITH_A_TRAINER = ("core.batch", "integrations.loggers", "trainer")
 WITH_PARTS = ("core.structure", "step.result")
 
@@ -313,7 +316,9 @@ def surroundings_of(name: str) -> dict[str, Any]:
 def run_examples(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(folder))  # some leave their files
     module = importlib.import_module(name)
-    tests = doctest.DocTestFinder().find(module, extraglobs={"onefold": onefold, "torch": torch})
+    tests = doctest.DocTestFinder().find(
+        module, extraglobs={"onefold": onefold, "onefold_jobs": onefold_jobs, "torch": torch}
+    )
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
     reports: list[str] = []
     for test in tests:
@@ -376,7 +381,9 @@ TOCTREE = re.compile(r"```\{toctree\}\n(.*?)```", re.DOTALL)
 @for_each("page", WHOLE_PAGES)
 def test_every_module_and_link_of_a_page_leads_somewhere(page: Path) -> None:
     named = set(re.findall(r"`([\w/.]+\.py)`", page.read_text())) - NOT_OURS
-    assert [name for name in named if not any((at / name).exists() for at in (ROOT, SOURCE))] == []
+    assert [
+        name for name in named if not any((at / name).exists() for at in (ROOT, SOURCE, JOBS))
+    ] == []
     text = re.sub(r"(?ms)^```.*?^```", "", page.read_text())
     links = re.findall(r"\]\((?!https?:)([^)\s#]*)(?:#([^)\s]*))?\)", text)
     wrong = []
@@ -474,7 +481,7 @@ def explained(node: ast.AST) -> Iterator[str]:
 
 def test_arguments_that_docstrings_explain_are_those_of_the_function() -> None:
     wrong, seen = [], 0
-    for path in sorted(SOURCE.rglob("*.py")):
+    for path in sorted([*SOURCE.rglob("*.py"), *JOBS.rglob("*.py")]):
         for node in ast.walk(ast.parse(path.read_text())):
             made = [node, *(node.body if isinstance(node, ast.ClassDef) else [])]
             taking = [

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import onefold
+import onefold_jobs
 
-SOURCE = Path(onefold.__file__).parent
+SOURCES = {"": Path(onefold.__file__).parent, "jobs/": Path(onefold_jobs.__file__).parent}
 
 RUNS_CODE = """
     jobs/__init__.py importlib.import_module: our own functions, when they are first used
@@ -36,8 +37,8 @@ RUNS_CODE = """
     launcher/worker.py runpy.run_module: the user's own, as asked
     launcher/worker.py runpy.run_path: the user's own script
     tools/inspection.py runpy.run_path: the user's own function, as asked by --call
-    cli/init.py environment.get_template: our own template, which lies in the package
-    cli/init.py np.load: without pickles, which NumPy refuses by itself
+    jobs/cli/init.py environment.get_template: our own template, which lies in the package
+    jobs/cli/init.py np.load: without pickles, which NumPy refuses by itself
     cli/replay.py torch.load: a bundle that the user names; docs/do/record.md warns of it
 """
 
@@ -53,16 +54,16 @@ WRITES_OR_REMOVES = """
     exchange/shared.py os.ftruncate: memory without a name
     jobs/data/files.py tempfile.mkstemp: a new file, which the message names
     jobs/data/files.py os.fdopen: that file
-    jobs/digits.py figure.savefig: into a file that is put aside first
+    cli/demo.py figure.savefig: into a file that is put aside first
     jobs/report/curves.py figure.savefig: into memory
     jobs/export.py each.rename: a new file, from the private folder beside it
     jobs/export.py name.write_text: a new file, beside the other
     jobs/export.py tempfile.TemporaryDirectory: beside the file that is written
     jobs/runfolder.py tempfile.TemporaryFile: without a name, to try the folder
-    cli/init.py output.open: a new file alone, the script
-    cli/replay.py (copy / RUN).write_text: in the private folder that was just made
-    cli/replay.py (copy / CHECKPOINTS / nearest.name).symlink_to: as above
-    cli/replay.py (copy / nearest.name).symlink_to: as above
+    jobs/cli/init.py output.open: a new file alone, the script
+    jobs/replay.py (copy / RUN).write_text: in the private folder that onefold replay made
+    jobs/replay.py (copy / CHECKPOINTS / each).symlink_to: as above
+    cli/replay.py (copy / nearest.name).symlink_to: in the private folder that was just made
     cli/replay.py path.write_bytes: as above
     cli/replay.py asked.write_bytes: as above
     cli/replay.py log.open: as above
@@ -238,8 +239,12 @@ def kind_of(call: ast.Call) -> str | None:
 
 def hazards() -> Iterator[tuple[str, str]]:
     """The kind and the place of each."""
-    for path in sorted(SOURCE.rglob("*.py")):
-        module = path.relative_to(SOURCE).as_posix()
+    paths = [
+        (path, f"{prefix}{path.relative_to(source).as_posix()}")
+        for prefix, source in SOURCES.items()
+        for path in sorted(source.rglob("*.py"))
+    ]
+    for path, module in paths:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and (kind := kind_of(node)):
                 yield kind, f"{module} {ast.unparse(node.func)}"

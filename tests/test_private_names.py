@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent
-SOURCE = TESTS.parent / "src" / "onefold"
+ROOT = TESTS.parent
+SOURCES = (ROOT / "src" / "onefold", ROOT / "packages" / "onefold-jobs" / "src")
 
 EXCEPTIONS: dict[tuple[str, str], str] = {
     ("apart.py", "_live"): "tells in which memory a tensor lies",
@@ -67,7 +68,8 @@ def used(tree: ast.AST) -> Iterator[str]:
 def test_private_names_are_listed_with_a_reason() -> None:
     private = {
         name
-        for path in SOURCE.rglob("*.py")
+        for source in SOURCES
+        for path in source.rglob("*.py")
         for name in defined(ast.parse(path.read_text()))
         if is_private(name) and name not in THEIRS
     }

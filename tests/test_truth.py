@@ -14,8 +14,8 @@ import onefold
 from onefold.core.context import LaunchContext
 from onefold.core.options import RunOptions
 from onefold.errors import GradientError
-from onefold.jobs.models import LeNet, resnet18
 from onefold.testing import simulate
+from onefold_jobs.models import LeNet, resnet18
 from tests.small import Batch, make_trainer, sgd
 from tests.tables import for_each
 

@@ -51,7 +51,7 @@ import torch
 SCRIPTS = Path(__file__).parent / "scripts"
 _READ_AT_START = ("PYTHON", "OMP_", "MKL_", "OPENBLAS_", "LD_", "MALLOC_", "GLIBC_", "LC_", "LANG")
 _PAUSE = 1  # omp_pause_soft: keep the settings
-_OURS = ("onefold", "tests", "benchmarks")
+_OURS = ("onefold", "onefold_jobs", "tests", "benchmarks")
 _RealPopen = subprocess.Popen
 _bound = inspect.signature(subprocess.Popen._execute_child).bind  # type: ignore[attr-defined]
 

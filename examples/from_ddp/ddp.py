@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Subset
 from torch.utils.data.distributed import DistributedSampler
 
-from onefold.jobs.data import mnist
-from onefold.jobs.models import LeNet
+from onefold_jobs.data import mnist
+from onefold_jobs.models import LeNet
 
 
 def choose_device():

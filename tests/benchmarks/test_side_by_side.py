@@ -7,7 +7,7 @@ import pytest
 
 from side_by_side import SCRIPTS, SIDES, prepare, score_of, typed_lines
 
-pillow = pytest.importorskip("PIL.Image", reason='needs pip install "onefold[images]"')
+pillow = pytest.importorskip("PIL.Image", reason='needs pip install "onefold-jobs[images]"')
 
 
 PARTS = ("train", "val", "test")

@@ -14,7 +14,7 @@ from torch import nn
 
 import onefold
 from onefold.core.settings import Precision, PrecisionName
-from onefold.jobs.models import DenseCNN, LeNet, resnet18
+from onefold_jobs.models import DenseCNN, LeNet, resnet18
 from tests.capabilities import has_lstm
 
 STEPS = 5

@@ -13,7 +13,7 @@ from benchmarks.token_models import TransformerClassifier
 from torch import nn
 
 import onefold
-from onefold.jobs.models import DenseCNN, resnet18
+from onefold_jobs.models import DenseCNN, resnet18
 
 STEPS = 3
 SPOILT_STEP = 2

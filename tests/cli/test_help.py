@@ -23,9 +23,9 @@ SCRIPT = Path(__file__).parents[1] / "scripts" / "planned.py"
 def every_command() -> Iterator[list[str]]:
     """The words of each command that does something, with those of the jobs."""
     group: Any = get_command(app)
-    for name in group.commands:
-        group.resolve_command(None, [name])  # has those made that are made when they are called
-        inner = getattr(group.commands[name], "commands", None)
+    for name in group.list_commands(None):
+        command = group.get_command(None, name)
+        inner = getattr(getattr(command, "made", command), "commands", None)
         yield from ([name, each] for each in inner) if inner else [[name]]
 
 
@@ -33,8 +33,8 @@ def parameters_of(words: list[str]) -> list[Any]:
     """What a command declares, arguments and options."""
     command: Any = get_command(app)
     for name in words:
-        command.resolve_command(None, [name])
-        command = command.commands[name]
+        command = command.get_command(None, name)
+        command = getattr(command, "made", command)  # it may be one that is imported late
     return list(command.params)
 
 

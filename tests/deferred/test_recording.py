@@ -15,8 +15,8 @@ from torch import nn
 
 from onefold.deferred.recording import Recording
 from onefold.deferred.values import deferred_of
-from onefold.jobs.models.resnet import resnet18
 from onefold.system.allocator import SparseAllocator
+from onefold_jobs.models.resnet import resnet18
 from tests.tables import for_each
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from onefold.jobs.text_models import build_classifier, encode_texts, pad_shard
+from onefold_jobs.text_models import build_classifier, encode_texts, pad_shard
 
 VOCABULARY_SIZE = 300
 TEXTS = [

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-import onefold
-from onefold.jobs.progress import TrainingBar
-from onefold.jobs.report.folder import read_run
+import onefold_jobs
+from onefold_jobs.progress import TrainingBar
+from onefold_jobs.report.folder import read_run
 from tests.capabilities import needs_text
 from tests.jobs.tiny import SMALL, write_texts
 
@@ -21,17 +21,17 @@ needs_text()
 def test_a_job_is_a_function(tmp_path: Path) -> None:
     data, runs = write_texts(tmp_path / "data"), tmp_path / "runs"
     how: dict[str, Any] = {"runs": runs, "epochs": 2, **SMALL["text"]}
-    result = onefold.jobs.text(data=data, devices=2, **how)
+    result = onefold_jobs.text(data=data, devices=2, **how)
     assert result.folder == runs / "text-1"
     assert result.epoch in (0, 1)
     assert result.scores == read_run(result.folder).epochs[result.epoch].scores
     assert result.report is None or result.report.is_file()
-    assert onefold.load_run(result.folder).classes == ("bad", "good")
-    words = r"no option mixup in onefold\.jobs\.text: it is one of onefold\.jobs\.classify$"
+    assert onefold_jobs.load_run(result.folder).classes == ("bad", "good")
+    words = r"no option mixup in onefold_jobs\.text: it is one of onefold_jobs\.classify$"
     with pytest.raises(ValueError, match=words):
-        onefold.jobs.text(data=data, mixup=0.2, cutmix=0.2, foreground="1")
-    with pytest.raises(AttributeError, match=r"module 'onefold\.jobs' has no attribute 'cook'"):
-        onefold.jobs.cook  # noqa: B018
+        onefold_jobs.text(data=data, mixup=0.2, cutmix=0.2, foreground="1")
+    with pytest.raises(AttributeError, match=r"module 'onefold_jobs' has no attribute 'cook'"):
+        onefold_jobs.cook  # noqa: B018
 
 
 def test_where_there_is_no_terminal_a_line_comes_now_and_then(

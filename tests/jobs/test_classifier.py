@@ -8,12 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onefold.jobs.classify_job import ClassifyOptions
-from onefold.jobs.report.folder import read_run
-from onefold.jobs.run import read_options
-from onefold.jobs.targets import SHOWN, choose_examples, class_task
-from onefold.jobs.text_job import TextOptions
-from onefold.jobs.training import begin_training
+from onefold_jobs.classify_job import ClassifyOptions
+from onefold_jobs.report.folder import read_run
+from onefold_jobs.run import read_options
+from onefold_jobs.targets import SHOWN, choose_examples, class_task
+from onefold_jobs.text_job import TextOptions
+from onefold_jobs.training import begin_training
 from tests import simulated
 from tests.jobs.tiny import job_of, write_pictures
 from tests.small import make_trainer

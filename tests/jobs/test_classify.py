@@ -8,10 +8,10 @@ import torch
 
 import onefold
 from onefold.errors import CheckpointError, LaunchError
-from onefold.jobs.classify_job import ClassifyOptions, PictureModel, make_task, prepare, settle
-from onefold.jobs.finetune import best_checkpoint
-from onefold.jobs.models import resnet18
-from onefold.jobs.training import begin_training
+from onefold_jobs.classify_job import ClassifyOptions, PictureModel, make_task, prepare, settle
+from onefold_jobs.finetune import best_checkpoint
+from onefold_jobs.models import resnet18
+from onefold_jobs.training import begin_training
 from tests.jobs.tiny import CLASSES, run_here, write_pictures
 
 

@@ -14,16 +14,16 @@ import pytest
 
 import onefold
 from onefold.errors import DataError
-from onefold.jobs.evaluate import EvaluateOptions, Evaluation, evaluate_run
-from onefold.jobs.predict import PredictOptions, predict_run, write_prediction
-from onefold.jobs.report.folder import read_run
+from onefold_jobs.evaluate import EvaluateOptions, Evaluation, evaluate_run
+from onefold_jobs.predict import PredictOptions, predict_run, write_prediction
+from onefold_jobs.report.folder import read_run
 from tests import simulated
 from tests.capabilities import needs_text
 from tests.jobs.tiny import CLASSES, WRITERS, run_here
 from tests.masked import on_cpu
 from tests.tables import for_each
 
-pytest.importorskip("PIL.Image", reason='needs pip install "onefold[images]"')
+pytest.importorskip("PIL.Image", reason='needs pip install "onefold-jobs[images]"')
 needs_text()
 
 JOBS = ("classify", "segment", "text")

@@ -12,9 +12,9 @@ from torch import nn
 import onefold
 from onefold.checkpoint.folder import prune
 from onefold.errors import CheckpointError, DataError
-from onefold.jobs.finetune import best_checkpoint, freeze, is_run, load_body, parameter_groups
-from onefold.jobs.models.resnet import ResNet
-from onefold.jobs.options import TrainOptions
+from onefold_jobs.finetune import best_checkpoint, freeze, is_run, load_body, parameter_groups
+from onefold_jobs.models.resnet import ResNet
+from onefold_jobs.options import TrainOptions
 from tests.small import Batch, bits, make_trainer
 from tests.tables import for_each
 

@@ -18,12 +18,13 @@ from PIL import Image
 from safetensors import safe_open
 
 import onefold
+import onefold_jobs
 from onefold.errors import CheckpointError, DataError, LaunchError
-from onefold.jobs import export
-from onefold.jobs.evaluate import EvaluateOptions, evaluate_run
-from onefold.jobs.export import Target, export_run
-from onefold.jobs.finetune import chosen_checkpoint
-from onefold.jobs.predict import PredictOptions, predict_run
+from onefold_jobs import export
+from onefold_jobs.evaluate import EvaluateOptions, evaluate_run
+from onefold_jobs.export import Target, export_run
+from onefold_jobs.finetune import chosen_checkpoint
+from onefold_jobs.predict import PredictOptions, predict_run
 from tests.capabilities import needs_text
 from tests.jobs.data.pictures import noise
 from tests.jobs.tiny import CLASSES, WRITERS, run_here
@@ -62,7 +63,7 @@ def _here(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_loaded_run_says_what_predict_says(job: str, runs: Any) -> None:
     data, folder = runs[job]
     paths = sorted(data.glob(TESTED[job]))
-    run = onefold.load_run(folder)
+    run = onefold_jobs.load_run(folder)
     assert (run.job, run.module.training) == (job, False)
     assert not any(parameter.requires_grad for parameter in run.module.parameters())
     inputs: list[Any] = paths
@@ -78,7 +79,7 @@ def test_a_loaded_run_says_what_predict_says(job: str, runs: Any) -> None:
 
 @for_each("job", ["classify", "segment", "text"])
 def test_what_is_no_list_of_inputs_is_refused(job: str, runs: Any) -> None:
-    run = onefold.load_run(runs[job][1])
+    run = onefold_jobs.load_run(runs[job][1])
     pixels = np.zeros((9, 7, 3), np.uint8)
     for single in ("a.png", Path("a.png"), pixels, Image.fromarray(pixels), 3):
         with pytest.raises(TypeError, match="expected a list of inputs, got "):
@@ -101,7 +102,7 @@ def test_what_is_no_list_of_inputs_is_refused(job: str, runs: Any) -> None:
 def test_a_loaded_run_draws_the_masks_that_predict_draws(runs: Any, tmp_path: Path) -> None:
     data, folder = runs["segment"]
     paths = sorted(data.glob(TESTED["segment"]))
-    run = onefold.load_run(folder)
+    run = onefold_jobs.load_run(folder)
     predicted(folder, paths, tmp_path)
     for path in paths:
         with Image.open(path) as picture:
@@ -129,8 +130,8 @@ def test_a_picture_that_would_be_black_is_refused(job: str, runs: Any, tmp_path:
     uses: list[Callable[[Path], object]] = [
         lambda _: evaluate_run(run, tested, EvaluateOptions()),
         lambda path: predicted(run, [path.parent], tmp_path / "out" if job == "segment" else None),
-        lambda path: onefold.load_run(run).preprocess([path]),
-        lambda path: onefold.load_run(run).preprocess([Image.open(path)]),
+        lambda path: onefold_jobs.load_run(run).preprocess([path]),
+        lambda path: onefold_jobs.load_run(run).preprocess([Image.open(path)]),
     ]
     for use in uses:
         with pytest.raises(DataError, match=r"0 to 1 would all become black, as white is 4095: "):
@@ -157,17 +158,17 @@ def test_the_last_weights_may_be_loaded_and_what_is_no_run_is_refused(
     runs: Any, tmp_path: Path
 ) -> None:
     _, folder = runs["classify"]
-    last = onefold.load_run(folder, weights="last")
+    last = onefold_jobs.load_run(folder, weights="last")
     assert last.weights == max((folder / "checkpoints").iterdir())
     assert last.classes == CLASSES
     with pytest.raises(DataError, match=r"expected the folder of a run, with run.json in it"):
-        onefold.load_run(tmp_path)
+        onefold_jobs.load_run(tmp_path)
     (tmp_path / "run.json").write_text('{"job": "cook"}')
     with pytest.raises(DataError, match="expected a run of classify, segment, text, got cook"):
-        onefold.load_run(tmp_path)
+        onefold_jobs.load_run(tmp_path)
     (tmp_path / "run.json").write_text('{"job": "text"}')
     with pytest.raises(CheckpointError, match="expected the run's checkpoints, found none"):
-        onefold.load_run(tmp_path, weights="last")
+        onefold_jobs.load_run(tmp_path, weights="last")
     (tmp_path / "checkpoints" / "step-123456789").mkdir(parents=True)
     (tmp_path / "checkpoints" / "step-99999999").mkdir()
     assert chosen_checkpoint(tmp_path, "last").name == "step-123456789"
@@ -184,7 +185,7 @@ def test_safetensors_have_the_weights_and_the_description(
     with safe_open(made.file, "pt") as file:
         assert json.loads(file.metadata()["onefold.json"]) == told
         stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    module = onefold.load_run(folder).module
+    module = onefold_jobs.load_run(folder).module
     for name, value in getattr(module, "model", module).state_dict().items():
         assert torch.equal(stored[name], value)
     assert sorted(tmp_path.iterdir()) == sorted([made.file, *made.beside])
@@ -225,7 +226,7 @@ def test_numbers_are_made_of_logits_as_the_description_says(tmp_path: Path) -> N
     (data / "all.csv").write_text(f"image,label\n{rows}")
     options = {"task": "regression", "model": "lenet", "epochs": 1}
     folder, _ = run_here("classify", data / "all.csv", tmp_path / "runs", **options)
-    run = onefold.load_run(folder)
+    run = onefold_jobs.load_run(folder)
     logits, target = (
         run.module(**run.preprocess(paths)),
         SimpleNamespace(**run.description["target"]),
@@ -236,7 +237,7 @@ def test_numbers_are_made_of_logits_as_the_description_says(tmp_path: Path) -> N
 
 
 def test_masks_are_padded_as_the_description_says(runs: Any) -> None:
-    run = onefold.load_run(runs["segment"][1])
+    run = onefold_jobs.load_run(runs["segment"][1])
     how = run.description["preprocessing"]
     assert how["padded"].startswith("zeros after normalisation, on the right and below, ")
     picture = noise((70, 9))
@@ -292,7 +293,7 @@ def test_other_formats_take_any_number_and_size(
     """More samples than were traced, and pictures of another size."""
     monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # which would leave a thread
     _, folder = runs[job]
-    run = onefold.load_run(folder)
+    run = onefold_jobs.load_run(folder)
     if to == "onnx":
         runtime = pytest.importorskip("onnxruntime")
     made = export_run(folder, to, tmp_path / f"it.{'onnx' if to == 'onnx' else 'pt2'}")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from onefold.errors import LaunchError
-from onefold.jobs.loggers import require_logger
+from onefold_jobs.loggers import require_logger
 from tests.capabilities import needs_text
 from tests.jobs.tiny import run_here, write_texts
 from tests.tables import for_each

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from onefold.jobs import meter
-from onefold.jobs.meter import TimeLimit
+from onefold_jobs import meter
+from onefold_jobs.meter import TimeLimit
 from tests.tables import for_each
 
 

@@ -17,16 +17,16 @@ import torch
 from safetensors.torch import load_file
 
 from onefold.errors import CheckpointError
-from onefold.jobs import named_weights
-from onefold.jobs.models import resnet18
-from onefold.jobs.named_weights import find_weights
-from onefold.jobs.run import read_options, run_job
-from onefold.jobs.text_models import build_classifier, train_tokenizer
+from onefold_jobs import named_weights
+from onefold_jobs.models import resnet18
+from onefold_jobs.named_weights import find_weights
+from onefold_jobs.run import read_options, run_job
+from onefold_jobs.text_models import build_classifier, train_tokenizer
 from tests.capabilities import needs_text
 from tests.jobs.tiny import job_of, run_here, write_pictures, write_texts
 
 needs_text()
-pytest.importorskip("pooch", reason='needs pip install "onefold[images]"')
+pytest.importorskip("pooch", reason='needs pip install "onefold-jobs[images]"')
 
 
 class Server(http.server.ThreadingHTTPServer):
@@ -132,7 +132,7 @@ def test_weights_that_cannot_be_had_say_from_where_and_to_where(
 HUB = """
 import sys
 from onefold.errors import CheckpointError
-from onefold.jobs.named_weights import find_weights
+from onefold_jobs.named_weights import find_weights
 try:
     print(find_weights(sys.argv[1], whole=len(sys.argv) > 2))
 except CheckpointError as error:

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onefold.jobs.catalog import JOBS
-from onefold.jobs.options import (
+from onefold_jobs.catalog import JOBS
+from onefold_jobs.options import (
     RUN_OPTIONS,
     TrainOptions,
     from_mapping,

@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 
 import onefold
 from onefold.errors import CheckpointError, DataError, LaunchError
-from onefold.jobs.finetune import best_checkpoint
-from onefold.jobs.predict import Prediction, PredictOptions, predict_run, write_prediction
-from onefold.jobs.report.folder import read_run
+from onefold_jobs.finetune import best_checkpoint
+from onefold_jobs.predict import Prediction, PredictOptions, predict_run, write_prediction
+from onefold_jobs.report.folder import read_run
 from tests import simulated
 from tests.capabilities import needs_text
 from tests.checkpoint.folders import reseal
@@ -26,7 +26,7 @@ from tests.jobs.tiny import run_here
 from tests.masked import grey, on_cpu, save, save_pairs
 from tests.tables import for_each
 
-pillow = pytest.importorskip("PIL.Image", reason='needs pip install "onefold[images]"')
+pillow = pytest.importorskip("PIL.Image", reason='needs pip install "onefold-jobs[images]"')
 needs_text()
 
 CLASSES = ("dark, all", "light", 'mid "way"')

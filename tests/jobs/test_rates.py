@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 import torch
 
-from onefold.jobs.options import (
+from onefold_jobs.options import (
     ScaleRate,
     TrainOptions,
     full_rate,

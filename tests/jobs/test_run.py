@@ -15,12 +15,12 @@ import pytest
 
 import onefold
 from onefold.errors import CheckpointError, DataError, LaunchError, RunFailed
-from onefold.jobs import report
-from onefold.jobs.catalog import JOBS
-from onefold.jobs.data import scan
-from onefold.jobs.report.folder import read_run
-from onefold.jobs.run import Job, read_options, run_job
 from onefold.system.process import stopped_by_signals
+from onefold_jobs import report
+from onefold_jobs.catalog import JOBS
+from onefold_jobs.data import scan
+from onefold_jobs.report.folder import read_run
+from onefold_jobs.run import Job, read_options, run_job
 from tests.capabilities import needs_text
 from tests.checkpoint.folders import full_disk, steps_in
 from tests.jobs.tiny import SMALL, WRITERS, job_of, run_here, write_pictures, write_texts
@@ -114,7 +114,7 @@ def test_a_full_disk_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_signal_while_the_report_is_made_leaves_the_report(
     number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("matplotlib", reason='needs pip install "onefold[report]"')
+    pytest.importorskip("matplotlib", reason='needs pip install "onefold-jobs[report]"')
     monkeypatch.setattr(onefold, "launch", lambda main, *, args, **_: main(*args))
     build = report.build_report
 
@@ -296,5 +296,5 @@ def test_notes_and_the_want_of_a_report_are_mentioned_before_training(
         f"onefold: {data}: 1 of 13 test samples is in the training set as well: test/plum/9.png is "
         "the same as train/plum/0.png\n"
         "onefold: there will be no report, as matplotlib is not installed here: after pip install "
-        '"onefold[report]", onefold report makes it from the folder of the run\n'
+        '"onefold-jobs[report]", onefold report makes it from the folder of the run\n'
     )

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from onefold.errors import LaunchError
-from onefold.jobs.options import TrainOptions
-from onefold.jobs.runfolder import RunFolder, next_name, require_room
 from onefold.system.folderlock import lock_of_checkpoints
+from onefold_jobs.options import TrainOptions
+from onefold_jobs.runfolder import RunFolder, next_name, require_room
 from tests.somebody import NOBODY
 from tests.tables import for_each
 

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from onefold.jobs.progress import epoch_line
-from onefold.jobs.report.words import score
-from onefold.jobs.scores import (
+from onefold_jobs.progress import epoch_line
+from onefold_jobs.report.words import score
+from onefold_jobs.scores import (
     Baseline,
     ClassScores,
     class_baseline,
@@ -19,11 +19,11 @@ from onefold.jobs.scores import (
     no_better,
     spell,
 )
-from onefold.jobs.segment_job import SegmentOptions
-from onefold.jobs.targets import BestBy
+from onefold_jobs.segment_job import SegmentOptions
+from onefold_jobs.targets import BestBy
 
-metrics = pytest.importorskip("sklearn.metrics", reason='needs pip install "onefold[demo]"')
-dummy = pytest.importorskip("sklearn.dummy", reason='needs pip install "onefold[demo]"')
+metrics = pytest.importorskip("sklearn.metrics", reason='needs pip install "onefold-jobs[digits]"')
+dummy = pytest.importorskip("sklearn.dummy", reason='needs pip install "onefold-jobs[digits]"')
 
 CLASSES = 5
 answers = st.lists(

@@ -14,20 +14,20 @@ from torch import nn
 
 import onefold
 from onefold.errors import CheckpointError, DataError
-from onefold.jobs import segment_job
-from onefold.jobs.data.augment import IMAGENET, Normalise
-from onefold.jobs.data.masks import VOID, MaskRule
-from onefold.jobs.data.pairs import Pair
-from onefold.jobs.finetune import best_checkpoint
-from onefold.jobs.segment_job import MaskModel, SegmentOptions
-from onefold.jobs.segment_pictures import Augment, Padded, PicturePairs, inside
-from onefold.jobs.training import Task
+from onefold_jobs import segment_job
+from onefold_jobs.data.augment import IMAGENET, Normalise
+from onefold_jobs.data.masks import VOID, MaskRule
+from onefold_jobs.data.pairs import Pair
+from onefold_jobs.finetune import best_checkpoint
+from onefold_jobs.segment_job import MaskModel, SegmentOptions
+from onefold_jobs.segment_pictures import Augment, Padded, PicturePairs, inside
+from onefold_jobs.training import Task
 from tests.jobs.tiny import run_here, write_class_masks
 from tests.masked import black_and_white, grey, save, save_pairs
 from tests.small import bits, make_trainer
 from tests.tables import for_each
 
-pillow = pytest.importorskip("PIL.Image", reason='needs pip install "onefold[images]"')
+pillow = pytest.importorskip("PIL.Image", reason='needs pip install "onefold-jobs[images]"')
 
 SIZES = [(40, 50), (33, 90), (32, 32), (20, 70), (9, 7)]
 """Height and width; crops of 32 cut all but the last and, in one direction, the one before it."""

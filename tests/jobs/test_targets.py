@@ -12,16 +12,16 @@ from PIL import Image
 
 import onefold
 from onefold.errors import DataError
-from onefold.jobs.evaluate import EvaluateOptions, evaluate_run
-from onefold.jobs.predict import PredictOptions, predict_run
-from onefold.jobs.predictions import as_csv
-from onefold.jobs.report import build_report
-from onefold.jobs.targets import label_scores, number_scores, target_of
+from onefold_jobs.evaluate import EvaluateOptions, evaluate_run
+from onefold_jobs.predict import PredictOptions, predict_run
+from onefold_jobs.predictions import as_csv
+from onefold_jobs.report import build_report
+from onefold_jobs.targets import label_scores, number_scores, target_of
 from tests.capabilities import needs_text
 from tests.jobs.tiny import run_here, write_class_masks
 from tests.tables import for_each
 
-metrics = pytest.importorskip("sklearn.metrics", reason='needs pip install "onefold[demo]"')
+metrics = pytest.importorskip("sklearn.metrics", reason='needs pip install "onefold-jobs[digits]"')
 
 
 def test_scores_are_those_of_scikit_learn() -> None:

@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import save_file
 
 from onefold.errors import CheckpointError
-from onefold.jobs.targets import Target, target_measure
-from onefold.jobs.text_job import (
+from onefold_jobs.targets import Target, target_measure
+from onefold_jobs.text_job import (
     TextModel,
     TextOptions,
     answer,

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from onefold.errors import CheckpointError
-from onefold.jobs.text_models import (
+from onefold_jobs.text_models import (
     build_from_config,
     load_pretrained,
     pad_shard,

@@ -4,8 +4,8 @@ from typing import Any
 import pytest
 import torch
 
-from onefold.jobs import text_models as tokens
-from onefold.jobs.text_models import EncodedTexts, encode_texts, train_tokenizer
+from onefold_jobs import text_models as tokens
+from onefold_jobs.text_models import EncodedTexts, encode_texts, train_tokenizer
 from tests.capabilities import needs_text
 from tests.jobs.sentences import TEXTS, VOCABULARY_SIZE
 

@@ -18,12 +18,12 @@ import onefold
 from onefold.cli.verify import verify_script
 from onefold.core.options import RunOptions
 from onefold.errors import CheckpointError, DataError, LaunchError
-from onefold.jobs.catalog import JOBS
-from onefold.jobs.finetune import best_checkpoint
-from onefold.jobs.meter import TimeLimit
-from onefold.jobs.report.folder import read_run
-from onefold.jobs.run import read_options, run_job
-from onefold.jobs.training import Task, begin_training, read_saved
+from onefold_jobs.catalog import JOBS
+from onefold_jobs.finetune import best_checkpoint
+from onefold_jobs.meter import TimeLimit
+from onefold_jobs.report.folder import read_run
+from onefold_jobs.run import read_options, run_job
+from onefold_jobs.training import Task, begin_training, read_saved
 from tests.capabilities import needs_text
 from tests.jobs import tiny
 from tests.jobs.tiny import SMALL, WRITERS, job_of, run_here, write_pictures, write_texts

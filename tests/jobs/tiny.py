@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from onefold.jobs.catalog import JOBS
-from onefold.jobs.run import read_options
-from onefold.jobs.training import begin_training
+from onefold_jobs.catalog import JOBS
+from onefold_jobs.run import read_options
+from onefold_jobs.training import begin_training
 
 CLASSES = ("apple", "pear", "plum")
 job_of = {job.name: job for job in JOBS}.__getitem__

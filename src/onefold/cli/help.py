@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from typing import Any, TypeVar
 
 import typer
@@ -16,8 +17,10 @@ from typer.core import TyperCommand, TyperGroup
 
 from onefold.system.words import listed, usual_option
 
-__all__ = ["Command", "Commands", "declare", "with_examples"]
+__all__ = ["ENTRY_POINTS", "Command", "Commands", "LateCommand", "declare", "with_examples"]
 
+ENTRY_POINTS = "onefold.commands"
+"""The group of entry points by which other distributions add commands."""
 _Function = TypeVar("_Function", bound=Callable[..., None])
 _Record = tuple[str, str]
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -114,6 +117,33 @@ class Command(TyperCommand):
                 heading = "Arguments" if argument else getattr(parameter, "rich_help_panel", None)
                 found.append((heading or _OTHER, record))
         _write(formatter, found)
+
+
+class LateCommand(Command):
+    """A command of another distribution, which is imported when it is called.
+
+    An entry point of the group ``onefold.commands`` names an instance, in a module that imports
+    little: ``onefold --help`` loads that of every command.
+
+    Args:
+        name: of the command.
+        group: the heading under which ``onefold --help`` lists it.
+        summary: its line in that list, one sentence.
+        make: imports the command and returns it; called once.
+    """
+
+    def __init__(self, name: str, *, group: str, summary: str, make: Callable[[], Any]) -> None:
+        super().__init__(name, help=summary, rich_help_panel=group)
+        self._make = make
+
+    @cached_property
+    def made(self) -> Any:
+        """The command itself."""
+        return self._make()
+
+    def make_context(self, info_name: Any, args: Any, parent: Any = None, **extra: Any) -> Any:
+        """Read the arguments of the command itself."""
+        return self.made.make_context(info_name, args, parent, **extra)
 
 
 class Commands(TyperGroup):

@@ -1,12 +1,15 @@
 """The commands of ``onefold``.
 
 What the commands do is in the modules that they call; ``onefold run`` is in `onefold.cli.running`.
+Other distributions add commands by entry points of the group ``onefold.commands``, each of which
+names a `LateCommand`; onefold-jobs adds ``train``, ``predict`` and others.
 
 Note: imports inside of commands
 --------------------------------
-typer reads every command before it runs one. The jobs, the tables and the comparison are imported
-by the command that needs them, so that ``onefold run`` starts without them. The docstring of a
-command is its help; its first sentence fits a line of the list of commands.
+typer reads every command before it runs one. A command imports what it needs, so that
+``onefold run`` starts without the tables and the comparison. Entry points are read only if the
+command is not one of onefold's own. The docstring of a command is its help; its first sentence fits
+a line of the list of commands.
 """
 
 from __future__ import annotations
@@ -14,15 +17,16 @@ from __future__ import annotations
 import signal
 import sys
 from contextlib import AbstractContextManager, nullcontext
+from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
-from typer import Argument, Option
+from typer import Option
 
 import onefold
 from onefold import RunOptions
-from onefold.cli.help import Commands, declare
+from onefold.cli.help import ENTRY_POINTS, Commands, declare
 from onefold.cli.looking import looking
 from onefold.cli.running import (
     PLACEMENT_VARIABLE,
@@ -36,33 +40,48 @@ from onefold.cli.running import (
     Timeout,
     absolute_dir,
     command_of,
-    print_json,
     run,
     tell_next,
 )
-from onefold.errors import OnefoldError, RunFailed
+from onefold.errors import LaunchError, OnefoldError, RunFailed
 from onefold.system.process import Stopped, stopped_by_signals
 from onefold.system.words import in_shell, tell
 
 __all__ = ["main"]
 
-_TRAIN, _CHECK, _USE = "Train", "Check before a run", "Use a run"
+_TRAIN, _CHECK = "Train", "Check before a run"
 _DEFAULTS = RunOptions()
-_OF_JOBS = ("train", "predict", "evaluate")
-"""Commands that are made of the options of the jobs, whose modules take long to import."""
+_OF_JOBS = ("train", "init", "predict", "evaluate", "export", "report")
+"""Commands of onefold-jobs: an error names the extra that installs them."""
 
 
 class _Onefold(Commands):
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Find the command that is called, or whose words are completed."""
-        if args and args[0] in _OF_JOBS:
-            from onefold.cli.train import job_commands
+    """The commands declared here, and those that entry points of other distributions name."""
 
-            for name, command in job_commands().items():
-                listed: Any = self.commands[name]
-                command.rich_help_panel = listed.rich_help_panel
-                self.commands[name] = command
-        return super().resolve_command(ctx, args)
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names of all commands, in the order of the list."""
+        self._add_others()
+        return super().list_commands(ctx)
+
+    def get_command(self, ctx: Any, name: str) -> Any:
+        """Return a command, or None if there is none of that name.
+
+        Raises:
+            LaunchError: the command is part of the jobs, which are not installed.
+        """
+        if name not in self.commands:
+            self._add_others()
+        if name not in self.commands and name in _OF_JOBS:
+            raise LaunchError(
+                f"onefold {name} is part of the jobs, which are not installed here; run: "
+                f"pip install 'onefold[jobs]'"
+            )
+        return super().get_command(ctx, name)
+
+    def _add_others(self) -> None:
+        for each in entry_points(group=ENTRY_POINTS):
+            if each.name not in self.commands:
+                self.commands[each.name] = each.load()
 
 
 app = typer.Typer(
@@ -108,42 +127,6 @@ declare(
 )(run)
 
 
-@declare(app, "train", group=_TRAIN)
-def _train() -> None:
-    """Train a ready-made job on your data: classify, segment, text."""
-
-
-@declare(
-    app,
-    "init",
-    group=_TRAIN,
-    examples=[
-        ("onefold init", "with random data"),
-        ("onefold init photos", "for pictures: photos/CLASS/"),
-        ("onefold init table.csv -o fit.py", "for columns of numbers"),
-    ],
-)
-def init(
-    data: Annotated[
-        Path | None, Argument(metavar="[DATA]", help="Folder or file of the data.")
-    ] = None,
-    output: Annotated[
-        Path, Option("--output", "-o", metavar="FILE", help="The script to write.")
-    ] = Path("train.py"),
-) -> None:
-    """Write the shortest training script for your data.
-
-    It looks at the data: a folder of class folders with pictures; a CSV or TSV file, whose last
-    column is what is to be predicted, by its columns of numbers and of few different texts; arrays
-    x and y of an NPZ file, pictures among them. Nothing is overwritten.
-    """
-    from onefold.cli.init import write_script
-
-    write_script(data, output)
-    print(output)
-    tell_next(f"onefold verify --devices 1,2 {in_shell(output)}")
-
-
 @declare(app, "demo", group=_TRAIN, examples=[("onefold demo", "takes a minute")])
 def demo(
     output: Annotated[
@@ -152,7 +135,7 @@ def demo(
     devices: Devices = "auto",
 ) -> None:
     """Train on real digits, on one device and on all, and compare."""
-    from onefold.jobs.digits import demo as run_demo
+    from onefold.cli.demo import demo as run_demo
 
     code = run_demo(output, devices=devices)
     tell_next("onefold init")
@@ -294,98 +277,6 @@ def show_devices(as_json: AsJson = False) -> None:
 
     show_devices(as_json=as_json)
     tell_next("onefold run --devices N train.py")
-
-
-@declare(app, "predict", group=_USE)
-def _predict() -> None:
-    """Predict the classes, labels or masks of new files."""
-
-
-@declare(app, "evaluate", group=_USE)
-def _evaluate() -> None:
-    """Score a run on labelled data, by class and by sample."""
-
-
-@declare(
-    app,
-    "export",
-    group=_USE,
-    examples=[
-        ("onefold export runs/a --to onnx", "runs/a/model.onnx"),
-        ("onefold export runs/a --to torch-export --output a.pt2", "another file"),
-    ],
-)
-def export(
-    run_folder: Annotated[Path, Argument(metavar="RUN", help="Folder of a trained run.")],
-    to: Annotated[Literal["onnx", "torch-export", "safetensors"], Option(help="Kind of the file.")],
-    output: Annotated[
-        Path | None,
-        Option(
-            "--output",
-            "-o",
-            metavar="FILE",
-            help="The file to write.",
-            show_default="model.* in the run",
-        ),
-    ] = None,
-    weights: Annotated[
-        Literal["best", "last"], Option(help="Which checkpoint of the run.")
-    ] = "best",
-    as_json: AsJson = False,
-) -> None:
-    """Write the model of a run for programs without onefold."""
-    from onefold.jobs.export import export_run
-
-    made = export_run(run_folder, to, output, weights=weights)
-    files = [str(each) for each in (made.file, *made.beside)]
-    if as_json:
-        compared = {"samples": made.samples, "difference": made.difference}
-        print_json({"files": files, "compared": compared})
-        return
-    what = f"{made.samples} samples of the run" if made.samples else "random inputs"
-    print("\n".join(files))
-    largest = f"{made.difference:.1g} of the largest"
-    print(f"On {what} its logits differ from the run's by {largest} at most.")
-
-
-@declare(
-    app,
-    "report",
-    group=_USE,
-    examples=[
-        ("onefold report runs/a", "runs/a/report.html"),
-        ("onefold report runs/a runs/b", "and a page that compares them"),
-    ],
-)
-def report(
-    runs: Annotated[list[Path], Argument(metavar="RUN...", help="Folders of runs.")],
-    output: Annotated[
-        Path | None,
-        Option(
-            "--output",
-            "-o",
-            metavar="FILE",
-            help="The page to write: of one run, its report; of several, the comparison.",
-            show_default="report.html in the run, or runs/comparison.html",
-        ),
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Write the report of a run, or a page that compares several."""
-    from onefold.jobs.report import build_report, compare_runs
-
-    if output is not None and output.is_dir():
-        raise ValueError(f"--output {output}: expected a file for the page, this is a folder")
-    if len(runs) == 1:
-        pages = [build_report(runs[0], output)]
-    else:
-        pages = [build_report(run_folder) for run_folder in runs]
-        pages.append(compare_runs(runs, output or Path("runs/comparison.html")))
-    if as_json:
-        print_json({"pages": [str(page) for page in pages]})
-    else:
-        print(*pages, sep="\n")
-    tell_next(f"open {in_shell(pages[-1])} in a browser")
 
 
 app.add_typer(looking)

@@ -5,6 +5,14 @@ Note: how a run is computed once more
 In a temporary folder that has the record and the nearest checkpoint of the run, the command of the
 run goes on from there (`Rerun`). Nothing is written to the run itself: what the script saves by
 PyTorch and safetensors lies in the temporary folder.
+
+Note: runs of other distributions
+---------------------------------
+A run without a script, such as that of a job, is copied by the distribution that made it. An entry
+point of the group ``onefold.replays`` names a function. It is called with the folder of the run, a
+new folder, and the names of the checkpoints before the step, oldest first. It copies what resumes
+the run into the new folder, and returns the arguments of ``onefold`` that resume it there, but for
+``--devices``. If the run is not its own, it returns None.
 """
 
 from __future__ import annotations
@@ -20,6 +28,7 @@ import sys
 import zipfile
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.metadata import entry_points
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -32,7 +41,6 @@ from rich.table import Table
 import onefold
 from onefold.cli.running import print_json, screen
 from onefold.errors import DataError, RecordError, RunFailed
-from onefold.jobs.runfolder import CHECKPOINTS, CONFIG, RUN, SCAN, read_run
 from onefold.record import FILE, Record
 from onefold.record.entries import Begun, Failed
 from onefold.record.findings import Findings, Inspection, SampleFinding, ShardFinding
@@ -47,6 +55,8 @@ __all__ = ["Rerun", "explain", "replay_step"]
 _NEVER = str(1 << 30)
 _GATHERS = "The loss gathers over the batch: its shards cannot be looked into by themselves."
 _FEW = 8
+_MANIFEST = "run.json"
+"""A file of every whole checkpoint."""
 
 
 class Rerun:
@@ -135,12 +145,10 @@ class Rerun:
         """The command that computes once more, in a folder with what it needs of the run."""
         python = begun.python if Path(begun.python).is_file() else sys.executable
         devices = self._devices or ("cpu:1" if begun.devices[0].startswith("cpu") else "1")
-        if (self._run / CONFIG).is_file():
-            job = read_run(self._run)["job"]
-            copy = self._copy_of_job(folder, step)
-            named = ["--runs", str(folder), "--name", copy.name, "--devices", devices]
-            no_limit = ["--max-time", "999999h"]
-            return [python, "-m", "onefold", "train", job, "--resume", *named, *no_limit]
+        for each in entry_points(group="onefold.replays"):
+            before = self._checkpoints_before(step, of_script=False)
+            if words := each.load()(self._run, folder, before):
+                return [python, "-m", "onefold", *words, "--devices", devices]
         if not begun.module and not begun.script:
             raise RecordError(
                 f"{self.record.path} does not know which script began the run ("
@@ -150,7 +158,7 @@ class Rerun:
         _warn_of_change(begun)
         start = ["-m", begun.module] if begun.module else [begun.script]
         options = ["--devices", devices, "--placement", self._placement]
-        if nearest := self._nearest(self._run, step):
+        if nearest := self._nearest(step):
             copy = folder / "run"
             copy.mkdir()
             shutil.copyfile(self.record.path, copy / FILE)
@@ -160,31 +168,24 @@ class Rerun:
                 options += ["--allow-changed", ",".join(begun.allow_changed)]
         return [python, "-m", "onefold", "run", *options, *start, *begun.command[1:]]
 
-    def _nearest(self, folder: Path, step: int, *, of_job: bool = False) -> Path | None:
+    def _nearest(self, step: int) -> Path | None:
         """The last checkpoint before a step that is still there."""
-        table = self.record.checkpoints
-        columns = (table[name].tolist() for name in ("step", "folder", "line"))
-        # To those of a script, which go with its trainer.load, no launcher goes back.
-        rows = sorted(
-            (at, name) for at, name, line in zip(*columns, strict=True) if of_job or not line
-        )
-        there = [
-            folder / name for at, name in rows if at < step and (folder / name / RUN).is_file()
-        ]
+        names = self._checkpoints_before(step, of_script=True)
+        there = [self._run / name for name in names if (self._run / name / _MANIFEST).is_file()]
         return there[-1] if there else None
 
-    def _copy_of_job(self, folder: Path, step: int) -> Path:
-        """A run of a job as it was after the last checkpoint before a step."""
-        copy = folder / self._run.name
-        (copy / CHECKPOINTS).mkdir(parents=True)
-        for name in (CONFIG, SCAN, RUN):
-            if (self._run / name).is_file():
-                shutil.copyfile(self._run / name, copy / name)
-        facts = read_run(self._run)
-        (copy / RUN).write_text(json.dumps({**facts, "finished": None, "ended": None}))
-        if nearest := self._nearest(self._run / CHECKPOINTS, step, of_job=True):
-            (copy / CHECKPOINTS / nearest.name).symlink_to(nearest)
-        return copy
+    def _checkpoints_before(self, step: int, *, of_script: bool) -> list[str]:
+        """Names of the checkpoints before a step, the oldest first.
+
+        Args:
+            step: number of the step.
+            of_script: leave out those that the program saved, as only its ``trainer.load`` resumes
+                from them.
+        """
+        table = self.record.checkpoints
+        columns = (table[name].tolist() for name in ("step", "folder", "line"))
+        rows = sorted((at, name, line) for at, name, line in zip(*columns, strict=True))
+        return [name for at, name, line in rows if at < step and not (of_script and line)]
 
 
 def _warn_of_change(begun: Begun) -> None:

@@ -13,8 +13,8 @@ from hypothesis.extra import numpy as numbers
 from torch.utils.data import TensorDataset
 
 from onefold.errors import DataError
-from onefold.jobs.data import mnist, read_idx
-from onefold.jobs.data.arrays import read_idx_folder, read_labelled
+from onefold_jobs.data import mnist, read_idx
+from onefold_jobs.data.arrays import read_idx_folder, read_labelled
 from tests.jobs.data.pictures import memory_limited
 from tests.tables import for_each
 

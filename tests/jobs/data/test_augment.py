@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from onefold.jobs.data.augment import (
+from onefold_jobs.data.augment import (
     CentreCrop,
     LabelledPictures,
     Mix,
@@ -19,7 +19,7 @@ from onefold.jobs.data.augment import (
     RandomShift,
     by_kornia,
 )
-from onefold.jobs.data.pictures import ArrayPictures, Mode
+from onefold_jobs.data.pictures import ArrayPictures, Mode
 from tests.jobs.data.pictures import noise
 from tests.tables import for_each
 

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onefold.errors import DataError
-from onefold.jobs.data.classes import PictureClasses, Split, read_classes
-from onefold.jobs.data.classes import test_folder as folder_to_test
-from onefold.jobs.data.samples import hold_out
+from onefold_jobs.data.classes import PictureClasses, Split, read_classes
+from onefold_jobs.data.classes import test_folder as folder_to_test
+from onefold_jobs.data.samples import hold_out
 from tests.jobs.data.pictures import noise, write_class_folders, write_cut_jpeg, write_page
 from tests.tables import for_each
 
@@ -198,7 +198,7 @@ def test_names_that_are_no_classes_are_refused_before_anything_is_read(
     root = write_class_folders(tmp_path / "data", classes, train=2, test=0)
     if words.startswith(("expected", "got 30")):
         assert read(root, labels_as_is=True).classes == tuple(sorted(classes))
-    monkeypatch.setattr("onefold.jobs.data.classes.scan_pictures", lambda *_: pytest.fail("read"))
+    monkeypatch.setattr("onefold_jobs.data.classes.scan_pictures", lambda *_: pytest.fail("read"))
     with pytest.raises(DataError, match=words):
         read(root)
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("pooch", reason='needs pip install "onefold[images]"')
+pytest.importorskip("pooch", reason='needs pip install "onefold-jobs[images]"')
 
 from onefold.errors import DataError, LaunchError
-from onefold.jobs.data.fetch import RemoteSet, fetch_dataset
+from onefold_jobs.data.fetch import RemoteSet, fetch_dataset
 
 FILES = {"images.gz": b"images" * 1000, "labels.gz": b"labels"}
 SUMS = {name: hashlib.sha256(content).hexdigest() for name, content in FILES.items()}
@@ -174,7 +174,7 @@ def test_a_mirror_that_fails_is_named_and_the_next_one_tried(
 ) -> None:
     fault, complaint = FAULTS[kind]
     if kind == "too long":
-        monkeypatch.setattr("onefold.jobs.data.fetch.LARGEST_BYTES", 1 << 16)
+        monkeypatch.setattr("onefold_jobs.data.fetch.LARGEST_BYTES", 1 << 16)
     server.answers["/images.gz"] = fault
     with pytest.raises(DataError, match=complaint) as error:
         fetch(tmp_path, nobody, server.address, timeout_s=0.5)
@@ -194,7 +194,7 @@ def test_without_pooch_the_error_says_what_to_install(
     tmp_path: Path, nobody: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "pooch", None)
-    with pytest.raises(LaunchError, match=re.escape('pip install "onefold[images]"')):
+    with pytest.raises(LaunchError, match=re.escape('pip install "onefold-jobs[images]"')):
         fetch(tmp_path, nobody)
 
 

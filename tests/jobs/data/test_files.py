@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from onefold.jobs.data.files import require_ours
+from onefold_jobs.data.files import require_ours
 
 
 def test_what_is_not_ours_is_not_written_over(tmp_path: Path) -> None:

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from onefold.errors import DataError
-from onefold.jobs.data.maskclasses import AUTO, VOID_NUMBER, coloured_mask, list_classes
-from onefold.jobs.data.masks import VOID, MaskRule, look_at_mask, mask_tensor, read_mask
-from onefold.jobs.data.pairs import MaskedPictures, read_pairs
+from onefold_jobs.data.maskclasses import AUTO, VOID_NUMBER, coloured_mask, list_classes
+from onefold_jobs.data.masks import VOID, MaskRule, look_at_mask, mask_tensor, read_mask
+from onefold_jobs.data.pairs import MaskedPictures, read_pairs
 from tests.jobs.tiny import write_class_masks
 from tests.tables import for_each
 
-pillow = pytest.importorskip("PIL.Image", reason='needs pip install "onefold[images]"')
+pillow = pytest.importorskip("PIL.Image", reason='needs pip install "onefold-jobs[images]"')
 
 NAMED = ("ground=0", "bird=3", "person=15")
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from onefold.errors import DataError
-from onefold.jobs.data.masks import VOID, MaskRule, look_at_mask, mask_tensor, read_mask
+from onefold_jobs.data.masks import VOID, MaskRule, look_at_mask, mask_tensor, read_mask
 from tests.masked import save
 
-pillow = pytest.importorskip("PIL.Image", reason='needs pip install "onefold[images]"')
+pillow = pytest.importorskip("PIL.Image", reason='needs pip install "onefold-jobs[images]"')
 
 MEANT = np.array([[0, 1, 1], [0, 0, 1]], dtype=np.uint8)
 PLAIN = MaskRule()

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from onefold.errors import DataError
-from onefold.jobs.data.masks import MaskRule
-from onefold.jobs.data.pairs import MaskedPictures, read_pairs
+from onefold_jobs.data.masks import MaskRule
+from onefold_jobs.data.pairs import MaskedPictures, read_pairs
 from tests.masked import black_and_white, grey, save, save_pairs
 from tests.tables import for_each
 
-pillow = pytest.importorskip("PIL.Image", reason='needs pip install "onefold[images]"')
+pillow = pytest.importorskip("PIL.Image", reason='needs pip install "onefold-jobs[images]"')
 
 SQUARE = (4, 4)
 

@@ -15,9 +15,9 @@ import torch
 from PIL import Image
 
 from onefold.errors import DataError
-from onefold.jobs.data.files import BadFile
-from onefold.jobs.data.masks import MaskRule, read_mask
-from onefold.jobs.data.pictures import (
+from onefold_jobs.data.files import BadFile
+from onefold_jobs.data.masks import MaskRule, read_mask
+from onefold_jobs.data.pictures import (
     ArrayPictures,
     PictureFiles,
     Sums,
@@ -29,7 +29,7 @@ from onefold.jobs.data.pictures import (
     picture_paths,
     sum_looks,
 )
-from onefold.jobs.data.scan import Seen, notes_of, scan_pictures
+from onefold_jobs.data.scan import Seen, notes_of, scan_pictures
 from tests.jobs.data.pictures import WAYS_TO_BE_BAD, noise, write_cut_jpeg, write_page
 from tests.tables import for_each
 

@@ -14,12 +14,12 @@ import pytest
 from PIL import Image
 
 from onefold.errors import DataError
-from onefold.jobs.data import scan
-from onefold.jobs.data.classes import PictureClasses, read_classes
-from onefold.jobs.data.masks import MaskRule
-from onefold.jobs.data.pairs import MaskedPictures, read_pairs
-from onefold.jobs.data.pictures import Look, Sums, look_at, look_through, open_picture
-from onefold.jobs.data.scan import Scanning, read_scan
+from onefold_jobs.data import scan
+from onefold_jobs.data.classes import PictureClasses, read_classes
+from onefold_jobs.data.masks import MaskRule
+from onefold_jobs.data.pairs import MaskedPictures, read_pairs
+from onefold_jobs.data.pictures import Look, Sums, look_at, look_through, open_picture
+from onefold_jobs.data.scan import Scanning, read_scan
 from tests.jobs.data.pictures import noise, write_class_folders
 from tests.masked import save_pairs
 from tests.tables import for_each
@@ -86,7 +86,7 @@ def test_masks_are_known_with_their_rule(tmp_path: Path, monkeypatch: pytest.Mon
     other = read_masked(tmp_path, known, rule=MaskRule(("0",)))
     assert other.foreground == other.pixels - first.foreground
     for name in ("look_at", "look_at_mask"):
-        monkeypatch.setattr(f"onefold.jobs.data.pairs.{name}", lambda *_, **__: pytest.fail("read"))
+        monkeypatch.setattr(f"onefold_jobs.data.pairs.{name}", lambda *_, **__: pytest.fail("read"))
     again = read_masked(tmp_path, known)
     assert (again.digest, again.foreground) == (first.digest, first.foreground)
 

@@ -8,10 +8,10 @@ import pytest
 from PIL import Image
 
 from onefold.errors import DataError
-from onefold.jobs.data.classes import PictureClasses, read_classes
-from onefold.jobs.data.pairs import MaskedPictures, read_pairs
-from onefold.jobs.data.pictures import look_at, open_picture
-from onefold.jobs.data.scan import Scanning, read_scan
+from onefold_jobs.data.classes import PictureClasses, read_classes
+from onefold_jobs.data.pairs import MaskedPictures, read_pairs
+from onefold_jobs.data.pictures import look_at, open_picture
+from onefold_jobs.data.scan import Scanning, read_scan
 from tests.masked import black_and_white, save
 from tests.tables import for_each
 
@@ -86,7 +86,7 @@ def test_what_was_seen_holds_for_the_white_that_was_found(
     (tmp_path / "scan.json").write_text(first.scan)
     known = read_scan(tmp_path / "scan.json")
     for module in ("scan", "pairs"):
-        name = f"onefold.jobs.data.{module}.look_at"
+        name = f"onefold_jobs.data.{module}.look_at"
         monkeypatch.setattr(name, lambda *_, **__: pytest.fail("read"))
     again = read(tmp_path / "data", layout, known=known)
     assert (again.white, again.sums, again.scan) == (first.white, first.sums, first.scan)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from onefold.jobs.models import MODELS, build_model, head_name, head_of
+from onefold_jobs.models import MODELS, build_model, head_name, head_of
 from tests.tables import for_each
 
 HEADS = {"lenet": "classifier.5", "mnist-cnn": "classifier.4"}

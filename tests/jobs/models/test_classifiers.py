@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from onefold.jobs import models
+from onefold_jobs import models
 from tests.tables import for_each
 
 Shape = tuple[int, ...]

@@ -1,6 +1,6 @@
 import torch
 
-from onefold.jobs.models import ResNet, resnet18, resnet34, resnet50, resnet101
+from onefold_jobs.models import ResNet, resnet18, resnet34, resnet50, resnet101
 from tests.tables import for_each
 
 DOWNSAMPLE = ["downsample.0.weight", "downsample.1.weight", "downsample.1.bias"]

@@ -2,8 +2,8 @@ import pytest
 import torch
 from torch import nn
 
-from onefold.jobs.models import UNet, resnet18, resnet34, resnet101, vgg16
-from onefold.jobs.models.unet import ENCODERS
+from onefold_jobs.models import UNet, resnet18, resnet34, resnet101, vgg16
+from onefold_jobs.models.unet import ENCODERS
 from tests.tables import for_each
 
 STRIDES = {"vgg16": 16, "resnet18": 32, "resnet34": 32, "resnet101": 32}

@@ -8,15 +8,15 @@ from urllib.parse import unquote
 import pytest
 
 from onefold.errors import DataError
-from onefold.jobs.report import build_report, compare_runs
-from onefold.jobs.report.folder import read_run
-from onefold.jobs.report.page import page, write_page
-from onefold.jobs.report.words import NOTHING
+from onefold_jobs.report import build_report, compare_runs
+from onefold_jobs.report.folder import read_run
+from onefold_jobs.report.page import page, write_page
+from onefold_jobs.report.words import NOTHING
 from tests.jobs.report import runs
 from tests.jobs.report.pages import Page, check_sound
 from tests.tables import for_each
 
-matplotlib = pytest.importorskip("matplotlib", reason='needs pip install "onefold[report]"')
+matplotlib = pytest.importorskip("matplotlib", reason='needs pip install "onefold-jobs[report]"')
 
 
 @pytest.fixture(scope="module")

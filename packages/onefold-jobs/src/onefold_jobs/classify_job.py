@@ -1,0 +1,450 @@
+"""Pictures with labels: the options, the data, the model, and what is shown of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any, Literal
+
+import msgspec
+import torch
+from torch import nn
+
+from onefold.errors import CheckpointError, LaunchError
+from onefold.system.compat import BatchNorm
+from onefold_jobs import finetune, require
+from onefold_jobs.data.arrays import read_digits, read_idx_folder
+from onefold_jobs.data.augment import (
+    CentreCrop,
+    LabelledPictures,
+    Mix,
+    RandomFlip,
+    RandomResizedCrop,
+    RandomShift,
+    by_kornia,
+)
+from onefold_jobs.data.classes import PictureClasses, read_classes
+from onefold_jobs.data.fetch import fetch_dataset
+from onefold_jobs.data.pictures import Mode, require_folder
+from onefold_jobs.data.samples import read_listed
+from onefold_jobs.data.scan import Scanning
+from onefold_jobs.data.tables import Columns, is_table
+from onefold_jobs.models.catalog import (
+    FIXED,
+    MODELS,
+    RESNETS,
+    build_model,
+    head_name,
+    head_of,
+    import_timm,
+)
+from onefold_jobs.named_weights import find_weights, model_named
+from onefold_jobs.options import (
+    FRACTION,
+    MOST_SIDE,
+    Augment,
+    PictureOptions,
+    again,
+    expect,
+    full_rate,
+    option,
+    within,
+)
+from onefold_jobs.runfolder import RunFolder
+from onefold_jobs.targets import (
+    LabelOptions,
+    Target,
+    best_by_of,
+    target_examples,
+    target_of,
+    target_task,
+    targets,
+)
+from onefold_jobs.training import Task
+
+__all__ = ["JOB", "ClassifyOptions", "PictureModel", "check_early", "make_task", "prepare"]
+
+
+JOB = "classify"
+HELP = "Pictures with one label each: from class folders, IDX files or digits."
+FETCHED = ("mnist", "fashion-mnist")
+FASHION_CLASSES = (
+    "T-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "boot",
+)  # fmt: skip
+USUAL_MODEL = "resnet18"
+SMALL = 64
+"""Pictures up to this side are shifted rather than cut, and tested as a whole."""
+USUAL_SIDE = 224
+FIXED_SIDE = 28
+CHANNELS: dict[Mode, int] = {"L": 1, "RGB": 3}
+"""Channels of a picture, by its mode."""
+
+
+class PictureModel(finetune.KeptModel, frozen=True, kw_only=True):
+    """What must be known of a model to classify pictures with it."""
+
+    job = JOB
+    fact = "picture_model"
+    name: str
+    """The model's name in the catalog, or ``timm:NAME``."""
+    classes: tuple[str, ...]
+    # Anybody may have written the file: a side of billions of pixels would take all memory.
+    image_size: Annotated[int, msgspec.Meta(ge=8, le=MOST_SIDE)]
+    mode: Mode
+    small_stem: bool | None
+    """Whether its first layers are those for small pictures; None if the model has no choice."""
+    target: Target = Target()
+
+    def build(self) -> nn.Module:
+        """Build the model with fresh weights."""
+        return build_model(
+            self.name,
+            num_classes=len(self.classes) or 1,
+            in_channels=CHANNELS[self.mode],
+            image_size=self.image_size,
+            small_images=self.small_stem,
+        )
+
+    @property
+    def test_changes(self) -> list[CentreCrop]:
+        """How a picture is cut when it is classified rather than trained on."""
+        # Large pictures lose their edges, as is usual: 224 out of 256 pixels.
+        margin = 1.0 if self.image_size <= SMALL else 8 / 7
+        return [CentreCrop(self.image_size, margin)]
+
+
+def check_early(options: ClassifyOptions) -> None:
+    """Refuse what is bound to fail, before the data are read, which may take long.
+
+    Raises:
+        LaunchError: a library is missing.
+        CheckpointError, DataError: the pretrained weights are missing or damaged.
+        ValueError: an option does not suit the model.
+    """
+    require("reading pictures", "images", "PIL")
+    for name in ("randaugment", "erasing"):
+        if getattr(options, name):
+            require(f"--{name}", "augment", "kornia")
+    finetune.require_pretrained(options.pretrained, JOB, options.pretrained_classes)
+    before = PictureModel.before(options)
+    model = _model_name(options, before)
+    if model not in MODELS:
+        import_timm(model)
+    elif options.freeze or options.freeze_until:
+        # Only for the names of its parts: the real one needs the data's number of classes.
+        fresh = build_model(
+            model, num_classes=2, in_channels=3, image_size=options.image_size or FIXED_SIDE
+        )
+        finetune.freeze(fresh, options, head_name(fresh))
+
+
+def _model_name(options: ClassifyOptions, before: PictureModel | None) -> str:
+    usual = before.name if before else model_named(options.pretrained) or USUAL_MODEL
+    return options.model or usual
+
+
+def prepare(options: ClassifyOptions, scanning: Scanning | None = None) -> PictureClasses:
+    """Read the data, and refuse those that cannot be used.
+
+    Args:
+        options: of the run.
+        scanning: how to look through files.
+
+    Raises:
+        DataError, FileNotFoundError, ValueError: the data are missing, damaged or unsuitable.
+    """
+    if options.task != "single-label" and options.data in ("digits", *FETCHED):
+        raise ValueError(f"--task {options.task}: expected other data than {options.data}")
+    if options.data == "digits":
+        return read_digits(holdout=options.holdout, seed=options.seed)
+    directory = Path(options.data)
+    # A folder of the user's that happens to be called mnist is taken for what it is.
+    if options.data in FETCHED and not directory.is_dir():
+        directory = fetch_dataset(options.data, Path(options.cache).expanduser())
+    columns = Columns("image", options.image_column, options.label_column)
+    tabled = is_table(directory) or (directory.is_file() and options.label_column)
+    if not tabled:
+        require_folder(directory, f"a folder, a table, or digits, {', '.join(FETCHED)}")
+    if any(directory.glob("*-images-idx3-ubyte*")):
+        names = FASHION_CLASSES if options.data == "fashion-mnist" else None
+        data = read_idx_folder(directory, names, labels_as_is=options.labels_as_is)
+        return replace(data, own_test=True)
+    task, as_is = options.task, options.labels_as_is
+    return read_classes(
+        read_listed(directory, options.dev, columns, task, labels_as_is=as_is)
+        if tabled
+        else directory,
+        holdout=options.holdout,
+        seed=options.seed,
+        skip_bad=options.skip_bad,
+        task=task,
+        labels_as_is=as_is,
+        scanning=scanning,
+    )
+
+
+def settle(options: ClassifyOptions, data: PictureClasses) -> ClassifyOptions:
+    """Fill in the options that were left open, now that the data are known.
+
+    Raises:
+        ValueError: an option does not suit the pretrained run.
+    """
+    before, run = PictureModel.before(options), options.pretrained
+    if before and options.model not in (None, before.name):
+        raise ValueError(
+            f"--model {options.model}: the run {run} is of {before.name}; leave --model out to "
+            f"begin with its weights"
+        )
+    model = _model_name(options, before)
+    # The weights of such a model, in its last layers, fit one size of picture only.
+    if before and model not in RESNETS and options.image_size not in (None, before.image_size):
+        raise ValueError(
+            f"--image-size {options.image_size}: the run {run} is of {model}, which has one size, "
+            f"{before.image_size}; leave --image-size out"
+        )
+    size = options.image_size or (before.image_size if before else _side(model, data))
+    fine = options.pretrained is not None
+    usual: dict[str, Any] = {
+        "augment": "shift" if size <= SMALL else "crop",
+        # Grey pictures are often of digits and letters, which become others when mirrored.
+        "flip": "yes" if data.mode == "RGB" else "no",
+    }
+    return replace(
+        options,
+        model=model,
+        image_size=size,
+        epochs=options.epochs or (5 if fine else 10),
+        lr=full_rate(options, fine=fine, small=model in FIXED),
+        best_by=best_by_of(options),
+        **{name: each for name, each in usual.items() if getattr(options, name) == "auto"},
+    )
+
+
+def _shorter(data: PictureClasses) -> int:
+    """The shorter side of the training pictures, in pixels."""
+    # The median: a few huge pictures, or tiny ones, should not decide for all.
+    return round(median(min(size) for size in data.sizes))
+
+
+def _side(model: str, data: PictureClasses) -> int:
+    usual = _shorter(data)
+    if model in FIXED:
+        # LeNet halves its pictures twice and takes four pixels off in between: 12 is its least.
+        fits = len(set(data.sizes)) == 1 and usual % 4 == 0 and 12 <= usual <= SMALL
+        return usual if fits else FIXED_SIDE
+    return usual if usual <= SMALL else min(usual, USUAL_SIDE)
+
+
+def make_task(options: ClassifyOptions, data: PictureClasses) -> Task:
+    """Build the model, the data sets and the scores of a run; called on every device.
+
+    Args:
+        options: settled ones.
+        data: what `prepare` returned.
+
+    Raises:
+        CheckpointError: the pretrained weights do not fit.
+        LaunchError, ValueError: an option does not suit the model.
+    """
+    # Every device draws the first weights by itself, and all must draw the same.
+    torch.manual_seed(options.seed)
+    kind = _picture_model(options, data)
+    model, kind = _with_weights(options, kind) if options.pretrained else (kind.build(), kind)
+    mix = Mix(len(kind.classes), options.mixup, options.cutmix)
+    pictures = partial(LabelledPictures, mode=kind.mode, normalise=kind.normalise)
+    changes = _train_changes(options, kind.image_size)
+    test_set = pictures(data.test.pictures, targets(data.test.labels), changes=kind.test_changes)
+    return Task(
+        model=model,
+        head=head_name(model),
+        **target_task(
+            answer,
+            options,
+            kind.target,
+            train_labels=data.train.labels,
+            test_labels=data.test.labels,
+            classes=kind.classes,
+        ),
+        # In training, batch norm raises an error if a channel has a single value, as it may after
+        # the last pooling of a single picture.
+        least_shard=2 if any(isinstance(part, BatchNorm) for part in model.modules()) else 1,
+        train_set=pictures(data.train.pictures, targets(data.train.labels), changes=changes),
+        test_set=test_set,
+        train_collate=mix if options.mixup or options.cutmix else None,
+        examples=lambda predict, folder: target_examples(
+            JOB,
+            predict,
+            answer,
+            kind.target,
+            test_set,
+            kind.classes,
+            partial(_shown, folder, test_set),
+        ),
+        facts={
+            "classes": list(kind.classes),
+            "model": kind.name,
+            "picture_model": msgspec.to_builtins(kind),
+            "shrunk": kind.image_size < _shorter(data),
+        },
+    )
+
+
+def answer(model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The logits of every picture of a shard, (n, classes) float32, and its labels."""
+    images, labels = batch
+    return model(images), labels
+
+
+def _picture_model(options: ClassifyOptions, data: PictureClasses) -> PictureModel:
+    before = PictureModel.before(options)
+    # Published weights are of colour pictures, and so are the numbers of ImageNet. The first layer
+    # of a run has so many channels as its pictures had, whatever these have.
+    colours = options.normalise == "imagenet" or (options.pretrained and not before)
+    mode: Mode = "RGB" if colours else (before or data).mode
+    mean, std = finetune.statistics_of(options, before, data.sums, channels=CHANNELS[mode])
+    size, model = options.image_size or USUAL_SIDE, options.model or USUAL_MODEL
+    stem = size <= SMALL if options.stem == "auto" else options.stem == "small"
+    return PictureModel(
+        name=model,
+        classes=data.classes,
+        image_size=size,
+        mode=mode,
+        mean=mean,
+        std=std,
+        small_stem=stem if model in RESNETS else None,
+        target=target_of(options.task, data.train.labels),
+        white=data.white,
+    )
+
+
+def _with_weights(options: ClassifyOptions, kind: PictureModel) -> tuple[nn.Module, PictureModel]:
+    """Build a model from pretrained weights and a new last layer, with the stem of the weights."""
+    run = finetune.run_of(options.pretrained)
+    weights = finetune.best_checkpoint(run) if run else find_weights(options.pretrained or "")
+    stems = [kind.small_stem]
+    if kind.small_stem is not None and options.stem == "auto":
+        stems.append(not kind.small_stem)
+    errors = []
+    # The file decides which of the two it is; the one that suits the pictures is tried first.
+    for stem in stems:
+        kind = msgspec.structs.replace(kind, small_stem=stem)
+        # Seeded each time: what is drawn must not depend on how many were tried before.
+        torch.manual_seed(options.seed)
+        model = kind.build()
+        head = head_name(model)
+        try:
+            finetune.load_body(model, weights, head, key=options.pretrained_key)
+            break
+        except CheckpointError as error:
+            errors.append(error)
+    else:
+        # Of the stem that the options ask for.
+        raise errors[0]
+    # Again: how many numbers were drawn by now depends on the stems that were tried.
+    torch.manual_seed(options.seed)
+    finetune.new_head(model.get_submodule(head))
+    if options.reuse_classes:
+        old_classes = _old_classes(options, run)
+        old = msgspec.structs.replace(kind, classes=tuple(old_classes)).build()
+        finetune.load_finite(old, weights, key=options.pretrained_key)
+        finetune.reuse_rows(model.get_submodule(head), kind.classes, head_of(old), old_classes)
+    return model, kind
+
+
+def _old_classes(options: ClassifyOptions, run: Path | None) -> list[str]:
+    if options.pretrained_classes:
+        lines = Path(options.pretrained_classes).read_text(encoding="utf-8").splitlines()
+        return [line.strip() for line in lines if line.strip()]
+    if run is None:
+        raise LaunchError(
+            "--reuse-classes: a file of weights does not say its classes: expected "
+            "--pretrained-classes with a file of their names, one a line, in order"
+        )
+    return list(PictureModel.of_run(run).classes)
+
+
+def _train_changes(options: ClassifyOptions, size: int) -> list[Any]:
+    changes: dict[str, list[Any]] = {
+        "none": [CentreCrop(size, 1.0)],
+        "shift": [RandomShift(size)],
+        "crop": [RandomResizedCrop(size, options.least_area)],
+    }
+    flips = [RandomFlip()] if options.flip == "yes" else []
+    return [*changes[options.augment], *flips, *by_kornia(options.randaugment, options.erasing)]
+
+
+def _shown(folder: RunFolder, test_set: LabelledPictures, number: int) -> dict[str, Any]:
+    """What a report shows of a picture, which is written for it."""
+    picture = folder.save_picture(test_set.pictures[number], number)
+    return {"name": test_set.pictures.name(number), "picture": picture}
+
+
+MIX = within(0, 1000)
+"""Of the strength of mixup and CutMix: both parameters of a beta distribution."""
+Flip = Literal["auto", "yes", "no"]
+Stem = Literal["auto", "small", "large"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassifyOptions(LabelOptions, PictureOptions):
+    """Options of ``onefold train classify``."""
+
+    epochs: int | None = again("epochs", shown="10, or 5 with --pretrained")
+    lr: float | None = again(
+        "lr", shown="0.001 (lenet, mnist-cnn: 0.003), or 0.05 with sgd; a fifth with --pretrained"
+    )
+    model: str | None = option(
+        None,
+        f"{', '.join(MODELS)}, or timm:NAME where timm is installed.",
+        shown="resnet18, or that of the pretrained run",
+    )
+    dev: str | None = option(
+        None, "Table to test with, if --data is one.", shown="a share of the pictures"
+    )
+    image_column: str | None = option(
+        None, "Column with the paths of the pictures in a table.", shown="the one of a usual name"
+    )
+    cache: str = option("~/.cache/onefold", "Where mnist and fashion-mnist are fetched to.")
+    image_size: int | None = option(
+        None,
+        "Side of the square that pictures are brought to, in pixels.",
+        within(8, MOST_SIDE),
+        shown="the median shorter side, at most 224; lenet, mnist-cnn: mostly 28",
+    )
+    stem: Stem = option(
+        "auto", "Beginning of a ResNet: for small pictures (up to 64 pixels) or large ones."
+    )
+    augment: Augment = option(
+        "auto", "shift (moves a little) or crop (random resized crop); auto: by the picture's size."
+    )
+    least_area: float = option(
+        0.35, "With --augment crop: the smallest share that is cut out.", FRACTION
+    )
+    flip: Flip = option("auto", "Mirror every second picture; auto: if they have colours.")
+    randaugment: int = option(
+        0, "Magnitude of two random operations (RandAugment), such as 9; by kornia.", within(0, 30)
+    )
+    erasing: float = option(
+        0.0, "Probability that a random box of a picture becomes black; by kornia.", within(0, 1)
+    )
+    mixup: float = option(
+        0.0, "Mix each picture and label with another of its shard; usual are 0.2 to 1.", MIX
+    )
+    cutmix: float = option(
+        0.0, "Put a box of another picture of its shard into each; usual is 1.", MIX
+    )
+    pretrained_classes: str | None = option(
+        None, "File of the pretrained model's class names, one a line.", shown="those of the run"
+    )
+    reuse_classes: bool = option(
+        False, "Begin with the pretrained last layer for the classes that both label sets have."
+    )
+
+    def __post_init__(self) -> None:
+        # Not super(), which fails here: see PictureOptions.
+        PictureOptions.__post_init__(self)
+        LabelOptions.__post_init__(self)
+        known = self.model is None or self.model in MODELS or self.model.startswith("timm:")
+        expect(known, "model", self.model, f"{', '.join(MODELS)} or timm:NAME")

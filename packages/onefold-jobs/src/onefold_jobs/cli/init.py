@@ -1,0 +1,279 @@
+"""``onefold init``: writes the shortest training script for somebody's data.
+
+`look` says what the data are. A script is a beginning that belongs to its user: it uses PyTorch and
+the public names of onefold alone, and whatever is in it can be changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from onefold.errors import DataError
+from onefold.system.words import in_shell, listed, tell
+from onefold_jobs import require
+from onefold_jobs.data.classes import class_files, test_folder
+from onefold_jobs.data.layouts import refuse_other_layouts
+from onefold_jobs.data.pictures import is_picture, load_picture, visible_folders
+from onefold_jobs.data.tables import open_table
+
+__all__ = ["write_script"]
+
+_MOST_ROWS = 1000
+"""Rows of a table that are looked at."""
+_TABLES = {".parquet": "read_parquet", ".xlsx": "read_excel", ".feather": "read_feather"}
+"""What pandas reads tables of other kinds with."""
+_MISSING = ("", "NA", "N/A", "NaN", "nan", "null", "None", "?")
+"""What stands for no value in a table."""
+_INPUTS = ("x", "X", "images", "inputs", "data", "features")
+_TARGET_ARRAYS = ("y", "Y", "labels", "targets", "target", "label")
+_FEW = 20
+"""Up to so many different whole numbers, or texts, are taken for classes."""
+_LEAST_SIDE = 8
+"""Smaller arrays of two dimensions are taken for no pictures."""
+_CHANNELS = (1, 3, 4)
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """What somebody's data are."""
+
+    kind: str
+    """``none``, ``pictures``, ``table`` or ``arrays``."""
+    path: str = ""
+    test: str = ""
+    """Of pictures, the folder to test with; empty where a share of them is drawn for that."""
+    suffixes: tuple[str, ...] = ()
+    """Of pictures, the endings of their names."""
+    classes: bool = True
+    """Whether the targets are classes, or else numbers."""
+    target: str = ""
+    """Of a table, the name of the column that is predicted."""
+    delimiter: str = ","
+    left_out: tuple[str, ...] = ()
+    """Of a table, the names of columns that nothing is predicted from, as they have texts."""
+    choices: tuple[str, ...] = ()
+    """Of a table, the names of columns with few different texts."""
+    form: str | None = None
+    """Of arrays that are pictures, what makes (n, channels, height, width) of them, in Python."""
+    arrays: tuple[str, str] = ("x", "y")
+    """Names of the arrays of inputs and targets."""
+
+
+def write_script(data: Path | None, output: Path) -> None:
+    """Write a script for data.
+
+    Args:
+        data: a folder of class folders with pictures, a CSV, TSV or NPZ file, or None.
+        output: the file to write, which must be new.
+
+    Raises:
+        DataError: there are no such data, or none that a script can be written for.
+        FileExistsError: the file exists.
+    """
+    text = _script(look(data))
+    try:
+        with output.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise FileExistsError(f"--output {output}: expected a new file, this one exists") from None
+
+
+def look(path: Path | None) -> Data:
+    """Find out what data are.
+
+    Raises:
+        DataError: there are no such data, or none that a script can be written for.
+    """
+    if path is None:
+        return Data("none")
+    if path.is_dir():
+        return _folder(path)
+    if path.suffix == ".npz":
+        return _arrays(path)
+    if path.suffix.lower() in (".csv", ".tsv"):
+        return _table(path)
+    came = "" if path.exists() else " is missing"
+    advice = ""
+    if path.suffix.lower() in _TABLES:
+        advice = (
+            f". Write the table as CSV: pandas.{_TABLES[path.suffix.lower()]}({str(path)!r})"
+            f".to_csv({path.stem + '.csv'!r}, index=False)"
+        )
+    raise DataError(
+        f"{path}{came}: expected a folder of class folders with pictures, or a CSV, TSV or NPZ "
+        f"file{advice}"
+    )
+
+
+def _folder(path: Path) -> Data:
+    refuse_other_layouts(path, "classify")
+    names = {each.name for each in path.iterdir()}
+    inside = path / "train" if "train" in names else path
+    # Pictures with masks are refused there.
+    files = class_files(inside, {}, []) if visible_folders(inside) else []
+    with_pictures = sorted({str(label) for _, label in files})
+    if len(with_pictures) < 2:
+        raise DataError(
+            f"{inside}: expected two or more class folders with pictures, found "
+            f"{listed(with_pictures) or 'none'}. Texts with a label "
+            f"are a job: onefold train text --data {in_shell(path)}"
+        )
+    within = {
+        each: {deeper.name for deeper in (inside / each).iterdir() if deeper.is_dir()}
+        for each in with_pictures
+    }
+    shared = set.intersection(*within.values())
+    if len(shared) > 1:
+        first = sorted(within)[0]
+        raise DataError(
+            f"{inside}: all of {listed(sorted(within))} have the folders {listed(sorted(shared))}, "
+            f"so the classes may be either: expected one folder for each class. For one part, "
+            f"onefold init {in_shell(inside / first)}; for all, move the pictures of each class "
+            f"together"
+        )
+    test = ""
+    if inside != path:
+        with suppress(DataError):
+            folder = test_folder(path, choosing=True)
+            test = str(folder) if visible_folders(folder) else ""
+            if not test:
+                tell(f"{folder}: not used, as it has no folder for each class")
+    _refuse_deep(path, {label: file for file, label in reversed(files)}.values())
+    suffixes = tuple(sorted({file.suffix.lower() for file, _ in files}))
+    return Data("pictures", str(inside), test=test, suffixes=suffixes)
+
+
+def _refuse_deep(path: Path, files: Iterable[Path]) -> None:
+    """Refuse pictures of more than 8 bits a pixel: Pillow makes all above 255 white."""
+    require("reading pictures", "images", "PIL")
+    for file in files:
+        if load_picture(file).mode.startswith(("I", "F")):
+            raise DataError(
+                f"{file}: expected pictures of 8 bits a pixel, this one has more: no script is "
+                f"needed, as onefold train classify --data {in_shell(path)} reads them"
+            )
+
+
+def _arrays(path: Path) -> Data:
+    import numpy as np
+
+    try:
+        with np.load(path) as arrays:
+            names = list(arrays)
+            inputs = next((name for name in _INPUTS if name in names), None)
+            targets = next((name for name in _TARGET_ARRAYS if name in names), None)
+            kind = arrays[targets].dtype.kind if targets else ""
+            form = _form(arrays[inputs]) if inputs else None
+    except (ValueError, OSError) as error:
+        raise DataError(f"{path}: expected a NumPy file of arrays x and y: {error}") from error
+    if inputs is None or targets is None:
+        raise DataError(
+            f"{path}: expected arrays x and y, it has {listed(sorted(names))}. Name the inputs x "
+            f"and the targets y: numpy.savez({str(path)!r}, x=..., y=...)"
+        )
+    return Data("arrays", str(path), classes=kind in "iub", arrays=(inputs, targets), form=form)
+
+
+def _form(inputs: Any) -> str | None:
+    """What makes pictures (n, channels, height, width) of an array; None if it has none."""
+    last = inputs.shape[1:]
+    if len(last) not in (2, 3) or (len(last) == 2 and min(last) < _LEAST_SIDE):
+        return None
+    turned = len(last) == 3 and last[-1] in _CHANNELS and last[0] not in _CHANNELS
+    form = "[:, None]" if len(last) == 2 else ".permute(0, 3, 1, 2)" if turned else ""
+    return f"{form} / 255" if inputs.dtype.kind == "u" else form
+
+
+def _table(path: Path) -> Data:
+    table = open_table(path)
+    names, delimiter = table.names, table.delimiter
+    rows = []
+    for number, cells in islice(table.rows, _MOST_ROWS):
+        if isinstance(cells, str):
+            raise DataError(f"{path}, line {number}: {cells}")
+        rows.append(cells)
+    if len(names) < 2 or not rows or all(map(_is_number, names)):
+        raise DataError(
+            f"{path}: expected a first row with two or more column names, and rows of data, got "
+            f"{listed(names) or 'nothing'}"
+        )
+    for name in names:
+        # As Windows writes paths, too.
+        paths = (path.parent / row[name].replace("\\", "/") for row in rows)
+        if any(is_picture(each) and each.is_file() for each in paths):
+            raise DataError(
+                f"{path}: the column {name} names pictures: no script is needed, use onefold train "
+                f"classify --data {in_shell(path)} --image-column {in_shell(name)}, and "
+                f"--label-column for the target"
+            )
+    texts = {
+        name: len({row[name] for row in rows})
+        for name in names[:-1]
+        if not all(_is_number(row[name], delimiter) for row in rows)
+    }
+    # A text of its own in each row, such as a name, says nothing of other rows.
+    choices = tuple(name for name, count in texts.items() if 1 < count <= min(_FEW, len(rows) // 2))
+    left_out = tuple(name for name in texts if name not in choices)
+    if len(left_out) == len(names) - 1:
+        raise DataError(
+            f"{path}: expected numbers in one or more columns before the last, which is predicted; "
+            f"not so {listed(left_out)}. Texts with a label are a job: onefold train text --data "
+            f"{in_shell(path)}; so are pictures: onefold train classify --help"
+        )
+    targets = [row[names[-1]] for row in rows if row[names[-1]].strip()]
+    whole = all(target.strip().lstrip("-").isdecimal() for target in targets)
+    classes = (whole and len(set(targets)) <= _FEW) or not all(
+        _is_number(target, delimiter) for target in targets
+    )
+    return Data(
+        "table",
+        str(path),
+        classes=classes,
+        target=names[-1],
+        delimiter=delimiter,
+        left_out=left_out,
+        choices=choices,
+    )
+
+
+def _is_number(text: str, delimiter: str = ",") -> bool:
+    """Whether a value of a table is a number or missing; the comma may stand for a point."""
+    try:
+        float("nan" if text.strip() in _MISSING else _with_point(text, delimiter))
+    except ValueError:
+        return False
+    return True
+
+
+def _with_point(text: str, delimiter: str) -> str:
+    return text if delimiter == "," else text.replace(",", ".")
+
+
+def _script(data: Data) -> str:
+    """The text of a script for data."""
+    environment = Environment(
+        loader=PackageLoader(__package__),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    return environment.get_template("train.py.j2").render(
+        data=data,
+        missing=_MISSING,
+        quoted=_quoted,
+        listed=lambda texts: ", ".join(map(_quoted, texts)),
+    )
+
+
+def _quoted(text: str) -> str:
+    """A text as Python has it, in double quotes where that is possible."""
+    quoted = repr(text)
+    return f'"{text}"' if quoted == f"'{text}'" and '"' not in text else quoted

@@ -1,0 +1,156 @@
+"""The commands that the jobs add to ``onefold``; entry points name them.
+
+``onefold --help`` imports this module. What takes long is imported when a command is called: each
+of ``train``, ``predict`` and ``evaluate`` is made from the options of the jobs by
+`onefold_jobs.cli.train`.
+"""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from typer import Argument, Option
+from typer.main import get_command
+
+from onefold.cli import LateCommand, declare, print_json, tell_next
+
+__all__ = ["evaluate", "export", "init", "predict", "report", "train"]
+
+TRAIN, USE = "Train", "Use a run"
+"""The headings of ``onefold --help`` that list these commands."""
+AsJson = Annotated[bool, Option("--json", help="Print one JSON object; text goes to stderr.")]
+_app = typer.Typer(rich_markup_mode=None)
+
+
+def _late(name: str, group: str, summary: str) -> LateCommand:
+    def make() -> Any:
+        from onefold_jobs.cli.train import job_commands
+
+        return job_commands()[name]
+
+    return LateCommand(name, group=group, summary=summary, make=make)
+
+
+train = _late("train", TRAIN, "Train a ready-made job on your data: classify, segment, text.")
+predict = _late("predict", USE, "Predict the classes, labels or masks of new files.")
+evaluate = _late("evaluate", USE, "Score a run on labelled data, by class and by sample.")
+
+
+@declare(
+    _app,
+    "init",
+    group=TRAIN,
+    examples=[
+        ("onefold init", "with random data"),
+        ("onefold init photos", "for pictures: photos/CLASS/"),
+        ("onefold init table.csv -o fit.py", "for columns of numbers"),
+    ],
+)
+def _init(
+    data: Annotated[
+        Path | None, Argument(metavar="[DATA]", help="Folder or file of the data.")
+    ] = None,
+    output: Annotated[
+        Path, Option("--output", "-o", metavar="FILE", help="The script to write.")
+    ] = Path("train.py"),
+) -> None:
+    """Write the shortest training script for your data.
+
+    It looks at the data: a folder of class folders with pictures; a CSV or TSV file, whose last
+    column is what is to be predicted, by its columns of numbers and of few different texts; arrays
+    x and y of an NPZ file, pictures among them. Nothing is overwritten.
+    """
+    from onefold_jobs.cli.init import write_script
+
+    write_script(data, output)
+    print(output)
+    tell_next(f"onefold verify --devices 1,2 {shlex.quote(str(output))}")
+
+
+@declare(
+    _app,
+    "export",
+    group=USE,
+    examples=[
+        ("onefold export runs/a --to onnx", "runs/a/model.onnx"),
+        ("onefold export runs/a --to torch-export --output a.pt2", "another file"),
+    ],
+)
+def _export(
+    run_folder: Annotated[Path, Argument(metavar="RUN", help="Folder of a trained run.")],
+    to: Annotated[Literal["onnx", "torch-export", "safetensors"], Option(help="Kind of the file.")],
+    output: Annotated[
+        Path | None,
+        Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="The file to write.",
+            show_default="model.* in the run",
+        ),
+    ] = None,
+    weights: Annotated[
+        Literal["best", "last"], Option(help="Which checkpoint of the run.")
+    ] = "best",
+    as_json: AsJson = False,
+) -> None:
+    """Write the model of a run for programs without onefold."""
+    from onefold_jobs.export import export_run
+
+    made = export_run(run_folder, to, output, weights=weights)
+    files = [str(each) for each in (made.file, *made.beside)]
+    if as_json:
+        compared = {"samples": made.samples, "difference": made.difference}
+        print_json({"files": files, "compared": compared})
+        return
+    what = f"{made.samples} samples of the run" if made.samples else "random inputs"
+    print("\n".join(files))
+    largest = f"{made.difference:.1g} of the largest"
+    print(f"On {what} its logits differ from the run's by {largest} at most.")
+
+
+@declare(
+    _app,
+    "report",
+    group=USE,
+    examples=[
+        ("onefold report runs/a", "runs/a/report.html"),
+        ("onefold report runs/a runs/b", "and a page that compares them"),
+    ],
+)
+def _report(
+    runs: Annotated[list[Path], Argument(metavar="RUN...", help="Folders of runs.")],
+    output: Annotated[
+        Path | None,
+        Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="The page to write: of one run, its report; of several, the comparison.",
+            show_default="report.html in the run, or runs/comparison.html",
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write the report of a run, or a page that compares several."""
+    from onefold_jobs.report import build_report, compare_runs
+
+    if output is not None and output.is_dir():
+        raise ValueError(f"--output {output}: expected a file for the page, this is a folder")
+    if len(runs) == 1:
+        pages = [build_report(runs[0], output)]
+    else:
+        pages = [build_report(run_folder) for run_folder in runs]
+        pages.append(compare_runs(runs, output or Path("runs/comparison.html")))
+    if as_json:
+        print_json({"pages": [str(page) for page in pages]})
+    else:
+        print(*pages, sep="\n")
+    tell_next(f"open {shlex.quote(str(pages[-1]))} in a browser")
+
+
+_commands: dict[str, Any] = getattr(get_command(_app), "commands")  # noqa: B009  # not typed
+init, export, report = (_commands[name] for name in ("init", "export", "report"))

@@ -1,0 +1,378 @@
+"""Reads pictures with a label each, from class folders or tables of paths.
+
+Folders are either ``train/CLASS/...`` and ``test/CLASS/...``, or class folders alone, of which a
+share is held out to test with. Pictures that come as arrays are read by `onefold_jobs.data.arrays`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from onefold.errors import DataError
+from onefold.system.words import in_shell
+from onefold_jobs.data.files import BadFile, digest_of, name_below, readable, refuse
+from onefold_jobs.data.labels import (
+    Label,
+    Sample,
+    TaskName,
+    check_same,
+    check_task,
+    numbered,
+    parts_of,
+    read_label,
+    shortened,
+    untested,
+)
+from onefold_jobs.data.pictures import (
+    Look,
+    Mode,
+    PictureData,
+    PictureFiles,
+    Pictures,
+    picture_paths,
+    sum_looks,
+    visible_folders,
+    white_of,
+)
+from onefold_jobs.data.samples import ListedSamples, hold_out, require_two, strata
+from onefold_jobs.data.scan import Scanning, Seen, by_one_white, notes_of, pack_scan, scan_pictures
+from onefold_jobs.data.tsv import Line
+
+__all__ = [
+    "PictureClasses",
+    "Split",
+    "class_files",
+    "digest",
+    "listed_files",
+    "read_classes",
+    "test_folder",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """The training or the test pictures."""
+
+    pictures: Pictures
+    labels: Sequence[Any]
+    """Of each picture, as `numbered` returned them."""
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PictureClasses(PictureData):
+    """A data set of pictures with one label each."""
+
+    train: Split
+    test: Split
+    classes: tuple[str, ...]
+    """Names, by number."""
+    mode: Mode
+    """Mode that all pictures are converted to."""
+    sizes: list[tuple[int, int]]
+    """Width and height of the training pictures, in pixels."""
+
+
+def digest(classes: Sequence[str], parts: Sequence[Sequence[Sample]]) -> str:
+    """Digest the classes, and the name, the class and the content of every picture."""
+    return digest_of(list(classes), *parts, size_bytes=16)
+
+
+_VALIDATION_NAMES = ("val", "valid", "validation")
+_IMAGE_FOLDERS = frozenset({"image", "images", "img", "imgs"})
+_MASK_FOLDERS = frozenset({
+    "annotations", "groundtruth", "gt", "label", "labels", "mask", "masks", "segmentation",
+    "segmentations",
+})  # fmt: skip
+
+
+class _Picture(NamedTuple):
+    """A picture of a class that can be read."""
+
+    path: Path
+    label: Label
+    seen: Seen[Look]
+
+
+def read_classes(
+    source: Path | ListedSamples,
+    *,
+    holdout: float,
+    seed: int,
+    skip_bad: bool,
+    task: TaskName = "single-label",
+    labels_as_is: bool = False,
+    scanning: Scanning | None = None,
+) -> PictureClasses:
+    """Find pictures and their labels, and read each picture once to see whether it can be.
+
+    Args:
+        source: a folder that holds ``train`` and ``test`` (or ``val``) with a folder for each
+            class, or the class folders themselves; or the rows of tables, with paths counted from
+            the folder of the table.
+        holdout: share of each class that becomes the test set where there is none, 0 to 1.
+        seed: seed of the generator that draws that share.
+        skip_bad: leave out files that cannot be used, rather than refuse the data set.
+        task: what is predicted; for ``regression`` the names of class folders are numbers.
+        labels_as_is: accept every label as that of a class.
+        scanning: what is known of the files already, and who watches; None for neither.
+
+    Raises:
+        DataError: the folder has no such layout, something in it cannot be used, or the labels are
+            probably not those of the task.
+    """
+    bad: list[BadFile] = []
+    if isinstance(source, ListedSamples):
+        bad += source.bad
+        directory, trained = source.paths[0].parent, source.paths[0]
+        sets = zip([source.train, source.test], source.paths, strict=True)
+        found = [listed_files(lines, path, bad) for lines, path in sets if lines is not None]
+    else:
+        directory, trained = source, source / "train"
+        folders = [trained, test_folder(source, choosing=True)] if trained.is_dir() else [source]
+        names: dict[str, str] = {}
+        found = [class_files(folder, names, bad, task) for folder in folders]
+    # Labels are checked before the pictures are read, which may take minutes.
+    where = readable(trained if isinstance(source, ListedSamples) else directory)
+    notes = list(source.notes) if isinstance(source, ListedSamples) else []
+    notes += check_task([label for _, label in found[0]], task, where, labels_as_is=labels_as_is)
+    parts = _looked_through(found, directory, scanning, bad)
+    if len(parts) == 1:
+        parts = [*hold_out(parts[0], strata([x.label for x in parts[0]]), share=holdout, seed=seed)]
+    white = white_of(picture.seen.look for picture in parts[0])
+    train, test = (by_one_white(part, white, bad) for part in parts)
+    test = _learnt(train, test, readable(trained), bad)
+    if not skip_bad:
+        refuse(bad, train)
+    # Of what can be used, or a class without a readable picture would keep a logit for nothing.
+    # Sorted: the number of a class must not depend on the order in which a file system lists.
+    classes = tuple(sorted({name for picture in train for name in parts_of(picture.label)}))
+    require_two([picture.label for picture in train], directory, bad)
+    if not test:
+        raise DataError(f"{readable(directory)}: expected a picture to test with, found none")
+    data = _of_pictures(directory, classes, train, test, bad, notes, where)
+    columns = source.columns if isinstance(source, ListedSamples) else None
+    return replace(data, columns=columns, own_test=len(found) > 1)
+
+
+def _of_pictures(
+    directory: Path,
+    classes: tuple[str, ...],
+    train: Sequence[_Picture],
+    test: Sequence[_Picture],
+    bad: list[BadFile],
+    notes: Sequence[str],
+    where: str,
+) -> PictureClasses:
+    looks = [picture.seen.look for picture in (*train, *test)]
+    white, grey = white_of(looks[: len(train)]), all(look.grey for look in looks)
+    samples = [
+        [Sample(name_below(x.path, directory), x.label, x.seen.content) for x in part]
+        for part in (train, test)
+    ]
+    train_split, test_split = (
+        Split(
+            PictureFiles([x.path for x in part], directory, white),
+            numbered([x.label for x in part], classes),
+        )
+        for part in (train, test)
+    )
+    tested = {name for picture in test for name in parts_of(picture.label)}
+    return PictureClasses(
+        train=train_split,
+        test=test_split,
+        classes=classes,
+        mode="L" if grey else "RGB",
+        sizes=[look.size for look in looks[: len(train)]],
+        sums=sum_looks(looks[: len(train)], grey=grey),
+        left_out=bad,
+        white=white,
+        notes=[
+            *notes,
+            *notes_of(looks, len(train)),
+            *untested(classes, tested, where),
+            *check_same(samples, where),
+        ],
+        scan=pack_scan([(x.path, x.seen) for x in (*train, *test)], directory),
+        digest=digest(classes, samples),
+    )
+
+
+def test_folder(directory: Path, *, choosing: bool) -> Path:
+    """Find the folder beside ``train`` that holds the test set.
+
+    Args:
+        directory: that holds both.
+        choosing: whether its scores choose the best epoch; a validation set then comes before
+            ``test``, which stays unseen.
+
+    Raises:
+        DataError: no folder has one of the usual names.
+    """
+    names = (*_VALIDATION_NAMES, "test") if choosing else ("test", *_VALIDATION_NAMES)
+    for name in names:
+        if (directory / name).is_dir():
+            return directory / name
+    raise DataError(
+        f"{directory} has a folder train, and none of {', '.join(names)}: expected both, or "
+        f"only class folders, of which --holdout sets a share aside"
+    )
+
+
+def listed_files(
+    lines: Sequence[Line], table: Path, bad: list[BadFile]
+) -> list[tuple[Path, Label]]:
+    """Find the pictures that the rows of a table name.
+
+    Args:
+        lines: the rows; a path is counted from the table's folder, and a name alone, with or
+            without its ending, may be that of one picture anywhere below.
+        table: path of the table.
+        bad: list to which rows without a picture are added.
+    """
+    by_name: dict[str, list[Path]] = {}
+    files = []
+    for line in lines:
+        path = table.parent / line.text
+        # As Windows writes paths.
+        path = path if path.is_file() else table.parent / line.text.replace("\\", "/")
+        if not path.is_file() and Path(line.text).name == line.text:
+            # Looked for once, and only where a name alone is given, as in tables of competitions.
+            if not by_name:
+                for each in picture_paths(table.parent, bad):
+                    for name in {each.name, each.stem}:
+                        by_name.setdefault(name, []).append(each)
+            paths = by_name.get(line.text, [path])
+            if len(paths) > 1:
+                several = f"{len(paths)} have that name, such as {readable(paths[0])}"
+                reason = f"expected the path of one picture, got {shortened(line.text)}: {several}"
+                bad.append(BadFile(table, reason, line.line_number))
+                continue
+            path = paths[0]
+        if path.is_file():
+            files.append((path, line.label))
+        else:
+            reason = f"expected a picture at {readable(path)}, there is none"
+            bad.append(BadFile(table, reason, line.line_number))
+    return files
+
+
+def _looked_through(
+    found: Sequence[Sequence[tuple[Path, Label]]],
+    root: Path,
+    scanning: Scanning | None,
+    bad: list[BadFile],
+) -> list[list[_Picture]]:
+    """Return the readable pictures of each set; add the files that cannot be read to ``bad``."""
+    # All sets in one scan: their progress is one count.
+    seen = iter(scan_pictures([path for part in found for path, _ in part], root, scanning))
+    parts = []
+    for part in found:
+        looked_at = list(zip(part, islice(seen, len(part)), strict=True))
+        parts.append([_Picture(*file, each) for file, each in looked_at if isinstance(each, Seen)])
+        bad += [each for _, each in looked_at if isinstance(each, BadFile)]
+    return parts
+
+
+def _learnt(
+    train: Sequence[_Picture], test: Sequence[_Picture], where: str, bad: list[BadFile]
+) -> list[_Picture]:
+    """Return the test pictures whose classes have training pictures; add the others to ``bad``."""
+    learnt = {name for picture in train for name in parts_of(picture.label)}
+    known = []
+    for picture in test:
+        others = [name for name in parts_of(picture.label) if name not in learnt]
+        if others:
+            reason = f"no picture of its class {others[0]!r} in {where} can be used"
+            bad.append(BadFile(picture.path, reason))
+        else:
+            known.append(picture)
+    return known
+
+
+def class_files(
+    directory: Path,
+    names: dict[str, str],
+    bad: list[BadFile],
+    task: TaskName = "single-label",
+) -> list[tuple[Path, Label]]:
+    """Find all pictures below the class folders, and their classes, in the order of their paths.
+
+    Args:
+        directory: holds the class folders.
+        names: the name of the folder of each class, of both sets; those of this one are added.
+        bad: list to which what cannot be used is added.
+        task: what is predicted.
+    """
+    if task == "multi-label":
+        raise DataError(
+            f"{readable(directory)}: expected a table for --task multi-label, such as --data "
+            f"labels.csv with --image-column and --label-column: a picture in a class folder has "
+            f"one class"
+        )
+    if not directory.is_dir():
+        raise DataError(f"{readable(directory)}: expected a folder with one folder for each class")
+    folders = visible_folders(directory)
+    if not folders:
+        raise DataError(
+            f"{readable(directory)}: expected a folder for each class, found none: sort the "
+            f"pictures into folders named as their classes, or name a table of pictures and labels "
+            f"with --data"
+        )
+    _refuse_masks(directory, [folder.name for folder in folders])
+    files: list[tuple[Path, Label]] = []
+    for folder in folders:
+        # A folder that could not be read has its entry already: it need not be called empty, too.
+        before = len(bad)
+        paths = picture_paths(folder, bad)
+        if not paths and len(bad) == before:
+            bad.append(BadFile(folder, "expected pictures of the class, found none"))
+        try:
+            label = read_label(_class_of(folder, names), task)
+        except ValueError as wrong:
+            raise DataError(f"{readable(folder)}: {wrong}, as the name of a folder") from wrong
+        files += [(path, label) for path in paths]
+    return files
+
+
+def _class_of(folder: Path, names: dict[str, str]) -> str:
+    """Name the class of a folder; bytes that are not UTF-8 become text such as ``\\xe9``.
+
+    Raises:
+        DataError: a folder of another name would stand for a class of this name.
+    """
+    label = os.fsencode(folder.name).decode(errors="backslashreplace")
+    # A folder may really be called "\\xe9" in ASCII, beside one whose name is the byte E9.
+    other = names.setdefault(label, folder.name)
+    if other != folder.name:
+        raise DataError(
+            f"{readable(folder.parent)}: expected names of classes that can be told apart, got "
+            f"{os.fsencode(other)!r} and {os.fsencode(folder.name)!r}: give one of them another "
+            f"name"
+        )
+    return label
+
+
+def _refuse_masks(directory: Path, names: Sequence[str]) -> None:
+    """Refuse a data set of pictures and masks, which would be learnt as two classes.
+
+    Raises:
+        DataError: one folder is named as pictures are, and one as masks are.
+    """
+    images = [name for name in names if name.lower() in _IMAGE_FOLDERS]
+    masks = [name for name in names if name.lower() in _MASK_FOLDERS]
+    if images and masks:
+        data = directory.parent if directory.name == "train" else directory
+        other = "" if {"images", "masks"} <= set(names) else " with folders named images and masks"
+        raise DataError(
+            f"{readable(directory)}: expected a folder for each class, got {images[0]} and "
+            f"{masks[0]}, which look like pictures with a mask each: for these there is onefold "
+            f"train segment --data {in_shell(readable(data))}{other}"
+        )

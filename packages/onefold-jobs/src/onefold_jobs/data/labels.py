@@ -1,0 +1,434 @@
+"""Reads labels, and finds those that are probably not what they are taken for.
+
+`read_label` reads the label of a sample: a class, several classes, or a number. `check_labels`
+finds labels that are probably not classes, before a model learns them. `check_same` finds samples
+that occur twice.
+
+To a program a label is any text. Measured numbers, lists of labels, and one label in two spellings
+all look like classes, and training on them raises no error: it ends with a model of something else
+than was asked for. The numbers below are rules of thumb, which --labels-as-is switches off.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+from onefold.errors import DataError
+from onefold.system.words import listed
+from onefold_jobs.data.files import readable
+
+__all__ = [
+    "Label",
+    "Sample",
+    "TaskName",
+    "check_labels",
+    "check_same",
+    "check_task",
+    "classes_of",
+    "divided",
+    "numbered",
+    "parts_of",
+    "read_label",
+    "separator",
+    "shortened",
+    "spelt",
+    "untested",
+]
+
+TaskName = Literal["single-label", "multi-label", "regression"]
+"""What is predicted of a sample: one class, any number of classes, or a number."""
+Label: TypeAlias = str | tuple[str, ...] | float
+"""The label of a sample, by task."""
+
+_LONGEST_LABEL = 200
+"""Characters: what is longer is a text, and Python refuses to parse numbers of 4,300 digits."""
+
+_MANY = 20
+"""With more classes than these, labels may be refused as measured numbers, or as no classes."""
+_FEW_EACH = 5
+"""Samples of a class, on average: whole numbers that have fewer are measured, not chosen."""
+_NOTED = 10
+"""With more classes than these, whole numbers are worth a note, whatever samples they have."""
+_SHOWN_CHARACTERS = 40
+_LISTED = 3
+"""Labels that an error gives as examples."""
+_NUMBER = re.compile(r"[-+]?\d+(?:[.,]\d+)?(?:[eE][-+]?\d+)?")
+_FRACTION = re.compile(r"[-+]?\d+[.,]\d*[1-9]")
+_WHOLE = re.compile(r"[-+]?\d+")
+_SEPARATORS = "|;,"
+"""What may stand between the classes of a sample besides spaces, the strongest first."""
+_SEVERAL = re.compile(f"[{_SEPARATORS}]")
+_QUOTED = re.compile(r"""(['"])(.*?)\1""")
+_LIST_OF_QUOTED = re.compile(r"\[[,\s]*\]|\([,\s]*\)")
+_SWITCHES = re.compile(r"[\[(]?[01](?:[ ,;|]+[01])+[\])]?")
+_OTHERWISE = "; or accept each of them as a class with --labels-as-is"
+
+
+def read_label(value: object, task: TaskName = "single-label") -> Label:
+    """Read a label from what a file has.
+
+    Args:
+        value: a text, a number, or a list of texts; for ``multi-label`` a text may name several
+            classes, which `divided` makes of it once their `separator` is known.
+        task: what is to be predicted.
+
+    Raises:
+        ValueError: the value is no label of this task.
+
+    Example:
+        >>> read_label(" good "), read_label(["toxic", "rude"], "multi-label")
+        ('good', ('toxic', 'rude'))
+        >>> read_label("3.5", "regression")
+        3.5
+    """
+    text = "" if value is None else str(value).strip()
+    # As Python, pandas and NumPy write a list to CSV.
+    as_list = isinstance(value, str) and _LIST_OF_QUOTED.fullmatch(_QUOTED.sub("", text))
+    if as_list and task == "multi-label":
+        value = [name for _, name in _QUOTED.findall(text) if name]
+    if isinstance(value, list | tuple):
+        if task != "multi-label":
+            raise ValueError(
+                f"expected one label, got the list {shortened(value)}: --task multi-label predicts "
+                f"several classes for a sample"
+            )
+        names = [str(part).strip() for part in value]
+    else:
+        # A number as JSON and Parquet have it is spelt as in CSV; null is a cell without anything.
+        if task == "regression":
+            return _number(text)
+        if not text and task == "single-label":
+            raise ValueError("expected a label, got nothing")
+        names = [*filter(None, _SEVERAL.split(text))] if task == "multi-label" else [text]
+    for name in names:
+        if not name or len(name) > _LONGEST_LABEL:
+            raise ValueError(
+                f"expected a label of at most {_LONGEST_LABEL} characters, got {len(name):,}: "
+                f"{shortened(name)}"
+            )
+    return tuple(dict.fromkeys(names)) if isinstance(value, list | tuple) else text
+
+
+def _number(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        point = ": write a point for the decimal comma" if _NUMBER.fullmatch(text) else ""
+        raise ValueError(f"expected a number, such as 3.5, got {shortened(text)}{point}")
+    return number
+
+
+def shortened(value: object) -> str:
+    """Quote the beginning of a value.
+
+    >>> shortened("x" * 60)
+    "'xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx…'"
+    """
+    if not isinstance(value, str):
+        return str(value)[:_SHOWN_CHARACTERS]
+    return repr(value if len(value) <= _SHOWN_CHARACTERS else value[:_SHOWN_CHARACTERS] + "…")
+
+
+def parts_of(label: Label) -> tuple[str, ...]:
+    """The classes that a label names; none if it is a number."""
+    if isinstance(label, str):
+        return (label,)
+    return label if isinstance(label, tuple) else ()
+
+
+def spelt(label: Label) -> str:
+    """Spell a label, with bars between several classes.
+
+    >>> spelt(("rude", "toxic")), spelt(0.5)
+    ('rude|toxic', '0.5')
+    """
+    return "|".join(label) if isinstance(label, tuple) else str(label)
+
+
+def classes_of(labels: Iterable[Label]) -> list[str]:
+    """List the classes of labels in order: by value if all are whole numbers, else by letter.
+
+    >>> classes_of(["10", "9"]), classes_of([("rude", "toxic"), ()]), classes_of([0.5])
+    (['9', '10'], ['rude', 'toxic'], [])
+    """
+    names = {name for label in labels for name in parts_of(label)}
+    # By letter 10 would come before 2, and class 2 would not be output 2. Spellings such as 1 and
+    # 01 have one value, so the text settles their order.
+    if all(name.removeprefix("-").isdecimal() for name in names):
+        return sorted(names, key=lambda name: (int(name), name))
+    return sorted(names)
+
+
+def separator(labels: Sequence[Label], *, spaces: bool = True) -> str:
+    """Find what stands between the classes of labels: the strongest sign that any of them has.
+
+    It is a space if they have nothing else, and, as for commas, the same words are combined again
+    and again; names of two words are not.
+
+    Args:
+        labels: as `read_label` returned them.
+        spaces: whether it may be a space.
+
+    >>> separator(["cell|cell, dead", "a, b"]), separator(["a, b", "c"]), separator(["hot dog"])
+    ('|', ',', '')
+    >>> separator(["cat", "cat dog", "dog cow", "cow"])
+    ' '
+    """
+    signs = (sign for sign in _SEPARATORS if any(sign in x for x in labels if type(x) is str))
+    parts = [parts_of(label) for label in labels]
+    names = {name for each in parts for name in each}
+    words = {word for name in names for word in name.split()}
+    combined = len(words) < len(names) or len(_spaced(names)) > 1
+    alone = combined and all(len(each) < 2 for each in parts) and any(" " in each for each in names)
+    return next(signs, " " if spaces and alone else "")
+
+
+def divided(label: Label, sign: str | None) -> Label:
+    """Divide a text that names several classes, at a sign or, if it is empty, nowhere.
+
+    None leaves it, and only spaces divide what comes from a list.
+
+    >>> divided("cell|cell, dead", "|"), divided("[1, 2]", ","), divided("(a) b (c)", "")
+    (('cell', 'cell, dead'), ('1', '2'), ('(a) b (c)',))
+    """
+    if sign is None or (isinstance(label, tuple) and sign != " "):
+        return label
+    # As Python writes a list of numbers; with other brackets inside, they belong to names.
+    lists = rf"\[[^][]*\]|\([^()]*[{sign or ','}][^()]*\)"
+    if isinstance(label, str) and re.fullmatch(lists, label):
+        label = label[1:-1]
+    parts = (part for name in parts_of(label) for part in (name.split(sign) if sign else [name]))
+    return tuple(dict.fromkeys(filter(None, map(str.strip, parts))))
+
+
+def numbered(labels: Sequence[Label], classes: Sequence[str]) -> list[Any]:
+    """Turn labels into numbers: of the class; 1.0 or 0.0 for each class; or the number itself.
+
+    >>> numbered(["b", "a"], "ab"), numbered([("b",), ()], "ab"), numbered([2.5], "")
+    ([1, 0], [[0.0, 1.0], [0.0, 0.0]], [2.5])
+    """
+    numbers = {name: number for number, name in enumerate(classes)}
+
+    def number(label: Label) -> int | float | list[float]:
+        if isinstance(label, str):
+            return numbers[label]
+        return [float(name in label) for name in classes] if isinstance(label, tuple) else label
+
+    return [number(label) for label in labels]
+
+
+def check_labels(counts: Mapping[str, int], where: str) -> list[str]:
+    """Refuse labels that are probably not classes.
+
+    Args:
+        counts: how many samples each label has.
+        where: file or folder of the labels, for errors.
+
+    Returns:
+        What to mention before training.
+
+    Raises:
+        DataError: two labels differ by spelling alone; one has control characters; or the labels
+            are measured numbers, lists of several labels, or texts that mostly occur once.
+
+    Example:
+        >>> check_labels({"lob": 10, "smash": 12}, "train.tsv")
+        []
+    """
+    _refuse_names(counts, where)
+    _refuse_lists(counts, where)
+    samples = sum(counts.values())
+    whole = all(map(_WHOLE.fullmatch, counts))
+    measured = counts if whole else [label for label in counts if _FRACTION.fullmatch(label)]
+    note = (
+        f"{where}: labels are numbers, such as {_some(measured)}, and taken for {len(counts)} "
+        f"classes: --task regression predicts them as values"
+    )
+    notes = [note] if measured and (not whole or len(counts) > _NOTED) else []
+    if len(counts) <= _MANY:
+        return notes
+    many = f"{where}: expected labels that name classes, got {len(counts):,} different ones"
+    # Fractions are measured however often they occur; whole numbers may well be names of classes,
+    # such as article numbers, as long as each has its samples.
+    numbers = all(map(_NUMBER.fullmatch, counts))
+    if numbers and (not whole or samples < _FEW_EACH * len(counts)):
+        raise DataError(
+            f"{many} on {samples:,} samples, all of them numbers, such as {_some(counts)}: "
+            f"--task regression predicts measured values; or group them into a few named "
+            f"ranges{_OTHERWISE}"
+        )
+    once = sum(1 for count in counts.values() if count == 1)
+    if 2 * once > len(counts):
+        raise DataError(
+            f"{many} on {samples:,} samples, {once:,} of them only once, such as {_some(counts)}: "
+            f"check that these are the labels{_OTHERWISE}"
+        )
+    return notes
+
+
+def check_task(
+    labels: Sequence[Label], task: TaskName, where: str, *, labels_as_is: bool
+) -> list[str]:
+    """Refuse labels that are probably not those of a task; as `check_labels` where it is classes.
+
+    Args:
+        labels: of the training samples.
+        task: what is to be predicted.
+        where: file or folder of the labels, for errors.
+        labels_as_is: accept every label.
+    """
+    if labels_as_is or task == "regression":
+        return []
+    counts = Counter(name for label in labels for name in parts_of(label))
+    if task == "single-label":
+        return check_labels(counts, where)
+    _refuse_names(counts, where)
+    return []
+
+
+def _refuse_names(labels: Collection[str], where: str) -> None:
+    """Refuse names that a reader cannot tell apart, or that would move a screen's cursor.
+
+    Raises:
+        DataError: only case, spaces or the way Unicode encodes them differ between two labels; or
+            one has control characters.
+    """
+    seen: dict[str, str] = {}
+    for label in labels:
+        other = seen.setdefault(_plain(label), label)
+        if other != label:
+            alike = unicodedata.normalize("NFC", label) == unicodedata.normalize("NFC", other)
+            how = ", the same letters in two ways of Unicode" if alike else ""
+            raise DataError(
+                f"{where}: expected one spelling of every class, got {other!r} and {label!r}{how}: "
+                f"give them one name{_OTHERWISE}"
+            )
+        if any(unicodedata.category(letter) == "Cc" for letter in label):
+            raise DataError(
+                f"{where}: expected names of classes in letters, got {label!r} with a control "
+                f"character, such as a tab or an end of line: if it is no label, name the column "
+                f"that has them with --label-column; else give it another name{_OTHERWISE}"
+            )
+
+
+def _plain(label: str) -> str:
+    """Reduce a label to what a reader takes in of it."""
+    # Twice: folding case can make letters that NFKC changes again, and the other way round.
+    folded = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", label).casefold())
+    # Zero-width spaces, soft hyphens and marks of direction, which spreadsheets leave behind.
+    unseen = {letter for letter in folded if unicodedata.category(letter) == "Cf"}
+    return " ".join(folded.translate({ord(each): None for each in unseen}).split())
+
+
+def _refuse_lists(counts: Mapping[str, int], where: str) -> None:
+    """Refuse labels that are lists of others, or lists of switches."""
+    # In much of the world a comma stands for the decimal point.
+    if all(map(_NUMBER.fullmatch, counts)):
+        return
+    lists = [label for label in counts if _SEVERAL.search(label)]
+    parts = {part.strip() for label in counts for part in _SEVERAL.split(label)}
+    # A comma alone is no list: "fish, other" may be a class. If taking the lists apart leaves fewer
+    # different words than there are labels, the same words are combined again and again.
+    switches = all(map(_SWITCHES.fullmatch, counts))
+    combined = len(lists) > 1 and len(parts) < len(counts)
+    if not combined and len(spaced := _spaced(counts)) > 1:
+        lists, combined = spaced, True
+    if switches or combined:
+        raise DataError(
+            f"{where}: expected one label for each sample, got lists of them, such as "
+            f"{_some(lists or list(counts))}: --task multi-label predicts several classes for a "
+            f"sample; or keep one label for each{_OTHERWISE}"
+        )
+
+
+def _spaced(labels: Collection[str]) -> list[str]:
+    """List the labels that are others with spaces between them, as ``cat dog`` of cat and dog."""
+    words = {label: label.split() for label in labels}
+    return [label for label in labels if len(words[label]) > 1 and words.keys() >= {*words[label]}]
+
+
+def _some(labels: Collection[str]) -> str:
+    return ", ".join(map(repr, list(labels)[:_LISTED]))
+
+
+class Sample(NamedTuple):
+    """What is compared of a sample."""
+
+    name: str
+    """What to call it."""
+    label: object
+    content: str
+    """Its content, or a digest of it; empty if not known."""
+
+
+def check_same(parts: Sequence[Sequence[Sample]], where: str) -> list[str]:
+    """Look for samples that occur twice, and refuse a test set of which most was trained with.
+
+    Args:
+        parts: the training and the test samples.
+        where: file or folder of the data, for errors.
+
+    Returns:
+        What to mention before training: that some test samples, but not most, are training samples;
+        that samples are the same and have different labels.
+
+    Raises:
+        DataError: more than half of the test samples are training samples.
+
+    Example:
+        >>> train = [Sample("a", "cat", "1"), Sample("b", "dog", "2")]
+        >>> test = [Sample("c", "dog", "3"), Sample("d", "dog", "2"), Sample("e", "cat", "4")]
+        >>> check_same([train, test], "pets")
+        ['pets: 1 of 3 test samples is in the training set as well: d is the same as b']
+        >>> check_same([[*train, Sample("f", "dog", "1")], []], "pets")
+        ['pets: 1 sample is the same as one with another label: f is the same as a']
+    """
+    train, test = parts
+    # The first of those that are the same.
+    trained = {each.content: each for each in reversed(train)}
+    first = {each.content: each for each in reversed([*train, *test])}
+    # Two contents that are not known are not the same.
+    trained.pop("", None)
+    notes = []
+    both = [(each, trained[each.content]) for each in test if each.content in trained]
+    if both:
+        verb = "is" if len(both) == 1 else "are"
+        words = f"{len(both):,} of {len(test):,} test samples {verb} in the training set as well"
+        if 2 * len(both) > len(test):
+            raise DataError(
+                f"{where}: {words} ({_alike(both)}), so the score would say little about new data: "
+                f"expected test samples that are not in the training set"
+            )
+        notes.append(f"{where}: {words}: {_alike(both)}")
+    # No error: a model can be trained all the same, and only a person can tell which is right.
+    torn = [(each, first[each.content]) for each in [*train, *test] if each.content]
+    torn = [(each, other) for each, other in torn if each.label != other.label]
+    if torn:
+        which = "1 sample is" if len(torn) == 1 else f"{len(torn):,} samples are"
+        notes.append(f"{where}: {which} the same as one with another label: {_alike(torn)}")
+    return notes
+
+
+def _alike(pairs: Sequence[tuple[Sample, Sample]]) -> str:
+    one, other = (readable(Path(sample.name)) for sample in pairs[0])
+    return f"{one} is the same as {other}"
+
+
+def untested(classes: Sequence[str], tested: Collection[str], where: str) -> list[str]:
+    """Mention classes that no test sample has."""
+    missing = [name for name in classes if name not in tested]
+    if not missing:
+        return []
+    note = (
+        f"{where}: the test set has no sample of {len(missing)} of the {len(classes)} classes "
+        f"({listed(missing)}): the score says nothing about them"
+    )
+    return [note]

@@ -1,0 +1,167 @@
+"""Recognises data sets that a job would misread, by their layout, and says what to do instead.
+
+This comes first of all, so that nobody mends a folder file by file that is of another kind. Only a
+few names and the beginnings of a few files are read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+from onefold.errors import DataError
+from onefold.system.safe_files import open_plain
+from onefold.system.words import in_shell, listed
+from onefold_jobs.data.files import readable
+from onefold_jobs.data.pictures import is_picture, visible_folders
+from onefold_jobs.data.tables import column_names, is_table, usual_column
+
+__all__ = ["refuse_other_layouts"]
+
+_LOOKED_AT = 5
+"""Files of a kind that are opened."""
+_BYTES = 1 << 16
+"""Read from the beginning and from the end of a file."""
+_YOLO = re.compile(r"[0-9]+(?:[ \t]+-?[0-9]*\.?[0-9]+(?:[eE][-+]?[0-9]+)?){4,}[ \t]*")
+_NO_CLASSES = frozenset({
+    "image", "images", "img", "imgs", "jpeg", "jpg", "photo", "photos", "picture", "pictures",
+    "png", "set", "test", "testing", "train", "training", "val", "valid", "validation",
+})  # fmt: skip
+"""Words for folders of a data set whose labels are in a table; none of them names a class."""
+
+
+_MASKS = ("masks", "train/masks")
+
+
+def refuse_other_layouts(directory: Path, job: str) -> None:
+    """Refuse boxes of objects, and a table of labels beside pictures.
+
+    Args:
+        directory: what ``--data`` names; of files only boxes are refused.
+        job: which job was asked for.
+
+    Raises:
+        DataError: it has such a data set; the message says what to do.
+    """
+    boxes = next(_boxes(directory), None)
+    if boxes:
+        raise DataError(
+            f"{readable(directory)}: expected a label or a mask for each picture, got objects with "
+            f"a place each ({boxes}). onefold has no job that detects objects: cut them out into "
+            f"class folders for onefold train classify, draw them as masks for onefold train "
+            f"segment, or train a detector in a script of your own, with onefold.Trainer"
+        )
+    masked = job == "segment" and any((directory / each).is_dir() for each in _MASKS)
+    if job != "text" and directory.is_dir() and not masked:
+        _refuse_table(directory, job)
+    if job == "text" and directory.is_dir():
+        _refuse_folders_of_texts(directory)
+
+
+def _refuse_folders_of_texts(directory: Path) -> None:
+    """Refuse class folders of text files; the message has a command that makes a table of them."""
+    found = next(_first(directory, "train/*/*.txt", "*/*.txt"), None)
+    if found is None or any(map(_lists, directory.iterdir())):
+        return
+    inside = found.parent.parent
+    raise DataError(
+        f"{readable(directory)}: expected a table of texts and labels, got class folders of text "
+        f"files ({_below(found, directory)}): write each of them as a table, such as\n"
+        f"python -c \"import json, pathlib; [print(json.dumps({{'text': p.read_text(), 'label': "
+        f"p.parent.name}})) for p in sorted(pathlib.Path({readable(inside)!r}).glob('*/*.txt'))]\" "
+        f"> {inside.name}.jsonl\nand name it with --data, and the one to test with with --dev"
+    )
+
+
+def _boxes(directory: Path) -> Iterator[str]:
+    """Describe the files that hold boxes."""
+    for path in _first(directory, "labels/*.txt", "labels/*/*.txt", "*/labels/*.txt"):
+        line = next(iter(_ends(path).splitlines()), "")
+        if _YOLO.fullmatch(line):
+            yield f"{_below(path, directory)} begins with {line[:60]!r}, as YOLO's labels do"
+    places = ("*.json", "annotations/*.json", "*/*.coco.json")
+    named = [directory] if directory.suffix.lower() == ".json" else []
+    for path in (*named, *_first(directory, *places)):
+        text = _ends(path)
+        if '"images"' in text and ('"bbox"' in text or '"annotations"' in text):
+            yield f"{_below(path, directory)} has COCO's images and annotations"
+    # Of Pascal VOC the masks may be meant, which are in a folder of their own.
+    if not (directory / "SegmentationClass").is_dir():
+        for path in _first(directory, "*.xml", "[Aa]nnotations/*.xml", "*/*.xml"):
+            if "<bndbox>" in _ends(path):
+                yield f"{_below(path, directory)} has a <bndbox>, as Pascal VOC's annotations do"
+
+
+def _first(directory: Path, *patterns: str) -> Iterator[Path]:
+    for pattern in patterns:
+        yield from islice(directory.glob(pattern), _LOOKED_AT)
+
+
+def _below(path: Path, directory: Path) -> str:
+    return readable(path.relative_to(directory if path != directory else path.parent))
+
+
+def _ends(path: Path) -> str:
+    """The beginning and the end of a file; nothing if it cannot be read."""
+    try:
+        with open_plain(path, follow=True) as file:
+            content = file.read(_BYTES)
+            # A file of COCO has its annotations behind all of its pictures.
+            file.seek(max(len(content), path.stat().st_size - _BYTES))
+            return (content + file.read(_BYTES)).decode(errors="replace")
+    # Whoever reads the file reports that.
+    except OSError:
+        return ""
+
+
+def _refuse_table(directory: Path, job: str) -> None:
+    """Refuse pictures without class folders, with a table beside them as in competitions or not."""
+    folders = visible_folders(directory)
+    train = directory / "train"
+    classes = visible_folders(train) if train.is_dir() else folders
+    if not all(map(_names_a_part, classes)):
+        return
+    if not any(
+        any(map(is_picture, folder.iterdir())) for folder in (directory, *folders, *classes)
+    ):
+        return
+    tables = {path: column_names(path) for path in sorted(directory.iterdir()) if _lists(path)}
+
+    def likely(path: Path) -> tuple[bool, bool]:
+        # Test sets of competitions have no labels; samples of what to hand in have wrong ones.
+        handed_in = re.search("submission|test", path.stem.lower())
+        return bool(usual_column(tables[path], "label")), not handed_in
+
+    found = max(tables, key=likely, default=None)
+    wanted = "a folder for each class" if job == "classify" else "the folders images and masks"
+    if found is None:
+        parts = [folder for folder in classes if any(map(is_picture, folder.iterdir()))]
+        if job == "classify" and parts:
+            raise DataError(
+                f"{readable(directory)}: expected {wanted}, got pictures in "
+                f"{listed([each.name for each in parts])}, which name parts of a data set: sort "
+                f"them into folders named as their classes, or name a table of pictures and labels "
+                f"with --data"
+            )
+        return
+    names = tables[found]
+    image = usual_column(names, "image") or names[0]
+    label = usual_column(names, "label") or next((x for x in names if x != image), "LABEL")
+    raise DataError(
+        f"{readable(directory)}: expected {wanted}, got pictures beside the table {found.name} "
+        f"with the columns {listed(names, 12)}: name the table and two of its columns, such as "
+        f"onefold train classify --data {in_shell(readable(found))} --image-column "
+        f"{in_shell(image)} --label-column {in_shell(label)}"
+    )
+
+
+def _names_a_part(folder: Path) -> bool:
+    """Whether a folder is called ``train``, ``test_images``, ``train2017`` or the like."""
+    words = re.findall(r"[^\W\d_]+", folder.name.lower())
+    return bool(words) and _NO_CLASSES.issuperset(words)
+
+
+def _lists(path: Path) -> bool:
+    return (is_table(path) or path.suffix.lower() == ".tsv") and bool(column_names(path))

@@ -1,0 +1,325 @@
+"""Finds and reads the training and the test samples that files list: texts, or paths of pictures.
+
+The files are TSV files of text and label, or tables. `read_splits` makes a data set of texts;
+that of pictures is made by `onefold_jobs.data.classes`. `hold_out` sets samples aside to test with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import torch
+
+from onefold.errors import DataError
+from onefold.system.words import counted, listed
+from onefold_jobs.data.files import BadFile, ReadData, digest_of, readable
+from onefold_jobs.data.labels import (
+    Label,
+    TaskName,
+    classes_of,
+    divided,
+    parts_of,
+    separator,
+    shortened,
+    spelt,
+)
+from onefold_jobs.data.tables import TABLES, Columns, column_names, is_table, read_table
+from onefold_jobs.data.tsv import Line, none_of, read_tsv
+
+__all__ = [
+    "ListedSamples",
+    "TextSplits",
+    "files_to_test",
+    "find_splits",
+    "hold_out",
+    "known_samples",
+    "read_file",
+    "read_listed",
+    "read_splits",
+    "read_to_score",
+    "require_two",
+    "strata",
+]
+
+_Item = TypeVar("_Item")
+
+_TEST_NAMES = ("dev", "validation", "valid", "val", "test")
+_SHOWN_CLASSES = 10
+
+
+class ListedSamples(NamedTuple):
+    """The samples of one or two files, before it is known which of them can be used."""
+
+    train: list[Line]
+    test: list[Line] | None
+    """None if a share of the others is to be held out."""
+    paths: tuple[Path, Path]
+    """The two files; one twice if there is one."""
+    bad: list[BadFile]
+    notes: list[str]
+    columns: Columns
+    """Those of the files, if they are tables."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextSplits(ReadData):
+    """A training and a development set with the same classes."""
+
+    train: list[Line]
+    """To learn from."""
+    dev: list[Line]
+    """To score on."""
+    classes: list[str]
+    """Of the training set, in order; none if labels are numbers."""
+    paths: tuple[Path, Path]
+    """The files of both."""
+
+
+def find_splits(path: Path, dev: str | None) -> tuple[Path, list[Path]]:
+    """Find the file to train with, and those that could be there to test with.
+
+    Args:
+        path: a file, or a folder with ``train`` and ``dev`` of any kind that is read.
+        dev: the file to test with, if it was named.
+
+    Raises:
+        DataError: there are no such files.
+    """
+    kinds = f"a TSV file, or a table ({', '.join(TABLES)})"
+    if not path.exists():
+        raise DataError(
+            f"--data {readable(path)}: expected a folder with train.tsv and dev.tsv, or {kinds}; "
+            f"there is none from {Path.cwd()}"
+        )
+    train: Path | None = path
+    found: list[Path] = []
+    if path.is_dir() and not is_table(path):
+        train = next(iter(_named(path, "train")), None)
+        found = files_to_test(path)
+    if train is None:
+        others = sorted(each.name for each in path.iterdir() if _is_read(each))
+        what = listed(others) + " in it" if others else "a table of samples and labels"
+        raise DataError(
+            f"{readable(path)}: expected train.tsv, or a table called train, such as train.csv, "
+            f"found none: name {what} with --data"
+        )
+    if dev is not None and not Path(dev).exists():
+        raise DataError(f"--dev {dev}: expected {kinds}, there is none")
+    return train, found if dev is None else [Path(dev)]
+
+
+def files_to_test(data: Path) -> list[Path]:
+    """List the files with samples to test with: the path itself, or those in a folder."""
+    if data.is_file() or is_table(data):
+        return [data]
+    return [each for name in _TEST_NAMES for each in _named(data, name)] if data.is_dir() else []
+
+
+def read_to_score(
+    data: Path, columns: Columns, task: TaskName, is_known: Callable[[Label], bool]
+) -> tuple[Path, list[Line], list[BadFile]]:
+    """Read the samples to score a finished run on: those of a file, or of one in a folder.
+
+    That is ``test`` if labels are in it, as the others may have chosen the best epoch; where there
+    is none to test with, it is ``train``, of which the run held out a share.
+
+    Args:
+        data: the path.
+        columns: which columns of a table hold what.
+        task: what the labels are.
+        is_known: whether the run has learnt a label.
+
+    Raises:
+        OSError: a file cannot be read.
+        DataError: there is no such file, or it has no valid row.
+    """
+    found = files_to_test(data) or (_named(data, "train") if data.is_dir() else [])
+    if not found:
+        raise DataError(
+            f"{readable(data)}: expected a TSV file or a table, or a folder with dev.tsv in it; "
+            f"there is none"
+        )
+    for path in _named(data, "test") if data.is_dir() else ():
+        # That of a competition has none.
+        with suppress(DataError):
+            lines, bad, _ = read_file(path, columns, task)
+            if any(is_known(line.label) for line in lines):
+                return path, lines, bad
+    lines, bad, _ = read_file(found[0], columns, task)
+    return found[0], lines, bad
+
+
+def _is_read(path: Path) -> bool:
+    return is_table(path) or path.suffix.lower() == ".tsv"
+
+
+def _named(folder: Path, name: str) -> list[Path]:
+    """The files of a name with one of the endings that are read, and such a data set."""
+    paths = [folder / f"{name}{ending}" for ending in ("", ".tsv", *TABLES)]
+    return [path for path in paths if path.exists() and _is_read(path)]
+
+
+def read_file(
+    path: Path, columns: Columns, task: TaskName | None
+) -> tuple[list[Line], list[BadFile], Columns]:
+    """Read a TSV file, or a table; arguments, result and errors are those of `read_table`."""
+    named = columns.sample or columns.label or columns.kind == "image"
+    if task is None or is_table(path) or named:
+        return read_table(path, columns, task)
+    return (*read_tsv(path, task), columns)
+
+
+def read_listed(
+    path: Path,
+    dev: str | None,
+    columns: Columns,
+    task: TaskName = "single-label",
+    *,
+    labels_as_is: bool = False,
+) -> ListedSamples:
+    """Read the samples of a data set.
+
+    Args:
+        path: what ``--data`` names.
+        dev: the file to test with, if it was named.
+        columns: which columns of a table hold what.
+        task: what the labels are.
+        labels_as_is: take spaces for parts of a name, and not for what is between several classes.
+
+    Raises:
+        OSError: a file cannot be read.
+        DataError: a file is missing, or has no valid row.
+    """
+    train_path, others = find_splits(path, dev)
+    train, bad, settled = read_file(train_path, columns, task)
+    notes = []
+    if settled != columns:
+        label = ", ".join(settled.label)
+        found = f"the {settled.kind} is in column {settled.sample}, the label in {label}"
+        notes.append(f"{readable(train_path)}: {found}")
+    sign = None
+    if task == "multi-label" and len(settled.label) < 2:
+        sign = separator([line.label for line in train], spaces=not labels_as_is)
+    if sign == " ":
+        several = next(spelt(line.label) for line in train if " " in spelt(line.label))
+        notes.append(
+            f"{readable(train_path)}: classes have spaces between them, so that {several!r} is "
+            f"{len(several.split())} of them; --labels-as-is makes one of it"
+        )
+    train = [replace(line, label=divided(line.label, sign)) for line in train]
+    notes += settled.part_note(train_path) if settled.label else []
+    for other in others:
+        # A test set of a competition has no labels: it is none to score on, unless it was named.
+        names = column_names(other) if settled.label else []
+        lacking = [name for name in settled.label if names and name not in names]
+        if lacking and dev is None:
+            notes.append(f"{readable(other)}: not used, as it has no column {lacking[0]}")
+            continue
+        test, test_bad, _ = read_file(other, settled, task)
+        test = [replace(line, label=divided(line.label, sign)) for line in test]
+        return ListedSamples(train, test, (train_path, other), [*bad, *test_bad], notes, settled)
+    return ListedSamples(train, None, (train_path, train_path), bad, notes, settled)
+
+
+def hold_out(
+    samples: Sequence[_Item], labels: Sequence[str], *, share: float, seed: int
+) -> tuple[list[_Item], list[_Item]]:
+    """Draw the samples to set aside: a share of each class, but at least one.
+
+    A class of two or more keeps at least one to train with.
+
+    Returns:
+        The samples that remain, and those that were drawn, both in their order.
+    """
+    # A generator of its own, or a draw elsewhere would change which samples are held out, and a
+    # resumed run would train on what the first one tested with.
+    generator = torch.Generator().manual_seed(seed)
+    by_label: dict[str, list[int]] = {}
+    for number, label in enumerate(labels):
+        by_label.setdefault(label, []).append(number)
+    held: set[int] = set()
+    # Sorted, so that the draws of a class do not depend on which class comes first in the list.
+    for _, members in sorted(by_label.items()):
+        count = min(max(1, round(share * len(members))), len(members) - 1)
+        chosen = torch.randperm(len(members), generator=generator)[:count]
+        held.update(members[i] for i in chosen.tolist())
+    # Never in the order of the set: the numbers of samples seed their augmentation.
+    kept = [sample for number, sample in enumerate(samples) if number not in held]
+    return kept, [sample for number, sample in enumerate(samples) if number in held]
+
+
+def strata(labels: Sequence[Label]) -> list[str]:
+    """The groups of which `hold_out` draws a share each: classes, where a sample has one."""
+    return [label if isinstance(label, str) else "" for label in labels]
+
+
+def known_samples(
+    lines: Sequence[Line], classes: Sequence[str], path: Path
+) -> tuple[list[Line], list[BadFile]]:
+    """Return the samples of known classes alone, and those of others as bad."""
+    learnt, known, strange = set(classes), [], []
+    expected = f"expected a label of the training set ({listed(classes, _SHOWN_CLASSES)})"
+    for line in lines:
+        others = [name for name in parts_of(line.label) if name not in learnt]
+        if others:
+            reason = f"{expected}, got {shortened(others[0])}"
+            strange.append(BadFile(path, reason, line.line_number))
+        else:
+            known.append(line)
+    return known, strange
+
+
+def read_splits(listed_samples: ListedSamples, *, holdout: float, seed: int) -> TextSplits:
+    """Make a data set of texts.
+
+    Args:
+        listed_samples: what `read_listed` returned.
+        holdout: share of each class to score on, if there is no file to score on, 0 to 1.
+        seed: seed of the generator that draws that share.
+
+    Returns:
+        The valid lines of both sets, the classes, and the bad lines of both.
+
+    Raises:
+        DataError: a set has no valid line, or there is nothing to tell apart.
+    """
+    train, dev, (train_path, dev_path), bad, notes, columns = listed_samples
+    labels = [line.label for line in train]
+    classes = classes_of(labels)
+    require_two(labels, train_path, bad)
+    strange: list[BadFile] = []
+    if dev is None:
+        train, dev = hold_out(train, strata(labels), share=holdout, seed=seed)
+    else:
+        dev, strange = known_samples(dev, classes, dev_path)
+    if not dev:
+        raise DataError(f"{dev_path}: expected a line that can be used, got {none_of(strange)}")
+    samples = ([[line.text, line.label] for line in lines] for lines in (train, dev))
+    return TextSplits(
+        train=train,
+        dev=dev,
+        classes=classes,
+        paths=(train_path, dev_path),
+        columns=columns if columns.sample else None,
+        left_out=sorted(
+            [*bad, *strange], key=lambda each: (each.path != train_path, each.line or 0)
+        ),
+        notes=notes,
+        own_test=listed_samples.test is not None,
+        digest=digest_of(*samples),
+    )
+
+
+def require_two(labels: Sequence[Label], path: Path, bad: Sequence[BadFile]) -> None:
+    """Refuse a training set of which nothing can be learnt, as all labels are one."""
+    if len(set(labels)) < 2:
+        alone = f"{labels[0]!r} alone, on " if labels else ""
+        others = f"; {len(bad)} others cannot, the first of them: {bad[0]}" if bad else ""
+        raise DataError(
+            f"{readable(path)}: expected two different labels, got {alone}"
+            f"{counted(len(labels), 'sample')} that can be used{others}"
+        )

@@ -1,0 +1,448 @@
+"""Reads tables with a header: CSV, JSONL, Parquet, and what Hugging Face's ``datasets`` has saved.
+
+CSV and JSONL are text, and are read line by line with the checks of `onefold_jobs.data.tsv`. The
+others are read by pyarrow (extra ``tables``): the folder that ``Dataset.save_to_disk`` writes holds
+Arrow files, so ``datasets`` itself is not needed. A row that is wrong is reported, and never mended
+by guessing.
+
+Note: quotes
+------------
+In CSV a quoted text may have line ends, so a quote that is never closed would swallow the rows that
+follow it. Such a file is refused as a whole: to leave out one row would leave out all of those.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from onefold.errors import DataError
+from onefold.system.safe_files import open_plain, parse_json
+from onefold.system.words import listed
+from onefold_jobs import require
+from onefold_jobs.data.files import BadFile, read_json, readable
+from onefold_jobs.data.labels import Label, TaskName, read_label, shortened
+from onefold_jobs.data.tsv import LONGEST_LINE_BYTES, Line, decoded, none_of, read_lines
+
+__all__ = ["TABLES", "Columns", "column_names", "is_table"]
+__all__ += ["open_table", "read_table", "usual_column"]
+
+TABLES = (".csv", ".json", ".jsonl", ".ndjson", ".parquet")
+"""Endings of files that are tables; a TSV file is one if its columns are named."""
+_DELIMITERS = ",;\t|"
+_DATASET = "state.json"
+"""What ``datasets`` writes beside the Arrow files of a data set."""
+_SHOWN = 30
+"""Columns that an error names."""
+_MOST_JSON_BYTES = 1 << 24
+_SWITCHES = {"0": False, "0.0": False, "False": False, "1": True, "1.0": True, "True": True}
+_USUAL = {
+    "text": frozenset({
+        "text", "sentence", "review", "reviewtext", "content", "comment", "commenttext", "message",
+        "tweet", "document", "body",
+    }),
+    "image": frozenset({
+        "image", "imagepath", "imagename", "imagefile", "imageid", "img", "imgpath", "file",
+        "filename", "filepath", "path", "picture", "photo",
+    }),
+    "label": frozenset({
+        "label", "labels", "class", "classname", "labelname", "target", "category", "sentiment",
+        "tags", "score", "rating",
+    }),
+    "part": frozenset({"fold", "part", "partition", "set", "split", "subset"}),
+}  # fmt: skip
+"""Names that columns usually have, in lower case without spaces, lines and dots."""
+
+
+class Columns(NamedTuple):
+    """Which columns of a table hold what; what is empty is found by the usual names."""
+
+    kind: str
+    """What the samples are: ``text`` or ``image``."""
+    sample: str | None = None
+    """One column; for texts also several, with commas between them."""
+    label: tuple[str, ...] = ()
+    """One column; for ``multi-label`` also one of 0 and 1 for each class."""
+
+    def samples(self, names: Sequence[str]) -> list[str]:
+        """The columns of a sample, in a table that has columns of these names."""
+        if self.sample is None:
+            return []
+        one = self.kind != "text" or self.sample in names
+        return [self.sample] if one else [part.strip() for part in self.sample.split(",")]
+
+    def part_note(self, path: Path) -> list[str]:
+        """Mention a column that is named as if it said to which part of the data a row belongs."""
+        name = usual_column(column_names(path), "part")
+        if name in (None, self.sample, *self.label):
+            return []
+        return [f"{readable(path)}: column {name} is not used: --dev names a file to test with"]
+
+
+Row = tuple[int, dict[str, Any] | str]
+"""The number of a row, and its cells by column, or what is wrong with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table that is open: its columns, and its rows, which can be read once."""
+
+    path: Path
+    names: list[str]
+    rows: Iterator[Row]
+    delimiter: str = ","
+    """Of a CSV file."""
+
+
+def is_table(path: Path) -> bool:
+    """Whether a path is a file, or a folder of ``datasets``, that is read as a table."""
+    if path.is_dir():
+        return (path / _DATASET).is_file()
+    return path.is_file() and path.suffix.lower() in TABLES
+
+
+def column_names(path: Path) -> list[str]:
+    """Read the names of a table's columns; none if it cannot be read."""
+    with suppress(DataError, OSError):
+        return open_table(path).names
+    return []
+
+
+def read_table(
+    path: Path, columns: Columns, task: TaskName | None = "single-label"
+) -> tuple[list[Line], list[BadFile], Columns]:
+    """Read the samples of a table.
+
+    Args:
+        path: a file, or a folder of ``datasets``.
+        columns: which columns hold what.
+        task: what the labels are; None takes any text, or nothing.
+
+    Returns:
+        The valid samples, what is wrong with the others, and the columns, all of them settled.
+
+    Raises:
+        OSError: the file cannot be read.
+        DataError: the file is damaged, has not these columns, or has no valid row.
+        LaunchError: pyarrow is missing, and the file is none of text.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> file = pathlib.Path(tempfile.mkdtemp()) / "train.csv"
+        >>> _ = file.write_text('id,review,label\\n1,"Fine, and long",good\\n2,"Dull",\\n')
+        >>> lines, bad, columns = read_table(file, Columns("text"))
+        >>> lines
+        [Line(text='Fine, and long', label='good', line_number=2)]
+        >>> bad[0].reason, columns.sample
+        ('expected a label, got nothing', 'review')
+    """
+    lines: list[Line] = []
+    bad: list[BadFile] = []
+    with _longer_fields():
+        table = open_table(path, columns)
+        columns = _settled(table, columns, task)
+        names = columns.samples(table.names)
+        for number, cells in table.rows:
+            try:
+                if isinstance(cells, str):
+                    raise ValueError(cells)
+                parts = [cells[name] for name in names]
+                # Of several, such as a title and a text, some may be empty.
+                filled = [each for each in parts if each is not None and str(each).strip()]
+                of_kind = (_sample_of(each, columns.kind) for each in filled or parts[:1])
+                text = "\n".join(of_kind)
+                label = _label_of(cells, columns.label, task)
+                lines.append(Line(text, label, number))
+            except ValueError as wrong:
+                bad.append(BadFile(path, str(wrong), number))
+    if not lines:
+        raise DataError(f"{readable(path)}: expected rows of a table, got {none_of(bad)}")
+    return lines, bad, columns
+
+
+def _sample_of(value: object, kind: str) -> str:
+    if isinstance(value, dict):
+        raise ValueError(
+            "expected the path of a picture, got a picture itself: write the pictures to files, "
+            "and their paths into a column"
+        )
+    if value is None or not str(value).strip():
+        raise ValueError(f"expected {'a text' if kind == 'text' else 'a path'}, got nothing")
+    if kind == "text" and not isinstance(value, str):
+        raise ValueError(f"expected a text, got {shortened(value)}")
+    if len(str(value)) > LONGEST_LINE_BYTES:
+        raise ValueError(f"expected a text of at most {LONGEST_LINE_BYTES:,} characters, got more")
+    return str(value)
+
+
+def _label_of(cells: dict[str, Any], names: Sequence[str], task: TaskName | None) -> Label:
+    if task is None:
+        value = cells.get(names[0]) if len(names) == 1 else None
+        return "" if value is None else str(value).strip()
+    if len(names) == 1:
+        return read_label(cells[names[0]], task)
+    for name in names:
+        if str(cells[name]).strip() not in _SWITCHES:
+            raise ValueError(f"expected 0 or 1 as {name}, got {shortened(cells[name])}")
+    return tuple(name for name in names if _SWITCHES[str(cells[name]).strip()])
+
+
+def _settled(table: Table, columns: Columns, task: TaskName | None) -> Columns:
+    """Find the columns that nobody has named."""
+    if len(columns.label) > 1 and task not in ("multi-label", None):
+        raise DataError(
+            f"--label-column {','.join(columns.label)}: expected one column, got "
+            f"{len(columns.label)}: --task multi-label predicts a class by each of them"
+        )
+    _require(table, columns.label if task else (), "label")
+    _require(table, columns.samples(table.names), columns.kind)
+    # Of two columns the other one is the sample, whatever its name.
+    usual = usual_column(table.names, "label")
+    others = columns.label or ((usual,) if usual else ())
+    sample = columns.sample or _usual(table, columns.kind, others)
+    if task is None:
+        return columns._replace(sample=sample)
+    label = columns.label or (_usual(table, "label", (sample,)),)
+    if {*label} & {*columns._replace(sample=sample).samples(table.names)}:
+        raise DataError(
+            f"{readable(table.path)}: expected the {columns.kind} and the label in two columns, "
+            f"got {sample} for both"
+        )
+    return columns._replace(sample=sample, label=label)
+
+
+def _usual(table: Table, kind: str, others: Sequence[str]) -> str:
+    """Find the one column whose name is usual for what it holds, or the only one that is left."""
+    left = [name for name in table.names if name not in others]
+    found = left[0] if len(left) == 1 else usual_column(left, kind)
+    if found is None:
+        raise DataError(
+            f"{readable(table.path)}: expected --{kind}-column with one of its columns, which are "
+            f"{listed(table.names, _SHOWN)}: no single one has a usual name for it"
+        )
+    return found
+
+
+def usual_column(names: Sequence[str], kind: str) -> str | None:
+    """Find the one column whose name is usual for what it holds; None if there is not one.
+
+    >>> usual_column(["id", "Review Text", "stars"], "text")
+    'Review Text'
+    """
+    found = [
+        name for name in names if "".join(filter(str.isalnum, name.casefold())) in _USUAL[kind]
+    ]
+    return found[0] if len(found) == 1 else None
+
+
+def _require(table: Table, names: Sequence[str], kind: str) -> None:
+    for name in names:
+        if table.names.count(name) != 1:
+            came = "two of them" if name in table.names else f"only {listed(table.names, _SHOWN)}"
+            raise DataError(
+                f"{readable(table.path)}: expected a column {name!r}, got {came}; --{kind}-column "
+                f"names another"
+            )
+
+
+def open_table(path: Path, columns: Columns = Columns("")) -> Table:  # noqa: B008
+    """Open a table, whose rows are read one by one.
+
+    Raises:
+        OSError: the file cannot be read.
+        DataError: the file is damaged, or has no names of columns.
+    """
+    if path.is_dir() or path.suffix.lower() == ".parquet":
+        return _open_arrow(path)
+    if path.suffix.lower() in (".json", ".jsonl", ".ndjson"):
+        return _open_jsonl(path)
+    return _open_csv(path, columns)
+
+
+class _Decoded(Iterator[str]):
+    """The lines of a file as csv takes them; those that cannot be decoded are noted."""
+
+    def __init__(self, path: Path) -> None:
+        self._lines = read_lines(path)
+        self.number = 0
+        self.wrong: list[tuple[int, str]] = []
+
+    def __next__(self) -> str:
+        content = next(self._lines)
+        self.number += 1
+        # Raised here, the error would end the reading of all lines.
+        try:
+            return decoded(content) + "\n"
+        except ValueError as wrong:
+            self.wrong.append((self.number, str(wrong)))
+            # With its quotes, or the rows after it would be taken apart in another way.
+            return content.decode(errors="replace") + "\n"
+
+
+@contextmanager
+def _longer_fields() -> Iterator[None]:
+    """Let csv read a cell as long as a line may be; its own limit is an eighth of that."""
+    before = csv.field_size_limit(LONGEST_LINE_BYTES)
+    try:
+        yield
+    finally:
+        csv.field_size_limit(before)
+
+
+def _open_csv(path: Path, columns: Columns) -> Table:
+    first = next(read_lines(path), b"").decode(errors="replace")
+    delimiter = max(_DELIMITERS, key=first.count)
+    rows = _csv_rows(path, delimiter)
+    _, head = next(rows, (1, "an empty file"))
+    if isinstance(head, str):
+        raise DataError(f"{readable(path)}: expected a line with names of columns, got {head}")
+    names = [name.strip() for name in head]
+    named = [*columns.label, *columns.samples(names)]
+    # Columns by number, from 1, are those of a file without a header: unless its first line is one
+    # of numbers, as pandas gives to columns without names.
+    numbers = all(map(str.isdecimal, names)) and set(named) <= set(names)
+    if named and all(map(str.isdecimal, named)) and not numbers:
+        names = [str(number) for number in range(1, len(names) + 1)]
+        rows = _csv_rows(path, delimiter)
+    named_rows = ((number, _by_name(names, cells)) for number, cells in rows)
+    return Table(path, names, named_rows, delimiter)
+
+
+def _by_name(names: Sequence[str], cells: list[str] | str) -> dict[str, Any] | str:
+    if isinstance(cells, str):
+        return cells
+    if len(cells) != len(names):
+        return f"expected {len(names)} cells, got {len(cells)} from {shortened(cells[0])} on"
+    return dict(zip(names, cells, strict=True))
+
+
+def _csv_rows(path: Path, delimiter: str) -> Iterator[tuple[int, list[str] | str]]:
+    """Yield the number of each row's first line, and its cells, or what is wrong with it."""
+    lines = _Decoded(path)
+    # Strict, or csv would make up something for quotes that do not match.
+    reader = csv.reader(lines, delimiter=delimiter, strict=True)
+    while True:
+        start = lines.number + 1
+        lines.wrong.clear()
+        try:
+            cells = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            if lines.number > start:
+                raise DataError(
+                    f"{readable(path)}, line {start}: expected a quote that is closed, got none up "
+                    f"to line {lines.number} ({error}): a quote within a quoted text is written "
+                    f"twice"
+                ) from error
+            expected = (
+                f"quotes around a whole cell, or none, and at most {LONGEST_LINE_BYTES:,} bytes"
+            )
+            yield start, f"expected {expected}: {error}"
+            continue
+        # A line without anything is no row.
+        if lines.wrong or cells:
+            yield lines.wrong[0] if lines.wrong else (start, cells)
+
+
+def _open_jsonl(path: Path) -> Table:
+    _, first = next(_jsonl_rows(path), (1, "an empty file"))
+    # Of all lines: the first one may lack what others have, such as a label.
+    found = (cells for _, cells in _jsonl_rows(path) if isinstance(cells, dict))
+    # What a line lacks is as if it were null: whoever needs it reports it.
+    lacking: dict[str, Any] = {name: None for cells in found for name in cells}
+    if not lacking:
+        raise DataError(f"{readable(path)}, line 1: {first}")
+    rows = _jsonl_rows(path)
+    completed = ((n, cells if isinstance(cells, str) else lacking | cells) for n, cells in rows)
+    return Table(path, list(lacking), completed)
+
+
+def _jsonl_rows(path: Path) -> Iterator[Row]:
+    for number, content in enumerate(read_lines(path), start=1):
+        if not content.strip():
+            continue
+        try:
+            line = decoded(content)
+            value = parse_json(line)
+            if not isinstance(value, dict):
+                raise ValueError("if the file is one list, jq -c '.[]' writes its lines")
+            yield number, dict(_flat(value))
+        except json.JSONDecodeError as wrong:
+            yield number, f"expected an object of JSON, got {shortened(line)}: {wrong}"
+        except ValueError as wrong:
+            yield number, f"expected an object of JSON: {wrong}"
+
+
+def _flat(cells: dict[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    """Name the cells of nested objects by their paths, such as ``review.text``."""
+    for name, value in cells.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{before}{name}.")
+        else:
+            yield before + name, value
+
+
+def _open_arrow(path: Path) -> Table:
+    """Open a Parquet file, or the Arrow files of one data set of ``datasets``."""
+    require(f"reading {readable(path)}", "tables", "pyarrow")
+    parts = _arrow_parts(path)
+    schema = next(parts)
+    return Table(path, list(schema.names), _arrow_rows(parts, _class_names(schema)))
+
+
+def _arrow_parts(path: Path) -> Iterator[Any]:
+    """Yield the schema, and then the rows in batches."""
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        if not path.is_dir():
+            with open_plain(path, follow=True) as file:
+                parquet = pyarrow.parquet.ParquetFile(file)
+                yield parquet.schema_arrow
+                yield from parquet.iter_batches()
+            return
+        files = read_json(path / _DATASET, _MOST_JSON_BYTES)["_data_files"]
+        for number, each in enumerate(files):
+            # Anybody may have written the list: no name in it leads out of the folder.
+            name = Path(str(each["filename"])).name
+            with open_plain(path / name, follow=True) as file:
+                stream = pyarrow.ipc.open_stream(file)
+                if number == 0:
+                    yield stream.schema
+                yield from stream
+    except (pyarrow.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"{readable(path)}: expected a whole table of Parquet or datasets, got {error!r}"
+        ) from error
+
+
+def _arrow_rows(batches: Iterator[Any], named: dict[str, list[str]]) -> Iterator[Row]:
+    number = 0
+    for batch in batches:
+        for cells in batch.to_pylist():
+            number += 1
+            for name, classes in named.items():
+                value = cells[name]
+                # -1 stands for a sample that nobody has labelled.
+                known = isinstance(value, int) and 0 <= value < len(classes)
+                cells[name] = classes[value] if known else None
+            yield number, cells
+
+
+def _class_names(schema: Any) -> dict[str, list[str]]:
+    """The names of classes that ``datasets`` keeps for columns of numbers, by column."""
+    with suppress(ValueError, KeyError, TypeError, AttributeError):
+        features = parse_json(schema.metadata[b"huggingface"])["info"]["features"]
+        return {
+            name: list(map(str, each["names"]))
+            for name, each in features.items()
+            if isinstance(each, dict) and each.get("_type") == "ClassLabel"
+        }
+    return {}

@@ -1,0 +1,205 @@
+"""Writes a run's model for programs without onefold: ONNX, ``torch.export``, or safetensors.
+
+What is written is opened again and compared with the model's own logits, on samples of the run's
+report and in batches of several sizes. Only a file that agrees is put in place. A JSON file beside
+it has classes and preprocessing, as has the file itself.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch.export import Dim
+
+from onefold import load_weights
+from onefold.errors import LaunchError, OnefoldError
+from onefold_jobs import require, text_job
+from onefold_jobs.loaded import Batch, LoadedRun, load_run
+from onefold_jobs.runfolder import read_object, require_writable
+
+__all__ = ["Exported", "Target", "export_run"]
+
+Target = Literal["onnx", "torch-export", "safetensors"]
+Call = Callable[[Batch], torch.Tensor]
+
+_ENDINGS: dict[Target, str] = {
+    "onnx": ".onnx",
+    "torch-export": ".pt2",
+    "safetensors": ".safetensors",
+}
+_CLOSE = 1e-3
+"""By how much logits may differ, in parts of the largest: other kernels round otherwise."""
+_SAMPLES = 8
+_NOTE = "onefold.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """The result of `export_run`."""
+
+    file: Path
+    beside: list[Path]
+    """Files with the description, and the tokenizer of texts."""
+    samples: int
+    """How many of the run's own samples were compared; 0 if it has none, and noise was."""
+    difference: float
+    """The largest difference of a logit, in parts of the largest logit (or of 1)."""
+
+
+def export_run(
+    folder: Path,
+    to: Target,
+    output: Path | None = None,
+    *,
+    weights: Literal["best", "last"] = "best",
+) -> Exported:
+    """Write a run's model to a file, once it has been found to give the same logits.
+
+    Args:
+        folder: of the run.
+        to: kind of the file.
+        output: the file; None names it after the run, in its folder.
+        weights: the checkpoint that is written.
+
+    Raises:
+        DataError, CheckpointError: as `onefold_jobs.load_run`.
+        LaunchError: a package is missing, the file exists, or its logits are others.
+    """
+    if to == "onnx":
+        require("--to onnx", "export", "onnx", "onnxscript", "onnxruntime")
+    path = output or folder / f"model{_ENDINGS[to]}"
+    beside = path.with_name(f"{path.name}.json")
+    if path.suffix != _ENDINGS[to]:
+        raise LaunchError(f"--output {path}: expected a name that ends in {_ENDINGS[to]}")
+    for each in (path, beside):
+        if each.exists():
+            raise LaunchError(f"{each} is there already: remove it, or name another --output")
+    require_writable(path.parent, "--output names another one")
+    run = load_run(folder, weights=weights)
+    batches, samples = _batches(run, folder)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    files = {beside: json.dumps(run.description, indent=1)}
+    if run.job == text_job.JOB:
+        tokenizer = path.with_name(f"{path.name}.{text_job.TOKENIZER_FILE}")
+        run.description["preprocessing"]["tokenizer"] = tokenizer.name
+        files = {beside: json.dumps(run.description, indent=1)}
+        files[tokenizer] = (folder / text_job.TOKENIZER_FILE).read_text()
+    # On the same disk, so that it can be renamed; what fails leaves nothing behind.
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".onefold-export-") as aside:
+        made = Path(aside) / path.name
+        with _quiet():
+            call = _WRITERS[to](run, made, batches[0])
+            difference = max(_difference(call(each), run.module(**each)) for each in batches)
+        if not difference <= _CLOSE:
+            raise LaunchError(
+                f"{path}: not written: its logits differ from those of {run.weights} by "
+                f"{difference:.2g} of the largest, expected {_CLOSE:g} at most"
+            )
+        for each in made.parent.iterdir():
+            each.rename(path.parent / each.name)
+    for name, content in files.items():
+        name.write_text(content)
+    return Exported(path, [*files], samples, difference)
+
+
+def _batches(run: LoadedRun, folder: Path) -> tuple[list[Batch], int]:
+    """Inputs to compare by: several samples together, and one alone; and how many are the run's."""
+    try:
+        shown = read_object(folder / "examples.json").get("samples") or []
+        names = [each.get("text") or each.get("picture") or each.get("image") for each in shown]
+        found = [each if run.job == text_job.JOB else folder / each for each in names][:_SAMPLES]
+        samples = [*dict.fromkeys(found)]
+        if samples:
+            return [run.preprocess(samples), run.preprocess(samples[:1])], len(samples)
+    # A run that was stopped before it wrote any, or whose pictures are gone.
+    except (OnefoldError, OSError, TypeError):
+        pass
+    if run.job == text_job.JOB:
+        return [run.preprocess(["one text and", "another"]), run.preprocess(["a third"])], 0
+    from PIL import Image
+
+    noise = [Image.effect_noise((96, 64 + 32 * number), 99).convert("RGB") for number in range(3)]
+    return [run.preprocess(noise), run.preprocess(noise[:1])], 0
+
+
+def _difference(got: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest difference, in parts of the largest logit; infinite if the shapes differ."""
+    if got.shape != expected.shape:
+        return float("inf")
+    scale = max(1.0, float(expected.abs().max()))
+    return float((got - expected).abs().max()) / scale
+
+
+def _write_safetensors(run: LoadedRun, file: Path, _: Batch) -> Call:
+    state = load_file(run.weights / "model.safetensors")
+    save_file(state, file, metadata={"format": "pt", _NOTE: json.dumps(run.description)})
+    again = load_run(run.weights.parents[1])
+    load_weights(getattr(again.module, "model", again.module), file)
+    return lambda batch: again.module(**batch)
+
+
+def _write_torch_export(run: LoadedRun, file: Path, batch: Batch) -> Call:
+    program = torch.export.export(run.module, (), dict(batch), dynamic_shapes=_shapes(run, batch))
+    torch.export.save(program, file, extra_files={_NOTE: json.dumps(run.description)})
+    again = torch.export.load(file).module()
+    return lambda batch: again(**batch)
+
+
+def _write_onnx(run: LoadedRun, file: Path, batch: Batch) -> Call:
+    runtime: Any = importlib.import_module("onnxruntime")
+    program = torch.onnx.export(
+        run.module,
+        kwargs=dict(batch),
+        dynamo=True,
+        dynamic_shapes=_shapes(run, batch),
+        input_names=[*batch],
+        output_names=["logits"],
+        verbose=False,
+    )
+    assert program is not None
+    program.model.metadata_props[_NOTE] = json.dumps(run.description)
+    program.save(str(file))
+    session = runtime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
+
+    def call(batch: Batch) -> torch.Tensor:
+        inputs = {name: value.numpy() for name, value in batch.items()}
+        return torch.from_numpy(session.run(["logits"], inputs)[0])
+
+    return call
+
+
+_WRITERS: dict[Target, Callable[[LoadedRun, Path, Batch], Call]] = {
+    "onnx": _write_onnx,
+    "torch-export": _write_torch_export,
+    "safetensors": _write_safetensors,
+}
+
+
+def _shapes(run: LoadedRun, batch: Batch) -> dict[str, dict[int, Any]]:
+    """Which dimensions of the inputs may have any size: samples, tokens, and sides of pictures."""
+    free = {"classify": (0,), "segment": (0, 2, 3), "text": (0, 1)}[run.job]
+    return {name: dict.fromkeys(free, Dim.AUTO) for name in batch}
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence what exporters say of missing libraries and of their own code, on any logger."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)

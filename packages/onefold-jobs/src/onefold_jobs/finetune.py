@@ -1,0 +1,404 @@
+"""Starts from weights trained elsewhere: a new last layer, frozen parts, rates of their own.
+
+Note: frozen batch norms
+------------------------
+Batch norm changes without its parameters: in training it normalises by the batch, and moves its
+running statistics. A frozen one must do neither, so it stays in evaluation mode. (A momentum of 0
+would keep the statistics, but still normalise by the batch.) Every ``model.train()`` would put it
+back into training mode, so its class is exchanged for one that ignores this.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self
+
+import msgspec
+import torch
+from torch import nn
+
+import onefold
+from onefold.errors import CheckpointError, DataError, LaunchError
+from onefold.system.compat import BatchNorm
+from onefold.system.words import listed
+from onefold.weights.file import best_scored, check_weights
+from onefold.weights.load import Loaded, bare_name, refuse_spoilt
+from onefold_jobs.data.augment import IMAGENET, Normalise
+from onefold_jobs.data.pictures import Sums
+from onefold_jobs.models.catalog import TIMM_PREFIX
+from onefold_jobs.named_weights import find_weights, timm_facts
+from onefold_jobs.options import PictureOptions, TrainOptions, scaled_rate
+from onefold_jobs.runfolder import CHECKPOINTS, SavedName, kept_facts, read_run
+
+__all__ = [
+    "KeptModel",
+    "best_checkpoint",
+    "chosen_checkpoint",
+    "freeze",
+    "is_run",
+    "load_body",
+    "load_finite",
+    "new_head",
+    "parameter_groups",
+    "require_pretrained",
+    "reuse_rows",
+    "run_of",
+    "statistics_of",
+]
+
+Head = str | tuple[str, ...]
+"""Names of the parts that make up the last layer, usually a single one."""
+
+_SHOWN = 80
+_STEP = re.compile(r"step-([0-9]{8,})")
+
+
+def is_run(path: Path) -> bool:
+    """Whether a path is the folder of a run of onefold, rather than a file of weights."""
+    return (path / "run.json").is_file()
+
+
+def run_of(pretrained: str | None) -> Path | None:
+    """The folder of the run to start from; None if weights come from a file, or from nowhere."""
+    path = Path(pretrained or "")
+    return path if pretrained and is_run(path) else None
+
+
+class _Best(msgspec.Struct):
+    """What is needed of the best epoch that ``run.json`` names."""
+
+    checkpoint: SavedName
+
+
+def best_checkpoint(run: Path) -> Path:
+    """Find the folder of a run's best weights.
+
+    Raises:
+        DataError: the folder is not that of a run, or its ``run.json`` is damaged.
+        CheckpointError: the run has not finished an epoch yet, or has no checkpoint with a score.
+    """
+    facts = read_run(run)
+    best = facts.get("best")
+    if not best:
+        raise CheckpointError(
+            f"{run} has not come to the end of an epoch yet, so it has no best weights; what it "
+            f"has saved is in {run / CHECKPOINTS}"
+        )
+    try:
+        # Anybody may have written run.json: a path in it must not lead out of the run's folder.
+        folder = run / msgspec.convert(best, _Best).checkpoint
+    except ValueError as error:
+        raise DataError(
+            f"{run / 'run.json'}: expected the best checkpoint to be one of the run, such as "
+            f"{CHECKPOINTS}/step-00000100, got {str(best)[:_SHOWN]!r}"
+        ) from error
+    if folder.is_dir():
+        return folder
+    # The run was killed after a better checkpoint had replaced this one, and before run.json named
+    # that.
+    found = None
+    with suppress(ValueError):
+        found = best_scored(run / CHECKPOINTS, str(facts.get("score")))
+    if found is None:
+        raise CheckpointError(f"{folder}: expected the run's best weights there, found nothing")
+    return found
+
+
+def chosen_checkpoint(run: Path, which: Literal["best", "last"]) -> Path:
+    """Find the folder of a run's best weights, or of its newest.
+
+    Raises:
+        DataError, CheckpointError: as `best_checkpoint`, or the run has no checkpoint.
+    """
+    if which == "best":
+        return best_checkpoint(run)
+    # By number and not by name: beyond 99,999,999 steps names grow longer.
+    steps = (_STEP.fullmatch(path.name) for path in (run / CHECKPOINTS).glob("step-*"))
+    names = {int(step[1]): step[0] for step in steps if step is not None}
+    if not names:
+        raise CheckpointError(f"{run / CHECKPOINTS}: expected the run's checkpoints, found none")
+    return run / CHECKPOINTS / names[max(names)]
+
+
+def require_pretrained(
+    pretrained: str | None, job: str, pretrained_classes: str | None = None
+) -> None:
+    """Refuse weights that are missing or damaged, before anything takes time.
+
+    Args:
+        pretrained: a file of weights, or the folder of a run or a checkpoint.
+        job: the job that the run must be of, if it is a run.
+        pretrained_classes: a file of class names.
+
+    Raises:
+        CheckpointError: the weights are missing or damaged, or the run has none yet.
+        DataError: the run is of another job.
+    """
+    run = run_of(pretrained)
+    if run is not None:
+        read_run(run, job)
+        check_weights(best_checkpoint(run))
+    elif pretrained and not (weights := find_weights(pretrained)).exists():
+        raise CheckpointError(
+            f"--pretrained {pretrained}: expected a file of weights, the folder of a run, or a "
+            f"name with torchvision:, timm: or hf: before it; there is nothing of that name"
+        )
+    elif pretrained:
+        check_weights(weights)
+    if pretrained_classes and not Path(pretrained_classes).is_file():
+        raise CheckpointError(
+            f"--pretrained-classes {pretrained_classes}: expected a file of class names, one a "
+            f"line; there is no such file"
+        )
+
+
+def load_finite(
+    model: nn.Module, weights: Path, *, key: str | None = None, strict: bool = True
+) -> Loaded:
+    """Load weights with `onefold.load_weights`, and refuse parameters that are NaN or infinite.
+
+    Raises:
+        CheckpointError: the weights do not fit, are damaged, or are not finite.
+    """
+    loaded = onefold.load_weights(model, weights, key=key, strict=strict)
+    refuse_spoilt(model, weights)
+    return loaded
+
+
+def load_body(model: nn.Module, weights: Path, head: str, *, key: str | None) -> None:
+    """Load the weights of a file into all of a model but its last layer.
+
+    Args:
+        model: the model.
+        weights: a file, or the folder of a checkpoint.
+        head: name of the last layer, whose values are left to the caller; empty for an encoder,
+            which has none.
+        key: the key under which the file keeps its weights, if they are in a dict.
+
+    Raises:
+        CheckpointError: the weights do not fit the model, which may hold some of them.
+    """
+    # Not strict, as the last layer of the file is for other classes; so what else is missing must
+    # be looked for here.
+    loaded = load_finite(model, weights, key=key, strict=False)
+
+    def counts(name: str) -> bool:
+        # Files from before PyTorch 0.4.1 have no counts of batches; nothing here depends on them.
+        return not _is_under(name, head) and not name.endswith("num_batches_tracked")
+
+    lacking = [name for name in loaded.missing if counts(name)]
+    # Further layers in parts of this model: the file is of another one.
+    parts = {name.partition(".")[0] for name in model.state_dict() if not _is_under(name, head)}
+    plain = map(bare_name, loaded.unexpected)
+    strange = [name for name in plain if counts(name) and name.partition(".")[0] in parts]
+    if lacking or strange:
+        part = f"the whole model but {head}" if head else "the whole encoder"
+        found = f"none for {listed(lacking)}" if lacking else f"also some for {listed(strange)}"
+        raise CheckpointError(
+            f"{weights}: expected values of the right shape for {part}, it has {found}"
+        )
+
+
+class KeptModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What must be known of a model to use it on pictures; kept in ``run.json``."""
+
+    job: ClassVar[str]
+    fact: ClassVar[str]
+    """Its name in ``run.json``."""
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    white: int | None = None
+    """The brightest value of pictures with more than 8 bits a pixel; None if there are none."""
+
+    @property
+    def normalise(self) -> Normalise:
+        """How its pictures become numbers."""
+        return Normalise(self.mean, self.std)
+
+    @classmethod
+    def of_run(cls, run: Path) -> Self:
+        """Read it from the folder of a run.
+
+        Raises:
+            DataError: the folder is not that of a run of this job, or its ``run.json`` is damaged.
+        """
+        facts = read_run(run, cls.job)
+        with kept_facts(run):
+            return msgspec.convert(facts[cls.fact], cls)
+
+    @classmethod
+    def built(cls, run: Path) -> tuple[Self, Any]:
+        """Read it from the folder of a run, and build the run's model with fresh weights.
+
+        Raises:
+            DataError: as `of_run`, or no model can be built of what was kept.
+        """
+        kind: Any = cls.of_run(run)
+        with kept_facts(run):
+            return kind, kind.build()
+
+    @classmethod
+    def before(cls, options: PictureOptions) -> Self | None:
+        """The model of the run to start from; None if weights come from a file, or from nowhere."""
+        run = run_of(options.pretrained)
+        return cls.of_run(run) if run else None
+
+
+def statistics_of(
+    options: PictureOptions, before: KeptModel | None, sums: Sums, *, channels: int
+) -> Iterator[tuple[float, ...]]:
+    """Yield the mean and the standard deviation by which pictures are normalised.
+
+    Args:
+        options: ``normalise`` and ``pretrained`` are read.
+        before: the model of the run that the weights come from, if they do.
+        sums: over the pixels of the training pictures.
+        channels: of the model's pictures.
+    """
+    chosen = options.normalise
+    if chosen == "auto" and before:
+        statistics = before.mean, before.std
+    elif chosen == "auto" and (options.pretrained or "").startswith(TIMM_PREFIX):
+        facts = timm_facts(options.pretrained or "")
+        statistics = tuple(facts.mean), tuple(facts.std)
+    elif chosen == "imagenet" or (chosen == "auto" and options.pretrained):
+        statistics = IMAGENET
+    else:
+        statistics = ((0.0,), (1.0,)) if chosen == "none" else sums.mean_and_std()
+    for values in statistics:
+        many = values if len(values) > 1 else values * channels
+        yield many if len(many) == channels else (sum(many) / len(many),)
+
+
+def new_head(head: nn.Module) -> None:
+    """Initialise a last layer: Xavier for weights (Glorot and Bengio, 2010), 0 for biases."""
+    for parameter in head.parameters():
+        if parameter.dim() > 1:
+            nn.init.xavier_uniform_(parameter)
+        else:
+            nn.init.zeros_(parameter)
+
+
+def reuse_rows(
+    new: nn.Module, classes: Sequence[str], old: nn.Module, old_classes: Sequence[str]
+) -> None:
+    """Copy a last layer's rows for the classes that both label sets have.
+
+    Args:
+        new: the layer to copy to, with one row a class.
+        classes: the classes of its rows, in order.
+        old: the layer to copy from.
+        old_classes: the classes of its rows, in order.
+
+    Raises:
+        LaunchError: the label sets have no class in common.
+    """
+    shared = [name for name in classes if name in old_classes]
+    if not shared:
+        raise LaunchError(
+            f"--reuse-classes: no class of the data ({listed(classes)}) is one of the pretrained "
+            f"model ({listed(old_classes)})"
+        )
+    source = dict(old.named_parameters())
+    rows, old_rows = ([names.index(label) for label in shared] for names in (classes, old_classes))
+    # Autograd refuses to write into a parameter, unless nothing is recorded.
+    with torch.no_grad():
+        for name, parameter in new.named_parameters():
+            parameter[rows] = source[name][old_rows]
+
+
+class _Still(nn.Module):
+    """A batch norm that stays in evaluation mode; see the note on frozen ones."""
+
+    def train(self, mode: bool = True) -> _Still:
+        super().train(False)
+        return self
+
+
+@cache
+def _still(kind: type[nn.Module]) -> type[nn.Module]:
+    """Make the frozen class of a kind of batch norm."""
+    # Derived from that kind: it may do more than normalise, as some of timm do.
+    return type(f"Still{kind.__name__}", (_Still, kind), {})
+
+
+def freeze(model: nn.Module, options: TrainOptions, head: Head) -> list[str]:
+    """Freeze the parts that the options name, with the statistics of their batch norms.
+
+    Args:
+        model: the model of the run.
+        options: ``freeze`` and ``freeze_until`` are read.
+        head: name of the last layer, which must stay trainable.
+
+    Returns:
+        Names of the frozen parameters.
+
+    Raises:
+        ValueError: a name is no part of the model, or the last layer would be frozen.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    frozen = {name for prefix in options.freeze for name in _names_under(prefix, names, "freeze")}
+    if options.freeze_until:
+        first = _names_under(options.freeze_until, names, "freeze-until")[0]
+        # Parameters come in the order in which the model registered its parts, which is the order
+        # in which it computes for all models of the catalog.
+        frozen.update(names[: names.index(first)])
+    if any(_is_under(name, head) for name in frozen):
+        raise ValueError(
+            f"--freeze and --freeze-until would freeze the model's last layer, {head}: expected "
+            f"names of what comes before it"
+        )
+    for name in frozen:
+        model.get_parameter(name).requires_grad_(False)
+    for path, module in model.named_modules():
+        # One without parameters of its own cannot be named, and so is never frozen.
+        own = [f"{path}.{name}" for name, _ in module.named_parameters()]
+        if isinstance(module, BatchNorm) and own and all(name in frozen for name in own):
+            # The object stays, and with it its parameters, its hooks and all that refer to it.
+            module.__class__ = _still(type(module))  # type: ignore[assignment, arg-type]
+            module.train(False)
+    return [name for name in names if name in frozen]
+
+
+def parameter_groups(model: nn.Module, options: TrainOptions, head: Head) -> list[dict[str, Any]]:
+    """Make an optimizer's groups: the last layer may have its own rate; frozen parts are left out.
+
+    Args:
+        model: the model of the run.
+        options: the learning rate and ``head_lr_scale`` are read.
+        head: name of the last layer.
+
+    Raises:
+        ValueError: the last layer has no parameters that are trained.
+    """
+    body: list[nn.Parameter] = []
+    last: list[nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            (last if _is_under(name, head) else body).append(parameter)
+    if not last:
+        raise ValueError(f"the model has no last layer {head} that could be trained")
+    rate, scale = scaled_rate(options), options.head_lr_scale
+    if scale == 1.0 or not body:
+        return [{"params": body + last, "lr": rate * scale}]
+    return [{"params": body, "lr": rate}, {"params": last, "lr": rate * scale}]
+
+
+def _names_under(prefix: str, names: Sequence[str], option: str) -> list[str]:
+    found = [name for name in names if _is_under(name, prefix)]
+    if not found:
+        parts = dict.fromkeys(name.partition(".")[0] for name in names)
+        raise ValueError(
+            f"--{option} {prefix}: the model has no such part; its parts are {', '.join(parts)}, "
+            f"and names such as {names[0]}"
+        )
+    return found
+
+
+def _is_under(name: str, parts: Head) -> bool:
+    named = (parts,) if isinstance(parts, str) else parts
+    return any(name == part or name.startswith(f"{part}.") for part in named)

@@ -1,0 +1,162 @@
+"""Builds models for images by name, and finds the last layer of a model.
+
+A name is one of `MODELS`, or ``timm:NAME`` for a model of the timm library, which is imported
+only then. All models begin with fresh weights from PyTorch's global generator.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from torch import nn
+
+from onefold.errors import LaunchError
+from onefold_jobs.models.lenet import DenseCNN, LeNet
+from onefold_jobs.models.resnet import ResNet, resnet18, resnet34, resnet50, resnet101
+from onefold_jobs.models.unet import UNet
+
+__all__ = ["FIXED", "MODELS", "RESNETS", "build_model", "head_name", "head_of"]
+
+TIMM_PREFIX = "timm:"
+LARGEST_SMALL_IMAGE = 64
+"""Pixels of the side up to which a ResNet gets the stem for small images by default."""
+
+
+FIXED: Mapping[str, Callable[..., nn.Module]] = MappingProxyType(
+    {"lenet": LeNet, "mnist-cnn": DenseCNN}
+)
+"""Builders of models that are made for one size of image, ``image_size``."""
+RESNETS: Mapping[str, Callable[..., ResNet]] = MappingProxyType(
+    {build.__name__: build for build in (resnet18, resnet34, resnet50, resnet101)}
+)
+"""Builders of models that take images of any size; ``small_images`` is the kind of their stem."""
+MODELS = (*FIXED, *RESNETS)
+"""Names of the models that are built here."""
+
+# Positions in a Sequential: they change with its layers.
+HEADS: Mapping[type[nn.Module], str] = MappingProxyType(
+    {LeNet: "classifier.5", DenseCNN: "classifier.4", ResNet: "fc", UNet: "head"}
+)
+
+
+def build_model(
+    name: str,
+    *,
+    num_classes: int,
+    in_channels: int,
+    image_size: int,
+    small_images: bool | None = None,
+) -> nn.Module:
+    """Build a model by its name, with fresh weights from PyTorch's global generator.
+
+    Args:
+        name: one of `MODELS`, or ``timm:NAME``.
+        num_classes: number of logits for each image.
+        in_channels: channels of the images.
+        image_size: height and width of the images in pixels. A timm model is made for the size
+            that timm gives it, whatever this says.
+        small_images: for ResNets only: the stem for small images or that for large ones, see
+            `ResNet`; None for the small one up to 64 pixels.
+
+    Returns:
+        A model of images (n, in_channels, image_size, image_size) float32 that gives logits
+        (n, num_classes) float32.
+
+    Raises:
+        ValueError: the name is not known, a number is not positive or does not suit the model, or
+            ``small_images`` is given for a model that has one stem only.
+        LaunchError: a timm model is asked for and timm cannot be imported.
+
+    Example:
+        >>> model = build_model("lenet", num_classes=10, in_channels=3, image_size=32)
+        >>> head_name(model), head_of(model)
+        ('classifier.5', Linear(in_features=84, out_features=10, bias=True))
+    """
+    given = {"num_classes": num_classes, "in_channels": in_channels, "image_size": image_size}
+    for argument, number in given.items():
+        if number < 1:
+            raise ValueError(f"{argument} must be positive, got {number}")
+    # Refused and not ignored: who passes it believes that it changes the model.
+    if small_images is not None and name not in RESNETS:
+        raise ValueError(f"small_images is for ResNets only, got {small_images} for {name!r}")
+    if name in RESNETS:
+        small = image_size <= LARGEST_SMALL_IMAGE if small_images is None else small_images
+        return RESNETS[name](num_classes, in_channels, small_images=small)
+    if name in FIXED:
+        sizes = {"in_channels": in_channels, "image_size": image_size}
+        return FIXED[name](num_classes=num_classes, **sizes)
+    return timm_model(name, num_classes=num_classes, in_channels=in_channels)
+
+
+def timm_model(name: str, *, num_classes: int, in_channels: int) -> nn.Module:
+    """Build the model whose name in timm follows ``timm:``; timm reports unknown names itself."""
+    timm_name = name.removeprefix(TIMM_PREFIX)
+    if timm_name in ("", name):
+        known = ", ".join(MODELS)
+        raise ValueError(f"the model must be one of {known} or {TIMM_PREFIX}NAME, got {name!r}")
+    # Never pretrained here: that would download, once for every process of the run.
+    model: nn.Module = import_timm(name).create_model(
+        timm_name, pretrained=False, num_classes=num_classes, in_chans=in_channels
+    )
+    return model
+
+
+def import_timm(name: str) -> Any:
+    """Import the timm library, which the model ``name`` needs."""
+    try:
+        return importlib.import_module("timm")
+    # Any: timm may be there, and fail at something that it imports. A torchvision that does not
+    # match torch raises RuntimeError.
+    except Exception as error:
+        raise LaunchError(
+            f"{name} needs the timm library, which cannot be imported ({error}); install "
+            f"it, and a torchvision that matches torch, with: pip install timm"
+        ) from error
+
+
+def head_name(model: nn.Module) -> str:
+    """Find the dotted name of a model's last layer, the one whose outputs are the logits.
+
+    Args:
+        model: a model of this package or of timm.
+
+    Returns:
+        Its name in ``model.named_modules()``, "fc" for example.
+
+    Raises:
+        ValueError: the model is of another kind, or does not have exactly one last layer.
+    """
+    known = (name for kind, name in HEADS.items() if isinstance(model, kind))
+    name = next(known, None) or timm_head_name(model)
+    # An encoder: a ResNet without classes keeps the attribute, with nothing in it to train.
+    if isinstance(model.get_submodule(name), nn.Identity):
+        raise ValueError(f"this {type(model).__name__} was made without a classification layer")
+    return name
+
+
+def timm_head_name(model: nn.Module) -> str:
+    """Find the name of the layer that a timm model calls its classifier."""
+    # By the method and not the class: timm's models have no base class in common.
+    get_classifier = getattr(model, "get_classifier", None)
+    if get_classifier is None:
+        known = ", ".join(kind.__name__ for kind in HEADS)
+        raise ValueError(
+            f"the last layer is known for {known} and timm's models, not for {type(model).__name__}"
+        )
+    head: object = get_classifier()
+    # timm returns the module and not its name, and for distilled models a tuple of two modules,
+    # which no single name stands for.
+    names: list[str] = [name for name, module in model.named_modules() if module is head]
+    if not names:
+        raise ValueError(
+            f"{type(model).__name__} must have one last layer, its get_classifier() gave {head}"
+        )
+    return names[0]
+
+
+def head_of(model: nn.Module) -> nn.Module:
+    """Return the layer that `head_name` names; raises the same errors."""
+    return model.get_submodule(head_name(model))

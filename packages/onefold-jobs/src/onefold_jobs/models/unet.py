@@ -1,0 +1,244 @@
+"""U-Nets, which give one logit for each pixel, and the convolutions of VGG-16 as an encoder.
+
+`UNet` follows Ronneberger et al. (2015, "U-Net: convolutional networks"). The way down is a network
+made for classification, without its last layer, so that training can start from published weights
+of that network. It differs from the paper in this, and in padded convolutions and batch norm on the
+way up: the output is as large as the input.
+
+`vgg16` builds the convolutions of VGG-16 (Simonyan and Zisserman, 2014, "Very deep convolutional
+networks"). Its parameters carry the names of torchvision's VGG, so the weights of that load here
+without those of the classifier: three dense layers that have no use in an encoder and are not made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from onefold_jobs.models.resnet import ResNet, conv2d, initialise, resnet18, resnet34, resnet101
+
+__all__ = ["VGG", "UNet", "vgg16"]
+
+
+class VGG(nn.Module):
+    """Stages of 3x3 convolutions with ReLU, each stage followed by a max pool that halves.
+
+    Args:
+        blocks: number of convolutions of each stage.
+        in_channels: channels of the images.
+        width: channels of the first stage; the next ones have 2, 4, 8, 8, 8 ... times as many.
+
+    Attributes:
+        channels: channels of each of the `feature_maps`.
+        strides: width in pixels of the image of one pixel of each of the `feature_maps`.
+
+    Raises:
+        ValueError: ``blocks`` is empty, or has a number below 1.
+
+    Example:
+        >>> import torch
+        >>> model = VGG(blocks=(1, 2), width=8)
+        >>> model(torch.zeros(2, 3, 8, 8)).shape
+        torch.Size([2, 16, 2, 2])
+        >>> [tuple(features.shape) for features in model.feature_maps(torch.zeros(2, 3, 8, 8))]
+        [(2, 8, 8, 8), (2, 16, 4, 4)]
+    """
+
+    def __init__(self, *, blocks: Sequence[int], in_channels: int = 3, width: int = 64) -> None:
+        super().__init__()
+        if not blocks or min(blocks) < 1:
+            raise ValueError(f"blocks must be one or more positive numbers, got {tuple(blocks)}")
+        self.channels = tuple(width * min(2**index, 8) for index in range(len(blocks)))
+        self.strides = tuple(2**index for index in range(len(blocks)))
+        layers: list[nn.Module] = []
+        before = in_channels
+        for after, count in zip(self.channels, blocks, strict=True):
+            for _ in range(count):
+                layers += [nn.Conv2d(before, after, 3, padding=1), nn.ReLU(inplace=True)]
+                before = after
+            layers.append(nn.MaxPool2d(2))
+        # One Sequential for all stages: torchvision numbers the layers through, ReLUs included.
+        self.features = nn.Sequential(*layers)
+        self.apply(initialise)
+
+    def feature_maps(self, images: torch.Tensor) -> list[torch.Tensor]:
+        """Compute what each stage returns before its max pool.
+
+        Args:
+            images: (n, in_channels, h, w) float32.
+
+        Returns:
+            For each of ``channels`` and ``strides`` a tensor (n, channels, h / stride,
+            w / stride) float32, quotients rounded down.
+        """
+        maps, features = [], images
+        for layer in self.features:
+            # A kept map stays as it is: the next ReLU in place overwrites a convolution's output.
+            if isinstance(layer, nn.MaxPool2d):
+                maps.append(features)
+            features = layer(features)
+        return maps
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Compute the last max pool's output of images (n, in_channels, h, w) float32."""
+        features: torch.Tensor = self.features(images)
+        return features
+
+
+def vgg16(in_channels: int = 3, width: int = 64) -> VGG:
+    """Build the 13 convolutions of VGG-16, without batch norm; see `VGG` for the arguments.
+
+    Returns:
+        The network, with fresh weights from PyTorch's global generator.
+
+    Example:
+        >>> sum(parameter.numel() for parameter in vgg16().parameters())
+        14714688
+    """
+    return VGG(blocks=(2, 2, 3, 3, 3), in_channels=in_channels, width=width)
+
+
+Encoder = ResNet | VGG
+
+
+_RESNETS = (resnet18, resnet34, resnet101)
+# The large stem even for small images: published weights have no other.
+ENCODERS: Mapping[str, Callable[..., Encoder]] = MappingProxyType(
+    {build.__name__: partial(build, None, small_images=False) for build in _RESNETS}
+    | {"vgg16": vgg16}
+)
+"""Builders of the encoders by name, without a last layer; they take two keywords."""
+
+
+class UNet(nn.Module):
+    """An encoder, and a decoder that brings its features back to the size of the images.
+
+    The encoder's parameters and buffers are those of torchvision's network of that name, without
+    the last layers (``fc`` or ``classifier``), with ``encoder.`` in front: to start from published
+    weights, leave those layers out and load the others into ``model.encoder``.
+
+    All operations here have deterministic kernels on a CPU and, by the documentation of
+    `torch.use_deterministic_algorithms`, on a CUDA device.
+
+    Args:
+        encoder: one of "vgg16", "resnet18", "resnet34", "resnet101".
+        in_channels: channels of the images.
+        out_channels: number of logits for each pixel.
+        width: channels of the encoder's first layer, an even number; the decoder has half as many
+            at full resolution. Published weights need 64.
+
+    Attributes:
+        stride: the number that height and width of the images must be multiples of.
+
+    Raises:
+        ValueError: the encoder is not known, or the width is not a positive even number.
+
+    Example:
+        >>> import torch
+        >>> model = UNet("resnet18", width=8)
+        >>> model.stride
+        32
+        >>> model(torch.zeros(2, 3, 64, 96)).shape
+        torch.Size([2, 1, 64, 96])
+    """
+
+    def __init__(
+        self,
+        encoder: str = "resnet34",
+        *,
+        in_channels: int = 3,
+        out_channels: int = 1,
+        width: int = 64,
+    ) -> None:
+        super().__init__()
+        if encoder not in ENCODERS:
+            raise ValueError(f"encoder must be one of {', '.join(ENCODERS)}, got {encoder!r}")
+        if width < 2 or width % 2:
+            raise ValueError(f"width must be a positive even number, got {width}")
+        self.encoder = ENCODERS[encoder](in_channels=in_channels, width=width)
+        self.stride = self.encoder.strides[-1]
+        self.decoder = decoder(self.encoder, width)
+        self.head = nn.Conv2d(width // 2, out_channels, 1)
+        # The encoder has drawn its own weights, and the head keeps PyTorch's for a last layer.
+        self.decoder.apply(initialise)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Compute one logit, or ``out_channels`` of them, for each pixel.
+
+        Args:
+            images: (n, in_channels, h, w) float32.
+
+        Returns:
+            Logits (n, out_channels, h, w) float32.
+
+        Raises:
+            ValueError: h or w is not a multiple of ``stride``.
+        """
+        height, width = images.shape[-2:]
+        # Or torch.cat would fail somewhere inside, between two sizes that mean nothing to anybody.
+        if height % self.stride or width % self.stride:
+            raise ValueError(
+                f"height and width of the images must be multiples of {self.stride}, got "
+                f"{height}x{width} pixels; pad or crop the images"
+            )
+        features, *skips = reversed(self.encoder.feature_maps(images))
+        # A ResNet has no features at full resolution, so its last step has nothing to join.
+        for index, step in enumerate(self.decoder):
+            features = step(features, skips[index] if index < len(skips) else None)
+        logits: torch.Tensor = self.head(features)
+        return logits
+
+
+class DecoderStep(nn.Module):
+    """Double the resolution, append the encoder's features as channels, and convolve twice.
+
+    Args:
+        in_channels: channels of the features from the step before.
+        skip_channels: channels of the encoder's features, 0 for none.
+        out_channels: channels of the output.
+    """
+
+    def __init__(self, in_channels: int, skip_channels: int, out_channels: int) -> None:
+        super().__init__()
+        self.conv1 = conv2d(in_channels + skip_channels, out_channels, 3)
+        self.bn1 = nn.BatchNorm2d(out_channels)
+        self.conv2 = conv2d(out_channels, out_channels, 3)
+        self.bn2 = nn.BatchNorm2d(out_channels)
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, features: torch.Tensor, skip: torch.Tensor | None) -> torch.Tensor:
+        """Map features (n, in_channels, h, w) to (n, out_channels, 2h, 2w), all float32.
+
+        Args:
+            features: output of the step before.
+            skip: the encoder's features (n, skip_channels, 2h, 2w), or None.
+        """
+        # Not bilinear, whose backward on CUDA adds up gradients in any order.
+        joined = F.interpolate(features, scale_factor=2, mode="nearest")
+        if skip is not None:
+            joined = torch.cat([joined, skip], dim=1)
+        once = self.relu(self.bn1(self.conv1(joined)))
+        twice: torch.Tensor = self.relu(self.bn2(self.conv2(once)))
+        return twice
+
+
+def decoder(encoder: Encoder, width: int) -> nn.ModuleList:
+    """Make a step for each resolution, from the encoder's last but one to that of the images.
+
+    The output of a step has ``width * stride / 2`` channels, and at most ``4 * width``.
+    """
+    # By stride: encoders differ in which resolutions they have features for.
+    skips = dict(zip(encoder.strides[:-1], encoder.channels[:-1], strict=True))
+    steps = nn.ModuleList()
+    channels, stride = encoder.channels[-1], encoder.strides[-1]
+    while stride > 1:
+        stride //= 2
+        out_channels = min(width * stride // 2, 4 * width)
+        steps.append(DecoderStep(channels, skips.get(stride, 0), out_channels))
+        channels = out_channels
+    return steps

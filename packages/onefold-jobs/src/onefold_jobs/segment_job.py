@@ -1,0 +1,486 @@
+"""Pictures with a mask each: the options, the data, the model, and what is shown of it."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import Subset
+
+import onefold
+from onefold.errors import DataError
+from onefold_jobs import finetune, require
+from onefold_jobs.data.maskclasses import AUTO, MaskClass, coloured_mask, list_classes
+from onefold_jobs.data.masks import MaskRule, read_mask
+from onefold_jobs.data.pairs import MaskedPictures, read_pairs
+from onefold_jobs.data.pictures import open_picture, require_folder
+from onefold_jobs.data.scan import Scanning
+from onefold_jobs.models.unet import UNet
+from onefold_jobs.named_weights import find_weights, model_named
+from onefold_jobs.options import (
+    COUNT,
+    MOST_FACTOR,
+    MOST_SIDE,
+    PART,
+    SHARE,
+    PictureOptions,
+    again,
+    expect,
+    full_rate,
+    option,
+    within,
+)
+from onefold_jobs.runfolder import RunFolder
+from onefold_jobs.scores import Measure, Measured, Predict
+from onefold_jobs.segment_pictures import (
+    Augment,
+    Padded,
+    PicturePairs,
+    class_ious,
+    class_names,
+    class_weights_of,
+    counted_pixels,
+    mask_baseline,
+    mask_scores,
+    mask_scores_of_each,
+    overlaps,
+    predicted_numbers,
+    whole_logits,
+)
+from onefold_jobs.targets import ClassWeights, spread
+from onefold_jobs.training import Task
+
+__all__ = [
+    "JOB",
+    "MaskModel",
+    "SegmentOptions",
+    "check_early",
+    "loss_and_measure",
+    "make_task",
+    "prepare",
+    "settle",
+]
+
+Encoder = Literal["vgg16", "resnet18", "resnet34", "resnet101"]
+Switch = Literal["yes", "no"]
+
+JOB = "segment"
+HELP = "Pictures with a mask each, by a U-Net."
+HEAD = "head"
+USUAL_ENCODER: Encoder = "resnet34"
+USUAL_WIDTH = 64
+MOST_WIDTH = 4096
+"""The most channels of the encoder's first layer."""
+LARGEST_CROP = 256
+EVALUATION_BATCH_SIZE = 8
+SHOWN = 12
+"""How many examples of each kind a report shows; each is three pictures."""
+LARGEST_SHOWN = 512
+"""The longer side of a prediction in a report, in pixels at most."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentOptions(PictureOptions):
+    """Options of ``onefold train segment``."""
+
+    shards: int = again("shards", 4)
+    batch_size: int = again("batch_size", 8, help="Pictures of a batch, over all devices.")
+    epochs: int | None = again("epochs", shown="40, or 20 with --pretrained")
+    lr: float | None = again("lr", shown="0.001, or 0.0002 with --pretrained")
+    warmup_epochs: float = again("warmup_epochs", 1.0)
+    class_weights: ClassWeights = option(
+        "none",
+        "With --classes: weigh them in the loss; auto: the more, the fewer pixels they have.",
+    )
+    best_by: Literal["iou", "dice", "loss"] | None = again("best_by", shown="iou")
+    encoder: Encoder | None = option(
+        None,
+        "The half of the U-Net that looks at the picture.",
+        shown="resnet34, or that of the pretrained run",
+    )
+    width: int | None = option(
+        None,
+        "Channels of its first layer; published weights need 64.",
+        within(2, MOST_WIDTH),
+        shown="64, or that of the pretrained run",
+    )
+    crop: int | None = option(
+        None,
+        "Side of the squares that are cut out for training.",
+        within(32, MOST_SIDE),
+        shown="256, or what there is",
+    )
+    flip: Switch = option("yes", "Mirror every second picture and its mask.")
+    turns: Switch = option("no", "Turn by 0, 90, 180 or 270 degrees: where no side is up.")
+    jitter: float = option(0.2, "How much brightness and contrast vary.", SHARE)
+    pos_weight: str = option(
+        "1", "Weight of the mask's pixels in the loss; auto: as many times as they are fewer."
+    )
+    foreground: tuple[str, ...] = option(
+        (),
+        "Values of the masks' pixels that are foreground, such as 15, 128-255 or '#ff0000'.",
+        shown="1, or what is brighter than half",
+    )
+    classes: tuple[str, ...] = option(
+        (),
+        "Names of the masks' classes, as NAME or NAME=VALUE, or a file of them; auto: all values.",
+        shown="foreground and background",
+    )
+    void: tuple[str, ...] = option(
+        (),
+        "Values of the masks' pixels that are left out of loss and scores, such as 255.",
+        shown="none",
+    )
+    threshold: float = option(0.5, "Probability from which a pixel is in the predicted mask.", PART)
+    evaluation_batch_size: int = option(8, "Whole pictures of a batch in tests.", COUNT)
+    pretrained: str | None = again(
+        "pretrained",
+        help="Begin with an encoder from a file, torchvision:NAME or hf:ORG/NAME, or with a run.",
+    )
+
+    def __post_init__(self) -> None:
+        # Not super(), which fails here: see PictureOptions.
+        PictureOptions.__post_init__(self)
+        known = model_named(self.pretrained) in (None, *typing.get_args(Encoder))
+        names = f"torchvision: and one of {', '.join(typing.get_args(Encoder))}"
+        expect(known, "pretrained", self.pretrained, names)
+        # The decoder ends with half as many channels.
+        even = self.width is None or self.width % 2 == 0
+        expect(even, "width", self.width, "an even number")
+        known = self.pos_weight == "auto" or _is_positive(self.pos_weight)
+        weights = "auto, or a number above 0 and at most a million"
+        expect(known, "pos_weight", self.pos_weight, weights)
+        # Made only because it refuses what it cannot read: now, and not after the data are read.
+        if self.classes not in ((), AUTO):
+            # The file of them is read once, and the run keeps what was in it.
+            object.__setattr__(self, "classes", list_classes(self.classes))
+        one = "masks of one foreground; --class-weights auto weighs --classes"
+        expect(not self.classes or self.pos_weight == "1", "pos_weight", self.pos_weight, one)
+        several = "--classes; --pos-weight auto weighs one foreground"
+        weighed = self.class_weights != "none"
+        expect(bool(self.classes) or not weighed, "class_weights", self.class_weights, several)
+        _ = self.mask_rule
+
+    @property
+    def mask_rule(self) -> MaskRule:
+        """Which values of a mask are foreground, background, a class, and void."""
+        return MaskRule(self.foreground, self.void, self.classes)
+
+
+def _is_positive(text: str) -> bool:
+    try:
+        return 0 < float(text) <= MOST_FACTOR
+    except ValueError:
+        return False
+
+
+def check_early(options: SegmentOptions) -> None:
+    """Refuse what is bound to fail, before the data are read, which may take long.
+
+    Raises:
+        LaunchError: Pillow is missing.
+        CheckpointError, DataError: the pretrained weights are missing or damaged.
+        ValueError: an option does not suit the model.
+    """
+    require("reading pictures", "images", "PIL")
+    finetune.require_pretrained(options.pretrained, JOB)
+    if options.freeze or options.freeze_until:
+        before = MaskModel.before(options)
+        encoder = _encoder(options, before)
+        # Only for the names of its parts, so the smallest that there is.
+        finetune.freeze(UNet(encoder, width=2), options, HEAD)
+
+
+def _encoder(options: SegmentOptions, before: MaskModel | None) -> Encoder:
+    named: Any = model_named(options.pretrained)
+    usual: Encoder = before.encoder if before else named or USUAL_ENCODER
+    return options.encoder or usual
+
+
+def prepare(options: SegmentOptions, scanning: Scanning | None = None) -> MaskedPictures:
+    """Read the data, and refuse those that cannot be used.
+
+    Args:
+        options: of the run.
+        scanning: how to look through files.
+
+    Raises:
+        DataError: the data are missing, damaged or unsuitable.
+    """
+    directory = Path(options.data)
+    require_folder(directory, "a folder with images and masks")
+    return read_pairs(
+        directory,
+        holdout=options.holdout,
+        seed=options.seed,
+        skip_bad=options.skip_bad,
+        rule=options.mask_rule,
+        scanning=scanning,
+    )
+
+
+def settle(options: SegmentOptions, data: MaskedPictures) -> SegmentOptions:
+    """Fill in the options that were left open, now that the data are known.
+
+    Raises:
+        DataError: an option does not suit the data.
+    """
+    # For what it refuses; the number itself is needed only on the devices.
+    _pos_weight(options.pos_weight, data)
+    fine = options.pretrained is not None
+    before = MaskModel.before(options)
+    # As large as the shortest side allows, and a multiple of every encoder's stride, so that crops
+    # are hardly ever padded.
+    crop = min(LARGEST_CROP, max(32, data.shortest // 32 * 32))
+    return replace(
+        options,
+        encoder=_encoder(options, before),
+        width=options.width or (before.width if before else USUAL_WIDTH),
+        crop=options.crop or crop,
+        epochs=options.epochs or (20 if fine else 40),
+        lr=full_rate(options, fine=fine),
+        best_by=options.best_by or "iou",
+    )
+
+
+class MaskModel(finetune.KeptModel, frozen=True, kw_only=True):
+    """What must be known of a model to draw masks with it."""
+
+    job = JOB
+    fact = "mask_model"
+    encoder: Encoder
+    # Anybody may have written the file: billions of channels would take all memory.
+    width: Annotated[int, msgspec.Meta(ge=2, le=MOST_WIDTH)]
+    threshold: float
+    classes: tuple[MaskClass, ...] = ()
+    """Of the pixels; none if they are foreground or background."""
+
+    def build(self) -> UNet:
+        """Build the model with fresh weights."""
+        return UNet(self.encoder, width=self.width, out_channels=len(self.classes) or 1)
+
+
+def make_task(options: SegmentOptions, data: MaskedPictures) -> Task:
+    """Build the model, the data sets and the scores of a run; called on every device.
+
+    Args:
+        options: settled ones.
+        data: what `prepare` returned.
+
+    Raises:
+        CheckpointError: the pretrained weights do not fit.
+        ValueError: an option does not suit the model.
+    """
+    # Every device draws the first weights by itself, and all must draw the same.
+    torch.manual_seed(options.seed)
+    kind = _mask_model(options, data)
+    model = kind.build()
+    if options.pretrained:
+        run = finetune.run_of(options.pretrained)
+        before = MaskModel.before(options)
+        if run and before and len(before.classes) != len(kind.classes):
+            finetune.load_body(model, finetune.best_checkpoint(run), HEAD, key=None)
+        elif run:
+            finetune.load_finite(model, finetune.best_checkpoint(run))
+        else:
+            # The file of a classifier has a last layer more.
+            file, key = find_weights(options.pretrained), options.pretrained_key
+            finetune.load_body(model.encoder, file, "", key=key)
+    weight = torch.tensor(_pos_weight(options.pos_weight, data))
+    by_class = class_weights_of(data.counts[0]) if options.class_weights == "auto" else None
+    loss, measure = loss_and_measure(weight, options.threshold, model.stride, by_class)
+    padded = Padded(model.stride)
+    augment = Augment(
+        side=options.crop or LARGEST_CROP,
+        flip=options.flip == "yes",
+        turns=options.turns == "yes",
+        jitter=options.jitter,
+    )
+    test_set = PicturePairs(data.test, kind.normalise, data.rule, data.white)
+    return Task(
+        model=model,
+        head=HEAD,
+        loss=loss,
+        measure=measure,
+        score=partial(mask_scores, classes=kind.classes),
+        baseline=mask_baseline(*data.counts, kind.classes, float(weight)),
+        class_counts=data.counts,
+        class_weights=None if by_class is None else by_class.tolist(),
+        train_set=PicturePairs(data.train, kind.normalise, data.rule, data.white, augment),
+        test_set=test_set,
+        collate=padded,
+        evaluation_batch_size=options.evaluation_batch_size,
+        examples=lambda predict, folder: _examples(
+            predict, folder, measure, test_set, padded, kind
+        ),
+        facts={
+            "model": f"U-Net, {kind.encoder}",
+            "classes": class_names(kind.classes),
+            "mask_model": msgspec.to_builtins(kind),
+            "pos_weight": float(weight),
+        },
+    )
+
+
+def loss_and_measure(
+    weight: torch.Tensor, threshold: float, stride: int, by_class: torch.Tensor | None = None
+) -> tuple[Callable[[nn.Module, Any], onefold.Mean], Measure]:
+    """Make the loss of a run, and what its scores are made of, over the pixels that count.
+
+    Args:
+        weight: () float32, the weight of foreground pixels in the loss.
+        threshold: probability from which a pixel is predicted to be foreground.
+        stride: sides of pictures are padded to a multiple of it.
+        by_class: (classes,) float32, the weight of each class in the loss, but not in the scores.
+    """
+
+    def losses_of(logits: torch.Tensor, batch: Any) -> torch.Tensor:
+        """The loss of each pixel, (n, h, w); 0 in the padding and in void parts of masks."""
+        # Void is -1, which is no target of this loss: it becomes 0 here, and is not counted.
+        masks = batch["masks"].clamp(min=0)
+        if logits.shape[1] == 1:
+            losses = F.binary_cross_entropy_with_logits(
+                logits.squeeze(1), masks, pos_weight=weight.to(logits.device), reduction="none"
+            )
+        else:
+            # By rows: PyTorch's loss of pictures adds up in any order on a GPU.
+            rows = logits.permute(0, 2, 3, 1).flatten(0, 2)
+            targets = masks.to(torch.int64)
+            losses = F.cross_entropy(rows, targets.flatten(), reduction="none").view_as(masks)
+        return losses * counted_pixels(batch)
+
+    def loss(model: nn.Module, batch: Any) -> onefold.Mean:
+        losses, weights = losses_of(model(batch["images"]), batch), counted_pixels(batch)
+        if by_class is not None:
+            numbers = batch["masks"].clamp(min=0).to(torch.int64)
+            weights = by_class.to(losses.device)[numbers] * weights
+            losses = losses * weights
+        # No mean of the shard: shards differ in pixels, and onefold divides by those of the batch.
+        return onefold.Mean(losses.sum(), weights.sum())
+
+    def measure(model: nn.Module, batch: Any) -> Measured:
+        logits = whole_logits(model, batch, stride)
+        losses = losses_of(logits, batch).sum(dim=(1, 2), dtype=torch.float64)
+        return {"loss": losses, **overlaps(logits, batch, threshold)}
+
+    return loss, measure
+
+
+def _mask_model(options: SegmentOptions, data: MaskedPictures) -> MaskModel:
+    before = MaskModel.before(options)
+    mean, std = finetune.statistics_of(options, before, data.sums, channels=3)
+    return MaskModel(
+        encoder=options.encoder or USUAL_ENCODER,
+        width=options.width or USUAL_WIDTH,
+        mean=mean,
+        std=std,
+        threshold=options.threshold,
+        white=data.white,
+        classes=data.classes,
+    )
+
+
+def _pos_weight(chosen: str, data: MaskedPictures) -> float:
+    if chosen != "auto":
+        return float(chosen)
+    if data.foreground in (0, data.pixels):
+        which = "every" if data.foreground else "no"
+        raise DataError(
+            f"--pos-weight auto: expected masks with two kinds of pixels to train with, {which} "
+            f"pixel is foreground"
+        )
+    return (data.pixels - data.foreground) / data.foreground
+
+
+def _examples(
+    predict: Predict,
+    folder: RunFolder,
+    measure: Measure,
+    test_set: PicturePairs,
+    padded: Padded,
+    kind: MaskModel,
+) -> dict[str, Any]:
+    """Show masks and predictions from all over the test set, and the worst; on every device."""
+    from PIL import Image
+
+    found = predict(measure, test_set)
+    iou, dice = mask_scores_of_each(found)
+    samples = spread(len(test_set), SHOWN)
+    # Stable: the pictures below are predicted by all devices together, which must choose alike.
+    worst = iou.argsort(stable=True)[: len(samples)].tolist()
+    shown = sorted({*samples, *worst})
+    draw = partial(_draw, threshold=kind.threshold, stride=padded.stride)
+    # Predicted once more, and only those: the masks of a whole test set would take all memory.
+    drawn = predict(draw, Subset(test_set, shown))["mask"]
+
+    def entry_of(number: int) -> dict[str, Any]:
+        pair = test_set.pairs[number]
+        scores = {"iou": float(iou[number]), "dice": float(dice[number])}
+        image = open_picture(pair.image, white=test_set.white)
+        height, width = _shown_size(image.height, image.width)
+        mask = drawn[shown.index(number), :height, :width].contiguous().numpy()
+        parts = {"image": image, "mask": read_mask(pair.mask, test_set.rule)}
+        parts["prediction"] = Image.fromarray(mask)
+        if kind.classes:
+            for part in ("mask", "prediction"):
+                numbers = np.asarray(parts[part])
+                parts[part] = coloured_mask(numbers, kind.classes, values=False)
+        pictures = {
+            name: folder.save_picture(picture, f"{number}-{name}")
+            for name, picture in parts.items()
+        }
+        return {"name": pair.image.name, **scores, **pictures}
+
+    return {
+        "kind": JOB,
+        **({"ious": class_ious(found, kind.classes)} if kind.classes else {}),
+        "threshold": None if kind.classes else kind.threshold,
+        "samples": [entry_of(number) for number in samples],
+        "worst": [entry_of(number) for number in worst],
+    }
+
+
+def _draw(
+    model: nn.Module, batch: Any, *, threshold: float, stride: int
+) -> dict[str, torch.Tensor]:
+    """Predict masks at the size of a report, each in the corner of a square of one size.
+
+    Args:
+        model: in evaluation mode.
+        batch: what `Padded` returned.
+        threshold: probability from which a pixel is in the mask.
+        stride: of the model.
+
+    Returns:
+        ``mask`` (n, side, side) uint8, of which the `_shown_size` of each picture is used: 255 for
+        foreground, or numbers of classes.
+    """
+    # `Trainer.predict` wants values of one shape for all samples.
+    logits = whole_logits(model, batch, stride)
+    masks = predicted_numbers(logits, threshold).unsqueeze(1).to(torch.float32)
+    canvas = torch.zeros(len(masks), LARGEST_SHOWN, LARGEST_SHOWN, dtype=torch.uint8)
+    for row, (height, width) in enumerate(batch["sizes"].tolist()):
+        h, w = _shown_size(height, width)
+        whole = masks[row, :, :height, :width]
+        if logits.shape[1] == 1:
+            # The largest of the pixels and not their mean, or thin lines would vanish.
+            mask = F.adaptive_max_pool2d(whole, (h, w)) * 255
+        else:
+            mask = F.interpolate(whole.unsqueeze(0), (h, w), mode="nearest-exact")[0]
+        canvas[row, :h, :w] = mask[0].to(torch.uint8)
+    return {"mask": canvas}
+
+
+def _shown_size(height: int, width: int) -> tuple[int, int]:
+    """Height and width of a picture's mask in a report."""
+    scale = min(1.0, LARGEST_SHOWN / max(height, width))
+    return max(1, round(height * scale)), max(1, round(width * scale))

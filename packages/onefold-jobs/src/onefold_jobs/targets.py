@@ -1,0 +1,519 @@
+"""Models that predict a class of a sample, several, or a number: losses, scores and examples.
+
+`target_task` makes what a `Task` needs, and `target_examples` what a report shows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import onefold
+from onefold_jobs.data.labels import TaskName, spelt
+from onefold_jobs.options import SHARE, again, expect, option
+from onefold_jobs.scores import Baseline, ClassScores, Measure, Measured, Predict, class_baseline
+
+__all__ = [
+    "Answer",
+    "LabelOptions",
+    "Target",
+    "best_by_of",
+    "class_scores",
+    "label_baseline",
+    "label_table",
+    "number_baseline",
+    "scores_of",
+    "spread",
+    "target_examples",
+    "target_measure",
+    "target_of",
+    "target_rows",
+    "target_task",
+    "targets",
+]
+
+SHOWN = 24
+"""How many examples of each kind a report shows."""
+
+BestBy = Literal[
+    "accuracy", "balanced-accuracy", "macro-f1", "loss", "micro-f1", "mean-average-precision",
+    "rmse", "mae", "r2",
+]  # fmt: skip
+"""Of all tasks."""
+ClassWeights = Literal["none", "auto"]
+Answer = Callable[[nn.Module, Any], tuple[torch.Tensor, torch.Tensor]]
+"""Returns the logits for a shard, (n, classes) float32, and its labels, (n,) int64."""
+_THRESHOLD = 0.5
+"""Probability from which a sample has a class, where it may have several."""
+_SCORES: dict[TaskName, tuple[BestBy, ...]] = {
+    "single-label": ("accuracy", "balanced-accuracy", "macro-f1", "loss"),
+    "multi-label": ("micro-f1", "macro-f1", "mean-average-precision", "loss"),
+    "regression": ("rmse", "mae", "r2", "loss"),
+}
+"""By which scores the best epoch may be chosen; the first is the usual one."""
+_Array = np.ndarray[Any, Any]
+
+
+class Target(msgspec.Struct, frozen=True):
+    """What a model's outputs stand for; kept with the model."""
+
+    task: TaskName = "single-label"
+    mean: float = 0.0
+    """Of the numbers that were trained on: an output of 0 stands for it."""
+    std: float = 1.0
+    """How far from it a number is with an output of 1."""
+
+
+def target_of(task: TaskName, train_labels: Sequence[Any]) -> Target:
+    """Settle what a model's outputs stand for.
+
+    >>> target_of("regression", [1.0, 3.0])
+    Target(task='regression', mean=2.0, std=1.0)
+    """
+    if task != "regression":
+        return Target(task)
+    # Added up exactly: the two end up in every output.
+    mean = math.fsum(train_labels) / len(train_labels)
+    variance = math.fsum((label - mean) ** 2 for label in train_labels) / len(train_labels)
+    return Target(task, mean, math.sqrt(variance) or 1.0)
+
+
+def targets(labels: Sequence[Any]) -> Any:
+    """Make the labels of a data set, as `numbered` returned them, ready for a loss.
+
+    Returns:
+        Numbers of classes as they are; all others as (n,) or (n, classes) float32.
+    """
+    return labels if isinstance(labels[0], int) else torch.tensor(labels, dtype=torch.float32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelOptions:
+    """The options of all jobs whose samples have labels; besides those of `TrainOptions`."""
+
+    best_by: BestBy | None = again(
+        "best_by",
+        shown="the task's first; balanced-accuracy with --class-weights auto or --balanced",
+    )
+    task: TaskName = option(
+        "single-label", "What to predict: one class of each sample, several of them, or a number."
+    )
+    label_column: tuple[str, ...] = option(
+        (), "Column of the labels in a table.", shown="the one of a usual name"
+    )
+    label_smoothing: float = option(0.0, "Share of a label that is spread over all classes.", SHARE)
+    class_weights: ClassWeights = option(
+        "none", "Weigh classes in the loss; auto: the more, the fewer samples they have."
+    )
+    balanced: bool = option(
+        False, "Draw samples of all classes equally often, with replacement, for training."
+    )
+    labels_as_is: bool = option(
+        False, "Accept every label as a class, even if they look like numbers, lists or typos."
+    )
+
+    def __post_init__(self) -> None:
+        # Or it would be made up for frequent classes twice.
+        once = not (self.balanced and self.class_weights == "auto")
+        expect(once, "balanced", "", "it without --class-weights auto: either of them is enough")
+        known, scores = self.best_by is None, _SCORES[self.task]
+        expected = f"with --task {self.task}: {', '.join(scores)}"
+        expect(known or self.best_by in scores, "best_by", self.best_by, expected)
+        # An option that would do nothing is more likely a mistake than intended.
+        unused = {"class_weights": "none", "balanced": False}
+        unused |= dict.fromkeys(("label_smoothing", "mixup", "cutmix"), 0.0)
+        for name, nothing in unused.items():
+            useful = self.task == "single-label" or getattr(self, name, nothing) == nothing
+            expect(useful, name, "", f"--task single-label with it, got --task {self.task}")
+
+
+def best_by_of(options: LabelOptions) -> BestBy:
+    """By which score the best epoch is chosen."""
+    # Who makes up for frequent classes wants the others recognised as well.
+    balanced = options.balanced or options.class_weights == "auto"
+    return options.best_by or ("balanced-accuracy" if balanced else _SCORES[options.task][0])
+
+
+def target_task(
+    answer: Answer,
+    options: Any,
+    target: Target,
+    *,
+    train_labels: Sequence[Any],
+    test_labels: Sequence[Any],
+    classes: Sequence[str],
+) -> dict[str, Any]:
+    """Make the parts of a `Task` that depend on what is predicted.
+
+    Args:
+        answer: of the model: outputs (n, classes or 1) float32, and labels as of `targets`.
+        options: of the run.
+        target: what the outputs stand for.
+        train_labels: of the training samples, as `numbered` returned them.
+        test_labels: of the test samples.
+        classes: their names; none for a number.
+    """
+    if target.task == "single-label":
+        return class_task(
+            answer, options, train_labels=train_labels, test_labels=test_labels, classes=classes
+        )
+    measure, truth = target_measure(answer, target), np.array(test_labels)
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        return _losses(*answer(model, batch), target)
+
+    if target.task == "regression":
+        baseline, counts = number_baseline(truth, target), None
+    else:
+        sums = (np.array(each).sum(axis=0) for each in (train_labels, test_labels))
+        counts = tuple(each.astype(int).tolist() for each in sums)
+        baseline = label_baseline(counts[0], len(train_labels), truth, classes)
+    return {
+        "loss": loss,
+        "measure": measure,
+        "score": lambda found: scores_of(found, truth, target),
+        "baseline": baseline,
+        "class_counts": counts,
+    }
+
+
+def class_task(
+    answer: Answer,
+    options: Any,
+    *,
+    train_labels: Sequence[int],
+    test_labels: Sequence[int],
+    classes: Sequence[str],
+) -> dict[str, Any]:
+    """Make the parts of a `Task` that every classifier has.
+
+    Args:
+        answer: of the model.
+        options: of the run.
+        train_labels: number of the class of each training sample.
+        test_labels: number of the class of each test sample.
+        classes: names of the classes.
+    """
+    truth = torch.tensor(test_labels)
+    counts = [
+        torch.bincount(labels, minlength=len(classes))
+        for labels in (torch.tensor(train_labels), truth)
+    ]
+    train, test = (each.tolist() for each in counts)
+    # As many times as a class has fewer samples: the mean over all samples is 1.
+    weights = len(train_labels) / (len(classes) * counts[0].clamp(min=1).to(torch.float32))
+    weight = weights if options.class_weights == "auto" else None
+    by_sample = weights[torch.tensor(train_labels)] if options.balanced else None
+
+    def loss(model: nn.Module, batch: Any) -> Any:
+        logits, labels = answer(model, batch)
+        smoothing = options.label_smoothing
+        if weight is None:
+            return F.cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing)
+        # By the weights of the whole batch, as PyTorch divides them.
+        own = weight.to(logits.device)
+        return onefold.losses.cross_entropy(logits, labels, own, label_smoothing=smoothing)
+
+    def measure(model: nn.Module, batch: Any) -> Measured:
+        logits, labels = answer(model, batch)
+        losses = F.cross_entropy(logits, labels, reduction="none")
+        return {"loss": losses, "predicted": logits.argmax(dim=1).to(torch.int32)}
+
+    def score(found: Measured) -> dict[str, float]:
+        scores = ClassScores.of(truth.numpy(), found["predicted"].numpy(), len(classes))
+        return {"loss": float(found["loss"].to(torch.float64).mean()), **scores.overall}
+
+    return {
+        "loss": loss,
+        "measure": measure,
+        "score": score,
+        "baseline": class_baseline(train, test, classes),
+        "class_counts": (train, test),
+        "class_weights": None if weight is None else weight.tolist(),
+        "sample_weights": None if by_sample is None else by_sample.tolist(),
+    }
+
+
+def _losses(outputs: torch.Tensor, labels: torch.Tensor, target: Target) -> torch.Tensor:
+    """The loss of each sample, (n,) float32."""
+    if target.task == "regression":
+        return (outputs.squeeze(1) - (labels - target.mean) / target.std) ** 2
+    if target.task == "single-label":
+        return F.cross_entropy(outputs, labels, reduction="none")
+    return F.binary_cross_entropy_with_logits(outputs, labels, reduction="none").mean(dim=1)
+
+
+def number_baseline(truth: _Array, target: Target) -> Baseline:
+    """The baseline of predicted numbers: the mean of those that were trained on."""
+    least = number_scores(truth, np.full(len(truth), target.mean))
+    errors = ((truth - target.mean) / target.std) ** 2
+    return Baseline(f"{target.mean:.4g}", {"loss": float(errors.mean()), **least})
+
+
+def target_measure(answer: Answer, target: Target) -> Measure:
+    """Make the measure of all that a model says of a sample.
+
+    It has the ``loss`` (n,) float32, and the probability of each class, ``confidence`` (n, classes)
+    float32, or the number, ``value`` (n,) float64.
+    """
+
+    def measure(model: nn.Module, batch: Any) -> Measured:
+        outputs, labels = answer(model, batch)
+        losses = _losses(outputs, labels, target)
+        if target.task == "regression":
+            value = outputs.squeeze(1).to(torch.float64) * target.std + target.mean
+            return {"loss": losses, "value": value}
+        single = target.task == "single-label"
+        return {"loss": losses, "confidence": outputs.softmax(1) if single else outputs.sigmoid()}
+
+    return measure
+
+
+def target_rows(
+    found: Measured, target: Target, classes: Sequence[str], top: int
+) -> list[dict[str, Any]]:
+    """What was measured of each sample, as the columns of a prediction.
+
+    Args:
+        found: as of `target_measure`.
+        target: what it stands for.
+        classes: names of the classes.
+        top: how many classes are reported where a sample has one: the most probable ones.
+    """
+    if target.task == "regression":
+        return [{"value": value} for value in found["value"].tolist()]
+    said = found["confidence"]
+    if target.task == "single-label":
+        # topk may return equal ones in any order, and in another one on a GPU; a stable sort does
+        # not.
+        order = said.argsort(dim=1, descending=True, stable=True)[:, :top]
+        return [
+            {"classes": [{"class": classes[n], "confidence": p} for n, p in zip(*row, strict=True)]}
+            for row in zip(order.tolist(), said.gather(1, order).tolist(), strict=True)
+        ]
+    return [
+        {
+            "labels": "|".join(n for n, p in zip(classes, sure, strict=True) if p >= _THRESHOLD),
+            # Of all classes, so that everybody may choose a threshold of his own.
+            **{f"confidence {n}": round(p, 6) for n, p in zip(classes, sure, strict=True)},
+        }
+        for sure in said.tolist()
+    ]
+
+
+def class_scores(found: Measured, truth: _Array, classes: int) -> ClassScores:
+    """Compare the most probable class of each sample with its true one."""
+    # NumPy's takes the first of equal ones.
+    return ClassScores.of(truth, found["confidence"].numpy().argmax(axis=1), classes)
+
+
+def scores_of(found: Measured, truth: _Array, target: Target) -> dict[str, float]:
+    """The scores of a test set, from what was measured of its samples and their true labels."""
+    if target.task == "regression":
+        scores = number_scores(truth, found["value"].numpy())
+    elif target.task == "multi-label":
+        scores = label_scores(truth, found["confidence"].numpy())
+    else:
+        scores = class_scores(found, truth, found["confidence"].shape[1]).overall
+    return {"loss": float(found["loss"].to(torch.float64).mean()), **scores}
+
+
+def number_scores(truth: _Array, predicted: _Array) -> dict[str, float]:
+    """The scores of predicted numbers: root mean squared and mean absolute error, and R2.
+
+    >>> number_scores(np.array([1.0, 3.0]), np.array([1.0, 2.0]))["r2"]
+    0.5
+    """
+    errors = np.asarray(predicted, dtype=np.float64) - truth
+    # Where all numbers are the same nothing can be explained.
+    spread = float(((truth - truth.mean()) ** 2).sum())
+    return {
+        "rmse": float(np.sqrt((errors**2).mean())),
+        "mae": float(np.abs(errors).mean()),
+        "r2": 1 - float((errors**2).sum()) / spread if spread else math.nan,
+    }
+
+
+def label_scores(truth: _Array, confidence: _Array) -> dict[str, float]:
+    """The scores of several classes: F1 of all decisions and by class, and average precision.
+
+    They have the values of scikit-learn's functions of the same names, but means leave out classes
+    that no sample has.
+
+    Args:
+        truth: (n, classes), 1 for each class of a sample, and 0.
+        confidence: (n, classes), the probability of each.
+    """
+    table = _by_class(truth, confidence)
+    right, both = table["right"].sum(), (table["support"] + table["predicted"]).sum()
+    return {
+        "micro-f1": float(2 * right / both) if both else math.nan,
+        "macro-f1": _mean(table["f1"]),
+        "mean-average-precision": _mean(table["average-precision"]),
+    }
+
+
+def label_baseline(
+    counts: Sequence[int], samples: int, truth: _Array, classes: Sequence[str]
+) -> Baseline:
+    """The scores of answering the classes that half of the training samples have, for each sample.
+
+    Its confidence in each class is the share of the training samples that have it.
+
+    Args:
+        counts: number of training samples that have each class.
+        samples: number of training samples.
+        truth: (n, classes), 1 for each class of a test sample, and 0.
+        classes: their names.
+
+    >>> baseline = label_baseline([3, 2], 4, np.array([[1.0, 0.0], [1.0, 1.0]]), ["cat", "dog"])
+    >>> baseline.answer, round(baseline.scores["micro-f1"], 2)
+    ('cat|dog', 0.86)
+    """
+    shares = np.asarray(counts) / samples
+    often = [name for name, share in zip(classes, shares, strict=True) if share >= _THRESHOLD]
+    confidence = np.tile(shares, (len(truth), 1))
+    given = torch.from_numpy(np.asarray(truth, dtype=np.float64))
+    loss = float(F.binary_cross_entropy(torch.from_numpy(confidence), given))
+    scores = {"loss": loss, **label_scores(truth, confidence)}
+    return Baseline(spelt(tuple(often)) or "no class", scores)
+
+
+def label_table(truth: _Array, confidence: _Array, classes: Sequence[str]) -> list[dict[str, Any]]:
+    """The scores of each class; None for one that it does not have."""
+    table = _by_class(truth, confidence)
+    names = ("precision", "recall", "f1", "average-precision")
+    return [
+        {
+            "class": name,
+            **{
+                each: None if math.isnan(table[each][n]) else float(table[each][n])
+                for each in names
+            },
+            "support": int(table["support"][n]),
+        }
+        for n, name in enumerate(classes)
+    ]
+
+
+def _by_class(truth: _Array, confidence: _Array) -> dict[str, _Array]:
+    given, said = truth > 0.5, confidence >= _THRESHOLD
+    right, support, predicted = ((x).sum(axis=0) for x in (given & said, given, said))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return {
+            "right": right,
+            "support": support,
+            "predicted": predicted,
+            "precision": right / predicted,
+            "recall": right / support,
+            "f1": np.where(support > 0, 2 * right / (support + predicted), np.nan),
+            "average-precision": np.array(
+                [_average_precision(given[:, n], confidence[:, n]) for n in range(given.shape[1])]
+            ),
+        }
+
+
+def _average_precision(given: _Array, confidence: _Array) -> float:
+    """The mean precision at the thresholds where one more is found; ties count together."""
+    if not given.any():
+        return math.nan
+    order = np.argsort(-confidence, kind="stable")
+    found = np.cumsum(given[order])
+    ends = np.flatnonzero(np.append(np.diff(confidence[order]) != 0, True))
+    precision, recall = found[ends] / (ends + 1), found[ends] / found[-1]
+    return float((np.diff(recall, prepend=0.0) * precision).sum())
+
+
+def _mean(values: _Array) -> float:
+    known = values[~np.isnan(values)]
+    return float(known.mean()) if len(known) else math.nan
+
+
+def choose_examples(
+    truth: torch.Tensor, predicted: torch.Tensor, confidence: torch.Tensor
+) -> tuple[list[int], list[int]]:
+    """Choose samples from all over the test set, and the worst mistakes, by their numbers.
+
+    Args:
+        truth: (n,) int64, the true classes.
+        predicted: (n,) int64, the predicted classes.
+        confidence: (n,) float32, the probability of the predicted class.
+
+    >>> truth, predicted = torch.tensor([0, 1, 1]), torch.tensor([0, 0, 0])
+    >>> choose_examples(truth, predicted, torch.tensor([0.9, 0.6, 0.8]))
+    ([0, 1, 2], [2, 1])
+    """
+    wrong = (truth != predicted).nonzero().flatten()
+    # Stable, so that equally confident mistakes come in the same order on every device.
+    order = confidence[wrong].argsort(descending=True, stable=True)
+    return spread(len(truth)), wrong[order][:SHOWN].tolist()
+
+
+def spread(samples: int, most: int = SHOWN) -> list[int]:
+    """Choose the numbers of samples from all over a test set."""
+    # Evenly: a test set is mostly in the order of its classes.
+    count = min(most, samples)
+    return [number * samples // count for number in range(count)]
+
+
+def target_examples(
+    kind: str,
+    predict: Predict,
+    answer: Answer,
+    target: Target,
+    data: Any,
+    classes: Sequence[str],
+    show: Callable[[int], dict[str, Any]],
+) -> dict[str, Any]:
+    """Collect what a report shows of a trained model: samples, mistakes, and its confusions.
+
+    Args:
+        kind: name of the job.
+        predict: reads and predicts a data set.
+        answer: of the model.
+        target: what its outputs stand for.
+        data: the data set to test with; its ``labels`` are as of `targets`.
+        classes: the names of the classes.
+        show: returns what is shown of a sample besides its labels, by the sample's number.
+    """
+    found = predict(target_measure(answer, target), data)
+    truth = np.asarray(data.labels)
+    # Stable, so that equal losses come in the same order on every device.
+    worst = found["loss"].argsort(descending=True, stable=True)[:SHOWN].tolist()
+    samples, of_all = spread(len(truth)), {}
+    if target.task == "single-label":
+        sure, predicted = found["confidence"].max(dim=1)
+        samples, worst = choose_examples(torch.from_numpy(truth), predicted, sure)
+        counts = ClassScores.of(truth, predicted.numpy(), len(classes)).counts
+        of_all = {"classes": list(classes), "confusion": counts.tolist()}
+    elif target.task == "multi-label":
+        of_all["labels"] = label_table(truth, found["confidence"].numpy(), classes)
+
+    def described(number: int) -> dict[str, Any]:
+        true = truth[number]
+        if target.task == "regression":
+            value = float(found["value"][number])
+            error = value - float(true)
+            return {"label": f"{true:.4g}", "predicted": f"{value:.4g}", "error": error}
+        if target.task == "single-label":
+            names = {"label": classes[true], "predicted": classes[int(predicted[number])]}
+            return {**names, "confidence": float(sure[number])}
+        said = found["confidence"][number].numpy() >= _THRESHOLD
+        return {
+            name: spelt(tuple(c for c, has in zip(classes, row, strict=True) if has)) or "no class"
+            for name, row in (("label", true), ("predicted", said))
+        }
+
+    shown = {
+        name: [{**show(number), **described(number)} for number in numbers]
+        for name, numbers in (("samples", samples), ("worst", worst))
+    }
+    return {"kind": kind, **of_all, **shown}

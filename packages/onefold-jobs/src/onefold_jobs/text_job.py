@@ -1,0 +1,350 @@
+"""Texts with labels: the options, the data, the model, and what is shown of it.
+
+A run keeps its tokenizer and the description of its model as files, so that it can be used without
+the folder of the pretrained model that it may have started from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+
+from onefold.errors import CheckpointError, DataError
+from onefold.system.words import counted
+from onefold_jobs import require, text_models
+from onefold_jobs.data.files import read_whole, readable, refuse
+from onefold_jobs.data.labels import (
+    Sample,
+    check_same,
+    check_task,
+    numbered,
+    parts_of,
+    untested,
+)
+from onefold_jobs.data.samples import TextSplits, read_listed, read_splits
+from onefold_jobs.data.scan import Scanning
+from onefold_jobs.data.tables import Columns
+from onefold_jobs.data.tsv import Line
+from onefold_jobs.named_weights import find_weights
+from onefold_jobs.options import SHARE, TrainOptions, again, expect, option, within
+from onefold_jobs.runfolder import kept_facts, read_run
+from onefold_jobs.targets import (
+    LabelOptions,
+    Target,
+    best_by_of,
+    target_examples,
+    target_of,
+    target_task,
+    targets,
+)
+from onefold_jobs.training import Task
+
+__all__ = ["JOB", "TextModel", "TextOptions", "check_early", "make_task", "prepare", "settle"]
+
+JOB = "text"
+HELP = "Texts with labels, from TSV files and other tables."
+TINY = "tiny"
+CONFIG_FILE = "model_config.json"
+TOKENIZER_FILE = "tokenizer.json"
+SHOWN_CHARACTERS = 400
+PADDED = 32
+"""Compiled models have texts of a multiple of so many tokens."""
+_MOST_FILE_BYTES = 1 << 28
+"""The largest file of a run's model that is read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextOptions(LabelOptions, TrainOptions):
+    """Options of ``onefold train text``."""
+
+    lr: float | None = again("lr", shown="0.0005, or 0.00003 with --pretrained")
+    epochs: int | None = again("epochs", shown="10, or 3 with --pretrained")
+    clip_norm: float | None = again("clip_norm", 1.0, shown=None)
+    dev: str | None = option(
+        None, "File to score on.", shown="dev in the folder, or a share of the texts"
+    )
+    text_column: str | None = option(
+        None,
+        "Column of the texts in a table, or several: title,body.",
+        shown="the one of a usual name",
+    )
+    model: str = option(
+        TINY, "tiny, made from the options below, or a folder with a pretrained model."
+    )
+    pretrained: str | None = option(
+        None, "Begin with hf:ORG/NAME, or a folder of a pretrained model.", shown="none"
+    )
+    # 256 bytes and 5 special tokens.
+    vocabulary: int = option(
+        4000, "Tokens that the tokenizer learns from the training texts.", within(261, 10**7)
+    )
+    width: int = option(128, "Size of the tiny model's embeddings.", within(1, 1 << 16))
+    layers: int = option(2, "Layers of the tiny model.", within(1, 1000))
+    heads: int = option(4, "Attention heads in each layer of the tiny model.", within(1, 1 << 16))
+    dropout: float = option(0.2, "Dropout of the tiny model.", SHARE)
+    # Two special tokens stand around a text.
+    max_length: int = option(
+        128, "Tokens of a text at most; what is beyond is cut off.", within(3, 1 << 20)
+    )
+    token_dropout: float = option(
+        0.15, "Share of tokens hidden in training, anew at every reading.", SHARE
+    )
+
+    def __post_init__(self) -> None:
+        # Not super(), which fails here: see ClassifyOptions.
+        TrainOptions.__post_init__(self)
+        once = self.pretrained is None or self.model == TINY
+        expect(once, "pretrained", self.pretrained, "it without --model, which says the same")
+        LabelOptions.__post_init__(self)
+        expect(self.width % self.heads == 0, "width", self.width, f"a multiple of {self.heads}")
+
+
+def _begins_with(options: TextOptions) -> str | None:
+    """The pretrained model that a run begins with; None from scratch."""
+    return options.pretrained or (None if options.model == TINY else options.model)
+
+
+def check_early(options: TextOptions) -> None:
+    """Refuse what is bound to fail, before the data are read.
+
+    Raises:
+        LaunchError: a library is missing.
+        CheckpointError: the folder of the pretrained model does not exist.
+    """
+    require("the text job", "text", "tokenizers", "transformers")
+    begins_with = _begins_with(options)
+    if begins_with and not find_weights(begins_with, whole=True).is_dir():
+        name, first = ("pretrained", "hf:ORG/NAME") if options.pretrained else ("model", TINY)
+        raise CheckpointError(
+            f"--{name} {begins_with}: expected {first}, or a folder with a pretrained model; there "
+            f"is no such folder"
+        )
+
+
+def prepare(options: TextOptions, scanning: Scanning | None = None) -> TextSplits:
+    """Read the data, and refuse those that cannot be used.
+
+    Args:
+        options: of the run.
+        scanning: not used, as texts are read in no time.
+
+    Raises:
+        DataError: the data are missing, damaged or unsuitable.
+    """
+    path = Path(options.data)
+    columns = Columns("text", options.text_column, options.label_column)
+    samples = read_listed(
+        path, options.dev, columns, options.task, labels_as_is=options.labels_as_is
+    )
+    # Before bad lines are reported: labels of another kind may be the reason for most of them.
+    labels = [line.label for line in samples.train]
+    where, as_is = readable(samples.paths[0]), options.labels_as_is
+    notes = check_task(labels, options.task, where, labels_as_is=as_is)
+    splits = read_splits(samples, holdout=options.holdout, seed=options.seed)
+    if not options.skip_bad:
+        refuse(splits.left_out, splits.train)
+    tested = {name for line in splits.dev for name in parts_of(line.label)}
+    notes += untested(splits.classes, tested, readable(splits.paths[1]))
+    # A text that is trained on and scored on would make the score too good.
+    both = [
+        [Sample(f"line {x.line_number} of {file}", x.label, x.text) for x in lines]
+        for file, lines in zip(splits.paths, (splits.train, splits.dev), strict=True)
+    ]
+    notes += check_same(both, readable(path))
+    return replace(splits, notes=[*splits.notes, *notes])
+
+
+def settle(options: TextOptions, data: TextSplits) -> TextOptions:
+    """Fill in the options that were left open, now that the data are known."""
+    fine = _begins_with(options) is not None
+    return replace(
+        options,
+        epochs=options.epochs or (3 if fine else 10),
+        lr=options.lr if options.lr is not None else (3e-5 if fine else 5e-4),
+        best_by=best_by_of(options),
+    )
+
+
+class TextModel(msgspec.Struct, frozen=True, kw_only=True):
+    """What must be known of a model to use it on texts; kept in the run's folder."""
+
+    tokenizer: str
+    """The tokenizer as JSON."""
+    max_length: int
+    pad_id: int
+    classes: tuple[str, ...]
+    target: Target = Target()
+
+    @classmethod
+    def of_run(cls, run: Path) -> TextModel:
+        """Read it from the folder of a run.
+
+        Raises:
+            DataError: the folder is not that of a run of this job, or a file in it is damaged.
+            LaunchError: a library is missing.
+        """
+        require("the text job", "text", "tokenizers", "transformers")
+        facts = read_run(run, JOB)
+        with kept_facts(run):
+            tokenizer = _read_file(run / TOKENIZER_FILE)
+            kept = {**facts["text_model"], "classes": facts["classes"], "tokenizer": tokenizer}
+            made = msgspec.convert(kept, cls)
+            # Tried here, or a damaged tokenizer would only be met on the devices.
+            made.encode(["text"])
+            return made
+
+    def build(self, run: Path) -> nn.Module:
+        """Build the run's model with fresh weights.
+
+        Raises:
+            CheckpointError: its description is damaged.
+            DataError: its description is not that of the model that ``run.json`` tells of.
+        """
+        try:
+            model = text_models.build_from_config(_read_file(run / CONFIG_FILE))
+        except (CheckpointError, ValueError) as error:
+            raise CheckpointError(f"{run / CONFIG_FILE}: {error}") from error
+        config: Any = model.config
+        if (
+            config.num_labels != (len(self.classes) or 1)
+            or not 0 <= self.pad_id < config.vocab_size
+        ):
+            raise DataError(
+                f"{run}: expected {CONFIG_FILE} and run.json to be of one model, got "
+                f"{config.num_labels} classes of {config.vocab_size} tokens, and "
+                f"{len(self.classes)} with padding by token {self.pad_id}"
+            )
+        return model
+
+    def encode(self, texts: Sequence[str]) -> list[torch.Tensor]:
+        """Token ids of each text, (t,) int64."""
+        return text_models.encode_texts(texts, self.tokenizer, max_length=self.max_length)
+
+    @property
+    def collate(self) -> Any:
+        """The function that makes a shard of texts."""
+        return partial(text_models.pad_shard, pad_id=self.pad_id)
+
+
+def make_task(options: TextOptions, data: TextSplits) -> Task:
+    """Build the model, the data sets and the scores of a run; called on every device.
+
+    Args:
+        options: settled ones.
+        data: what `prepare` returned.
+
+    Raises:
+        CheckpointError: the pretrained model cannot be used.
+        LaunchError, ValueError: a library is missing, or an option does not suit the model.
+    """
+    # Every device draws the first weights by itself, and all must draw the same.
+    torch.manual_seed(options.seed)
+    model, kind = _build(options, data)
+    train_labels, dev_labels = (
+        numbered([line.label for line in lines], kind.classes) for lines in (data.train, data.dev)
+    )
+    mask_id, special_ids = text_models.token_roles(kind.tokenizer)
+    train_set = text_models.EncodedTexts(
+        kind.encode([line.text for line in data.train]),
+        targets(train_labels),
+        token_dropout=options.token_dropout,
+        mask_id=mask_id,
+        special_ids=special_ids,
+    )
+    dev_ids = kind.encode([line.text for line in data.dev])
+    dev_set = text_models.EncodedTexts(dev_ids, targets(dev_labels))
+    long = sum(len(ids) == kind.max_length for ids in (*train_set.ids, *dev_ids))
+    cut = (
+        f"{counted(long, 'text')} of {len(train_set) + len(dev_set):,} fill {kind.max_length} "
+        f"tokens: what is beyond is cut off; --max-length takes more"
+    )
+    config: Any = model.config
+    return Task(
+        model=model,
+        head=text_models.head_parts(model),
+        **target_task(
+            answer,
+            options,
+            kind.target,
+            train_labels=train_labels,
+            test_labels=dev_labels,
+            classes=kind.classes,
+        ),
+        train_set=train_set,
+        test_set=dev_set,
+        collate=kind.collate,
+        # Each length is compiled by itself, so there must be few of them.
+        train_collate=partial(kind.collate, multiple=PADDED, longest=kind.max_length)
+        if options.compile
+        else None,
+        # Texts of near length share a batch, so that little of a shard is padding.
+        lengths=train_set.lengths.tolist(),
+        examples=lambda predict, _: target_examples(
+            JOB, predict, answer, kind.target, dev_set, kind.classes, partial(_shown, data.dev)
+        ),
+        facts={
+            "model": _begins_with(options) or TINY,
+            "text_model": {
+                "max_length": kind.max_length,
+                "pad_id": kind.pad_id,
+                "target": msgspec.to_builtins(kind.target),
+            },
+            "classes": list(kind.classes),
+        },
+        notes=[cut] if long else [],
+        # use_diff=False writes defaults as well: those of a later transformers may be others.
+        files={TOKENIZER_FILE: kind.tokenizer, CONFIG_FILE: config.to_json_string(use_diff=False)},
+    )
+
+
+def _read_file(path: Path) -> str:
+    return read_whole(path, _MOST_FILE_BYTES).decode()
+
+
+def answer(model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The logits of every text of a shard, (n, classes) float32, and its labels."""
+    output = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
+    return output.logits, batch["labels"]
+
+
+def _build(options: TextOptions, data: TextSplits) -> tuple[nn.Module, TextModel]:
+    """Build the model, from a folder or from scratch, and its tokenizer."""
+    begins_with = _begins_with(options)
+    if begins_with is None:
+        # Each device trains its own; they come out alike, see the note on tokenizers.
+        texts = [line.text for line in data.train]
+        tokenizer = text_models.train_tokenizer(texts, options.vocabulary)
+        model = text_models.build_classifier(
+            options.vocabulary,
+            len(data.classes) or 1,
+            width=options.width,
+            layers=options.layers,
+            heads=options.heads,
+            max_length=options.max_length,
+            dropout=options.dropout,
+        )
+    else:
+        model, tokenizer = text_models.load_pretrained(
+            find_weights(begins_with, whole=True), len(data.classes) or 1
+        )
+    config: Any = model.config
+    return model, TextModel(
+        tokenizer=tokenizer,
+        max_length=min(options.max_length, text_models.most_tokens(model) or options.max_length),
+        pad_id=text_models.PAD_ID if config.pad_token_id is None else config.pad_token_id,
+        classes=tuple(data.classes),
+        target=target_of(options.task, [line.label for line in data.train]),
+    )
+
+
+def _shown(dev: Sequence[Line], number: int) -> dict[str, Any]:
+    """What a report shows of a text."""
+    line = dev[number]
+    return {"name": f"line {line.line_number}", "text": line.text[:SHOWN_CHARACTERS]}
