@@ -12,7 +12,8 @@ import argparse
 import functools
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -49,6 +50,8 @@ class Size:
     """Sequences of a global batch."""
     shards: int = 8
     """Of a batch, where onefold trains."""
+    parts: int = 1
+    """Of the vocabulary, where onefold trains: see `docs/do/split-a-layer.md`."""
 
 
 class Block(nn.Module):
@@ -94,6 +97,67 @@ class GPT(nn.Module):
         return logits.transpose(1, 2)
 
 
+class Words(nn.Module):
+    """Some words of the vocabulary: their rows of the embedding, or their logits."""
+
+    def __init__(self, words: range, width: int) -> None:
+        super().__init__()
+        self.words = words
+        self.weight = nn.Parameter(torch.empty(len(words), width))
+
+    def rows(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Whether this part has each token, and the token's row."""
+        inside = (tokens >= self.words.start) & (tokens < self.words.stop)
+        return inside, (tokens - self.words.start).clamp(0, len(self.words) - 1)
+
+
+class Embedded(Words):
+    """Adds the rows of its words."""
+
+    def forward(self, tokens: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        inside, rows = self.rows(tokens)
+        return tokens, x + F.embedding(rows, self.weight) * inside[..., None]
+
+
+class Logits(Words):
+    """Adds its words to the softmax, and picks the logit of the target."""
+
+    def forward(
+        self, x: torch.Tensor, tokens: torch.Tensor, log_sum: torch.Tensor, chosen: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        inside, rows = self.rows(tokens)
+        logits = F.linear(x, self.weight)
+        mine = logits.gather(-1, rows[..., None])[..., 0]
+        log_sum = torch.logaddexp(log_sum, logits.logsumexp(-1))
+        return x, tokens, log_sum, torch.where(inside, mine, chosen)
+
+
+class SplitGPT(GPT):
+    """The same model, with its vocabulary cut into parts that are stages; computes the loss."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__(replace(size, vocabulary=1))
+        bounds = [size.vocabulary * n // size.parts for n in range(size.parts + 1)]
+        each = [range(*pair) for pair in pairwise(bounds)]
+        self.tokens = nn.ModuleList(Embedded(words, size.width) for words in each)
+        self.head = nn.ModuleList(Logits(words, size.width) for words in each)
+
+    def forward(self, tokens: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
+        """The loss (n, t) float32 of what comes after each of ``tokens`` (n, t) int64."""
+        x = torch.zeros(*tokens.shape, self.places.embedding_dim)
+        for words in self.tokens:
+            tokens, x = words(tokens, x)
+        x = x + self.places.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        x = self.norm(x)
+        chosen = torch.zeros(following.shape)
+        log_sum = torch.full(following.shape, -torch.inf)
+        for words in self.head:
+            x, following, log_sum, chosen = words(x, following, log_sum, chosen)
+        return log_sum - chosen
+
+
 def first_values(number: int, shape: torch.Size) -> torch.Tensor:
     """Of the parameter with this number, so that every side can draw any one by itself."""
     if len(shape) == 1:
@@ -131,8 +195,9 @@ def onefolded(size: Size) -> Loop:
     """onefold, as its launcher says."""
     import onefold
 
-    model = onefold.build(lambda: filled(GPT(size)))
-    trainer = onefold.Trainer(model, adamw(model), losses, shards=size.shards, threads=1)
+    model = onefold.build(lambda: filled(SplitGPT(size) if size.parts > 1 else GPT(size)))
+    loss = split_losses if size.parts > 1 else losses
+    trainer = onefold.Trainer(model, adamw(model), loss, shards=size.shards, threads=1)
     return Loop(step=onefold_step(trainer), batches=[batch_of(size)], devices=CPU)
 
 
@@ -140,6 +205,12 @@ def losses(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.
     """The loss of every sequence of a shard."""
     tokens, following = batch
     return F.cross_entropy(model(tokens), following, reduction="none").mean(dim=1)
+
+
+def split_losses(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """The same of a vocabulary in parts."""
+    values: torch.Tensor = model(*batch)
+    return values.mean(dim=1)
 
 
 def ddp(size: Size) -> Loop:

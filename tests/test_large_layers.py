@@ -1,65 +1,124 @@
-"""The recipe of `docs/do/large-models.md`: one layer in several modules, each of them a stage."""
+"""The recipes of `docs/do/split-a-layer.md`: one layer in several modules, each of them a stage."""
 
-import re
-import runpy
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from docs import execute
 from torch import nn
 
 from onefold.placement import partitioned
 from tests import simulated
 from tests.conftest import ROOT
+from tests.tables import for_each
+
+SCRIPTS = execute.files(ROOT / "docs/do/split-a-layer.md")
+PARTS = {"linear.py": 6, "block.py": 3, "vocabulary.py": 6}
 
 
-@pytest.fixture
-def recipe(tmp_path: Path) -> dict[str, Any]:
-    """The names of the page's script."""
-    blocks = re.findall(r"(?s)```python\n(.*?)```", (ROOT / "docs/do/large-models.md").read_text())
-    (script,) = (block for block in blocks if "ModuleList" in block)
-    (tmp_path / "script.py").write_text(script)
-    return runpy.run_path(str(tmp_path / "script.py"))
+def run(name: str, parts: int | None = None) -> dict[str, Any]:
+    """Run a script of the page, with another number of parts if one is given."""
+    text = SCRIPTS[name]
+    if parts is not None:
+        text = text.replace(f"parts={PARTS[name]})", f"parts={parts})")
+        assert text != SCRIPTS[name]
+    names: dict[str, Any] = {"__name__": name}
+    exec(compile(text, name, "exec"), names)
+    return names
 
 
-def gradients_with(cut: nn.Module, whole: nn.Module, dim: int, given: torch.Tensor) -> None:
-    """Give the parts the values of the whole layer, and compute with both."""
+def fingerprint(name: str, parts: int | None = None) -> str:
+    found: str = run(name, parts)["trainer"].fingerprint()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "placement"),
+    [
+        ("linear.py", "partition"),
+        ("block.py", "pipeline"),
+        ("vocabulary.py", "partition"),
+        ("vocabulary.py", "pipeline"),
+    ],
+)
+def test_only_the_parts_fit_and_the_devices_do_not_matter(
+    name: str, placement: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if placement == "partition":
+        monkeypatch.setattr(partitioned, "capacity_bytes", lambda _: 6000)
+    launch: dict[str, Any] = {"devices": "cpu:3", "placement": placement}
+    assert simulated.launch(fingerprint, args=(name,), **launch) == fingerprint(name)
+
+
+@for_each("placement", ["partition", "offload"])
+def test_an_uncut_layer_does_not_fit(placement: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(partitioned, "capacity_bytes", lambda _: 6000)
+    with pytest.raises(ValueError, match=r"cut its largest layer into modules of their own: "):
+        simulated.launch(
+            fingerprint, devices="cpu:3", placement=placement, args=("vocabulary.py", 1)
+        )
+
+
+def set_parts(parts: Any, whole: nn.Linear, dim: int) -> None:
+    """Copy the values of a linear layer as the page says."""
     with torch.no_grad():
-        for name, values in whole.named_parameters():
-            pieces = values.chunk(len(cut.parts), dim if values.dim() > 1 else 0)
-            for part, piece in zip(cut.parts, pieces, strict=True):
-                part.get_parameter(name).copy_(piece)
-    found, expected = cut(given), whole(given)
+        for part, rows in zip(parts, whole.weight.chunk(len(parts), dim), strict=True):
+            part.weight.copy_(rows)
+        biases = whole.bias.chunk(len(parts)) if dim == 0 else [whole.bias]
+        for part, values in zip(parts, biases, strict=False):
+            part.bias.copy_(values)
+
+
+def test_columns_and_rows_have_the_values_of_the_uncut_layers() -> None:
+    model = run("linear.py")["model"]
+    wide, narrow, x = nn.Linear(16, 96), nn.Linear(96, 16), torch.randn(5, 16)
+    set_parts(model.wide, wide, 0)
+    set_parts(model.narrow, narrow, 1)
+    model.zero_grad()
+    found, expected = model(x), x + narrow(wide(x).relu())
     torch.testing.assert_close(found, expected)
     for result in (found, expected):
         result.square().sum().backward()
+    for parts, whole, dim in ((model.wide, wide, 0), (model.narrow, narrow, 1)):
+        joined = torch.cat([part.weight.grad for part in parts], dim)
+        torch.testing.assert_close(joined, whole.weight.grad)
 
 
-def test_an_embedding_in_parts_has_the_bits_of_the_whole_one(recipe: dict[str, Any]) -> None:
-    whole, tokens = nn.Embedding(64, 16), torch.randint(64, (3, 5))
-    cut = recipe["Joined"](nn.Embedding(64, 4) for _ in range(4))
-    gradients_with(cut, whole, 1, tokens)
-    assert torch.equal(cut(tokens), whole(tokens))
-    joined = torch.cat([part.weight.grad for part in cut.parts], 1)
-    assert torch.equal(joined, whole.weight.grad)
+def test_parts_of_a_block_have_the_values_of_uncut_attention() -> None:
+    names = run("block.py")
+    width, heads, x = 24, 6, torch.randn(2, 5, 24)
+    whole = names["Heads"](width, heads, width // heads)
+    parts = [names["Heads"](width, heads // 3, width // heads) for _ in range(3)]
+    with torch.no_grad():
+        for number, part in enumerate(parts):
+            for name in ("weight", "bias"):
+                values = whole.qkv.get_parameter(name).unflatten(0, (3, 3, -1))[:, number]
+                part.qkv.get_parameter(name).copy_(values.flatten(0, 1))
+            part.out.weight.copy_(whole.out.weight.chunk(3, 1)[number])
+    given = found = x
+    for part in parts:
+        given, found = part(given, found)
+    torch.testing.assert_close(found, whole(x, x)[1])
 
 
-def test_a_linear_layer_in_parts_has_the_values_of_the_whole_one(recipe: dict[str, Any]) -> None:
-    whole = nn.Linear(16, 64)
-    cut = recipe["Joined"](nn.Linear(16, 16) for _ in range(4))
-    gradients_with(cut, whole, 0, torch.randn(3, 5, 16))
-    for name, parameter in whole.named_parameters():
-        joined = torch.cat([part.get_parameter(name).grad for part in cut.parts])
-        torch.testing.assert_close(joined, parameter.grad)
-
-
-def test_only_the_parts_fit_and_the_devices_do_not_matter(
-    recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(partitioned, "capacity_bytes", lambda _: 3000)
-    options: dict[str, Any] = {"devices": "cpu:3", "placement": "partition"}
-    assert simulated.launch(recipe["main"], args=(4,), **options) == recipe["main"](4)
-    for placement in ("partition", "offload"):
-        with pytest.raises(ValueError, match=r"cut its largest layer into modules of their own: "):
-            simulated.launch(recipe["main"], args=(1,), **options | {"placement": placement})
+def test_a_vocabulary_in_parts_has_the_values_of_the_uncut_one() -> None:
+    model = run("vocabulary.py")["model"]
+    model.zero_grad()
+    rows, columns = (
+        torch.cat([part.weight.detach() for part in parts]).requires_grad_()
+        for parts in (model.embedding, model.softmax)
+    )
+    tokens, targets = torch.randint(128, (2, 3, 8))
+    embedded: Any = 0.0
+    for part in model.embedding:
+        _, embedded = part(tokens, embedded)
+    assert torch.equal(embedded, F.embedding(tokens, rows))
+    logits = F.embedding(tokens, rows) @ columns.t()
+    expected = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
+    found = model(tokens, targets)
+    torch.testing.assert_close(found, expected)
+    for result in (found, expected):
+        result.sum().backward()
+    for parts, whole in ((model.embedding, rows), (model.softmax, columns)):
+        torch.testing.assert_close(torch.cat([part.weight.grad for part in parts]), whole.grad)
