@@ -440,9 +440,9 @@ def with_edge(model: nn.Module, batch: Any) -> onefold.LossTerms:
 
 def with_shared(step: int, generator: torch.Generator) -> dict[str, Any]:
     edge = torch.randn(7, 3, generator=generator), np.ones((7, 1), np.float32)
-    scale = onefold.Shared(("text", np.full((1, 1), 2, np.float32)))
+    scale = onefold.Broadcast(("text", np.full((1, 1), 2, np.float32)))
     inputs = torch.randn(10, 3, generator=generator)
-    return {"x": inputs, "edge": onefold.OwnLength(edge), "scale": scale}
+    return {"x": inputs, "edge": onefold.Split(edge), "scale": scale}
 
 
 @for_each("by_rule", [False, True])
@@ -486,34 +486,34 @@ UNEQUAL = r"a batch of 6 and 5 samples.*onefold.Mean\(total, wei"
 @for_each(
     ("loss", "batch", "words"),
     [
-        (two_losses, {"x": XS, "t": XS[:5]}, r"onefold.Shared\(value\).*onefold.OwnLength"),
-        (two_losses, {"x": XS, "t": XS[0, 0]}, r"scalar tensor.*onefold.Shared\(value\)"),
+        (two_losses, {"x": XS, "t": XS[:5]}, r"onefold.Broadcast\(value\).*onefold.Split"),
+        (two_losses, {"x": XS, "t": XS[0, 0]}, r"scalar tensor.*onefold.Broadcast\(value\)"),
         (
             two_losses,
-            {"x": XS, "t": onefold.OwnLength(XS[:2])},
+            {"x": XS, "t": onefold.Split(XS[:2])},
             "has 2 samples and the batch 6, so",
         ),
         (
             two_losses,
-            {"x": XS[:2], "t": onefold.OwnLength(XS)},
+            {"x": XS[:2], "t": onefold.Split(XS)},
             "has 6 samples and the batch 2, so",
         ),
-        (two_losses, {"x": onefold.Shared(XS)}, "holds no tensor"),
+        (two_losses, {"x": onefold.Broadcast(XS)}, "holds no tensor"),
         (
             two_losses,
-            onefold.OwnLength({"x": onefold.Shared(XS)}),
-            "a Shared within onefold.OwnLe",
+            onefold.Split({"x": onefold.Broadcast(XS)}),
+            "a Broadcast within onefold.Split",
         ),
-        (two_losses, onefold.OwnLength(XS, dim=-1), f"expected {DIM} of at least 0"),
-        (two_losses, onefold.OwnLength((XS, XS[:5])), "must agree in their first dimension"),
-        (mean_of_both, (XS, onefold.OwnLength(XS[:5])), UNEQUAL),
-        (beside, (XS, onefold.OwnLength(XS[:5])), UNEQUAL),
+        (two_losses, onefold.Split(XS, dim=-1), f"expected {DIM} of at least 0"),
+        (two_losses, onefold.Split((XS, XS[:5])), "must agree in their first dimension"),
+        (mean_of_both, (XS, onefold.Split(XS[:5])), UNEQUAL),
+        (beside, (XS, onefold.Split(XS[:5])), UNEQUAL),
     ],
 )
 def test_what_cannot_be_cut_or_averaged_is_named(loss: Any, batch: Any, words: str) -> None:
     trainer = trainer_of(loss=loss, shards=4 if loss is two_losses else 2)
     if loss is mean_of_both:  # over equal shares it is that of the batch
-        found = trainer.step((XS, onefold.OwnLength(YS))).loss
+        found = trainer.step((XS, onefold.Split(YS))).loss
         assert float(found) == pytest.approx(mean_of_both(line(), (XS, YS)).item())
     with pytest.raises((LossError, TypeError, ValueError), match=words):
         trainer.step(batch)
@@ -521,7 +521,7 @@ def test_what_cannot_be_cut_or_averaged_is_named(loss: Any, batch: Any, words: s
 
 def test_what_does_not_go_together_is_refused() -> None:
     with pytest.raises(ValueError, match=r"microbatch cuts shards.*Use more shards instead"):
-        make_trainer(microbatch=2).step((XS, onefold.Shared(XS)))
+        make_trainer(microbatch=2).step((XS, onefold.Broadcast(XS)))
     trainer = trainer_of(2)
     few, many = two_loaders(trainer)
     labelled = next(iter(few))

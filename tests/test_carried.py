@@ -54,7 +54,7 @@ def batch_of(step: int) -> Batch:
 
 
 def trainer_of(devices: int = 1, model: Any = None, **choices: Any) -> Any:
-    settings = {"shards": SHARDS, "buffers": {"hidden": "shard"}, **choices}
+    settings = {"shards": SHARDS, "buffers": {"hidden": "per_shard"}, **choices}
     return make_trainer(model or Recurrent(), loss, devices=devices, **settings)
 
 

@@ -20,9 +20,9 @@ MODULES = sorted(
     if path.stem != "__main__"
 )
 PUBLIC = """
-    Checkpoint DeviceInfo Loader LossTerms Mean Outcome OwnLength Record RunOptions Selection
-    Shared Step Sum SyncBatchNorm Trainer __version__ build errors gather is_launched
-    launch list_devices load_weights losses same_in_all_shards select_devices supervise
+    Broadcast Checkpoint DeviceInfo Loader LossTerms Mean Outcome Record RunOptions Selection
+    Split Step Sum SyncBatchNorm Trainer __version__ build errors gather is_launched
+    launch list_devices load_weights losses same_rng_for_all_shards select_devices supervise
 """
 
 

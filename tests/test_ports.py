@@ -24,7 +24,7 @@ SHORT = {"epochs": 2, "steps": 24}
 """How long the runs are, in what the script counts."""
 MEANT = (
     "The mathematics agree: 4 shards and one give the same",
-    "Not compared: hidden, cell has the rule 'shard'",  # which no whole batch can have
+    "Not compared: hidden, cell has the rule 'per_shard'",  # which no whole batch can have
     "Not compared: 3 of 3 steps, whose batches have parts",  # of another length, or shared
 )
 """What verify may say of the mathematics."""

@@ -31,11 +31,11 @@ class Draws:
     def __call__(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         before, rows = drawn(), model(batch)
         if self.blocks:
-            with onefold.same_in_all_shards():
+            with onefold.same_rng_for_all_shards():
                 first = drawn()
-            with onefold.same_in_all_shards("other"):
+            with onefold.same_rng_for_all_shards("other"):
                 other = drawn()
-                with onefold.same_in_all_shards():
+                with onefold.same_rng_for_all_shards():
                     assert drawn() == first
             self.same.append((first, other))
             rows = rows * first[0]
@@ -104,7 +104,7 @@ def test_outside_of_a_shard_there_is_nothing_to_be_the_same_in(
     monkeypatch.setattr(randomness.COMMON, "numbers", None)
     trainer_of(Draws()).step(batch_of(1))
     words = "no shard is computed or read: expected a call inside"
-    with pytest.raises(RuntimeError, match=words), onefold.same_in_all_shards():
+    with pytest.raises(RuntimeError, match=words), onefold.same_rng_for_all_shards():
         raise AssertionError("the block is not entered")
 
 
@@ -115,7 +115,7 @@ class Scaled:
         return 10
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        with onefold.same_in_all_shards("scale"):
+        with onefold.same_rng_for_all_shards("scale"):
             return torch.full((4,), index * random.random())
 
 
@@ -125,7 +125,7 @@ class Stream:
 
 
 def collate(samples: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    with onefold.same_in_all_shards():
+    with onefold.same_rng_for_all_shards():
         factor = torch.rand(())
     return torch.stack(samples) * factor, factor.expand(len(samples))
 

@@ -110,7 +110,7 @@ def outputs(model: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
 def trainer_of(laid_out: Layout) -> onefold.Trainer:
     model = nn.Sequential(*(Cell(name, laid_out) for name in FORMS))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    buffers = {f"{list(FORMS).index(name)}.*": "shard" for name in OF_EACH_SHARD}
+    buffers = {f"{list(FORMS).index(name)}.*": "per_shard" for name in OF_EACH_SHARD}
     choices = {"optimizer": optimizer, "stages": list(model), "buffers": buffers}
     trainer = make_trainer(model, loss, devices=None, **choices)
     trainer.average(decay=0.5)

@@ -2,8 +2,8 @@
 
 What changes against the plain loop:
 
-- The state is a pair of buffers, as large as one shard, with the rule `"shard"`: each shard goes on
-  with what it left, wherever it runs next, also after a checkpoint.
+- The state is a pair of buffers, as large as one shard, with the rule `"per_shard"`: each shard
+  goes on with what it left, wherever it runs next, also after a checkpoint.
 - `trainer.batches` takes the function that cuts the next piece out of the text. Rows are the first
   dimension here, and not time.
 - The rate that is divided by four where the score does not improve is a scheduler that the script
@@ -89,7 +89,7 @@ def main(epochs=8):
         shards=SHARDS,
         seed=0,
         clip_norm=0.25,
-        buffers={"hidden": "shard", "cell": "shard"},
+        buffers={"hidden": "per_shard", "cell": "per_shard"},
         scheduler=scheduler,
         scheduler_every="script",
     )

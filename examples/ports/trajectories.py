@@ -2,8 +2,8 @@
 
 What changes against the plain loop:
 
-- The times are for every shard as they are: `onefold.Shared`. The places have the samples in their
-  second dimension: `onefold.OwnLength` says so.
+- The times are for every shard as they are: `onefold.Broadcast`. The places have the samples in
+  their second dimension: `onefold.Split` says so.
 - Stretches are drawn by `trainer.batches`, so that a run which is stopped goes on with the same.
 
     python examples/ports/trajectories.py
@@ -62,7 +62,7 @@ def draw(times, places, generator):
     path = torch.randint(PATHS, (BATCH,), generator=generator)
     rows = begin + torch.arange(WINDOW).unsqueeze(1)
     seen = places[rows, path]
-    return seen[0], onefold.Shared(times[:WINDOW]), onefold.OwnLength(seen, dim=1)
+    return seen[0], onefold.Broadcast(times[:WINDOW]), onefold.Split(seen, dim=1)
 
 
 def main(steps=60):
@@ -72,10 +72,10 @@ def main(steps=60):
     optimizer = torch.optim.RMSprop(field.parameters(), lr=3e-3)
     trainer = onefold.Trainer(field, optimizer, loss, shards=4, seed=0)
 
-    def rule(number, generator):
+    def batch_fn(number, generator):
         return draw(times, places, generator)
 
-    for batch in trainer.batches(rule, per_epoch=steps):
+    for batch in trainer.batches(batch_fn, per_epoch=steps):
         step = trainer.step(batch)
         if (step.number - 1) % 20 == 0:
             print(f"step {step.number - 1}: loss {step.loss:.4f}")

@@ -73,7 +73,7 @@ def overlap(boxes, others):
 
 def resized(pictures):
     """The pictures in one of three sizes, the same for the whole batch."""
-    with onefold.same_in_all_shards():
+    with onefold.same_rng_for_all_shards():
         size = random.choice(SIZES)
     return F.interpolate(pictures, (size, size), mode="bilinear", align_corners=False)
 

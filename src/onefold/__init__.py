@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from onefold.checkpoint.folder import Checkpoint
     from onefold.core.gathering import SyncBatchNorm, gather
     from onefold.core.mean import LossTerms, Mean, Sum
-    from onefold.core.randomness import same_in_all_shards
-    from onefold.core.structure import OwnLength, Shared
+    from onefold.core.randomness import same_rng_for_all_shards
+    from onefold.core.structure import Broadcast, Split
     from onefold.data_order.loader import Loader
     from onefold.launcher.launch import launch, supervise
     from onefold.launcher.workers import Outcome
@@ -36,17 +36,17 @@ if TYPE_CHECKING:
     from onefold.weights.load import load_weights
 
 __all__ = [
+    "Broadcast",
     "Checkpoint",
     "DeviceInfo",
     "Loader",
     "LossTerms",
     "Mean",
     "Outcome",
-    "OwnLength",
     "Record",
     "RunOptions",
     "Selection",
-    "Shared",
+    "Split",
     "Step",
     "Sum",
     "SyncBatchNorm",
@@ -60,7 +60,7 @@ __all__ = [
     "list_devices",
     "load_weights",
     "losses",
-    "same_in_all_shards",
+    "same_rng_for_all_shards",
     "select_devices",
     "supervise",
 ]
@@ -73,9 +73,9 @@ _HOMES = {
     "Mean": "onefold.core.mean",
     "LossTerms": "onefold.core.mean",
     "Outcome": "onefold.launcher.workers",
-    "OwnLength": "onefold.core.structure",
+    "Split": "onefold.core.structure",
     "Record": "onefold.record",
-    "Shared": "onefold.core.structure",
+    "Broadcast": "onefold.core.structure",
     "Step": "onefold.step.result",
     "Sum": "onefold.core.mean",
     "SyncBatchNorm": "onefold.core.gathering",
@@ -85,7 +85,7 @@ _HOMES = {
     "launch": "onefold.launcher.launch",
     "load_weights": "onefold.weights.load",
     "losses": "onefold.losses",
-    "same_in_all_shards": "onefold.core.randomness",
+    "same_rng_for_all_shards": "onefold.core.randomness",
     "supervise": "onefold.launcher.launch",
 }
 """Where the names are that need PyTorch, or start processes."""

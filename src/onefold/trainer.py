@@ -26,7 +26,7 @@ from onefold.core.settings import (
     Settings,
 )
 from onefold.data_order.from_dataloader import DataSource, TorchNames, choose
-from onefold.data_order.indexed import BatchRule, Rule
+from onefold.data_order.indexed import BatchFunction, FunctionBatches
 from onefold.data_order.loader import Loader
 from onefold.data_order.reader import Collate, SizedDataset, as_it_is
 from onefold.exchange.memory import Memory
@@ -91,7 +91,8 @@ class Trainer:
         buffers: what becomes of buffers that shards change, by name or pattern, where it is not the
             mean over the shards (floating point) or the largest (other numbers): ``"mean"``,
             ``"max"``, ``"sum"`` (of what each shard added), ``"first"`` (the first shard's), or
-            ``"shard"``: every shard goes on with its own, such as a recurrent model's hidden state.
+            ``"per_shard"``: every shard goes on with its own, such as a recurrent model's hidden
+            state.
         stages: modules at which a model may be cut that is too large for a device, see ``onefold
             run --placement``; no part of the result. ``"auto"`` takes the items of its module
             lists.
@@ -248,29 +249,29 @@ class Trainer:
         )
         return self._session.batches.loader_of_steps(**chosen)
 
-    def batches(self, rule: BatchRule, *, per_epoch: int) -> Loader:
-        """Whole batches by a rule of your own, for `step`; they go on after a checkpoint.
+    def batches(self, batch_fn: BatchFunction, *, per_epoch: int) -> Loader:
+        """Whole batches from a function of your own, for `step`; they go on after a checkpoint.
 
         Args:
-            rule: ``rule(step, generator)`` returns a whole batch, as `step` takes it: tensors
-                (n, ...) or tuples, lists and dicts of them. ``step`` is the number of the pass
-                times ``per_epoch``, and the place in it; both count from 0, and passes from the
-                epoch in which `batches` is called. ``generator`` is on the host, seeded from the
-                run's seed and ``step``, as are the global generators. Called on every device.
+            batch_fn: ``batch_fn(step, generator)`` returns a whole batch, as `step` takes it:
+                tensors (n, ...) or tuples, lists and dicts of them. ``step`` is the number of the
+                pass times ``per_epoch``, and the place in it; both count from 0, and passes from
+                the epoch in which `batches` is called. ``generator`` is on the host, seeded from
+                the run's seed and ``step``, as are the global generators. Called on every device.
             per_epoch: number of batches in a pass.
 
         Raises:
             TypeError, ValueError: no function, or a number below 1.
 
-        >>> def rule(step, generator):
+        >>> def batch_fn(step, generator):
         ...     return torch.randn(6, 2, generator=generator)
-        >>> for batch in trainer.batches(rule, per_epoch=3):
+        >>> for batch in trainer.batches(batch_fn, per_epoch=3):
         ...     step = trainer.step(batch)
         >>> step.number, step.samples
         (3, 6)
         """
         return self._session.batches.loader_of_steps(
-            Rule(rule, per_epoch), as_it_is, batch_size=None
+            FunctionBatches(batch_fn, per_epoch), as_it_is, batch_size=None
         )
 
     def epochs(self, number: int) -> Iterator[int]:
@@ -292,8 +293,8 @@ class Trainer:
         """One update from one whole batch.
 
         Args:
-            batch: what `loader` yields; or tensors or NumPy arrays (n, ...), `onefold.Shared`,
-                `onefold.OwnLength`, or tuples, lists, mappings and dataclasses of all of these, the
+            batch: what `loader` yields; or tensors or NumPy arrays (n, ...), `onefold.Broadcast`,
+                `onefold.Split`, or tuples, lists, mappings and dataclasses of all of these, the
                 same on every device, which are cut into shards and keep their type. Several
                 loaders' batches are each cut by their own size; ``samples`` are the first's.
             loss: the name of the loss, where the Trainer has several.

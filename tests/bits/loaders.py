@@ -124,7 +124,7 @@ class WholeItems(Dataset[Sample]):
         return inputs[index : index + size] + 0.1 * torch.randn(6), targets[index : index + size]
 
 
-def rule(step: int, generator: torch.Generator) -> Sample:
+def batch_fn(step: int, generator: torch.Generator) -> Sample:
     """As nanoGPT takes pieces of a text, from the host's generators of both kinds."""
     inputs, targets = _values()
     places = torch.randint(SAMPLES, (BATCH + step % 3,), generator=generator)
@@ -157,7 +157,7 @@ def batches_of(kind: str, trainer: onefold.Trainer, workers: int) -> onefold.Loa
     if kind == "knowing stream":
         return trainer.loader(DataLoader(KnowingFlow(), BATCH, num_workers=workers))
     assert kind == "rule"
-    return trainer.batches(rule, per_epoch=4)
+    return trainer.batches(batch_fn, per_epoch=4)
 
 
 KINDS = (

@@ -48,7 +48,11 @@ TABLE: list[tuple[list[dict[str, Any]], bool, str]] = [
     ),
     ([{"worst": "w", "worst_difference": 0.1}], False, "the losses agree and the gradients do not"),
     ([CHANCE], True, "Not compared: the loss draws random numbers"),
-    ([{"carried": ["h", "c"]}], True, "Not compared: with the rule 'shard' of h, c, every shard"),
+    (
+        [{"carried": ["h", "c"]}],
+        True,
+        "Not compared: with the rule 'per_shard' of h, c, every shard",
+    ),
     (
         [{"buffers": {"seen": "3 with the shards, 10 with one"}}],
         False,

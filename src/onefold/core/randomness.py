@@ -49,7 +49,7 @@ __all__ = [
     "packed_generators",
     "put_generators",
     "redo_generators",
-    "same_in_all_shards",
+    "same_rng_for_all_shards",
     "sample_order",
     "seed_generators",
 ]
@@ -113,7 +113,7 @@ def seed_generators(
         seed: 64 bits.
         device: the device of which the generator is seeded as well, if that is a GPU.
         common: a purpose and numbers which all shards of the batch have alike, for
-            `same_in_all_shards`.
+            `same_rng_for_all_shards`.
     """
     COMMON.purpose, COMMON.numbers = common or ("", None)
     COMMON.device = device
@@ -158,13 +158,14 @@ def kept_generators(*devices: torch.device | None) -> Iterator[None]:
 def in_common() -> tuple[str, tuple[int, ...]] | None:
     """Return what the shards that are computed, or read, now have in common; None outside of any.
 
-    Given to `seed_generators` as ``common``, it has `same_in_all_shards` draw the same elsewhere.
+    Given to `seed_generators` as ``common``, it has `same_rng_for_all_shards` draw the same
+    elsewhere.
     """
     return None if COMMON.numbers is None else (COMMON.purpose, COMMON.numbers)
 
 
 @contextmanager
-def same_in_all_shards(name: str = "") -> Iterator[None]:
+def same_rng_for_all_shards(name: str = "") -> Iterator[None]:
     """A block whose random numbers are the same in every shard of a batch, and not in the next.
 
     For what a batch has one of: the factor of a mixup, a size for all images, a time step. Used in
@@ -179,16 +180,16 @@ def same_in_all_shards(name: str = "") -> Iterator[None]:
         RuntimeError: no shard is being computed or read, so there is nothing to be the same in.
 
     >>> def loss(model, batch):
-    ...     with onefold.same_in_all_shards():
+    ...     with onefold.same_rng_for_all_shards():
     ...         size = int(torch.randint(8, 17, ()))
     ...     return model(batch[:, :size]).mean(dim=1)
     """
     numbers, purpose, device = COMMON.numbers, COMMON.purpose, COMMON.device
     if numbers is None:
         raise RuntimeError(
-            "onefold.same_in_all_shards() was called where no shard is computed or read: expected "
-            "a call inside a loss, a function for evaluate or predict, or a loader's collate. The "
-            "script itself draws alike on all devices without it"
+            "onefold.same_rng_for_all_shards() was called where no shard is computed or read: "
+            "expected a call inside a loss, a function for evaluate or predict, or a loader's "
+            "collate. The script itself draws alike on all devices without it"
         )
     with kept_generators(device):
         seed = derive_seed(f"same {purpose} {name}", *numbers)

@@ -24,7 +24,7 @@ __all__ = [
     "added_up_in",
 ]
 
-BufferRule = Literal["mean", "max", "sum", "first", "shard"]
+BufferRule = Literal["mean", "max", "sum", "first", "per_shard"]
 """How the values that shards leave in a buffer become one."""
 
 OnNonfinite = Literal["raise", "skip"]
@@ -177,9 +177,9 @@ class Settings:
             check_positive("clip_value", self.clip_value)
         if self.microbatch is not None and self.microbatch != "auto":
             check_whole("microbatch", self.microbatch, least=1, most=2**31)
-        if self.microbatch is not None and "shard" in self.buffers.values():
+        if self.microbatch is not None and "per_shard" in self.buffers.values():
             raise ValueError(
-                'a buffer with the rule "shard" is as large as a shard, and microbatch runs a '
+                'a buffer with the rule "per_shard" is as large as a shard, and microbatch runs a '
                 "shard in pieces, each of which would begin with what the one before left: "
                 "expected one of the two. Use more shards in place of microbatch"
             )

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 __all__ = [
-    "OwnLength",
-    "Shared",
+    "Broadcast",
+    "Split",
     "has_fields",
     "parts_of",
     "put_tensors",
@@ -141,7 +141,7 @@ def put_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
+class Broadcast:
     """A part of a batch that every shard gets whole: times, a grid, a temperature.
 
     In a batch of the script's own, for `Trainer.step`, `Trainer.gradient` or the rule of
@@ -154,7 +154,7 @@ class Shared:
     ...     return (model(batch["x"]) * batch["scale"]).square().mean(dim=1)
     >>> trainer = onefold.Trainer(model, optimizer, loss, shards=2)
     >>> scale = torch.tensor([0.5, 2.0])
-    >>> trainer.step({"x": torch.ones(6, 2), "scale": onefold.Shared(scale)}).samples
+    >>> trainer.step({"x": torch.ones(6, 2), "scale": onefold.Broadcast(scale)}).samples
     6
     """
 
@@ -162,7 +162,7 @@ class Shared:
 
 
 @dataclass(frozen=True, slots=True)
-class OwnLength:
+class Split:
     """A part of a batch with another number of samples, which is cut into shards by itself.
 
     Such as the points of a boundary beside those of the inside. The samples of a step are those of
@@ -179,7 +179,7 @@ class OwnLength:
     ...     of_inside = onefold.Mean(inside.sum(), len(inside))
     ...     return of_inside + onefold.Mean(edge.sum(), len(edge))
     >>> trainer = onefold.Trainer(model, optimizer, loss, shards=2)
-    >>> trainer.step((torch.ones(6, 2), onefold.OwnLength(torch.ones(3, 2)))).samples
+    >>> trainer.step((torch.ones(6, 2), onefold.Split(torch.ones(3, 2)))).samples
     6
     """
 

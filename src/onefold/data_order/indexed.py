@@ -1,9 +1,9 @@
 """Sources of a loader's batches: a data set with an index, and whole batches.
 
 `Indexed` is a data set with an index, of samples or of whole batches: items of a data set (`Items`)
-or by the script's own `Rule`. Of whole batches every process makes all and keeps its own shards, as
-`trainer.step` does with a batch of the script's own; so what it costs to make a batch is not
-divided between devices.
+or by the script's own `FunctionBatches`. Of whole batches every process makes all and keeps its own
+shards, as `trainer.step` does with a batch of the script's own; so what it costs to make a batch is
+not divided between devices.
 
 Sources, `onefold.data_order.stream.Stream` among them, are alike: in each pass the loader calls
 ``order``, and then ``reader`` for what answers the requests, in this process or in a worker.
@@ -40,7 +40,7 @@ from onefold.data_order.order import (
 from onefold.data_order.position import LoaderSize, LoaderTrack
 from onefold.data_order.reader import Answer, Collate, Reader, Request, SizedDataset, bad_sample
 
-__all__ = ["BatchRule", "Choices", "Indexed", "Items", "Rule"]
+__all__ = ["BatchFunction", "Choices", "FunctionBatches", "Indexed", "Items"]
 
 
 class Choices(TypedDict, total=False):
@@ -64,8 +64,8 @@ class Indexed:
     """A data set with an index, visited in an order that is known beforehand.
 
     Args:
-        dataset: an object with a length and an item for each index; or `Items` or a `Rule`, which
-            say the order and take the place of all choices.
+        dataset: an object with a length and an item for each index; or `Items` or a
+            `FunctionBatches`, which say the order and take the place of all choices.
         collate: makes a shard's payload; PyTorch's default if None. It changes each whole batch
             before that is cut.
         seed: seed of the run.
@@ -79,13 +79,13 @@ class Indexed:
 
     def __init__(
         self,
-        dataset: SizedDataset | Items | Rule,
+        dataset: SizedDataset | Items | FunctionBatches,
         collate: Collate | None,
         seed: int,
         own: Sequence[int],
         choices: Choices,
     ) -> None:
-        self._whole = whole = dataset if isinstance(dataset, Items | Rule) else None
+        self._whole = whole = dataset if isinstance(dataset, Items | FunctionBatches) else None
         if whole is not None:
             choices = {"batch_size": 1, "shuffle": whole.shuffle, "sampler": whole.sampler}
         sampler, batch_sampler = choices.get("sampler"), choices.get("batch_sampler")
@@ -147,8 +147,8 @@ class Indexed:
         if self._sampler is not None:
             order = draw_samples(self._sampler, batch_size=batch_size, **numbers)
         elif not self.size.shuffle:
-            # Numbered on from pass to pass: a rule is given the number of the batch in the run.
-            first = this.number * samples if isinstance(self._whole, Rule) else 0
+            # Numbered on from pass to pass: a function is given the number of the batch in the run.
+            first = this.number * samples if isinstance(self._whole, FunctionBatches) else 0
             order = Order(range(first, first + samples), batch_size)
         elif self._by_length is None:
             order = Order(sample_order(samples, **numbers), batch_size)
@@ -240,19 +240,19 @@ def _subset(dataset: object) -> str:
     return hashlib.blake2b(both, digest_size=8).hexdigest() if any(inner) else own
 
 
-BatchRule = Callable[[int, torch.Generator], object]
+BatchFunction = Callable[[int, torch.Generator], object]
 """Makes a whole batch from its number in the run and a generator on the host."""
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
-    """Batches by a rule of the script's own, for `Loader` in the place of a data set."""
+class FunctionBatches:
+    """Batches from a function of the script, for `Loader` in the place of a data set."""
 
-    dataset: BatchRule
+    dataset: BatchFunction
     """The function."""
     per_epoch: int
     """How many batches a pass has."""
-    kind: ClassVar = "batches by a rule"
+    kind: ClassVar = "batches from a function"
     shuffle: ClassVar = False
     sampler: ClassVar = None
 
@@ -269,7 +269,7 @@ class Rule:
 
     def read(self, request: Request, seed: int) -> object:
         """Make a whole batch."""
-        # Both: a rule may draw from its own generator or, as many do, from the global ones.
+        # Both: a function may draw from its own generator or, as many do, from the global ones.
         drawn = loader_seed("batch", seed, request.item, loader=request.loader)
         seed_generators(drawn)
         return self.dataset(request.item, torch.Generator().manual_seed(drawn))
@@ -307,7 +307,7 @@ class _WholeReader(Dataset[Answer]):
     """Answers requests for whole batches, of which each process keeps its shards."""
 
     def __init__(
-        self, given: Rule | Items, convert: Collate | None, seed: int, own: Sequence[int]
+        self, given: FunctionBatches | Items, convert: Collate | None, seed: int, own: Sequence[int]
     ) -> None:
         self._given, self._convert, self._seed, self._own = given, convert, seed, own
         self.dataset = given.dataset

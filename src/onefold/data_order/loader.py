@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from onefold.core.batch import DataPass, ShardedBatch
 from onefold.core.shard import Shares
-from onefold.data_order.indexed import Choices, Indexed, Items, Rule
+from onefold.data_order.indexed import Choices, FunctionBatches, Indexed, Items
 from onefold.data_order.order import Order
 from onefold.data_order.position import LoaderTrack
 from onefold.data_order.reader import Answer, BadSample, Collate, is_stream
@@ -61,7 +61,7 @@ class Loader:
 
     Args:
         dataset: an object with a length and an item for each index; or a stream, or whole batches
-            (`Items`, `Rule`).
+            (`Items`, `FunctionBatches`).
         workers: number of processes that read ahead, or `Workers`; 0 reads in this process.
         collate: makes a shard's payload from a list of samples; PyTorch's default if None.
         seed: seed of the run.
@@ -378,7 +378,7 @@ def source_of(
         ValueError: the choices do not fit the data set, or each other.
     """
     if _is_loader(dataset) or not is_stream(dataset):
-        if not isinstance(dataset, Items | Rule):
+        if not isinstance(dataset, Items | FunctionBatches):
             _check_index(dataset)
         return Indexed(dataset, collate, seed, own, choices)
     if workers.number > 1:

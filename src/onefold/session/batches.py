@@ -109,7 +109,7 @@ class Batches:
         if cut.others and self._settings.microbatch is not None:
             raise ValueError(
                 "microbatch cuts shards into pieces of samples, and this batch has parts of other "
-                "lengths (another loader's batch, onefold.OwnLength or onefold.Shared): expected "
+                "lengths (another loader's batch, onefold.Split or onefold.Broadcast): expected "
                 "microbatch=None. Use more shards instead: each is smaller"
             )
         return cut, cut.waited or (start, host_now_s())

@@ -7,7 +7,7 @@ Every shard starts from the step's buffers. What they become afterwards is decid
 - ``max``, for all others: the largest.
 - ``sum``: what each shard added to the value at the start, added up.
 - ``first``: the value of the first shard that changed it.
-- ``shard``: none; each shard goes on with what it left in the step before, see the last note.
+- ``per_shard``: none; each shard goes on with what it left in the step before, see the last note.
 
 Note: three copies of a buffer
 ------------------------------
@@ -23,8 +23,8 @@ old tensor back, so that other names of the same buffer stay right.
 Note: where the values of every shard are
 -----------------------------------------
 A recurrent model that reads one long text in every row of its batches begins each batch with the
-hidden state in which the one before ended. With the rule ``"shard"`` such a state is a buffer of
-the model, as large as a shard, of which every shard has values of its own.
+hidden state in which the one before ended. With the rule ``"per_shard"`` such a state is a buffer
+of the model, as large as a shard, of which every shard has values of its own.
 
 What shards leave in buffers travels to all devices in any case (see `onefold.exchange.shardtable`).
 So every process keeps the values of all shards, and whichever device runs a shard next has them.
@@ -171,7 +171,7 @@ class BufferSet:
                 value = table.buffer_rows[shard].views[index]
                 left[shard] = value.to(self.flat.device, copy=True)
         for run in _runs(self.layout, table.changed.astype(bool).T.tolist(), self.places.rules):
-            if run.rule == "shard":
+            if run.rule == "per_shard":
                 continue
             # The row of a shard that changed nothing still holds what an earlier step put there.
             values = [
@@ -249,7 +249,7 @@ class BufferSet:
             index
             for index, (entry, now, start) in enumerate(pairs)
             # What a shard has for itself is kept in any case: nothing else says that it is new.
-            if self.places.rules[index] == "shard"
+            if self.places.rules[index] == "per_shard"
             or (not same[entry.section] and not same_bits(now, start))
         ]
 
@@ -391,7 +391,7 @@ class Carried:
     """
 
     def __init__(self, rules: Sequence[str | None]) -> None:
-        self.indices = [index for index, rule in enumerate(rules) if rule == "shard"]
+        self.indices = [index for index, rule in enumerate(rules) if rule == "per_shard"]
         """Numbers of these buffers among all."""
         self.is_paused = False
         """Whether the module shows averages, which are no change of a script's."""

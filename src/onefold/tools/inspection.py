@@ -275,10 +275,10 @@ class Inspector(Hook):
         sizes = batch.sizes
         if any(size and shard not in batch.shards for shard, size in enumerate(sizes)):
             raise ValueError("a bundle has all shards of a step: expected one device, not several")
-        if "shard" in settings.buffers.values():
+        if "per_shard" in settings.buffers.values():
             raise ValueError(
-                'a buffer with the rule "shard" has another value in each shard, which a bundle '
-                "does not have: expected none"
+                'a buffer with the rule "per_shard" has another value in each shard, which a '
+                "bundle does not have: expected none"
             )
         content = {
             "model": engine.context.module,

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from onefold.core.randomness import kept_generators, same_in_all_shards, seed_generators
+from onefold.core.randomness import kept_generators, same_rng_for_all_shards, seed_generators
 from onefold.tools.verifying.whole import KeepingCollate, cast_floats, whole_of
 from tests.tables import for_each
 
@@ -45,7 +45,7 @@ def test_draws_of_the_shards_are_those_of_the_whole(draw: Callable[[], float]) -
 
 def test_what_shards_draw_alike_in_collating_is_that_of_the_whole_batch() -> None:
     def mixed(samples: list[torch.Tensor]) -> torch.Tensor:
-        with same_in_all_shards():
+        with same_rng_for_all_shards():
             return torch.stack(samples) * torch.rand(())
 
     collate = KeepingCollate(mixed, None, keeps=True)

@@ -38,8 +38,8 @@ import torch
 from onefold.core.assignment import Devices
 from onefold.core.batch import ShardedBatch, map_parts
 from onefold.core.context import LaunchContext
-from onefold.core.structure import OwnLength, Shared
-from onefold.data_order.indexed import Items, Rule
+from onefold.core.structure import Broadcast, Split
+from onefold.data_order.indexed import FunctionBatches, Items
 from onefold.data_order.loader import Loader
 from onefold.data_order.reader import Collate, is_stream
 from onefold.shard.replica import LossFunction
@@ -244,7 +244,7 @@ class Verifying(Hook):
     def _loader(self, asked: Asked, make: Make) -> Loader:
         choices, for_steps = asked.given, asked.kind == "loader"
         # Whole batches are not made of samples that could be kept.
-        keeps = for_steps and not isinstance(choices["dataset"], Rule | Items)
+        keeps = for_steps and not isinstance(choices["dataset"], FunctionBatches | Items)
         choices["collate"] = self.collate(choices["collate"], keeps=keeps)
         if for_steps:
             choices["repeats"] = self.repeats
@@ -304,7 +304,7 @@ class Verifying(Hook):
         """Convert a part of a batch of the script's own."""
         if isinstance(part, ShardedBatch):
             return self.plain(part)
-        if isinstance(part, OwnLength | Shared):
+        if isinstance(part, Split | Broadcast):
             return replace(part, value=cast_floats(part.value, self._dtype))
         return cast_floats(part, self._dtype)
 

@@ -137,8 +137,8 @@ _NOTES = {
     "unmatched": "the loss draws random numbers that have no counterpart for a part of the batch "
     "({}, such as a permutation of the shard's samples), so this difference may be chance: the "
     "mathematics could not be compared",
-    "carried": "with the rule 'shard' of {}, every shard goes on with its own value, and there is "
-    "none for a batch that is computed as one shard: the mathematics could not be compared. "
+    "carried": "with the rule 'per_shard' of {}, every shard goes on with its own value, and there "
+    "is none for a batch that is computed as one shard: the mathematics could not be compared. "
     "Without the carried state they can be",
     "norms": "{} keeps no running statistics, so that it computes with those of its shard, as it "
     "does elsewhere with those of a device: the mathematics could not be compared. With "
