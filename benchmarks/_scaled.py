@@ -33,12 +33,12 @@ from onefold.core import flat
 from onefold.core.fold import published_by
 from onefold.core.settings import PRECISIONS, PrecisionName
 from onefold.exchange import memory
-from onefold.exchange.collective import GroupTransport
+from onefold.exchange.collective import CollectiveTransport
+from onefold.exchange.collectivememory import CollectiveMemory
 from onefold.exchange.exchange import Exchange
 from onefold.exchange.mailbox import Mailbox
-from onefold.exchange.private import PrivateMemory
 from onefold.exchange.reduction import BlockReduction
-from onefold.exchange.shared import HostMemory
+from onefold.exchange.shared import SharedMemory
 
 __all__ = ["OPTIMIZERS", "Traffic", "Training", "main", "memory_bytes_per_s", "new_model"]
 
@@ -86,15 +86,15 @@ class Traffic:
     def watch(self) -> None:
         """Count from here on, for good."""
         for name in ("begin", "collect"):
-            _before(PrivateMemory, name, functools.partial(self._enter, "collect"))
+            _before(CollectiveMemory, name, functools.partial(self._enter, "collect"))
         # What lies on the host travels with the rows: of shards' tables the buffers alone remain.
-        _before(PrivateMemory, "_rows_to_move", functools.partial(self._enter, "buffers"))
-        _before(PrivateMemory, "publish_parameters", functools.partial(self._enter, "publish"))
+        _before(CollectiveMemory, "_rows_to_move", functools.partial(self._enter, "buffers"))
+        _before(CollectiveMemory, "publish_parameters", functools.partial(self._enter, "publish"))
         _before(Exchange, "agree", functools.partial(self._enter, "table"))
-        _before(GroupTransport, "move", self._count_sends)
+        _before(CollectiveTransport, "move", self._count_sends)
         _before(dist, "all_gather", self._count_gather)
-        _before(HostMemory, "publish", functools.partial(self._enter, "written"))
-        _before(HostMemory, "collect", functools.partial(self._enter, "collect"))
+        _before(SharedMemory, "publish", functools.partial(self._enter, "written"))
+        _before(SharedMemory, "collect", functools.partial(self._enter, "collect"))
         for module in (flat, memory):
             _before(module, "copy_each", self._count_copied)
         _before(BlockReduction, "collect", self._count_added)

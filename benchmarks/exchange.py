@@ -38,14 +38,14 @@ from onefold.core.assignment import Assignment
 from onefold.core.flat import FlatTensors, lay_out
 from onefold.core.shard import Shares
 from onefold.core.storage import Storage, cut_pieces
-from onefold.exchange.collective import GroupTransport
+from onefold.exchange.collective import CollectiveTransport
 from onefold.exchange.connections import Connections, Lateness, PeerWatch
 from onefold.exchange.exchange import Exchange
 from onefold.exchange.group import Joined
 from onefold.exchange.joining import exchange_over
 from onefold.exchange.mailbox import Mailbox, connected
 from onefold.exchange.memory import Start
-from onefold.exchange.shared import HostTransport
+from onefold.exchange.shared import SharedTransport
 
 __all__ = ["main"]
 
@@ -172,7 +172,7 @@ def new_shared(rank: int, amount: Amount) -> Exchange:
         connected(address, rank, PROCESSES, TIMEOUT_S), rank=rank, timeout_s=TIMEOUT_S
     )
     storage = storage_of(amount)
-    transport = HostTransport(mailbox)
+    transport = SharedTransport(mailbox)
     return exchange_over(transport, storage, start_of(amount), roster_of(storage))
 
 
@@ -186,7 +186,7 @@ def new_collective(rank: int, amount: Amount) -> Exchange:
     watch = PeerWatch({}, connections, lateness)
     joined = Joined(group, store, connections, watch, lateness, list)
     storage = storage_of(amount)
-    transport = GroupTransport(torch.device("cpu"), joined, TIMEOUT_S)
+    transport = CollectiveTransport(torch.device("cpu"), joined, TIMEOUT_S)
     return exchange_over(transport, storage, start_of(amount), roster_of(storage))
 
 

@@ -130,13 +130,13 @@ MUTANTS: list[Mutant] = [
     ),
     Mutant(
         "two partial sums of a device are taken for each other",
-        "exchange/private.py",
+        "exchange/collectivememory.py",
         "received = self.partial(Published(peer, slot))",
         "received = self.partial(Published(peer, 1 - slot if slot < 2 else slot))",
     ),
     Mutant(
         "buffers of a later shard are those of an earlier one",
-        "exchange/private.py",
+        "exchange/collectivememory.py",
         "coming = [table[run] for run in theirs]",
         "coming = [table[run] for run in reversed(theirs)]",
     ),

@@ -19,14 +19,14 @@ from onefold.core.shard import Shares
 from onefold.core.stages import Stages
 from onefold.core.storage import Storage, cut_pieces
 from onefold.errors import DisagreementError
-from onefold.exchange.collective import GroupTransport
+from onefold.exchange.collective import CollectiveTransport
 from onefold.exchange.exchange import Exchange
 from onefold.exchange.group import Rendezvous, join_group
 from onefold.exchange.joining import exchange_over
 from onefold.exchange.mailbox import Mailbox, connected
 from onefold.exchange.memory import Start, write_first
 from onefold.exchange.reduction import StageReduction
-from onefold.exchange.shared import HostTransport
+from onefold.exchange.shared import SharedTransport
 from onefold.exchange.stageexchange import GradientSend
 from onefold.launcher.environment import current_context
 from onefold.system.allocator import DEFAULT_ALLOCATOR, MmapAllocator
@@ -302,10 +302,10 @@ def made(name: str, trainer: int) -> tuple[Exchange, Storage, Start]:
         else:
             peers = connected(f"{context.run_id}-{trainer}", context.rank, context.size, LIMIT_S)
             mailbox = Mailbox(peers, rank=context.rank, timeout_s=LIMIT_S)
-        host = HostTransport(mailbox, home)
+        host = SharedTransport(mailbox, home)
         return exchange_over(host, sizes, begun, assignment(sizes)), sizes, begun
     joined = join_group(Rendezvous(context, context.size, LIMIT_S), "cpu", trainer)
-    transport = GroupTransport(CPU, joined, LIMIT_S, home)
+    transport = CollectiveTransport(CPU, joined, LIMIT_S, home)
     return exchange_over(transport, sizes, begun, assignment(sizes)), sizes, begun
 
 

@@ -17,22 +17,22 @@ from onefold.core.shard import Shares
 from onefold.core.storage import cut_chunks, cut_pieces
 from onefold.errors import PeerError, PeerFailed, PeerLost, PeerTimeout
 from onefold.exchange import connections
-from onefold.exchange.collective import MOST_OF_A_GROUP, GroupTransport, Operation, groups_of
+from onefold.exchange.collective import MOST_OF_A_GROUP, CollectiveTransport, Operation, groups_of
 from onefold.system.compat import Groups
 from tests.exchange.together import CPU, LIMIT_S, endings, joined, together
 from tests.tables import for_each
 
 
 @contextmanager
-def transports(size: int, *, timeout_s: float = LIMIT_S) -> Iterator[list[GroupTransport]]:
+def transports(size: int, *, timeout_s: float = LIMIT_S) -> Iterator[list[CollectiveTransport]]:
     with joined(size, timeout_s=timeout_s) as parts:
-        ends = [GroupTransport(CPU, part, timeout_s) for part in parts]
+        ends = [CollectiveTransport(CPU, part, timeout_s) for part in parts]
         yield ends
         for end in ends:
             end.close()
 
 
-CALLS: dict[str, Callable[[GroupTransport], object]] = {
+CALLS: dict[str, Callable[[CollectiveTransport], object]] = {
     "all_gather_bytes": lambda end: end.all_gather_bytes(b"word"),
     "follow the lead": lambda end: end.broadcast_from_lead([torch.ones(3)]),
     "gather_to_lead": lambda end: (end.buffer(LONG), end.gather_to_lead()),
@@ -49,7 +49,7 @@ def test_a_wait_has_the_limit_of_the_run_and_not_that_of_connecting(name: str, l
     with joined(2, timeout_s=connecting_s) as parts:
         for part in parts:
             Groups.set_limit(part.group, timedelta(seconds=LIMIT_S))
-        ends = [GroupTransport(CPU, part, LIMIT_S) for part in parts]
+        ends = [CollectiveTransport(CPU, part, LIMIT_S) for part in parts]
 
         def call(rank: int) -> None:
             if rank == late:
@@ -132,7 +132,7 @@ def llama_like(layers: int = 32, width: int = 4096) -> dict[str, torch.Tensor]:
 def traded(
     devices: int, rank: int, partitions: Sequence[Sequence[Piece]], layout: Layout, slots: int
 ) -> list[Operation]:
-    """What a device of so many sends and receives of gradients, as `PrivateMemory` lists it."""
+    """What a device of so many sends and receives of gradients, as `CollectiveMemory` lists it."""
     chunks = [cut_chunks(layout, each, at_once=True) for each in partitions]
     operations = []
     for peer in (peer for peer in range(devices) if peer != rank):

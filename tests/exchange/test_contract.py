@@ -8,7 +8,7 @@ import pytest
 import onefold
 from onefold.errors import RunFailed
 from onefold.exchange.joining import exchange_over
-from onefold.exchange.transport import Alone
+from onefold.exchange.transport import LocalTransport
 from onefold.system.allocator import DEFAULT_ALLOCATOR, MmapAllocator
 from onefold.testing import Fault, outcomes, simulate
 from tests.exchange.contract import (
@@ -34,7 +34,7 @@ def test_devices_of_one_process(devices: int, way: str, tmp_path: Path) -> None:
     sizes = storage(devices, staged="in stages" in way)
     begun = start(0, sizes)
     home = MmapAllocator(tmp_path) if "on a disk" in way else DEFAULT_ALLOCATOR
-    exchange = exchange_over(Alone(CPU, home), sizes, begun, assignment(sizes))
+    exchange = exchange_over(LocalTransport(CPU, home), sizes, begun, assignment(sizes))
     check_exchange(exchange, sizes, begun, range(devices))
 
 

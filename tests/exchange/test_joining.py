@@ -15,7 +15,7 @@ from onefold.errors import DisagreementError, PeerFailed
 from onefold.exchange import others
 from onefold.exchange.exchange import Exchange
 from onefold.exchange.joining import join
-from onefold.exchange.shared import HostMemory, HostTransport
+from onefold.exchange.shared import SharedMemory, SharedTransport
 from onefold.system import accelerator
 from tests.exchange.contract import assignment, start, storage
 from tests.exchange.together import CPU, LIMIT_S, endings, together, worlds
@@ -58,7 +58,10 @@ def test_one_host_shares_memory(asked: Any, launcher: Any, monkeypatch: pytest.M
         for exchange in together(
             2, lambda r: joined(made[r], lambda all_of: seen.update({r: [len(d) for d in all_of]}))
         ):
-            assert (type(exchange.memory), type(exchange.transport)) == (HostMemory, HostTransport)
+            assert (type(exchange.memory), type(exchange.transport)) == (
+                SharedMemory,
+                SharedTransport,
+            )
             exchange.close()
     assert seen == {0: [1, 50_001], 1: [1, 50_001]}
     one, other = addresses

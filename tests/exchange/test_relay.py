@@ -7,9 +7,9 @@ from contextlib import contextmanager
 import torch
 
 from onefold.core.flat import storage_order
-from onefold.exchange.collective import GroupTransport
-from onefold.exchange.shared import HostTransport
-from onefold.exchange.transport import Alone, Message, Transport
+from onefold.exchange.collective import CollectiveTransport
+from onefold.exchange.shared import SharedTransport
+from onefold.exchange.transport import LocalTransport, Message, Transport
 from tests.exchange.together import CPU, LIMIT_S, joined, mailboxes, together
 from tests.tables import for_each
 
@@ -21,13 +21,13 @@ Ends = Sequence[Transport]
 def relays(way: str) -> Iterator[Ends]:
     """The relay of device 0 and of device 1; of one process they are the same."""
     if way == "local":
-        yield [Alone(CPU)] * 2
+        yield [LocalTransport(CPU)] * 2
     elif way == "host":
         with mailboxes(2) as boxes:
-            yield [HostTransport(box) for box in boxes]
+            yield [SharedTransport(box) for box in boxes]
     else:
         with joined(2) as parts:
-            transports = [GroupTransport(CPU, part, LIMIT_S) for part in parts]
+            transports = [CollectiveTransport(CPU, part, LIMIT_S) for part in parts]
             yield transports
             for transport in transports:
                 transport.close()

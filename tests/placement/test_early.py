@@ -19,8 +19,8 @@ from onefold import RunOptions
 from onefold.core.flat import FlatTensors, Layout
 from onefold.core.options import WITH_STATE, ExchangeName
 from onefold.errors import PeerError
+from onefold.exchange.collectivememory import CollectiveMemory
 from onefold.exchange.memory import Partial
-from onefold.exchange.private import PrivateMemory
 from onefold.shard.replica import GradientHooks
 from onefold.step import assembly
 from onefold.testing import Fault, outcomes, simulate
@@ -229,7 +229,7 @@ def test_sums_may_all_be_copied_to_where_they_are_sent_from(
 
     monkeypatch.setattr(Partial, "private", private)
     at_once = property(lambda _: True, lambda *_: None)
-    monkeypatch.setattr(PrivateMemory, "at_once", at_once, raising=False)
+    monkeypatch.setattr(CollectiveMemory, "at_once", at_once, raising=False)
     check_bits(way, len(way.get("shares", (1, 1))), "replicate")
 
 
@@ -254,9 +254,9 @@ def test_most_stages_leave_before_backward_ends(
     """All but what is done last, at the model's beginning, what is not used at all, and a stage
     that takes no hooks and has no neighbour to leave with."""
     left: dict[str, int] = Counter()
-    started, finish, ending = PrivateMemory._start_next, GradientHooks.finish, [False]
+    started, finish, ending = CollectiveMemory._start_next, GradientHooks.finish, [False]
 
-    def start_next(self: PrivateMemory) -> None:
+    def start_next(self: CollectiveMemory) -> None:
         left["late" if ending[0] else "early"] += 1
         started(self)
 
@@ -265,7 +265,7 @@ def test_most_stages_leave_before_backward_ends(
         finish(self)
         ending[0] = False
 
-    monkeypatch.setattr(PrivateMemory, "_start_next", start_next)
+    monkeypatch.setattr(CollectiveMemory, "_start_next", start_next)
     monkeypatch.setattr(GradientHooks, "finish", finishing)
 
     def run() -> None:
@@ -286,13 +286,13 @@ def test_most_stages_leave_before_backward_ends(
 def published(placement: str, monkeypatch: pytest.MonkeyPatch) -> int:
     """How often devices bring each other parameters in a few steps."""
     calls: list[int] = []
-    publish = PrivateMemory.publish_parameters
+    publish = CollectiveMemory.publish_parameters
 
-    def publishing(self: PrivateMemory) -> None:
+    def publishing(self: CollectiveMemory) -> None:
         calls.append(1)
         publish(self)
 
-    monkeypatch.setattr(PrivateMemory, "publish_parameters", publishing)
+    monkeypatch.setattr(CollectiveMemory, "publish_parameters", publishing)
     bits(script(4), 2, placement)
     return len(calls)
 

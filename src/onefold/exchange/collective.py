@@ -7,7 +7,7 @@ named.
 Note: how sends and receipts are matched
 ----------------------------------------
 Nothing names a message: between two devices the n-th send meets the n-th receipt. So both ends list
-what they trade in the same order (see `PrivateMemory.publish`), and the sort in `move` is
+what they trade in the same order (see `CollectiveMemory.publish`), and the sort in `move` is
 stable and goes by chunk, which both ends number alike.
 
 Note: groups of messages on accelerators
@@ -63,7 +63,7 @@ from onefold.exchange.transport import (
 )
 from onefold.system.allocator import DEFAULT_ALLOCATOR, TensorAllocator
 
-__all__ = ["MOST_OF_A_GROUP", "GroupTransport", "Moving", "Operation", "groups_of"]
+__all__ = ["MOST_OF_A_GROUP", "CollectiveTransport", "Moving", "Operation", "groups_of"]
 
 T = TypeVar("T")
 _log = logging.getLogger("onefold")
@@ -76,7 +76,7 @@ def _nobody(peer: int | None) -> None:
     """Take no note of a wait."""
 
 
-class GroupTransport(Transport):
+class CollectiveTransport(Transport):
     """One process of a group, which drives one device.
 
     Args:

@@ -30,7 +30,7 @@ from onefold.exchange.exchange import Exchange
 from onefold.exchange.memory import AsGiven, Memory, Partial, Start
 from onefold.exchange.reduction import BlockReduction, StageReduction
 from onefold.exchange.stageexchange import LocalStageExchange, StageExchange
-from onefold.exchange.transport import Alone, Transport
+from onefold.exchange.transport import LocalTransport, Transport
 from onefold.system.allocator import DEFAULT_ALLOCATOR, TensorAllocator
 
 __all__ = ["exchange_over", "has_memory_in_common", "join"]
@@ -66,7 +66,7 @@ def join(
         ValueError: the exchange that was asked for cannot serve these devices.
     """
     if len(devices.own) == len(devices.all):
-        alone = Alone(assignment.devices[0], allocator)
+        alone = LocalTransport(assignment.devices[0], allocator)
         return exchange_over(alone, storage, start, assignment)
     from onefold.exchange.others import join_others
 
@@ -102,7 +102,7 @@ def exchange_over(
         assignment: who takes part.
     """
     has_stages = storage.stages is not None
-    if isinstance(transport, Alone):
+    if isinstance(transport, LocalTransport):
         allocator = transport.allocator
         memory: Memory = LocalMemory(storage, start, assignment, allocator)
         stages: StageExchange | None = None

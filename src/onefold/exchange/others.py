@@ -7,14 +7,14 @@ from functools import partial
 from onefold.core.assignment import Assignment, Devices
 from onefold.core.context import LaunchContext
 from onefold.core.storage import Storage
-from onefold.exchange.collective import GroupTransport
+from onefold.exchange.collective import CollectiveTransport
+from onefold.exchange.collectivememory import CollectiveMemory, CollectiveStageExchange
 from onefold.exchange.connections import host_identity
 from onefold.exchange.group import Rendezvous, agree_on_devices, agree_on_name, join_group
 from onefold.exchange.mailbox import Mailbox, connected
 from onefold.exchange.memory import Memory, Start
-from onefold.exchange.private import GroupStageExchange, PrivateMemory
 from onefold.exchange.progress import NoteWait, places_of
-from onefold.exchange.shared import HostMemory, HostStageExchange, HostTransport
+from onefold.exchange.shared import SharedMemory, SharedStageExchange, SharedTransport
 from onefold.exchange.stageexchange import LocalStageExchange, StageExchange
 from onefold.exchange.transport import Transport
 from onefold.system import accelerator
@@ -30,7 +30,7 @@ def join_others(
     allocator: TensorAllocator,
     *,
     in_common: bool,
-) -> HostTransport | GroupTransport:
+) -> SharedTransport | CollectiveTransport:
     """Connect this process to the others; arguments and errors are those of `join`.
 
     ``in_common`` says whether all devices use the same memory.
@@ -46,10 +46,10 @@ def join_others(
             "the shared exchange is for CPU processes of one host; use --exchange collective"
         )
     if in_common:
-        return HostTransport(_mailbox(devices, meeting), allocator, assignment.shares.pipeline)
+        return SharedTransport(_mailbox(devices, meeting), allocator, assignment.shares.pipeline)
     joined = join_group(meeting, kind, devices.trainer)
     device = assignment.devices[joined.group.rank()]
-    return GroupTransport(device, joined, timeout_s, allocator, _noting_waits(context))
+    return CollectiveTransport(device, joined, timeout_s, allocator, _noting_waits(context))
 
 
 def _card_of(devices: Devices) -> str:
@@ -88,12 +88,12 @@ def memory_with_others(
 ) -> tuple[Memory, StageExchange | None]:
     """The memory that goes with a transport to others, and what brings stages to their owners."""
     has_stages = storage.stages is not None
-    if isinstance(transport, HostTransport):
-        common = HostMemory(storage, start, transport, assignment)
+    if isinstance(transport, SharedTransport):
+        common = SharedMemory(storage, start, transport, assignment)
         # In one pipeline each device owns the stages that it computes: their gradients go nowhere.
         if has_stages and len(assignment.shares.column_of(transport.mailbox.rank)) == 1:
             return common, LocalStageExchange(storage, assignment)
-        return common, HostStageExchange(common) if has_stages else None
-    assert isinstance(transport, GroupTransport)
-    private = PrivateMemory(storage, start, transport, assignment)
-    return private, GroupStageExchange(private) if has_stages else None
+        return common, SharedStageExchange(common) if has_stages else None
+    assert isinstance(transport, CollectiveTransport)
+    private = CollectiveMemory(storage, start, transport, assignment)
+    return private, CollectiveStageExchange(private) if has_stages else None

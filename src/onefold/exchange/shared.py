@@ -1,13 +1,13 @@
 """Memory that the processes of one host share, and what they send to each other through it.
 
-In `HostMemory` the parameters exist once, and every process computes with them where they are. They
-lie in a file without a name, partial sums and the table in another, which the lead makes and hands
-to the others. `new_file` makes such memory, which is handed over by descriptor; `take_file`
+In `SharedMemory` the parameters exist once, and every process computes with them where they are.
+They lie in a file without a name, partial sums and the table in another, which the lead makes and
+hands to the others. `new_file` makes such memory, which is handed over by descriptor; `take_file`
 receives it.
 
-`HostStageExchange` brings gradients to their owners through shared memory. `HostTransport` reaches
-the other processes: short messages go through sockets, other bytes, and the tensors of a pipeline,
-through shared files.
+`SharedStageExchange` brings gradients to their owners through shared memory. `SharedTransport`
+reaches the other processes: short messages go through sockets, other bytes, and the tensors of a
+pipeline, through shared files.
 
 Note: files cut alike everywhere
 --------------------------------
@@ -87,7 +87,7 @@ from onefold.system.allocator import (
 from onefold.system.compat import copy_each, hidden_from_modes
 from onefold.system.safe_files import memory_file
 
-__all__ = ["HostMemory", "HostStageExchange", "HostTransport"]
+__all__ = ["SharedMemory", "SharedStageExchange", "SharedTransport"]
 
 
 def new_file(
@@ -173,7 +173,7 @@ def make_own(memory: torch.Tensor, allocator: TensorAllocator = DEFAULT_ALLOCATO
 _PAGE_BYTES = 4096
 
 
-class HostMemory(Memory):
+class SharedMemory(Memory):
     """The memory of one process of several on this host; all must make it together.
 
     Args:
@@ -186,7 +186,7 @@ class HostMemory(Memory):
     is_common = True
 
     def __init__(
-        self, storage: Storage, start: Start, transport: HostTransport, assignment: Assignment
+        self, storage: Storage, start: Start, transport: SharedTransport, assignment: Assignment
     ) -> None:
         super().__init__(storage, assignment, transport.allocator)
         self.transport = transport
@@ -293,14 +293,14 @@ def _map_shared(
     return [memory[a : a + size] for a, size in zip(starts[:-1], sizes, strict=True)]
 
 
-class HostStageExchange(StageExchange):
+class SharedStageExchange(StageExchange):
     """The stage exchange of one process of several on a host.
 
     Args:
         memory: of this process.
     """
 
-    def __init__(self, memory: HostMemory) -> None:
+    def __init__(self, memory: SharedMemory) -> None:
         super().__init__(memory.storage, memory.assignment, memory.transport.mailbox.rank)
         self._transport, self._buffers = memory.transport, memory.send_buffers
         self._column = memory.assignment.shares.column_of(self.rank)
@@ -331,7 +331,7 @@ class HostStageExchange(StageExchange):
         return self.layout.in_room(number, self._buffers[rank][self._turn])
 
 
-class HostTransport(Transport):
+class SharedTransport(Transport):
     """One process of several on this host.
 
     Args:

@@ -36,8 +36,8 @@ from onefold.system.allocator import DEFAULT_ALLOCATOR, TensorAllocator
 from onefold.system.words import message_of, words_of_failure
 
 __all__ = [
-    "Alone",
     "Failure",
+    "LocalTransport",
     "Message",
     "Ranks",
     "Transport",
@@ -236,7 +236,7 @@ class Transport(ABC):
         """Forget what is left of a step that failed."""
 
 
-class Alone(Transport):
+class LocalTransport(Transport):
     """The transport of a process that drives all devices: there is nobody to wait for."""
 
     @cached_property

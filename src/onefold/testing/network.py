@@ -1,7 +1,7 @@
 """What simulated devices send each other: the calls of sockets and of a process group.
 
-`Mailbox` and `GroupTransport`, and all that is built on them, work here as between processes: by
-sockets of the same kind, and by `_Group` in place of a process group over any backend.
+`Mailbox` and `CollectiveTransport`, and all that is built on them, work here as between processes:
+by sockets of the same kind, and by `_Group` in place of a process group over any backend.
 
 Note: what the backend may do
 -----------------------------

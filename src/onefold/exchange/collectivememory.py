@@ -1,8 +1,8 @@
 """Memory of one process of several that cannot see each other's: tensors are moved.
 
-In `PrivateMemory` partial sums go from every device straight to the owner of each partition, stage
-by stage while backward runs if the model has stages, and the updated partitions straight back to
-everybody. `GroupStageExchange` brings gradients to their
+In `CollectiveMemory` partial sums go from every device straight to the owner of each partition,
+stage by stage while backward runs if the model has stages, and the updated partitions straight back
+to everybody. `CollectiveStageExchange` brings gradients to their
 owners through torch.distributed as well.
 
 Note: what is in flight, and who may touch it
@@ -40,7 +40,7 @@ from onefold.core.shard import Shares, runs_of
 from onefold.core.stages import ROOT
 from onefold.core.storage import Storage
 from onefold.core.values import Gradients
-from onefold.exchange.collective import GroupTransport, Moving, Operation
+from onefold.exchange.collective import CollectiveTransport, Moving, Operation
 from onefold.exchange.memory import (
     Arrivals,
     Memory,
@@ -58,14 +58,14 @@ from onefold.exchange.stageexchange import (
     StageMessage,
 )
 
-__all__ = ["GroupStageExchange", "PrivateMemory"]
+__all__ = ["CollectiveMemory", "CollectiveStageExchange"]
 
 _LEARNING = 3
 """After so many first collections devices agree on the order in which stages are sent: in a first
 step a loss may turn out to need another form, and no stage may come early."""
 
 
-class PrivateMemory(Memory):
+class CollectiveMemory(Memory):
     """One device's memory, which receives the others' partial sums over the partition that it owns.
 
     Args:
@@ -79,7 +79,7 @@ class PrivateMemory(Memory):
     _own: defaultdict[int, Partial]
 
     def __init__(
-        self, storage: Storage, start: Start, transport: GroupTransport, assignment: Assignment
+        self, storage: Storage, start: Start, transport: CollectiveTransport, assignment: Assignment
     ) -> None:
         allocator = transport.allocator
         super().__init__(storage, assignment, allocator)
@@ -278,7 +278,7 @@ def _moves(
     return [Operation(sends, peer, memory.chunk(chunk), number) for number, chunk in numbered]
 
 
-class GroupStageExchange(StageExchange):
+class CollectiveStageExchange(StageExchange):
     """The stage exchange of one process of a group.
 
     Within `in_pipeline` only those devices hear each other that compute the same stages.
@@ -290,7 +290,7 @@ class GroupStageExchange(StageExchange):
 
     prefetches = True
 
-    def __init__(self, memory: PrivateMemory) -> None:
+    def __init__(self, memory: CollectiveMemory) -> None:
         assignment, self._transport = memory.assignment, memory.transport
         super().__init__(memory.storage, assignment, self._transport.rank)
         self._everybody = range(self._transport.size)
