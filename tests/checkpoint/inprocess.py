@@ -91,7 +91,7 @@ class Runs:
         **choices: Any,
     ) -> str | None:
         """What a script returns; None if it died or was stopped."""
-        options = RunOptions(checkpoint=str(self.folder), save_save_every=every, **choices)
+        options = RunOptions(checkpoint=str(self.folder), save_every=every, **choices)
         with self._patch.context() as patch, new_progress(1) as progress:
             life = Life(devices, dies, progress)
             patch.setattr("onefold.trainer.current_context", lambda: LaunchContext(options=options))

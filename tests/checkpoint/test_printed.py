@@ -43,9 +43,7 @@ class Runs:
         """The exit code of a run, and what it printed."""
         saved = self._folder / name
         saved.mkdir(exist_ok=True)
-        options = onefold.RunOptions(
-            checkpoint=str(saved), save_save_every=100, stops_after=stops_after
-        )
+        options = onefold.RunOptions(checkpoint=str(saved), save_every=100, stops_after=stops_after)
         chosen = onefold.select_devices(f"cpu:{devices}")
         code = onefold.supervise([str(self._script), *words], chosen, options).exit_code
         return code, self._capfd.readouterr().out

@@ -17,7 +17,7 @@ CHOSEN = Settings(shards=4, seed=0, clip_norm=None, deterministic=True, timeout_
 
 def test_options_that_make_no_sense_are_refused_by_name() -> None:
     for chosen, words in (
-        ({"every": 0}, "^expected every of at least 1, got 0"),
+        ({"save_every": 0}, "^expected save_every of at least 1, got 0"),
         ({"keep_last": 0}, "^expected keep_last of at least 1, got 0"),
         (
             {"placement": 3},
@@ -30,8 +30,11 @@ def test_options_that_make_no_sense_are_refused_by_name() -> None:
         ({"placement": "pipeline:1"}, "^expected placement .* pipelines of 2 devices or more"),
         ({"placement": "pipeline:"}, "^expected placement to be one of"),
         ({"placement": "replicate:all"}, "^expected placement .* replicate:state keeps"),
-        ({"restarts": -1, "checkpoint": "kept"}, "^expected restarts of at least 0, got -1"),
-        ({"restarts": 1}, "^restarts go on from the last checkpoint: name a directory"),
+        (
+            {"max_restarts": -1, "checkpoint": "kept"},
+            "^expected max_restarts of at least 0, got -1",
+        ),
+        ({"max_restarts": 1}, "^restarts go on from the last checkpoint: name a directory"),
         (
             {"exchange": "mpi"},
             '^expected the exchange to be one of "auto", "shared", "collective", got .mpi',
@@ -65,7 +68,7 @@ def test_limits_of_time_are_positive_and_what_the_system_can_wait() -> None:
     for value in (1e300, math.inf, MOST_S + 1, 0, -1, math.nan):
         words = "finite and at most" if value > 0 else "more than 0"
         for take in (RunOptions, partial(onefold.launch, len, devices="cpu:1")):
-            for name in ("timeout_s", "grace_s"):
+            for name in ("timeout_s", "grace_period_s"):
                 with pytest.raises(ValueError, match=words):
                     take(**{name: value})
     for other in ("5", None, True):
