@@ -811,7 +811,7 @@ class Trainer:
 
         Args:
             directory: what was given to `save`, or the folder of one checkpoint.
-            changed: what may differ from the run that was saved, each giving up a part of the
+            allow_changed: what may differ from the run that was saved, each giving up a part of the
                 promise: ``"seed"``, ``"shards"``, ``"batch_size"``, ``"dataset"``,
                 ``"clip_norm"``, ``"precision"``, ``"microbatch"``, ``"compile"``, ``"optimizer"``,
                 ``"scheduler"``, ``"average"``.
